@@ -1,0 +1,1 @@
+"""The program: serving nodes, the command line, the demo and the benchmarks."""

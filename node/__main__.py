@@ -1,0 +1,5 @@
+"""`python -m llmnode.node`."""
+
+from llmnode.node.cli import run
+
+run()

@@ -1,0 +1,164 @@
+"""`llmnode demo`: a private swarm of real processes on this machine, and text generated through it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO
+
+import trio
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from llmnode.core.span import split_evenly
+from llmnode.errors import SessionLost, single_error
+from llmnode.node.processes import ServerDied, ServerProcess, all_ready, last_words, private_swarm, pss_mib
+from llmnode.node.startup import collection_paused
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llmnode.client.connect import Client, ClientParts
+    from llmnode.client.generate import Generation
+    from llmnode.models.tokenizer import Tokenizer
+
+EMBEDDED_BLOCKS = 30
+"""SmolLM2-135M's: told here so that the servers can start before this process has read the model's config."""
+DEATH_NOTICE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class DemoConfig:
+    """What `llmnode demo` was asked for. `threads` is torch's in every process, None for its own choice."""
+
+    servers: int
+    prompt: str
+    max_new_tokens: int
+    chat: bool
+    json: bool
+    threads: int | None
+
+
+async def demo(config: DemoConfig) -> None:
+    """Start the servers, generate, stop them. Raises SessionLost or ServerDied if one of them dies on the way."""
+    started_s = time.perf_counter()
+    spans = split_evenly(EMBEDDED_BLOCKS, config.servers)
+    console = Console(stderr=True)
+    with single_error(), Live(console=console, auto_refresh=False) as live:
+
+        def draw(servers: Sequence[ServerProcess]) -> None:
+            live.update(_table(servers), refresh=console.is_terminal)
+
+        async with private_swarm(spans, threads=config.threads, on_change=draw) as servers:
+            draw(servers)
+            # Torch and libp2p take seconds to import: the servers do the same meanwhile.
+            parts = await trio.to_thread.run_sync(_load_parts, config.threads, abandon_on_cancel=True)
+            await all_ready(servers)
+            live.stop()
+            if not console.is_terminal:
+                console.line()  # Live ends its last picture without one
+            try:
+                await _generate(config, servers, parts, started_s)
+            except SessionLost as error:
+                await _explain(servers, error)
+                raise
+
+
+def _load_parts(threads: int | None) -> ClientParts:
+    with collection_paused():
+        import torch
+
+        from llmnode.client.connect import load_parts
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        return load_parts()
+
+
+async def _generate(config: DemoConfig, servers: Sequence[ServerProcess], parts: ClientParts, started_s: float) -> None:
+    from llmnode.client.connect import aconnect
+    from llmnode.node.text import speed_line
+
+    async with aconnect([server.address for server in servers], parts=parts) as client:
+        ready_s = time.perf_counter() - started_s
+        screen = sys.stderr if config.json else sys.stdout
+        prompt = _encode(client.tokenizer, config)
+        generation, text = await _stream(client, config, prompt, screen)
+        first_s = ready_s + generation.time_to_first_token_s
+        speed = speed_line(len(generation.token_ids), generation.time_to_first_token_s, generation.tokens_per_s)
+        print(f"{speed}; {first_s:.1f} s from the start of the demo", file=sys.stderr)
+        if config.json:
+            summary = {
+                "model": client.model.name,
+                "servers": _servers_json(servers),
+                "prompt_token_ids": prompt,
+                "token_ids": list(generation.token_ids),
+                "text": text,
+                "tokens_per_s": generation.tokens_per_s,
+                "time_to_first_token_s": generation.time_to_first_token_s,
+                "start_to_first_token_s": first_s,
+                "client_pss_mib": pss_mib(),
+            }
+            print(json.dumps(summary))
+
+
+def _encode(tokenizer: Tokenizer, config: DemoConfig) -> list[int]:
+    return tokenizer.encode_dialogue([("user", config.prompt)]) if config.chat else tokenizer.encode(config.prompt)
+
+
+async def _stream(client: Client, config: DemoConfig, prompt: list[int], screen: TextIO) -> tuple[Generation, str]:
+    """Generate greedily and write the text to `screen` as it comes, after the prompt it continues (unless `chat`)."""
+    from llmnode.models.tokenizer import TextStream
+
+    stream = TextStream(client.tokenizer)
+    parts: list[str] = []
+
+    def show(text: str) -> None:
+        parts.append(text)
+        screen.write(text)
+        screen.flush()
+
+    if not config.chat:
+        screen.write(config.prompt)
+    generation = await client.generate(prompt, config.max_new_tokens, on_token=lambda token: show(stream.add(token)))
+    show(stream.finish())
+    screen.write("\n")
+    return generation, "".join(parts)
+
+
+def _servers_json(servers: Sequence[ServerProcess]) -> list[dict[str, object]]:
+    return [
+        {
+            "peer": server.peer,
+            "blocks": [server.span.start, server.span.end],
+            "tensor_mib": server.tensor_bytes / 2**20,
+            "pss_mib": pss_mib(server.pid),
+        }
+        for server in servers
+    ]
+
+
+async def _explain(servers: Sequence[ServerProcess], error: SessionLost) -> None:
+    """If a lost session comes from a dead child, say that; the link may know of it before the process table does."""
+    with trio.move_on_after(DEATH_NOTICE_S):
+        async with trio.open_nursery() as nursery:
+            for server in servers:
+                nursery.start_soon(_raise_when_ended, server, error)
+
+
+async def _raise_when_ended(server: ServerProcess, error: SessionLost) -> None:
+    await server.process.wait()
+    raise ServerDied(f"the server of blocks {server.span} ended: {last_words(server)}; {error}")
+
+
+def _table(servers: Sequence[ServerProcess]) -> Table:
+    table = Table(title=f"{len(servers)} servers on this machine", title_justify="left")
+    for column in ("blocks", "peer", "pid", "state"):
+        table.add_column(column)
+    for server in servers:
+        style = {"ready": "green", "ended": "red"}.get(server.state, "yellow")
+        table.add_row(str(server.span), server.peer or "-", str(server.pid), f"[{style}]{server.state}[/]")
+    return table

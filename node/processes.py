@@ -1,0 +1,159 @@
+"""Servers as child processes on this machine: a private swarm for the demo, the benchmarks and the tests."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import deque
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import trio
+
+from llmnode.core.span import Span
+from llmnode.errors import LlmnodeError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+START_TIMEOUT_S = 300.0
+"""The first start on a machine converts the model."""
+STOP_TIMEOUT_S = 5.0
+_KEPT_LINES = 40
+
+
+class ServerDied(LlmnodeError):
+    """A server process of ours ended before it was told to."""
+
+
+@dataclass(slots=True)
+class ServerProcess:
+    """A child that serves `span`. `state` is its last word about itself, for people to read."""
+
+    span: Span
+    process: trio.Process
+    state: str = "starting"
+    peer: str = ""
+    address: str = ""
+    tensor_bytes: int = 0
+    ready: trio.Event = field(default_factory=trio.Event)
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+
+def pss_mib(pid: int | None = None) -> float:
+    """Proportional set size of a process in MiB: its own memory, and its share of what it shares (Linux).
+
+    Where the system has no PSS, the memory that is the process's alone.
+    """
+    memory = psutil.Process(pid).memory_full_info()
+    return float(getattr(memory, "pss", memory.uss)) / 2**20
+
+
+@asynccontextmanager
+async def private_swarm(
+    spans: Sequence[Span],
+    *,
+    threads: int | None = None,
+    on_change: Callable[[Sequence[ServerProcess]], None] = lambda _servers: None,
+) -> AsyncIterator[list[ServerProcess]]:
+    """One server on loopback per span; yields at once, before they are ready. All are gone when the context ends.
+
+    `on_change` is called whenever one's state changes. Await `all_ready` before using them.
+    """
+    servers: list[ServerProcess] = []
+    async with AsyncExitStack() as stack:
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        stack.callback(nursery.cancel_scope.cancel)
+        stack.push_async_callback(_stop_all, servers)
+        for span in spans:
+            process = await trio.lowlevel.open_process(
+                _command(span, threads), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                start_new_session=True,  # a Ctrl-C in the terminal is ours alone: we end them in order
+            )  # fmt: skip
+            server = ServerProcess(span, process)
+            servers.append(server)
+            nursery.start_soon(_watch, server, lambda: on_change(servers))
+            nursery.start_soon(_collect_errors, server)
+        yield servers
+
+
+async def all_ready(servers: Sequence[ServerProcess]) -> None:
+    """Wait until every server takes sessions. Raises ServerDied with the last words of one that ended."""
+    with trio.move_on_after(START_TIMEOUT_S) as patience:
+        for server in servers:
+            await server.ready.wait()
+            if not server.address:
+                raise ServerDied(f"the server of blocks {server.span} ended: {last_words(server)}")
+    if patience.cancelled_caught:
+        raise ServerDied(f"the servers were not ready in {START_TIMEOUT_S:g} s; is the machine overloaded?")
+
+
+def last_words(server: ServerProcess) -> str:
+    return server.last_lines[-1] if server.last_lines else f"exit status {server.process.returncode}, no message"
+
+
+def _command(span: Span, threads: int | None) -> list[str]:
+    command = [sys.executable, "-P", "-m", "llmnode.node", "serve", "--blocks", f"{span.start}:{span.end}"]
+    command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--json", "--until-stdin-closes"]
+    return command if threads is None else [*command, "--threads", str(threads)]
+
+
+async def _watch(server: ServerProcess, on_change: Callable[[], None]) -> None:
+    """Follow the JSON lines on the child's stdout until it ends."""
+    assert server.process.stdout is not None
+    rest = b""
+    async with server.process.stdout as stdout:
+        async for chunk in stdout:
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                _note(server, json.loads(line))
+                on_change()
+    server.state = "ended"
+    server.ready.set()
+    on_change()
+
+
+def _note(server: ServerProcess, event: dict[str, Any]) -> None:  # Any: JSON
+    if event["event"] == "ready":
+        server.state = "ready"
+        server.peer = event["peer"]
+        server.address = event["addresses"][0]
+        server.tensor_bytes = event["tensor_bytes"]
+        server.ready.set()
+    else:
+        server.state = event["text"]
+
+
+async def _collect_errors(server: ServerProcess) -> None:
+    assert server.process.stderr is not None
+    rest = b""
+    async with server.process.stderr as stderr:
+        async for chunk in stderr:
+            *lines, rest = (rest + chunk).split(b"\n")
+            server.last_lines.extend(line.decode(errors="replace") for line in lines if line.strip())
+
+
+async def _stop_all(servers: Sequence[ServerProcess]) -> None:
+    with trio.CancelScope(shield=True):
+        async with trio.open_nursery() as nursery:
+            for server in servers:
+                nursery.start_soon(_stop, server)
+
+
+async def _stop(server: ServerProcess) -> None:
+    """Ask, wait, kill."""
+    process = server.process
+    assert process.stdin is not None
+    await process.stdin.aclose()
+    with trio.move_on_after(STOP_TIMEOUT_S):
+        await process.wait()
+    if process.returncode is None:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,177 @@
+"""Serves one span to any number of links.
+
+A link's loop does nothing but hand frames on, so that a slow session holds up no other. What a session does is in
+`session.py`; which frames it accepts, in `llmnode.wire.stage`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.ids import NO_SESSION
+from llmnode.core.span import Span
+from llmnode.errors import PeerRefused, PeerUnreachable, RemoteProtocolError
+from llmnode.node.serve.session import ServedSession, refusal_of
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import Description, Open, RefusalCode, check_empty, pack, unpack
+from llmnode.wire.payload import Codec, HiddenForm
+from llmnode.wire.stage import Stage
+
+if TYPE_CHECKING:
+    from llmnode.core.ids import SessionId
+    from llmnode.core.model import ModelInfo
+    from llmnode.core.policy import ServePolicy
+    from llmnode.ports import Link, Network, Worker
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Server:
+    """What all links share."""
+
+    worker: Worker
+    model: ModelInfo
+    policy: ServePolicy
+    sessions: set[SessionId] = field(default_factory=set)
+
+    async def run(self, network: Network) -> None:
+        """Serve every link that is opened to us, until cancelled."""
+        slots = trio.CapacityLimiter(self.policy.links)
+        async with trio.open_nursery() as nursery:
+            while True:
+                await slots.acquire_on_behalf_of(slot := object())
+                await nursery.start(self._serve_next, network, slots, slot)
+
+    async def _serve_next(
+        self,
+        network: Network,
+        slots: trio.CapacityLimiter,
+        slot: object,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        try:
+            async with network.accept() as link:
+                task_status.started()
+                await _ServedLink(self, link).run()
+        finally:
+            slots.release_on_behalf_of(slot)
+
+    def describe(self) -> Description:
+        span = self.worker.span
+        return Description(
+            software=_software(),
+            model=self.model.name,
+            model_digest=self.model.digest,
+            blocks=self.model.blocks,
+            hidden_size=self.model.hidden_size,
+            context_tokens=self.model.context_tokens,
+            dtype=self.model.dtype,
+            span_start=span.start,
+            span_end=span.end,
+            kv_tokens_free=self.worker.kv_tokens_free,
+        )
+
+
+class _ServedLink:
+    """One link and the sessions that were opened over it. They end with it."""
+
+    def __init__(self, server: Server, link: Link) -> None:
+        self._server = server
+        self._link = link
+        self._sessions: dict[SessionId, ServedSession] = {}
+
+    async def run(self) -> None:
+        log.info("link opened peer=%s", self._link.peer)
+        try:
+            async with trio.open_nursery() as nursery:
+                try:
+                    while True:
+                        await self._handle(await self._link.receive(), nursery)
+                finally:
+                    nursery.cancel_scope.cancel()
+        except* (PeerUnreachable, RemoteProtocolError) as group:
+            for error in group.exceptions:
+                log.info("link ended %s", error)
+
+    async def _handle(self, frame: Frame, nursery: trio.Nursery) -> None:
+        try:
+            match frame.type:
+                case FrameType.DESCRIBE:
+                    check_empty(frame.meta, "DESCRIBE")
+                    await self._link.send(Frame(FrameType.DESCRIPTION, meta=pack(self._server.describe())))
+                case FrameType.OPEN:
+                    self._open(frame, nursery)
+                case FrameType.STEP | FrameType.TRUNCATE:
+                    check_empty(frame.meta, frame.type.name)
+                    self._session(frame).submit(frame)
+                case FrameType.CLOSE:
+                    check_empty(frame.meta, "CLOSE")
+                    self._session(frame).close()
+                case _:
+                    raise RemoteProtocolError(f"a client does not send {frame.type.name} frames")
+        except PeerRefused as refusal:
+            await self._refuse(frame, refusal.code, refusal.reason)
+        except RemoteProtocolError as error:
+            await self._refuse(frame, RefusalCode.BAD_MESSAGE, error.message)
+
+    def _open(self, frame: Frame, nursery: trio.Nursery) -> None:
+        span, request = self._check_open(frame)
+        stage = Stage(frame.session, request.max_length, self._server.policy.steps_ahead)
+        form = HiddenForm(self._server.model.hidden_size, Codec(request.codec))
+        session = ServedSession(stage, span, form, self._link, self._server.worker, self._server.policy)
+        self._sessions[frame.session] = session
+        self._server.sessions.add(frame.session)
+        nursery.start_soon(self._run_session, session)
+
+    def _check_open(self, frame: Frame) -> tuple[Span, Open]:
+        request, held, policy = unpack(Open, frame.meta), self._server.worker.span, self._server.policy
+        if request.span_start >= request.span_end:
+            raise RemoteProtocolError(f"[{request.span_start}, {request.span_end}) is no span")
+        if frame.session == NO_SESSION or frame.epoch or frame.step:
+            raise RemoteProtocolError("OPEN names a session, and starts at epoch 0 and step 0")
+        span = Span(request.span_start, request.span_end)
+        if frame.session in self._server.sessions:
+            raise PeerRefused(RefusalCode.CONFLICT, "a session of this name is open")
+        if request.model_digest != self._server.model.digest or request.dtype != self._server.model.dtype:
+            raise PeerRefused(RefusalCode.WRONG_MODEL, f"this server holds {self._server.model.name}, of other weights")
+        if request.codec not in list(Codec):
+            raise PeerRefused(RefusalCode.UNKNOWN_CODEC, f"this server knows {', '.join(Codec)}")
+        if not held.covers(span):
+            raise PeerRefused(RefusalCode.SPAN_NOT_HELD, f"{span} asked for, {held} held")
+        if request.max_length > self._server.model.context_tokens:
+            raise PeerRefused(RefusalCode.NO_ROOM, f"the model's context is {self._server.model.context_tokens} tokens")
+        if len(self._sessions) >= policy.sessions_per_link:
+            raise PeerRefused(RefusalCode.BUSY, f"{len(self._sessions)} sessions are open over this link")
+        return span, request
+
+    async def _run_session(self, session: ServedSession) -> None:
+        try:
+            await session.run()
+        finally:
+            name = session.stage.session
+            del self._sessions[name]
+            with trio.CancelScope(shield=True):  # KV is freed whatever ends the session
+                await self._server.worker.close(name)
+            self._server.sessions.discard(name)
+
+    def _session(self, frame: Frame) -> ServedSession:
+        session = self._sessions.get(frame.session)
+        if session is None:
+            raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "no such session is open over this link")
+        return session
+
+    async def _refuse(self, frame: Frame, code: str, message: str) -> None:
+        await self._link.send(refusal_of(frame, code, message))
+
+
+@cache
+def _software() -> str:
+    """Read from disk once: any peer may ask any number of times."""
+    return f"llmnode/{importlib.metadata.version('llmnode')}"

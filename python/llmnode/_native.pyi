@@ -1,0 +1,102 @@
+"""The Rust extension: what is measured to be hot, as pure functions of bytes. Its source is in `transport_rs/`.
+
+A buffer is anything of the buffer protocol that is C-contiguous and has a shape: `bytes`, `bytearray`, `memoryview`,
+NumPy arrays of any element type, read-only ones too. It is read in place, as the bytes that lie in memory. Do not write
+to it during a call, nor read an `out`: from 1 MiB on the GIL is released, and the result would be that of bytes which
+never stood there together.
+
+All functions raise `TypeError` for what is no buffer, and `BufferError` for a buffer with gaps or in another order
+(`array[::2]`, `array.T`) or without a shape (a 0-d array), or for an `out` that is read-only.
+
+The blockwise codec makes 8 bits of each value: the scale of a block is its largest magnitude, a code says how much of
+it a value is. `[scales: float32, little-endian][codes: a byte each]`; dtype, block and code map are not in there, both
+sides must know them. What is guaranteed stands in `transport_rs/src/codec/mod.rs`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+from numpy.typing import NDArray
+from typing_extensions import Buffer as _PythonBuffer
+
+# NumPy's stubs call an array a buffer only from Python 3.12 on.
+_Buffer: TypeAlias = _PythonBuffer | NDArray[Any]  # any element type will do
+
+_Dtype: TypeAlias = Literal["float32", "float16", "bfloat16"]
+_Code: TypeAlias = Literal["linear", "dynamic"]
+
+__all__ = [
+    "__version__",
+    "blake3_digest",
+    "blake3_digest_parts",
+    "crc32c",
+    "dequantize_blockwise",
+    "dequantize_blockwise_into",
+    "frame_crc32c",
+    "quantize_blockwise",
+    "quantize_blockwise_into",
+    "quantized_bytes",
+]
+
+__version__: str
+"""The version of the crate that this was built from."""
+
+def crc32c(data: _Buffer, seed: int = 0) -> int:
+    """The CRC-32C (Castagnoli) of `data`, going on from `seed`, the CRC of what came before it.
+
+    `crc32c(b, crc32c(a))` is the CRC of `a` followed by `b`. Raises `OverflowError` unless 0 <= seed < 2**32.
+    """
+
+def frame_crc32c(parts: Sequence[_Buffer]) -> int:
+    """The CRC-32C of `parts` as if they were joined, without joining them."""
+
+def blake3_digest(data: _Buffer) -> bytes:
+    """The BLAKE3 digest of `data`, 32 bytes. One thread, whatever the size."""
+
+def blake3_digest_parts(parts: Sequence[_Buffer]) -> bytes:
+    """The BLAKE3 digest of `parts` as if they were joined, without joining them: 32 bytes."""
+
+def quantized_bytes(count: int, block: int = 64) -> int:
+    """The length of `count` quantized values, of any dtype and with either code map: 4 bytes a block, 1 a value."""
+
+def quantize_blockwise(
+    data: _Buffer, dtype: _Dtype, *, block: int = 64, code: _Code = "dynamic", threads: int = 1
+) -> bytes:
+    """The values of `data`, which are `dtype` in this machine's byte order, as `[scales][codes]`.
+
+    `block`: how many values share a scale, a power of two from 64 to 4096. One that divides the length of a row keeps
+    rows apart: each is then quantized as if it were alone.
+    `code`: "linear" has the multiples of scale / 127; "dynamic" is the map of Dettmers et al., fine near zero and
+    coarse near the scale.
+    `threads`: a limit; each gets at least 4 MiB of values. The result depends neither on it nor on the processor.
+
+    Raises `ValueError` for a NaN or an infinity, naming the first; for bytes that are no whole number of values; and
+    for a dtype, block or code that there is not.
+    """
+
+def quantize_blockwise_into(
+    data: _Buffer, dtype: _Dtype, out: _Buffer, *, block: int = 64, code: _Code = "dynamic", threads: int = 1
+) -> None:
+    """As `quantize_blockwise`, into the `quantized_bytes(count, block)` bytes of `out`, without reserving memory.
+
+    Raises `ValueError` too for an `out` of another length or one that shares memory with `data`. After an error its
+    contents are not specified.
+    """
+
+def dequantize_blockwise(
+    data: _Buffer, dtype: _Dtype, count: int, *, block: int = 64, code: _Code = "dynamic", threads: int = 1
+) -> bytearray:
+    """The `count` values in `data` as `dtype`, which need not be the one they were quantized from. They are finite.
+
+    `data` may come from anywhere. Raises `ValueError` if it is not as long as `count` values are, before any memory is
+    reserved; for a scale that is negative, not finite or beyond `dtype`; and for a dtype, block or code that there is
+    not. `OverflowError` for a negative count.
+    """
+
+def dequantize_blockwise_into(
+    data: _Buffer, dtype: _Dtype, out: _Buffer, *, block: int = 64, code: _Code = "dynamic", threads: int = 1
+) -> None:
+    """As `dequantize_blockwise`, into `out`, whose length says how many values there are, without reserving memory.
+
+    Raises `ValueError` too for an `out` that shares memory with `data`. After an error its contents are not specified.
+    """

@@ -1,0 +1,133 @@
+"""A client's side of one link: asks, and hands each answer to who asked."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.ids import NO_SESSION
+from llmnode.errors import (
+    LocalProtocolError,
+    PeerError,
+    PeerRefused,
+    PeerTimeout,
+    PeerUnreachable,
+    RemoteProtocolError,
+)
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import Description, Refusal, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from llmnode.core.ids import Epoch, PeerId, SessionId, Step
+    from llmnode.ports import Link
+
+    Question = tuple[SessionId, Epoch, Step]
+
+
+class Connection:
+    """One link, shared by all sessions that go through its peer. Made by `open_connection`."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._waiting: dict[Question, trio.MemorySendChannel[Frame]] = {}
+        self._ended: PeerError | None = None
+
+    @property
+    def peer(self) -> PeerId:
+        return self._link.peer
+
+    async def describe(self, timeout_s: float) -> Description:
+        answer = await self.ask(Frame(FrameType.DESCRIBE, NO_SESSION), FrameType.DESCRIPTION, timeout_s)
+        try:
+            description = unpack(Description, answer.meta)
+        except RemoteProtocolError as error:
+            raise error.blame(self.peer) from None
+        if not description.span_start < description.span_end <= description.blocks:
+            raise RemoteProtocolError("describes a span that its model does not have", peer=self.peer)
+        return description
+
+    async def ask(self, frame: Frame, answer_type: FrameType, timeout_s: float) -> Frame:
+        """Send `frame` and wait for its answer, which has the same session, epoch and step.
+
+        Raises PeerRefused, PeerTimeout, PeerUnreachable or RemoteProtocolError, each naming the peer.
+        """
+        question = _question(frame)
+        if question in self._waiting:
+            raise LocalProtocolError("this step is waiting for its answer already")
+        if self._ended is not None:
+            raise _again(self._ended)
+        answers, arrived = trio.open_memory_channel[Frame](1)
+        self._waiting[question] = answers
+        try:
+            with trio.fail_after(timeout_s):
+                await self._link.send(frame)
+                return self._checked(await arrived.receive(), answer_type)
+        except trio.TooSlowError:
+            raise PeerTimeout(f"no {answer_type.name} in {timeout_s:g} s", peer=self.peer) from None
+        except trio.EndOfChannel:
+            assert self._ended is not None
+            raise _again(self._ended) from None
+        finally:
+            self._waiting.pop(question, None)
+
+    async def tell(self, frame: Frame) -> None:
+        """Send a frame that has no answer."""
+        await self._link.send(frame)
+
+    async def run(self) -> None:
+        """Hand out answers until the link ends; then every question fails with the link's error."""
+        try:
+            while True:
+                frame = await self._link.receive()
+                if (waiter := self._waiting.get(_question(frame))) is None:
+                    continue  # the late answer to a question that was given up
+                with contextlib.suppress(trio.WouldBlock):  # a second answer to one question
+                    waiter.send_nowait(frame)
+        except PeerError as error:
+            self._ended = error
+        finally:
+            if self._ended is None:  # cancelled
+                self._ended = PeerUnreachable("connection closed", peer=self.peer)
+            for waiter in self._waiting.values():
+                waiter.close()
+
+    async def end(self) -> None:
+        await self._link.end("client is done")
+
+    def _checked(self, answer: Frame, expected: FrameType) -> Frame:
+        if answer.type is FrameType.REFUSAL:
+            try:
+                refusal = unpack(Refusal, answer.meta)
+            except RemoteProtocolError as error:
+                raise error.blame(self.peer) from None
+            retry_after_s = refusal.retry_after_ms / 1000 or None
+            raise PeerRefused(refusal.code, refusal.message, retry_after_s=retry_after_s, peer=self.peer)
+        if answer.type is not expected:
+            raise RemoteProtocolError(f"answered {answer.type.name} where {expected.name} is due", peer=self.peer)
+        return answer
+
+
+@contextlib.asynccontextmanager
+async def open_connection(link: Link) -> AsyncIterator[Connection]:
+    """A running connection over `link`; the link ends with the context."""
+    connection = Connection(link)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(connection.run)
+        try:
+            yield connection
+        finally:
+            await connection.end()
+            nursery.cancel_scope.cancel()
+
+
+def _question(frame: Frame) -> Question:
+    return frame.session, frame.epoch, frame.step
+
+
+def _again(error: PeerError) -> PeerError:
+    """A fresh copy: one error object must not collect the tracebacks of every waiter."""
+    return type(error)(error.message, peer=error.peer, span=error.span)

@@ -1,0 +1,115 @@
+"""Greedy generation through a session: embed, step, score, choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import trio
+
+from llmnode.compute.tensors import from_bytes, to_bytes
+from llmnode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from llmnode.client.session import HopTiming, InferenceSession
+    from llmnode.compute.worker import ComputeThread
+    from llmnode.core.model import ModelInfo
+    from llmnode.models.parts import Ends
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTiming:
+    """One token's time, in seconds: all of it, and its parts. `hops` are the parts of the session's step."""
+
+    total_s: float
+    embed_s: float
+    step_s: float
+    head_s: float
+    hops: tuple[HopTiming, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What `generate` chose, and when. `timings[0]` covers the prefill; the others one decode each."""
+
+    token_ids: tuple[int, ...]
+    timings: tuple[TokenTiming, ...]
+
+    @property
+    def time_to_first_token_s(self) -> float:
+        return self.timings[0].total_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of the decodes, without the prefill; None if there is no decode."""
+        decodes = self.timings[1:]
+        return len(decodes) / sum(timing.total_s for timing in decodes) if decodes else None
+
+
+def check_length(prompt_tokens: int, max_new_tokens: int, model: ModelInfo) -> int:
+    """The session length for this generation. Raises ConfigError before any work is done."""
+    if prompt_tokens < 1:
+        raise ConfigError("the prompt is empty: give at least one token")
+    if max_new_tokens < 1:
+        raise ConfigError(f"{max_new_tokens} new tokens asked for: at least 1 is needed")
+    total = prompt_tokens + max_new_tokens
+    if total > model.context_tokens:
+        raise ConfigError(
+            f"{prompt_tokens} prompt tokens and {max_new_tokens} new ones exceed the model's context of "
+            f"{model.context_tokens}: shorten the prompt or ask for at most {model.context_tokens - prompt_tokens}"
+        )
+    return total
+
+
+async def generate_greedy(
+    session: InferenceSession,
+    ends: Ends,
+    thread: ComputeThread,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    stop_token_id: int | None,
+    chunk_tokens: int,
+    on_token: Callable[[int], None],
+) -> Generation:
+    """Append `prompt`, then choose the likeliest token until `stop_token_id` or `max_new_tokens`.
+
+    `on_token` is called with each token as it is chosen, the stop token included. Raises SessionLost.
+    """
+    chosen: list[int] = []
+    timings: list[TokenTiming] = []
+    fresh = list(prompt)
+    while True:
+        token, timing = await _next_token(session, ends, thread, fresh, chunk_tokens)
+        chosen.append(token)
+        timings.append(timing)
+        on_token(token)
+        if token == stop_token_id or len(chosen) == max_new_tokens:
+            return Generation(tuple(chosen), tuple(timings))
+        fresh = [token]
+
+
+async def run_blocks(session: InferenceSession, hidden: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
+    """Hidden states (tokens, hidden_size) through all blocks, in chunks; returns the same shape."""
+    outputs = [from_bytes(await session.step(to_bytes(chunk)), hidden.shape[1]) for chunk in hidden.split(chunk_tokens)]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+async def _next_token(
+    session: InferenceSession, ends: Ends, thread: ComputeThread, fresh: list[int], chunk_tokens: int
+) -> tuple[int, TokenTiming]:
+    started = trio.current_time()
+    start = session.position
+    hidden = await thread.run(lambda: ends.embed(fresh, start))
+    embedded = trio.current_time()
+    output = await run_blocks(session, hidden, chunk_tokens)
+    stepped = trio.current_time()
+    token = await thread.run(lambda: int(ends.logits(output[-1:]).argmax()))
+    done = trio.current_time()
+    timing = TokenTiming(
+        done - started, embedded - started, stepped - embedded, done - stepped, hops=tuple(session.timings)
+    )
+    return token, timing

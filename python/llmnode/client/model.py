@@ -1,0 +1,251 @@
+"""A transformers model whose blocks are in the swarm: `generate` and all that belongs to it is transformers' own."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from llmnode.client.cache import SessionCache
+from llmnode.client.connect import aconnect, load_parts
+from llmnode.client.portal import open_portal
+from llmnode.errors import ConfigError
+from llmnode.models.source import open_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from llmnode.client.connect import Client
+    from llmnode.client.portal import Portal
+    from llmnode.core.model import ModelInfo
+    from llmnode.models.folder import ModelFolder
+    from llmnode.models.parts import Ends
+    from llmnode.models.tokenizer import Tokenizer
+
+_opened_for_generate: ContextVar[ExitStack | None] = ContextVar("_opened_for_generate", default=None)
+"""Closes the sessions that the running `generate` opened."""
+
+
+def connect(name: str | None = None, *, peers: Sequence[str], codec: str = "raw") -> DistributedModelForCausalLM:
+    """The model `name` (by default the embedded one), its blocks at `peers`, as a transformers model.
+
+    `codec` is how hidden states cross the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller.
+    What is returned is a context manager; or call `close()` when done. Raises ConfigError, PeerError or NoRoute.
+    """
+    folder = open_model(name)
+    parts = load_parts(folder)
+    with ExitStack() as stack:
+        portal = stack.enter_context(open_portal())
+        client = stack.enter_context(portal.enter(aconnect(peers, parts=parts, codec=codec)))
+        return DistributedModelForCausalLM(folder, parts.ends, client, portal, stack.pop_all())
+
+
+class AutoDistributedModelForCausalLM:
+    """Petals' name for `connect`."""
+
+    @staticmethod
+    def from_pretrained(
+        name: str | None = None, *, initial_peers: Sequence[str], codec: str = "raw"
+    ) -> DistributedModelForCausalLM:
+        """As `llmnode.connect(name, peers=initial_peers, codec=codec)`."""
+        return connect(name, peers=initial_peers, codec=codec)
+
+
+class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
+    """Made by `llmnode.connect`. Holds the ends of the model; a forward runs the blocks at the peers.
+
+    There are no gradients. Batches are padded on the left. Beam search and `inputs_embeds` are not supported yet.
+    """
+
+    main_input_name = "input_ids"
+    _supports_sdpa = True  # of the ends, which have no attention
+
+    def __init__(self, folder: ModelFolder, ends: Ends, client: Client, portal: Portal, stack: ExitStack) -> None:
+        super().__init__(copy.deepcopy(folder.config))
+        self.tokenizer: Tokenizer = client.tokenizer
+        self.info: ModelInfo = client.model
+        self.embedding = ends.embedding
+        self.scoring = ends.scoring
+        self._ends = ends
+        self._client = client
+        self._portal = portal
+        self._stack = stack
+        if (folder.path / "generation_config.json").exists():
+            self.generation_config = GenerationConfig.from_pretrained(folder.path, local_files_only=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the swarm: end every session and connection. Safe to call twice."""
+        self._stack.close()
+
+    def open_cache(self, max_length: int, rows: int = 1) -> SessionCache:
+        """A cache to pass as `past_key_values`, kept between calls of `generate`; close it when done.
+
+        Raises ConfigError if `max_length` exceeds the model's context, PeerRefused if a server has no room.
+        """
+        context_tokens = self._client.model.context_tokens
+        if not 1 <= max_length <= context_tokens:
+            raise ConfigError(f"{max_length} positions do not fit the model's context: ask for 1 to {context_tokens}")
+        return SessionCache(self._portal, self._client, rows, max_length)
+
+    @contextmanager
+    def inference_session(self, max_length: int, rows: int = 1) -> Iterator[HiddenSession]:
+        """Petals' primitive: `session.step(hidden)` runs hidden states through all blocks."""
+        with self.open_cache(max_length, rows) as cache:
+            yield HiddenSession(cache)
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:  # Any: transformers' own signature
+        """transformers' `generate`. Sessions that it opens are closed when it ends, however it ends."""
+        with ExitStack() as opened:
+            token = _opened_for_generate.set(opened)
+            try:
+                return GenerationMixin.generate(self, *args, **kwargs)
+            finally:
+                _opened_for_generate.reset(token)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: SessionCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool | None = None,
+        **unsupported: Any,  # Any: refused, whatever it is
+    ) -> CausalLMOutputWithPast:
+        """Scores of the next token, (rows, kept columns, vocabulary); 0 `logits_to_keep` keeps all columns.
+
+        Without `past_key_values` a session is opened for this call alone; `open_cache` makes one that lasts.
+        `position_ids` must be those that follow from `attention_mask`, as transformers' own are.
+        """
+        if input_ids is None or inputs_embeds is not None:
+            raise ConfigError("give input_ids; hidden states go through model.inference_session(...).step(hidden)")
+        if wrong := [name for name, value in unsupported.items() if value is not None and value is not False]:
+            raise ConfigError(f"not supported by a distributed model: {', '.join(wrong)}")
+        if past_key_values is not None:
+            logits = self._run(past_key_values, input_ids, attention_mask, position_ids, logits_to_keep)
+            return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
+        with self.open_cache(input_ids.shape[1], rows=input_ids.shape[0]) as cache:
+            logits = self._run(cache, input_ids, attention_mask, position_ids, logits_to_keep)
+            return CausalLMOutputWithPast(logits=logits)
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        module: torch.nn.Module = self._ends.embedding.get_input_embeddings()  # type: ignore[operator]  # a PreTrainedModel
+        return module
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        module: torch.nn.Module = self._ends.scoring.get_output_embeddings()  # type: ignore[operator]  # likewise
+        return module
+
+    def _prepare_cache_for_generation(  # type: ignore[override]  # transformers' own returns nothing either
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:  # Any: transformers' hook, as it types it
+        """Open the sessions that `generate` needs, unless it was given some. Refuses what will not fit."""
+        if generation_config.num_beams and generation_config.num_beams > 1:
+            raise ConfigError("beam search is not supported yet: use num_beams=1, with sampling if you like")
+        if generation_config.use_cache is False:
+            raise ConfigError("use_cache=False would run the whole prompt at every token: leave it out")
+        if model_kwargs.get("past_key_values") is None:
+            rows = batch_size * (generation_config.num_return_sequences or 1)
+            opened = _opened_for_generate.get()
+            assert opened is not None, "called by `generate` alone"
+            model_kwargs["past_key_values"] = opened.enter_context(self.open_cache(max_cache_length + 1, rows))
+        elif not isinstance(model_kwargs["past_key_values"], SessionCache):
+            raise ConfigError("past_key_values of a distributed model come from model.open_cache(max_length)")
+
+    @torch.no_grad()
+    def _run(
+        self,
+        cache: SessionCache,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        keep: int,
+    ) -> torch.Tensor:
+        rows, columns = input_ids.shape
+        if rows != cache.rows:
+            raise ConfigError(f"{rows} rows for a cache of {cache.rows}: open it with rows={rows}")
+        tokens = _unpadded(cache, input_ids, attention_mask)
+        if position_ids is not None:
+            _check_positions(cache, tokens, position_ids)
+        hidden = [
+            self._ends.embed(row.tolist(), cache.positions(index)) if len(row) else None
+            for index, row in enumerate(tokens)
+        ]
+        outputs = cache.run_rows(hidden)
+        cache.columns += columns
+        kept = min(keep, columns) if keep else columns
+        logits = torch.zeros(rows, kept, self.config.vocab_size)
+        for index, output in enumerate(outputs):
+            if output is not None:
+                scores = self._ends.logits(output[-kept:])
+                logits[index, kept - len(scores) :] = scores
+        return logits
+
+
+class HiddenSession:
+    """Hidden states through all blocks, position by position."""
+
+    def __init__(self, cache: SessionCache) -> None:
+        self._cache = cache
+
+    @property
+    def position(self) -> int:
+        """Positions behind us. Set a lower one to roll back to it."""
+        return self._cache.columns
+
+    @position.setter
+    def position(self, position: int) -> None:
+        self._cache.crop(position)
+
+    def step(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: (rows, tokens, hidden_size) fp32, as it leaves the embedding. Returns it after the last block."""
+        if hidden.dim() != 3 or hidden.shape[0] != self._cache.rows or not hidden.shape[1]:
+            raise ConfigError(
+                f"hidden states of shape {tuple(hidden.shape)}: expected ({self._cache.rows}, tokens, size)"
+            )
+        outputs = self._cache.run_rows([row.detach().float() for row in hidden])
+        self._cache.columns += hidden.shape[1]
+        return torch.stack([output for output in outputs if output is not None])
+
+
+def _unpadded(cache: SessionCache, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[torch.Tensor]:
+    """Each row's new tokens without its padding, which is noted in the cache. Raises ConfigError for other masks."""
+    new = input_ids.shape[1]
+    if attention_mask is None:
+        return list(input_ids)
+    if attention_mask.dim() != 2 or attention_mask.shape != (cache.rows, cache.columns + new):
+        raise ConfigError(
+            f"attention_mask of shape {tuple(attention_mask.shape)}: expected ({cache.rows}, {cache.columns + new})"
+        )
+    real = attention_mask.bool()
+    if (real[:, :-1] & ~real[:, 1:]).any():
+        raise ConfigError('pad on the left: set padding_side="left" in the tokenizer')
+    cache.paddings = [int(row.shape[0] - row.sum()) for row in real]
+    return [ids[row] for ids, row in zip(input_ids, real[:, -new:], strict=True)]
+
+
+def _check_positions(cache: SessionCache, tokens: Sequence[torch.Tensor], position_ids: torch.Tensor) -> None:
+    """Refuse what would be ignored: a session counts its positions itself. Those of padding do not matter."""
+    for index, row in enumerate(tokens):
+        given = position_ids[index % len(position_ids)]
+        first = cache.positions(index)
+        if given[len(given) - len(row) :].tolist() != list(range(first, first + len(row))):
+            raise ConfigError("position_ids of one's own are not supported: leave them out")

@@ -1,0 +1,165 @@
+"""The one way from synchronous code into trio: an event loop in a thread of its own.
+
+Works from a script, from any thread, and from a notebook whose own event loop is running. A trio program needs none of
+it and uses the async functions. What is forgotten here is never closed by the garbage collector, which may run in the
+loop's own thread and would wait for itself: it ends with the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
+
+import trio
+
+from llmnode.errors import SessionClosed, single_error
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+    from contextlib import AbstractAsyncContextManager
+
+T = TypeVar("T")
+
+
+class Portal:
+    """Runs async functions for threads that wait for them. Made by `open_portal`; a context manager."""
+
+    def __init__(self, thread: threading.Thread, token: trio.lowlevel.TrioToken, nursery: trio.Nursery) -> None:
+        self._thread = thread
+        self._token = token
+        self._nursery = nursery
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    def call(self, function: Callable[[], Awaitable[T]]) -> T:
+        """Run `function` in the event loop and wait for it. Ctrl-C in the waiting thread cancels it.
+
+        Raises what it raises, SessionClosed if the portal closes meanwhile, and RuntimeError from inside the loop
+        itself, which would wait for ever.
+        """
+        answer: Future[T] = Future()
+        scope = trio.CancelScope()
+
+        async def run() -> None:
+            with scope, _reported_to(answer):
+                answer.set_result(await function())
+
+        self.start(run, answer)
+        return self.wait(answer, scope)
+
+    def enter(self, manager: AbstractAsyncContextManager[T]) -> Entered[T]:
+        """Enter an async context manager in the loop, in a task that lives until what is returned is closed."""
+        entered = Entered[T](self)
+        self.start(lambda: entered.hold(manager), entered.opened)
+        self.wait(entered.opened, entered.scope)
+        return entered
+
+    def close(self) -> None:
+        """Cancel everything that runs in the loop, end it and its thread. Safe to call twice."""
+        self.tell(self._nursery.cancel_scope.cancel)
+        self._thread.join()
+
+    def start(self, function: Callable[[], Awaitable[None]], waiter: Future[T]) -> None:
+        """Start a task; `waiter` is told if that cannot be done any more."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("this is the event loop's own thread: await the async function instead")
+
+        def start() -> None:
+            try:
+                self._nursery.start_soon(function)
+            except RuntimeError:  # the nursery has just closed
+                waiter.set_exception(_closed())
+
+        try:
+            self._token.run_sync_soon(start)
+        except trio.RunFinishedError:
+            raise _closed() from None
+
+    def tell(self, function: Callable[[], object]) -> None:
+        """Call `function` in the loop, if that still runs."""
+        with contextlib.suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(function)
+
+    def wait(self, waiter: Future[T], scope: trio.CancelScope) -> T:
+        try:
+            return waiter.result()
+        except KeyboardInterrupt:
+            self.tell(scope.cancel)
+            raise
+
+
+class Entered(Generic[T]):
+    """An async context manager that is entered in a portal's loop; a context manager itself."""
+
+    def __init__(self, portal: Portal) -> None:
+        self.opened: Future[T] = Future()
+        self.scope = trio.CancelScope()
+        self._portal = portal
+        self._leave = trio.Event()
+        self._left: Future[None] = Future()
+
+    def __enter__(self) -> T:
+        return self.opened.result()
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the context and wait until it is left; raises what leaving raises.
+
+        Safe to call twice, and after the portal, which has ended it.
+        """
+        self._portal.tell(self._leave.set)
+        with contextlib.suppress(SessionClosed):
+            self._left.result()
+
+    async def hold(self, manager: AbstractAsyncContextManager[T]) -> None:
+        """The task in the loop."""
+        with self.scope, _reported_to(self._left), _reported_to(self.opened):
+            async with manager as value:
+                self.opened.set_result(value)
+                await self._leave.wait()
+        if not self._left.done():
+            self._left.set_result(None)
+
+
+def open_portal() -> Portal:
+    """Start the loop's thread. Close the portal to end it."""
+    opened: Future[Portal] = Future()
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            opened.set_result(Portal(thread, trio.lowlevel.current_trio_token(), nursery))
+            await trio.sleep_forever()
+
+    # A daemon: a program that forgets to close its model must still be able to end.
+    thread = threading.Thread(target=trio.run, args=(main,), name="llmnode", daemon=True)
+    thread.start()
+    return opened.result()
+
+
+@contextmanager
+def _reported_to(waiter: Future[T]) -> Iterator[None]:
+    """What goes wrong inside is the waiting thread's, and not the loop's; a cancellation is both's."""
+    try:
+        with single_error():
+            yield
+    except trio.Cancelled:
+        if not waiter.done():
+            waiter.set_exception(_closed())
+        raise
+    except Exception as error:
+        if waiter.done():
+            raise
+        waiter.set_exception(error)
+
+
+def _closed() -> SessionClosed:
+    return SessionClosed("the connection to the swarm is closed")

@@ -1,0 +1,165 @@
+"""Attention for several sequences in one forward, as a function that transformers calls in every block.
+
+The tokens of all sequences are laid end to end in one row, without padding. Each attends to its own KV. Any family
+that goes through transformers' `AttentionInterface` works unchanged.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from llmnode.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ATTENTION = "llmnode"
+"""The name that transformers knows `ragged_attention` by."""
+
+
+@dataclass(slots=True)
+class SequenceKV:
+    """Keys and values of one sequence, per block, in slabs of `capacity` positions of which `length` are filled.
+
+    A slab is reserved address space; the system backs it with memory as positions are written.
+    """
+
+    capacity: int
+    length: int = 0
+    _slabs: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def extend(
+        self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write (1, heads, new, head_dim) at position `start` and return all of (1, heads, start + new, head_dim)."""
+        slabs = self._slabs.get(layer)
+        if slabs is None:
+            slabs = self._slabs[layer] = (self._slab(keys), self._slab(values))
+        end = start + keys.shape[2]
+        for slab, new in zip(slabs, (keys, values), strict=True):
+            slab[:, :, start:end] = new
+        return slabs[0][:, :, :end], slabs[1][:, :, :end]
+
+    def _slab(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty((1, like.shape[1], self.capacity, like.shape[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of the row that belongs to one sequence: `length` tokens at its positions `start` and on."""
+
+    kv: SequenceKV
+    start: int
+    length: int
+    _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # by window: blocks of one kind share it
+
+    def seen_from(self, window: int | None) -> int:
+        """The first position that any token of the segment looks at; with a window each sees that many, itself too."""
+        return 0 if window is None else max(0, self.start - window + 1)
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """(length, positions seen) True where a token may look; None where all may look at all.
+
+        A single token needs none: what lies before its window is cut off already.
+        """
+        if self.length == 1:
+            return None
+        mask = self._masks.get(window)
+        if mask is None:
+            first = self.seen_from(window)
+            own = self.start - first  # column of the first token's own position
+            mask = torch.ones(self.length, own + self.length, dtype=torch.bool).tril(diagonal=own)
+            if window is not None and own + self.length > window:
+                mask = mask.triu(diagonal=own - window + 1)
+            self._masks[window] = mask
+        return mask
+
+
+segments_of_forward: ContextVar[Sequence[Segment]] = ContextVar("segments_of_forward")
+"""What the row of the running forward consists of. Set around each forward, in the thread that runs it."""
+
+
+def ragged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_unused: Any,  # Any: transformers passes what some family needs
+) -> tuple[torch.Tensor, None]:
+    """Causal attention of each segment over its own KV. query: (1, heads, tokens, head_dim), key and value likewise."""
+    if s_aux is not None:
+        raise ModelError("this model has attention sinks, which are not supported")
+    layer: int = module.layer_idx  # type: ignore[assignment]  # set by transformers on every attention module
+    outputs: list[torch.Tensor] = []
+    offset = 0
+    for segment in segments_of_forward.get():
+        row = slice(offset, offset + segment.length)
+        keys, values = segment.kv.extend(layer, segment.start, key[:, :, row], value[:, :, row])
+        seen = slice(segment.seen_from(sliding_window), None)
+        attended = query[:, :, row], keys[:, :, seen], values[:, :, seen]
+        if softcap is None:
+            outputs.append(_attend(*attended, segment, sliding_window, scaling))
+        else:
+            outputs.append(_attend_softcapped(*attended, segment.mask(sliding_window), scaling, softcap))
+        offset += segment.length
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def register() -> None:
+    """Make `ATTENTION` known to transformers, which then makes no mask: the segments have their own.
+
+    Calling it again changes nothing.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, ragged_attention)
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    segment: Segment,
+    window: int | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    causal = segment.start == 0 and segment.length > 1 and (window is None or segment.length <= window)
+    return scaled_dot_product_attention(
+        query,
+        keys,
+        values,
+        attn_mask=None if causal else segment.mask(window),
+        is_causal=causal,  # the kernels have that mask built in
+        scale=scaling,
+        enable_gqa=query.shape[1] != keys.shape[1],
+    )
+
+
+def _attend_softcapped(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float,
+) -> torch.Tensor:
+    """Scores squeezed into (-softcap, softcap) before the softmax, which the fused kernels cannot do."""
+    _, heads, tokens, head_dim = query.shape
+    grouped = query.reshape(1, keys.shape[1], -1, tokens, head_dim)  # (1, KV heads, heads of each, tokens, head_dim)
+    scores = grouped @ keys[:, :, None].transpose(3, 4) * (head_dim**-0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return (weights @ values[:, :, None]).reshape(1, heads, tokens, -1)

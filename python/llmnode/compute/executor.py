@@ -1,0 +1,107 @@
+"""The executor of a span: one ragged forward for any number of sessions, and the budget of their KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from llmnode.compute.attention import ATTENTION, Segment, SequenceKV, register, segments_of_forward
+from llmnode.compute.tensors import from_bytes, to_bytes
+from llmnode.errors import LocalProtocolError
+from llmnode.models.parts import load_span
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llmnode.core.ids import SessionId
+    from llmnode.core.span import Span
+    from llmnode.models.folder import ModelFolder
+    from llmnode.models.parts import SpanModel
+    from llmnode.ports import Piece
+    from llmnode.wire.frame import Buffer
+
+
+@dataclass(slots=True)
+class _Sequence:
+    kv: SequenceKV
+    span: Span
+
+
+class SpanExecutor:
+    """The `Executor` port over a cut transformers model. Owns the KV of its sessions.
+
+    A session runs through the blocks that it opened; those that opened the same share a forward.
+    """
+
+    def __init__(self, model: SpanModel, hidden_size: int, kv_tokens: int) -> None:
+        self.span = model.span
+        self.model = model
+        self._hidden_size = hidden_size
+        self._kv_tokens_free = kv_tokens
+        self._sequences: dict[SessionId, _Sequence] = {}
+
+    def kv_tokens_free(self) -> int:
+        return self._kv_tokens_free
+
+    def open(self, session: SessionId, span: Span, max_length: int) -> bool:
+        if session in self._sequences:
+            raise LocalProtocolError("this session is open already")
+        if max_length > self._kv_tokens_free:
+            return False
+        self._kv_tokens_free -= max_length
+        self._sequences[session] = _Sequence(SequenceKV(max_length), span)
+        return True
+
+    @torch.inference_mode()
+    def forward(self, pieces: Sequence[Piece]) -> Sequence[Buffer]:
+        segments = [self._segment(piece) for piece in pieces]
+        of_span: dict[Span, list[int]] = {}
+        for index, piece in enumerate(pieces):
+            of_span.setdefault(self._sequences[piece.session].span, []).append(index)
+        outputs: dict[int, torch.Tensor] = {}
+        for span, indices in of_span.items():
+            row = torch.cat([from_bytes(pieces[index].hidden, self._hidden_size) for index in indices])
+            parts = self._run(span, [segments[index] for index in indices], row)
+            outputs.update(zip(indices, parts, strict=True))
+        for segment in segments:
+            segment.kv.length = segment.start + segment.length
+        return [to_bytes(outputs[index]) for index in range(len(pieces))]
+
+    def truncate(self, session: SessionId, length: int) -> None:
+        kv = self._sequences[session].kv
+        if length > kv.length:
+            raise LocalProtocolError(f"cannot keep {length} positions of {kv.length}")
+        kv.length = length
+
+    def close(self, session: SessionId) -> None:
+        sequence = self._sequences.pop(session, None)
+        if sequence is not None:
+            self._kv_tokens_free += sequence.kv.capacity
+
+    def _segment(self, piece: Piece) -> Segment:
+        kv = self._sequences[piece.session].kv
+        if piece.start != kv.length or piece.start + piece.length > kv.capacity:
+            raise LocalProtocolError(f"piece [{piece.start}, +{piece.length}) does not continue a KV of {kv.length}")
+        return Segment(kv, piece.start, piece.length)
+
+    def _run(self, span: Span, segments: Sequence[Segment], row: torch.Tensor) -> Sequence[torch.Tensor]:
+        """row: (tokens, hidden_size), of all segments; returned by segment."""
+        positions = torch.cat([torch.arange(s.start, s.start + s.length) for s in segments])
+        token = segments_of_forward.set(segments)
+        try:
+            hidden: torch.Tensor = self.model(span, row, positions)
+        finally:
+            segments_of_forward.reset(token)
+        parts: Sequence[torch.Tensor] = hidden.split([segment.length for segment in segments])
+        return parts
+
+
+def load_executor(folder: ModelFolder, span: Span, kv_tokens: int, dtype: torch.dtype = torch.float32) -> SpanExecutor:
+    """Read the span's tensors and make its executor. Takes seconds: run it off the event loop.
+
+    Weights and KV are of `dtype`, whatever it is on disk.
+    """
+    register()
+    return SpanExecutor(load_span(folder, span, ATTENTION, dtype), folder.info.hidden_size, kv_tokens)

@@ -1,0 +1,1 @@
+"""Vocabulary and algorithms. Standard library only; time and randomness are arguments."""

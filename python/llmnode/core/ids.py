@@ -1,0 +1,21 @@
+"""Names for things that would otherwise be bare strings, bytes and integers."""
+
+from __future__ import annotations
+
+from typing import NewType
+
+PeerId = NewType("PeerId", str)
+"""A libp2p peer id in its base58 form, as in `/p2p/12D3Koo...`."""
+
+SessionId = NewType("SessionId", bytes)
+"""16 random bytes, chosen by the client: only who holds a session knows its name."""
+
+Epoch = NewType("Epoch", int)
+"""Raised by the client alone, at each rollback or reroute; frames of a lower epoch are dropped."""
+
+Step = NewType("Step", int)
+"""Counts the steps (prefill chunks and decodes) of a session, from 0."""
+
+SESSION_ID_BYTES = 16
+NO_SESSION = SessionId(bytes(SESSION_ID_BYTES))
+"""The session field of frames that belong to the link itself."""

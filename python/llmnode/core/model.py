@@ -1,0 +1,29 @@
+"""What a model is to the swarm: enough to tell two models apart and to size messages, without its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Two peers serve the same model if their `digest`s are equal; the rest is for people and for limits.
+
+    `digest` is 32 bytes over name, revision, config and tensor index (`llmnode.models.folder`).
+    `dtype` is that of hidden states in memory, today always float32, whatever crosses the wire; `context_tokens` is the
+    longest sequence that the model was made for.
+    """
+
+    name: str
+    digest: bytes
+    blocks: int
+    hidden_size: int
+    context_tokens: int
+    dtype: str
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of one position's hidden state in memory."""
+        return FP32_BYTES * self.hidden_size

@@ -1,0 +1,147 @@
+"""Every error a caller of llmnode can meet, and who is to blame for it.
+
+`ConfigError`: the user can fix it. `LocalProtocolError`: a bug of ours, let it crash. `SwarmError`: the swarm as a
+whole cannot do it now. `PeerError`: one peer failed, and is the only kind worth retrying elsewhere.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from llmnode.core.ids import PeerId
+    from llmnode.core.span import Span
+
+
+class LlmnodeError(Exception):
+    """The root of all errors that llmnode raises on purpose."""
+
+
+class ConfigError(LlmnodeError):
+    """A flag, file or argument is wrong; the message says how to put it right."""
+
+
+class ModelError(LlmnodeError):
+    """A model cannot be loaded or is not of a supported kind."""
+
+
+class LocalProtocolError(LlmnodeError):
+    """We broke our own protocol. A bug: do not catch it."""
+
+
+class SwarmError(LlmnodeError):
+    """The swarm as a whole cannot do what was asked."""
+
+
+class NoRoute(SwarmError):
+    """No known peer holds some of the blocks.
+
+    `missing` lists the spans without a holder, lowest block first.
+    """
+
+    def __init__(self, missing: Sequence[Span]) -> None:
+        self.missing = tuple(missing)
+        spans = ", ".join(f"[{span.start}, {span.end})" for span in self.missing)
+        super().__init__(f"no peer holds blocks {spans}; start a server for them or name more peers with --peers")
+
+
+class SessionLost(SwarmError):
+    """A session cannot go on; `causes` are the failures of its peers, oldest first."""
+
+    def __init__(self, causes: Sequence[PeerError]) -> None:
+        self.causes = tuple(causes)
+        super().__init__("session lost: " + "; ".join(str(cause) for cause in self.causes))
+
+
+class SessionClosed(SwarmError):
+    """The session was closed before this call."""
+
+
+class PeerError(LlmnodeError):
+    """A peer failed. `peer` and `span` name the culprit as far as it is known where the error is raised."""
+
+    def __init__(self, message: str, *, peer: PeerId | None = None, span: Span | None = None) -> None:
+        self.message = message
+        self.peer = peer
+        self.span = span
+        super().__init__(message)
+
+    def blame(self, peer: PeerId, span: Span | None = None) -> Self:
+        """Name the culprit, for an error raised by code that knows only bytes."""
+        self.peer = self.peer or peer
+        self.span = self.span or span
+        return self
+
+    def __str__(self) -> str:
+        culprit = f"peer {self.peer}" if self.peer else "a peer"
+        blocks = f" (blocks [{self.span.start}, {self.span.end}))" if self.span else ""
+        return f"{culprit}{blocks}: {self.message}"
+
+
+class PeerUnreachable(PeerError):
+    """The peer cannot be dialled, or its connection ended."""
+
+
+class PeerTimeout(PeerError):
+    """The peer did not answer before the deadline."""
+
+
+class PeerRefused(PeerError):
+    """The peer said no: busy, no room, another model. Not a fault: never a reason for a ban.
+
+    `code` is one of `llmnode.wire.messages.RefusalCode`; `retry_after_s` is the peer's own estimate, if it gave one.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        retry_after_s: float | None = None,
+        peer: PeerId | None = None,
+        span: Span | None = None,
+    ) -> None:
+        self.code = code
+        self.reason = message
+        self.retry_after_s = retry_after_s
+        super().__init__(f"refused ({code}): {message}", peer=peer, span=span)
+
+
+class RemoteProtocolError(PeerError):
+    """The peer sent something that the protocol forbids."""
+
+
+class IntegrityError(PeerError):
+    """What arrived is not what was sent, or not what was signed."""
+
+
+@contextmanager
+def single_error() -> Iterator[None]:
+    """Around nurseries at a public edge: raise the one error that matters, not trio's group of them.
+
+    What is no peer's or user's fault (a bug, Ctrl-C) comes first; several of those stay a group.
+    """
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        leaves = list(_leaves(group))
+        ours = [error for error in leaves if _is_bug(error)]
+        if len(ours) > 1:
+            raise
+        error = (ours or leaves)[0]
+        raise error from error.__cause__
+
+
+def _is_bug(error: BaseException) -> bool:
+    return isinstance(error, LocalProtocolError) or not isinstance(error, LlmnodeError)
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error

@@ -1,0 +1,97 @@
+"""The families of models that we cut, and what differs between them: where a causal LM keeps its parts.
+
+A family is listed once `tests/reference/` shows it exact. What a listed family can be configured to do, and we cannot
+do right, is refused here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from llmnode.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Names inside a causal LM of transformers. `decoder` is a path from the model, the others are in the decoder.
+
+    Entry (`tokens`, `positions`, `enter`, `multiplier`) and exit (`leave`, and the head of the LM) belong to the ends.
+    """
+
+    decoder: str = "model"
+    blocks: str = "layers"
+    tokens: str = "embed_tokens"
+    positions: str | None = None  # learned position embeddings, added to those of the tokens
+    enter: tuple[str, ...] = ()  # what else comes before the blocks
+    multiplier: str | None = None  # a factor for what enters the blocks, embedded here or elsewhere
+    leave: tuple[str, ...] = ("norm",)
+
+    @property
+    def block_prefix(self) -> str:
+        """What the names of all tensors of blocks begin with; the index of the block follows."""
+        return f"{self.decoder}.{self.blocks}."
+
+
+FAMILIES = {
+    "cohere": Family(),
+    "gemma": Family(),
+    "gemma2": Family(),
+    "gemma3_text": Family(),
+    "gpt2": Family("transformer", blocks="h", tokens="wte", positions="wpe", leave=("ln_f",)),
+    "gpt_neox": Family("gpt_neox", tokens="embed_in", leave=("final_layer_norm",)),
+    "granite": Family(multiplier="embedding_multiplier"),
+    "llama": Family(),
+    "mistral": Family(),
+    "mixtral": Family(),
+    "olmo2": Family(),
+    "olmoe": Family(),
+    "opt": Family(
+        "model.decoder",
+        positions="embed_positions",
+        enter=("project_in",),
+        leave=("final_layer_norm", "project_out"),
+    ),
+    "phi": Family(leave=("final_layernorm",)),
+    "phi3": Family(),
+    "qwen2": Family(),
+    "qwen2_moe": Family(),
+    "qwen3": Family(),
+    "qwen3_moe": Family(),
+    "smollm3": Family(),
+    "starcoder2": Family(),
+}
+"""By `model_type` of the config."""
+
+FIXED_ROPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings that depend on the position alone. The others (dynamic, longrope) change with the length of a
+sequence, so that one row of several sequences has no single right answer."""
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    """Raises ModelError for a family that is not supported, or an option of it."""
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        supported = ", ".join(sorted(FAMILIES))
+        raise ModelError(f"models of the family {config.model_type!r} are not supported; supported are: {supported}")
+    if option := next(_refused_options(config), None):
+        raise ModelError(f"this model of the family {config.model_type!r} has {option}, which is not supported")
+    return family
+
+
+def _refused_options(config: Any) -> Iterator[str]:  # Any: each family's config has attributes of its own
+    if getattr(config, "quantization_config", None) is not None:
+        yield "quantized weights"
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        yield "attention that is not causal"
+    if getattr(config, "add_cross_attention", False):
+        yield "cross attention"
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):  # one for all blocks, or one a layer type
+        if isinstance(rope, dict) and rope.get("rope_type", "default") not in FIXED_ROPES:
+            yield f"rotary embeddings of the type {rope['rope_type']!r}, which change with the length of the sequence"

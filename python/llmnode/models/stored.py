@@ -1,0 +1,88 @@
+"""From the names in a model's files to the tensors of a transformers model.
+
+Files may name and cut tensors otherwise than the model: by another prefix, an expert at a time, under a name of former
+days. transformers knows how to convert each of its models on load, and the same rules are applied here, to the tensors
+that are wanted alone.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+from llmnode.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Set
+
+    import torch
+
+    from llmnode.models.folder import ModelFolder
+
+
+def read_parameters(
+    folder: ModelFolder, model: Any, names: Set[str], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:  # Any: transformers types its models so
+    """The parameters `names` of the weightless `model`, as far as the folder has them.
+
+    Raises ModelError if a tensor is not of the shape that the config says.
+    """
+    expected = model.state_dict()
+    plain: dict[str, str] = {}
+    converted: dict[str, _Conversion] = {}
+    for stored, name, converter, pattern in _matches(folder, model, expected):
+        if name not in names:
+            continue
+        if converter is None:
+            plain.setdefault(name, stored)
+        else:
+            converted.setdefault(name, _Conversion(converter)).add(stored, pattern)
+    by_stored_name = folder.read(plain.values(), dtype)
+    tensors = {name: by_stored_name[stored] for name, stored in plain.items()}
+    for name, conversion in converted.items():
+        tensors |= conversion.run(name, folder, model, dtype)
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise ModelError(
+                f"{folder.path} holds {name} of shape {tuple(tensor.shape)}, "
+                f"and its config asks for {tuple(expected[name].shape)}: the folder is incomplete or mixed up"
+            )
+    return tensors
+
+
+class _Conversion:
+    """Several stored tensors that become one, as an expert each that become all experts."""
+
+    def __init__(self, converter: Any) -> None:  # Any: transformers' own, and not typed
+        self._converter = deepcopy(converter)
+        self._sources: list[tuple[str, str]] = []
+
+    def add(self, stored: str, pattern: str) -> None:
+        self._sources.append((stored, pattern))
+
+    def run(self, name: str, folder: ModelFolder, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        tensors = folder.read([stored for stored, _ in self._sources], dtype)
+        for stored, pattern in self._sources:
+            self._converter.add_tensor(name, stored, pattern, tensors.pop(stored))
+        try:
+            made = self._converter.convert(name, model=model, config=model.config)
+        except (RuntimeError, ValueError) as error:
+            raise ModelError(f"{folder.path} holds parts of {name} that do not fit together: {error}") from error
+        return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
+
+
+def _matches(folder: ModelFolder, model: Any, expected: dict[str, torch.Tensor]) -> Iterator[tuple[str, str, Any, str]]:
+    """Each stored name, the parameter it is for, and where that is not all: the converter and its pattern."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix = model.base_model_prefix
+    for stored in sorted(folder.files, key=dot_natural_key):  # experts in the order of their numbers
+        name, pattern = rename_source_key(stored, renamings, converters, prefix, expected)
+        if name not in expected and stored in expected:  # named as the model does, though a rule matches
+            name, pattern = stored, None
+        yield stored, name, of_pattern[pattern] if pattern else None, pattern or ""

@@ -1,0 +1,219 @@
+"""Our libp2p host: TCP, Noise and yamux alone, and links over it.
+
+The default security set of py-libp2p accepts plaintext, and with it any claimed identity; here a peer id is always
+proved by its key. Knows nothing of models and sessions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from typing import TYPE_CHECKING, cast
+
+import libp2p.network.swarm
+import trio
+from libp2p import create_yamux_muxer_option, new_host
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
+from libp2p.custom_types import TProtocol
+from libp2p.exceptions import BaseLibp2pError
+from libp2p.network.exceptions import SwarmException
+from libp2p.network.stream.exceptions import StreamError
+from libp2p.peer.peerinfo import InvalidAddrError, info_from_p2p_addr
+from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
+from libp2p.security.noise.transport import Transport as NoiseTransport
+from libp2p.stream_muxer.yamux.yamux import Yamux
+from multiaddr import Multiaddr
+from multiaddr.exceptions import Error as MultiaddrError
+
+from llmnode.core.ids import PeerId
+from llmnode.errors import ConfigError, PeerUnreachable
+from llmnode.net.link import Libp2pLink
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from libp2p.abc import IHost, INetStream
+    from libp2p.network.stream.net_stream import NetStream
+    from libp2p.peer.id import ID
+    from libp2p.peer.peerinfo import PeerInfo
+
+    from llmnode.core.policy import LinkPolicy
+
+LINK_PROTOCOL = TProtocol("/llmnode/link/1")
+LISTEN_ANY_LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+
+ACCEPT_QUEUE = 16
+"""Links opened to us that nobody has taken yet; more are refused."""
+
+
+@contextlib.asynccontextmanager
+async def open_network(listen: Sequence[str], policy: LinkPolicy) -> AsyncIterator[Libp2pNetwork]:
+    """Run a host with a fresh identity that listens at the multiaddrs `listen`; none means that it only dials.
+
+    Raises ConfigError for an address that is malformed, of another transport, or taken.
+    """
+    # A successful dial waits this long for a rival that does not exist: 250 ms each, unless it is lowered.
+    libp2p.network.swarm._HAPPY_EYEBALLS_DELAY = 0.005
+    for noisy in ("libp2p", "async_service"):
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
+    addresses = [_parse_listen(address) for address in listen]
+    for address in addresses:
+        _check_bindable(address)
+    key_pair = create_new_key_pair()
+    host = new_host(
+        key_pair=key_pair,
+        sec_opt={NOISE: NoiseTransport(key_pair, noise_privkey=create_noise_key_pair().private_key)},
+        muxer_opt=create_yamux_muxer_option(),
+        listen_addrs=addresses or [Multiaddr(LISTEN_ANY_LOOPBACK)],
+    )
+    async with host.run(listen_addrs=addresses), trio.open_nursery() as nursery:
+        network = Libp2pNetwork(host, nursery, policy, listens=bool(addresses))
+        host.set_stream_handler(LINK_PROTOCOL, network.take_stream)
+        try:
+            yield network
+        finally:
+            nursery.cancel_scope.cancel()
+
+
+class Libp2pNetwork:
+    """The `Network` port over a running libp2p host. Made by `open_network`."""
+
+    def __init__(self, host: IHost, nursery: trio.Nursery, policy: LinkPolicy, *, listens: bool) -> None:
+        self._host = host
+        self._nursery = nursery
+        self._policy = policy
+        self._listens = listens
+        self._links: set[Libp2pLink] = set()
+        self._opened, self._accepted = trio.open_memory_channel[Libp2pLink](ACCEPT_QUEUE)
+
+    @property
+    def peer(self) -> PeerId:
+        return PeerId(self._host.get_id().to_base58())
+
+    @property
+    def addresses(self) -> list[str]:
+        return [str(address) for address in self._host.get_addrs()] if self._listens else []
+
+    async def dial(self, address: str) -> Libp2pLink:
+        info = parse_peer(address)
+        peer = PeerId(info.peer_id.to_base58())
+        try:
+            with trio.fail_after(self._policy.dial_timeout_s):
+                await self._until_ended_links_are_gone(peer)
+                await self._host.connect(info)
+                stream = cast("NetStream", await self._host.new_stream(info.peer_id, [LINK_PROTOCOL]))
+        except trio.TooSlowError:
+            await self._forget_unused_connections(info.peer_id)
+            raise PeerUnreachable(f"no answer from {address} in {self._policy.dial_timeout_s:g} s", peer=peer) from None
+        except (BaseLibp2pError, SwarmException, StreamError, OSError) as error:
+            await self._forget_unused_connections(info.peer_id)
+            raise PeerUnreachable(f"cannot connect to {address} ({_innermost(error)})", peer=peer) from error
+        link = self._link(stream, peer)
+        self._nursery.start_soon(self._run, link)
+        return link
+
+    @contextlib.asynccontextmanager
+    async def accept(self) -> AsyncIterator[Libp2pLink]:
+        link = await self._accepted.receive()
+        try:
+            yield link
+        finally:
+            await link.end("no longer served")
+
+    async def take_stream(self, stream: INetStream) -> None:
+        """libp2p calls this, in a task of its own, for each stream that a peer opens with our protocol."""
+        link = self._link(cast("NetStream", stream), PeerId(stream.muxed_conn.peer_id.to_base58()))
+        try:
+            if len(self._links_with(link.peer)) >= self._policy.links_per_peer:
+                raise trio.WouldBlock
+            self._opened.send_nowait(link)
+        except trio.WouldBlock:
+            # Not left waiting: until somebody reads it, libp2p would keep all that the peer sends.
+            await stream.reset()
+            return
+        await self._run(link)
+
+    async def _run(self, link: Libp2pLink) -> None:
+        self._links.add(link)
+        try:
+            await link.run()
+        finally:
+            self._links.discard(link)
+
+    def _links_with(self, peer: PeerId) -> list[Libp2pLink]:
+        return [link for link in self._links if link.peer == peer]
+
+    async def _until_ended_links_are_gone(self, peer: PeerId) -> None:
+        """A connection goes down with its link: who dials meanwhile would be given the dying one."""
+        for link in self._links_with(peer):
+            if link.has_ended:
+                await link.wait_closed()
+
+    async def _forget_unused_connections(self, peer: ID) -> None:
+        """A connection over which no stream could be opened would be given to the next dial as well."""
+        if not self._links_with(PeerId(peer.to_base58())):
+            with trio.move_on_after(self._policy.farewell_s, shield=True):
+                await self._host.disconnect(peer)
+
+    def _link(self, stream: NetStream, peer: PeerId) -> Libp2pLink:
+        async def drop_connection() -> None:
+            # After a link has ended its connection may be half written: never reuse it, redialling would. The socket
+            # goes first, or libp2p's goodbye would wait for a peer that reads nothing, and its clean-up never happen.
+            # This connection alone: the peer may have dialled again already.
+            with trio.move_on_after(self._policy.farewell_s, shield=True):
+                assert isinstance(stream.muxed_conn, Yamux)
+                assert stream.swarm_conn is not None
+                await stream.muxed_conn.secured_conn.close()
+                await stream.swarm_conn.close()
+
+        return Libp2pLink(stream, peer, self._policy, drop_connection)
+
+
+def _check_bindable(address: Multiaddr) -> None:
+    """libp2p would share a port that another process holds (SO_REUSEPORT), and is silent where it cannot listen.
+
+    Raises ConfigError.
+    """
+    version, port = (protocol.name for protocol in address.protocols())
+    ip = address.value_for_protocol(version)
+    with socket.socket(socket.AF_INET if version == "ip4" else socket.AF_INET6) as probe:
+        try:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((ip, int(address.value_for_protocol(port))))
+        except OSError as error:
+            raise ConfigError(f"cannot listen at {address} ({error.strerror}): choose another --listen") from error
+
+
+def _parse_listen(address: str) -> Multiaddr:
+    try:
+        parsed = Multiaddr(address)
+        protocols = [protocol.name for protocol in parsed.protocols()]
+    except (MultiaddrError, ValueError) as error:
+        raise ConfigError(
+            f"--listen {address!r} is not a multiaddr ({error}): write for example {LISTEN_ANY_LOOPBACK}"
+        ) from error
+    if len(protocols) != 2 or protocols[0] not in ("ip4", "ip6") or protocols[1] != "tcp":
+        raise ConfigError(f"--listen {address!r}: only /ip4/ADDRESS/tcp/PORT and /ip6/ADDRESS/tcp/PORT are supported")
+    return parsed
+
+
+def parse_peer(address: str) -> PeerInfo:
+    """Peer id and address in a multiaddr that ends in `/p2p/ID`. Raises ConfigError with the form that is right."""
+    try:
+        return info_from_p2p_addr(Multiaddr(address))
+    except (MultiaddrError, InvalidAddrError, ValueError) as error:
+        raise ConfigError(
+            f"{address!r} is not the address of a peer ({error}): write /ip4/ADDRESS/tcp/PORT/p2p/PEER_ID, "
+            "as `llmnode serve` prints it"
+        ) from error
+
+
+def _innermost(error: BaseException) -> str:
+    """The root cause in a few words; libp2p wraps an OSError in several layers."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

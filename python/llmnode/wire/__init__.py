@@ -1,0 +1,1 @@
+"""Bytes to messages and back, and the session as a state machine. No clock, no socket, no tensor."""

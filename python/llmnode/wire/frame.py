@@ -1,0 +1,170 @@
+"""Frames: a fixed header, msgpack metadata and raw tensor bytes.
+
+    magic 2 | version 1 | type 1 | session 16 | epoch 4 | step 4 | start 4 | length 4 | meta 4 | payload 4 | crc32c 4
+
+All integers are little-endian and unsigned. `start` and `length` are positions. The checksum covers the header (with
+the checksum left out), metadata and payload: it finds accidents; digests and signatures are for adversaries.
+
+Knows no message: what the metadata says is `messages.py`'s.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from llmnode import _native
+from llmnode.core.ids import NO_SESSION, SESSION_ID_BYTES, Epoch, SessionId, Step
+from llmnode.core.policy import LinkPolicy
+from llmnode.errors import LocalProtocolError, RemoteProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    Buffer = bytes | bytearray | memoryview
+
+MAGIC = b"LN"
+VERSION = 1
+_COVERED = struct.Struct(f"<2sBB{SESSION_ID_BYTES}sIIIIII")  # what the checksum covers of the header
+_CHECKSUM = struct.Struct("<I")
+HEADER_BYTES = _COVERED.size + _CHECKSUM.size
+
+
+class FrameType(IntEnum):
+    """What a frame is. Values are part of the protocol: never reuse one."""
+
+    HEARTBEAT = 0
+    DESCRIBE = 1
+    DESCRIPTION = 2
+    OPEN = 3
+    OPENED = 4
+    STEP = 5
+    RESULT = 6
+    TRUNCATE = 7
+    TRUNCATED = 8
+    CLOSE = 9
+    REFUSAL = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message as it crosses a link. `meta` is msgpack; `payload` is tensor bytes."""
+
+    type: FrameType
+    session: SessionId = NO_SESSION
+    epoch: Epoch = Epoch(0)
+    step: Step = Step(0)
+    start: int = 0
+    length: int = 0
+    meta: Buffer = b""
+    payload: Buffer = b""
+
+    @property
+    def size_bytes(self) -> int:
+        return HEADER_BYTES + len(self.meta) + len(self.payload)
+
+
+def encode(frame: Frame, policy: LinkPolicy) -> bytes:
+    """The frame's bytes, in one buffer: a stream write takes one, and encryption copies it anyway."""
+    if len(frame.meta) > policy.max_meta_bytes or len(frame.payload) > policy.max_payload_bytes:
+        raise LocalProtocolError(f"{frame.type.name} frame of {frame.size_bytes} bytes exceeds the link's limits")
+    if len(frame.session) != SESSION_ID_BYTES:  # struct would cut or pad it
+        raise LocalProtocolError(f"{frame.type.name} frame of session {frame.session!r}: not {SESSION_ID_BYTES} bytes")
+    try:
+        covered = _COVERED.pack(
+            MAGIC,
+            VERSION,
+            frame.type,
+            frame.session,
+            frame.epoch,
+            frame.step,
+            frame.start,
+            frame.length,
+            len(frame.meta),
+            len(frame.payload),
+        )
+    except struct.error as error:
+        raise LocalProtocolError(f"a field of the {frame.type.name} frame is out of range: {error}") from error
+    checksum = _native.frame_crc32c([covered, frame.meta, frame.payload])
+    return b"".join((covered, _CHECKSUM.pack(checksum), frame.meta, frame.payload))
+
+
+class FrameDecoder:
+    """Turns chunks of a byte stream into frames. Each payload byte is copied once, into the frame's own buffer.
+
+    After an error the stream's framing is lost for good: drop the decoder and the connection with it.
+    """
+
+    def __init__(self, policy: LinkPolicy) -> None:
+        self._policy = policy
+        self._header = bytearray()
+        self._body = bytearray()
+        self._body_bytes = 0
+
+    def feed(self, chunk: Buffer) -> Iterator[Frame]:
+        """Yield the frames that `chunk` completes. Raises RemoteProtocolError on the first byte that is wrong."""
+        rest = memoryview(chunk)
+        while rest:
+            if len(self._header) < HEADER_BYTES:
+                rest = self._take_header(rest)
+            else:
+                rest = self._take_body(rest)
+            if len(self._header) == HEADER_BYTES and len(self._body) == self._body_bytes:
+                yield self._finish()
+
+    def at_boundary(self) -> bool:
+        """Whether the stream may end here without cutting a frame in two."""
+        return not self._header
+
+    def _take_header(self, chunk: memoryview) -> memoryview:
+        wanted = HEADER_BYTES - len(self._header)
+        self._header += chunk[:wanted]
+        if len(self._header) == HEADER_BYTES:
+            self._body_bytes = self._checked_body_bytes()
+        return chunk[wanted:]
+
+    def _take_body(self, chunk: memoryview) -> memoryview:
+        # Grown by what arrives, not set to what is announced: a header alone must not cost us a whole payload.
+        wanted = self._body_bytes - len(self._body)
+        self._body += chunk[:wanted]
+        return chunk[wanted:]
+
+    def _checked_body_bytes(self) -> int:
+        """Refuse a bad header before a byte of its body is waited or allocated for."""
+        magic, version, kind, *_, meta_bytes, payload_bytes = _COVERED.unpack_from(self._header)
+        if magic != MAGIC:
+            raise RemoteProtocolError(f"a frame starts with {magic!r}, not {MAGIC!r}")
+        if version != VERSION:
+            raise RemoteProtocolError(f"speaks frame version {version}, we speak {VERSION}: one side needs an update")
+        if kind not in _TYPES:
+            raise RemoteProtocolError(f"unknown frame type {kind}")
+        if meta_bytes > self._policy.max_meta_bytes:
+            raise RemoteProtocolError(f"{meta_bytes} bytes of metadata, at most {self._policy.max_meta_bytes} allowed")
+        if payload_bytes > self._policy.max_payload_bytes:
+            raise RemoteProtocolError(
+                f"{payload_bytes} payload bytes, at most {self._policy.max_payload_bytes} allowed"
+            )
+        return int(meta_bytes + payload_bytes)
+
+    def _finish(self) -> Frame:
+        header, body = self._header, memoryview(self._body)
+        self._header, self._body = bytearray(), bytearray()
+        _, _, kind, session, epoch, step, start, length, meta_bytes, _ = _COVERED.unpack_from(header)
+        (expected,) = _CHECKSUM.unpack_from(header, _COVERED.size)
+        if _native.frame_crc32c([memoryview(header)[: _COVERED.size], body]) != expected:
+            raise RemoteProtocolError(f"checksum of a {FrameType(kind).name} frame does not match its bytes")
+        return Frame(
+            FrameType(kind),
+            SessionId(session),
+            Epoch(epoch),
+            Step(step),
+            start,
+            length,
+            body[:meta_bytes],
+            body[meta_bytes:],
+        )
+
+
+_TYPES = frozenset(FrameType)

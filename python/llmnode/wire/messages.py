@@ -1,0 +1,184 @@
+"""The metadata of each frame type, as strict frozen dataclasses.
+
+A message decodes only if every field is there, none is unknown, and each has its type and range: what a peer may send
+is exactly what is declared here. Everything else raises RemoteProtocolError.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import msgpack
+
+from llmnode.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llmnode.wire.frame import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Bounds of a number, both included."""
+
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """Bounds of a length in bytes (bytes) or characters (str), both included."""
+
+    low: int
+    high: int
+
+
+U32 = Annotated[int, Between(0, 2**32 - 1)]
+Count = Annotated[int, Between(1, 2**32 - 1)]
+Microseconds = Annotated[int, Between(0, 2**48)]
+Digest = Annotated[bytes, Sized(32, 32)]
+Name = Annotated[str, Sized(1, 200)]
+Text = Annotated[str, Sized(0, 2000)]
+
+_MOST_ITEMS = 32
+"""In one map or array: msgpack reserves room for all before it has seen one. No message has as many fields."""
+
+
+class RefusalCode(StrEnum):
+    """Why a peer refuses. A code that we do not know is treated like BUSY: refused, no fault."""
+
+    BUSY = "busy"
+    NO_ROOM = "no-room"
+    WRONG_MODEL = "wrong-model"
+    UNKNOWN_CODEC = "unknown-codec"
+    SPAN_NOT_HELD = "span-not-held"
+    UNKNOWN_SESSION = "unknown-session"
+    WRONG_POSITION = "wrong-position"
+    STALE_EPOCH = "stale-epoch"
+    TOO_FAR_AHEAD = "too-far-ahead"
+    CONFLICT = "conflict"
+    BAD_MESSAGE = "bad-message"
+    COMPUTE_FAILED = "compute-failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a server holds (the answer to DESCRIBE)."""
+
+    software: Name
+    model: Name
+    model_digest: Digest
+    blocks: Count
+    hidden_size: Count
+    context_tokens: Count
+    dtype: Name
+    span_start: U32
+    span_end: Count
+    kv_tokens_free: U32
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Ask for a session over a part of the server's span, with KV for `max_length` positions.
+
+    `codec` says how hidden states cross the wire in it (`payload.Codec`).
+    """
+
+    model_digest: Digest
+    span_start: U32
+    span_end: Count
+    max_length: Count
+    dtype: Name
+    codec: Name
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Where a step's time went on the server. The hidden states are the payload."""
+
+    queue_us: Microseconds
+    compute_us: Microseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A typed no. `retry_after_ms` is 0 where waiting does not help or is not known."""
+
+    code: Name
+    message: Text
+    retry_after_ms: U32
+
+
+Message = TypeVar("Message", Description, Open, Result, Refusal)
+
+
+def pack(message: Description | Open | Result | Refusal) -> bytes:
+    packed = msgpack.packb({name: getattr(message, name) for name, _ in _CHECKS[type(message)]})
+    assert isinstance(packed, bytes)
+    return packed
+
+
+def unpack(kind: type[Message], meta: Buffer) -> Message:
+    """Read `meta` as a `kind`. Raises RemoteProtocolError naming the field that is wrong."""
+    try:
+        values = msgpack.unpackb(
+            meta,
+            raw=False,
+            strict_map_key=True,
+            object_pairs_hook=_without_repeats,
+            max_map_len=_MOST_ITEMS,
+            max_array_len=_MOST_ITEMS,
+            max_ext_len=0,
+        )
+    except (ValueError, msgpack.UnpackException) as error:  # msgpack documents both
+        raise RemoteProtocolError(f"{kind.__name__}: not msgpack ({str(error) or type(error).__name__})") from error
+    if not isinstance(values, dict):
+        raise RemoteProtocolError(f"{kind.__name__}: {reprlib.repr(values)} is no map of fields")
+    checks = _CHECKS[kind]
+    for name, check in checks:
+        if name not in values:
+            raise RemoteProtocolError(f"{kind.__name__}.{name}: missing")
+        if not check(values[name]):
+            # reprlib: the value may be nested deeper than repr can follow
+            raise RemoteProtocolError(f"{kind.__name__}.{name}: {reprlib.repr(values[name])} is not allowed")
+    if len(values) > len(checks):
+        unknown = [name for name in values if name not in dict(checks)]
+        raise RemoteProtocolError(f"{kind.__name__}: unknown fields {reprlib.repr(unknown)}")
+    return kind(**values)
+
+
+def check_empty(meta: Buffer, what: str) -> None:
+    """Frames whose header says it all carry no metadata."""
+    if len(meta):
+        raise RemoteProtocolError(f"{what} carries {len(meta)} unexpected bytes of metadata")
+
+
+def _without_repeats(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:  # Any: what a peer sends is not known yet
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a field comes twice")
+    return values
+
+
+def _checks(kind: type[Any]) -> tuple[tuple[str, Callable[[Any], bool]], ...]:
+    """Field names of a message and the test that each value must pass."""
+    hints = get_type_hints(kind, include_extras=True)
+    return tuple((field.name, _check_of(hints[field.name])) for field in fields(kind))
+
+
+def _check_of(hint: Any) -> Callable[[Any], bool]:  # Any: a typing construct
+    assert get_origin(hint) is Annotated, f"declare the bounds of {hint}"
+    kind, bounds = get_args(hint)
+    if isinstance(bounds, Between):
+        # bool is an int to isinstance, but not to us
+        return lambda value: type(value) is kind and bounds.low <= value <= bounds.high
+    return lambda value: type(value) is kind and bounds.low <= len(value) <= bounds.high
+
+
+_CHECKS: dict[type[Any], tuple[tuple[str, Callable[[Any], bool]], ...]] = {
+    kind: _checks(kind) for kind in (Description, Open, Result, Refusal)
+}

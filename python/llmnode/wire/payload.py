@@ -1,0 +1,126 @@
+"""Hidden states as bytes: fp32 in memory, on the wire as a session's codec says.
+
+`raw` is exact. The others are lossy and chosen by the client for a whole session: `fp16` and `bf16` halve the bytes,
+`int8` takes a quarter (blockwise with the dynamic map; its quality is in `transport_rs/README.md`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from llmnode import _native
+from llmnode.core.model import FP32_BYTES
+from llmnode.errors import ConfigError, RemoteProtocolError
+
+if TYPE_CHECKING:
+    from llmnode.wire.frame import Buffer, Frame
+
+_FP16_MAX = 65504
+
+
+class Codec(StrEnum):
+    """How hidden states cross the wire."""
+
+    RAW = "raw"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+
+def payload_bytes(codec: Codec, values: int) -> int:
+    """Size of `values` fp32 values on the wire."""
+    match codec:
+        case Codec.RAW:
+            return FP32_BYTES * values
+        case Codec.FP16 | Codec.BF16:
+            return 2 * values
+        case Codec.INT8:
+            return _native.quantized_bytes(values)
+
+
+def encode_hidden(hidden: Buffer, codec: Codec) -> Buffer:
+    """fp32 `hidden` as it crosses the wire. Raises ConfigError for values that the codec cannot carry."""
+    match codec:
+        case Codec.RAW:
+            return hidden
+        case Codec.FP16:
+            return _to_fp16(hidden)
+        case Codec.BF16:
+            return _to_bf16(hidden)
+        case Codec.INT8:
+            try:
+                return _native.quantize_blockwise(hidden, "float32")
+            except ValueError as error:
+                raise ConfigError(f"hidden states cannot be sent as int8 ({error}): choose --codec raw") from error
+
+
+def decode_hidden(payload: Buffer, codec: Codec, values: int) -> Buffer:
+    """The `values` fp32 values of a payload of the right size. Raises RemoteProtocolError for bad scales."""
+    match codec:
+        case Codec.RAW:
+            return payload
+        case Codec.FP16:
+            return _from_fp16(payload)
+        case Codec.BF16:
+            return _from_bf16(payload)
+        case Codec.INT8:
+            try:
+                return _native.dequantize_blockwise(payload, "float32", values)
+            except ValueError as error:
+                raise RemoteProtocolError(f"hidden states in int8: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenForm:
+    """What the payloads of one session look like."""
+
+    hidden_size: int
+    codec: Codec
+
+    def check(self, frame: Frame) -> None:
+        """Require the payload to be hidden states (length, hidden_size) in this codec, with length >= 1."""
+        expected = payload_bytes(self.codec, frame.length * self.hidden_size)
+        if frame.length < 1 or len(frame.payload) != expected:
+            raise RemoteProtocolError(
+                f"{frame.type.name}: {len(frame.payload)} bytes for {frame.length} positions, expected {expected}"
+            )
+
+    def encode(self, hidden: Buffer) -> Buffer:
+        return encode_hidden(hidden, self.codec)
+
+    def decode(self, frame: Frame) -> Buffer:
+        """The fp32 hidden states of a frame that `check` has passed."""
+        return decode_hidden(frame.payload, self.codec, frame.length * self.hidden_size)
+
+
+def _to_fp16(hidden: Buffer) -> Buffer:
+    import numpy as np
+
+    values = np.frombuffer(hidden, dtype="<f4")
+    if not (np.abs(values) <= _FP16_MAX).all():  # a NaN is not either
+        raise ConfigError(f"hidden states exceed fp16's {_FP16_MAX}: choose --codec bf16, int8 or raw")
+    return values.astype("<f2").data.cast("B")
+
+
+def _from_fp16(payload: Buffer) -> Buffer:
+    import numpy as np
+
+    return np.frombuffer(payload, dtype="<f2").astype("<f4").data.cast("B")
+
+
+def _to_bf16(hidden: Buffer) -> Buffer:
+    """The upper halves of fp32, rounded to nearest, ties to even. A NaN keeps its upper half, made quiet."""
+    import numpy as np
+
+    bits = np.frombuffer(hidden, dtype="<u4")
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return np.where(is_nan, (bits >> 16) | 0x40, rounded).astype("<u2").data.cast("B")
+
+
+def _from_bf16(payload: Buffer) -> Buffer:
+    import numpy as np
+
+    return (np.frombuffer(payload, dtype="<u2").astype("<u4") << 16).data.cast("B")

@@ -1,0 +1,174 @@
+"""A stage: the serving side of one session, as a state machine without clock, socket or tensor.
+
+Frames go in, actions come out; who drives it computes when told to and reports the answer with `computed`. The rules
+are those of a session's epochs: only the client raises the epoch, and only a TRUNCATE frame may shorten the KV, so a
+late or repeated step can neither erase nor extend good state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+from llmnode import _native
+from llmnode.core.ids import Epoch, Step
+from llmnode.errors import LocalProtocolError
+from llmnode.wire.frame import FrameType
+from llmnode.wire.messages import RefusalCode
+
+if TYPE_CHECKING:
+    from llmnode.core.ids import SessionId
+    from llmnode.wire.frame import Frame
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run the blocks on this step's positions, then call `Stage.computed`."""
+
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class Truncate:
+    """Forget the KV from position `keep` on, then answer TRUNCATED."""
+
+    frame: Frame
+    keep: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Send this frame: the answer that the same step got before."""
+
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Say no to this frame; the stage's state is as before."""
+
+    frame: Frame
+    code: RefusalCode
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing to do now: the frame is held until its turn, is being computed, or is of an epoch that is over."""
+
+
+Content: TypeAlias = tuple[int, int, bytes]
+"""What a step asks for: its positions and the digest of their hidden states."""
+
+Action: TypeAlias = Compute | Truncate | Answer | Refuse | Wait
+
+
+@dataclass(slots=True)
+class Stage:
+    """State of one session on one server. `position` is the number of positions in its KV."""
+
+    session: SessionId
+    max_length: int
+    steps_ahead: int
+    epoch: Epoch = Epoch(0)
+    position: int = 0
+    _due: Step = Step(0)
+    _computing: Frame | None = None
+    _answered: tuple[Step, Content, Frame] | None = None  # the last step, what it asked for, its answer
+    _held: dict[tuple[Epoch, Step], Frame] = field(default_factory=dict)
+
+    def receive(self, frame: Frame) -> Action:
+        """Decide about a STEP or TRUNCATE frame of this session."""
+        if frame.epoch < self.epoch:
+            return Wait()  # a late frame of an epoch that is over
+        if frame.type is FrameType.TRUNCATE:
+            return self._truncate(frame)
+        if frame.epoch > self.epoch or frame.step > self._due:
+            return self._hold(frame)
+        if frame.step < self._due:
+            return self._repeat(frame)
+        if self._computing is not None:
+            return _wait_if_same(frame, self._computing)
+        return self._start(frame)
+
+    def computed(self, answer: Frame) -> None:
+        """The step handed out by `Compute` is in the KV, and this is the answer to it."""
+        frame = self._take_computing()
+        self.position += frame.length
+        self._due = Step(frame.step + 1)
+        self._answered = (frame.step, _content(frame), answer)
+
+    def failed(self) -> None:
+        """The step handed out by `Compute` changed nothing: it may be sent again."""
+        self._take_computing()
+
+    def next_held(self) -> Action:
+        """What a frame that came ahead of its turn asks for now; `Wait` if none is due. Call after each action."""
+        frame = self._held.pop((self.epoch, self._due), None)
+        return Wait() if frame is None else self.receive(frame)
+
+    def _start(self, frame: Frame) -> Action:
+        if frame.start != self.position:
+            return Refuse(
+                frame,
+                RefusalCode.WRONG_POSITION,
+                f"step {frame.step} starts at {frame.start}, the KV at {self.position}",
+            )
+        if frame.start + frame.length > self.max_length:
+            return Refuse(
+                frame,
+                RefusalCode.NO_ROOM,
+                f"position {frame.start + frame.length} is beyond the session's maximum of {self.max_length}",
+            )
+        self._computing = frame
+        return Compute(frame)
+
+    def _repeat(self, frame: Frame) -> Action:
+        if self._answered is None or self._answered[0] != frame.step:
+            return Refuse(frame, RefusalCode.CONFLICT, f"step {frame.step} is over, {self._due} is due")
+        _, content, answer = self._answered
+        return Answer(answer) if _content(frame) == content else _conflict(frame)
+
+    def _hold(self, frame: Frame) -> Action:
+        key = (frame.epoch, frame.step)
+        known = self._held.get(key)
+        if known is not None:
+            return _wait_if_same(frame, known)
+        if len(self._held) >= self.steps_ahead:
+            return Refuse(frame, RefusalCode.TOO_FAR_AHEAD, f"{self._due} is due, {len(self._held)} wait")
+        self._held[key] = frame
+        return Wait()
+
+    def _truncate(self, frame: Frame) -> Action:
+        if self._computing is not None:
+            raise LocalProtocolError("truncate a stage only between steps")
+        if frame.epoch == self.epoch:
+            return Refuse(frame, RefusalCode.STALE_EPOCH, f"a truncation needs an epoch above {self.epoch}")
+        if frame.start > self.position:
+            return Refuse(
+                frame, RefusalCode.WRONG_POSITION, f"cannot keep {frame.start} positions, there are {self.position}"
+            )
+        self.epoch = frame.epoch
+        self.position = frame.start
+        self._due = frame.step
+        self._answered = None
+        self._held = {key: held for key, held in self._held.items() if key >= (frame.epoch, frame.step)}
+        return Truncate(frame, keep=frame.start)
+
+    def _take_computing(self) -> Frame:
+        if self._computing is None:
+            raise LocalProtocolError("no step of this stage is being computed")
+        frame, self._computing = self._computing, None
+        return frame
+
+
+def _content(frame: Frame) -> Content:
+    return frame.start, frame.length, _native.blake3_digest(frame.payload)
+
+
+def _wait_if_same(frame: Frame, known: Frame) -> Action:
+    return Wait() if _content(frame) == _content(known) else _conflict(frame)
+
+
+def _conflict(frame: Frame) -> Refuse:
+    return Refuse(frame, RefusalCode.CONFLICT, f"step {frame.step} came before with other content")

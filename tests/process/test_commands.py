@@ -1,0 +1,160 @@
+"""`serve`, `generate` and the examples, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llmnode.core.span import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+LLMNODE = [sys.executable, "-P", "-m", "llmnode.node"]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def nodes(start_servers: Callable[..., list[Any]]) -> list[Any]:
+    return start_servers([Span(0, 12), Span(12, 30)])
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_generate_prints_the_text_and_its_json(nodes: list[Any]) -> None:
+    addresses = [node.address for node in nodes]
+    done = _run(*LLMNODE, "generate", "--json", "--max-new-tokens", "6", "--prompt", "1, 2, 3,", "--peers", *addresses)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert len(summary["token_ids"]) == 6
+    assert "1, 2, 3," + summary["text"] in done.stderr
+
+
+def test_a_hole_in_the_route_is_named(nodes: list[Any]) -> None:
+    done = _run(*LLMNODE, "generate", "--peers", nodes[1].address)
+    assert done.returncode == 1
+    assert "no peer holds blocks [0, 12)" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_too_many_tokens_are_refused_before_any_work(nodes: list[Any]) -> None:
+    addresses = [node.address for node in nodes]
+    done = _run(*LLMNODE, "generate", "--max-new-tokens", "9000", "--prompt", "one", "--peers", *addresses)
+    assert done.returncode == 2
+    assert "ask for at most 8191" in done.stderr
+
+
+def test_the_example_of_a_model(nodes: list[Any]) -> None:
+    done = _run(sys.executable, str(EXAMPLES / "generate.py"), *(node.address for node in nodes))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("The capital of France is Paris")
+
+
+def test_the_example_of_a_streamed_answer(nodes: list[Any]) -> None:
+    addresses = [node.address for node in nodes]
+    done = _run(sys.executable, str(EXAMPLES / "streaming_chat.py"), "What is the capital of France?", *addresses)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+
+
+def test_a_file_of_prompts_gives_a_json_line_each(nodes: list[Any], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("One\n\nTwo\n")
+    addresses = [node.address for node in nodes]
+    options = ["--prompts", str(prompts), "--json", "--max-new-tokens", "3", "--temperature", "0.9", "--seed", "7"]
+    done = _run(*LLMNODE, "generate", *options, "--peers", *addresses)
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [answer["prompt"] for answer in answers] == ["One", "Two"]
+    assert all(len(answer["token_ids"]) == 3 for answer in answers)
+
+
+class Chat:
+    """`llmnode chat` with a pipe for a terminal."""
+
+    def __init__(self, *options: str) -> None:
+        self.process = subprocess.Popen(
+            [*LLMNODE, "chat", "--temperature", "0", *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+
+    def hear(self, characters: int) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.read(characters)
+
+    def finish(self) -> tuple[str, str]:
+        stdout, stderr = self.process.communicate(timeout=60)
+        assert self.process.returncode == 0, stderr
+        return stdout, stderr
+
+
+def test_chat_remembers_until_reset(nodes: list[Any]) -> None:
+    chat = Chat("--max-new-tokens", "24", "--peers", *(node.address for node in nodes))
+    chat.say("My name is \\")
+    chat.say("Zaphod.")
+    chat.say("What is my name?")
+    chat.say("/reset")
+    chat.say("What is my name?")
+    chat.say("/quit")
+    stdout, stderr = chat.finish()
+    _, remembered, *forgotten = stdout.splitlines()
+    assert "Zaphod" in remembered
+    assert "Zaphod" not in "".join(forgotten)
+    assert "can read this dialogue" in stderr
+    assert stderr.count("tokens: the first after") == 3
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(nodes: list[Any]) -> None:
+    chat = Chat("--max-new-tokens", "2000", "--peers", *(node.address for node in nodes))
+    chat.say("Write a very long story about the sea.")
+    chat.hear(20)
+    chat.process.send_signal(signal.SIGINT)
+    chat.say("Say yes.")
+    chat.say("/quit")
+    _, stderr = chat.finish()
+    assert stderr.count("tokens: the first after") == 2, "the second answer came"
+
+
+def test_a_server_that_dies_ends_the_answer_and_is_named(start_servers: Callable[..., list[Any]]) -> None:
+    kept, dying = start_servers([Span(0, 15), Span(15, 30)])
+    chat = Chat("--max-new-tokens", "2000", "--peers", kept.address, dying.address)
+    chat.say("Write a very long story about the sea.")
+    assert chat.hear(20)
+    dying.process.kill()
+    chat.say("And now?")
+    _, stderr = chat.process.communicate(timeout=60)
+    assert chat.process.returncode == 1
+    assert f"session lost: peer {dying.ready['peer']} (blocks [15, 30))" in stderr
+    assert stderr.splitlines()[-1].startswith(f"llmnode: peer {dying.ready['peer']}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_server_stops_on_a_signal(number: signal.Signals) -> None:
+    server = subprocess.Popen(
+        [*LLMNODE, "serve", "--blocks", "0:1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    assert server.stdout.readline().startswith("ready: blocks [0, 1) of HuggingFaceTB/SmolLM2-135M-Instruct at /ip4/")
+    server.send_signal(number)
+    _, stderr = server.communicate(timeout=20)
+    assert server.returncode == 0
+    assert "Traceback" not in stderr

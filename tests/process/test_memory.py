@@ -1,0 +1,36 @@
+"""A process holds the tensors of its part of the model, and no others."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llmnode.core.span import Span
+from llmnode.node.processes import pss_mib
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+
+def test_memory_of_servers_differs_by_the_size_of_their_tensors(start_servers: Callable[..., list[Any]]) -> None:
+    nodes = start_servers([Span(0, 5), Span(5, 15), Span(15, 30)])
+    sizes = [(node.ready["tensor_bytes"] / 2**20, pss_mib(node.process.pid)) for node in nodes]
+    assert sizes[0][0] == pytest.approx(5 * 13.504, rel=0.001)
+    for (tensors, memory), (more_tensors, more_memory) in pairwise(sizes):
+        assert more_memory - memory == pytest.approx(more_tensors - tensors, rel=0.1)
+
+
+def test_client_holds_the_ends_and_no_block(folder: Any) -> None:
+    from llmnode.client.connect import load_parts
+    from llmnode.models.parts import tensor_bytes
+
+    ends = load_parts(folder).ends
+    embedding = ends.embedding.embed_tokens.weight
+    assert ends.scoring.lm_head.weight is embedding, "tied embeddings are held once"
+    parameters = [*ends.embedding.parameters(), *ends.scoring.parameters()]
+    held_bytes = sum({parameter.data_ptr(): parameter.nbytes for parameter in parameters}.values())
+    assert held_bytes == embedding.nbytes + tensor_bytes(ends.scoring.model.norm)

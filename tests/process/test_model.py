@@ -1,0 +1,180 @@
+"""`llmnode.connect`: a transformers model whose blocks are elsewhere does what the whole model does."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, StoppingCriteria, StoppingCriteriaList, TextStreamer
+
+import llmnode
+from llmnode.client.cache import SessionCache
+from llmnode.core.span import Span
+from llmnode.errors import ConfigError, SessionClosed
+from llmnode.node.chat import Dialogue, StopFlag
+from llmnode.node.sampling import Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+NEW_TOKENS = 16
+TEXTS = ["Hello, my name is", "Once upon a time there was a king who", "1 2 3"]
+
+
+@pytest.fixture(scope="module")
+def peers(start_servers: Callable[..., list[Any]]) -> list[str]:
+    return [node.address for node in start_servers([Span(0, 11), Span(11, 30)])]
+
+
+@pytest.fixture(scope="module")
+def model(peers: list[str]) -> Iterator[llmnode.DistributedModelForCausalLM]:
+    with llmnode.connect(peers=peers) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Any) -> Any:
+    return AutoTokenizer.from_pretrained(folder.path, padding_side="left")
+
+
+def test_greedy_generation_of_a_batch_with_padding(model: Any, transformers_model: Any, tokenizer: Any) -> None:
+    inputs = tokenizer(TEXTS, return_tensors="pt", padding=True)
+    chosen = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    expected = transformers_model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert chosen.tolist() == expected.tolist()
+
+
+def test_sampling_with_processors_and_several_answers(model: Any, transformers_model: Any, tokenizer: Any) -> None:
+    inputs = tokenizer(TEXTS[:2], return_tensors="pt", padding=True)
+    options = {
+        "max_new_tokens": NEW_TOKENS,
+        "do_sample": True,
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "repetition_penalty": 1.1,
+        "num_return_sequences": 2,
+    }
+    torch.manual_seed(1)
+    chosen = model.generate(**inputs, **options)
+    torch.manual_seed(1)
+    expected = transformers_model.generate(**inputs, **options)
+    assert chosen.tolist() == expected.tolist()
+
+
+def test_scores_of_every_position(model: Any, transformers_model: Any, tokenizer: Any) -> None:
+    inputs = tokenizer(TEXTS, return_tensors="pt", padding=True)
+    scores, expected = model(**inputs).logits, transformers_model(**inputs).logits
+    assert scores.shape == expected.shape
+    real = inputs.attention_mask.bool()
+    torch.testing.assert_close(scores[real], expected[real], atol=1e-3, rtol=1e-4)
+
+
+def test_streamers_and_stopping_criteria_are_those_of_transformers(
+    model: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class AfterThree(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_kwargs: Any) -> Any:
+            return torch.full((input_ids.shape[0],), input_ids.shape[1] >= prompt_tokens + 3)
+
+    inputs = tokenizer("The capital of France is", return_tensors="pt")
+    prompt_tokens = inputs.input_ids.shape[1]
+    output = model.generate(
+        **inputs,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        streamer=TextStreamer(tokenizer, skip_prompt=True),
+        stopping_criteria=StoppingCriteriaList([AfterThree()]),
+    )
+    assert output.shape[1] == prompt_tokens + 3
+    assert capsys.readouterr().out.startswith("Paris") or "Paris" in tokenizer.decode(output[0])
+
+
+def test_a_cache_lasts_over_calls_and_can_be_cropped(model: Any, transformers_model: Any, tokenizer: Any) -> None:
+    inputs = tokenizer(TEXTS[1], return_tensors="pt")
+    expected = transformers_model.generate(**inputs, max_new_tokens=10, do_sample=False)
+    with model.open_cache(64) as cache:
+        first = model.generate(**inputs, max_new_tokens=5, do_sample=False, past_key_values=cache)
+        assert cache.get_seq_length() == first.shape[1] - 1, "the last token has not been run yet"
+        second = model.generate(first, max_new_tokens=5, do_sample=False, past_key_values=cache)
+        assert second.tolist() == expected.tolist()
+        cache.crop(4)
+        again = model.generate(**inputs, max_new_tokens=10, do_sample=False, past_key_values=cache)
+        assert again.tolist() == expected.tolist()
+
+
+def test_an_inference_session_steps_and_rolls_back(model: Any, tokenizer: Any) -> None:
+    hidden = model.get_input_embeddings()(tokenizer(TEXTS[1], return_tensors="pt").input_ids)
+    with model.inference_session(max_length=32) as session:
+        first = session.step(hidden[:, :4])
+        rest = session.step(hidden[:, 4:])
+        assert session.position == hidden.shape[1]
+        session.position = 2
+        again = session.step(hidden[:, 2:])
+    torch.testing.assert_close(again, torch.cat([first, rest], dim=1)[:, 2:], atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"max_new_tokens": 9000}, "do not fit the model's context"),
+        ({"num_beams": 2}, "beam search is not supported yet"),
+        ({"use_cache": False}, "leave it out"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_any_work(
+    model: Any, tokenizer: Any, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        model.generate(**tokenizer("one two", return_tensors="pt"), do_sample=False, **options)
+
+
+def test_padding_on_the_right_is_refused(model: Any, folder: Any) -> None:
+    right = AutoTokenizer.from_pretrained(folder.path, padding_side="right")
+    with pytest.raises(ConfigError, match="padding_side"):
+        model(**right(TEXTS, return_tensors="pt", padding=True))
+
+
+def test_position_ids_that_would_be_ignored_are_refused(model: Any, tokenizer: Any) -> None:
+    inputs = tokenizer(TEXTS, return_tensors="pt", padding=True)
+    usual = (inputs.attention_mask.cumsum(-1) - 1).clamp(min=0)
+    scores = model(**inputs, position_ids=usual).logits
+    assert torch.equal(scores, model(**inputs).logits)
+    with pytest.raises(ConfigError, match="position_ids"):
+        model(**inputs, position_ids=usual + 1)
+
+
+def test_a_turn_of_a_dialogue_runs_only_what_is_new(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    run_rows = SessionCache.run_rows
+
+    def counted(cache: SessionCache, hidden: Any) -> Any:
+        ran.append(len(hidden[0]))
+        return run_rows(cache, hidden)
+
+    monkeypatch.setattr(SessionCache, "run_rows", counted)
+    dialogue = Dialogue(model, Sampling(max_new_tokens=6, temperature=0, top_p=1, seed=None), max_length=256)
+    dialogue.answer("Name three fruits, please, and tell me which of them grows in the north.", StopFlag())
+    first_prompt, ran[:] = ran[0], []
+    dialogue.answer("And now?", StopFlag())
+    whole_prompt = len(model.tokenizer.encode_dialogue(dialogue.turns[:-1]))
+    dialogue.reset()
+    assert ran[0] < first_prompt < whole_prompt, "the first turn was not run again"
+
+
+def test_it_works_in_a_notebook_and_closes_for_good(peers: list[str], tokenizer: Any) -> None:
+    """A notebook's cell runs inside a running event loop."""
+    inputs = tokenizer("1 2 3", return_tensors="pt")
+
+    async def cell() -> Any:
+        other = llmnode.AutoDistributedModelForCausalLM.from_pretrained(initial_peers=peers)
+        assert other.generate(**inputs, max_new_tokens=2, do_sample=False).shape[1] == inputs.input_ids.shape[1] + 2
+        other.close()
+        return other
+
+    closed = asyncio.run(cell())
+    with pytest.raises(SessionClosed):
+        closed.generate(**inputs, max_new_tokens=2, do_sample=False)

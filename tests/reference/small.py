@@ -1,0 +1,215 @@
+"""Small random models of every family, and a run of them through cuts, chunks and company."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from llmnode.compute.executor import SpanExecutor, load_executor
+from llmnode.compute.tensors import from_bytes, to_bytes
+from llmnode.core.ids import SessionId
+from llmnode.core.span import Span
+from llmnode.models.folder import ModelFolder, open_folder
+from llmnode.models.parts import Ends, load_ends
+from llmnode.ports import Piece
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+BLOCKS = 5
+HIDDEN_SIZE = 64
+VOCABULARY = 211
+WINDOW = 8
+KV_TOKENS = 1000
+
+_SMALL = {
+    "hidden_size": HIDDEN_SIZE,
+    "num_hidden_layers": BLOCKS,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_GATED = {**_SMALL, "num_key_value_heads": 2, "intermediate_size": 96}
+_GPT2 = {name: value for name, value in _SMALL.items() if name != "intermediate_size"}
+_PATTERN = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+
+
+def _rope(kind: str, **options: float) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": 32, **options}
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**_GATED, "attention_bias": True},
+    "llama-rope3": {
+        **_GATED,
+        "rope_parameters": _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0),
+    },
+    "llama-yarn": {**_GATED, "rope_parameters": _rope("yarn", factor=4.0)},
+    "qwen3": {**_GATED, "head_dim": 24},
+    "qwen3-window": {
+        **_GATED,
+        "head_dim": 24,
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "max_window_layers": 2,
+    },
+    "qwen3_moe": {
+        **_GATED,
+        "head_dim": 24,
+        "moe_intermediate_size": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "mistral": {**_GATED, "sliding_window": WINDOW},
+    "mixtral": {**_GATED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    "gemma2": {
+        **_GATED,
+        "head_dim": 24,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": WINDOW,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma3_text": {
+        **_GATED,
+        "head_dim": 24,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": WINDOW,
+        "layer_types": _PATTERN,
+        "final_logit_softcapping": 5.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "gpt2": {**_GPT2, "scale_attn_by_inverse_layer_idx": True},
+    "opt": {**_SMALL, "ffn_dim": 96, "word_embed_proj_dim": HIDDEN_SIZE},
+    "opt-projected": {**_SMALL, "ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+    "gpt_neox": {**_SMALL, "intermediate_size": 96},
+    "gpt_neox-serial": {**_SMALL, "intermediate_size": 96, "use_parallel_residual": False, "attention_bias": False},
+    "phi3": {**_GATED, "sliding_window": WINDOW},
+    "qwen2": {**_GATED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    "qwen2_moe": {
+        **_GATED,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+    },
+    "olmo2": _GATED,
+    "olmoe": {**_GATED, "num_experts": 6, "num_experts_per_tok": 2},
+    "smollm3": {**_GATED, "no_rope_layer_interval": 2},
+    "gemma": {**_GATED, "head_dim": 24},
+    "granite": {
+        **_GATED,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+    },
+    "starcoder2": {**_GATED, "sliding_window": WINDOW},
+    "cohere": {**_GATED, "logit_scale": 0.3, "use_qk_norm": True},
+    "phi": {**_GATED, "partial_rotary_factor": 0.5},
+}
+"""By the family's name, and what is special about the variant after a dash."""
+
+
+def family_of_case(case: str) -> str:
+    return case.partition("-")[0]
+
+
+def make_model(case: str, *, tied: bool, seed: int = 0, **options: Any) -> Any:  # Any: as transformers types its models
+    """A causal LM whose weights are large enough that blocks, positions and the choice of token matter."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family_of_case(case), **{**CONFIGS[case], "tie_word_embeddings": tied, **options})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    # Families that scale their embeddings: else a tied head would find the token that went in, whatever the blocks do.
+    scale = HIDDEN_SIZE**0.5 if case.startswith("gemma") else getattr(config, "embedding_multiplier", 1.0)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape)
+        if parameter.ndim == 1:  # norms and biases
+            parameter += 0.2 * noise
+        elif "emb" in name or "wte" in name or "wpe" in name:
+            parameter.copy_(noise / scale)
+        else:
+            parameter.copy_(1.5 * noise * parameter.shape[-1] ** -0.5)
+    return model
+
+
+@dataclass
+class Cut:
+    """A model in a folder, cut at `edges`, and driven as clients would: any sequences' chunks in one forward."""
+
+    ends: Ends
+    executors: list[SpanExecutor]
+    _positions: dict[SessionId, int] = field(default_factory=dict)
+
+    def forward(self, chunks: Mapping[SessionId, Sequence[int]]) -> dict[SessionId, torch.Tensor]:
+        """Token ids that continue each session; what comes out of the last block, (tokens, hidden_size)."""
+        pieces = []
+        for session, tokens in chunks.items():
+            if session not in self._positions:
+                self._positions[session] = 0
+                for executor in self.executors:
+                    assert executor.open(session, executor.span, 64)
+            start = self._positions[session]
+            pieces.append(Piece(session, start, len(tokens), to_bytes(self.ends.embed(list(tokens), start))))
+            self._positions[session] += len(tokens)
+        for executor in self.executors:
+            outputs = executor.forward(pieces)
+            pieces = [
+                Piece(piece.session, piece.start, piece.length, output)
+                for piece, output in zip(pieces, outputs, strict=True)
+            ]
+        return {piece.session: from_bytes(piece.hidden, HIDDEN_SIZE) for piece in pieces}
+
+    def truncate(self, session: SessionId, length: int) -> None:
+        for executor in self.executors:
+            executor.truncate(session, length)
+        self._positions[session] = length
+
+    def close(self) -> None:
+        for session in self._positions:
+            for executor in self.executors:
+                executor.close(session)
+        self._positions.clear()
+        assert all(executor.kv_tokens_free() == KV_TOKENS for executor in self.executors)
+
+
+def cut(folder: ModelFolder, edges: Sequence[int], dtype: torch.dtype = torch.float32) -> Cut:
+    spans = [Span(start, end) for start, end in pairwise(edges)]
+    return Cut(load_ends(folder, dtype), [load_executor(folder, span, KV_TOKENS, dtype) for span in spans])
+
+
+def session(name: int) -> SessionId:
+    return SessionId(name.to_bytes(16, "big"))
+
+
+def open_saved(path: Path) -> ModelFolder:
+    return open_folder(path, "small", "0")
+
+
+@torch.inference_mode()
+def deviation(model: Any, tokens: torch.Tensor) -> float:
+    """The largest deviation of a score between one forward over all of (rows, tokens) and smaller batch shapes."""
+    whole = model(tokens).logits.float()
+    largest = 0.0
+    for chunk in (1, 5):
+        cache = None
+        for start in range(0, tokens.shape[1], chunk):
+            part = slice(start, min(start + chunk, tokens.shape[1]))
+            output = model(tokens[:1, part], past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            largest = max(largest, (output.logits[0].float() - whole[0, part]).abs().max().item())
+    return largest

@@ -1,0 +1,198 @@
+"""A part finds its tensors however the folder names, cuts and stores them; what we cannot do right is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from llmnode.core.span import Span
+from llmnode.errors import ModelError
+from llmnode.models.families import FAMILIES
+from llmnode.models.folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
+from llmnode.models.parts import load_ends, load_span
+from reference.small import (
+    BLOCKS,
+    HIDDEN_SIZE,
+    VOCABULARY,
+    cut,
+    deviation,
+    family_of_case,
+    make_model,
+    open_saved,
+    session,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.reference
+
+RENAMED = ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "gpt2", "gpt_neox", "opt", "phi3"]
+"""Families whose files name tensors otherwise than the model does, or did so once."""
+
+
+def _as_transformers_saves(model: Any, path: Path) -> None:
+    model.save_pretrained(path)
+
+
+def _as_the_model_names_them(model: Any, path: Path) -> None:
+    model.config.save_pretrained(path)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    tensors[f"{FAMILIES[model.config.model_type].block_prefix}2.attn.bias"] = torch.ones(3)  # as old files of gpt2 have
+    save_file(tensors, path / SINGLE_FILE)
+
+
+def _without_the_prefix(model: Any, path: Path) -> None:
+    """As gpt2 and some of opt lie on the hub: saved from the base model."""
+    model.base_model.save_pretrained(path)
+    model.config.save_pretrained(path)
+    if not model.config.tie_word_embeddings:
+        with safe_open(path / SINGLE_FILE, "pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+        save_file({**tensors, "lm_head.weight": model.lm_head.weight}, path / SINGLE_FILE)
+
+
+def _sharded(model: Any, path: Path) -> None:
+    model.save_pretrained(path, max_shard_size="60KB")
+    assert (path / INDEX_FILE).exists() and len(list(path.glob("*.safetensors"))) > BLOCKS
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("save", [_as_transformers_saves, _as_the_model_names_them, _without_the_prefix, _sharded])
+@pytest.mark.parametrize("case", ["llama", *RENAMED])
+def test_tensors_are_found_however_they_are_stored(
+    case: str, save: Callable[[Any, Path], None], tied: bool, tmp_path: Path
+) -> None:
+    model = make_model(case, tied=tied)
+    save(model, tmp_path)
+    folder = open_saved(tmp_path)
+    family = FAMILIES[family_of_case(case)]
+    expected = model.state_dict()
+
+    span = load_span(folder, Span(2, 4), "sdpa")
+    for name, tensor in span.blocks.state_dict().items():
+        block, rest = name.split(".", 1)
+        assert torch.equal(tensor, expected[f"{family.block_prefix}{int(block) + 2}.{rest}"]), name
+
+    ends = load_ends(folder)
+    prefix = f"{family.decoder}."
+    held = {f"{prefix}{name}": tensor for name, tensor in ends.embedding.state_dict().items()}
+    held |= ends.scoring.state_dict()
+    assert held.keys() == {name for name in expected if not name.startswith(family.block_prefix)}
+    for name, tensor in held.items():
+        assert torch.equal(tensor, expected[name]), name
+    assert (ends.scoring.lm_head.weight is ends.embedding.get_submodule(family.tokens).weight) == tied
+
+
+def test_the_classic_layout_of_mixtral_is_what_transformers_saves(tmp_path: Path) -> None:
+    make_model("mixtral", tied=False).save_pretrained(tmp_path)
+    stored = open_saved(tmp_path).files.keys()
+    assert {f"model.layers.0.block_sparse_moe.experts.3.w{part}.weight" for part in (1, 2, 3)} <= stored
+    assert "model.layers.0.block_sparse_moe.gate.weight" in stored
+
+
+def test_a_span_opens_no_shard_but_those_of_its_blocks(tmp_path: Path) -> None:
+    _sharded(make_model("llama", tied=False), tmp_path)
+    folder = open_saved(tmp_path)
+    needed = {file for name, file in folder.files.items() if name.startswith("model.layers.3.")}
+    others = set(folder.files.values()) - needed
+    assert others
+    for file in others:
+        file.unlink()
+    load_span(folder, Span(3, 4), "sdpa")
+    with pytest.raises(ModelError, match="cannot read"):
+        load_span(folder, Span(0, 1), "sdpa")
+
+
+@pytest.mark.parametrize(
+    "missing", ["model.layers.1.mlp.experts.4.up_proj.weight", "model.layers.1.input_layernorm.weight"]
+)
+def test_an_incomplete_folder_is_refused(missing: str, tmp_path: Path) -> None:
+    make_model("qwen2_moe", tied=False).save_pretrained(tmp_path)
+    with safe_open(tmp_path / SINGLE_FILE, "pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys() if name != missing}  # noqa: SIM118
+        assert len(tensors) == len(opened.keys()) - 1
+    save_file(tensors, tmp_path / SINGLE_FILE)
+    folder = open_saved(tmp_path)
+    load_span(folder, Span(2, 3), "sdpa")
+    with pytest.raises(ModelError, match=r"model\.layers\.1"):
+        load_span(folder, Span(0, 2), "sdpa")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as fp32", "as bf16"])
+@pytest.mark.parametrize("case", ["llama", "gemma2", "gpt2", "mixtral"])
+@torch.inference_mode()
+def test_half_precision_on_disk_is_computed_in_the_dtype_asked_for(
+    case: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    make_model(case, tied=True).to(torch.bfloat16).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / CONFIG_FILE).read_text())["dtype"] == "bfloat16"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
+    ids = torch.randint(VOCABULARY, (1, 20), generator=torch.Generator().manual_seed(4))
+    folder = open_saved(tmp_path)
+    assert folder.info.dtype == "float32"
+    ours = cut(folder, (0, 2, BLOCKS), dtype)
+    hidden = ours.forward({session(0): ids[0].tolist()})[session(0)]
+    assert hidden.dtype is torch.float32 and hidden.shape == (20, HIDDEN_SIZE)
+    expected = model(ids).logits[0].float()
+    # In bf16 chunks often make no difference at all: one unit in the last place must be allowed all the same.
+    epsilon = max(4 * deviation(model, ids), torch.finfo(dtype).eps * expected.abs().max().item())
+    assert (ours.ends.logits(hidden) - expected).abs().max() < epsilon
+
+
+@pytest.mark.parametrize("case", ["gpt2", "opt-projected", "gemma3_text"])
+def test_info_knows_the_size_by_whatever_name(case: str, tmp_path: Path) -> None:
+    make_model(case, tied=True).save_pretrained(tmp_path)
+    info = open_saved(tmp_path).info
+    assert (info.blocks, info.hidden_size, info.context_tokens) == (BLOCKS, HIDDEN_SIZE, 128)
+
+
+LONGROPE = {
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "reason"),
+    [
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", **LONGROPE}}, "longrope"),
+        ("phi3", {"rope_parameters": None, "rope_scaling": {"type": "su", **LONGROPE}}, "longrope"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}, "dynamic"),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "not causal"),
+        ("gpt2", {"add_cross_attention": True}, "cross attention"),
+        ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized"),
+        ("llama", {"model_type": "bloom"}, "supported are: cohere, gemma"),
+        ("llama", {"model_type": "t5"}, "supported are: cohere, gemma"),
+    ],
+)
+def test_what_we_cannot_do_right_is_refused(case: str, change: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    make_model(case, tied=True).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / CONFIG_FILE).read_text())
+    config = {name: value for name, value in {**config, **change}.items() if value is not None}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
+    folder = open_saved(tmp_path)
+    with pytest.raises(ModelError, match=reason):
+        load_span(folder, Span(0, 1), "sdpa")
+    with pytest.raises(ModelError, match=reason):
+        load_ends(folder)
+
+
+def test_a_config_without_sizes_is_refused(tmp_path: Path) -> None:
+    make_model("llama", tied=True).save_pretrained(tmp_path)
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({"model_type": "bloom"}))
+    with pytest.raises(ModelError, match="max_position_embeddings"):
+        _ = open_saved(tmp_path).info

@@ -1,0 +1,144 @@
+"""What a sequence gets does not depend on its company, its chunks, its history, or who runs which part of a span."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmnode.compute.attention import ragged_attention
+from llmnode.compute.executor import load_executor
+from llmnode.compute.tensors import from_bytes, to_bytes
+from llmnode.core.span import Span
+from llmnode.errors import ModelError
+from llmnode.ports import Piece
+from reference.small import (
+    BLOCKS,
+    HIDDEN_SIZE,
+    KV_TOKENS,
+    VOCABULARY,
+    Cut,
+    cut,
+    deviation,
+    make_model,
+    open_saved,
+    session,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.reference
+
+SEQUENCES = 3
+MAX_LENGTH = 40
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    path = tmp_path_factory.mktemp("llama")
+    model = make_model("llama", tied=False)
+    model.save_pretrained(path)
+    return model, path
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    return torch.randint(VOCABULARY, (SEQUENCES, MAX_LENGTH), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(scope="module")
+def whole(saved: tuple[Any, Path]) -> Cut:
+    return cut(open_saved(saved[1]), (0, 2, BLOCKS))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(saved: tuple[Any, Path], tokens: torch.Tensor) -> torch.Tensor:
+    """(sequences, tokens, hidden_size) out of the last block, each sequence alone and in one forward."""
+    alone = cut(open_saved(saved[1]), (0, BLOCKS))
+    return torch.stack([alone.forward({session(row): tokens[row].tolist()})[session(row)] for row in range(SEQUENCES)])
+
+
+@pytest.fixture(scope="module")
+def epsilon(saved: tuple[Any, Path], tokens: torch.Tensor) -> float:
+    """4 x the largest deviation that transformers has in what leaves the blocks: the model without norm and head."""
+    model = make_model("llama", tied=False)
+    model.model.norm = torch.nn.Identity()
+    model.lm_head = torch.nn.Identity()
+    with torch.inference_mode():
+        return 4 * deviation(model, tokens)
+
+
+ROUND = st.dictionaries(st.integers(0, SEQUENCES - 1), st.integers(1, 12), min_size=1)
+"""The new tokens of some sequences, in one forward."""
+ROUNDS = st.lists(st.tuples(ROUND, st.integers(0, SEQUENCES - 1), st.integers(0, 15)), min_size=1, max_size=10)
+"""After each forward one sequence is cut back by so many tokens."""
+
+
+@settings(settings.get_profile("reference"), max_examples=60)
+@given(rounds=ROUNDS)
+@torch.inference_mode()
+def test_any_interleaving_gives_the_same_hidden_states(
+    rounds: list[tuple[dict[int, int], int, int]],
+    whole: Cut,
+    tokens: torch.Tensor,
+    undisturbed: torch.Tensor,
+    epsilon: float,
+) -> None:
+    position = [0] * SEQUENCES
+    try:
+        for lengths, cut_back, by in rounds:
+            chunks = {row: tokens[row, position[row] :][:length].tolist() for row, length in lengths.items()}
+            chunks = {row: chunk for row, chunk in chunks.items() if chunk}
+            if chunks:
+                outputs = whole.forward({session(row): chunk for row, chunk in chunks.items()})
+            for row, chunk in chunks.items():
+                expected = undisturbed[row, position[row] : position[row] + len(chunk)]
+                assert (outputs[session(row)] - expected).abs().max() < epsilon
+                position[row] += len(chunk)
+            if position[cut_back]:
+                position[cut_back] = max(0, position[cut_back] - by)
+                whole.truncate(session(cut_back), position[cut_back])
+    finally:
+        whole.close()
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3_text", "qwen2"])
+@torch.inference_mode()
+def test_sessions_over_different_parts_of_one_span_share_a_forward(case: str, tmp_path: Path) -> None:
+    """The parts of a span have layer types of their own: sliding, sliding, full, sliding, full for gemma3."""
+    model = make_model(case, tied=False)
+    model.save_pretrained(tmp_path)
+    folder = open_saved(tmp_path)
+    ids = torch.randint(VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(3))
+    ends = cut(folder, (0, 1)).ends
+    executor = load_executor(folder, Span(0, BLOCKS), KV_TOKENS)
+    through, early, late = session(0), session(1), session(2)
+    for name, span in ((through, Span(0, BLOCKS)), (early, Span(0, 2)), (late, Span(2, BLOCKS))):
+        assert executor.open(name, span, 24)
+
+    scores: list[list[torch.Tensor]] = [[], []]
+    half_way: Piece | None = None
+    for start in (*range(0, 24, 6), 24):  # the second sequence's late blocks run a chunk behind its early ones
+        pieces = [half_way] if half_way else []
+        if start < 24:
+            hidden = [to_bytes(ends.embed(row.tolist(), start)) for row in ids[:, start : start + 6]]
+            pieces += [Piece(through, start, 6, hidden[0]), Piece(early, start, 6, hidden[1])]
+        outputs = dict(zip((piece.session for piece in pieces), executor.forward(pieces), strict=True))
+        if through in outputs:
+            scores[0].append(ends.logits(from_bytes(outputs[through], HIDDEN_SIZE)))
+        if late in outputs:
+            scores[1].append(ends.logits(from_bytes(outputs[late], HIDDEN_SIZE)))
+        half_way = Piece(late, start, 6, outputs[early]) if early in outputs else None
+
+    deviations = (torch.stack([torch.cat(rows) for rows in scores]) - model(ids).logits).abs()
+    assert deviations.max() < 4 * deviation(model, ids)
+
+
+def test_attention_sinks_are_refused() -> None:
+    rows = torch.zeros(1, 1, 1, 4)
+    with pytest.raises(ModelError, match="sinks"):
+        ragged_attention(torch.nn.Identity(), rows, rows, rows, None, s_aux=torch.zeros(1))

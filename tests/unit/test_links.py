@@ -1,0 +1,715 @@
+"""Links, connections and the server over real libp2p hosts in one process, with a worker that needs no torch.
+
+Whatever a peer sends, or fails to send, ends as one typed error at its own link; the server serves on and keeps
+nothing of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import secrets
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import trio
+from libp2p import new_host
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.keys import KeyPair
+from libp2p.exceptions import BaseLibp2pError
+from libp2p.network.stream.exceptions import StreamError
+from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import info_from_p2p_addr
+from libp2p.security.insecure.transport import PLAINTEXT_PROTOCOL_ID, InsecureTransport
+from multiaddr import Multiaddr
+
+from llmnode.client.connection import Connection, open_connection
+from llmnode.client.session import InferenceSession, open_session
+from llmnode.core.ids import NO_SESSION, SESSION_ID_BYTES, Epoch, SessionId, Step
+from llmnode.core.model import ModelInfo
+from llmnode.core.policy import ClientPolicy, LinkPolicy, ServePolicy
+from llmnode.core.route import Hop
+from llmnode.core.span import Span
+from llmnode.errors import (
+    ConfigError,
+    PeerRefused,
+    PeerUnreachable,
+    RemoteProtocolError,
+    SessionClosed,
+    SessionLost,
+)
+from llmnode.net.host import ACCEPT_QUEUE, LINK_PROTOCOL, LISTEN_ANY_LOOPBACK, Libp2pNetwork, open_network
+from llmnode.net.link import Libp2pLink
+from llmnode.node.serve.server import Server
+from llmnode.wire.frame import HEADER_BYTES, Frame, FrameDecoder, FrameType, encode
+from llmnode.wire.messages import Open, Refusal, RefusalCode, pack, unpack
+from llmnode.wire.payload import Codec
+
+DEADLINE_S = 30.0
+MODEL = ModelInfo("exact", b"d" * 32, blocks=4, hidden_size=2, context_tokens=100, dtype="float32")
+ROW = MODEL.row_bytes
+POLICY = LinkPolicy()
+IMPATIENT = LinkPolicy(heartbeat_s=0.05, silence_s=0.3)
+DESCRIBE = Frame(FrameType.DESCRIBE)
+
+
+def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run an async test, under one deadline for whatever it waits for."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        async def bounded() -> None:
+            with trio.fail_after(DEADLINE_S):
+                await test(**fixtures)
+
+        trio.run(bounded)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that runs; a crash of it fails the test."""
+
+    server: Server
+    network: Libp2pNetwork
+    worker: Any  # ExactWorker, of conftest.py
+
+    @property
+    def address(self) -> str:
+        return self.network.addresses[0]
+
+    async def check_serves_and_is_empty(self) -> None:
+        """A newcomer gets right answers, and nobody else holds a session or KV."""
+        await self.worker.until_empty()
+        assert not self.server.sessions
+        async with (
+            open_network([], POLICY) as network,
+            connected(network, self.address) as connection,
+            opened(connection) as session,
+        ):
+            assert bytes(await session.step(bytes([1] * ROW))) == bytes(range(1, ROW + 1))
+
+
+@asynccontextmanager
+async def served(worker: Any, *, link: LinkPolicy = POLICY, serve: ServePolicy | None = None) -> AsyncIterator[Served]:
+    server = Server(worker, MODEL, serve or ServePolicy())
+    async with open_network([LISTEN_ANY_LOOPBACK], link) as network, trio.open_nursery() as nursery:
+        nursery.start_soon(server.run, network)
+        yield Served(server, network, worker)
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def connected(network: Libp2pNetwork, address: str) -> AsyncIterator[Connection]:
+    async with open_connection(await network.dial(address)) as connection:
+        yield connection
+
+
+@asynccontextmanager
+async def opened(connection: Connection, max_length: int = 16) -> AsyncIterator[InferenceSession]:
+    route = (Hop(connection.peer, Span(0, MODEL.blocks)),)
+    async with open_session(
+        route, {connection.peer: connection}, MODEL, max_length, Codec.RAW, ClientPolicy()
+    ) as session:
+        yield session
+
+
+@asynccontextmanager
+async def raw_streams(address: str) -> AsyncIterator[Callable[[], Awaitable[Any]]]:
+    """A peer that speaks libp2p but obeys nothing above it: opens bare streams of our protocol."""
+    info = info_from_p2p_addr(Multiaddr(address))
+    host = new_host()
+    async with host.run(listen_addrs=[]):
+        await host.connect(info)
+        yield lambda: host.new_stream(info.peer_id, [LINK_PROTOCOL])
+
+
+def session_id() -> SessionId:
+    return SessionId(secrets.token_bytes(SESSION_ID_BYTES))
+
+
+def open_frame(session: SessionId, **changes: Any) -> Frame:
+    request = Open(MODEL.digest, span_start=0, span_end=MODEL.blocks, max_length=16, dtype=MODEL.dtype, codec="raw")
+    return Frame(FrameType.OPEN, session, meta=pack(replace(request, **changes)))
+
+
+def step_frame(session: SessionId, step: int, start: int, length: int = 1) -> Frame:
+    return Frame(FrameType.STEP, session, Epoch(0), Step(step), start, length, b"", bytes(length * ROW))
+
+
+async def answer_to(link: Libp2pLink, frame: Frame) -> Frame:
+    await link.send(frame)
+    return await link.receive()
+
+
+async def refusal_to(link: Libp2pLink, frame: Frame) -> Refusal:
+    answer = await answer_to(link, frame)
+    assert answer.type is FrameType.REFUSAL
+    assert (answer.session, answer.epoch, answer.step) == (frame.session, frame.epoch, frame.step)
+    return unpack(Refusal, answer.meta)
+
+
+async def read_to_end(stream: Any) -> None:
+    try:
+        while await stream.read(1 << 16):
+            pass
+    except StreamError:
+        pass
+
+
+async def frames_until(stream: Any, wanted: FrameType) -> Frame:
+    decoder = FrameDecoder(POLICY)
+    while True:
+        for frame in decoder.feed(await stream.read(1 << 16)):
+            if frame.type is wanted:
+                return frame
+
+
+# What works
+
+
+@in_trio
+async def test_a_session_answers_exactly_and_frees_its_kv(exact_worker: Any) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        async with connected(network, swarm.address) as connection:
+            assert connection.peer == swarm.network.peer
+            description = await connection.describe(5.0)
+            assert (description.span_start, description.span_end, description.kv_tokens_free) == (0, 4, 64)
+            async with opened(connection) as session:
+                first = await session.step(bytes([1] * 2 * ROW))
+                second = await session.step(bytes([1] * ROW))
+                await session.truncate(1)
+                again = await session.step(bytes([2] * ROW))
+        assert bytes(first) + bytes(second) == bytes(range(1, 3 * ROW + 1))
+        assert bytes(again) == bytes(range(ROW + 2, 3 * ROW + 2, 2))
+        await swarm.check_serves_and_is_empty()
+
+
+@in_trio
+async def test_sessions_share_a_connection_without_mixing_answers(exact_worker: Any) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        async with connected(network, swarm.address) as connection, trio.open_nursery() as nursery:
+
+            async def use(byte: int) -> None:
+                async with opened(connection, max_length=8) as session:
+                    outputs = [bytes(await session.step(bytes([byte] * ROW))) for _ in range(8)]
+                    sums = itertools.accumulate([byte] * ROW * 8, lambda total, more: (total + more) % 256)
+                    assert b"".join(outputs) == bytes(sums)
+
+            for byte in range(1, 9):
+                nursery.start_soon(use, byte)
+        await swarm.check_serves_and_is_empty()
+
+
+@in_trio
+async def test_a_peer_can_be_dialled_again_the_moment_its_link_ended(exact_worker: Any) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        for _ in range(5):
+            link = await network.dial(swarm.address)
+            assert (await answer_to(link, DESCRIBE)).type is FrameType.DESCRIPTION
+            await link.end("dialled again")
+        await swarm.check_serves_and_is_empty()
+
+
+# Cancellation
+
+
+@in_trio
+async def test_cancelled_questions_never_harm_the_link(exact_worker: Any) -> None:
+    chance = random.Random(0)  # seeded: the same moments in every run, as far as the machine allows
+    async with (
+        served(exact_worker) as swarm,
+        open_network([], POLICY) as network,
+        connected(network, swarm.address) as connection,
+        opened(connection) as session,
+    ):
+        for _ in range(300):
+            with trio.move_on_after(chance.uniform(0.0, 0.003)):
+                await connection.describe(5.0)
+        assert bytes(await session.step(bytes([1] * ROW))) == bytes(range(1, ROW + 1))
+
+
+@in_trio
+async def test_cancelled_receives_lose_no_frame(exact_worker: Any) -> None:
+    chance = random.Random(1)
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        link = await network.dial(swarm.address)
+        for _ in range(200):
+            await link.send(DESCRIBE)
+            answer = None
+            while answer is None:
+                with trio.move_on_after(chance.uniform(0.0, 0.002)):
+                    answer = await link.receive()
+            assert answer.type is FrameType.DESCRIPTION
+
+
+@in_trio
+async def test_a_cancelled_step_ends_its_session_instead_of_answering_the_next_one(exact_worker: Any) -> None:
+    exact_worker.gate = trio.Event()
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        async with connected(network, swarm.address) as connection, opened(connection) as session:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(session.step, bytes([1] * ROW))
+                await exact_worker.forward_began.wait()
+                nursery.cancel_scope.cancel()
+            exact_worker.gate.set()
+            with pytest.raises(SessionClosed, match="cancelled"):
+                await session.step(bytes([7] * ROW))
+            with pytest.raises(SessionClosed, match="cancelled"):
+                await session.truncate(0)
+            async with opened(connection) as other:  # the connection is as good as before
+                assert bytes(await other.step(bytes([1] * ROW))) == bytes(range(1, ROW + 1))
+        await swarm.check_serves_and_is_empty()
+
+
+# The end of a link
+
+
+@in_trio
+async def test_the_end_of_a_link_fails_every_waiter_with_a_typed_error(exact_worker: Any) -> None:
+    exact_worker.gate = trio.Event()
+    errors: list[Exception] = []
+
+    async def use(connection: Connection) -> None:
+        with pytest.raises(SessionLost) as caught:
+            async with opened(connection, max_length=8) as session:
+                await session.step(bytes(ROW))
+        errors.append(caught.value)
+
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        async with connected(network, swarm.address) as connection:
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(use, connection)
+                await exact_worker.forward_began.wait()
+                for link in list(swarm.network._links):
+                    await link.end("the test says so")
+            assert len(errors) == 3
+            with pytest.raises(PeerUnreachable):
+                await connection.describe(5.0)
+        exact_worker.gate.set()
+        await swarm.check_serves_and_is_empty()
+
+
+@in_trio
+async def test_questions_to_a_closed_connection_fail_at_once(exact_worker: Any) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        async with connected(network, swarm.address) as connection:
+            pass
+        with pytest.raises(PeerUnreachable):
+            await connection.describe(5.0)
+
+
+@pytest.mark.parametrize("computing", [False, True])
+@in_trio
+async def test_a_vanished_client_leaves_no_session_and_no_kv(exact_worker: Any, computing: bool) -> None:
+    async with served(exact_worker) as swarm:
+        async with open_network([], POLICY) as network:
+            link = await network.dial(swarm.address)
+            for _ in range(3):
+                session = session_id()
+                assert (await answer_to(link, open_frame(session))).type is FrameType.OPENED
+            assert exact_worker.kv_tokens_free == 64 - 3 * 16
+            if computing:
+                exact_worker.gate = trio.Event()
+                await link.send(step_frame(session, 0, 0))
+                await exact_worker.forward_began.wait()
+        if computing:
+            exact_worker.gate.set()
+        await swarm.check_serves_and_is_empty()
+
+
+@in_trio
+async def test_a_silent_peer_is_noticed_and_its_sessions_freed(exact_worker: Any) -> None:
+    async with served(exact_worker, link=IMPATIENT) as swarm, raw_streams(swarm.address) as new_stream:
+        stream = await new_stream()
+        await stream.write(encode(open_frame(session_id()), POLICY))
+        await frames_until(stream, FrameType.OPENED)
+        began = trio.current_time()
+        await read_to_end(stream)  # from here on we say nothing, though we read its heartbeats
+        assert trio.current_time() - began < 20 * IMPATIENT.silence_s
+        await exact_worker.until_empty()
+
+
+@in_trio
+async def test_an_idle_link_lives_by_its_heartbeats(exact_worker: Any) -> None:
+    async with served(exact_worker, link=IMPATIENT) as swarm, open_network([], IMPATIENT) as network:
+        link = await network.dial(swarm.address)
+        with trio.move_on_after(4 * IMPATIENT.silence_s) as patience:
+            await link.receive()  # nothing comes, and the link does not end either
+        assert patience.cancelled_caught
+        assert (await answer_to(link, DESCRIBE)).type is FrameType.DESCRIPTION
+
+
+@in_trio
+async def test_a_forgotten_session_frees_its_kv_and_its_link_lives(exact_worker: Any) -> None:
+    impatient = ServePolicy(session_idle_s=0.1)
+    async with served(exact_worker, serve=impatient) as swarm, open_network([], POLICY) as network:
+        link, session = await network.dial(swarm.address), session_id()
+        assert (await answer_to(link, open_frame(session))).type is FrameType.OPENED
+        await exact_worker.until_empty()
+        assert (await refusal_to(link, step_frame(session, 0, 0))).code == RefusalCode.UNKNOWN_SESSION
+
+
+@in_trio
+async def test_a_silent_server_is_noticed() -> None:
+    async def ignore(stream: Any) -> None:
+        await read_to_end(stream)
+
+    mute = new_host()
+    async with mute.run(listen_addrs=[Multiaddr(LISTEN_ANY_LOOPBACK)]), open_network([], IMPATIENT) as network:
+        mute.set_stream_handler(LINK_PROTOCOL, ignore)
+        link = await network.dial(str(mute.get_addrs()[0]))
+        with pytest.raises(PeerUnreachable, match="silent"):
+            await link.receive()
+
+
+# Hostile bytes
+
+
+def _flipped(frame: bytes, position: int) -> bytes:
+    return frame[:position] + bytes([frame[position] ^ 0xFF]) + frame[position + 1 :]
+
+
+def _announcing(payload_bytes: int) -> bytes:
+    header = bytearray(encode(Frame(FrameType.STEP, session_id()), POLICY))
+    struct.pack_into("<I", header, HEADER_BYTES - 8, payload_bytes)
+    return bytes(header)
+
+
+GARBAGE = {
+    "noise": bytes(random.Random(2).randbytes(5000)),
+    "wrong magic": b"XX" + encode(DESCRIBE, POLICY)[2:],
+    "wrong version": _flipped(encode(DESCRIBE, POLICY), 2),
+    "unknown type": _flipped(encode(DESCRIBE, POLICY), 3),
+    "wrong checksum": _flipped(encode(open_frame(session_id()), POLICY), HEADER_BYTES + 3),
+    "oversized frame": _announcing(POLICY.max_payload_bytes + 1),
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
+@in_trio
+async def test_garbage_ends_its_own_link_alone(exact_worker: Any, garbage: bytes) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        async with connected(network, swarm.address) as bystander:
+            async with raw_streams(swarm.address) as new_stream:
+                stream = await new_stream()
+                await stream.write(garbage)
+                await read_to_end(stream)
+            assert (await bystander.describe(5.0)).blocks == MODEL.blocks
+        await swarm.check_serves_and_is_empty()
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
+@in_trio
+async def test_garbage_is_reported_as_the_peer_s_fault(garbage: bytes) -> None:
+    async def answer_garbage(stream: Any) -> None:
+        await stream.write(garbage)
+        await read_to_end(stream)
+
+    liar = new_host()
+    async with liar.run(listen_addrs=[Multiaddr(LISTEN_ANY_LOOPBACK)]), open_network([], POLICY) as network:
+        liar.set_stream_handler(LINK_PROTOCOL, answer_garbage)
+        link = await network.dial(str(liar.get_addrs()[0]))
+        with pytest.raises(RemoteProtocolError) as caught:
+            await link.receive()
+        assert caught.value.peer == link.peer
+        with pytest.raises(RemoteProtocolError):
+            await link.send(DESCRIBE)
+
+
+@in_trio
+async def test_what_waits_to_be_received_is_bounded_in_bytes(exact_worker: Any) -> None:
+    async with served(exact_worker) as swarm, open_network([], replace(POLICY, queue_bytes=1000)) as network:
+        link = await network.dial(swarm.address)
+        for _ in range(20):
+            await link.send(DESCRIBE)
+        await link.wait_closed()
+        received_bytes = 0
+
+        async def drain() -> None:
+            nonlocal received_bytes
+            while True:
+                received_bytes += (await link.receive()).size_bytes
+
+        with pytest.raises(RemoteProtocolError, match="ahead of our reading"):
+            await drain()
+        assert 0 < received_bytes <= 1000
+        await swarm.check_serves_and_is_empty()
+
+
+@in_trio
+async def test_a_header_alone_costs_no_payload(exact_worker: Any) -> None:
+    """What a frame announces is not allocated before it arrives."""
+    async with served(exact_worker) as swarm, raw_streams(swarm.address) as new_stream:
+        stream = await new_stream()
+        decoder = FrameDecoder(POLICY)
+        assert list(decoder.feed(_announcing(POLICY.max_payload_bytes) + bytes(100))) == []
+        assert len(decoder._body) == 100
+        await stream.write(_announcing(POLICY.max_payload_bytes) + bytes(100))
+        await stream.reset()
+        await swarm.check_serves_and_is_empty()
+
+
+@in_trio
+async def test_metadata_nested_beyond_the_stack_is_refused(exact_worker: Any) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        link = await network.dial(swarm.address)
+        good = open_frame(session_id()).meta
+        field = b"\xaaspan_start"
+        at = bytes(good).index(field) + len(field)
+        for depth in (100, 1000, 1020, 5000):
+            nested = bytes(good[:at]) + b"\x91" * depth + bytes(good[at:])
+            refusal = await refusal_to(link, Frame(FrameType.OPEN, session_id(), meta=nested))
+            assert refusal.code == RefusalCode.BAD_MESSAGE
+        await swarm.check_serves_and_is_empty()
+
+
+@in_trio
+async def test_one_peer_cannot_take_every_link(exact_worker: Any) -> None:
+    serve = ServePolicy(links=2 * POLICY.links_per_peer)
+    async with served(exact_worker, serve=serve) as swarm, raw_streams(swarm.address) as new_stream:
+        for _ in range(POLICY.links_per_peer):
+            stream = await new_stream()
+            await stream.write(encode(DESCRIBE, POLICY))
+            await frames_until(stream, FrameType.DESCRIPTION)
+        with pytest.raises((BaseLibp2pError, StreamError)):  # depending on how far the reset lets it come
+            await frames_until(await new_stream(), FrameType.HEARTBEAT)
+        async with open_network([], POLICY) as network, connected(network, swarm.address) as connection:
+            assert (await connection.describe(5.0)).blocks == MODEL.blocks
+
+
+@in_trio
+async def test_a_link_beyond_the_server_s_limit_is_refused_not_left_hanging(exact_worker: Any) -> None:
+    async with served(exact_worker, serve=ServePolicy(links=1)) as swarm, AsyncExitStack() as stack:
+
+        async def link_of_a_newcomer() -> Libp2pLink:
+            network = await stack.enter_async_context(open_network([], POLICY))
+            return await network.dial(swarm.address)
+
+        first = await link_of_a_newcomer()
+        assert (await answer_to(first, DESCRIBE)).type is FrameType.DESCRIPTION
+        waiting = [await link_of_a_newcomer() for _ in range(ACCEPT_QUEUE)]
+        with pytest.raises(PeerUnreachable):
+            await (await link_of_a_newcomer()).receive()
+        await first.end("makes room")
+        assert (await answer_to(waiting[0], DESCRIBE)).type is FrameType.DESCRIPTION
+
+
+# Refusals: the link lives on after each
+
+
+REFUSED_OPENS = {
+    "wrong model": ({"model_digest": b"x" * 32}, RefusalCode.WRONG_MODEL),
+    "wrong dtype": ({"dtype": "float16"}, RefusalCode.WRONG_MODEL),
+    "unknown codec": ({"codec": "zip"}, RefusalCode.UNKNOWN_CODEC),
+    "span not held": ({"span_end": 5}, RefusalCode.SPAN_NOT_HELD),
+    "empty span": ({"span_start": 4}, RefusalCode.BAD_MESSAGE),
+    "longer than the context": ({"max_length": 101}, RefusalCode.NO_ROOM),
+    "more KV than there is": ({"max_length": 65}, RefusalCode.NO_ROOM),
+}
+
+
+@pytest.mark.parametrize(("changes", "code"), REFUSED_OPENS.values(), ids=REFUSED_OPENS.keys())
+@in_trio
+async def test_an_open_is_refused(exact_worker: Any, changes: dict[str, Any], code: RefusalCode) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        link = await network.dial(swarm.address)
+        assert (await refusal_to(link, open_frame(session_id(), **changes))).code == code
+        assert (await answer_to(link, open_frame(session_id()))).type is FrameType.OPENED
+        await link.end("done")
+        await swarm.check_serves_and_is_empty()
+
+
+@in_trio
+async def test_a_name_is_open_once_whoever_opens_it(exact_worker: Any) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as ours, open_network([], POLICY) as others:
+        link, other = await ours.dial(swarm.address), await others.dial(swarm.address)
+        session = session_id()
+        assert (await answer_to(link, open_frame(session))).type is FrameType.OPENED
+        for second in (link, other):
+            assert (await refusal_to(second, open_frame(session))).code == RefusalCode.CONFLICT
+        assert (await refusal_to(other, step_frame(session, 0, 0))).code == RefusalCode.UNKNOWN_SESSION
+        assert (await answer_to(link, step_frame(session, 0, 0))).type is FrameType.RESULT
+
+
+@in_trio
+async def test_sessions_over_one_link_are_limited(exact_worker: Any) -> None:
+    async with served(exact_worker, serve=ServePolicy(sessions_per_link=2)) as swarm:
+        async with open_network([], POLICY) as network:
+            link = await network.dial(swarm.address)
+            for _ in range(2):
+                assert (await answer_to(link, open_frame(session_id()))).type is FrameType.OPENED
+            assert (await refusal_to(link, open_frame(session_id()))).code == RefusalCode.BUSY
+        await swarm.check_serves_and_is_empty()
+
+
+UNASKED = [FrameType.DESCRIPTION, FrameType.OPENED, FrameType.RESULT, FrameType.TRUNCATED, FrameType.REFUSAL]
+
+
+@in_trio
+async def test_frames_that_make_no_sense_are_refused(exact_worker: Any) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        link = await network.dial(swarm.address)
+        session = session_id()
+        await answer_to(link, open_frame(session))
+        step = step_frame(session, 0, 0)
+        for frame, code in [
+            *((Frame(kind, session), RefusalCode.BAD_MESSAGE) for kind in UNASKED),
+            (replace(DESCRIBE, meta=b"\x80"), RefusalCode.BAD_MESSAGE),
+            (open_frame(NO_SESSION), RefusalCode.BAD_MESSAGE),
+            (replace(open_frame(session_id()), meta=b"\xc1"), RefusalCode.BAD_MESSAGE),
+            (step_frame(session_id(), 0, 0), RefusalCode.UNKNOWN_SESSION),
+            (Frame(FrameType.CLOSE, session_id()), RefusalCode.UNKNOWN_SESSION),
+            (replace(step, meta=b"\x80"), RefusalCode.BAD_MESSAGE),
+            (replace(step, length=0, payload=b""), RefusalCode.BAD_MESSAGE),
+            (replace(step, length=2**32 - 1), RefusalCode.BAD_MESSAGE),
+            (replace(step, start=2**32 - 1), RefusalCode.NO_ROOM),
+            (step_frame(session, 0, 0, length=17), RefusalCode.NO_ROOM),
+            (step_frame(session, 0, start=1), RefusalCode.WRONG_POSITION),
+            (Frame(FrameType.TRUNCATE, session, Epoch(0)), RefusalCode.STALE_EPOCH),
+            (Frame(FrameType.TRUNCATE, session, Epoch(1), start=1), RefusalCode.WRONG_POSITION),
+        ]:
+            assert (await refusal_to(link, frame)).code == code, frame
+        assert (await answer_to(link, step)).type is FrameType.RESULT
+        await link.end("done")
+        await swarm.check_serves_and_is_empty()
+
+
+@in_trio
+async def test_a_step_after_close_is_refused(exact_worker: Any) -> None:
+    exact_worker.gate = trio.Event()
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        link = await network.dial(swarm.address)
+        session = session_id()
+        await answer_to(link, open_frame(session))
+        await link.send(step_frame(session, 0, 0))
+        await link.send(Frame(FrameType.CLOSE, session))
+        late = step_frame(session, 1, 1)
+        assert (await refusal_to(link, late)).code == RefusalCode.UNKNOWN_SESSION
+        exact_worker.gate.set()
+        assert (await link.receive()).type is FrameType.RESULT  # what came before CLOSE is still answered
+        await swarm.check_serves_and_is_empty()
+
+
+@in_trio
+async def test_steps_that_wait_are_limited(exact_worker: Any) -> None:
+    exact_worker.gate = trio.Event()
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        link = await network.dial(swarm.address)
+        session = session_id()
+        await answer_to(link, open_frame(session))
+        for step in range(16):
+            await link.send(step_frame(session, step, step))
+        assert unpack(Refusal, (await link.receive()).meta).code == RefusalCode.TOO_FAR_AHEAD
+        exact_worker.gate.set()
+        while (await link.receive()).type is FrameType.REFUSAL:
+            pass
+
+
+@in_trio
+async def test_a_refusal_names_its_code_once(exact_worker: Any) -> None:
+    async with (
+        served(exact_worker) as swarm,
+        open_network([], POLICY) as network,
+        connected(network, swarm.address) as connection,
+    ):
+        with pytest.raises(PeerRefused) as caught:
+            async with opened(connection, max_length=1000):
+                raise AssertionError("opened")
+    assert caught.value.code == RefusalCode.NO_ROOM
+    assert str(caught.value).count("refused") == 1
+    assert swarm.network.peer in str(caught.value)
+
+
+# Dialling and listening
+
+
+class _Liar:
+    """A private key that claims another's public key. Plaintext asks for no proof."""
+
+    def __init__(self, own: Any, claimed: Any) -> None:
+        self._own, self._claimed = own, claimed
+
+    def get_public_key(self) -> Any:
+        return self._claimed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+@pytest.mark.parametrize("lies", [True, False])
+@in_trio
+async def test_plaintext_is_refused(exact_worker: Any, lies: bool) -> None:
+    own, victim = create_new_key_pair(), create_new_key_pair()
+    claimed = KeyPair(_Liar(own.private_key, victim.public_key), victim.public_key) if lies else own
+    attacker = new_host(key_pair=own, sec_opt={PLAINTEXT_PROTOCOL_ID: InsecureTransport(claimed)})
+    async with served(exact_worker) as swarm, attacker.run(listen_addrs=[]):
+        with pytest.raises((BaseLibp2pError, StreamError)):
+            await attacker.connect(info_from_p2p_addr(Multiaddr(swarm.address)))
+        await swarm.check_serves_and_is_empty()
+
+
+@in_trio
+async def test_dialling_in_vain_says_why(exact_worker: Any) -> None:
+    someone = ID.from_pubkey(create_new_key_pair().public_key).to_base58()
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        place, _, peer = swarm.address.partition("/p2p/")
+        for address in (
+            "",
+            "/",
+            "nonsense",
+            place,
+            f"{place}/p2p/",
+            f"{place}/p2p/Qm",
+            f"/ip4/1.2.3.4/tcp/-1/p2p/{peer}",
+        ):
+            with pytest.raises(ConfigError, match="is not the address of a peer"):
+                await network.dial(address)
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))  # and does not listen
+            nobody = f"/ip4/127.0.0.1/tcp/{unused.getsockname()[1]}"
+            for address in (f"{place}/p2p/{someone}", f"{nobody}/p2p/{someone}", f"/p2p/{someone}"):
+                with pytest.raises(PeerUnreachable) as caught:
+                    await network.dial(address)
+                assert caught.value.peer == someone
+        await swarm.check_serves_and_is_empty()
+
+
+@in_trio
+async def test_a_dial_that_nobody_answers_ends_at_its_deadline() -> None:
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        someone = ID.from_pubkey(create_new_key_pair().public_key).to_base58()
+        async with open_network([], replace(POLICY, dial_timeout_s=0.3)) as network:
+            with pytest.raises(PeerUnreachable, match="no answer"):
+                await network.dial(f"/ip4/127.0.0.1/tcp/{mute.getsockname()[1]}/p2p/{someone}")
+
+
+@in_trio
+async def test_listening_in_vain_says_why() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for address in ("", "nonsense", "/ip4/127.0.0.1/udp/1", f"/ip4/127.0.0.1/tcp/{port}", "/ip4/203.0.113.7/tcp/0"):
+            with pytest.raises(ConfigError, match="listen"):
+                async with open_network([address], POLICY):
+                    pass
+
+
+@in_trio
+async def test_a_port_of_another_server_is_not_shared() -> None:
+    async with open_network([LISTEN_ANY_LOOPBACK], POLICY) as first:
+        place = first.addresses[0].partition("/p2p/")[0]
+        with pytest.raises(ConfigError, match="in use"):
+            async with open_network([place], POLICY):
+                pass

@@ -1,0 +1,106 @@
+"""Hidden states as bytes: sizes are checked, raw is exact, what is lossy stays within its bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from llmnode import _native
+from llmnode.errors import ConfigError, RemoteProtocolError
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.payload import Codec, HiddenForm, payload_bytes
+
+codecs = st.sampled_from(list(Codec))
+hidden_sizes = st.integers(1, 200)
+lengths = st.integers(1, 8)
+ordinary = st.floats(-60_000, 60_000, width=32)
+SMALLEST_NORMAL = 2.0**-14
+"""Of fp16: below it, rounding is by a fixed step."""
+
+
+def hidden_of(length: int, form: HiddenForm, payload: bytes) -> Frame:
+    return Frame(FrameType.STEP, length=length, payload=payload)
+
+
+@given(hidden_sizes, codecs, lengths)
+def test_hidden_states_of_every_position_pass(hidden_size: int, codec: Codec, length: int) -> None:
+    form = HiddenForm(hidden_size, codec)
+    payload = bytes(form.encode(np.zeros(length * hidden_size, dtype="<f4").data.cast("B")))
+    assert len(payload) == payload_bytes(codec, length * hidden_size)
+    form.check(hidden_of(length, form, payload))
+
+
+@given(hidden_sizes, codecs, lengths, st.integers(0, 5000))
+def test_a_payload_of_any_other_size_is_refused(hidden_size: int, codec: Codec, length: int, size: int) -> None:
+    form = HiddenForm(hidden_size, codec)
+    assume(size != payload_bytes(codec, length * hidden_size))
+    with pytest.raises(RemoteProtocolError, match=f"STEP: {size} bytes for {length} positions"):
+        form.check(hidden_of(length, form, bytes(size)))
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+@pytest.mark.parametrize("payload", [b"", bytes(4)])
+def test_hidden_states_of_no_position_are_refused(codec: Codec, payload: bytes) -> None:
+    form = HiddenForm(1, codec)
+    with pytest.raises(RemoteProtocolError, match="for 0 positions"):
+        form.check(hidden_of(0, form, payload))
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+def test_the_largest_length_that_a_header_can_tell_is_just_another_wrong_one(codec: Codec) -> None:
+    form = HiddenForm(2**17, codec)
+    with pytest.raises(RemoteProtocolError):
+        form.check(hidden_of(2**32 - 1, form, bytes(64)))
+
+
+@given(arrays.arrays("<f4", st.integers(1, 400), elements=ordinary), codecs)
+def test_what_arrives_is_what_was_sent_within_the_codec_s_bounds(values: np.ndarray, codec: Codec) -> None:
+    form = HiddenForm(len(values), codec)
+    payload = bytes(form.encode(values.data.cast("B")))
+    arrived = np.frombuffer(form.decode(hidden_of(1, form, payload)), dtype="<f4")
+    error = np.abs(arrived.astype("f8") - values)
+    match codec:
+        case Codec.RAW:
+            assert arrived.tobytes() == values.tobytes()
+        case Codec.FP16:
+            assert (error <= np.maximum(np.abs(values), SMALLEST_NORMAL) * 2.0**-11).all()
+        case Codec.BF16:
+            assert (error <= np.abs(values) * 2.0**-8 + 1e-40).all()
+        case Codec.INT8:
+            assert error.max() <= np.abs(values).max() * 0.036  # half the dynamic map's widest gap
+
+
+@given(arrays.arrays("<u4", st.integers(1, 300), elements=st.integers(0, 2**32 - 1)))
+def test_bf16_rounds_as_torch_does(bits: np.ndarray) -> None:
+    values = bits.view("<f4")
+    form = HiddenForm(len(values), Codec.BF16)
+    ours = np.frombuffer(form.encode(values.data.cast("B")), dtype="<u2")
+    theirs = torch.from_numpy(values.copy()).to(torch.bfloat16).view(torch.int16).numpy().view("<u2")
+    is_nan = np.isnan(values)
+    assert (ours[~is_nan] == theirs[~is_nan]).all()
+    decoded = np.frombuffer(form.decode(hidden_of(1, form, ours.tobytes())), dtype="<f4")
+    assert np.isnan(decoded[is_nan]).all()
+
+
+@pytest.mark.parametrize(
+    ("codec", "value"),
+    [(Codec.FP16, 70_000), (Codec.FP16, float("nan")), (Codec.INT8, float("inf")), (Codec.INT8, float("nan"))],
+)
+def test_what_a_codec_cannot_carry_names_another_one(codec: Codec, value: float) -> None:
+    with pytest.raises(ConfigError, match="choose --codec"):
+        HiddenForm(2, codec).encode(np.array([1, value], dtype="<f4").data.cast("B"))
+
+
+@given(st.binary(min_size=68, max_size=68))
+def test_any_int8_bytes_are_finite_values_or_refused(payload: bytes) -> None:
+    form = HiddenForm(64, Codec.INT8)
+    assert _native.quantized_bytes(64) == len(payload)
+    try:
+        decoded = form.decode(hidden_of(1, form, payload))
+    except RemoteProtocolError:
+        return
+    assert np.isfinite(np.frombuffer(decoded, dtype="<f4")).all()

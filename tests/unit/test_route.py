@@ -1,0 +1,112 @@
+"""Routes: what `find_route` answers, against trying every set of holders."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmnode.core.ids import PeerId
+from llmnode.core.route import Hop, find_route, uncovered
+from llmnode.core.span import Span, split_evenly
+from llmnode.errors import NoRoute
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MOST_BLOCKS = 8
+
+
+@st.composite
+def swarms(draw: st.DrawFn) -> tuple[int, list[Hop]]:
+    """A model's number of blocks, and peers; some hold blocks past its end, as those of a longer model would."""
+    blocks = draw(st.integers(1, MOST_BLOCKS))
+    ranges = draw(st.lists(st.tuples(st.integers(0, blocks + 1), st.integers(1, MOST_BLOCKS)), max_size=6))
+    return blocks, [Hop(PeerId(f"peer{n}"), Span(start, start + length)) for n, (start, length) in enumerate(ranges)]
+
+
+def blocks_of(spans: Sequence[Span]) -> list[int]:
+    return [block for span in spans for block in range(span.start, span.end)]
+
+
+def fewest_hops(blocks: int, held: Sequence[Hop]) -> int | None:
+    """Try every set of holders, small ones first."""
+    for size in range(1, len(held) + 1):
+        for chosen in combinations(held, size):
+            if set(range(blocks)) <= set(blocks_of([hop.span for hop in chosen])):
+                return size
+    return None
+
+
+@given(swarms())
+def test_a_route_covers_all_blocks_in_order_with_what_its_peers_hold_in_the_fewest_hops(
+    swarm: tuple[int, list[Hop]],
+) -> None:
+    blocks, held = swarm
+    fewest = fewest_hops(blocks, held)
+    if fewest is None:
+        with pytest.raises(NoRoute):
+            find_route(blocks, held)
+        return
+    route = find_route(blocks, held)
+    assert blocks_of([hop.span for hop in route]) == list(range(blocks))
+    spans_held = {hop.peer: hop.span for hop in held}
+    assert all(spans_held[hop.peer].covers(hop.span) for hop in route)
+    assert len(route) == fewest
+
+
+@given(swarms())
+def test_no_route_lists_exactly_the_blocks_that_nobody_holds(swarm: tuple[int, list[Hop]]) -> None:
+    blocks, held = swarm
+    nobody = sorted(set(range(blocks)) - set(blocks_of([hop.span for hop in held])))
+    missing: tuple[Span, ...] = ()
+    message = ""
+    try:
+        find_route(blocks, held)
+    except NoRoute as error:
+        missing, message = error.missing, str(error)
+    assert blocks_of(missing) == nobody
+    assert all(str(span) in message for span in missing)
+    assert list(missing) == uncovered(blocks, [hop.span for hop in held])
+
+
+@given(swarms())
+def test_gaps_that_touch_are_one_gap(swarm: tuple[int, list[Hop]]) -> None:
+    blocks, held = swarm
+    assert all(one.end < other.start for one, other in pairwise(uncovered(blocks, [hop.span for hop in held])))
+
+
+@given(swarms(), st.data())
+def test_a_route_is_as_short_whatever_the_order_in_which_peers_are_named(
+    swarm: tuple[int, list[Hop]], data: st.DataObject
+) -> None:
+    blocks, held = swarm
+    shuffled = data.draw(st.permutations(held))
+    if not uncovered(blocks, [hop.span for hop in held]):
+        assert len(find_route(blocks, held)) == len(find_route(blocks, shuffled))
+
+
+def test_of_equal_peers_the_one_named_first_is_taken() -> None:
+    first, second = Hop(PeerId("first"), Span(0, 4)), Hop(PeerId("second"), Span(0, 4))
+    assert find_route(4, [first, second]) == (first,)
+    assert find_route(4, [second, first]) == (second,)
+
+
+def test_neighbours_that_hold_a_block_twice_compute_it_once() -> None:
+    held = [Hop(PeerId("low"), Span(0, 6)), Hop(PeerId("high"), Span(4, 10))]
+    assert find_route(10, held) == (Hop(PeerId("low"), Span(0, 6)), Hop(PeerId("high"), Span(6, 10)))
+
+
+def test_a_swarm_split_evenly_is_its_own_route() -> None:
+    held = [Hop(PeerId(f"peer{n}"), span) for n, span in enumerate(split_evenly(30, 7))]
+    assert find_route(30, reversed(held)) == tuple(held)
+
+
+def test_an_empty_swarm_misses_every_block() -> None:
+    with pytest.raises(NoRoute) as caught:
+        find_route(30, [])
+    assert caught.value.missing == (Span(0, 30),)
+    assert str(caught.value) == "no peer holds blocks [0, 30); start a server for them or name more peers with --peers"

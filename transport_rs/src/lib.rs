@@ -1,0 +1,15 @@
+//! The hot and pure part of llmnode: codecs, checksums and sans-I/O protocol machines.
+//!
+//! Bytes go in, bytes and values come out. Nothing here opens a socket, reads a clock, keeps a global or panics on any
+//! input. Python knows this crate as `llmnode._native`; of this crate only `python.rs` knows Python.
+
+// No panic on any input. Here and not in Cargo.toml, because a test may panic.
+#![warn(clippy::expect_used, clippy::indexing_slicing, clippy::panic, clippy::unwrap_used)]
+
+pub mod checksum;
+pub mod codec;
+pub mod digest;
+mod simd;
+
+#[cfg(feature = "python")]
+pub mod python;
