@@ -145,22 +145,25 @@ def test_a_closed_portal_says_so_to_who_waits_and_to_who_comes() -> None:
 
 
 def test_ctrl_c_cancels_the_call_and_the_portal_goes_on() -> None:
+    # os.write: two threads speak, and print writes a line in two pieces.
     program = """
-import sys, trio
+import os, trio
 from llmnode.client.portal import open_portal
+def say(line):
+    os.write(1, f"{line}\\n".encode())
 async def wait():
     try:
-        print("waiting", flush=True)
+        say("waiting")
         await trio.sleep_forever()
     finally:
-        print("cancelled", flush=True)
+        say("cancelled")
 async def three():
     return 3
 with open_portal() as portal:
     try:
         portal.call(wait)
     except KeyboardInterrupt:
-        print("interrupted", portal.call(three), flush=True)
+        say(f"interrupted {portal.call(three)}")
 """
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
