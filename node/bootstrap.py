@@ -92,6 +92,7 @@ def main(argv: list[str]) -> int:
 
 def set_up(setup: Setup) -> None:
     """Make the environment match the sources; do nothing when it does."""
+    mend_package_link(setup.root / "python" / "llmnode" / "node")
     if is_current(setup):
         return
     with only_one_setup(setup.root):
@@ -109,6 +110,14 @@ def set_up(setup: Setup) -> None:
         with open(setup.venv / LOG, "ab", buffering=0) as log:
             install(setup, installed, Tools(setup, environment, log.fileno()))
         write_atomically(setup.venv / STAMP, f"{setup.sources_sum}\n{os.path.realpath(setup.python)}\n")
+
+
+def mend_package_link(link: Path) -> None:
+    """A copy made by tools without symlinks holds the text of the package's link in its place."""
+    if link.is_file() and not link.is_symlink():
+        target = link.read_text().strip()
+        link.unlink()
+        link.symlink_to(target)
 
 
 def install(setup: Setup, installed: Installed, tools: "Tools") -> None:

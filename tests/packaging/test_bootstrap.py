@@ -258,3 +258,12 @@ def test_a_copied_environment_is_made_again(set_up: Path, tmp_path: Path) -> Non
         shutil.copy(set_up / ".venv" / name, copy / ".venv" / name)
     answer = launch(copy, "--version", LLMNODE_SETUP_GIB="1e9")
     assert_fails_in_one_line(answer, "GiB free")
+
+
+def test_a_copy_made_without_symlinks_is_mended(tmp_path: Path) -> None:
+    link = tmp_path / "node"
+    link.write_text("../../node")
+    bootstrap = runpy.run_path(str(ROOT / "node" / "bootstrap.py"))
+    for _again in range(2):
+        bootstrap["mend_package_link"](link)
+        assert os.readlink(link) == "../../node"
