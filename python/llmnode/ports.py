@@ -1,6 +1,7 @@
 """The seams of a node: what can be replaced by a twin in memory. The only file with Protocols.
 
-`Network` carries frames between peers, `Executor` computes a span, `Worker` runs an executor off the event loop.
+`Network` carries frames between peers, `Directory` finds a swarm, `Executor` computes a span, `Worker` runs an executor
+off the event loop. `llmnode.testing` has the twins.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
+    from llmnode.core.announcement import SignedAnnouncement
     from llmnode.core.ids import PeerId, SessionId
     from llmnode.core.span import Span
     from llmnode.wire.frame import Buffer, Frame
@@ -49,6 +51,25 @@ class Network(Protocol):
 
     def accept(self) -> AbstractAsyncContextManager[Link]:
         """The next link that a peer opened to us; it ends with the context."""
+
+    def sign(self, message: bytes) -> bytes:
+        """A signature of 64 bytes with the key behind our own id."""
+
+    def verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool:
+        """Whether the holder of the key behind `peer` signed `message`. False too for an id that is none."""
+
+
+class Directory(Protocol):
+    """Says who serves a model, to somebody who has met no swarm yet. Slow, and right only after a while.
+
+    What it answers is not verified: whoever asks checks signatures and expiry.
+    """
+
+    async def publish(self, signed: SignedAnnouncement) -> None:
+        """Put our announcement where others look for its model. Failing is silent: the next one may succeed."""
+
+    async def find(self, model_digest: bytes) -> Sequence[SignedAnnouncement]:
+        """Announcements of peers that serve the model, as far as they are found in time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,3 +52,33 @@ class ClientPolicy:
     """Generous: a long prefill on a slow peer. A peer that died is noticed by its link in `LinkPolicy.silence_s`."""
     chunk_tokens: int = 512
     """A prefill is sent in chunks of this many positions, so that no frame and no forward grows with the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmPolicy:
+    """How nodes hear of each other."""
+
+    announce_every_s: float = 15.0
+    """A third of the lifetime: two may get lost before a peer that lives is forgotten."""
+    lifetime_s: float = 45.0
+    """Of an announcement. A peer that died without a word is out of every view after this."""
+    clock_skew_s: float = 30.0
+    """An announcement from further in the future than this is refused: it would outlive its peer."""
+    exchange_every_s: float = 3.0
+    news_every_s: float = 0.2
+    """News is passed on at once, but no faster than this."""
+    fanout: int = 3
+    """Peers that news is passed on to; a quiet exchange goes to one."""
+    neighbours: int = 4
+    """Links that a node keeps open for exchanges."""
+    exchange_timeout_s: float = 5.0
+    farewell_s: float = 1.0
+    """What a node that stops allows itself to say so."""
+    directory_every_s: float = 30.0
+    """A publication in the DHT is tenths of seconds and many messages, but must come before the last one expires."""
+    find_timeout_s: float = 10.0
+    view_peers: int = 4096
+    announcement_bytes: int = 4096
+    addresses: int = 8
+    exchange_bytes: int = 4 << 20
+    """The largest list of announcements in one frame: more than a view of 4096 that has a kilobyte each."""

@@ -46,6 +46,10 @@ class FrameType(IntEnum):
     TRUNCATED = 8
     CLOSE = 9
     REFUSAL = 10
+    VIEW = 11
+    """Asks for announcements; the payload says which the asker has (`announcement.py`)."""
+    NEWS = 12
+    """Announcements: the answer to VIEW, and what the asker then sends of its own."""
 
 
 @dataclass(frozen=True, slots=True)

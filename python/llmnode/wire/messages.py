@@ -37,9 +37,19 @@ class Sized:
     high: int
 
 
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Bounds of a list of strings: how many, and how long each, both included."""
+
+    most: int
+    longest: int
+
+
 U32 = Annotated[int, Between(0, 2**32 - 1)]
 Count = Annotated[int, Between(1, 2**32 - 1)]
 Microseconds = Annotated[int, Between(0, 2**48)]
+Milliseconds = Annotated[int, Between(0, 2**48)]
+Addresses = Annotated[list[str], Texts(8, 300)]
 Digest = Annotated[bytes, Sized(32, 32)]
 Name = Annotated[str, Sized(1, 200)]
 Text = Annotated[str, Sized(0, 2000)]
@@ -113,10 +123,38 @@ class Refusal:
     retry_after_ms: U32
 
 
-Message = TypeVar("Message", Description, Open, Result, Refusal)
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """What VIEW and NEWS frames carry besides their payload: the sender's time, in ms since 1970."""
+
+    now_ms: Milliseconds
 
 
-def pack(message: Description | Open | Result | Refusal) -> bytes:
+@dataclass(frozen=True, slots=True)
+class AnnouncementBody:
+    """The bytes under an announcement's signature; `core.announcement` says what the fields mean."""
+
+    peer: Name
+    addresses: Addresses
+    sequence: Milliseconds
+    expires_ms: Milliseconds
+    software: Name
+    model: Name
+    model_digest: Digest
+    blocks: Count
+    dtype: Name
+    span_start: U32
+    span_end: Count
+    state: Name
+    block_us: U32
+    kv_tokens_free: U32
+
+
+AnyMessage = Description | Open | Result | Refusal | Clock | AnnouncementBody
+Message = TypeVar("Message", Description, Open, Result, Refusal, Clock, AnnouncementBody)
+
+
+def pack(message: AnyMessage) -> bytes:
     packed = msgpack.packb({name: getattr(message, name) for name, _ in _CHECKS[type(message)]})
     assert isinstance(packed, bytes)
     return packed
@@ -173,6 +211,12 @@ def _checks(kind: type[Any]) -> tuple[tuple[str, Callable[[Any], bool]], ...]:
 def _check_of(hint: Any) -> Callable[[Any], bool]:  # Any: a typing construct
     assert get_origin(hint) is Annotated, f"declare the bounds of {hint}"
     kind, bounds = get_args(hint)
+    if isinstance(bounds, Texts):
+        return lambda value: (
+            type(value) is list
+            and len(value) <= bounds.most
+            and all(type(item) is str and 1 <= len(item) <= bounds.longest for item in value)
+        )
     if isinstance(bounds, Between):
         # bool is an int to isinstance, but not to us
         return lambda value: type(value) is kind and bounds.low <= value <= bounds.high
@@ -180,5 +224,5 @@ def _check_of(hint: Any) -> Callable[[Any], bool]:  # Any: a typing construct
 
 
 _CHECKS: dict[type[Any], tuple[tuple[str, Callable[[Any], bool]], ...]] = {
-    kind: _checks(kind) for kind in (Description, Open, Result, Refusal)
+    kind: _checks(kind) for kind in (Description, Open, Result, Refusal, Clock, AnnouncementBody)
 }

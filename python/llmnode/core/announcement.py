@@ -1,0 +1,70 @@
+"""Announcements: what a serving peer says of itself, for a while. Signed by it, so that anyone may pass them on.
+
+Bytes and signatures are made elsewhere (`llmnode.wire.announcement`, `llmnode.net`); here they are opaque.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llmnode.core.ids import PeerId
+    from llmnode.core.span import Span
+
+
+class PeerState(StrEnum):
+    """A peer's own word about itself."""
+
+    JOINING = "joining"
+    """It has chosen its blocks and loads them: others choose other ones."""
+    ONLINE = "online"
+    LEFT = "left"
+    """It stopped on purpose: nobody needs to wait until its last announcement expires."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a peer serves, as it is announced: a span of one model in one profile, and how fast.
+
+    `block_us` is the measured time of one token through one block, in microseconds; 0 while it is not known.
+    """
+
+    model: str
+    model_digest: bytes
+    blocks: int
+    dtype: str
+    span: Span
+    state: PeerState
+    block_us: int
+    kv_tokens_free: int
+
+    @property
+    def speed_tokens_per_s(self) -> float:
+        """Tokens a second through the whole span, one at a time; the rule for placement weighs spans by it."""
+        return 1e6 / (max(1, self.block_us) * len(self.span))
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """An offer, by whom, where, and for how long. Of two by one peer the higher `sequence` holds.
+
+    `sequence` is the announcer's clock in milliseconds since 1970, `expires_ms` likewise.
+    """
+
+    peer: PeerId
+    addresses: tuple[str, ...]
+    sequence: int
+    expires_ms: int
+    software: str
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class SignedAnnouncement:
+    """An announcement as its peer signed it: `body` is the exact bytes under the signature."""
+
+    announcement: Announcement
+    body: bytes
+    signature: bytes

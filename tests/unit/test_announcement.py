@@ -1,0 +1,152 @@
+"""Announcements as bytes: round trips, and whatever else may come under their name."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement
+from llmnode.core.ids import PeerId
+from llmnode.core.policy import SwarmPolicy
+from llmnode.core.span import Span
+from llmnode.core.view import View
+from llmnode.errors import RemoteProtocolError
+from llmnode.wire.announcement import (
+    pack_announcement,
+    pack_news,
+    pack_sequences,
+    unpack_announcement,
+    unpack_news,
+    unpack_sequences,
+)
+
+POLICY = SwarmPolicy()
+NOW_MS = 1_700_000_000_000
+OFFER = Offer("model", b"d" * 32, 30, "float32", Span(3, 7), PeerState.ONLINE, block_us=900, kv_tokens_free=5)
+
+
+def signed(peer: str = "peer", sequence: int = NOW_MS, offer: Offer = OFFER) -> SignedAnnouncement:
+    announcement = Announcement(
+        PeerId(peer), (f"/ip4/1.2.3.4/tcp/5/p2p/{peer}",), sequence, sequence + 45_000, "llmnode/1", offer
+    )
+    return SignedAnnouncement(announcement, pack_announcement(announcement), b"s" * 64)
+
+
+def test_what_is_packed_is_unpacked() -> None:
+    one, other = signed("one"), signed("other", offer=replace(OFFER, state=PeerState.JOINING, block_us=0))
+    assert unpack_announcement(one.body, one.signature) == one
+    news = unpack_news(pack_news([one, other], [PeerId("third")], POLICY), POLICY)
+    assert list(news.announcements) == [one, other]
+    assert list(news.wanted) == ["third"]
+    assert unpack_sequences(pack_sequences({PeerId("one"): 7}), POLICY) == {"one": 7}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"span_end": 31}, "span that its model does not have"),
+        ({"span_start": 7}, "span that its model does not have"),
+        ({"state": "asleep"}, "state"),
+        ({"addresses": ["/ip4/1.2.3.4/tcp/5/p2p/another"]}, "of another peer"),
+        ({"addresses": ["/p2p/peer"] * 9}, "addresses"),
+        ({"addresses": "/p2p/peer"}, "addresses"),
+        ({"addresses": [7]}, "addresses"),
+        ({"peer": ""}, "peer"),
+        ({"sequence": -1}, "sequence"),
+        ({"model_digest": b"short"}, "model_digest"),
+        ({"extra": 1}, "unknown"),
+    ],
+    ids=str,
+)
+def test_an_announcement_of_something_impossible_is_refused(changes: dict[str, object], message: str) -> None:
+    fields = msgpack.unpackb(signed().body) | changes
+    with pytest.raises(RemoteProtocolError, match=message):
+        unpack_announcement(msgpack.packb(fields), b"s" * 64)
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_refused(noise: bytes) -> None:
+    for read in (
+        lambda: unpack_announcement(noise, b"s" * 64),
+        lambda: unpack_news(noise, POLICY),
+        lambda: unpack_sequences(noise, POLICY),
+    ):
+        try:
+            read()
+        except RemoteProtocolError:
+            continue
+        assert noise == b"\x80", "only the empty map is a view"
+
+
+@given(st.integers(0, 400), st.integers(0, 255))
+def test_a_changed_byte_is_refused_or_another_announcement(place: int, value: int) -> None:
+    news = bytearray(pack_news([signed()], [], POLICY))
+    place %= len(news)
+    news[place] = value
+    with contextlib.suppress(RemoteProtocolError):
+        unpack_news(news, POLICY)
+
+
+@pytest.mark.parametrize("payload", [[], [[]], [[], {}], [{}, []], [[[b"", b""]], []], [[["a", "b"]], []], [[], [7]]])
+def test_news_of_another_shape_is_refused(payload: object) -> None:
+    with pytest.raises(RemoteProtocolError):
+        unpack_news(msgpack.packb(payload), POLICY)
+
+
+def test_more_news_than_a_frame_may_hold_is_cut() -> None:
+    small = replace(POLICY, exchange_bytes=2 * 3 * 600)
+    many = [signed(f"peer{number}") for number in range(50)]
+    packed = pack_news(many, [], small)
+    assert len(packed) < small.exchange_bytes
+    assert 0 < len(unpack_news(packed, small).announcements) < 50
+    with pytest.raises(RemoteProtocolError, match="at most"):
+        unpack_news(bytes(small.exchange_bytes + 1), small)
+
+
+# Views
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(NOW_MS, NOW_MS + 20)), max_size=12), st.randoms())
+def test_views_that_heard_the_same_are_the_same_in_any_order(heard: list[tuple[str, int]], rng: object) -> None:
+    one, other = View(POLICY), View(POLICY)
+    shuffled = list(heard)
+    rng.shuffle(shuffled)  # type: ignore[attr-defined]  # a random.Random
+    for view, order in ((one, heard), (other, shuffled)):
+        for peer, sequence in order:
+            view.accept(signed(peer, sequence), NOW_MS)
+    assert one.sequences() == other.sequences()
+    assert one.newer_than(other.sequences()) == []
+    assert one.lacks(other.sequences()) == []
+
+
+def test_only_what_others_must_hear_of_is_news() -> None:
+    view = View(POLICY)
+    assert view.accept(signed(), NOW_MS)
+    assert not view.accept(signed(), NOW_MS), "the same again"
+    assert not view.accept(signed(sequence=NOW_MS + 1), NOW_MS), "a renewal"
+    assert not view.accept(signed(sequence=NOW_MS - 1, offer=replace(OFFER, span=Span(0, 1))), NOW_MS), "an old one"
+    assert view.accept(signed(sequence=NOW_MS + 2, offer=replace(OFFER, span=Span(0, 1))), NOW_MS)
+
+
+def test_a_full_view_forgets_who_expires_first() -> None:
+    view = View(replace(POLICY, view_peers=2))
+    for number, peer in enumerate(("old", "young", "middle")):
+        view.accept(signed(peer, NOW_MS + (0, 20, 10)[number]), NOW_MS)
+    assert set(view.sequences()) == {"young", "middle"}
+
+
+def test_a_lifetime_or_a_clock_beyond_the_policy_is_not_believed() -> None:
+    view = View(POLICY)
+    long_lived = signed()
+    wrong = replace(long_lived, announcement=replace(long_lived.announcement, expires_ms=NOW_MS + 46_000))
+    assert not view.accept(wrong, NOW_MS)
+    assert not view.accept(signed(sequence=NOW_MS + 31_000), NOW_MS)
+    assert not view.accept(signed(sequence=NOW_MS - 45_000), NOW_MS)
+    assert view.accept(signed(sequence=NOW_MS - 44_000), NOW_MS)
+    assert view.drop_expired(NOW_MS + 1000) == ["peer"]
+    assert len(view) == 0
