@@ -7,14 +7,15 @@ proved by its key. Knows nothing of models and sessions.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import socket
 from typing import TYPE_CHECKING, cast
 
 import libp2p.network.swarm
+import psutil
 import trio
 from libp2p import create_yamux_muxer_option, new_host
-from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
 from libp2p.custom_types import TProtocol
 from libp2p.exceptions import BaseLibp2pError
@@ -29,13 +30,16 @@ from multiaddr.exceptions import Error as MultiaddrError
 
 from llmnode.core.ids import PeerId
 from llmnode.errors import ConfigError, PeerUnreachable
+from llmnode.net.identity import fresh_identity, is_signed, open_identity
 from llmnode.net.link import Libp2pLink
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
 
     from libp2p.abc import IHost, INetStream
     from libp2p.network.stream.net_stream import NetStream
+    from libp2p.network.swarm import Swarm
     from libp2p.peer.id import ID
     from libp2p.peer.peerinfo import PeerInfo
 
@@ -49,10 +53,13 @@ ACCEPT_QUEUE = 16
 
 
 @contextlib.asynccontextmanager
-async def open_network(listen: Sequence[str], policy: LinkPolicy) -> AsyncIterator[Libp2pNetwork]:
-    """Run a host with a fresh identity that listens at the multiaddrs `listen`; none means that it only dials.
+async def open_network(
+    listen: Sequence[str], policy: LinkPolicy, identity: Path | None = None
+) -> AsyncIterator[Libp2pNetwork]:
+    """Run a host that listens at the multiaddrs `listen`; none means that it only dials.
 
-    Raises ConfigError for an address that is malformed, of another transport, or taken.
+    Its identity is that in the file `identity`, by default a fresh one. Raises ConfigError for an address that is
+    malformed, of another transport, or taken, and for a file that holds no identity.
     """
     # A successful dial waits this long for a rival that does not exist: 250 ms each, unless it is lowered.
     libp2p.network.swarm._HAPPY_EYEBALLS_DELAY = 0.005
@@ -61,7 +68,7 @@ async def open_network(listen: Sequence[str], policy: LinkPolicy) -> AsyncIterat
     addresses = [_parse_listen(address) for address in listen]
     for address in addresses:
         _check_bindable(address)
-    key_pair = create_new_key_pair()
+    key_pair = open_identity(identity) if identity is not None else fresh_identity()
     host = new_host(
         key_pair=key_pair,
         sec_opt={NOISE: NoiseTransport(key_pair, noise_privkey=create_noise_key_pair().private_key)},
@@ -69,6 +76,8 @@ async def open_network(listen: Sequence[str], policy: LinkPolicy) -> AsyncIterat
         listen_addrs=addresses or [Multiaddr(LISTEN_ANY_LOOPBACK)],
     )
     async with host.run(listen_addrs=addresses), trio.open_nursery() as nursery:
+        # It would dial whoever we have ever met, and most eagerly whom we have just left.
+        await cast("Swarm", host.get_network()).auto_connector.stop()
         network = Libp2pNetwork(host, nursery, policy, listens=bool(addresses))
         host.set_stream_handler(LINK_PROTOCOL, network.take_stream)
         try:
@@ -81,7 +90,7 @@ class Libp2pNetwork:
     """The `Network` port over a running libp2p host. Made by `open_network`."""
 
     def __init__(self, host: IHost, nursery: trio.Nursery, policy: LinkPolicy, *, listens: bool) -> None:
-        self._host = host
+        self.host = host
         self._nursery = nursery
         self._policy = policy
         self._listens = listens
@@ -90,11 +99,19 @@ class Libp2pNetwork:
 
     @property
     def peer(self) -> PeerId:
-        return PeerId(self._host.get_id().to_base58())
+        return PeerId(self.host.get_id().to_base58())
 
     @property
     def addresses(self) -> list[str]:
-        return [str(address) for address in self._host.get_addrs()] if self._listens else []
+        if not self._listens:
+            return []
+        return list(dict.fromkeys(each for address in self.host.get_addrs() for each in _reachable(address)))
+
+    def sign(self, message: bytes) -> bytes:
+        return self.host.get_private_key().sign(message)
+
+    def verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool:
+        return is_signed(peer, message, signature)
 
     async def dial(self, address: str) -> Libp2pLink:
         info = parse_peer(address)
@@ -102,8 +119,8 @@ class Libp2pNetwork:
         try:
             with trio.fail_after(self._policy.dial_timeout_s):
                 await self._until_ended_links_are_gone(peer)
-                await self._host.connect(info)
-                stream = cast("NetStream", await self._host.new_stream(info.peer_id, [LINK_PROTOCOL]))
+                await self.host.connect(info)
+                stream = cast("NetStream", await self.host.new_stream(info.peer_id, [LINK_PROTOCOL]))
         except trio.TooSlowError:
             await self._forget_unused_connections(info.peer_id)
             raise PeerUnreachable(f"no answer from {address} in {self._policy.dial_timeout_s:g} s", peer=peer) from None
@@ -155,7 +172,7 @@ class Libp2pNetwork:
         """A connection over which no stream could be opened would be given to the next dial as well."""
         if not self._links_with(PeerId(peer.to_base58())):
             with trio.move_on_after(self._policy.farewell_s, shield=True):
-                await self._host.disconnect(peer)
+                await self.host.disconnect(peer)
 
     def _link(self, stream: NetStream, peer: PeerId) -> Libp2pLink:
         async def drop_connection() -> None:
@@ -164,11 +181,28 @@ class Libp2pNetwork:
             # This connection alone: the peer may have dialled again already.
             with trio.move_on_after(self._policy.farewell_s, shield=True):
                 assert isinstance(stream.muxed_conn, Yamux)
-                assert stream.swarm_conn is not None
                 await stream.muxed_conn.secured_conn.close()
+                assert stream.swarm_conn is not None
                 await stream.swarm_conn.close()
 
         return Libp2pLink(stream, peer, self._policy, drop_connection)
+
+
+def _reachable(address: Multiaddr) -> list[str]:
+    """A host that listens everywhere names the addresses of its interfaces; of the loopback only if it has no other."""
+    version = next(iter(address.protocols())).name
+    ip = ipaddress.ip_address(address.value_for_protocol(version))
+    if not ip.is_unspecified:
+        return [str(address)]
+    own = [
+        ipaddress.ip_address(each.address.partition("%")[0])
+        for interface in psutil.net_if_addrs().values()
+        for each in interface
+        if each.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    usable = [each for each in own if each.version == ip.version and not each.is_link_local]
+    others = [each for each in usable if not each.is_loopback] or usable
+    return [str(address).replace(f"/{ip}/", f"/{each}/", 1) for each in others]
 
 
 def _check_bindable(address: Multiaddr) -> None:

@@ -1,0 +1,176 @@
+"""The directory over libp2p's Kademlia DHT: provider records say who, an announcement under each peer's key says what.
+
+A DHT key has one value and not a set, hence the two. The library's own lifetimes are a day or two, so an announcement
+carries its own, and what is found is as old as its last publication at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from typing import TYPE_CHECKING
+
+import msgpack
+import trio
+from libp2p.exceptions import BaseLibp2pError
+from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
+from libp2p.records.pubkey import PublicKeyValidator
+from libp2p.records.validator import NamespacedValidator, Validator
+from libp2p.tools.anyio_service import background_trio_service
+
+from llmnode.core.ids import PeerId
+from llmnode.errors import RemoteProtocolError
+from llmnode.net.identity import is_signed
+from llmnode.wire.announcement import SIGNING_CONTEXT, unpack_announcement
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+    from llmnode.core.announcement import SignedAnnouncement
+    from llmnode.core.policy import SwarmPolicy
+    from llmnode.net.host import Libp2pNetwork
+
+NAMESPACE = "llmnode"
+MOST_PROVIDERS = 20
+"""Enough to meet a swarm; its members know the others."""
+
+
+@contextlib.asynccontextmanager
+async def open_directory(network: Libp2pNetwork, policy: SwarmPolicy) -> AsyncIterator[DhtDirectory]:
+    """Take part in the DHT of the peers that `network` is connected to, now and later.
+
+    A network that listens keeps records for others as well; one that only dials just asks.
+    """
+    mode = DHTMode.SERVER if network.addresses else DHTMode.CLIENT
+    validator = NamespacedValidator({"pk": PublicKeyValidator(), NAMESPACE: _AnnouncementValidator(policy)})
+    dht = KadDHT(network.host, mode, validator=validator, strict_validation=True)
+    async with background_trio_service(dht), trio.open_nursery() as nursery:
+        try:
+            yield DhtDirectory(dht, nursery, policy)
+        finally:
+            nursery.cancel_scope.cancel()
+
+
+class DhtDirectory:
+    """The `Directory` port. Made by `open_directory`."""
+
+    def __init__(self, dht: KadDHT, nursery: trio.Nursery, policy: SwarmPolicy) -> None:
+        self._dht = dht
+        self._nursery = nursery
+        self._policy = policy
+
+    async def publish(self, signed: SignedAnnouncement) -> None:
+        announcement = signed.announcement
+        record = msgpack.packb((signed.body, signed.signature))
+
+        async def publish() -> None:
+            await self._meet_connected()
+            with contextlib.suppress(ValueError):  # a newer one of ours is there already
+                await self._dht.put_value(_peer_key(announcement.peer), record)
+            await self._dht.provide(_model_key(announcement.offer.model_digest))
+
+        await self._apart(publish)
+
+    async def find(self, model_digest: bytes) -> Sequence[SignedAnnouncement]:
+        key = _model_key(model_digest)
+        found: list[SignedAnnouncement] = []
+
+        async def look_up() -> None:
+            await self._meet_connected()
+            # The library answers from what it has itself, if that is anything: who provides would find itself alone.
+            self._dht.provider_store.providers.pop(bytes.fromhex(key), None)
+            providers = await self._dht.find_providers(key, MOST_PROVIDERS)
+            peers = {PeerId(provider.peer_id.to_base58()) for provider in providers}  # one is listed many times
+            async with trio.open_nursery() as nursery:
+                for peer in sorted(peers):
+                    nursery.start_soon(self._look_up_peer, peer, found)
+
+        await self._apart(look_up)
+        return found
+
+    async def _look_up_peer(self, peer: PeerId, found: list[SignedAnnouncement]) -> None:
+        key = _peer_key(peer)
+        record = None
+        with contextlib.suppress(BaseLibp2pError):
+            record = await self._dht.get_value(key)
+        if record is None:
+            return
+        with contextlib.suppress(RemoteProtocolError):
+            signed = _read_record(record, self._policy)
+            if signed.announcement.expires_ms > time.time() * 1000:
+                found.append(signed)
+                return
+        self._dht.value_store.remove(key.encode())  # what has expired here would hide what others have
+
+    async def _meet_connected(self) -> None:
+        for peer in self._dht.host.get_connected_peers():
+            await self._dht.add_peer(peer)
+
+    async def _apart(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Wait for `work`, but not for ever, and never cancel it: that could ruin a connection that carries links."""
+        done = trio.Event()
+
+        async def run() -> None:
+            try:
+                with contextlib.suppress(BaseLibp2pError):
+                    await work()
+            finally:
+                done.set()
+
+        self._nursery.start_soon(run)
+        with trio.move_on_after(self._policy.find_timeout_s):
+            await done.wait()
+
+
+class _AnnouncementValidator(Validator):
+    """What the DHT's peers keep under our namespace: announcements that hold, each by the peer of its key."""
+
+    def __init__(self, policy: SwarmPolicy) -> None:
+        self._policy = policy
+
+    def validate(self, key: str, value: bytes) -> None:
+        """Raises ValueError, as the library expects."""
+        try:
+            signed = _read_record(value, self._policy)
+        except RemoteProtocolError as error:
+            raise ValueError(error.message) from error
+        announcement = signed.announcement
+        now_ms = time.time() * 1000
+        if key != _peer_key(announcement.peer):
+            raise ValueError("the announcement of another peer")
+        if announcement.expires_ms <= now_ms:
+            raise ValueError("expired")
+        if announcement.expires_ms > now_ms + 1000 * (self._policy.lifetime_s + self._policy.clock_skew_s):
+            raise ValueError("from the future")
+        if not is_signed(announcement.peer, SIGNING_CONTEXT + signed.body, signed.signature):
+            raise ValueError("not signed by the peer that it names")
+
+    def select(self, _key: str, values: list[bytes]) -> int:
+        """The index of the newest of some valid values."""
+        sequences = [_read_record(value, self._policy).announcement.sequence for value in values]
+        return sequences.index(max(sequences))
+
+
+def _read_record(record: bytes, policy: SwarmPolicy) -> SignedAnnouncement:
+    """Raises RemoteProtocolError."""
+    most = policy.announcement_bytes
+    try:
+        if len(record) > most + 100:
+            raise ValueError("too large")
+        body, signature = msgpack.unpackb(record, max_array_len=2, max_bin_len=most)
+        if type(body) is not bytes or type(signature) is not bytes:
+            raise ValueError("no pair of bytes")
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise RemoteProtocolError(f"a DHT record is no announcement ({error})") from error
+    return unpack_announcement(body, signature)
+
+
+def _peer_key(peer: PeerId) -> str:
+    return f"/{NAMESPACE}/{peer}"
+
+
+def _model_key(digest: bytes) -> str:
+    """A SHA-256 multihash in hex: provider records of libp2p are kept under nothing else."""
+    name = f"{NAMESPACE}/model/".encode() + digest
+    return (b"\x12\x20" + hashlib.sha256(name).digest()).hex()

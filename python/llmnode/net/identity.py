@@ -1,0 +1,63 @@
+"""Who we are to other peers: an Ed25519 key, kept in a file when the peer id has to last."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from libp2p.crypto.ed25519 import Ed25519PrivateKey, create_new_key_pair
+from libp2p.crypto.keys import KeyPair
+from libp2p.peer.id import ID
+
+from llmnode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from llmnode.core.ids import PeerId
+
+_SEED_BYTES = 32
+
+
+def fresh_identity() -> KeyPair:
+    return create_new_key_pair()
+
+
+def open_identity(path: Path) -> KeyPair:
+    """The identity in the file at `path`, made first if there is none. The file is for its owner's eyes alone.
+
+    Raises ConfigError if it cannot be read or written, is no identity, or is open to others.
+    """
+    try:
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return _make(path)
+        with open(descriptor, "rb") as file:
+            if os.fstat(descriptor).st_mode & 0o077:
+                raise ConfigError(f"the identity {path} can be read by others: `chmod 600 {path}`")
+            seed = file.read(_SEED_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot use the identity {path} ({error.strerror}): name another file") from error
+    if len(seed) != _SEED_BYTES:
+        raise ConfigError(f"{path} is no identity: name another file, or remove it to have one made")
+    private_key = Ed25519PrivateKey.new(seed)
+    return KeyPair(private_key, private_key.get_public_key())
+
+
+def is_signed(peer: PeerId, message: bytes, signature: bytes) -> bool:
+    """Whether the holder of the key in `peer` signed `message`. Only ids that hold their key can be checked."""
+    try:
+        public_key = ID.from_base58(peer).extract_public_key()
+        return public_key is not None and public_key.verify(message, signature)
+    except ValueError:  # no base58, no multihash, no key, a signature of the wrong size
+        return False
+
+
+def _make(path: Path) -> KeyPair:
+    key_pair = create_new_key_pair()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(key_pair.private_key.to_bytes())
+    return key_pair

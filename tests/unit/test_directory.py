@@ -1,0 +1,168 @@
+"""The DHT directory and identities over real libp2p hosts in one process."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement
+from llmnode.core.policy import LinkPolicy, SwarmPolicy
+from llmnode.core.span import Span
+from llmnode.errors import ConfigError
+from llmnode.net.directory import DhtDirectory, _AnnouncementValidator, _peer_key, open_directory
+from llmnode.net.host import LISTEN_ANY_LOOPBACK, Libp2pNetwork, open_network
+from llmnode.wire.announcement import SIGNING_CONTEXT, pack_announcement
+
+DEADLINE_S = 60.0
+POLICY = SwarmPolicy()
+DIGEST = b"m" * 32
+OFFER = Offer("exact", DIGEST, 30, "float32", Span(0, 10), PeerState.ONLINE, block_us=1000, kv_tokens_free=64)
+
+
+def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        async def bounded() -> None:
+            with trio.fail_after(DEADLINE_S):
+                await test(**fixtures)
+
+        trio.run(bounded)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Member:
+    """A host in the DHT."""
+
+    network: Libp2pNetwork
+    directory: DhtDirectory
+
+    def announcement(self, *, age_s: float = 0.0, **changes: Any) -> SignedAnnouncement:
+        made_ms = int((time.time() - age_s) * 1000)
+        announcement = Announcement(
+            self.network.peer,
+            tuple(self.network.addresses),
+            made_ms,
+            made_ms + int(1000 * POLICY.lifetime_s),
+            "llmnode/test",
+            replace(OFFER, **changes),
+        )
+        body = pack_announcement(announcement)
+        return SignedAnnouncement(announcement, body, self.network.sign(SIGNING_CONTEXT + body))
+
+
+@asynccontextmanager
+async def member(contact: Member | None = None, *, listens: bool = True) -> AsyncIterator[Member]:
+    listen = [LISTEN_ANY_LOOPBACK] if listens else []
+    async with open_network(listen, LinkPolicy()) as network, open_directory(network, POLICY) as directory:
+        if contact is not None:
+            await network.dial(contact.network.addresses[0])
+        yield Member(network, directory)
+
+
+@in_trio
+async def test_who_serves_a_model_is_found_through_a_relay_that_holds_nothing() -> None:
+    async with AsyncExitStack() as stack:
+        relay = await stack.enter_async_context(member())
+        servers = [await stack.enter_async_context(member(relay)) for _ in range(3)]
+        for server in servers:
+            await server.directory.publish(server.announcement())
+        other = await stack.enter_async_context(member(relay))
+        await other.directory.publish(other.announcement(model_digest=b"o" * 32))
+        client = await stack.enter_async_context(member(relay, listens=False))
+
+        found = await client.directory.find(DIGEST)
+        assert {each.announcement.peer for each in found} == {server.network.peer for server in servers}
+        assert {each.announcement.offer for each in found} == {OFFER}
+        # Who provides finds the others too, and what they published last.
+        await servers[1].directory.publish(servers[1].announcement(span=Span(10, 20)))
+        seen = {each.announcement.peer: each.announcement for each in await servers[0].directory.find(DIGEST)}
+        assert seen[servers[1].network.peer].offer.span == Span(10, 20)
+
+
+@in_trio
+async def test_nothing_is_found_of_a_model_that_nobody_serves_or_in_no_swarm_at_all() -> None:
+    async with member() as relay, member(relay, listens=False) as client, member(listens=False) as hermit:
+        assert await client.directory.find(DIGEST) == []
+        assert await hermit.directory.find(DIGEST) == []
+        await hermit.directory.publish(hermit.announcement())
+
+
+@in_trio
+async def test_peers_of_the_dht_keep_only_what_its_peer_signed_and_what_still_holds() -> None:
+    async with member() as honest, member() as other:
+        validator = _AnnouncementValidator(POLICY)
+
+        def validate(key: str, signed: SignedAnnouncement) -> None:
+            import msgpack
+
+            validator.validate(key, msgpack.packb((signed.body, signed.signature)))
+
+        key = _peer_key(honest.network.peer)
+        good = honest.announcement()
+        validate(key, good)
+        for reason, wrong_key, signed in [
+            ("another peer", _peer_key(other.network.peer), good),
+            ("not signed", key, replace(good, signature=other.network.sign(SIGNING_CONTEXT + good.body))),
+            ("not signed", key, replace(good, signature=honest.network.sign(good.body))),
+            ("expired", key, honest.announcement(age_s=POLICY.lifetime_s + 1)),
+            ("from the future", key, honest.announcement(age_s=-3600)),
+        ]:
+            with pytest.raises(ValueError, match=reason):
+                validate(wrong_key, signed)
+        for record in (b"", b"\x00", b"\xc1", b"\x92\xc4\x00\xc4\x00", bytes(10_000)):
+            with pytest.raises(ValueError, match="nnouncement"):
+                validator.validate(key, record)
+
+
+# Identities
+
+
+@in_trio
+async def test_an_identity_in_a_file_is_the_same_peer_after_a_restart(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "identity"
+    peers = []
+    for _life in range(2):
+        async with open_network([], LinkPolicy(), file) as network:
+            peers.append(network.peer)
+    assert peers[0] == peers[1]
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+@in_trio
+async def test_a_file_that_is_no_identity_is_named_with_its_fix(tmp_path: Path) -> None:
+    file = tmp_path / "identity"
+    for content, mode, fix in [(b"x" * 32, 0o644, "chmod 600"), (b"short", 0o600, "remove it")]:
+        file.write_bytes(content)
+        file.chmod(mode)
+        with pytest.raises(ConfigError, match=fix):
+            async with open_network([], LinkPolicy(), file):
+                pass
+    with pytest.raises(ConfigError, match="name another file"):
+        async with open_network([], LinkPolicy(), tmp_path):
+            pass
+
+
+@in_trio
+async def test_only_the_holder_of_the_key_can_sign() -> None:
+    async with open_network([], LinkPolicy()) as one, open_network([], LinkPolicy()) as other:
+        signature = one.sign(b"message")
+        assert other.verify(one.peer, b"message", signature)
+        for peer, message, wrong in [
+            (other.peer, b"message", signature),
+            (one.peer, b"another", signature),
+            (one.peer, b"message", signature[:10]),
+            (one.peer[:20], b"message", signature),
+            ("", b"message", signature),
+            ("0OIl", b"message", signature),
+        ]:
+            assert not other.verify(peer, message, wrong)  # type: ignore[arg-type]  # not every string is a PeerId
