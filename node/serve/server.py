@@ -6,17 +6,16 @@ A link's loop does nothing but hand frames on, so that a slow session holds up n
 
 from __future__ import annotations
 
-import importlib.metadata
-import logging
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode.client.swarm import software
 from llmnode.core.ids import NO_SESSION
 from llmnode.core.span import Span
-from llmnode.errors import PeerRefused, PeerUnreachable, RemoteProtocolError
+from llmnode.errors import PeerRefused, RemoteProtocolError
+from llmnode.node.serve.links import answer_about_swarm, serve_links
 from llmnode.node.serve.session import ServedSession, refusal_of
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Description, Open, RefusalCode, check_empty, pack, unpack
@@ -24,12 +23,11 @@ from llmnode.wire.payload import Codec, HiddenForm
 from llmnode.wire.stage import Stage
 
 if TYPE_CHECKING:
+    from llmnode.client.swarm import Swarm
     from llmnode.core.ids import SessionId
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ServePolicy
     from llmnode.ports import Link, Network, Worker
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -39,34 +37,17 @@ class Server:
     worker: Worker
     model: ModelInfo
     policy: ServePolicy
+    swarm: Swarm | None = None
     sessions: set[SessionId] = field(default_factory=set)
 
     async def run(self, network: Network) -> None:
         """Serve every link that is opened to us, until cancelled."""
-        slots = trio.CapacityLimiter(self.policy.links)
-        async with trio.open_nursery() as nursery:
-            while True:
-                await slots.acquire_on_behalf_of(slot := object())
-                await nursery.start(self._serve_next, network, slots, slot)
-
-    async def _serve_next(
-        self,
-        network: Network,
-        slots: trio.CapacityLimiter,
-        slot: object,
-        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
-    ) -> None:
-        try:
-            async with network.accept() as link:
-                task_status.started()
-                await _ServedLink(self, link).run()
-        finally:
-            slots.release_on_behalf_of(slot)
+        await serve_links(network, self.policy.links, lambda link: _ServedLink(self, link).run())
 
     def describe(self) -> Description:
         span = self.worker.span
         return Description(
-            software=_software(),
+            software=software(),
             model=self.model.name,
             model_digest=self.model.digest,
             blocks=self.model.blocks,
@@ -88,24 +69,20 @@ class _ServedLink:
         self._sessions: dict[SessionId, ServedSession] = {}
 
     async def run(self) -> None:
-        log.info("link opened peer=%s", self._link.peer)
-        try:
-            async with trio.open_nursery() as nursery:
-                try:
-                    while True:
-                        await self._handle(await self._link.receive(), nursery)
-                finally:
-                    nursery.cancel_scope.cancel()
-        except* (PeerUnreachable, RemoteProtocolError) as group:
-            for error in group.exceptions:
-                log.info("link ended %s", error)
+        async with trio.open_nursery() as nursery:
+            try:
+                while True:
+                    await self._handle(await self._link.receive(), nursery)
+            finally:
+                nursery.cancel_scope.cancel()
 
     async def _handle(self, frame: Frame, nursery: trio.Nursery) -> None:
         try:
             match frame.type:
                 case FrameType.DESCRIBE:
                     check_empty(frame.meta, "DESCRIBE")
-                    await self._link.send(Frame(FrameType.DESCRIPTION, meta=pack(self._server.describe())))
+                    meta = pack(self._server.describe())
+                    await self._link.send(Frame(FrameType.DESCRIPTION, step=frame.step, meta=meta))
                 case FrameType.OPEN:
                     self._open(frame, nursery)
                 case FrameType.STEP | FrameType.TRUNCATE:
@@ -115,11 +92,11 @@ class _ServedLink:
                     check_empty(frame.meta, "CLOSE")
                     self._session(frame).close()
                 case _:
-                    raise RemoteProtocolError(f"a client does not send {frame.type.name} frames")
+                    await answer_about_swarm(self._server.swarm, self._link, frame)
         except PeerRefused as refusal:
-            await self._refuse(frame, refusal.code, refusal.reason)
+            await self._link.send(refusal_of(frame, refusal.code, refusal.reason))
         except RemoteProtocolError as error:
-            await self._refuse(frame, RefusalCode.BAD_MESSAGE, error.message)
+            await self._link.send(refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message))
 
     def _open(self, frame: Frame, nursery: trio.Nursery) -> None:
         span, request = self._check_open(frame)
@@ -166,12 +143,3 @@ class _ServedLink:
         if session is None:
             raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "no such session is open over this link")
         return session
-
-    async def _refuse(self, frame: Frame, code: str, message: str) -> None:
-        await self._link.send(refusal_of(frame, code, message))
-
-
-@cache
-def _software() -> str:
-    """Read from disk once: any peer may ask any number of times."""
-    return f"llmnode/{importlib.metadata.version('llmnode')}"

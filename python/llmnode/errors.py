@@ -39,13 +39,14 @@ class SwarmError(LlmnodeError):
 class NoRoute(SwarmError):
     """No known peer holds some of the blocks.
 
-    `missing` lists the spans without a holder, lowest block first.
+    `missing` lists the spans without a holder, lowest block first; `hint` says what is there instead.
     """
 
-    def __init__(self, missing: Sequence[Span]) -> None:
+    def __init__(self, missing: Sequence[Span], hint: str = "") -> None:
         self.missing = tuple(missing)
         spans = ", ".join(f"[{span.start}, {span.end})" for span in self.missing)
-        super().__init__(f"no peer holds blocks {spans}; start a server for them or name more peers with --peers")
+        fix = hint or "start a server for them or name more peers with --peers"
+        super().__init__(f"no peer holds blocks {spans}; {fix}")
 
 
 class SessionLost(SwarmError):

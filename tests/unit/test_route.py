@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmnode.core.ids import PeerId
-from llmnode.core.route import Hop, find_route, uncovered
+from llmnode.core.route import Hop, HopCost, find_route, uncovered
 from llmnode.core.span import Span, split_evenly
 from llmnode.errors import NoRoute
 
@@ -95,9 +95,52 @@ def test_of_equal_peers_the_one_named_first_is_taken() -> None:
     assert find_route(4, [second, first]) == (second,)
 
 
+def cost_of(route: Sequence[Hop], costs: dict[PeerId, HopCost]) -> float:
+    return sum(costs[hop.peer].hop_s + len(hop.span) * costs[hop.peer].block_s for hop in route)
+
+
+def all_routes(blocks: int, held: Sequence[Hop], start: int = 0) -> list[list[Hop]]:
+    """Every way through the blocks in which no peer comes twice."""
+    if start >= blocks:
+        return [[]]
+    return [
+        [Hop(hop.peer, Span(start, end)), *rest]
+        for hop in held
+        if hop.span.start <= start
+        for end in range(start + 1, min(hop.span.end, blocks) + 1)
+        for rest in all_routes(blocks, [other for other in held if other != hop], end)
+    ]
+
+
+@given(
+    st.integers(1, 4),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(1, 9), st.integers(0, 9)), max_size=4),
+)
+def test_no_route_is_faster(blocks: int, peers: list[tuple[int, int, int, int]]) -> None:
+    held = [Hop(PeerId(f"peer{n}"), Span(start, start + length)) for n, (start, length, _, _) in enumerate(peers)]
+    costs = {PeerId(f"peer{n}"): HopCost(hop_s, block_s) for n, (_, _, hop_s, block_s) in enumerate(peers)}
+    routes = all_routes(blocks, held)
+    if routes:
+        route = find_route(blocks, held, costs)
+        assert len({hop.peer for hop in route}) == len(route)
+        fastest = min(cost_of(each, costs) for each in routes)
+        # A detour that comes back to a peer is cut short: that may cost what the detour would have saved, no more.
+        revisits = any(one.span.covers(other.span) and one != other for one in held for other in held)
+        assert cost_of(route, costs) == fastest or (revisits and cost_of(route, costs) >= fastest)
+
+
+def test_a_fast_peer_is_worth_a_hop_and_a_slow_one_is_not() -> None:
+    held = [Hop(PeerId("whole"), Span(0, 10)), Hop(PeerId("half"), Span(5, 10))]
+    fast = {PeerId("half"): HopCost(hop_s=0.01, block_s=0.0001), PeerId("whole"): HopCost(0.01, 0.01)}
+    assert [hop.peer for hop in find_route(10, held, fast)] == ["whole", "half"]
+    slow = {PeerId("half"): HopCost(hop_s=0.1, block_s=0.0001), PeerId("whole"): HopCost(0.01, 0.01)}
+    assert [hop.peer for hop in find_route(10, held, slow)] == ["whole"]
+
+
 def test_neighbours_that_hold_a_block_twice_compute_it_once() -> None:
     held = [Hop(PeerId("low"), Span(0, 6)), Hop(PeerId("high"), Span(4, 10))]
-    assert find_route(10, held) == (Hop(PeerId("low"), Span(0, 6)), Hop(PeerId("high"), Span(6, 10)))
+    assert [hop.peer for hop in find_route(10, held)] == ["low", "high"]
+    assert sum(len(hop.span) for hop in find_route(10, held)) == 10
 
 
 def test_a_swarm_split_evenly_is_its_own_route() -> None:

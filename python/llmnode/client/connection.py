@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.ids import NO_SESSION
+from llmnode.core.ids import NO_SESSION, Step
 from llmnode.errors import (
     LocalProtocolError,
     PeerError,
@@ -22,7 +22,7 @@ from llmnode.wire.messages import Description, Refusal, unpack
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from llmnode.core.ids import Epoch, PeerId, SessionId, Step
+    from llmnode.core.ids import Epoch, PeerId, SessionId
     from llmnode.ports import Link
 
     Question = tuple[SessionId, Epoch, Step]
@@ -35,13 +35,19 @@ class Connection:
         self._link = link
         self._waiting: dict[Question, trio.MemorySendChannel[Frame]] = {}
         self._ended: PeerError | None = None
+        self._has_ended = trio.Event()
+        self._questions = 0  # that belong to no session; each has its own step
 
     @property
     def peer(self) -> PeerId:
         return self._link.peer
 
+    @property
+    def has_ended(self) -> bool:
+        return self._ended is not None
+
     async def describe(self, timeout_s: float) -> Description:
-        answer = await self.ask(Frame(FrameType.DESCRIBE, NO_SESSION), FrameType.DESCRIPTION, timeout_s)
+        answer = await self.ask_peer(FrameType.DESCRIBE, FrameType.DESCRIPTION, timeout_s)
         try:
             description = unpack(Description, answer.meta)
         except RemoteProtocolError as error:
@@ -49,6 +55,14 @@ class Connection:
         if not description.span_start < description.span_end <= description.blocks:
             raise RemoteProtocolError("describes a span that its model does not have", peer=self.peer)
         return description
+
+    async def ask_peer(
+        self, question: FrameType, answer_type: FrameType, timeout_s: float, meta: bytes = b"", payload: bytes = b""
+    ) -> Frame:
+        """Ask what belongs to no session. Raises as `ask` does."""
+        self._questions = (self._questions + 1) % 2**32
+        frame = Frame(question, NO_SESSION, step=Step(self._questions), meta=meta, payload=payload)
+        return await self.ask(frame, answer_type, timeout_s)
 
     async def ask(self, frame: Frame, answer_type: FrameType, timeout_s: float) -> Frame:
         """Send `frame` and wait for its answer, which has the same session, epoch and step.
@@ -92,8 +106,12 @@ class Connection:
         finally:
             if self._ended is None:  # cancelled
                 self._ended = PeerUnreachable("connection closed", peer=self.peer)
+            self._has_ended.set()
             for waiter in self._waiting.values():
                 waiter.close()
+
+    async def wait_ended(self) -> None:
+        await self._has_ended.wait()
 
     async def end(self) -> None:
         await self._link.end("client is done")

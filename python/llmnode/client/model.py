@@ -18,7 +18,7 @@ from llmnode.errors import ConfigError
 from llmnode.models.source import open_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from llmnode.client.connect import Client
     from llmnode.client.portal import Portal
@@ -31,17 +31,26 @@ _opened_for_generate: ContextVar[ExitStack | None] = ContextVar("_opened_for_gen
 """Closes the sessions that the running `generate` opened."""
 
 
-def connect(name: str | None = None, *, peers: Sequence[str], codec: str = "raw") -> DistributedModelForCausalLM:
-    """The model `name` (by default the embedded one), its blocks at `peers`, as a transformers model.
+def connect(
+    name: str | None = None,
+    *,
+    peers: Sequence[str],
+    codec: str = "raw",
+    dtype: str = "float32",
+    report: Callable[[str], None] = lambda _line: None,
+) -> DistributedModelForCausalLM:
+    """The model `name` (by default the embedded one), its blocks in the swarm of `peers`, as a transformers model.
 
-    `codec` is how hidden states cross the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller.
-    What is returned is a context manager; or call `close()` when done. Raises ConfigError, PeerError or NoRoute.
+    `codec` is how hidden states cross the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Only
+    servers that compute in `dtype` are used: "float32" is exact. `report` is told in a line what takes long, as a
+    download does. What is returned is a context manager; or call `close()` when done. Raises ConfigError, PeerError or
+    NoRoute.
     """
-    folder = open_model(name)
+    folder = open_model(name, report)
     parts = load_parts(folder)
     with ExitStack() as stack:
         portal = stack.enter_context(open_portal())
-        client = stack.enter_context(portal.enter(aconnect(peers, parts=parts, codec=codec)))
+        client = stack.enter_context(portal.enter(aconnect(peers, parts=parts, codec=codec, dtype=dtype)))
         return DistributedModelForCausalLM(folder, parts.ends, client, portal, stack.pop_all())
 
 
@@ -50,10 +59,10 @@ class AutoDistributedModelForCausalLM:
 
     @staticmethod
     def from_pretrained(
-        name: str | None = None, *, initial_peers: Sequence[str], codec: str = "raw"
+        name: str | None = None, *, initial_peers: Sequence[str], codec: str = "raw", dtype: str = "float32"
     ) -> DistributedModelForCausalLM:
-        """As `llmnode.connect(name, peers=initial_peers, codec=codec)`."""
-        return connect(name, peers=initial_peers, codec=codec)
+        """As `llmnode.connect(name, peers=initial_peers, codec=codec, dtype=dtype)`."""
+        return connect(name, peers=initial_peers, codec=codec, dtype=dtype)
 
 
 class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):

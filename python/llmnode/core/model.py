@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FP32_BYTES = 4
+DTYPES = ("float32", "bfloat16", "float16")
+"""What blocks are computed in. Only float32 is exact (design section 7)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,8 +14,8 @@ class ModelInfo:
     """Two peers serve the same model if their `digest`s are equal; the rest is for people and for limits.
 
     `digest` is 32 bytes over name, revision, config and tensor index (`llmnode.models.folder`).
-    `dtype` is that of hidden states in memory, today always float32, whatever crosses the wire; `context_tokens` is the
-    longest sequence that the model was made for.
+    `dtype` is what the blocks are computed in; hidden states between them are fp32 whatever it is. `context_tokens` is
+    the longest sequence that the model was made for.
     """
 
     name: str
@@ -25,5 +27,5 @@ class ModelInfo:
 
     @property
     def row_bytes(self) -> int:
-        """Size of one position's hidden state in memory."""
+        """Size of one position's hidden state between blocks."""
         return FP32_BYTES * self.hidden_size

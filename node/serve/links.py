@@ -1,0 +1,68 @@
+"""Links that peers open to us: how many, what ends them, and what every node answers, whatever it serves."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.errors import PeerRefused, PeerUnreachable, RemoteProtocolError
+from llmnode.node.serve.session import refusal_of
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import RefusalCode
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from llmnode.client.swarm import Swarm
+    from llmnode.ports import Link, Network
+
+log = logging.getLogger(__name__)
+
+
+async def serve_links(network: Network, most: int, serve: Callable[[Link], Awaitable[None]]) -> None:
+    """Call `serve` for every link that is opened to us, `most` at a time, until cancelled; it ends with its link."""
+    slots = trio.CapacityLimiter(most)
+
+    async def serve_next(slot: object, task_status: trio.TaskStatus[None]) -> None:
+        try:
+            async with network.accept() as link:
+                task_status.started()
+                log.info("link opened peer=%s", link.peer)
+                try:
+                    await serve(link)
+                except* (PeerUnreachable, RemoteProtocolError) as group:
+                    for error in group.exceptions:
+                        log.info("link ended %s", error)
+        finally:
+            slots.release_on_behalf_of(slot)
+
+    async with trio.open_nursery() as nursery:
+        while True:
+            await slots.acquire_on_behalf_of(slot := object())
+            await nursery.start(serve_next, slot)
+
+
+async def serve_view(swarm: Swarm, link: Link) -> None:
+    """Answer about the swarm alone, as a relay that holds no blocks."""
+    while True:
+        frame = await link.receive()
+        try:
+            if frame.type in (FrameType.DESCRIBE, FrameType.OPEN):
+                raise PeerRefused(RefusalCode.SPAN_NOT_HELD, "this is a relay: it holds no blocks")
+            await answer_about_swarm(swarm, link, frame)
+        except PeerRefused as refusal:
+            await link.send(refusal_of(frame, refusal.code, refusal.reason))
+        except RemoteProtocolError as error:
+            await link.send(refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message))
+
+
+async def answer_about_swarm(swarm: Swarm | None, link: Link, frame: Frame) -> None:
+    """Raises RemoteProtocolError for what is malformed, and for frames of any other kind."""
+    if frame.type is FrameType.VIEW and swarm is not None:
+        await link.send(swarm.answer(frame))
+    elif frame.type is FrameType.NEWS and swarm is not None:
+        await swarm.take_news(frame)
+    else:
+        raise RemoteProtocolError(f"a client does not send {frame.type.name} frames")

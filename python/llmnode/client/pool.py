@@ -1,0 +1,81 @@
+"""The connections that a node has opened: at most one to a peer, dialled when first needed and again after it ended."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.client.connection import open_connection
+from llmnode.core.ids import PeerId
+from llmnode.errors import ConfigError, PeerError, PeerUnreachable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from llmnode.client.connection import Connection
+    from llmnode.ports import Network
+
+
+@asynccontextmanager
+async def open_pool(network: Network) -> AsyncIterator[ConnectionPool]:
+    """All of the pool's connections end with the context."""
+    async with trio.open_nursery() as nursery:
+        try:
+            yield ConnectionPool(network, nursery)
+        finally:
+            nursery.cancel_scope.cancel()
+
+
+class ConnectionPool:
+    """Made by `open_pool`."""
+
+    def __init__(self, network: Network, nursery: trio.Nursery) -> None:
+        self._network = network
+        self._nursery = nursery
+        self._opened: dict[PeerId, Connection] = {}
+        self._dialling: dict[PeerId, trio.Lock] = {}
+
+    def living(self) -> list[Connection]:
+        """In the order in which they were opened."""
+        return [connection for connection in self._opened.values() if not connection.has_ended]
+
+    async def connect(self, addresses: Sequence[str]) -> Connection:
+        """The living connection to the peer at `addresses`, all of one peer, or a new one to the first that answers.
+
+        Raises PeerUnreachable with the last cause, or ConfigError for an address of no known form.
+        """
+        if not addresses:
+            raise PeerUnreachable("it names no address")
+        peer = PeerId(addresses[0].rpartition("/p2p/")[2])
+        lock = self._dialling.setdefault(peer, trio.Lock())
+        try:
+            async with lock:
+                connection = self._opened.get(peer)
+                if connection is None or connection.has_ended:
+                    connection = self._opened[peer] = await self._dial(addresses)
+                return connection
+        finally:
+            if not lock.statistics().tasks_waiting and not lock.locked():
+                self._dialling.pop(peer, None)
+
+    async def _dial(self, addresses: Sequence[str]) -> Connection:
+        for address in addresses[:-1]:
+            try:
+                return await self._open(address)
+            except (PeerError, ConfigError):
+                continue
+        return await self._open(addresses[-1])
+
+    async def _open(self, address: str) -> Connection:
+        connection: Connection = await self._nursery.start(self._hold, address)
+        return connection
+
+    async def _hold(self, address: str, task_status: trio.TaskStatus[Connection]) -> None:
+        link = await self._network.dial(address)
+        async with open_connection(link) as connection:
+            task_status.started(connection)
+            await connection.wait_ended()
+        if self._opened.get(connection.peer) is connection:
+            del self._opened[connection.peer]

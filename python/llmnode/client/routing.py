@@ -1,0 +1,108 @@
+"""Which peers a session goes through: routes over the view, and connections to their hops."""
+
+from __future__ import annotations
+
+import random
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
+
+from llmnode.client.session import open_session
+from llmnode.core.route import Hop, HopCost, Route, find_route
+from llmnode.core.view import online
+from llmnode.errors import NoRoute, PeerError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from llmnode.client.connection import Connection
+    from llmnode.client.pool import ConnectionPool
+    from llmnode.client.session import InferenceSession
+    from llmnode.client.swarm import Swarm
+    from llmnode.core.announcement import Announcement
+    from llmnode.core.ids import PeerId
+    from llmnode.core.model import ModelInfo
+    from llmnode.core.policy import ClientPolicy
+    from llmnode.wire.payload import Codec
+
+
+class Router:
+    """Opens sessions of one model over what the view knows at the time."""
+
+    def __init__(self, model: ModelInfo, pool: ConnectionPool, swarm: Swarm, policy: ClientPolicy) -> None:
+        self.swarm = swarm
+        self.route: Route = ()
+        self._model = model
+        self._pool = pool
+        self._policy = policy
+        self._rng = random.Random()
+
+    @asynccontextmanager
+    async def open_session(self, max_length: int, codec: Codec) -> AsyncIterator[InferenceSession]:
+        """A session over the best route of peers that take it. Raises NoRoute or the PeerError that leaves none."""
+        async with AsyncExitStack() as stack:
+            yield await self._open_session(stack, max_length, codec)
+
+    async def _open_session(self, stack: AsyncExitStack, max_length: int, codec: Codec) -> InferenceSession:
+        failed: dict[PeerId, PeerError] = {}
+        while True:
+            route, connections = await self._connected_route(failed)
+            opening = open_session(route, connections, self._model, max_length, codec, self._policy)
+            try:
+                session = await stack.enter_async_context(opening)
+            except PeerError as error:
+                failed[error.peer or route[0].peer] = error
+            else:
+                self.route = route
+                return session
+
+    async def find(self) -> Route:
+        """A route whose peers answer; asks the directory if the view has none. Raises as `open_session` does."""
+        try:
+            self.route, _ = await self._connected_route({})
+        except NoRoute:
+            await self.swarm.look_up(self._model.digest)
+            self.route, _ = await self._connected_route({})
+        return self.route
+
+    async def _connected_route(self, failed: dict[PeerId, PeerError]) -> tuple[Route, dict[PeerId, Connection]]:
+        """A route over peers that have not `failed`, each with a living connection; who cannot be reached is added."""
+        while True:
+            usable = [each for each in self._candidates() if each.peer not in failed]
+            self._rng.shuffle(usable)  # of equal peers, clients take different ones
+            held = [Hop(each.peer, each.offer.span) for each in usable]
+            try:
+                route = find_route(self._model.blocks, held, _costs(usable))
+            except NoRoute as error:
+                if failed:
+                    raise next(reversed(failed.values())) from error
+                raise NoRoute(error.missing, self._hint()) from None
+            addresses = {each.peer: each.addresses for each in usable}
+            connections: dict[PeerId, Connection] = {}
+            for hop in route:
+                try:
+                    connections[hop.peer] = await self._pool.connect(addresses[hop.peer])
+                except PeerError as error:
+                    failed[hop.peer] = error.blame(hop.peer, hop.span)
+                    break
+            else:
+                return route, connections
+
+    def _candidates(self) -> list[Announcement]:
+        model = self._model
+        return [each for each in online(self.swarm.view.of_model(model.digest)) if each.offer.dtype == model.dtype]
+
+    def _hint(self) -> str:
+        """What the swarm has instead, if anything."""
+        others = self.swarm.view.announcements()
+        ours = [each for each in others if each.offer.model_digest == self._model.digest]
+        if dtypes := sorted({each.offer.dtype for each in ours} - {self._model.dtype}):
+            return f"some are held in {', '.join(dtypes)}, and {self._model.dtype} is asked for: choose with --dtype"
+        if models := sorted({each.offer.model for each in others if each not in ours}):
+            return f"the peers serve {', '.join(models)}, of other weights than our {self._model.name}"
+        return ""
+
+
+def _costs(announcements: Sequence[Announcement]) -> dict[PeerId, HopCost]:
+    """By what peers say of themselves; how long the way to each takes is not known yet, so all count the same."""
+    default = HopCost()
+    return {each.peer: HopCost(default.hop_s, each.offer.block_us / 1e6 or default.block_s) for each in announcements}
