@@ -196,3 +196,39 @@ def test_a_config_without_sizes_is_refused(tmp_path: Path) -> None:
     (tmp_path / CONFIG_FILE).write_text(json.dumps({"model_type": "bloom"}))
     with pytest.raises(ModelError, match="max_position_embeddings"):
         _ = open_saved(tmp_path).info
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "reason"),
+    [
+        ({"x": "../other/model.safetensors"}, r"'\.\./other/model\.safetensors', which is outside"),
+        ({"x": "/etc/passwd"}, "'/etc/passwd', which is outside"),
+        ({"x": "a\\..\\b"}, "which is outside"),
+        ({"x": "missing.safetensors"}, "is not a model folder: missing.safetensors"),
+        ({"x": 3}, "is not a model folder: 3: "),
+        (["x"], "is damaged"),
+    ],
+)
+def test_an_index_leads_to_files_of_the_folder_alone(weight_map: Any, reason: str, tmp_path: Path) -> None:
+    make_model("llama", tied=True).save_pretrained(tmp_path)
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ModelError, match=reason) as raised:
+        open_saved(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ('{"model_type": "new9"}', "'new9' are not supported; supported are: cohere, gemma"),
+        ("{}", "is not a model folder"),
+        ("[]", "is not a model folder"),
+        ("{", "is not a model folder"),
+    ],
+)
+def test_a_config_that_is_not_known_is_refused_in_a_line(config: str, reason: str, tmp_path: Path) -> None:
+    make_model("llama", tied=True).save_pretrained(tmp_path)
+    (tmp_path / CONFIG_FILE).write_text(config)
+    with pytest.raises(ModelError, match=reason) as raised:
+        open_saved(tmp_path)
+    assert "\n" not in str(raised.value)

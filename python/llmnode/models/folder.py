@@ -1,6 +1,7 @@
 """A model on disk: a folder with `config.json` and safetensors, read tensor by tensor.
 
-Knows no architecture: which tensors belong to which block is `parts.py`'s.
+Knows no architecture: which tensors belong to which block is `parts.py`'s. Nor where files come from: what is not there
+yet is obtained by who opened the folder, when it is read.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import hashlib
 import json
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +18,10 @@ from safetensors import SafetensorError, safe_open
 
 from llmnode.core.model import ModelInfo
 from llmnode.errors import ModelError
+from llmnode.models.families import FAMILIES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
     from pathlib import Path
 
     from transformers import PreTrainedConfig
@@ -27,10 +30,20 @@ CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
+Header = dict[str, tuple[str, list[int]]]
+"""What a safetensors file says of its tensors: by name, dtype and shape."""
+
+
+def _nothing_to_obtain(_files: Collection[Path]) -> None:
+    """Of a folder that is all there."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """An opened model folder. `files` tells for each tensor name the file that holds it."""
+    """An opened model folder. `files` tells for each tensor name the file that holds it.
+
+    `obtain` is called with the files that are about to be read, and returns when they are there.
+    """
 
     path: Path
     name: str
@@ -38,6 +51,7 @@ class ModelFolder:
     config: PreTrainedConfig
     files: Mapping[str, Path]
     digest: bytes
+    obtain: Callable[[Collection[Path]], None] = _nothing_to_obtain
 
     @property
     def info(self) -> ModelInfo:
@@ -64,13 +78,12 @@ class ModelFolder:
 
         A copy, because pages of a mapped file may be dropped by the system and read again in the middle of a step.
         """
+        files = {name: self._file_of(name) for name in names}
+        self.obtain(sorted(set(files.values())))
         tensors: dict[str, torch.Tensor] = {}
         with ExitStack() as stack:
             opened: dict[Path, Any] = {}  # Any: safetensors publishes no type for an open file
-            for name in names:
-                file = self.files.get(name)
-                if file is None:
-                    raise ModelError(f"{self.path} has no tensor {name!r}: the folder is incomplete")
+            for name, file in files.items():
                 try:
                     if file not in opened:
                         opened[file] = stack.enter_context(safe_open(file, framework="pt"))
@@ -79,39 +92,82 @@ class ModelFolder:
                     raise ModelError(f"cannot read {name} from {file}: {error}") from error
         return tensors
 
+    def _file_of(self, name: str) -> Path:
+        file = self.files.get(name)
+        if file is None:
+            raise ModelError(f"{self.path} has no tensor {name!r}: the folder is incomplete")
+        return file
+
 
 def open_folder(path: Path, name: str, revision: str) -> ModelFolder:
     """Read config and tensor index, but no tensor. Raises ModelError if the folder is not a whole model."""
+    config = read_config(path)
+    headers = {shard: read_header(path / shard) for shard in shard_names(path)}
+    return ModelFolder(path, name, revision, config, *index_tensors(path, name, revision, headers))
+
+
+def read_config(path: Path) -> PreTrainedConfig:
+    """Raises ModelError if there is none, or if transformers does not know it. No code of the folder is ever run."""
     from transformers import AutoConfig
 
     try:
-        config_text = (path / CONFIG_FILE).read_text()
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        files, index = _read_index(path)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ModelError(f"{path} is not a model folder: {error}") from error
-    return ModelFolder(path, name, revision, config, files, _digest(name, revision, config_text, index))
+        family = json.loads((path / CONFIG_FILE).read_text()).get("model_type")
+        if family is not None and family not in FAMILIES and not _is_known(family):
+            supported = ", ".join(sorted(FAMILIES))
+            raise ModelError(f"models of the family {family!r} are not supported; supported are: {supported}")
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return config
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path} is not a model folder: {one_line(error)}") from error
 
 
-def _read_index(path: Path) -> tuple[dict[str, Path], dict[str, tuple[str, list[int]]]]:
-    """The file of each tensor, and each tensor's dtype and shape."""
-    if (path / INDEX_FILE).exists():
+def _is_known(family: object) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    return family in CONFIG_MAPPING
+
+
+def shard_names(path: Path) -> list[str]:
+    """The folder's safetensors files, by their index. Raises ModelError if that leads out of the folder."""
+    if not (path / INDEX_FILE).exists():
+        return [SINGLE_FILE]
+    try:
         weight_map: dict[str, str] = json.loads((path / INDEX_FILE).read_text())["weight_map"]
-        shards = sorted({path / file for file in weight_map.values()})
-    else:
-        shards = [path / SINGLE_FILE]
-    files: dict[str, Path] = {}
-    index: dict[str, tuple[str, list[int]]] = {}
-    for shard in shards:
+        names = sorted({str(name) for name in weight_map.values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path / INDEX_FILE} is damaged: {one_line(error)}") from error
+    for name in names:
+        parts = PurePosixPath(name).parts
+        if not parts or name.startswith("/") or ".." in parts or "\\" in name or ":" in name:
+            raise ModelError(
+                f"{path / INDEX_FILE} names the file {name!r}, which is outside of the model: do not use this model"
+            )
+    return names
+
+
+def read_header(shard: Path) -> Header:
+    """Raises ModelError if there is no such file, or not of safetensors."""
+    try:
         with safe_open(shard, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a mapping
-                view = opened.get_slice(name)
-                files[name] = shard
-                index[name] = (view.get_dtype(), view.get_shape())
-    return files, index
+            views = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+            return {name: (view.get_dtype(), view.get_shape()) for name, view in views.items()}
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{shard.parent} is not a model folder: {shard.name}: {one_line(error)}") from error
 
 
-def _digest(name: str, revision: str, config_text: str, index: Mapping[str, tuple[str, list[int]]]) -> bytes:
-    """Identity of the model: peers with another name, revision, config or tensor layout never meet."""
-    identity = {"name": name, "revision": revision, "config": json.loads(config_text), "index": index}
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).digest()
+def index_tensors(path: Path, name: str, revision: str, headers: Mapping[str, Header]) -> tuple[dict[str, Path], bytes]:
+    """The file of each tensor, and the model's digest, from the headers of all shards by their names.
+
+    The digest is the identity of a model: peers with another name, revision, config or tensor layout never meet.
+    """
+    config = json.loads((path / CONFIG_FILE).read_text())
+    config.pop("transformers_version", None)  # of who wrote the file: the same GGUF is converted by several
+    index = {tensor: description for header in headers.values() for tensor, description in header.items()}
+    identity = {"name": name, "revision": revision, "config": config, "index": index}
+    files = {tensor: path / shard for shard, header in headers.items() for tensor in header}
+    return files, hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).digest()
+
+
+def one_line(error: BaseException) -> str:
+    """A library's message, which may be a page long, for a message of ours."""
+    return " ".join(str(error).split())

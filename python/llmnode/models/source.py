@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from llmnode.errors import ConfigError
 from llmnode.models.embedded import EMBEDDED_MODEL, open_embedded
 from llmnode.models.folder import open_folder
+from llmnode.models.gguf import is_gguf, open_gguf
+from llmnode.models.hub import open_hub, parse_hub_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,13 +18,26 @@ if TYPE_CHECKING:
 
 
 def open_model(name: str | None = None, report: Callable[[str], None] = lambda _line: None) -> ModelFolder:
-    """The embedded model (also for None), or the model in the folder that `name` is the path of.
+    """The embedded model (also for None), or the one that `name` is the path or the name on the hub of.
 
-    Raises ConfigError for any other name, ModelError for a folder that is not a whole model.
+    A path is that of a folder with safetensors, or of a GGUF file. A name on the hub is `org/name`, with
+    `@revision` (a branch, a tag or a commit) if it is not to be the newest; the embedded model's is the hub's too when
+    a revision is given. No tensor is read yet, and none of the hub downloaded: that is done for the part that is
+    loaded, when it is. `report` is told in a line what takes long, then as well as now.
+    Raises ConfigError for any other name, ModelError for what is not a whole model that we can run.
     """
     if name is None or name == EMBEDDED_MODEL:
         return open_embedded(report)
     path = Path(name).expanduser()
-    if not path.is_dir():
-        raise ConfigError(f"{name!r} is neither {EMBEDDED_MODEL} nor a folder with a model in safetensors")
-    return open_folder(path.resolve(), path.resolve().name, "local")
+    if path.is_dir():
+        return open_folder(path.resolve(), path.resolve().name, "local")
+    if path.is_file():
+        if not is_gguf(path):
+            raise ConfigError(f"{name} is a file and no GGUF: name the folder that holds config.json and safetensors")
+        return open_gguf(path.resolve(), report)
+    if (on_the_hub := parse_hub_name(name)) is not None:
+        return open_hub(on_the_hub, report)
+    raise ConfigError(
+        f"{name!r} is neither {EMBEDDED_MODEL} nor a folder with safetensors, a GGUF file, "
+        "or a name on the Hugging Face hub (org/name or org/name@revision)"
+    )

@@ -46,9 +46,9 @@ def load_tokenizer(folder: ModelFolder) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        return Tokenizer(AutoTokenizer.from_pretrained(folder.path, local_files_only=True))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder.path} has no usable tokenizer: {error}") from error
+        return Tokenizer(AutoTokenizer.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ModelError(f"{folder.path} has no usable tokenizer: {' '.join(str(error).split())}") from error
 
 
 class TextStream:

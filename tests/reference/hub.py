@@ -1,0 +1,247 @@
+"""A hub on loopback: as much of huggingface.co's interface as huggingface_hub uses to find and download a model.
+
+Large files are redirected to another host, as the real one's are, with the headers that tell what they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from huggingface_hub import constants, file_download
+from huggingface_hub.utils import close_session
+
+from reference.small import BLOCKS, make_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import pytest
+
+NAME = "org/small"
+HEADER_BYTES = 100_001
+"""What huggingface_hub asks for when it wants a safetensors header."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as it came."""
+
+    method: str
+    path: str
+    range: str | None
+    authorized: bool
+
+
+@dataclass
+class Repository:
+    """Files at a commit, and the names of that commit; `error` is (status, X-Error-Code) of every answer on files."""
+
+    files: dict[str, bytes]
+    commit: str = "a" * 40
+    refs: tuple[str, ...] = ("main",)
+    error: tuple[int, str] | None = None
+
+    @classmethod
+    def of(cls, folder: Path, **more: bytes) -> Repository:
+        return cls({file.name: file.read_bytes() for file in folder.iterdir()} | more)
+
+
+@dataclass
+class Hub:
+    """What is served, what was asked, and how it goes wrong.
+
+    `cut` is for how many bytes of a large file are sent before the connection breaks, each once; with `stall` it does
+    not break but waits.
+    """
+
+    port: int = 0
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    asked: list[Asked] = field(default_factory=list)
+    status: int | None = None
+    cut: list[int] = field(default_factory=list)
+    released: threading.Event = field(default_factory=threading.Event)
+    stall: bool = False
+    corrupt: bool = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def downloads(self) -> list[Asked]:
+        """Of large files, where more than a header was asked for."""
+        headers = f"bytes=0-{HEADER_BYTES - 1}"
+        return [asked for asked in self.asked if asked.path.startswith("/cdn/") and asked.range != headers]
+
+    def downloaded(self) -> set[str]:
+        """The SHA-256 of these files."""
+        return {asked.path.removeprefix("/cdn/") for asked in self.downloads()}
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def save_sharded(folder: Path) -> Path:
+    """A llama, as on the hub."""
+    make_model("llama", tied=False).save_pretrained(folder, max_shard_size="60KB")
+    assert len(list(folder.glob("*.safetensors"))) > BLOCKS
+    return folder
+
+
+@contextmanager
+def the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The hub that huggingface_hub knows, as if the environment had named it before the import."""
+    with serve_hub() as hub:
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # as the program starts: libraries stay off the network
+        monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "harnesses.json"))
+        monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1024)  # else small files are of one chunk
+        monkeypatch.setattr(file_download, "time", _Unhurried)
+        monkeypatch.setenv("LLMNODE_OFFLINE", "0")
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        monkeypatch.setenv("NO_PROXY", "*")
+        close_session()
+        new_caches(tmp_path / "first", monkeypatch)
+        yield hub
+        close_session()
+
+
+class _Unhurried:
+    """In the place of the module `time`, for who would sleep before trying again."""
+
+    @staticmethod
+    def sleep(_seconds: float) -> None:
+        pass
+
+
+def new_caches(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(path / "hub"))
+    monkeypatch.setenv("LLMNODE_CACHE", str(path / "ours"))
+
+
+@contextmanager
+def serve_hub() -> Iterator[Hub]:
+    hub = Hub()
+
+    class Handler(_Handler):
+        pass
+
+    Handler.hub = hub
+    server = _Server(("127.0.0.1", 0), Handler)
+    hub.port = server.server_address[1]
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub.released.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_arguments: object) -> None:
+        """A client that was killed, or goes without a word."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_arguments: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        if path == "/api/agent-harnesses":  # huggingface_hub's, about itself
+            return self._answer(404)
+        self.hub.asked.append(
+            Asked(self.command, path, self.headers.get("Range"), self.headers.get("Authorization") is not None)
+        )
+        if self.hub.status is not None:
+            return self._answer(self.hub.status)
+        if path.startswith("/api/models/"):
+            return self._model_info(path.removeprefix("/api/models/"))
+        if path.startswith("/cdn/"):
+            return self._large_file(path.removeprefix("/cdn/"))
+        name, _, rest = path.removeprefix("/").partition("/resolve/")
+        return self._resolve(name, *rest.split("/", 1))
+
+    def _model_info(self, path: str) -> None:
+        name, _, revision = path.partition("/revision/")
+        repository = self.hub.repositories.get(name)
+        if repository is None:
+            return self._answer(401, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
+        if revision not in ("", repository.commit, *repository.refs):
+            return self._answer(404, {"X-Error-Code": "RevisionNotFound"})
+        info = {
+            "id": name,
+            "sha": repository.commit,
+            "siblings": [{"rfilename": file} for file in sorted(repository.files)],
+        }
+        return self._answer(200, {"Content-Type": "application/json"}, json.dumps(info).encode())
+
+    def _resolve(self, name: str, revision: str, file: str) -> None:
+        repository = self.hub.repositories[name]
+        assert revision in (repository.commit, *repository.refs)
+        if repository.error is not None:
+            status, code = repository.error
+            return self._answer(status, {"X-Error-Code": code} if code else {})
+        headers = {"X-Repo-Commit": repository.commit}
+        content = repository.files.get(file)
+        if content is None:
+            return self._answer(404, {**headers, "X-Error-Code": "EntryNotFound"})
+        if not file.endswith(".safetensors"):
+            return self._answer(200, {**headers, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}, content)
+        linked = {"X-Linked-ETag": f'"{sha256(content)}"', "X-Linked-Size": str(len(content))}
+        elsewhere = {"Location": f"http://localhost:{self.hub.port}/cdn/{sha256(content)}"}
+        return self._answer(302, {**headers, **linked, **elsewhere})
+
+    def _large_file(self, etag: str) -> None:
+        files = [file for repository in self.hub.repositories.values() for file in repository.files.values()]
+        content = next(file for file in files if sha256(file) == etag)
+        asked = self.headers.get("Range")
+        if asked is None:
+            return self._answer(200, {}, self._spoiled(content), cuttable=True)
+        first, _, last = asked.removeprefix("bytes=").partition("-")
+        end = min(int(last) + 1, len(content)) if last else len(content)
+        headers = {"Content-Range": f"bytes {first}-{end - 1}/{len(content)}"}
+        return self._answer(206, headers, content[int(first) : end], cuttable=not last)
+
+    def _spoiled(self, content: bytes) -> bytes:
+        return content[:-1] + bytes([content[-1] ^ 1]) if self.hub.corrupt else content
+
+    def _answer(
+        self, status: int, headers: dict[str, str] | None = None, body: bytes = b"", *, cuttable: bool = False
+    ) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if not cuttable or not self.hub.cut:
+            self.wfile.write(body)
+            return
+        self.wfile.write(body[: self.hub.cut.pop(0)])
+        self.wfile.flush()
+        if self.hub.stall:
+            self.hub.released.wait()
+        self.close_connection = True
