@@ -62,7 +62,7 @@ class Segment:
         """The first position that any token of the segment looks at; with a window each sees that many, itself too."""
         return 0 if window is None else max(0, self.start - window + 1)
 
-    def mask(self, window: int | None) -> torch.Tensor | None:
+    def mask(self, window: int | None, device: torch.device) -> torch.Tensor | None:
         """(length, positions seen) True where a token may look; None where all may look at all.
 
         A single token needs none: what lies before its window is cut off already.
@@ -73,7 +73,7 @@ class Segment:
         if mask is None:
             first = self.seen_from(window)
             own = self.start - first  # column of the first token's own position
-            mask = torch.ones(self.length, own + self.length, dtype=torch.bool).tril(diagonal=own)
+            mask = torch.ones(self.length, own + self.length, dtype=torch.bool, device=device).tril(diagonal=own)
             if window is not None and own + self.length > window:
                 mask = mask.triu(diagonal=own - window + 1)
             self._masks[window] = mask
@@ -110,7 +110,7 @@ def ragged_attention(
         if softcap is None:
             outputs.append(_attend(*attended, segment, sliding_window, scaling))
         else:
-            outputs.append(_attend_softcapped(*attended, segment.mask(sliding_window), scaling, softcap))
+            outputs.append(_attend_softcapped(*attended, segment.mask(sliding_window, query.device), scaling, softcap))
         offset += segment.length
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return output.transpose(1, 2).contiguous(), None
@@ -139,7 +139,7 @@ def _attend(
         query,
         keys,
         values,
-        attn_mask=None if causal else segment.mask(window),
+        attn_mask=None if causal else segment.mask(window, query.device),
         is_causal=causal,  # the kernels have that mask built in
         scale=scaling,
         enable_gqa=query.shape[1] != keys.shape[1],

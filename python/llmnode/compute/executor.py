@@ -10,7 +10,7 @@ import torch
 from llmnode.compute.attention import ATTENTION, Segment, SequenceKV, register, segments_of_forward
 from llmnode.compute.tensors import from_bytes, to_bytes
 from llmnode.errors import LocalProtocolError
-from llmnode.models.parts import load_span
+from llmnode.models.parts import load_span, tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,12 +35,18 @@ class SpanExecutor:
     A session runs through the blocks that it opened; those that opened the same share a forward.
     """
 
-    def __init__(self, model: SpanModel, hidden_size: int, kv_tokens: int) -> None:
+    def __init__(self, model: SpanModel, hidden_size: int, kv_tokens: int, device: str = "cpu") -> None:
         self.span = model.span
         self.model = model
+        self._device = torch.device(device)
         self._hidden_size = hidden_size
         self._kv_tokens_free = kv_tokens
         self._sequences: dict[SessionId, _Sequence] = {}
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Of the span's weights in memory."""
+        return tensor_bytes(self.model)
 
     def kv_tokens_free(self) -> int:
         return self._kv_tokens_free
@@ -91,17 +97,20 @@ class SpanExecutor:
         positions = torch.cat([torch.arange(s.start, s.start + s.length) for s in segments])
         token = segments_of_forward.set(segments)
         try:
-            hidden: torch.Tensor = self.model(span, row, positions)
+            hidden: torch.Tensor = self.model(span, row.to(self._device), positions.to(self._device)).cpu()
         finally:
             segments_of_forward.reset(token)
         parts: Sequence[torch.Tensor] = hidden.split([segment.length for segment in segments])
         return parts
 
 
-def load_executor(folder: ModelFolder, span: Span, kv_tokens: int, dtype: torch.dtype = torch.float32) -> SpanExecutor:
+def load_executor(
+    folder: ModelFolder, span: Span, kv_tokens: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> SpanExecutor:
     """Read the span's tensors and make its executor. Takes seconds: run it off the event loop.
 
-    Weights and KV are of `dtype`, whatever it is on disk.
+    Weights and KV are of `dtype`, whatever it is on disk, and on torch's `device`.
     """
     register()
-    return SpanExecutor(load_span(folder, span, ATTENTION, dtype), folder.info.hidden_size, kv_tokens)
+    model = load_span(folder, span, ATTENTION, dtype).to(device)
+    return SpanExecutor(model, folder.info.hidden_size, kv_tokens, device)
