@@ -1,112 +1,260 @@
-"""The composition root: puts network, executor and server together, and runs them until told to stop."""
+"""The composition root: puts network, swarm, executor and server together, as a node that runs until it is left."""
 
 from __future__ import annotations
 
-import os
-import signal
+import secrets
+import statistics
 import sys
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.policy import LinkPolicy, ServePolicy
+from llmnode.client.pool import open_pool
+from llmnode.client.swarm import Swarm
+from llmnode.core.announcement import Offer, PeerState
+from llmnode.core.ids import SESSION_ID_BYTES, SessionId
+from llmnode.core.model import DTYPES
+from llmnode.core.placement import choose_span
+from llmnode.core.policy import LinkPolicy, ServePolicy, SwarmPolicy
 from llmnode.core.span import Span, parse_span
 from llmnode.errors import ConfigError, single_error
-from llmnode.net.host import open_network
+from llmnode.net.directory import open_directory
+from llmnode.net.host import LISTEN_ANY_LOOPBACK, open_network, parse_peer
+from llmnode.node.serve.links import serve_links, serve_view
 from llmnode.node.serve.server import Server
 from llmnode.node.startup import collection_paused
+from llmnode.ports import Piece
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
+    from pathlib import Path
 
     from llmnode.compute.executor import SpanExecutor
+    from llmnode.compute.worker import ThreadWorker
     from llmnode.core.ids import PeerId
+    from llmnode.core.model import ModelInfo
     from llmnode.models.folder import ModelFolder
+    from llmnode.ports import Network
+
+AUTO = "auto"
+MEMORY_SHARE = 0.8
+"""Of what is available, `--blocks auto` takes this much: other programs grow too."""
+MEASURED_STEPS = 9
 
 
 @dataclass(frozen=True, slots=True)
-class ServeConfig:
-    """What `llmnode serve` was asked for. `blocks` is START:END; `threads` is torch's, None for its own choice."""
+class NodeConfig:
+    """What a serving node is asked for.
 
-    model: str | None
-    blocks: str
-    listen: Sequence[str]
-    kv_tokens: int
-    threads: int | None
-    until_stdin_closes: bool
+    `blocks` is START:END, a number of blocks, or "auto" for as many as memory allows; the node then chooses those that
+    the swarm needs most. `peers` are addresses of servers or relays. `threads` is torch's, None for its own choice;
+    `device` is torch's too, "auto" for a GPU if there is one. The node's identity is kept in the file `identity`, and
+    is a fresh one without.
+    """
+
+    model: str | None = None
+    blocks: str = "auto"
+    peers: Sequence[str] = ()
+    listen: Sequence[str] = (LISTEN_ANY_LOOPBACK,)
+    kv_tokens: int = 32_768
+    device: str = "auto"
+    dtype: str = "float32"
+    threads: int | None = None
+    identity: Path | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """A server that takes sessions."""
+@dataclass(slots=True)
+class RunningNode:
+    """A node that takes sessions. Made by `open_node`."""
 
     peer: PeerId
     addresses: Sequence[str]
-    model: str
+    model: ModelInfo
     span: Span
     tensor_bytes: int
+    swarm: Swarm
+    server: Server
 
 
-async def serve(config: ServeConfig, report: Callable[[str], None], on_ready: Callable[[Ready], None]) -> None:
-    """Serve until SIGINT, SIGTERM or, if asked for, the end of stdin. `report` is told in a line what takes long.
+@asynccontextmanager
+async def open_node(
+    config: NodeConfig, report: Callable[[str], None] = lambda _line: None
+) -> AsyncIterator[RunningNode]:
+    """Serve for as long as the context lasts; leaving it tells the swarm. `report` is told in a line what takes long.
 
-    Raises ConfigError (blocks, address, missing model) or ModelError.
+    Raises ConfigError (blocks, address, missing model), ModelError, or PeerError if none of `peers` can be reached.
     """
+    _check(config)
     with single_error():
+        async with _joined(config.listen, config.peers, config.identity) as (network, swarm):
+            report("loading torch")
+            folder = await trio.to_thread.run_sync(_open_model, config, report, abandon_on_cancel=True)
+            # The compute thread must not keep the event loop from its heartbeats for longer than this.
+            sys.setswitchinterval(0.0005)
+            model = replace(folder.info, dtype=config.dtype)
+            share = _Share(model, await _choose_span(config, folder, swarm))
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(swarm.announce, share.offer)  # as joining: others choose other blocks
+                report(f"reading blocks {share.span} of {model.name}")
+                executor = await trio.to_thread.run_sync(_load, config, folder, share.span, abandon_on_cancel=True)
+                await share.take_sessions(executor)
+                server = Server(share.worker, model, ServePolicy(kv_tokens=config.kv_tokens), swarm)
+                nursery.start_soon(server.run, network)
+                swarm.say(share.offer())
+                yield RunningNode(
+                    network.peer, network.addresses, model, share.span, executor.tensor_bytes, swarm, server
+                )
+                await swarm.leave(share.offer())
+                nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def open_relay(listen: Sequence[str], peers: Sequence[str], identity: Path | None) -> AsyncIterator[Network]:
+    """A node that holds no blocks and knows who does: where others join the swarm. Loads no torch."""
+    with single_error():
+        async with _joined(listen, peers, identity) as (network, swarm), trio.open_nursery() as nursery:
+            nursery.start_soon(serve_links, network, ServePolicy().links, lambda link: serve_view(swarm, link))
+            yield network
+            nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _joined(
+    listen: Sequence[str], peers: Sequence[str], identity: Path | None
+) -> AsyncIterator[tuple[Network, Swarm]]:
+    """A network that listens, and a view that is kept current."""
+    async with AsyncExitStack() as stack:
+        network = await stack.enter_async_context(open_network(listen, LinkPolicy(), identity))
+        directory = await stack.enter_async_context(open_directory(network, SwarmPolicy()))
+        pool = await stack.enter_async_context(open_pool(network))
+        swarm = Swarm(network, pool, SwarmPolicy(), contacts=peers, directory=directory)
+        await swarm.meet_all(peers)
         async with trio.open_nursery() as nursery:
-            await nursery.start(_cancel_on_signal, nursery.cancel_scope)
-            if config.until_stdin_closes:
-                nursery.start_soon(_cancel_on_stdin_end, nursery.cancel_scope)
-            await _serve(config, report, on_ready)
+            nursery.start_soon(swarm.run)
+            yield network, swarm
+            nursery.cancel_scope.cancel()
 
 
-async def _serve(config: ServeConfig, report: Callable[[str], None], on_ready: Callable[[Ready], None]) -> None:
-    if config.until_stdin_closes and (sys.stdin is None or sys.stdin.isatty()):
-        raise ConfigError("--until-stdin-closes needs stdin to be a pipe from the program that starts the server")
-    parse_span(config.blocks)  # before the seconds that it takes to know how many there are
-    report("loading torch")
-    folder, executor = await trio.to_thread.run_sync(_load, config, report, abandon_on_cancel=True)
-    # The compute thread must not keep the event loop from its heartbeats for longer than this.
-    sys.setswitchinterval(0.0005)
-    span = executor.span
-    from llmnode.compute.worker import ThreadWorker
-    from llmnode.models.parts import tensor_bytes
+class _Share:
+    """What this node serves of the swarm's model, as it is announced."""
 
-    async with open_network(config.listen, LinkPolicy()) as network:
-        on_ready(Ready(network.peer, network.addresses, folder.info.name, span, tensor_bytes(executor.model)))
-        policy = ServePolicy(kv_tokens=config.kv_tokens)
-        await Server(ThreadWorker(executor), folder.info, policy).run(network)
+    def __init__(self, model: ModelInfo, span: Span) -> None:
+        self.span = span
+        self._model = model
+        self._worker: ThreadWorker | None = None
+        self._block_us = 0
+
+    @property
+    def worker(self) -> ThreadWorker:
+        assert self._worker is not None, "the blocks are not loaded yet"
+        return self._worker
+
+    async def take_sessions(self, executor: SpanExecutor) -> None:
+        """From now on we are online, as fast as we measure now."""
+        from llmnode.compute.worker import ThreadWorker
+
+        worker = ThreadWorker(executor)
+        self._block_us = max(1, await _step_us(worker, self._model.row_bytes) // len(self.span))
+        self._worker = worker
+
+    def offer(self) -> Offer:
+        return Offer(
+            model=self._model.name,
+            model_digest=self._model.digest,
+            blocks=self._model.blocks,
+            dtype=self._model.dtype,
+            span=self.span,
+            state=PeerState.JOINING if self._worker is None else PeerState.ONLINE,
+            block_us=self._block_us,
+            kv_tokens_free=0 if self._worker is None else self._worker.kv_tokens_free,
+        )
 
 
-def _load(config: ServeConfig, report: Callable[[str], None]) -> tuple[ModelFolder, SpanExecutor]:
+async def _step_us(worker: ThreadWorker, row_bytes: int) -> int:
+    """The time of one token through the span: a median, after a first step that warms caches up."""
+    session = SessionId(secrets.token_bytes(SESSION_ID_BYTES))
+    steps = MEASURED_STEPS + 1
+    if not await worker.open(session, worker.span, steps):
+        return 0
+    times = [(await worker.forward(Piece(session, step, 1, bytes(row_bytes)))).compute_us for step in range(steps)]
+    await worker.close(session)
+    return int(statistics.median(times[1:]))
+
+
+async def _choose_span(config: NodeConfig, folder: ModelFolder, swarm: Swarm) -> Span:
+    """The blocks that were asked for; of a number of them, those that the swarm needs most."""
+    blocks = folder.info.blocks
+    if ":" in config.blocks:
+        return parse_span(config.blocks, blocks)
+    length = int(config.blocks) if config.blocks != AUTO else await trio.to_thread.run_sync(_fitting, config, folder)
+    if not swarm.view.of_model(folder.digest):
+        await swarm.look_up(folder.digest)
+    others = [each.offer for each in swarm.view.of_model(folder.digest) if each.offer.dtype == config.dtype]
+    return choose_span(blocks, length, [(offer.span, offer.speed_tokens_per_s) for offer in others])
+
+
+def _fitting(config: NodeConfig, folder: ModelFolder) -> int:
+    import psutil
+    import torch
+
+    from llmnode.models.size import measure_size
+
+    size = measure_size(folder, getattr(torch, config.dtype))
+    device = _device(config)
+    free = psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+    fitting = size.fitting_blocks(int(MEMORY_SHARE * free), config.kv_tokens)
+    if not fitting:
+        raise ConfigError(
+            f"no block of {folder.name} fits: {free >> 20} MiB are free, a block takes {size.block_bytes >> 20} "
+            f"and its KV {config.kv_tokens * size.kv_token_bytes >> 20}: end other programs, or lower --kv-tokens"
+        )
+    return fitting
+
+
+def _check(config: NodeConfig) -> None:
+    """What can be said before the seconds that loading takes. Raises ConfigError."""
+    if config.dtype not in DTYPES:
+        raise ConfigError(f"there is no dtype {config.dtype!r}: choose one of {', '.join(DTYPES)}")
+    if ":" in config.blocks:
+        parse_span(config.blocks)
+    elif config.blocks != AUTO and not (config.blocks.isascii() and config.blocks.isdigit()):
+        raise ConfigError(f"--blocks {config.blocks!r}: write START:END (as 0:10), a number of blocks, or {AUTO}")
+    for address in config.peers:
+        parse_peer(address)
+
+
+def _open_model(config: NodeConfig, report: Callable[[str], None]) -> ModelFolder:
     with collection_paused():
         import torch
 
-        from llmnode.compute.executor import load_executor
         from llmnode.models.source import open_model
 
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        folder = open_model(config.model, report)
-        span = parse_span(config.blocks, folder.info.blocks)
-        report(f"reading blocks {span} of {folder.info.name}")
-        return folder, load_executor(folder, span, config.kv_tokens)
+        return open_model(config.model, report)
 
 
-async def _cancel_on_signal(
-    scope: trio.CancelScope, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
-) -> None:
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        task_status.started()
-        async for _signal in signals:
-            scope.cancel()
-            return
+def _load(config: NodeConfig, folder: ModelFolder, span: Span) -> SpanExecutor:
+    with collection_paused():
+        import torch
+
+        from llmnode.compute.executor import load_executor
+
+        return load_executor(folder, span, config.kv_tokens, getattr(torch, config.dtype), _device(config))
 
 
-async def _cancel_on_stdin_end(scope: trio.CancelScope) -> None:
-    """A parent holds our stdin open; however it ends, so do we."""
-    async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as stdin:
-        while await stdin.receive_some(1024):
-            pass
-    scope.cancel()
+def _device(config: NodeConfig) -> str:
+    """Raises ConfigError for a device that torch does not have here."""
+    import torch
+
+    if config.device == AUTO:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(config.device)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {config.device!r}: write cpu, cuda or cuda:0") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(f"--device {config.device}: torch has no such device here; leave it out, or write cpu")
+    return config.device

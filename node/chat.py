@@ -32,6 +32,7 @@ class ChatConfig:
     model: str | None
     peers: Sequence[str]
     codec: str
+    dtype: str
     sampling: Sampling
     max_length: int
 
@@ -40,7 +41,7 @@ def chat(config: ChatConfig) -> None:
     """Talk until /quit or the end of the input. Raises ConfigError, PeerError or NoRoute."""
     with collection_paused():
         from llmnode.client.model import connect
-    with connect(config.model, peers=config.peers, codec=config.codec) as model:
+    with connect(config.model, peers=config.peers, codec=config.codec, dtype=config.dtype, report=_report) as model:
         print(f"{model.info.name}\n{HELP}\nwarning: {WARNING}", file=sys.stderr)
         dialogue = Dialogue(model, config.sampling, config.max_length)
         while (message := _read_message()) is not None:
@@ -182,3 +183,7 @@ def _read_message() -> str | None:
         if not line.endswith("\\"):
             return "\n".join(lines).strip()
         prompt = prompt and "| "
+
+
+def _report(line: str) -> None:
+    print(f"llmnode: {line}", file=sys.stderr)

@@ -25,6 +25,7 @@ class GenerateConfig:
     model: str | None
     peers: Sequence[str]
     codec: str
+    dtype: str
     prompts: Sequence[str]
     sampling: Sampling
     chat: bool
@@ -35,7 +36,7 @@ def generate(config: GenerateConfig) -> None:
     """Connect, generate, print. Raises ConfigError, PeerError, NoRoute or SessionLost."""
     with collection_paused():
         from llmnode.client.model import connect
-    with connect(config.model, peers=config.peers, codec=config.codec) as model:
+    with connect(config.model, peers=config.peers, codec=config.codec, dtype=config.dtype, report=_report) as model:
         for number, prompt in enumerate(config.prompts, start=1):
             if len(config.prompts) > 1:
                 print(f"prompt {number} of {len(config.prompts)}", file=sys.stderr)
@@ -81,3 +82,7 @@ def _generate_one(model: DistributedModelForCausalLM, config: GenerateConfig, pr
         "text": streamer.text,
     }
     print(json.dumps(answer), flush=True)
+
+
+def _report(line: str) -> None:
+    print(f"llmnode: {line}", file=sys.stderr)

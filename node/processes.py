@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import deque
@@ -15,6 +16,7 @@ import trio
 
 from llmnode.core.span import Span
 from llmnode.errors import LlmnodeError
+from llmnode.node.settings import without_settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -75,6 +77,7 @@ async def private_swarm(
         for span in spans:
             process = await trio.lowlevel.open_process(
                 _command(span, threads), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                env=without_settings(os.environ),
                 start_new_session=True,  # a Ctrl-C in the terminal is ours alone: we end them in order
             )  # fmt: skip
             server = ServerProcess(span, process)

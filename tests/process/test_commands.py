@@ -41,10 +41,11 @@ def test_generate_prints_the_text_and_its_json(nodes: list[Any]) -> None:
     assert "1, 2, 3," + summary["text"] in done.stderr
 
 
-def test_a_hole_in_the_route_is_named(nodes: list[Any]) -> None:
-    done = _run(*LLMNODE, "generate", "--peers", nodes[1].address)
+def test_a_hole_in_the_route_is_named(start_servers: Callable[..., list[Any]]) -> None:
+    (alone,) = start_servers([Span(12, 13)])  # clients of the others have introduced them to each other
+    done = _run(*LLMNODE, "generate", "--peers", alone.address)
     assert done.returncode == 1
-    assert "no peer holds blocks [0, 12)" in done.stderr
+    assert "no peer holds blocks [0, 12), [13, 30)" in done.stderr
     assert "Traceback" not in done.stderr
 
 

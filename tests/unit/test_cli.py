@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
 import pytest
 
 from llmnode.node.cli import main
+from llmnode.node.settings import NO_OPTIONS, variable_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWHatDJpvRfD7CvXhA3hg2Pc115M26JP2Zph8nShom4ESy"
-COMMANDS = ["demo", "serve", "generate", "chat", "bench"]
+COMMANDS = ["demo", "serve", "relay", "generate", "chat", "status", "doctor", "config", "bench"]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests may have a file and variables of their own."""
+    for name in os.environ:
+        if name.startswith("LLMNODE_") and name not in NO_OPTIONS:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("LLMNODE_CONFIG", os.devnull)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -27,7 +44,12 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "fix"),
     [
-        (["serve", "--blocks", "5"], "write START:END"),
+        ([], "are required: COMMAND (see `llmnode --help`)"),
+        (["sing"], "invalid choice: 'sing'"),
+        (["chat"], "are required: --peers (see `llmnode chat --help`)"),
+        (["serve", "--blocks", "0:5", "--kv-tokens", "many"], "argument --kv-tokens: invalid int value: 'many'"),
+        (["generate", "--peers", PEER, "--prompt", "A", "--prompts", "B"], "not allowed with argument --prompt"),
+        (["serve", "--blocks", "five"], "write START:END (as 0:10), a number of blocks, or auto"),
         (["serve", "--blocks", "5:5"], "write START:END"),
         (["serve", "--blocks", "0:5", "--threads", "0"], "--threads 0: give at least 1"),
         (["serve", "--blocks", "0:5", "--kv-tokens", "-1"], "--kv-tokens -1: give at least 1"),
@@ -40,6 +62,8 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "--peers", PEER, "--model", "/nowhere"], "is neither HuggingFaceTB/"),
         (["chat", "--peers", PEER, "--top-p", "0"], "--top-p 0: give more than 0"),
         (["chat", "--peers", PEER, "--max-length", "0"], "--max-length 0: give at least 1"),
+        (["config", "sing"], "there is no command 'sing': choose from demo"),
+        (["doctor", "--kv-tokens", "0"], "--kv-tokens 0: give at least 1"),
     ],
 )
 def test_a_wrong_argument_is_one_line_that_names_the_fix(
@@ -49,3 +73,61 @@ def test_a_wrong_argument_is_one_line_that_names_the_fix(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("llmnode: ")
     assert fix in line
+
+
+def _config(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:  # Any: JSON
+    assert main(["config", "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_no_option_has_the_variable_of_something_else(capsys: pytest.CaptureFixture[str]) -> None:
+    options = {name for of in _config(capsys)["commands"].values() for name in of}
+    assert {"kv-tokens", "model", "peers", "listen", "json"} <= options
+    assert not NO_OPTIONS & {variable_of(name) for name in options}
+
+
+def test_config_tells_where_each_option_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text("threads = 3\n[serve]\nlisten = ['/ip4/0.0.0.0/tcp/4001']\n")
+    monkeypatch.setenv("LLMNODE_CONFIG", str(file))
+    monkeypatch.setenv("LLMNODE_CACHE", "/the/cache")
+    monkeypatch.setenv("LLMNODE_KV_TOKENS", "7")
+    monkeypatch.setenv("LLMNODE_KVTOKENS", "8")
+    shown = _config(capsys, "serve")
+    assert shown["file"] == {"path": str(file), "exists": True}
+    assert shown["cache"] == "/the/cache"
+    assert shown["unknown_variables"] == ["LLMNODE_KVTOKENS"]
+    assert list(shown["commands"]) == ["serve"]
+    serve = shown["commands"]["serve"]
+    assert serve["listen"] == {"value": ["/ip4/0.0.0.0/tcp/4001"], "source": "file", "place": str(file)}
+    assert serve["threads"] == {"value": 3, "source": "file", "place": str(file)}
+    assert serve["kv-tokens"] == {"value": 7, "source": "environment", "place": "LLMNODE_KV_TOKENS"}
+    assert serve["verbose"] == {"value": False, "source": "default", "place": None}
+
+    assert main(["config", "serve"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert f"file {file}" in lines
+    assert f"listen /ip4/0.0.0.0/tcp/4001 file {file}" in lines
+    assert "kv-tokens 7 environment LLMNODE_KV_TOKENS" in lines
+    assert "warning: no option is set by LLMNODE_KVTOKENS" in lines
+
+
+def test_a_command_is_run_with_its_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LLMNODE_PEERS", "nonsense")
+    assert main(["chat"]) == 2
+    assert "'nonsense' is not the address of a peer" in capsys.readouterr().err
+
+
+def test_an_error_in_the_file_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text("kv-tokenz = 3\n")
+    monkeypatch.setenv("LLMNODE_CONFIG", str(file))
+    assert main(["serve", "--blocks", "0:1"]) == 2
+    expected = f"llmnode: {file}: no command has the option 'kv-tokenz'; did you mean 'kv-tokens'?"
+    assert capsys.readouterr().err.splitlines() == [expected]

@@ -1,0 +1,1 @@
+"""One module per command: `add` declares its options, `run` checks them and hands them on to what does the work."""

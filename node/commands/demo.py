@@ -1,0 +1,43 @@
+"""`llmnode demo`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llmnode.node.commands.options import add_command, add_generation, at_least_one, threads
+
+if TYPE_CHECKING:
+    import argparse
+
+    from llmnode.node.commands.options import Commands
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "demo",
+        run,
+        "start a private swarm on this machine and generate text through it",
+        '  llmnode demo\n  llmnode demo --servers 5 --prompt "Once upon a time" --max-new-tokens 40\n'
+        '  llmnode demo --chat --prompt "Why is the sky blue?" --json',
+    )
+    parser.add_argument("--servers", type=int, default=3, metavar="N", help="server processes to start (default 3)")
+    add_generation(parser)
+    parser.add_argument("--threads", type=int, metavar="N", help="torch threads of each process (default: torch's)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import trio
+
+    from llmnode.node.demo import DemoConfig, demo
+
+    config = DemoConfig(
+        servers=at_least_one(arguments.servers, "--servers"),
+        prompt=arguments.prompt,
+        max_new_tokens=at_least_one(arguments.max_new_tokens, "--max-new-tokens"),
+        chat=arguments.chat,
+        json=arguments.json,
+        threads=threads(arguments),
+    )
+    trio.run(demo, config)
+    return 0

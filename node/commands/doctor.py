@@ -1,0 +1,82 @@
+"""`llmnode doctor`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from llmnode.node.commands.options import (
+    MODEL_HELP,
+    add_command,
+    add_dtype,
+    add_kv_tokens,
+    add_listen,
+    at_least_one,
+    printable,
+)
+
+if TYPE_CHECKING:
+    import argparse
+
+    from llmnode.node.commands.options import Commands
+    from llmnode.node.doctor import Finding
+
+EXIT_BLOCKED = 1
+STYLES = {"ok": "green", "warning": "yellow", "blocker": "red"}
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "doctor",
+        run,
+        "look for what keeps a node from working on this machine, and say how to mend it",
+        "  llmnode doctor\n  llmnode doctor MODEL --listen /ip4/0.0.0.0/tcp/4001\n"
+        "  llmnode doctor --peers ADDRESS1 ADDRESS2 --json\n\n"
+        "the last line is `ready`, or the blocker to mend first; the exit status is then 1",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--peers", nargs="+", default=[], metavar="ADDRESS", help="servers or relays to reach")
+    add_listen(parser)
+    add_kv_tokens(parser)
+    add_dtype(parser, "what blocks are to be computed in (default float32)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout; the findings go to stderr")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import trio
+    from rich.console import Console
+    from rich.text import Text
+
+    from llmnode.node.doctor import Doctor, DoctorConfig, blocker_of, diagnose
+
+    config = DoctorConfig(
+        model=arguments.model,
+        peers=arguments.peers,
+        listen=arguments.listen or ["/ip4/127.0.0.1/tcp/0"],
+        kv_tokens=at_least_one(arguments.kv_tokens, "--kv-tokens"),
+        dtype=arguments.dtype,
+    )
+    console = Console(stderr=arguments.json, soft_wrap=True)
+
+    def report(finding: Finding) -> None:
+        line = Text.assemble(
+            (f"{finding.verdict:8}", STYLES[finding.verdict]), f"{finding.check:8}{printable(finding.text)}"
+        )
+        console.print(line)
+        if finding.fix:
+            console.print(Text(f"{'':16}fix: {printable(finding.fix)}"))
+
+    with console.status("starting") as status:
+        doctor = Doctor(config, report, lambda text: status.update(Text(printable(text))))
+        trio.run(diagnose, doctor)
+    blocker = blocker_of(doctor.findings)
+    if arguments.json:
+        findings = [asdict(finding) for finding in doctor.findings]
+        print(json.dumps({"ready": blocker is None, "blocker": blocker and asdict(blocker), "findings": findings}))
+    elif blocker is None:
+        print("ready")
+    else:
+        print(printable(f"blocker: {blocker.text}; fix: {blocker.fix}"))
+    return EXIT_BLOCKED if blocker else 0

@@ -1,0 +1,71 @@
+"""`llmnode relay`: a node that holds no blocks, where others join the swarm."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from llmnode.node.commands.options import add_command, add_identity, add_listen, check_peers, log_to_stderr
+
+if TYPE_CHECKING:
+    import argparse
+
+    from llmnode.node.commands.options import Commands
+    from llmnode.ports import Network
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "relay",
+        run,
+        "introduce the nodes of a swarm to each other, without serving blocks",
+        "  llmnode relay --listen /ip4/0.0.0.0/tcp/4001 --identity relay.key\n"
+        "  llmnode serve --blocks auto --peers ADDRESS     (as the relay printed it; on other machines)\n"
+        "  llmnode chat --peers ADDRESS",
+    )
+    add_listen(parser)
+    parser.add_argument(
+        "--peers", nargs="+", default=[], metavar="ADDRESS", help="other relays or servers of the same swarm"
+    )
+    add_identity(parser)
+    parser.add_argument("--verbose", action="store_true", help="say on stderr which links open and end, and why")
+    parser.add_argument(
+        "--until-stdin-closes", action="store_true", help="stop when stdin ends, as a child of a program"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object, with the address, when it is ready")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import trio
+
+    if arguments.verbose:
+        log_to_stderr()
+    check_peers(arguments.peers)
+    trio.run(_relay, arguments)
+    return 0
+
+
+async def _relay(arguments: argparse.Namespace) -> None:
+    from llmnode.net.host import LISTEN_ANY_LOOPBACK
+    from llmnode.node.app import open_relay
+    from llmnode.node.stopping import stopped_by_signals
+
+    listen = arguments.listen or [LISTEN_ANY_LOOPBACK]
+    async with (
+        stopped_by_signals(until_stdin_closes=arguments.until_stdin_closes) as stop,
+        open_relay(listen, arguments.peers, arguments.identity) as network,
+    ):
+        _ready(network, arguments)
+        stop.in_order()
+        await stop.requested.wait()
+
+
+def _ready(network: Network, arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        event = {"event": "ready", "peer": network.peer, "addresses": list(network.addresses)}
+        print(json.dumps(event), flush=True)
+        return
+    print(f"ready: relay at {' '.join(network.addresses)}", flush=True)
+    if arguments.identity is None:
+        print("its address changes at each start: --identity FILE keeps it", flush=True)

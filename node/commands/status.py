@@ -1,0 +1,100 @@
+"""`llmnode status`: asks a swarm who serves what."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from llmnode.node.commands.options import add_command, check_peers, printable
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from llmnode.core.announcement import Announcement
+    from llmnode.node.commands.options import Commands
+    from llmnode.node.status import ModelStatus
+
+BESIDE_BAR = 68
+"""Columns of the terminal that the rest of a row takes."""
+STYLES = {"online": "green", "joining": "yellow"}
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "status",
+        run,
+        "show who serves which blocks, and which blocks nobody serves",
+        "  llmnode status --peers ADDRESS\n  llmnode status --peers ADDRESS --json\n"
+        "  (exit status 1 if no model is served whole)",
+    )
+    parser.add_argument("--peers", nargs="+", required=True, metavar="ADDRESS", help="servers or relays to ask")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import trio
+
+    from llmnode.client.swarm import wall_clock_ms
+    from llmnode.node.status import as_json, by_model
+
+    check_peers(arguments.peers)
+    models = by_model(trio.run(_ask, arguments.peers))
+    if arguments.json:
+        print(json.dumps(as_json(models, wall_clock_ms())))
+    else:
+        _show(models)
+    return 0 if any(not model.holes for model in models) else 1
+
+
+async def _ask(peers: Sequence[str]) -> list[Announcement]:
+    from llmnode.client.join import join_swarm
+    from llmnode.core.policy import LinkPolicy
+
+    async with join_swarm(peers, LinkPolicy()) as (_pool, swarm):
+        return swarm.view.announcements()
+
+
+def _show(models: Sequence[ModelStatus]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not models:
+        console.print("nobody serves anything: start with `llmnode serve`")
+    for model in models:
+        console.print(_table(model, max(8, console.width - BESIDE_BAR)))
+        if model.holes:
+            holes = ", ".join(str(hole) for hole in model.holes)
+            console.print(f"nobody serves blocks {holes}", style="bold red", markup=False)
+        else:
+            console.print("[green]every block is served[/]")
+
+
+def _table(model: ModelStatus, bar_columns: int) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from llmnode.node.status import bar
+
+    title = f"{escape(printable(model.model))}, {model.dtype}, {model.blocks} blocks"
+    table = Table(title=title, title_justify="left")
+    for column in ("peer", "blocks", "", "state", "ms a block", "free KV"):
+        table.add_column(column, no_wrap=True)
+    for each in model.servers:
+        offer, style = each.offer, STYLES.get(each.offer.state, "default")
+        table.add_row(
+            escape(each.peer[-12:]),
+            escape(str(offer.span)),
+            f"[{style}]{bar(offer.span, model.blocks, bar_columns)}[/]",
+            f"[{style}]{offer.state}[/]",
+            f"{offer.block_us / 1000:.2f}" if offer.block_us else "-",
+            str(offer.kv_tokens_free),
+        )
+    for hole in model.holes:
+        table.add_row(
+            "[red]nobody[/]", f"[red]{escape(str(hole))}[/]", f"[red]{bar(hole, model.blocks, bar_columns, '╳')}[/]"
+        )
+    return table

@@ -1,0 +1,70 @@
+"""A serving node inside another program."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack, ExitStack
+from typing import TYPE_CHECKING, Any, Self
+
+from llmnode.client.portal import open_portal
+from llmnode.node.app import NodeConfig, open_node
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llmnode.node.app import RunningNode
+
+
+class Node:
+    """Serves blocks for as long as its context lasts: `with Node(blocks="0:10") as node: print(node.addresses)`.
+
+    Takes the fields of `NodeConfig`. In a trio program use `async with`; everywhere else `with`, which runs the node in
+    a thread of its own. What can go wrong is raised on entering: see `llmnode.node.app.open_node`.
+    """
+
+    def __init__(
+        self, model: str | None = None, *, report: Callable[[str], None] = lambda _line: None, **config: Any
+    ) -> None:  # Any: NodeConfig's own fields
+        self._config = NodeConfig(model, **config)
+        self._report = report
+        self._running: RunningNode | None = None
+        self._stack: ExitStack | None = None
+        self._async_stack: AsyncExitStack | None = None
+
+    @property
+    def running(self) -> RunningNode:
+        """Peer id, addresses, span, view; only inside the context."""
+        assert self._running is not None, "enter the node's context first"
+        return self._running
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where clients and other nodes reach it: multiaddrs."""
+        return list(self.running.addresses)
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """First block served, and the one after the last."""
+        return self.running.span.start, self.running.span.end
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            portal = stack.enter_context(open_portal())
+            self._running = stack.enter_context(portal.enter(open_node(self._config, self._report)))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        assert self._stack is not None, "entered before"
+        self._stack.close()
+        self._running = None
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            self._running = await stack.enter_async_context(open_node(self._config, self._report))
+            self._async_stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> None:  # Any: as the protocol has it
+        assert self._async_stack is not None, "entered before"
+        await self._async_stack.__aexit__(*exc_info)
+        self._running = None

@@ -1,0 +1,245 @@
+"""Options from elsewhere than the command line, which goes before them: the environment, then a file, then the default.
+
+An option may be set by `LLMNODE_<OPTION>` or in a TOML file, whose keys at the top are for every command that has such
+an option, and those in a table like `[serve]` for that command. The file is checked whole, whichever command runs. Does
+not know what any option means.
+
+Not ConfigArgParse (1.9.0 was tried), which pastes what it finds into the command line as text. So a wrong key or value
+is told without the file it stands in, keys for several commands have no place, an optional positional like MODEL cannot
+be set, LLMNODE_PEERS="A B" is one peer, and importing it changes argparse for the whole process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmnode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    Options = Mapping[str, Mapping[str, "Option"]]  # by command and name
+    Table = dict[str, Any]  # Any: what TOML can hold
+
+FILE_VARIABLE = "LLMNODE_CONFIG"
+NO_OPTIONS = frozenset(
+    {FILE_VARIABLE} | {f"LLMNODE_{name}" for name in ("CACHE", "OFFLINE", "PYTHON", "SETUP_GIB", "VENV")}
+)
+"""Variables that mean something else: no option may be given such a name."""
+
+_WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
+_FLAGS = (argparse._StoreTrueAction, argparse._StoreFalseAction, argparse.BooleanOptionalAction)
+_TEXT = (str,), "text in quotes"
+_TYPES: Mapping[Any, tuple[tuple[type, ...], str]] = {  # Any: an option's conversion, which can be any callable
+    None: _TEXT,
+    str: _TEXT,
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+}
+_ANY_TYPE = (str, int, float), "text in quotes or a number"  # for an option with a conversion of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """`name` is its key in a file; `rivals` are the names of those that exclude it."""
+
+    name: str
+    action: argparse.Action
+    default: Any  # Any: of the option's own type, as the value of a setting
+    rivals: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What an option is without the command line. `source`: default, file or environment; `place`: its path or name."""
+
+    value: Any
+    source: str = "default"
+    place: str = ""
+
+
+def settings_path(environ: Mapping[str, str]) -> Path:
+    """`$LLMNODE_CONFIG`, else `llmnode/config.toml` in the user's configuration folder, which need not exist."""
+    if chosen := environ.get(FILE_VARIABLE):
+        return Path(chosen).expanduser()
+    return Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "llmnode" / "config.toml"
+
+
+def variable_of(option: str) -> str:
+    return f"LLMNODE_{option.replace('-', '_').upper()}"
+
+
+def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` for a child that is told all on its command line, whatever the user has set for their own commands."""
+    kept = {key: value for key, value in environ.items() if not key.startswith("LLMNODE_") or key in NO_OPTIONS}
+    return {**kept, FILE_VARIABLE: "/dev/null"}
+
+
+def parse(
+    parser: argparse.ArgumentParser,
+    commands: Mapping[str, argparse.ArgumentParser],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+) -> argparse.Namespace:
+    """As `parser.parse_args`, with settings for what `argv` leaves out; `commands` are its subparsers, by `command`.
+
+    The settings of all commands are in the result's `settings`. What is a yes elsewhere is a no with `--no-OPTION`.
+    `parser` cannot be used again. Raises ConfigError, which names the file and key, or the variable.
+    """
+    if {"-h", "--help", "--version"} & set(argv):  # they must work with a broken file
+        return parser.parse_args(argv)
+    options = {command: options_of(of) for command, of in commands.items()}
+    settings = read_settings(options, environ)
+    for command, of in commands.items():
+        _leave_out_rest(of, options[command], settings[command])
+    arguments = parser.parse_args(argv)
+    chosen, given = arguments.command, set(vars(arguments))
+    for option in options[chosen].values():
+        if option.action.dest not in given:
+            outdone = any(options[chosen][rival].action.dest in given for rival in option.rivals)
+            setattr(arguments, option.action.dest, option.default if outdone else settings[chosen][option.name].value)
+    arguments.settings = settings
+    return arguments
+
+
+def read_settings(options: Options, environ: Mapping[str, str]) -> dict[str, dict[str, Setting]]:
+    """By command and option. Raises ConfigError."""
+    path = settings_path(environ)
+    common, tables = _split(path, _read(path, must_exist=bool(environ.get(FILE_VARIABLE))), options)
+    settings: dict[str, dict[str, Setting]] = {}
+    for command, of in options.items():
+        layers: dict[str, dict[str, Setting]] = {"file": {}, "environment": {}}
+        for section, table in (("", common), (f" in [{command}]", tables.get(command, {}))):
+            for name in table.keys() & of.keys():
+                value = _from_toml(of[name].action, table[name], f"{path}: {name}{section}")
+                layers["file"][name] = Setting(value, "file", str(path))
+        for name, option in of.items():
+            if text := environ.get(variable := variable_of(name)):
+                value = _from_text(option.action, text, variable)
+                layers["environment"][name] = Setting(value, "environment", variable)
+        for name in [name for name in layers["file"] if of[name].rivals & layers["environment"].keys()]:
+            del layers["file"][name]
+        defaults = {name: Setting(option.default) for name, option in of.items()}
+        settings[command] = defaults | layers["file"] | layers["environment"]
+    return settings
+
+
+def options_of(parser: argparse.ArgumentParser) -> dict[str, Option]:
+    """What can be set: options of a value, a list or a yes, and a positional that may be left out."""
+    named = {
+        next((flag[2:] for flag in action.option_strings if flag.startswith("--")), action.dest): action
+        for action in parser._actions
+        if isinstance(action, (*_FLAGS, argparse._StoreAction, argparse._AppendAction))
+        and (action.option_strings or action.nargs == "?")
+    }
+    exclusive = [set(map(id, group._group_actions)) for group in parser._mutually_exclusive_groups]
+    return {
+        name: Option(
+            name,
+            action,
+            action.default,
+            frozenset(
+                rival
+                for rival, other in named.items()
+                if other is not action and any({id(action), id(other)} <= group for group in exclusive)
+            ),
+        )
+        for name, action in named.items()
+    }
+
+
+def _leave_out_rest(
+    parser: argparse.ArgumentParser, options: Mapping[str, Option], found: Mapping[str, Setting]
+) -> None:
+    """Make `parser` take what is on the command line: no default, and no offence at what is set elsewhere."""
+    set_elsewhere = {option.action.dest for option in options.values() if found[option.name].source != "default"}
+    for group in parser._mutually_exclusive_groups:
+        group.required = group.required and not set_elsewhere & {action.dest for action in group._group_actions}
+    for option in options.values():
+        action, undo = option.action, f"--no-{option.name}"
+        action.default = argparse.SUPPRESS
+        action.required = action.required and action.dest not in set_elsewhere
+        if isinstance(action, argparse._StoreTrueAction) and undo not in parser._option_string_actions:
+            parser.add_argument(undo, dest=action.dest, action="store_const", const=False, default=argparse.SUPPRESS)
+
+
+def _read(path: Path, *, must_exist: bool) -> Table:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        if must_exist:
+            raise ConfigError(f"{path} is not there: write it, or unset {FILE_VARIABLE}, which names it") from None
+        return {}
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): name another in {FILE_VARIABLE}") from error
+    except ValueError as error:  # TOML's, or UTF-8's
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def _split(path: Path, whole: Table, options: Options) -> tuple[Table, dict[str, Table]]:
+    """What is for all commands, and what is for each. Raises ConfigError for names that there are not."""
+    tables = {key: _as_written(value) for key, value in whole.items() if isinstance(value, dict)}
+    common = _as_written({key: value for key, value in whole.items() if key not in tables})
+    _check_known(common, {name for of in options.values() for name in of}, f"{path}: no command has the option")
+    _check_known(tables, options.keys(), f"{path}: there is no command for the table")
+    for command, table in tables.items():
+        _check_known(table, options[command].keys(), f"{path}: in [{command}]: {command} has no option")
+    return common, tables
+
+
+def _as_written(table: Table) -> Table:
+    return {key.replace("_", "-"): value for key, value in table.items()}
+
+
+def _check_known(names: Iterable[str], known: Collection[str], complaint: str) -> None:
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(f"{complaint} {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+
+
+def _from_toml(action: argparse.Action, value: Any, where: str) -> Any:
+    if isinstance(action, _FLAGS):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where} = {value!r}: write true or false")
+        return value is not isinstance(action, argparse._StoreFalseAction)
+    values = value if _is_list(action) else [value]
+    if not isinstance(values, list):
+        raise ConfigError(f"{where} = {value!r}: write a list")
+    accepted, expected = _TYPES.get(action.type, _ANY_TYPE)
+    for each in values:
+        if not isinstance(each, accepted):
+            raise ConfigError(f"{where} = {value!r}: write {expected}")
+    return _converted(action, [str(each) for each in values], f"{where} = {value!r}")
+
+
+def _from_text(action: argparse.Action, text: str, variable: str) -> Any:
+    where = f"{variable}={text}"
+    if isinstance(action, _FLAGS):
+        if (flag := _WORDS.get(text.lower())) is None:
+            raise ConfigError(f"{where}: write true or false")
+        return flag is not isinstance(action, argparse._StoreFalseAction)
+    return _converted(action, text.split() if _is_list(action) else [text], where)
+
+
+def _is_list(action: argparse.Action) -> bool:
+    return isinstance(action, argparse._AppendAction) or action.nargs not in (None, "?")
+
+
+def _converted(action: argparse.Action, texts: Sequence[str], where: str) -> Any:
+    convert: Any = action.type or str  # Any: it may return anything
+    try:
+        values = [convert(text) for text in texts]
+    except (TypeError, ValueError, argparse.ArgumentTypeError, ConfigError) as error:
+        raise ConfigError(f"{where}: {f'write {_TYPES[convert][1]}' if convert in _TYPES else error}") from error
+    for value in values:
+        if action.choices is not None and value not in action.choices:
+            raise ConfigError(f"{where}: choose {', '.join(map(str, action.choices))}")
+    if not values and action.nargs == "+":
+        raise ConfigError(f"{where}: give at least one")
+    return values if _is_list(action) else values[0]

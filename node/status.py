@@ -1,0 +1,86 @@
+"""`llmnode status`: who serves which blocks of which model, and what nobody serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmnode.core.route import uncovered
+from llmnode.core.view import online
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from llmnode.core.announcement import Announcement
+    from llmnode.core.span import Span
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """One model in one dtype, and its servers in the order of their blocks."""
+
+    model: str
+    digest: str
+    dtype: str
+    blocks: int
+    servers: Sequence[Announcement]
+
+    @property
+    def holes(self) -> list[Span]:
+        """Blocks that no server computes now."""
+        return uncovered(self.blocks, [each.offer.span for each in online(self.servers)])
+
+
+def by_model(announcements: Sequence[Announcement]) -> list[ModelStatus]:
+    groups: dict[tuple[bytes, str], list[Announcement]] = {}
+    for each in announcements:
+        groups.setdefault((each.offer.model_digest, each.offer.dtype), []).append(each)
+    return [
+        ModelStatus(
+            model=servers[0].offer.model,
+            digest=digest.hex(),
+            dtype=dtype,
+            blocks=servers[0].offer.blocks,
+            servers=sorted(servers, key=lambda each: (each.offer.span, each.peer)),
+        )
+        for (digest, dtype), servers in sorted(groups.items())
+    ]
+
+
+def as_json(models: Sequence[ModelStatus], now_ms: int) -> dict[str, Any]:  # Any: JSON
+    return {
+        "models": [
+            {
+                "model": model.model,
+                "digest": model.digest,
+                "dtype": model.dtype,
+                "blocks": model.blocks,
+                "holes": [[hole.start, hole.end] for hole in model.holes],
+                "servers": [_server_json(each, now_ms) for each in model.servers],
+            }
+            for model in models
+        ]
+    }
+
+
+def bar(span: Span, blocks: int, columns: int, filled: str = "█") -> str:
+    """The span's place among `blocks`, in at most `columns` characters; a block of it is never invisible."""
+    columns = min(blocks, columns)
+    first = span.start * columns // blocks
+    last = max(first + 1, -(-span.end * columns // blocks))
+    return "·" * first + filled * (last - first) + "·" * (columns - last)
+
+
+def _server_json(each: Announcement, now_ms: int) -> dict[str, Any]:  # Any: JSON
+    offer = each.offer
+    return {
+        "peer": each.peer,
+        "addresses": list(each.addresses),
+        "blocks": [offer.span.start, offer.span.end],
+        "state": str(offer.state),
+        "block_us": offer.block_us,
+        "kv_tokens_free": offer.kv_tokens_free,
+        "software": each.software,
+        "age_s": round((now_ms - each.sequence) / 1000, 1),
+    }

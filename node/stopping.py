@@ -1,0 +1,68 @@
+"""How a program that runs until stopped is stopped: by a signal, or by the end of its stdin. In order, or at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.errors import ConfigError, single_error
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+class Stop:
+    """Until `in_order` is called, whoever asks to stop ends everything at once; after it, `requested` is set first."""
+
+    def __init__(self, scope: trio.CancelScope) -> None:
+        self.requested = trio.Event()
+        self._scope = scope
+        self._in_order = False
+
+    def in_order(self) -> None:
+        """From now on there is somebody to say goodbye to."""
+        self._in_order = True
+
+    def request(self) -> None:
+        """The second time, nobody waits for goodbyes."""
+        if not self._in_order or self.requested.is_set():
+            self._scope.cancel()
+        self.requested.set()
+
+
+@asynccontextmanager
+async def stopped_by_signals(*, until_stdin_closes: bool = False) -> AsyncIterator[Stop]:
+    """The body is told by SIGINT and SIGTERM to stop and, if asked for, by the end of stdin.
+
+    Raises ConfigError if stdin is a terminal, or none.
+    """
+    if until_stdin_closes and (sys.stdin is None or sys.stdin.isatty()):
+        raise ConfigError("--until-stdin-closes needs stdin to be a pipe from the program that starts the server")
+    with single_error():
+        async with trio.open_nursery() as nursery:
+            stop = Stop(nursery.cancel_scope)
+            await nursery.start(_on_signals, stop)
+            if until_stdin_closes:
+                nursery.start_soon(_on_stdin_end, stop)
+            yield stop
+            nursery.cancel_scope.cancel()
+
+
+async def _on_signals(stop: Stop, task_status: trio.TaskStatus[None]) -> None:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
+        async for _signal in signals:
+            stop.request()
+
+
+async def _on_stdin_end(stop: Stop) -> None:
+    """A parent holds our stdin open; however it ends, so do we."""
+    async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as stdin:
+        while await stdin.receive_some(1024):
+            pass
+    stop.request()

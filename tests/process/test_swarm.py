@@ -1,0 +1,174 @@
+"""A swarm of real processes that find each other through a relay, lose one, and take another in."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trio
+
+from llmnode.client.connect import aconnect, load_parts
+from llmnode.client.join import join_swarm
+from llmnode.core.policy import LinkPolicy, SwarmPolicy
+from llmnode.core.route import uncovered
+from llmnode.core.view import online
+from llmnode.errors import PeerUnreachable, SessionLost
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
+
+LLMNODE = [sys.executable, "-P", "-m", "llmnode.node"]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BLOCKS = 30
+NEW_WITHIN_S = 10.0
+DEAD_WITHIN_S = 60.0
+
+
+class Child:
+    """A node as a user starts it; `ready` is its readiness object."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [*LLMNODE, *arguments, "--json", "--until-stdin-closes"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    @functools.cached_property
+    def ready(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        events = (json.loads(line) for line in self.process.stdout)
+        return next(event for event in events if event["event"] == "ready")
+
+    @property
+    def address(self) -> str:
+        address: str = self.ready["addresses"][0]
+        return address
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Child]]:
+    children: list[Child] = []
+
+    def start(*arguments: str) -> Child:
+        children.append(Child(*arguments))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.process.communicate(timeout=20)
+
+
+def serve(relay: Child, blocks: str) -> tuple[str, ...]:
+    return ("serve", "--blocks", blocks, "--threads", "1", "--peers", relay.address)
+
+
+async def next_exchange() -> None:
+    """What is expired changes with time alone."""
+    await trio.sleep(SwarmPolicy().exchange_every_s)
+
+
+async def until(condition: Callable[[], bool], wait: Callable[[], Awaitable[None]], within_s: float) -> float:
+    """Wait for `condition`, which only changes with what `wait` waits for; the seconds that it took."""
+    started = trio.current_time()
+    with trio.fail_after(within_s):
+        while not condition():
+            await wait()
+    return trio.current_time() - started
+
+
+def test_a_swarm_forms_loses_a_server_and_takes_another_in(
+    start: Callable[..., Child], transformers_model: Any, record_property: Callable[[str, object], None]
+) -> None:
+    relay = start("relay")
+    first = start(*serve(relay, "0:15"))
+    first.ready  # noqa: B018 - so that the second one sees what is missing
+    second = start(*serve(relay, "15"))
+    assert second.ready["blocks"] == [15, 30], "the blocks that nobody held were not chosen"
+
+    async def use() -> None:
+        parts = load_parts()
+        async with aconnect([relay.address], parts=parts) as client:
+            assert [hop.peer for hop in client.route] == [first.ready["peer"], second.ready["peer"]]
+            prompt = client.tokenizer.encode("The capital of France is")
+            generation = await client.generate(prompt, 12, stop_at_eos=False)
+            assert list(generation.token_ids) == greedy(transformers_model, prompt, 12)
+
+            second.process.kill()
+            second.process.wait()
+            with pytest.raises((SessionLost, PeerUnreachable)):
+                await client.generate(prompt, 12)
+
+            async with join_swarm([relay.address], LinkPolicy()) as (_pool, swarm):
+                digest = parts.model.digest
+
+                def holes() -> list[Any]:
+                    swarm.view.drop_expired(time.time_ns() // 1_000_000)
+                    return uncovered(BLOCKS, [each.offer.span for each in online(swarm.view.of_model(digest))])
+
+                gone_s = await until(lambda: bool(holes()), next_exchange, DEAD_WITHIN_S)
+                record_property("dead_out_of_view_s", round(gone_s, 1))
+                third = await trio.to_thread.run_sync(start, *serve(relay, "auto"))
+                await trio.to_thread.run_sync(lambda: third.ready)
+                new_s = await until(lambda: not holes(), swarm.wait_changed, NEW_WITHIN_S)
+                record_property("new_in_view_s", round(new_s, 1))
+            # A client that outlived the loss goes on with whom it now knows.
+            await until(
+                lambda: third.ready["peer"] in {each.peer for each in client.swarm.view.announcements()},
+                client.swarm.wait_changed,
+                NEW_WITHIN_S,
+            )
+            generation = await client.generate(prompt, 12, stop_at_eos=False)
+            assert list(generation.token_ids) == greedy(transformers_model, prompt, 12)
+
+    trio.run(use)
+    shown = subprocess.run(
+        [*LLMNODE, "status", "--peers", relay.address, "--json"], capture_output=True, text=True, check=True
+    )
+    (model,) = json.loads(shown.stdout)["models"]
+    assert model["holes"] == []
+    assert len(model["servers"]) == 2
+
+
+def test_status_names_the_holes(start: Callable[..., Child]) -> None:
+    server = start("serve", "--blocks", "4:6", "--threads", "1")
+    shown = subprocess.run([*LLMNODE, "status", "--peers", server.address], capture_output=True, text=True, check=False)
+    assert shown.returncode == 1
+    assert "nobody serves blocks [0, 4), [6, 30)" in shown.stdout
+
+
+def test_servers_of_another_dtype_are_not_mixed_in_unasked(start: Callable[..., Child]) -> None:
+    server = start("serve", "--blocks", "0:30", "--dtype", "bfloat16", "--threads", "1")
+    generate = [*LLMNODE, "generate", "--peers", server.address, "--max-new-tokens", "8", "--prompt", "1, 2, 3,"]
+    refused = subprocess.run(generate, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "held in bfloat16" in refused.stderr
+    assert "--dtype" in refused.stderr
+    done = subprocess.run([*generate, "--dtype", "bfloat16"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "4, 5" in done.stdout
+
+
+def test_the_example_of_an_embedded_node() -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "embed_node.py")], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Once upon a time")
+    assert "serving blocks (0, 30)" in done.stderr
+
+
+def greedy(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
