@@ -1,0 +1,353 @@
+"""What a hostile client sends: sessions' frames, mutated. Decides bytes alone; knows neither socket nor clock.
+
+Mutations come in three depths. Of a sequence: frames repeated, swapped, left out. Of a frame before it is encoded, so
+that its checksum is right and the parsers behind it are reached: fields out of range, metadata and payload that lie. Of
+the bytes: bits flipped, lengths that lie, noise; then the framing is lost, and the server must end the link.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import msgpack
+import numpy as np
+
+from llmnode import _native
+from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement
+from llmnode.core.ids import SESSION_ID_BYTES, Epoch, PeerId, SessionId, Step
+from llmnode.core.policy import LinkPolicy, SwarmPolicy
+from llmnode.core.span import Span
+from llmnode.errors import RemoteProtocolError
+from llmnode.wire.announcement import pack_announcement, pack_news, pack_sequences
+from llmnode.wire.frame import HEADER_BYTES, Frame, FrameDecoder, FrameType, encode
+from llmnode.wire.messages import Clock, Description, Open, pack
+from llmnode.wire.payload import Codec, encode_hidden
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from random import Random
+
+POLICY = LinkPolicy()
+BATCH_FRAMES = 100
+"""In one write: less than a link may hold, so that a server's answers and not its limit are tested."""
+NOW_MS = 1_800_000_000_000
+SESSION_LENGTHS = (1, 8, 16, 48)
+EDGES = (0, 1, 2, 127, 128, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1)
+_CHECKSUM_AT = HEADER_BYTES - 4
+_META_BYTES_AT = HEADER_BYTES - 12
+_PAYLOAD_BYTES_AT = HEADER_BYTES - 8
+
+
+class Ending(Enum):
+    """What follows a batch."""
+
+    ANSWERED = "every frame was well-formed: the link lives, and answers the fence"
+    REFUSED = "the last bytes are no frame: the server ends the link"
+    CUT = "the client leaves in the middle of a frame"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What goes out in one write: `frames` in number, all of which the server reads, and then `ending`."""
+
+    data: bytes
+    frames: int
+    spoiled: int
+    """How many of them are not as a client sends them."""
+    fence: SessionId
+    """The last frame is a CLOSE of this session, which nobody opened: its refusal says that all before it was read."""
+    ending: Ending
+    questions: frozenset[tuple[SessionId, Epoch, Step]]
+
+
+@dataclass(slots=True)
+class Attacker:
+    """An endless stream of batches, which depends on `chance` and on what is attacked alone."""
+
+    chance: Random
+    target: Description
+    _rows: bytes = b""
+
+    def batches(self) -> Iterator[Batch]:
+        self._rows = np.random.default_rng(0).standard_normal(64 * self.target.hidden_size, np.float32).tobytes()
+        while True:
+            yield self._batch(self.chance.choices(list(Ending), weights=(80, 15, 5))[0])
+
+    def _batch(self, ending: Ending) -> Batch:
+        chance = self.chance
+        frames: list[Frame] = []
+        spoiled = 0
+        fence = _name(chance)
+        while len(frames) < BATCH_FRAMES:
+            session = self._session()
+            spoils = chance.choice((0.25, 0.8, 1.0))  # of the few, most of the session comes to run
+            sent = [self._mutate(frame) if chance.random() < spoils else frame for frame in session]
+            spoiled += sum(each is not frame for each, frame in zip(sent, session, strict=True))
+            frames += _shuffled_a_little(chance, sent)
+            # Or its KV would be reserved for as long as the link lives, and the next session refused before any depth.
+            frames.append(session[-1])
+        frames.append(Frame(FrameType.CLOSE, fence))
+        encoded = [encode(frame, POLICY) for frame in frames]
+        for index in chance.sample(range(len(encoded) - 1), 5):
+            encoded[index] = _boundary_moved(chance, encoded[index])
+        spoiled += 5
+        end = {Ending.ANSWERED: lambda: b"", Ending.REFUSED: self._no_frame, Ending.CUT: self._part_of_a_frame}
+        return Batch(
+            b"".join(encoded) + end[ending](),
+            len(frames) + (ending is not Ending.ANSWERED),
+            spoiled + (ending is not Ending.ANSWERED),
+            fence,
+            ending,
+            frozenset((frame.session, frame.epoch, frame.step) for frame in frames),
+        )
+
+    def _session(self) -> list[Frame]:
+        """A valid one: steps of unequal length, one sent twice, cut back, gone on with, described and closed."""
+        chance, session = self.chance, _name(self.chance)
+        codec = chance.choices(list(Codec), weights=(5, 1, 1, 1))[0]
+        max_length = chance.choice(SESSION_LENGTHS)
+        request = Open(
+            self.target.model_digest,
+            self.target.span_start,
+            self.target.span_end,
+            max_length,
+            self.target.dtype,
+            codec,
+        )
+        frames = [Frame(FrameType.OPEN, session, meta=pack(request))]
+        position = step = epoch = 0
+        for _ in range(chance.randrange(1, 4)):
+            length = chance.randrange(1, 4)
+            hidden = encode_hidden(self._hidden(length), codec)
+            frames.append(
+                Frame(FrameType.STEP, session, Epoch(epoch), Step(step), position, length, payload=bytes(hidden))
+            )
+            position, step = position + length, step + 1
+            if chance.random() < 0.2:
+                frames.append(frames[-1])
+            if chance.random() < 0.3:
+                epoch, position = epoch + 1, chance.randrange(position + 1)
+                frames.append(Frame(FrameType.TRUNCATE, session, Epoch(epoch), Step(step), start=position))
+        frames.append(chance.choice((Frame(FrameType.DESCRIBE), self._view(), self._news())))
+        frames.append(Frame(FrameType.CLOSE, session, Epoch(epoch), Step(step)))
+        return frames
+
+    def _view(self) -> Frame:
+        known = {PeerId(self.chance.randbytes(20).hex()): self.chance.getrandbits(40) for _ in range(3)}
+        return Frame(FrameType.VIEW, meta=pack(Clock(NOW_MS)), payload=pack_sequences(known))
+
+    def _news(self) -> Frame:
+        """Of a peer that never signed it: an announcement that is believed would be a peer to be asked, for days."""
+        target, peer = self.target, PeerId(self.chance.randbytes(20).hex())
+        offer = Offer(
+            target.model,
+            target.model_digest,
+            target.blocks,
+            target.dtype,
+            Span(target.span_start, target.span_end),
+            PeerState.ONLINE,
+            block_us=100,
+            kv_tokens_free=1000,
+        )
+        address = f"/ip4/127.0.0.1/tcp/1/p2p/{peer}"
+        announcement = Announcement(peer, (address,), NOW_MS, NOW_MS + 40_000, "llmnode/0", offer)
+        body = pack_announcement(announcement)
+        if self.chance.random() < 0.5:
+            body = _bit_flipped(self.chance, body)
+        signed = SignedAnnouncement(announcement, body, self.chance.randbytes(64))
+        payload = pack_news([signed], [PeerId("12D3KooW")], SwarmPolicy())
+        return Frame(FrameType.NEWS, meta=pack(Clock(NOW_MS)), payload=payload)
+
+    def _hidden(self, length: int) -> bytes:
+        """Values as they leave an embedding: (length, hidden_size) in fp32."""
+        row_bytes = 4 * self.target.hidden_size
+        start = self.chance.randrange(len(self._rows) // row_bytes - length) * row_bytes
+        return self._rows[start : start + length * row_bytes]
+
+    def _mutate(self, frame: Frame) -> Frame:
+        """Of a right checksum still: what is wrong is for the parsers and the session behind it to find."""
+        kinds = [
+            _of_another_type,
+            _field_flipped,
+            _field_at_an_edge,
+            _field_off_by_one,
+            _payload_changed,
+            _meta_changed,
+        ]
+        if frame.type is FrameType.OPEN:
+            kinds += [_open_changed] * 6
+        return self.chance.choice(kinds)(self.chance, frame)
+
+    def _no_frame(self) -> bytes:
+        """Bytes at which a decoder must give up, whatever comes next."""
+        makers: list[Callable[[Random, bytes], bytes]] = [
+            _bit_flipped,
+            _oversized,
+            _header_spoiled,
+            _noise,
+            _lengths_lie,
+        ]
+        while True:
+            frame = encode(self.chance.choice(self._session()), POLICY)
+            data = self.chance.choice(makers)(self.chance, frame)
+            if _is_refused(data):  # a flipped length may only make the decoder wait
+                return data
+
+    def _part_of_a_frame(self) -> bytes:
+        frame = encode(self.chance.choice(self._session()), POLICY)
+        return frame[: self.chance.randrange(1, len(frame))]
+
+
+# Of a sequence
+
+
+def _shuffled_a_little(chance: Random, frames: list[Frame]) -> list[Frame]:
+    frames = list(frames)
+    for _ in range(chance.randrange(3)):
+        at, other = chance.randrange(len(frames)), chance.randrange(len(frames))
+        match chance.randrange(4):
+            case 0:
+                frames[at], frames[other] = frames[other], frames[at]
+            case 1:
+                frames.insert(other, frames[at])
+            case 2:
+                frames[at:at] = [frames[at]] * chance.randrange(2, 8)
+            case 3:
+                del frames[at]
+    return frames
+
+
+# Of a frame, before it is encoded
+
+
+def _of_another_type(chance: Random, frame: Frame) -> Frame:
+    return replace(frame, type=chance.choice([kind for kind in FrameType if kind is not frame.type]))
+
+
+def _field_flipped(chance: Random, frame: Frame) -> Frame:
+    if chance.random() < 0.2:
+        return replace(frame, session=SessionId(_bit_flipped(chance, frame.session)))
+    name = _some_field(chance)
+    return replace(frame, **{name: getattr(frame, name) ^ 1 << chance.randrange(32)})
+
+
+def _field_at_an_edge(chance: Random, frame: Frame) -> Frame:
+    return replace(frame, **{_some_field(chance): chance.choice(EDGES)})
+
+
+def _field_off_by_one(chance: Random, frame: Frame) -> Frame:
+    name = _some_field(chance)
+    return replace(frame, **{name: (getattr(frame, name) + chance.choice((-1, 1))) % 2**32})
+
+
+def _some_field(chance: Random) -> str:
+    return chance.choice(("epoch", "step", "start", "length"))
+
+
+def _payload_changed(chance: Random, frame: Frame) -> Frame:
+    return replace(frame, payload=_bytes_changed(chance, bytes(frame.payload)))
+
+
+def _meta_changed(chance: Random, frame: Frame) -> Frame:
+    return replace(frame, meta=_bytes_changed(chance, bytes(frame.meta)))
+
+
+def _open_changed(chance: Random, frame: Frame) -> Frame:
+    """Metadata that is msgpack, of fields that are not right."""
+    fields = msgpack.unpackb(frame.meta)
+    name = chance.choice(sorted(fields))
+    odd: list[object] = [None, True, -1, 0, 2**32, 2**63, 1.5, "", "x" * 3000, b"", bytes(32), [], {}, [[[]]], *EDGES]
+    match chance.randrange(5):
+        case 0:
+            del fields[name]
+        case 1:
+            fields[chance.choice(("x", "", "codec ", 7, None))] = 1
+        case 2 if isinstance(fields[name], int):
+            fields[name] = max(0, fields[name] + chance.choice((-1, 1)))
+        case 3 if isinstance(fields[name], bytes):
+            fields[name] = _bit_flipped(chance, fields[name])
+        case _:
+            fields[name] = chance.choice(odd)
+    return replace(frame, meta=msgpack.packb(fields))
+
+
+def _bytes_changed(chance: Random, content: bytes) -> bytes:
+    kind = chance.randrange(5) if content else 4
+    at = chance.randrange(len(content) + 1)
+    match kind:
+        case 0:
+            return _bit_flipped(chance, content)
+        case 1:
+            return content[:at]
+        case 2:
+            return content[:at] + chance.randbytes(chance.randrange(1, 64)) + content[at:]
+        case 3:
+            return chance.randbytes(len(content))
+        case _:
+            return content + chance.choice((b"\x00", b"\x91" * 500, b"\xdf\xff\xff\xff\xff", b"\xc1", b"\x80", content))
+
+
+# Of the bytes
+
+
+def _boundary_moved(chance: Random, encoded: bytes) -> bytes:
+    """Metadata is taken for payload, or payload for metadata; the frame is as long as before, its checksum right."""
+    meta_bytes, payload_bytes = struct.unpack_from("<II", encoded, _META_BYTES_AT)
+    moved = chance.randrange(min(meta_bytes + payload_bytes, POLICY.max_meta_bytes) + 1)
+    return _with_checksum(_patched(encoded, _META_BYTES_AT, "<II", moved, meta_bytes + payload_bytes - moved))
+
+
+def _bit_flipped(chance: Random, content: bytes) -> bytes:
+    at = chance.randrange(len(content))
+    return content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :]
+
+
+def _oversized(chance: Random, encoded: bytes) -> bytes:
+    at, limit = chance.choice(((_META_BYTES_AT, POLICY.max_meta_bytes), (_PAYLOAD_BYTES_AT, POLICY.max_payload_bytes)))
+    return _with_checksum(_patched(encoded, at, "<I", chance.choice((limit + 1, 2**31, 2**32 - 1))))
+
+
+def _lengths_lie(chance: Random, encoded: bytes) -> bytes:
+    """A payload some bytes shorter or longer than it is, its checksum right; then comes what is left over, or noise."""
+    (payload_bytes,) = struct.unpack_from("<I", encoded, _PAYLOAD_BYTES_AT)
+    lied = max(0, payload_bytes + chance.choice((-7, -1, 1, 30)))
+    frame_bytes = len(encoded) - payload_bytes + lied
+    lying = _patched(encoded, _PAYLOAD_BYTES_AT, "<I", lied) + chance.randbytes(2 * HEADER_BYTES)
+    return _with_checksum(lying[:frame_bytes]) + lying[frame_bytes:]
+
+
+def _header_spoiled(chance: Random, encoded: bytes) -> bytes:
+    """Magic, version or type that are not ours, under a right checksum."""
+    at = chance.randrange(4)
+    return _with_checksum(_patched(encoded, at, "<B", chance.choice((11, 99, 255))))
+
+
+def _noise(chance: Random, _encoded: bytes) -> bytes:
+    return chance.randbytes(chance.randrange(HEADER_BYTES, 2000))
+
+
+def _patched(encoded: bytes, at: int, form: str, *values: int) -> bytes:
+    patched = bytearray(encoded)
+    struct.pack_into(form, patched, at, *values)
+    return bytes(patched)
+
+
+def _with_checksum(encoded: bytes) -> bytes:
+    checksum = _native.frame_crc32c([encoded[:_CHECKSUM_AT], encoded[HEADER_BYTES:]])
+    return _patched(encoded, _CHECKSUM_AT, "<I", checksum)
+
+
+def _is_refused(data: bytes) -> bool:
+    try:
+        for _ in FrameDecoder(POLICY).feed(data):
+            pass
+    except RemoteProtocolError:
+        return True
+    return False
+
+
+def _name(chance: Random) -> SessionId:
+    return SessionId(chance.randbytes(SESSION_ID_BYTES))

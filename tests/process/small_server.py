@@ -1,0 +1,186 @@
+"""A real `llmnode serve` of a small random model, watched from outside; and a client of servers at known addresses."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections import Counter
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+import torch
+import trio
+
+from llmnode.client.connection import Connection, open_connection
+from llmnode.client.generate import generate_greedy
+from llmnode.client.session import InferenceSession, open_session
+from llmnode.compute.worker import ComputeThread
+from llmnode.core.policy import ClientPolicy, LinkPolicy
+from llmnode.core.route import Hop, Route
+from llmnode.core.span import Span
+from llmnode.models.parts import Ends, load_ends
+from llmnode.net.host import open_network
+from llmnode.wire.payload import Codec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+    from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
+
+    from llmnode.core.ids import PeerId
+    from llmnode.core.model import ModelInfo
+    from llmnode.models.folder import ModelFolder
+
+STOP_S = 20.0
+ANSWER_S = 30.0
+
+# `llmnode serve`, that tells on SIGUSR1 which trio tasks live.
+WATCHED_SERVE = """
+import collections, json, os, signal, trio
+from llmnode.node.cli import run
+
+def names(task):
+    yield task.name
+    for nursery in task.child_nurseries:
+        for child in nursery.child_tasks:
+            yield from names(child)
+
+def tell(*_):
+    tasks = collections.Counter(names(trio.lowlevel.current_root_task()))
+    os.write(1, (json.dumps({"event": "tasks", "tasks": tasks}) + "\\n").encode())
+
+signal.signal(signal.SIGUSR1, tell)
+run()
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a process holds. `tasks` are trio's, by name."""
+
+    memory_mib: float
+    files: int
+    threads: int
+    tasks: Counter[str]
+
+
+@dataclass
+class SmallServer:
+    """A running server; `errors` is the file of its stderr."""
+
+    process: subprocess.Popen[str]
+    errors: Path
+    address: str = ""
+
+    def wait_ready(self) -> None:
+        self.address = self._event("ready")["addresses"][0]
+
+    def footprint(self) -> Footprint:
+        self.process.send_signal(signal.SIGUSR1)
+        tasks = Counter(self._event("tasks")["tasks"])
+        process = psutil.Process(self.process.pid)
+        memory_mib = process.memory_full_info().uss / 2**20
+        return Footprint(memory_mib, process.num_fds(), process.num_threads(), tasks)
+
+    def check_no_traceback(self) -> None:
+        said = self.errors.read_text()
+        assert "Traceback" not in said, said[max(0, said.index("Traceback") - 300) :][:5000]
+
+    def _event(self, name: str) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            event: dict[str, Any] = json.loads(line)
+            if event["event"] == name:
+                return event
+        pytest.fail(f"the server ended: {self.errors.read_text()}")
+
+
+@contextmanager
+def serve_small(folder: Path, span: Span, kv_tokens: int, errors: Path) -> Iterator[SmallServer]:
+    """It must end well, and without having said anything of a traceback."""
+    command = [sys.executable, "-P", "-c", WATCHED_SERVE, "serve", str(folder), "--blocks", f"{span.start}:{span.end}"]
+    command += ["--kv-tokens", str(kv_tokens), "--threads", "1", "--json", "--verbose", "--until-stdin-closes"]
+    pipe = subprocess.PIPE
+    with (
+        errors.open("w") as stderr,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, text=True) as process,
+    ):
+        server = SmallServer(process, errors)
+        try:
+            server.wait_ready()
+            yield server
+            process.communicate(timeout=STOP_S)  # as a parent that goes away
+        finally:
+            process.kill()
+    server.check_no_traceback()
+    assert process.returncode == 0
+
+
+@dataclass
+class SmallClient:
+    """Sessions through servers that are known, without a swarm to find them."""
+
+    model: ModelInfo
+    ends: Ends
+    route: Route
+    connections: dict[PeerId, Connection]
+    policy: ClientPolicy
+
+    def session(self, max_length: int) -> AbstractAsyncContextManager[InferenceSession]:
+        return open_session(self.route, self.connections, self.model, max_length, Codec.RAW, self.policy)
+
+    async def generate(self, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
+        """Greedy tokens after each prompt, a session for each, all at once."""
+        chosen: dict[int, list[int]] = {}
+        thread = ComputeThread()
+
+        async def generate_one(index: int, prompt: list[int]) -> None:
+            tokens: list[int] = []
+            async with self.session(len(prompt) + new_tokens) as session:
+                await generate_greedy(
+                    session,
+                    self.ends,
+                    thread,
+                    prompt,
+                    new_tokens,
+                    stop_token_id=None,
+                    chunk_tokens=self.policy.chunk_tokens,
+                    on_token=tokens.append,
+                )
+            chosen[index] = tokens
+
+        async with trio.open_nursery() as nursery:
+            for index, prompt in enumerate(prompts):
+                nursery.start_soon(generate_one, index, prompt)
+        return [chosen[index] for index in range(len(prompts))]
+
+
+@asynccontextmanager
+async def connected(
+    addresses: Sequence[str], folder: ModelFolder, policy: ClientPolicy | None = None
+) -> AsyncIterator[SmallClient]:
+    """A client of the servers at `addresses`, whose spans follow each other."""
+    async with open_network([], LinkPolicy()) as network, AsyncExitStack() as stack:
+        connections: dict[PeerId, Connection] = {}
+        hops = []
+        for address in addresses:
+            connection = await stack.enter_async_context(open_connection(await network.dial(address)))
+            held = await connection.describe(ANSWER_S)
+            connections[connection.peer] = connection
+            hops.append(Hop(connection.peer, Span(held.span_start, held.span_end)))
+        yield SmallClient(folder.info, load_ends(folder), tuple(hops), connections, policy or ClientPolicy())
+
+
+@torch.inference_mode()
+def expected_tokens(model: Any, prompt: list[int], new_tokens: int) -> list[int]:  # Any: as transformers types it
+    """What transformers chooses greedily, in one process."""
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, pad_token_id=0
+    )
+    return [int(token) for token in output[0, len(prompt) :]]
