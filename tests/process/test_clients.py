@@ -17,8 +17,15 @@ from llmnode.core.span import Span
 from llmnode.net.host import open_network
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Description, unpack
-from process.test_exact import NEAR_TIE_LIMIT, PROMPTS, _count_near_ties, _generate
-from process.test_exact import epsilon, expected, prompts  # noqa: F401 - fixtures, for a token that differs
+from process.test_exact import (  # noqa: F401 - fixtures too, for a token that differs
+    NEAR_TIE_LIMIT,
+    PROMPTS,
+    _count_near_ties,
+    _generate,
+    epsilon,
+    expected,
+    prompts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
