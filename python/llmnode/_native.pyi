@@ -1,4 +1,6 @@
-"""The Rust extension: what is measured to be hot, as pure functions of bytes. Its source is in `transport_rs/`.
+"""The Rust extension: what is measured to be hot, functions of bytes and protocol machines without I/O.
+
+Its source is in `transport_rs/`.
 
 A buffer is anything of the buffer protocol that is C-contiguous and has a shape: `bytes`, `bytearray`, `memoryview`,
 NumPy arrays of any element type, read-only ones too. It is read in place, as the bytes that lie in memory. Do not write
@@ -14,7 +16,7 @@ sides must know them. What is guaranteed stands in `transport_rs/src/codec/mod.r
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, final
 
 from numpy.typing import NDArray
 from typing_extensions import Buffer as _PythonBuffer
@@ -26,6 +28,9 @@ _Dtype: TypeAlias = Literal["float32", "float16", "bfloat16"]
 _Code: TypeAlias = Literal["linear", "dynamic"]
 
 __all__ = [
+    "Connection",
+    "NoiseHandshake",
+    "NoiseSession",
     "__version__",
     "blake3_digest",
     "blake3_digest_parts",
@@ -100,3 +105,95 @@ def dequantize_blockwise_into(
 
     Raises `ValueError` too for an `out` that shares memory with `data`. After an error its contents are not specified.
     """
+
+_Events: TypeAlias = tuple[list[int], list[int], list[int], list[int]]
+"""The streams that the other side opened, that can be read (data, or their end), that can be written again, and that
+the other side reset."""
+
+@final
+class NoiseHandshake:
+    """The handshake `Noise_XX_25519_ChaChaPoly_SHA256`, each message with its 16-bit length, as libp2p has it.
+
+    The initiator sends, receives, sends; the other side the reverse. What the payloads prove is the caller's to verify,
+    before it uses the session. Raises `ValueError` for a message that is malformed, forged or out of turn; the
+    handshake is then of no use any more.
+    """
+
+    def __new__(cls, static_key: bytes, *, initiator: bool) -> NoiseHandshake:
+        """`static_key`: a private X25519 key, 32 bytes. Raises `ValueError` for another length."""
+
+    def send(self, payload: _Buffer) -> bytes:
+        """The next message, to be sent as it is."""
+
+    def receive(self, data: _Buffer) -> bytes | None:
+        """The payload of the other side's next message, once `data`, of any length, completes it."""
+
+    @property
+    def remote_static_key(self) -> bytes | None:
+        """The other side's public X25519 key: what its payload must be signed for."""
+
+    def finish(self) -> tuple[NoiseSession, bytes]:
+        """The session, and the bytes that arrived after the handshake. The handshake is of no use any more."""
+
+@final
+class NoiseSession:
+    """Both directions of an encrypted connection, after its handshake."""
+
+    def seal(self, data: _Buffer) -> bytes:
+        """`data`, of any length, as messages to be sent in the order of the calls."""
+
+    def open(self, data: _Buffer) -> bytes:
+        """The plaintext of all messages that `data`, of any length, completes.
+
+        Raises `ValueError` for what the other side did not encrypt as its next message; the session is then of no use.
+        """
+
+@final
+class Connection:
+    """Streams (`/yamux/1.0.0`) over a Noise session: what the socket gives goes in, what it is to send comes out.
+
+    What it holds is bounded whatever the other side does, see `Limits` in `transport_rs/src/yamux/mod.rs`. After
+    `ValueError`, which says what the other side did against the protocol, `seal_output` still has the farewell.
+    """
+
+    def __new__(cls, session: NoiseSession, *, initiator: bool) -> Connection:
+        """`session` is taken over, and of no use to the caller any more."""
+
+    def receive(self, data: _Buffer) -> _Events:
+        """Take what the socket gave. Raises `ValueError`."""
+
+    def receive_plaintext(self, data: _Buffer) -> _Events:
+        """Take what `session` had decrypted before it came here. Raises `ValueError`."""
+
+    def open_stream(self) -> int | None:
+        """The number of a new stream, which may be used at once. None: as many as may be are open; try again later.
+
+        Raises `EOFError` if no stream can be opened on this connection any more.
+        """
+
+    def has_stream(self, stream: int) -> bool:
+        """Whether the stream is open in at least one direction, or unread."""
+
+    def write(self, stream: int, data: _Buffer) -> int | None:
+        """How many bytes from the front of `data` were taken: 0 if the window is used up, or too much waits to be sent.
+
+        None if the stream was closed or is gone.
+        """
+
+    def read(self, stream: int, bytes_max: int, now_s: float) -> bytes | None:
+        """What has arrived, up to `bytes_max`. Empty: the stream has ended or is gone. None: nothing has arrived yet.
+
+        `now_s` counts from any moment: how fast a window is used up decides whether it grows.
+        """
+
+    def close_stream(self, stream: int) -> None:
+        """Send the end of the stream. It can still be read."""
+
+    def reset_stream(self, stream: int) -> None:
+        """Give the stream up in both directions."""
+
+    def go_away(self) -> None:
+        """Say that the connection is about to end."""
+
+    def seal_output(self) -> bytes:
+        """Take all that is to be sent, encrypted."""

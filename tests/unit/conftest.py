@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 
+from llmnode.core.span import Span
 from llmnode.testing import ExactWorker
 
 settings.register_profile(
@@ -18,5 +19,5 @@ settings.load_profile("unit")
 
 @pytest.fixture
 def exact_worker() -> ExactWorker:
-    """For hidden states of 8 bytes a position, with KV for 64."""
-    return ExactWorker(row_bytes=8, kv_tokens=64)
+    """Four blocks, for hidden states of 8 bytes a position, with KV for 64."""
+    return ExactWorker(Span(0, 4), row_bytes=8, kv_tokens=64)

@@ -8,8 +8,11 @@
 
 pub mod checksum;
 pub mod codec;
+pub mod connection;
 pub mod digest;
+pub mod noise;
 mod simd;
+pub mod yamux;
 
 #[cfg(feature = "python")]
 pub mod python;

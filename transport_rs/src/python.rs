@@ -1,4 +1,4 @@
-//! The module `llmnode._native`: the only file of this crate that knows Python.
+//! The module `llmnode._native`: with the files in `python/`, the only one of this crate that knows Python.
 //!
 //! It borrows buffers, calls a pure function and returns a value. What is promised to Python is in `_native.pyi`.
 //!
@@ -11,12 +11,14 @@
 
 #![allow(clippy::needless_pass_by_value, reason = "PyO3 hands extracted arguments over by value")]
 
-use std::slice;
+mod buffers;
+mod transport;
 
-use pyo3::buffer::PyUntypedBuffer;
-use pyo3::exceptions::{PyBufferError, PyValueError};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyByteArray, PyBytes, PySequence};
+use pyo3::types::{PyByteArray, PyBytes};
+
+use buffers::{ByteView, ByteViews, WritableView};
 
 use crate::codec::{self, Code, CodecError, Dtype, Format};
 use crate::{checksum, digest};
@@ -39,7 +41,10 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(self::quantize_blockwise, module)?)?;
     module.add_function(wrap_pyfunction!(self::quantize_blockwise_into, module)?)?;
     module.add_function(wrap_pyfunction!(self::dequantize_blockwise, module)?)?;
-    module.add_function(wrap_pyfunction!(self::dequantize_blockwise_into, module)?)
+    module.add_function(wrap_pyfunction!(self::dequantize_blockwise_into, module)?)?;
+    module.add_class::<transport::NoiseHandshake>()?;
+    module.add_class::<transport::NoiseSession>()?;
+    module.add_class::<transport::Connection>()
 }
 
 #[pyfunction]
@@ -176,102 +181,4 @@ impl From<CodecError> for PyErr {
 /// Runs `work` on `len_bytes` of input, without the GIL if that is worth its price.
 fn detach_if_long<T: Send>(py: Python<'_>, len_bytes: usize, work: impl FnOnce() -> T + Send) -> T {
     if len_bytes >= DETACH_FROM_BYTES { py.detach(work) } else { work() }
-}
-
-/// The memory of one Python buffer, seen as bytes whatever its element type. Python keeps it in place until this is
-/// dropped.
-struct ByteView(PyUntypedBuffer);
-
-impl ByteView {
-    #[expect(
-        unsafe_code,
-        reason = "PyO3 has no safe view of a buffer as bytes that outlives the GIL and does not copy"
-    )]
-    fn bytes(&self) -> &[u8] {
-        let len_bytes = self.0.len_bytes();
-        if len_bytes == 0 {
-            return &[]; // An exporter may then give a null pointer, which a slice must not have.
-        }
-        // SAFETY: the exporter vouches for `len_bytes` readable bytes at `buf_ptr` until the buffer is released, which
-        // needs `self` to go; they have no gaps, as `extract` checked; every bit pattern is a `u8`, which needs no
-        // alignment. That nobody writes meanwhile is the caller's part of the contract, see the top of this file.
-        unsafe { slice::from_raw_parts(self.0.buf_ptr().cast::<u8>(), len_bytes) }
-    }
-}
-
-impl<'py> FromPyObject<'_, 'py> for ByteView {
-    type Error = PyErr;
-
-    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let buffer = PyUntypedBuffer::get(&object)?;
-        if buffer.is_c_contiguous() {
-            Ok(Self(buffer))
-        } else {
-            Err(PyBufferError::new_err("the buffer is not C-contiguous: make a contiguous copy of it first"))
-        }
-    }
-}
-
-/// The memory of one Python buffer that this call writes to.
-struct WritableView(ByteView);
-
-impl WritableView {
-    /// A buffer may be given twice, and two objects may share memory. Rust must not see it as both read and written.
-    fn refuse_overlap(&self, read: &ByteView) -> PyResult<()> {
-        let (written, read) = (self.0.bytes().as_ptr_range(), read.bytes().as_ptr_range());
-        if written.start < read.end && read.start < written.end {
-            Err(PyValueError::new_err("out overlaps the input"))
-        } else {
-            Ok(())
-        }
-    }
-
-    #[expect(unsafe_code, reason = "PyO3 has no safe view of a buffer as bytes that outlives the GIL")]
-    fn bytes(&mut self) -> &mut [u8] {
-        let len_bytes = self.0.0.len_bytes();
-        if len_bytes == 0 {
-            return &mut []; // see ByteView
-        }
-        // SAFETY: as in `ByteView::bytes`, and the buffer is writable, as `extract` checked. No other Rust code sees this
-        // memory while the slice lives: it borrows `self`, and `refuse_overlap` is called with every other view of the
-        // same call. That no other thread reads or writes it is the caller's part of the contract.
-        unsafe { slice::from_raw_parts_mut(self.0.0.buf_ptr().cast::<u8>(), len_bytes) }
-    }
-}
-
-impl<'py> FromPyObject<'_, 'py> for WritableView {
-    type Error = PyErr;
-
-    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let view: ByteView = object.extract()?;
-        if view.0.readonly() {
-            return Err(PyBufferError::new_err("the buffer to write to is read-only"));
-        }
-        Ok(Self(view))
-    }
-}
-
-/// The buffers of a Python sequence, in order.
-struct ByteViews(Vec<ByteView>);
-
-impl ByteViews {
-    fn iter(&self) -> impl Iterator<Item = &[u8]> {
-        self.0.iter().map(ByteView::bytes)
-    }
-
-    fn len_bytes(&self) -> usize {
-        // Saturating: the same buffer may come many times, and this only chooses whether to release the GIL.
-        self.iter().map(<[u8]>::len).fold(0, usize::saturating_add)
-    }
-}
-
-impl<'py> FromPyObject<'_, 'py> for ByteViews {
-    type Error = PyErr;
-
-    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        // Not PyO3's Vec<T>: that one reserves what `__len__` claims, and dies of a claim that is too large.
-        let sequence = object.cast::<PySequence>()?;
-        let views = sequence.try_iter()?.map(|item| item?.extract());
-        Ok(Self(views.collect::<PyResult<_>>()?))
-    }
 }

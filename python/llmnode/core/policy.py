@@ -18,6 +18,8 @@ class LinkPolicy:
     farewell_s: float = 0.5
     """What a closing link allows its last write."""
     dial_timeout_s: float = 10.0
+    connections: int = 512
+    """With all peers together, half open ones too. Many systems allow a process 1,024 files."""
     links_per_peer: int = 4
     """One is enough for any number of sessions; without a limit one peer could take a server's every link."""
     queue_frames: int = 256
@@ -52,6 +54,13 @@ class ClientPolicy:
     """Generous: a long prefill on a slow peer. A peer that died is noticed by its link in `LinkPolicy.silence_s`."""
     chunk_tokens: int = 512
     """A prefill is sent in chunks of this many positions, so that no frame and no forward grows with the prompt."""
+    recovery_timeout_s: float = 60.0
+    """A session that lost a peer looks this long for others to take its place: longer than a view forgets the dead."""
+    retry_s: float = 1.0
+    """Between two looks, unless the swarm changes before."""
+    ban_s: float = 2.0
+    """The first ban of a peer that failed; the next is twice as long."""
+    longest_ban_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)

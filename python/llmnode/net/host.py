@@ -1,36 +1,29 @@
-"""Our libp2p host: TCP, Noise and yamux alone, and links over it.
+"""Links over a libp2p host: dialled, accepted, ended. A peer id is always proved by its key.
 
-The default security set of py-libp2p accepts plaintext, and with it any claimed identity; here a peer id is always
-proved by its key. Knows nothing of models and sessions.
+Knows nothing of models and sessions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
-import logging
 import socket
 from typing import TYPE_CHECKING, cast
 
-import libp2p.network.swarm
 import psutil
 import trio
-from libp2p import create_yamux_muxer_option, new_host
-from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
 from libp2p.custom_types import TProtocol
 from libp2p.exceptions import BaseLibp2pError
 from libp2p.network.exceptions import SwarmException
 from libp2p.network.stream.exceptions import StreamError
 from libp2p.peer.peerinfo import InvalidAddrError, info_from_p2p_addr
-from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
-from libp2p.security.noise.transport import Transport as NoiseTransport
-from libp2p.stream_muxer.yamux.yamux import Yamux
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
 from llmnode.core.ids import PeerId
 from llmnode.errors import ConfigError, PeerUnreachable
 from llmnode.net.identity import fresh_identity, is_signed, open_identity
+from llmnode.net.libp2p_host import open_host
 from llmnode.net.link import Libp2pLink
 
 if TYPE_CHECKING:
@@ -39,7 +32,6 @@ if TYPE_CHECKING:
 
     from libp2p.abc import IHost, INetStream
     from libp2p.network.stream.net_stream import NetStream
-    from libp2p.network.swarm import Swarm
     from libp2p.peer.id import ID
     from libp2p.peer.peerinfo import PeerInfo
 
@@ -61,23 +53,11 @@ async def open_network(
     Its identity is that in the file `identity`, by default a fresh one. Raises ConfigError for an address that is
     malformed, of another transport, or taken, and for a file that holds no identity.
     """
-    # A successful dial waits this long for a rival that does not exist: 250 ms each, unless it is lowered.
-    libp2p.network.swarm._HAPPY_EYEBALLS_DELAY = 0.005
-    for noisy in ("libp2p", "async_service"):
-        logging.getLogger(noisy).setLevel(logging.CRITICAL)
     addresses = [_parse_listen(address) for address in listen]
     for address in addresses:
         _check_bindable(address)
     key_pair = open_identity(identity) if identity is not None else fresh_identity()
-    host = new_host(
-        key_pair=key_pair,
-        sec_opt={NOISE: NoiseTransport(key_pair, noise_privkey=create_noise_key_pair().private_key)},
-        muxer_opt=create_yamux_muxer_option(),
-        listen_addrs=addresses or [Multiaddr(LISTEN_ANY_LOOPBACK)],
-    )
-    async with host.run(listen_addrs=addresses), trio.open_nursery() as nursery:
-        # It would dial whoever we have ever met, and most eagerly whom we have just left.
-        await cast("Swarm", host.get_network()).auto_connector.stop()
+    async with open_host(key_pair, addresses, policy) as host, trio.open_nursery() as nursery:
         network = Libp2pNetwork(host, nursery, policy, listens=bool(addresses))
         host.set_stream_handler(LINK_PROTOCOL, network.take_stream)
         try:
@@ -176,12 +156,8 @@ class Libp2pNetwork:
 
     def _link(self, stream: NetStream, peer: PeerId) -> Libp2pLink:
         async def drop_connection() -> None:
-            # After a link has ended its connection may be half written: never reuse it, redialling would. The socket
-            # goes first, or libp2p's goodbye would wait for a peer that reads nothing, and its clean-up never happen.
             # This connection alone: the peer may have dialled again already.
             with trio.move_on_after(self._policy.farewell_s, shield=True):
-                assert isinstance(stream.muxed_conn, Yamux)
-                await stream.muxed_conn.secured_conn.close()
                 assert stream.swarm_conn is not None
                 await stream.swarm_conn.close()
 

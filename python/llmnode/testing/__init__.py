@@ -5,6 +5,6 @@
 
 from llmnode.testing.directory import MemoryDirectory
 from llmnode.testing.network import MemoryInternet, MemoryNetwork, open_internet
-from llmnode.testing.worker import ExactWorker, running_sums
+from llmnode.testing.worker import ExactWorker, exact_output
 
-__all__ = ["ExactWorker", "MemoryDirectory", "MemoryInternet", "MemoryNetwork", "open_internet", "running_sums"]
+__all__ = ["ExactWorker", "MemoryDirectory", "MemoryInternet", "MemoryNetwork", "exact_output", "open_internet"]

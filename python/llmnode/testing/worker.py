@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING
 
+import numpy as np
 import trio
 
-from llmnode.core.span import Span
 from llmnode.ports import Computed
 
 if TYPE_CHECKING:
     from llmnode.core.ids import SessionId
+    from llmnode.core.span import Span
     from llmnode.ports import Piece
 
 
 class ExactWorker:
-    """The `Worker` port in exact arithmetic: each byte out is the sum (modulo 256) of all bytes in, up to it.
+    """The `Worker` port in exact arithmetic: bytes in, bytes out, bit for bit the same through any cut into spans.
 
-    So an answer is right only if the KV holds exactly what came before. `gate`, when set, holds every forward back
-    until it is opened, and like a torch call a forward that runs cannot be cancelled; `forwards` counts them.
+    Each byte that a block puts out is the sum (modulo 256) of all bytes that came in, up to it, and the block's number;
+    so an answer is right only if the KV holds exactly what came before, and every block was passed once. `gate`, when
+    set, holds every forward back until it is opened, and like a torch call a forward that runs cannot be cancelled;
+    `forwards` counts them.
     """
 
-    def __init__(self, row_bytes: int, kv_tokens: int) -> None:
-        self.span = Span(0, 4)
+    def __init__(self, span: Span, row_bytes: int, kv_tokens: int) -> None:
+        self.span = span
         self.gate: trio.Event | None = None
         self.forwards = 0
         self.forward_began = trio.Event()
         self._row_bytes = row_bytes
         self._kv_tokens = kv_tokens
         self._reserved: dict[SessionId, int] = {}
+        self._spans: dict[SessionId, Span] = {}
         self._kept: dict[SessionId, bytes] = {}
         self._closed_one = trio.Event()
 
@@ -44,6 +47,7 @@ class ExactWorker:
         if max_length > self.kv_tokens_free:
             return False
         self._reserved[session] = max_length
+        self._spans[session] = span
         self._kept[session] = b""
         return True
 
@@ -59,7 +63,8 @@ class ExactWorker:
         assert len(kept) == piece.start * self._row_bytes
         assert len(piece.hidden) == piece.length * self._row_bytes
         self._kept[piece.session] = kept + bytes(piece.hidden)
-        return Computed(running_sums(self._kept[piece.session])[len(kept) :], queue_us=0, compute_us=0)
+        output = exact_output(self._kept[piece.session], self._spans[piece.session])
+        return Computed(output[len(kept) :], queue_us=0, compute_us=0)
 
     async def truncate(self, session: SessionId, length: int) -> None:
         await trio.lowlevel.checkpoint()
@@ -77,6 +82,9 @@ class ExactWorker:
             await self._closed_one.wait()
 
 
-def running_sums(hidden: bytes) -> bytes:
-    """What an `ExactWorker` answers to the hidden states of a whole session."""
-    return bytes(total % 256 for total in itertools.accumulate(hidden))
+def exact_output(hidden: bytes, span: Span) -> bytes:
+    """What the blocks of `span`, each an `ExactWorker`'s, make of the hidden states of a whole session."""
+    values = np.frombuffer(hidden, np.uint8)
+    for block in range(span.start, span.end):
+        values = np.cumsum(values, dtype=np.uint8) + np.uint8(block % 256)
+    return values.tobytes()

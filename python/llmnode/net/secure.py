@@ -1,0 +1,176 @@
+"""Noise (`/noise`) for py-libp2p, with the cipher and its framing in Rust.
+
+What py-libp2p's own transport does, in the same handshake and with the same proofs of identity; but a read takes what
+the socket has, and a cancelled read or write before the muxer takes over leaves nothing half done inside. Knows nothing
+of streams: `yamux.py` takes the session over once a muxer is agreed on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from libp2p.abc import IRawConnection, ISecureConn, ISecureTransport
+from libp2p.crypto.x25519 import X25519PublicKey
+from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
+from libp2p.io.exceptions import ConnectionClosedError, IOException
+from libp2p.peer.id import ID
+from libp2p.security.noise.exceptions import (
+    HandshakeHasNotFinished,
+    InvalidSignature,
+    NoiseFailure,
+    PeerIDMismatchesPubkey,
+)
+from libp2p.security.noise.messages import (
+    NoiseHandshakePayload,
+    make_handshake_payload_sig,
+    verify_handshake_payload_sig,
+)
+
+from llmnode._native import NoiseHandshake, NoiseSession
+
+if TYPE_CHECKING:
+    from libp2p.connection_types import ConnectionType
+    from libp2p.crypto.keys import KeyPair, PrivateKey, PublicKey
+    from multiaddr import Multiaddr
+
+READ_BYTES = 1 << 16
+
+
+def noise_transport(key_pair: KeyPair) -> ISecureTransport:
+    """What belongs under `/noise` in the `sec_opt` of a host with the identity `key_pair`, of whatever key type."""
+    noise_keys = create_noise_key_pair()
+    signature = make_handshake_payload_sig(key_pair.private_key, noise_keys.public_key)
+    proof = NoiseHandshakePayload(key_pair.public_key, signature).serialize()
+    return NoiseTransport(key_pair, noise_keys.private_key.to_bytes(), proof)
+
+
+class NoiseTransport(ISecureTransport):
+    """Made by `noise_transport`. One Noise key for all connections of a host, signed once."""
+
+    def __init__(self, key_pair: KeyPair, noise_key: bytes, proof: bytes) -> None:
+        self._key_pair = key_pair
+        self._noise_key = noise_key
+        self._proof = proof
+
+    async def secure_inbound(self, conn: IRawConnection) -> NoiseConnection:
+        """Raises NoiseFailure if the other side does not prove who it is."""
+        handshake = NoiseHandshake(self._noise_key, initiator=False)
+        try:
+            await _receive(conn, handshake)
+            await conn.write(handshake.send(self._proof))
+            identity = _proved(handshake, await _receive(conn, handshake))
+            return self._secured(conn, handshake, identity, initiator=False)
+        except (ValueError, IOException) as error:
+            raise NoiseFailure(str(error)) from error
+
+    async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> NoiseConnection:
+        """Raises PeerIDMismatchesPubkey if somebody else answers, NoiseFailure if it does not prove who it is."""
+        handshake = NoiseHandshake(self._noise_key, initiator=True)
+        try:
+            await conn.write(handshake.send(b""))
+            identity = _proved(handshake, await _receive(conn, handshake))
+            if (found := ID.from_pubkey(identity)) != peer_id:
+                raise PeerIDMismatchesPubkey(f"{found} answers, not {peer_id}")
+            await conn.write(handshake.send(self._proof))
+            return self._secured(conn, handshake, identity, initiator=True)
+        except (ValueError, IOException) as error:
+            raise NoiseFailure(str(error)) from error
+
+    def _secured(
+        self, conn: IRawConnection, handshake: NoiseHandshake, identity: PublicKey, *, initiator: bool
+    ) -> NoiseConnection:
+        session, rest = handshake.finish()
+        return NoiseConnection(conn, session, session.open(rest), self._key_pair, identity, initiator=initiator)
+
+
+async def _receive(conn: IRawConnection, handshake: NoiseHandshake) -> bytes:
+    """The payload of the next message."""
+    data = b""
+    while (payload := handshake.receive(data)) is None:
+        data = await conn.read(READ_BYTES)
+        if not data:
+            raise HandshakeHasNotFinished("the connection closed during the handshake")
+    return payload
+
+
+def _proved(handshake: NoiseHandshake, payload: bytes) -> PublicKey:
+    """The identity key of the other side, which has signed the Noise key that this handshake was made with."""
+    proof = NoiseHandshakePayload.deserialize(payload)
+    noise_key = handshake.remote_static_key
+    assert noise_key is not None
+    if not verify_handshake_payload_sig(proof, X25519PublicKey.from_bytes(noise_key)):
+        raise InvalidSignature("the other side has not signed its Noise key")
+    return proof.id_pubkey
+
+
+class NoiseConnection(ISecureConn):
+    """An encrypted connection. It is for one task at a time, the one that negotiates the muxer."""
+
+    def __init__(
+        self,
+        raw: IRawConnection,
+        session: NoiseSession,
+        early: bytes,
+        key_pair: KeyPair,
+        remote_key: PublicKey,
+        *,
+        initiator: bool,
+    ) -> None:
+        self.raw = raw
+        self.session = session
+        self.is_initiator = initiator
+        self._unread = bytearray(early)
+        self._key_pair = key_pair
+        self._remote_key = remote_key
+
+    async def read(self, n: int | None = None) -> bytes:
+        """As py-libp2p's sessions: `n` bytes, or what there is if `n` is None; fewer only at the end.
+
+        Raises ConnectionClosedError at the end, and for what the other side did not encrypt.
+        """
+        while not self._unread or (n is not None and len(self._unread) < n):
+            data = await self.raw.read(READ_BYTES)
+            if not data and not self._unread:
+                raise ConnectionClosedError("closed by the other side", transport="noise")
+            if not data:
+                break
+            try:
+                self._unread += self.session.open(data)
+            except ValueError as error:
+                raise ConnectionClosedError(str(error), transport="noise") from error
+        taken = bytes(self._unread[:n])
+        del self._unread[:n]
+        return taken
+
+    def take_unread(self) -> bytes:
+        """For who takes over `raw` and `session`: what was decrypted and not read."""
+        unread = bytes(self._unread)
+        self._unread.clear()
+        return unread
+
+    async def write(self, data: bytes) -> None:
+        await self.raw.write(self.session.seal(data))
+
+    async def close(self) -> None:
+        await self.raw.close()
+
+    def get_local_peer(self) -> ID:
+        return ID.from_pubkey(self._key_pair.public_key)
+
+    def get_local_private_key(self) -> PrivateKey:
+        return self._key_pair.private_key
+
+    def get_remote_peer(self) -> ID:
+        return ID.from_pubkey(self._remote_key)
+
+    def get_remote_public_key(self) -> PublicKey:
+        return self._remote_key
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        return self.raw.get_remote_address()
+
+    def get_transport_addresses(self) -> list[Multiaddr]:
+        return self.raw.get_transport_addresses()
+
+    def get_connection_type(self) -> ConnectionType:
+        return self.raw.get_connection_type()

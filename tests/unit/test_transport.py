@@ -1,0 +1,505 @@
+"""Our Noise and yamux over real sockets: against py-libp2p's own, under cancellation, and against peers that misbehave.
+
+What the protocol machines do with bytes alone is tested in Rust (`transport_rs/tests/`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from libp2p import new_host
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.rsa import create_new_key_pair as create_new_rsa_key_pair
+from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
+from libp2p.io.trio import TrioTCPStream
+from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.network.exceptions import SwarmException
+from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import PeerInfo, info_from_p2p_addr
+from libp2p.security.noise.exceptions import InvalidSignature, NoiseFailure, PeerIDMismatchesPubkey
+from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
+from libp2p.security.noise.transport import Transport as StockNoise
+from libp2p.stream_muxer.exceptions import (
+    MuxedConnUnavailable,
+    MuxedStreamClosed,
+    MuxedStreamEOF,
+    MuxedStreamError,
+    MuxedStreamReset,
+)
+from libp2p.stream_muxer.yamux.yamux import YamuxStream as StockStream
+from multiaddr import Multiaddr
+
+from llmnode._native import NoiseHandshake, NoiseSession
+from llmnode.net.secure import NoiseConnection, NoiseTransport, noise_transport
+from llmnode.net.yamux import UNACKNOWLEDGED_S, YamuxConnection, YamuxStream, use_yamux
+
+DEADLINE_S = 30.0
+ECHO: Any = "/echo/1"
+LOOPBACK = Multiaddr("/ip4/127.0.0.1/tcp/0")
+MIB = 1 << 20
+DATA, WINDOW_UPDATE, PING = 0, 1, 2
+SYN, ACK, FIN, RST = 1, 2, 4, 8
+
+
+def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run an async test, under one deadline for whatever it waits for."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        async def bounded() -> None:
+            with trio.fail_after(DEADLINE_S):
+                await test(**fixtures)
+
+        trio.run(bounded)
+
+    return run
+
+
+async def read_exactly(stream: Any, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        data += await stream.read(count - len(data))
+    return bytes(data)
+
+
+async def echo(stream: Any) -> None:
+    with suppress(Exception):
+        while data := await stream.read(MIB):
+            await stream.write(data)
+
+
+# Hosts: ours against py-libp2p's own
+
+
+def host(kind: str) -> Any:
+    keys = create_new_rsa_key_pair() if kind == "stock with RSA" else create_new_key_pair()
+    if kind == "ours":
+        made = new_host(key_pair=keys, sec_opt={NOISE: noise_transport(keys)}, listen_addrs=[LOOPBACK])
+        use_yamux(made)
+        return made
+    stock = StockNoise(keys, noise_privkey=create_noise_key_pair().private_key)
+    return new_host(key_pair=keys, sec_opt={NOISE: stock}, listen_addrs=[LOOPBACK])
+
+
+@asynccontextmanager
+async def hosts(dialler: str, listener: str) -> AsyncIterator[tuple[Any, Any]]:
+    """Connected, and the listener echoes."""
+    ours, theirs = host(dialler), host(listener)
+    async with ours.run(listen_addrs=[]), theirs.run(listen_addrs=[LOOPBACK]):
+        theirs.set_stream_handler(ECHO, echo)
+        await ours.connect(info_from_p2p_addr(theirs.get_addrs()[0]))
+        yield ours, theirs
+
+
+PAIRS = [("ours", "ours"), ("ours", "stock"), ("stock", "ours"), ("ours", "stock with RSA"), ("stock with RSA", "ours")]
+
+
+@pytest.mark.parametrize(("dialler", "listener"), PAIRS)
+@in_trio
+async def test_ten_megabytes_go_both_ways_at_once(dialler: str, listener: str) -> None:
+    async with hosts(dialler, listener) as (ours, theirs), trio.open_nursery() as nursery:
+        stream = await ours.new_stream(theirs.get_id(), [ECHO])
+        assert stream.muxed_conn.peer_id == theirs.get_id()
+        assert isinstance(stream.muxed_stream, YamuxStream if dialler == "ours" else StockStream)
+        sent = os.urandom(10_000_000)
+        nursery.start_soon(stream.write, sent)
+        assert await read_exactly(stream, len(sent)) == sent
+        assert [each.to_base58() for each in theirs.get_connected_peers()] == [ours.get_id().to_base58()]
+
+
+@pytest.mark.parametrize(("dialler", "listener"), PAIRS[:3])
+@in_trio
+async def test_many_streams_at_once_keep_their_bytes_apart(dialler: str, listener: str) -> None:
+    async with hosts(dialler, listener) as (ours, theirs), trio.open_nursery() as nursery:
+
+        async def use(number: int) -> None:
+            stream = await ours.new_stream(theirs.get_id(), [ECHO])
+            sent = random.Random(number).randbytes(3000 * number)
+            await stream.write(sent)
+            assert await read_exactly(stream, len(sent)) == sent
+            await stream.close()
+
+        for number in range(60):
+            nursery.start_soon(use, number)
+
+
+@pytest.mark.parametrize("dialler", ["ours", "stock"])
+@in_trio
+async def test_who_answers_under_another_name_is_refused(dialler: str) -> None:
+    ours, theirs = host(dialler), host("ours")
+    another = ID.from_pubkey(create_new_key_pair().public_key)
+    async with ours.run(listen_addrs=[]), theirs.run(listen_addrs=[LOOPBACK]):
+        with pytest.raises(SwarmException):
+            await ours.connect(PeerInfo(another, [info_from_p2p_addr(theirs.get_addrs()[0]).addrs[0]]))
+        assert not ours.get_connected_peers()
+
+
+# Connections alone
+
+
+@asynccontextmanager
+async def tcp_pair() -> AsyncIterator[tuple[RawConnection, RawConnection]]:
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    async with listener:
+        dialled = await trio.open_tcp_stream(*listener.socket.getsockname())
+        accepted = await listener.accept()
+    async with dialled, accepted:
+        yield RawConnection(TrioTCPStream(dialled), True), RawConnection(TrioTCPStream(accepted), False)
+
+
+async def secured(
+    raw: tuple[RawConnection, RawConnection], dialler: NoiseTransport, listener: NoiseTransport, expected: ID
+) -> tuple[NoiseConnection, NoiseConnection]:
+    made: dict[str, NoiseConnection] = {}
+
+    async def accept() -> None:
+        made["accepted"] = await listener.secure_inbound(raw[1])
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(accept)
+        made["dialled"] = await dialler.secure_outbound(raw[0], expected)
+    return made["dialled"], made["accepted"]
+
+
+def new_transport() -> tuple[NoiseTransport, ID]:
+    keys = create_new_key_pair()
+    transport = noise_transport(keys)
+    assert isinstance(transport, NoiseTransport)
+    return transport, ID.from_pubkey(keys.public_key)
+
+
+@asynccontextmanager
+async def connections() -> AsyncIterator[tuple[YamuxConnection, YamuxConnection]]:
+    (dialler, dialler_id), (listener, listener_id) = new_transport(), new_transport()
+    async with tcp_pair() as raw, trio.open_nursery() as nursery:
+        dialled, accepted = await secured(raw, dialler, listener, listener_id)
+        assert accepted.get_remote_peer() == dialler_id
+        ours, theirs = YamuxConnection(dialled, listener_id), YamuxConnection(accepted, dialler_id)
+        nursery.start_soon(ours.start)
+        nursery.start_soon(theirs.start)
+        yield ours, theirs
+        await ours.close()
+        await theirs.close()
+
+
+async def opened(ours: YamuxConnection, theirs: YamuxConnection) -> tuple[YamuxStream, YamuxStream]:
+    return await ours.open_stream(), await theirs.accept_stream()
+
+
+@in_trio
+async def test_a_stream_ends_in_one_direction_at_a_time() -> None:
+    async with connections() as (ours, theirs):
+        stream, far = await opened(ours, theirs)
+        await stream.write(b"last words")
+        await stream.close()
+        assert await far.read() == b"last words"
+        with pytest.raises(MuxedStreamEOF):
+            await far.read()
+        with pytest.raises(MuxedStreamClosed):
+            await stream.write(b"more")
+        await far.write(b"an answer")
+        await far.close()
+        assert await stream.read(2) + await stream.read() == b"an answer"
+        with pytest.raises(MuxedStreamEOF):
+            await stream.read()
+        assert not ours._streams
+        assert not theirs._streams
+
+
+@in_trio
+async def test_a_reset_reaches_who_reads_and_who_writes() -> None:
+    async with connections() as (ours, theirs), trio.open_nursery() as nursery:
+        stream, far = await opened(ours, theirs)
+
+        async def expect_reset(call: Callable[[], Awaitable[Any]]) -> None:
+            with pytest.raises(MuxedStreamReset):
+                await call()
+
+        nursery.start_soon(expect_reset, stream.read)
+        nursery.start_soon(expect_reset, lambda: stream.write(bytes(MIB)))  # more than the window
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        await far.reset()
+        await expect_reset(far.read)
+
+
+@in_trio
+async def test_what_arrived_before_the_end_of_a_connection_can_still_be_read() -> None:
+    async with connections() as (ours, theirs):
+        stream, far = await opened(ours, theirs)
+        await stream.write(b"last words")
+        await ours.close()
+        with pytest.raises(MuxedConnUnavailable):
+            await theirs.accept_stream()
+        assert theirs.is_closed
+        assert await far.read() == b"last words"
+        with pytest.raises(MuxedStreamReset):
+            await far.read()
+        with pytest.raises(MuxedStreamReset):
+            await far.write(b"too late")
+        with pytest.raises(MuxedConnUnavailable):
+            await theirs.open_stream()
+
+
+@in_trio
+async def test_a_slow_reader_stops_its_writer_and_is_not_reset() -> None:
+    async with connections() as (ours, theirs), trio.open_nursery() as nursery:
+        stream, far = await opened(ours, theirs)
+        sent = os.urandom(3 * MIB)
+        written = trio.Event()
+
+        async def write() -> None:
+            await stream.write(sent)
+            written.set()
+
+        nursery.start_soon(write)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert not written.is_set()
+        other, far_other = await opened(ours, theirs)  # and nobody else has to wait for it
+        await other.write(b"meanwhile")
+        assert await far_other.read() == b"meanwhile"
+        assert await read_exactly(far, len(sent)) == sent
+        await written.wait()
+
+
+@in_trio
+async def test_a_connection_whose_peer_reads_nothing_is_closed_without_waiting_for_it() -> None:
+    transport, peer = new_transport()
+    async with tcp_pair() as raw, trio.open_nursery() as nursery:
+        dialled, accepted = await secured(raw, transport, transport, peer)
+        ours = YamuxConnection(dialled, peer)
+        nursery.start_soon(ours.start)
+        credit = b"".join(frame(WINDOW_UPDATE, 0, 1, 64 * MIB) for _ in range(2))
+        stream = await ours.open_stream()
+        await accepted.write(credit)
+
+        async def write() -> None:
+            with pytest.raises(MuxedStreamReset):
+                await stream.write(bytes(100 * MIB))
+
+        nursery.start_soon(write)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert ours.is_congested
+        await ours.close()
+
+
+# Cancellation
+
+
+@in_trio
+async def test_thousands_of_cancelled_calls_lose_no_byte_of_any_other_stream() -> None:
+    chance = random.Random(0)  # seeded: the same moments in every run, as far as the machine allows
+    async with connections() as (ours, theirs), trio.open_nursery() as nursery:
+        steady, far_steady = await opened(ours, theirs)
+        read_from, far_read_from = await opened(ours, theirs)
+        written_to, far_written_to = await opened(ours, theirs)
+        done = trio.Event()
+        cancelled = dict.fromkeys(("read", "write", "open"), 0)
+        flow = random.Random(1).randbytes(2 * MIB)
+
+        async def within_a_moment(name: str, call: Callable[[], Awaitable[Any]]) -> Any:
+            with trio.move_on_after(chance.choice((0, 1e-5, 1e-4, 3e-4))) as moment:
+                return await call()
+            cancelled[name] += moment.cancelled_caught
+            return None
+
+        async def be_steady() -> None:
+            while not done.is_set():
+                sent = chance.randbytes(chance.choice((1, 2000, 100_000)))
+                await steady.write(sent)
+                assert await read_exactly(steady, len(sent)) == sent
+
+        async def read() -> None:
+            got = bytearray()
+            while len(got) < len(flow):
+                got += await within_a_moment("read", lambda: read_from.read(5000)) or b""
+            assert got == flow
+
+        async def write() -> None:
+            while cancelled["write"] < 700:
+                await within_a_moment("write", lambda: written_to.write(bytes(300_000)))
+
+        async def open_some() -> None:
+            while cancelled["open"] < 700:
+                if stream := await within_a_moment("open", ours.open_stream):
+                    await stream.reset()
+
+        async def swallow(stream: YamuxStream) -> None:
+            with suppress(MuxedStreamError):
+                while True:
+                    await stream.read()
+
+        nursery.start_soon(echo, far_steady)
+        nursery.start_soon(swallow, far_written_to)
+        nursery.start_soon(far_read_from.write, flow)
+        async with trio.open_nursery() as beside:
+            beside.start_soon(be_steady)
+            async with trio.open_nursery() as cancelling:
+                for task in (read, write, open_some):
+                    cancelling.start_soon(task)
+            while cancelled["read"] < 700:
+                await within_a_moment("read", read_from.read)
+            done.set()
+        assert ours.is_established
+        assert theirs.is_established
+        await steady.reset()
+        await written_to.reset()
+
+
+# Peers that misbehave
+
+
+def frame(kind: int, flags: int, stream: int, length: int) -> bytes:
+    return struct.pack("!BBHII", 0, kind, flags, stream, length)
+
+
+@asynccontextmanager
+async def attacked() -> AsyncIterator[tuple[YamuxConnection, NoiseConnection]]:
+    """A connection of ours, and the other end of its session in the hands of someone who obeys nothing above it."""
+    (dialler, dialler_id), (listener, listener_id) = new_transport(), new_transport()
+    async with tcp_pair() as raw, trio.open_nursery() as nursery:
+        attacker, accepted = await secured(raw, dialler, listener, listener_id)
+        ours = YamuxConnection(accepted, dialler_id)
+        nursery.start_soon(ours.start)
+        yield ours, attacker
+        await ours.close()
+
+
+@in_trio
+async def test_a_flood_of_streams_is_reset_at_the_limit() -> None:
+    async with attacked() as (ours, attacker):
+        await attacker.write(b"".join(frame(WINDOW_UPDATE, SYN, 2 * index + 1, 0) for index in range(2000)))
+        answers = await attacker.read(2000 * 12)
+        flags = [struct.unpack("!H", answers[at + 2 : at + 4])[0] for at in range(0, len(answers), 12)]
+        assert flags == [ACK] * 256 + [RST] * 1744
+        assert len(ours._streams) == len(ours._opened) == 256
+
+
+@in_trio
+async def test_streams_that_are_reset_before_anyone_takes_them_leave_nothing() -> None:
+    async with attacked() as (ours, attacker):
+        for index in range(1000):
+            await attacker.write(frame(DATA, SYN, 2 * index + 1, 4) + b"data" + frame(DATA, RST, 2 * index + 1, 0))
+        await attacker.write(frame(PING, SYN, 0, 5))
+        assert (await attacker.read(1001 * 12))[-12:] == frame(PING, ACK, 0, 5)
+        assert not ours._streams
+        assert not ours._opened
+
+
+MISDEEDS = {
+    "no frame": b"x" * 12,
+    "more than the window": frame(DATA, SYN, 1, 1 << 19),
+    "a stream of ours": frame(DATA, SYN, 2, 0),
+    "data after the end": frame(DATA, SYN | FIN, 1, 0) + frame(DATA, 0, 1, 1) + b"x",
+}
+
+
+@pytest.mark.parametrize("misdeed", MISDEEDS.values(), ids=MISDEEDS.keys())
+@in_trio
+async def test_what_is_against_the_protocol_ends_the_connection_and_wakes_everyone(misdeed: bytes) -> None:
+    async with attacked() as (ours, attacker):
+        stream = await ours.open_stream()
+        await attacker.write(misdeed)
+        with pytest.raises(MuxedStreamReset):
+            await stream.read()
+        assert ours.is_closed
+        with suppress(Exception):
+            await attacker.read()
+
+
+@in_trio
+async def test_a_forged_message_ends_the_connection() -> None:
+    async with attacked() as (ours, attacker):
+        stream = await ours.open_stream()
+        message = bytearray(attacker.session.seal(frame(PING, SYN, 0, 0)))
+        message[-1] ^= 1
+        await attacker.raw.write(bytes(message))
+        with pytest.raises(MuxedStreamReset):
+            await stream.read()
+
+
+@in_trio
+async def test_a_stream_that_the_other_side_never_closes_is_given_up_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmnode.net.yamux.LINGER_S", 0.0)
+    async with attacked() as (ours, attacker):
+        await attacker.write(frame(WINDOW_UPDATE, SYN, 1, 0))
+        await (await ours.accept_stream()).close()
+        await attacker.write(frame(PING, SYN, 0, 0))
+        closed = frame(WINDOW_UPDATE, ACK, 1, 0) + frame(WINDOW_UPDATE, FIN, 1, 0)
+        given_up = frame(WINDOW_UPDATE, RST, 1, 0) + frame(PING, ACK, 0, 0)
+        assert await attacker.read(48) == closed + given_up
+        assert not ours._streams
+
+
+# Noise
+
+
+@in_trio
+async def test_a_dialler_refuses_another_identity() -> None:
+    (transport, _), (_, another) = new_transport(), new_transport()
+    async with tcp_pair() as raw:
+        with pytest.RaisesGroup(PeerIDMismatchesPubkey, flatten_subgroups=True):
+            await secured(raw, transport, transport, another)
+
+
+@pytest.mark.parametrize("impostor_dials", [True, False])
+@in_trio
+async def test_a_proof_for_another_noise_key_is_refused(impostor_dials: bool) -> None:
+    """Who has seen a proof cannot use it: it says which Noise key its owner has."""
+    (honest, honest_id), (victim, victim_id) = new_transport(), new_transport()
+    impostor = NoiseTransport(create_new_key_pair(), create_noise_key_pair().private_key.to_bytes(), victim._proof)
+    sides = (impostor, honest, honest_id) if impostor_dials else (honest, impostor, victim_id)
+    async with tcp_pair() as raw:
+        with pytest.RaisesGroup(InvalidSignature, flatten_subgroups=True):
+            await secured(raw, *sides)
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\x00\x00", b"\x00\x05hello", b"GET / HTTP/1.1\r\n\r\n" * 5000])
+@in_trio
+async def test_what_is_no_handshake_is_a_typed_failure(garbage: bytes) -> None:
+    transport, _ = new_transport()
+    async with tcp_pair() as (raw, accepted), trio.open_nursery() as nursery:
+
+        async def attack() -> None:
+            with suppress(Exception):
+                await raw.write(garbage)
+            await raw.close()
+
+        nursery.start_soon(attack)
+        with pytest.raises(NoiseFailure):
+            await transport.secure_inbound(accepted)
+
+
+def test_a_session_is_handed_over_once() -> None:
+    initiator, responder = (NoiseHandshake(bytes([1]) * 32, initiator=initiator) for initiator in (True, False))
+    assert responder.receive(initiator.send(b"")) == b""
+    assert initiator.receive(responder.send(b"proof")) == b"proof"
+    assert responder.receive(initiator.send(b"mine")) == b"mine"
+    (ours, rest), (theirs, _) = initiator.finish(), responder.finish()
+    assert isinstance(ours, NoiseSession)
+    assert rest == b""
+    assert theirs.open(ours.seal(bytes(200_000))) == bytes(200_000)
+    with pytest.raises(RuntimeError, match="handed over"):
+        initiator.finish()
+    with pytest.raises(ValueError, match="authentication"):
+        theirs.open(theirs.seal(b"mine"))
+
+
+@in_trio
+async def test_a_host_that_vanishes_breaks_its_connection_at_last() -> None:
+    async with connections() as (ours, _):
+        await trio.testing.wait_all_tasks_blocked()
+        assert ours._socket is not None
+        assert ours._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            timeout_ms = ours._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert timeout_ms == UNACKNOWLEDGED_S * 1000

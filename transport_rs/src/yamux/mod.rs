@@ -1,0 +1,455 @@
+//! A yamux session: many streams over one connection. Bytes in; bytes and events out.
+//!
+//! The spec: <https://github.com/hashicorp/yamux/blob/master/spec.md>. It owns no socket and reads no clock. What it holds
+//! is bounded, whatever the other side sends: `Limits` say by how much.
+
+mod frame;
+mod stream;
+
+use std::collections::HashMap;
+use std::fmt;
+
+pub use frame::{ACK, FIN, HEADER_BYTES, Header, Kind, RST, SYN};
+use stream::Stream;
+
+pub use crate::noise::Role;
+
+/// The window that the spec gives every stream to begin with.
+pub const INITIAL_WINDOW_BYTES: u32 = 256 * 1024;
+
+/// The most data of one frame: with its header it fills one Noise message.
+pub const DATA_BYTES_MAX: usize = crate::noise::PLAINTEXT_BYTES_MAX - HEADER_BYTES;
+
+/// A window of which half is used up faster than this is too small. Longer than half of any round trip.
+const GROW_WITHIN_S: f64 = 1.0;
+
+/// What `GoAway` says: nothing is wrong.
+pub const GO_AWAY_NORMAL: u32 = 0;
+const GO_AWAY_PROTOCOL_ERROR: u32 = 1;
+
+/// How much one connection may hold.
+///
+/// Received and unread: at most `INITIAL_WINDOW_BYTES` for each of the streams, and `grown_windows_bytes` more over all.
+/// To be sent: `out_data_bytes + out_control_bytes`.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Streams at a time that the other side has opened; more are reset. As many as go-yamux lets wait.
+    pub streams_inbound: usize,
+    /// Streams at a time that we have opened.
+    pub streams_outbound: usize,
+    /// The window of one stream. 16 MiB fill 1 Gbit/s over 130 ms.
+    pub window_bytes: u32,
+    /// What windows may grow by, over all streams of the connection.
+    pub grown_windows_bytes: u64,
+    /// Data that waits to be sent: enough for one system call, and little for a small message to wait behind.
+    pub out_data_bytes: usize,
+    /// Answers that wait to be sent. Only one who asks and does not read the answers gets there.
+    pub out_control_bytes: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            streams_inbound: 256,
+            streams_outbound: 256,
+            window_bytes: 16 << 20,
+            grown_windows_bytes: 64 << 20,
+            out_data_bytes: 256 << 10,
+            out_control_bytes: 64 << 10,
+        }
+    }
+}
+
+/// What the other side did against the protocol. The session is of no use afterwards.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum YamuxError {
+    /// Another version, or a kind of frame that there is not.
+    BadHeader,
+    /// Data or a window for stream 0.
+    BadStream,
+    /// A new stream with a number that is in use or that is ours to give.
+    BadOpen,
+    /// More data than the window allows.
+    WindowExceeded,
+    /// Windows that add up to 4 GiB or more.
+    WindowOverflow,
+    /// Data after the end of its stream.
+    DataAfterEnd,
+    /// More questions than answers were read.
+    AnswersUnread,
+}
+
+/// Why a stream cannot be opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OpenError {
+    /// One side is going away.
+    GoingAway,
+    /// As many as the limit are open, or too much waits to be sent.
+    TryLater,
+    /// All 2^31 numbers are used up.
+    NoNumbersLeft,
+}
+
+/// What happened to which streams while bytes came in. Each stream stands at most once in each.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Events {
+    /// The other side opened them.
+    pub opened: Vec<u32>,
+    /// There is data to read, or the end.
+    pub readable: Vec<u32>,
+    /// We may send again.
+    pub writable: Vec<u32>,
+    /// The other side reset them: they are gone, with what was not read.
+    pub reset: Vec<u32>,
+}
+
+/// What `read` found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReadResult {
+    /// So many bytes; never 0.
+    Data(usize),
+    /// Nothing yet.
+    Wait,
+    /// The end, or no such stream.
+    End,
+}
+
+/// One side of a session.
+pub struct Yamux {
+    role: Role,
+    limits: Limits,
+    streams: HashMap<u32, Stream>,
+    streams_inbound: usize,
+    grown_bytes: u64,
+    next_stream: u32,
+    going_away: bool,
+    failed: Option<YamuxError>,
+    header: Vec<u8>,
+    body: Option<Body>,
+    out: Vec<u8>,
+}
+
+/// A frame of data that is on its way in.
+#[derive(Clone, Copy)]
+struct Body {
+    header: Header,
+    missing: usize,
+}
+
+impl Yamux {
+    /// A session in which nothing has been said yet.
+    #[must_use]
+    pub fn new(role: Role, limits: Limits) -> Self {
+        Self {
+            role,
+            limits,
+            streams: HashMap::new(),
+            streams_inbound: 0,
+            grown_bytes: 0,
+            next_stream: if role == Role::Initiator { 1 } else { 2 },
+            going_away: false,
+            failed: None,
+            header: Vec::with_capacity(HEADER_BYTES),
+            body: None,
+            out: Vec::new(),
+        }
+    }
+
+    /// Takes bytes of any length from the other side.
+    ///
+    /// # Errors
+    /// What it did against the protocol, again at each later call. `output` then ends with a farewell that says so.
+    pub fn receive(&mut self, bytes: &[u8], events: &mut Events) -> Result<(), YamuxError> {
+        if let Some(error) = self.failed {
+            return Err(error);
+        }
+        self.take_frames(bytes, events).inspect_err(|error| {
+            self.failed = Some(*error);
+            self.go_away(GO_AWAY_PROTOCOL_ERROR);
+        })
+    }
+
+    /// Opens a stream. It may be written to at once.
+    ///
+    /// # Errors
+    /// See `OpenError`.
+    pub fn open(&mut self) -> Result<u32, OpenError> {
+        if self.going_away {
+            return Err(OpenError::GoingAway);
+        }
+        let ours = self.streams.len() - self.streams_inbound;
+        if ours >= self.limits.streams_outbound || self.room_bytes() == 0 {
+            return Err(OpenError::TryLater);
+        }
+        let stream = self.next_stream;
+        self.next_stream = stream.checked_add(2).ok_or(OpenError::NoNumbersLeft)?;
+        self.streams.insert(stream, Stream::new(false));
+        self.push(Kind::WindowUpdate, SYN, stream, 0);
+        Ok(stream)
+    }
+
+    /// Puts the beginning of `bytes` among what is to be sent: as much as the window and `Limits::out_data_bytes` allow.
+    /// None if the stream is gone or its end was sent.
+    pub fn write(&mut self, stream: u32, bytes: &[u8]) -> Option<usize> {
+        let room = self.room_bytes();
+        let state = self.streams.get_mut(&stream).filter(|state| !state.local_closed)?;
+        let len_bytes = bytes.len().min(room).min(state.send_credit as usize);
+        let (now, _) = bytes.split_at_checked(len_bytes)?;
+        state.send_credit -= u32::try_from(len_bytes).ok()?;
+        for part in now.chunks(DATA_BYTES_MAX) {
+            self.push(Kind::Data, 0, stream, u32::try_from(part.len()).ok()?);
+            self.out.extend_from_slice(part);
+        }
+        Some(len_bytes)
+    }
+
+    /// Moves what has arrived into `out`, and gives the other side credit for it. `now_s` counts from any moment.
+    pub fn read(&mut self, stream: u32, out: &mut [u8], now_s: f64) -> ReadResult {
+        let Some(state) = self.streams.get_mut(&stream) else { return ReadResult::End };
+        let taken = state.take(out);
+        if taken == 0 {
+            return if state.remote_closed && state.buffered_bytes() == 0 { ReadResult::End } else { ReadResult::Wait };
+        }
+        let before = state.grown_bytes();
+        let room = self.limits.grown_windows_bytes.saturating_sub(self.grown_bytes);
+        let update = state.window_update(now_s, self.limits.window_bytes, room);
+        self.grown_bytes += state.grown_bytes() - before;
+        if update > 0 {
+            self.push(Kind::WindowUpdate, 0, stream, update);
+        }
+        self.forget_if_done(stream);
+        ReadResult::Data(taken)
+    }
+
+    /// The bytes that `read` would find.
+    #[must_use]
+    pub fn buffered_bytes(&self, stream: u32) -> usize {
+        self.streams.get(&stream).map_or(0, Stream::buffered_bytes)
+    }
+
+    /// Says that we send no more. What the other side sends may still be read.
+    pub fn close(&mut self, stream: u32) {
+        let Some(state) = self.streams.get_mut(&stream).filter(|state| !state.local_closed) else { return };
+        state.local_closed = true;
+        self.push(Kind::WindowUpdate, FIN, stream, 0);
+        self.forget_if_done(stream);
+    }
+
+    /// Ends the stream in both directions and forgets it.
+    pub fn reset(&mut self, stream: u32) {
+        if self.forget(stream) {
+            self.push(Kind::WindowUpdate, RST, stream, 0);
+        }
+    }
+
+    /// Says that the connection ends: neither side opens streams any more.
+    pub fn go_away(&mut self, reason: u32) {
+        self.going_away = true;
+        self.push(Kind::GoAway, 0, 0, reason);
+    }
+
+    /// What is to be sent, in order.
+    #[must_use]
+    pub fn output(&self) -> &[u8] {
+        &self.out
+    }
+
+    /// The output was taken.
+    pub fn clear_output(&mut self) {
+        self.out.clear();
+    }
+
+    /// Whether the stream is open in at least one direction, or unread.
+    #[must_use]
+    pub fn has(&self, stream: u32) -> bool {
+        self.streams.contains_key(&stream)
+    }
+
+    /// How many streams are open in at least one direction, or unread.
+    #[must_use]
+    pub fn streams(&self) -> usize {
+        self.streams.len()
+    }
+
+    fn take_frames(&mut self, mut bytes: &[u8], events: &mut Events) -> Result<(), YamuxError> {
+        while !bytes.is_empty() {
+            if let Some(body) = self.body.take() {
+                bytes = self.take_body(body, bytes, events);
+                continue;
+            }
+            let missing = HEADER_BYTES.saturating_sub(self.header.len());
+            let (now, later) = bytes.split_at_checked(missing).unwrap_or((bytes, &[]));
+            self.header.extend_from_slice(now);
+            bytes = later;
+            if let Ok(header) = <[u8; HEADER_BYTES]>::try_from(self.header.as_slice()) {
+                self.header.clear();
+                self.take_header(Header::decode(header).ok_or(YamuxError::BadHeader)?, events)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Data goes to its stream as it comes: a frame is never held back until it is complete.
+    fn take_body<'a>(&mut self, body: Body, bytes: &'a [u8], events: &mut Events) -> &'a [u8] {
+        let Body { header, missing } = body;
+        let (now, later) = bytes.split_at_checked(missing).unwrap_or((bytes, &[]));
+        if let Some(state) = self.streams.get_mut(&header.stream) {
+            state.deliver(now);
+            note(&mut events.readable, header.stream);
+        }
+        if now.len() < missing {
+            self.body = Some(Body { header, missing: missing - now.len() });
+        } else {
+            self.take_end(header, events);
+        }
+        later
+    }
+
+    fn take_header(&mut self, header: Header, events: &mut Events) -> Result<(), YamuxError> {
+        match header.kind {
+            Kind::Ping if header.has(SYN) => return self.answer(Kind::Ping, ACK, 0, header.length),
+            Kind::Ping => return Ok(()),
+            Kind::GoAway => {
+                self.going_away = true;
+                return Ok(());
+            }
+            Kind::Data | Kind::WindowUpdate if header.stream == 0 => return Err(YamuxError::BadStream),
+            Kind::Data | Kind::WindowUpdate => {}
+        }
+        if header.has(SYN) {
+            self.take_open(header.stream, events)?;
+        }
+        if header.kind == Kind::Data {
+            if let Some(state) = self.streams.get_mut(&header.stream) {
+                state.announce(header.length)?;
+            } // else it is for a stream that we have reset, and is dropped
+            let missing = header.length as usize;
+            if missing > 0 {
+                self.body = Some(Body { header, missing });
+                return Ok(());
+            }
+        } else if let Some(state) = self.streams.get_mut(&header.stream) {
+            state.send_credit = state.send_credit.checked_add(header.length).ok_or(YamuxError::WindowOverflow)?;
+            if header.length > 0 {
+                note(&mut events.writable, header.stream);
+            }
+        }
+        self.take_end(header, events);
+        Ok(())
+    }
+
+    fn take_open(&mut self, stream: u32, events: &mut Events) -> Result<(), YamuxError> {
+        let ours = (stream % 2 == 1) == (self.role == Role::Initiator);
+        if ours || self.streams.contains_key(&stream) {
+            return Err(YamuxError::BadOpen);
+        }
+        if self.going_away || self.streams_inbound >= self.limits.streams_inbound {
+            return self.answer(Kind::WindowUpdate, RST, stream, 0);
+        }
+        self.streams.insert(stream, Stream::new(true));
+        self.streams_inbound += 1;
+        events.opened.push(stream);
+        self.answer(Kind::WindowUpdate, ACK, stream, 0)
+    }
+
+    /// FIN and RST hold from the end of their frame on.
+    fn take_end(&mut self, header: Header, events: &mut Events) {
+        let stream = header.stream;
+        if header.has(RST) {
+            if self.forget(stream) {
+                events.reset.push(stream);
+            }
+        } else if header.has(FIN)
+            && let Some(state) = self.streams.get_mut(&stream)
+        {
+            state.remote_closed = true;
+            note(&mut events.readable, stream);
+            self.forget_if_done(stream);
+        }
+    }
+
+    fn forget_if_done(&mut self, stream: u32) {
+        if self.streams.get(&stream).is_some_and(Stream::is_done) {
+            self.forget(stream);
+        }
+    }
+
+    fn forget(&mut self, stream: u32) -> bool {
+        let Some(state) = self.streams.remove(&stream) else { return false };
+        self.streams_inbound -= usize::from(state.by_remote);
+        self.grown_bytes -= state.grown_bytes();
+        true
+    }
+
+    fn room_bytes(&self) -> usize {
+        self.limits.out_data_bytes.saturating_sub(self.out.len())
+    }
+
+    /// As `push`, for what the other side can make us say.
+    fn answer(&mut self, kind: Kind, flags: u16, stream: u32, length: u32) -> Result<(), YamuxError> {
+        if self.out.len() + HEADER_BYTES > self.limits.out_data_bytes + self.limits.out_control_bytes {
+            return Err(YamuxError::AnswersUnread);
+        }
+        self.push(kind, flags, stream, length);
+        Ok(())
+    }
+
+    fn push(&mut self, kind: Kind, flags: u16, stream: u32, length: u32) {
+        self.out.extend_from_slice(&Header { kind, flags, stream, length }.encode());
+    }
+}
+
+/// Frames of one stream mostly come together, so looking at the last entry finds nearly every repetition; who is woken
+/// twice finds nothing the second time.
+fn note(streams: &mut Vec<u32>, stream: u32) {
+    if streams.last() != Some(&stream) {
+        streams.push(stream);
+    }
+}
+
+impl fmt::Display for YamuxError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::BadHeader => "a frame that is not yamux",
+            Self::BadStream => "a yamux frame with data or a window for no stream",
+            Self::BadOpen => "a yamux stream opened under a number that was not free",
+            Self::WindowExceeded => "more yamux data than its window allows",
+            Self::WindowOverflow => "yamux windows of 4 GiB or more",
+            Self::DataAfterEnd => "yamux data after the end of its stream",
+            Self::AnswersUnread => "yamux questions whose answers are not read",
+        })
+    }
+}
+
+impl std::error::Error for YamuxError {}
+
+#[cfg(test)]
+#[allow(clippy::indexing_slicing, clippy::unwrap_used, reason = "a test may panic")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_of_any_size_conserve_the_window() {
+        let mut yamux = Yamux::new(Role::Responder, Limits::default());
+        let mut events = Events::default();
+        let open = Header { kind: Kind::WindowUpdate, flags: SYN, stream: 1, length: 0 };
+        yamux.receive(&open.encode(), &mut events).unwrap();
+        let mut may_send = INITIAL_WINDOW_BYTES as usize;
+        let mut out = vec![0; 100_000];
+        for round in 1_usize..2000 {
+            let length = may_send.min(round * 7919 % 90_000);
+            let data = Header { kind: Kind::Data, flags: 0, stream: 1, length: u32::try_from(length).unwrap() };
+            yamux.receive(&data.encode(), &mut events).unwrap();
+            yamux.receive(&vec![0; length], &mut events).unwrap();
+            may_send -= length;
+            yamux.clear_output();
+            yamux.read(1, &mut out[..round * 104_729 % 100_000], 0.01 * f64::from(u32::try_from(round).unwrap()));
+            for frame in yamux.output().chunks(HEADER_BYTES) {
+                may_send += Header::decode(frame.try_into().unwrap()).unwrap().length as usize;
+            }
+            assert!(yamux.streams[&1].is_conserved());
+            assert!(may_send + yamux.buffered_bytes(1) <= yamux.limits.window_bytes as usize);
+            assert_eq!(yamux.grown_bytes, yamux.streams[&1].grown_bytes());
+        }
+    }
+}
