@@ -260,14 +260,16 @@ def _open_changed(chance: Random, frame: Frame) -> Frame:
     fields = msgpack.unpackb(frame.meta)
     name = chance.choice(sorted(fields))
     odd: list[object] = [None, True, -1, 0, 2**32, 2**63, 1.5, "", "x" * 3000, b"", bytes(32), [], {}, [[[]]], *EDGES]
-    match chance.randrange(5):
+    match chance.randrange(6):
         case 0:
             del fields[name]
         case 1:
+            fields["codec"] = "zip"
+        case 2:
             fields[chance.choice(("x", "", "codec ", 7, None))] = 1
-        case 2 if isinstance(fields[name], int):
+        case 3 if isinstance(fields[name], int):
             fields[name] = max(0, fields[name] + chance.choice((-1, 1)))
-        case 3 if isinstance(fields[name], bytes):
+        case 4 if isinstance(fields[name], bytes):
             fields[name] = _bit_flipped(chance, fields[name])
         case _:
             fields[name] = chance.choice(odd)

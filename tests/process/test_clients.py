@@ -17,7 +17,7 @@ from llmnode.core.span import Span
 from llmnode.net.host import open_network
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Description, unpack
-from process.test_exact import NEAR_TIE_LIMIT, NEW_TOKENS, PROMPTS, _count_near_ties, _generate, epsilon  # noqa: F401
+from process.test_exact import NEAR_TIE_LIMIT, PROMPTS, _count_near_ties, _generate, epsilon, expected, prompts  # noqa: F401 - fixtures, for a token that differs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
 CLIENTS = PROMPTS[3:8]
 """Of unequal lengths."""
+NEW_TOKENS = 40
 ANSWER_S = 30.0
 GENERATE = [sys.executable, "-P", "-m", "llmnode.node", "generate", "--json"]
 ENDLESS = "3000"
@@ -47,7 +48,8 @@ def start_client(peers: list[str]) -> Iterator[Callable[..., subprocess.Popen[st
 
     def start(prompt: str, new_tokens: int | str) -> subprocess.Popen[str]:
         command = [*GENERATE, "--peers", *peers, "--prompt", prompt, "--max-new-tokens", str(new_tokens)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # they share the machine's cores
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=one_thread)
         started.append(process)
         return process
 
@@ -68,10 +70,10 @@ def test_five_clients_at_once_are_each_exact(
         answer = json.loads(out)
         assert answer["prompt"] == prompt
         ids, chosen = answer["prompt_token_ids"], answer["token_ids"]
-        expected = _generate(transformers_model, ids)[: len(chosen)]  # a client stops at the end of the text
+        reference = _generate(transformers_model, ids)[: len(chosen)]  # a client stops at the end of the text
         assert len(chosen) == NEW_TOKENS or chosen[-1] == transformers_model.generation_config.eos_token_id
         positions += len(chosen)
-        if chosen != expected:
+        if chosen != reference:
             near_ties += _count_near_ties(transformers_model, ids, chosen, request.getfixturevalue("epsilon"))
     assert near_ties <= NEAR_TIE_LIMIT * positions
 

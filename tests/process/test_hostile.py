@@ -42,15 +42,15 @@ SEED = 4
 ATTACKERS = 4
 FRAMES = 100_000
 WARM_UP_FRAMES = 12_000
-GROWTH_MIB = 6.0
-"""What the server's own memory may grow by over `FRAMES`: pages of its allocators. 60 bytes kept of each are more."""
+GROWTH_MIB = 10.0
+"""What the server's own memory may grow by over `FRAMES`: pages of its allocators. 100 bytes kept of each are more."""
 KV_TOKENS = 400
 CONTEXT = 1000
 SETTLE_S = 20.0
 """trio keeps a thread that nobody uses for 10 s."""
 ANSWER_S = 30.0
 NEWCOMER_S = 10.0
-IDLE_CONNECTIONS = 200
+IDLE_CONNECTIONS = 300
 NEW_TOKENS = 12
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7], [1] * 20]
 
@@ -137,11 +137,13 @@ def test_a_hundred_thousand_hostile_frames_leave_nothing_behind(
         await until(is_back, lambda: f"{server.footprint()} is not more than {before}")
         growth_mib = server.footprint().memory_mib - before.memory_mib
         record_property("growth_mib", growth_mib)
+        print(f"the server grew by {growth_mib:.1f} MiB")
         assert growth_mib < GROWTH_MIB
 
     trio.run(flood)
     server.check_no_traceback()
-    print(f"{tally.frames} frames, {tally.spoiled} of them spoiled, over {tally.links} links: {dict(tally.answers)}")
+    answers = {str(kind): count for kind, count in sorted(tally.answers.items())}
+    print(f"{tally.frames} frames, {tally.spoiled} of them spoiled, over {tally.links} links: {answers}")
     assert tally.frames >= FRAMES and tally.spoiled > FRAMES / 2
     # What needs a full server, or values that a codec cannot carry, comes by chance.
     reached = {"OPENED", "RESULT", "TRUNCATED", "DESCRIPTION", *RefusalCode}
