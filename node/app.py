@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from llmnode.ports import Network
 
 AUTO = "auto"
-MEMORY_SHARE = 0.8
-"""Of what is available, `--blocks auto` takes this much: other programs grow too."""
 MEASURED_STEPS = 9
 
 
@@ -196,19 +194,19 @@ async def _choose_span(config: NodeConfig, folder: ModelFolder, swarm: Swarm) ->
 
 
 def _fitting(config: NodeConfig, folder: ModelFolder) -> int:
-    import psutil
     import torch
 
-    from llmnode.models.size import measure_size
+    from llmnode.models.memory import free_bytes
+    from llmnode.models.size import MEMORY_SHARE, measure_size
 
     size = measure_size(folder, getattr(torch, config.dtype))
-    device = _device(config)
-    free = psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info(device)[0]
-    fitting = size.fitting_blocks(int(MEMORY_SHARE * free), config.kv_tokens)
+    free = free_bytes(_device(config))
+    fitting = size.fitting_blocks(free, config.kv_tokens)
     if not fitting:
         raise ConfigError(
-            f"no block of {folder.name} fits: {free >> 20} MiB are free, a block takes {size.block_bytes >> 20} "
-            f"and its KV {config.kv_tokens * size.kv_token_bytes >> 20}: end other programs, or lower --kv-tokens"
+            f"no block of {folder.name} fits: {free >> 20} MiB are free, of which a server takes {MEMORY_SHARE:.0%}; "
+            f"a block takes {size.block_bytes >> 20} and its KV {config.kv_tokens * size.kv_token_bytes >> 20}: "
+            "end other programs, raise the container's limit, or lower --kv-tokens"
         )
     return fitting
 

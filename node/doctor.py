@@ -15,30 +15,35 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.policy import ClientPolicy, LinkPolicy
+from llmnode.core.policy import ClientPolicy, LinkPolicy, SwarmPolicy
 from llmnode.core.route import uncovered
 from llmnode.core.span import Span
+from llmnode.core.view import online
 from llmnode.errors import ConfigError, ModelError, PeerError, PeerRefused, single_error
 from llmnode.models.cache import cache_folder
 from llmnode.node.startup import collection_paused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from llmnode.core.announcement import Announcement
+    from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.models.folder import ModelFolder
     from llmnode.models.size import ModelSize
     from llmnode.ports import Network
-    from llmnode.wire.messages import Description
 
 OK, WARNING, BLOCKER = "ok", "warning", "blocker"
 REINSTALL = "set it up again: `node/llmnode setup` in a checkout, else `pip install --force-reinstall llmnode`"
 PEERS_FIX = "start that server or take it out of --peers, and see that no firewall is between"
+CLOCK_FIX = "set the clock by NTP (`timedatectl set-ntp true` where there is systemd)"
 CRC32C_CHECK = 0xE3069283
 """Of b"123456789", as the catalogues of CRCs have it."""
 SPARE_DISK_BYTES = 2 << 30
 """The embedded model takes a quarter of it, what torch compiles some more."""
+MODELS_NAMED = 5
+"""Of those that the swarm has instead of ours: strangers may announce any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +65,6 @@ class Finding:
     verdict: str
     text: str
     fix: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PeerAnswer:
-    """What a peer said of itself, and how long it took. Its clock will be here once it tells it."""
-
-    address: str
-    description: Description
-    dial_s: float
-    answer_s: float
 
 
 @dataclass(slots=True)
@@ -158,6 +153,7 @@ def _check_model(doctor: Doctor) -> ModelFolder | None:
     """And the memory that it takes. Blocks for seconds."""
     import torch
 
+    from llmnode.models.memory import free_bytes
     from llmnode.models.size import measure_size
     from llmnode.models.source import open_model
 
@@ -174,29 +170,23 @@ def _check_model(doctor: Doctor) -> ModelFolder | None:
     info = folder.info
     text = f"{info.name}: family {folder.config.model_type}, {info.blocks} blocks, context {info.context_tokens} tokens"
     doctor.found(Finding("model", OK, text))
-    doctor.found(check_memory(*_available(), size, doctor.config.kv_tokens))
+    device, kind = ("cuda", "GPU memory") if torch.cuda.is_available() else ("cpu", "memory")  # as `llmnode serve`
+    doctor.found(check_memory(free_bytes(device), kind, size, doctor.config.kv_tokens))
     return folder
 
 
-def _available() -> tuple[int, str]:
-    """Where `llmnode serve` would compute by default."""
-    import psutil
-    import torch
+def check_memory(free_bytes: int, kind: str, size: ModelSize, kv_tokens: int) -> Finding:
+    from llmnode.models.size import MEMORY_SHARE
 
-    if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[0], "GPU memory"
-    return psutil.virtual_memory().available, "memory"
-
-
-def check_memory(available_bytes: int, kind: str, size: ModelSize, kv_tokens: int) -> Finding:
     block, kv = _size(size.block_bytes), _size(size.kv_token_bytes * kv_tokens)
     text = (
-        f"{_size(available_bytes)} of {kind} available; a block takes {block} and {kv} for {kv_tokens} tokens of KV, "
-        f"a client's ends {_size(size.ends_bytes)}"
+        f"{_size(free_bytes)} of {kind} free, of which a server takes {MEMORY_SHARE:.0%}; "
+        f"a block takes {block} and {kv} for {kv_tokens} tokens of KV, a client's ends {_size(size.ends_bytes)}"
     )
-    fitting = size.fitting_blocks(available_bytes, kv_tokens)
+    fitting = size.fitting_blocks(free_bytes, kv_tokens)
     if fitting == 0:
-        return Finding("memory", BLOCKER, f"{text}: no block fits", "end other programs, or give a lower --kv-tokens")
+        fix = "end other programs, raise the container's limit, or give a lower --kv-tokens"
+        return Finding("memory", BLOCKER, f"{text}: no block fits", fix)
     return Finding("memory", OK, f"{text}: {fitting} of {size.blocks} blocks fit")
 
 
@@ -220,27 +210,28 @@ async def _check_network(doctor: Doctor, folder: ModelFolder | None) -> None:
             )
     if not doctor.config.peers:
         return
-    await _check_peers(doctor, replace(folder.info, dtype=doctor.config.dtype) if folder is not None else None)
+    await check_peers(doctor, replace(folder.info, dtype=doctor.config.dtype) if folder is not None else None)
 
 
-async def _check_peers(doctor: Doctor, model: ModelInfo | None) -> None:
+async def check_peers(doctor: Doctor, model: ModelInfo | None) -> None:
+    """Each that was named, and through those that answer the swarm that they are in."""
     from llmnode.net.host import open_network
 
-    answers: list[PeerAnswer] = []
+    reached: list[str] = []
     failures: list[PeerError] = []
     addresses = list(dict.fromkeys(doctor.config.peers))
     doctor.working(f"asking {len(addresses)} peers")
     async with open_network([], LinkPolicy()) as network, trio.open_nursery() as nursery:
         for address in addresses:
-            nursery.start_soon(_check_peer, doctor, network, address, answers, failures)
+            nursery.start_soon(_check_peer, doctor, network, address, reached, failures)
     if len(failures) == len(addresses):  # a node goes on with those that answer
         doctor.found(Finding("peers", BLOCKER, f"no peer answers: {failures[0]}", PEERS_FIX))
-    elif model is not None and answers:
-        doctor.found(*check_coverage(answers, model))
+    if reached:
+        await _check_swarm(doctor, reached, model)
 
 
 async def _check_peer(
-    doctor: Doctor, network: Network, address: str, answers: list[PeerAnswer], failures: list[PeerError]
+    doctor: Doctor, network: Network, address: str, reached: list[str], failures: list[PeerError]
 ) -> None:
     from llmnode.client.connection import open_connection
 
@@ -254,40 +245,72 @@ async def _check_peer(
     except ConfigError as error:
         doctor.found(Finding("peer", BLOCKER, str(error), "copy the whole line that the server printed"))
     except PeerRefused as refusal:
+        reached.append(address)
         text = f"{address} connected in {_ms(dialled_s - started_s)} and has no blocks ({refusal.reason})"
         doctor.found(Finding("peer", OK, text))
     except PeerError as error:
         failures.append(error)
         doctor.found(Finding("peer", WARNING, str(error), PEERS_FIX))
     else:
-        answers.append(PeerAnswer(address, description, dialled_s - started_s, answered_s - dialled_s))
+        reached.append(address)
         blocks = Span(description.span_start, description.span_end)
         took = f"connected in {_ms(dialled_s - started_s)}, answered in {_ms(answered_s - dialled_s)}"
         doctor.found(Finding("peer", OK, f"{address} has blocks {blocks} of {description.model}; {took}"))
 
 
-def check_coverage(answers: Sequence[PeerAnswer], model: ModelInfo) -> list[Finding]:
-    """Do the peers that answered hold this model, and all of it? No blocker: they may know others, or wait for us."""
+async def _check_swarm(doctor: Doctor, addresses: Sequence[str], model: ModelInfo | None) -> None:
+    """Clocks, and who has the blocks of `model`, as a client that joins through `addresses` learns it."""
+    from llmnode.client.join import join_swarm
+
+    doctor.working("asking what they know of their swarm")
+    try:
+        async with join_swarm(addresses, LinkPolicy()) as (_pool, swarm):
+            doctor.found(*(clocks := check_clocks(swarm.clock_offsets_ms, SwarmPolicy().clock_skew_s)))
+            if model is None or blocker_of(clocks):  # with such a clock a view stays empty
+                return
+            found = check_coverage(swarm.view.announcements(), model)
+            if found.verdict != OK:
+                doctor.working("asking the directory")
+                await swarm.look_up(model.digest)
+                found = check_coverage(swarm.view.announcements(), model)
+            doctor.found(found)
+    except PeerError as error:
+        doctor.found(Finding("peers", BLOCKER, f"no peer tells what it knows of its swarm: {error}", PEERS_FIX))
+
+
+def check_clocks(offsets_ms: Mapping[PeerId, int], tolerated_s: float) -> list[Finding]:
+    """Of peers, how far theirs are ahead of ours. It is ours that is wrong if most say so."""
+    wrong = [peer for peer, offset_ms in offsets_ms.items() if abs(offset_ms) > 1000 * tolerated_s]
+    limit = f"announcements tolerate {tolerated_s:g} s"
+    if 2 * len(wrong) > len(offsets_ms):
+        offset_s = offsets_ms[wrong[0]] / 1000
+        apart = f"{abs(offset_s):.1f} s {'behind' if offset_s > 0 else 'ahead of'} that of peer {wrong[0]}"
+        text = f"this machine's clock is {apart}, and too far off for {len(wrong)} of {len(offsets_ms)}: {limit}"
+        return [Finding("clock", BLOCKER, text, f"{CLOCK_FIX}, or the peers' if this one is right")]
     findings: list[Finding] = []
-    spans: list[Span] = []
-    for answer in answers:
-        description = answer.description
-        if description.model_digest != model.digest:
-            text = f"{answer.address} serves {description.model}, of other weights than our {model.name}"
-            findings.append(Finding("peers", WARNING, text, "give the MODEL that it serves"))
-        elif description.dtype != model.dtype:
-            text = f"{answer.address} computes in {description.dtype}, not in {model.dtype}"
-            findings.append(Finding("peers", WARNING, text, f"give --dtype {description.dtype}"))
-        else:
-            spans.append(Span(description.span_start, description.span_end))
-    if missing := uncovered(model.blocks, spans):
-        text = f"none of these peers has blocks {', '.join(map(str, missing))} of {model.name}"
-        findings.append(
-            Finding("peers", WARNING, text, "unless others of their swarm have them, start servers for them")
-        )
-    elif not findings:
-        findings.append(Finding("peers", OK, f"together they have all {model.blocks} blocks"))
-    return findings
+    for peer in wrong:
+        text = f"the clock of peer {peer} is off by {offsets_ms[peer] / 1000:+.1f} s; {limit}"
+        findings.append(Finding("clock", WARNING, text, f"tell who runs it: {CLOCK_FIX}"))
+    largest_ms = max((abs(each) for peer, each in offsets_ms.items() if peer not in wrong), default=0)
+    text = f"within {largest_ms} ms of the clocks of {len(offsets_ms) - len(wrong)} of {len(offsets_ms)} peers; {limit}"
+    return [*findings, Finding("clock", OK, text)]
+
+
+def check_coverage(announcements: Sequence[Announcement], model: ModelInfo) -> Finding:
+    """Does the swarm hold this model, and all of it? No blocker: it may wait for us."""
+    offers = [each.offer for each in online(announcements)]
+    ours = [offer for offer in offers if offer.model_digest == model.digest]
+    spans = [offer.span for offer in ours if offer.dtype == model.dtype]
+    if not (missing := uncovered(model.blocks, spans)):
+        return Finding("peers", OK, f"the swarm has all {model.blocks} blocks, at {len(spans)} servers")
+    text = f"no server of the swarm has blocks {', '.join(map(str, missing))} of {model.name} in {model.dtype}"
+    if dtypes := sorted({offer.dtype for offer in ours} - {model.dtype})[:MODELS_NAMED]:
+        text = f"{text}; it has some in {', '.join(dtypes)}"
+        return Finding("peers", WARNING, text, f"give --dtype {dtypes[0]}, or start servers for them")
+    if models := sorted({offer.model for offer in offers if offer.model_digest != model.digest})[:MODELS_NAMED]:
+        text = f"{text}; it serves {', '.join(models)}, of other weights"
+        return Finding("peers", WARNING, text, "give the MODEL that it serves, or start servers for them")
+    return Finding("peers", WARNING, text, "start servers for them")
 
 
 def _ms(duration_s: float) -> str:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from llmnode.core.span import Span
+from llmnode.node.settings import without_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -48,16 +51,24 @@ class Node:
             self.process.communicate(timeout=STOP_S)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_settings() -> Iterator[None]:
+    """Children are told all on their command line, whatever the developer has set for their own commands."""
+    with patch.dict(os.environ, without_settings(os.environ), clear=True):
+        yield
+
+
 @pytest.fixture(scope="module")
 def start_servers() -> Iterator[Callable[..., list[Node]]]:
     """Start a server for each span, and wait until all are ready; they are stopped after the module's tests."""
     started: list[Node] = []
 
-    def start(spans: Sequence[Span], *, threads: int = 1) -> list[Node]:
+    def start(spans: Sequence[Span], *, threads: int = 1, peers: Sequence[str] = ()) -> list[Node]:
+        options = ["--threads", str(threads), *(["--peers", *peers] if peers else [])]
         nodes = [
             Node(
                 subprocess.Popen(
-                    [*SERVE, "--blocks", f"{span.start}:{span.end}", "--threads", str(threads)],
+                    [*SERVE, "--blocks", f"{span.start}:{span.end}", *options],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,

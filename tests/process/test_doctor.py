@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llmnode.core.span import Span
-from llmnode.node.settings import without_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,9 +26,8 @@ NOBODY = "12D3KooWHatDJpvRfD7CvXhA3hg2Pc115M26JP2Zph8nShom4ESy"
 
 
 def _run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    environment = {**without_settings(os.environ), **environ}
     return subprocess.run(
-        [*DOCTOR, *arguments], capture_output=True, text=True, timeout=100, check=False, env=environment
+        [*DOCTOR, *arguments], capture_output=True, text=True, timeout=100, check=False, env=os.environ | environ
     )
 
 
@@ -48,7 +46,9 @@ def nobody() -> str:
 
 @pytest.fixture(scope="module")
 def nodes(start_servers: Callable[..., list[Any]]) -> list[Any]:
-    return start_servers([Span(0, 12), Span(12, 30)])
+    """The second knows the first."""
+    first = start_servers([Span(0, 12)])
+    return [*first, *start_servers([Span(12, 30)], peers=[first[0].address])]
 
 
 def test_all_is_well_and_the_peers_of_the_file_are_asked(nodes: list[Any], tmp_path: Path) -> None:
@@ -65,15 +65,23 @@ def test_all_is_well_and_the_peers_of_the_file_are_asked(nodes: list[Any], tmp_p
     assert "for 2048 tokens of KV" in text and "30 of 30 blocks fit" in text
     assert f"{addresses[0]} has blocks [0, 12) of HuggingFaceTB" in text
     assert f"{addresses[1]} has blocks [12, 30) of HuggingFaceTB" in text
-    assert "together they have all 30 blocks" in text
+    assert "the swarm has all 30 blocks, at 2 servers" in text
+    assert "of the clocks of 2 of 2 peers" in text
 
 
-def test_a_dead_peer_beside_a_living_one_and_missing_blocks_are_warnings(nodes: list[Any], nobody: str) -> None:
+def test_a_dead_peer_is_a_warning_beside_a_living_one_that_knows_the_others(nodes: list[Any], nobody: str) -> None:
     done = _run("--peers", nobody, nodes[1].address)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"warning peer    peer {NOBODY}: cannot connect to {nobody}" in done.stdout
-    assert "warning peers   none of these peers has blocks [0, 12) of HuggingFaceTB" in done.stdout
+    assert "ok      peers   the swarm has all 30 blocks, at 2 servers" in done.stdout
     assert done.stdout.splitlines()[-1] == "ready"
+
+
+def test_blocks_that_the_swarm_lacks_are_a_warning(nodes: list[Any]) -> None:
+    done = _run("--peers", nodes[0].address, "--dtype", "bfloat16")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "warning peers   no server of the swarm has blocks [0, 30) of HuggingFaceTB" in done.stdout
+    assert "fix: give --dtype float32" in done.stdout
 
 
 def test_every_ill_is_found_and_the_first_is_the_blocker(taken_port: int, nobody: str, tmp_path: Path) -> None:
@@ -106,8 +114,7 @@ def test_the_last_line_names_the_blocker_and_its_fix(taken_port: int) -> None:
 
 
 def test_ctrl_c_ends_it_in_one_line() -> None:
-    environment = without_settings(os.environ)
-    doctor = subprocess.Popen(DOCTOR, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    doctor = subprocess.Popen(DOCTOR, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert doctor.stdout is not None
     assert doctor.stdout.readline().startswith("ok      python")
     doctor.stdout.readline(), doctor.stdout.readline()  # then come seconds of torch

@@ -1,37 +1,56 @@
-"""What the doctor makes of what it sees. That it sees it is tested with real nodes."""
+"""What the doctor makes of what it sees, and that it sees it in a swarm without models. The rest takes real nodes."""
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
+import trio
 
+from llmnode.client.pool import open_pool
+from llmnode.client.swarm import Swarm, wall_clock_ms
+from llmnode.core.announcement import Announcement, Offer, PeerState
+from llmnode.core.ids import PeerId
 from llmnode.core.model import ModelInfo
+from llmnode.core.policy import LinkPolicy, SwarmPolicy
+from llmnode.core.span import Span
 from llmnode.models.size import ModelSize
+from llmnode.net.host import LISTEN_ANY_LOOPBACK, open_network
 from llmnode.node.doctor import (
     BLOCKER,
     OK,
     WARNING,
+    Doctor,
+    DoctorConfig,
     Finding,
-    PeerAnswer,
     blocker_of,
+    check_clocks,
     check_coverage,
     check_disk,
     check_memory,
+    check_peers,
 )
-from llmnode.wire.messages import Description
+from llmnode.node.serve.links import serve_links, serve_view
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
 MODEL = ModelInfo("ours", b"o" * 32, blocks=10, hidden_size=8, context_tokens=64, dtype="float32")
 MIB = 1 << 20
+SKEW_S = SwarmPolicy().clock_skew_s
+DEADLINE_S = 30.0
 
 
-def _answer(start: int, end: int, model: str = "ours", dtype: str = "float32") -> PeerAnswer:
-    digest = model[:1].encode() * 32
-    description = Description("llmnode", model, digest, 10, 8, 64, dtype, start, end, 100)
-    return PeerAnswer(f"/ip4/127.0.0.1/tcp/{start}", description, dial_s=0.1, answer_s=0.1)
+def _offer(start: int, end: int, model: str = "ours", dtype: str = "float32") -> Offer:
+    return Offer(model, model[:1].encode() * 32, 10, dtype, Span(start, end), PeerState.ONLINE, 1000, 64)
+
+
+def _announced(*offers: Offer) -> list[Announcement]:
+    return [Announcement(PeerId(f"peer{n}"), (), 0, 1, "llmnode", offer) for n, offer in enumerate(offers)]
 
 
 def test_the_first_blocker_is_the_one() -> None:
@@ -44,8 +63,8 @@ def test_the_first_blocker_is_the_one() -> None:
     ("available_mib", "verdict", "words"),
     [
         (1000, OK, "10 of 10 blocks fit"),
-        (45, OK, "3 of 10 blocks fit"),
-        (14, BLOCKER, "no block fits"),
+        (57, OK, "3 of 10 blocks fit"),  # 15 MiB each, of 80 % of what is free
+        (18, BLOCKER, "no block fits"),
     ],
 )
 def test_memory_is_for_blocks_with_their_kv(available_mib: int, verdict: str, words: str) -> None:
@@ -55,29 +74,99 @@ def test_memory_is_for_blocks_with_their_kv(available_mib: int, verdict: str, wo
     assert words in found.text
 
 
-def test_peers_that_hold_all_are_well() -> None:
-    (found,) = check_coverage([_answer(5, 10), _answer(0, 6)], MODEL)
-    assert found.verdict == OK
+def test_a_swarm_that_holds_all_is_well() -> None:
+    found = check_coverage(_announced(_offer(5, 10), _offer(0, 6), _offer(0, 10, "theirs")), MODEL)
+    assert (found.verdict, found.text) == (OK, "the swarm has all 10 blocks, at 2 servers")
 
 
-def test_blocks_that_no_peer_holds_are_named() -> None:
-    (found,) = check_coverage([_answer(0, 3), _answer(5, 9)], MODEL)
+@pytest.mark.parametrize(
+    ("others", "missing", "fix"),
+    [
+        ([_offer(5, 9)], "[3, 5), [9, 10)", "start servers"),
+        ([replace(_offer(3, 10), state=PeerState.JOINING)], "[3, 10)", "start servers"),
+        ([_offer(3, 10, "theirs")], "[3, 10)", "give the MODEL that it serves"),
+        ([_offer(3, 10, "theirs"), _offer(3, 10, dtype="bfloat16")], "[3, 10)", "give --dtype bfloat16"),
+    ],
+    ids=["held by nobody", "not loaded yet", "of another model", "of another dtype"],
+)
+def test_blocks_that_no_server_has_are_named_and_what_it_has_instead(
+    others: list[Offer], missing: str, fix: str
+) -> None:
+    found = check_coverage(_announced(_offer(0, 3), *others), MODEL)
     assert found.verdict == WARNING
-    assert "none of these peers has blocks [3, 5), [9, 10) of ours" in found.text
+    assert f"has blocks {missing} of ours in float32" in found.text
+    assert found.fix.startswith(fix)
 
 
-def test_a_peer_of_another_model_does_not_count() -> None:
-    other, missing = check_coverage([_answer(0, 3), _answer(3, 10, "theirs")], MODEL)
-    assert "/ip4/127.0.0.1/tcp/3 serves theirs" in other.text
-    assert other.fix == "give the MODEL that it serves"
-    assert "blocks [3, 10)" in missing.text
+def test_models_of_a_swarm_of_strangers_are_not_all_listed() -> None:
+    found = check_coverage(_announced(*(_offer(0, 10, f"theirs{n}") for n in range(1000))), MODEL)
+    assert len(found.text) < 300
 
 
-def test_a_peer_of_another_dtype_does_not_count() -> None:
-    other, missing = check_coverage([_answer(0, 3), _answer(3, 10, dtype="bfloat16")], MODEL)
-    assert "/ip4/127.0.0.1/tcp/3 computes in bfloat16, not in float32" in other.text
-    assert other.fix == "give --dtype bfloat16"
-    assert "blocks [3, 10)" in missing.text
+def test_clocks_that_are_near_enough_are_well_with_the_figure() -> None:
+    (found,) = check_clocks({PeerId("a"): -120, PeerId("b"): 40}, SKEW_S)
+    assert found.verdict == OK
+    assert found.text == "within 120 ms of the clocks of 2 of 2 peers; announcements tolerate 30 s"
+
+
+@pytest.mark.parametrize(("offset_ms", "words"), [(30_001, "30.0 s behind"), (-95_000, "95.0 s ahead of")])
+def test_our_clock_is_wrong_if_most_say_so(offset_ms: int, words: str) -> None:
+    (found,) = check_clocks({PeerId("a"): 0, PeerId("b"): offset_ms, PeerId("c"): offset_ms}, SKEW_S)
+    assert (found.verdict, "NTP" in found.fix) == (BLOCKER, True)
+    assert f"this machine's clock is {words} that of peer b, and too far off for 2 of 3" in found.text
+
+
+def test_a_single_clock_that_is_off_is_the_peers() -> None:
+    warning, well = check_clocks({PeerId("a"): 0, PeerId("b"): 95_000}, SKEW_S)
+    assert (warning.verdict, well.verdict) == (WARNING, OK)
+    assert "peer b is off by +95.0 s" in warning.text and "within 0 ms of the clocks of 1 of 2" in well.text
+
+
+@asynccontextmanager
+async def _relay(now_ms: Callable[[], int] = wall_clock_ms) -> AsyncIterator[tuple[str, Swarm]]:
+    """Its address, and its view."""
+    async with (
+        open_network([LISTEN_ANY_LOOPBACK], LinkPolicy()) as network,
+        open_pool(network) as pool,
+        trio.open_nursery() as nursery,
+    ):
+        swarm = Swarm(network, pool, SwarmPolicy(), now_ms=now_ms)
+        nursery.start_soon(serve_links, network, 8, partial(serve_view, swarm))
+        yield network.addresses[0], swarm
+        nursery.cancel_scope.cancel()
+
+
+async def _examined(*peers: str) -> dict[str, Finding]:
+    """What is found of each, by the name of the check."""
+    doctor = Doctor(DoctorConfig(None, peers, [], 64, "float32"), lambda _finding: None, lambda _text: None)
+    with trio.fail_after(DEADLINE_S):
+        await check_peers(doctor, MODEL)
+    return {finding.check: finding for finding in doctor.findings}
+
+
+def test_servers_that_the_named_peer_knows_count() -> None:
+    async def main() -> None:
+        async with _relay() as (address, relay), _relay() as (theirs, server):
+            server.say(_offer(0, 10))
+            await relay.meet(theirs)
+            found = await _examined(address)
+        assert "has no blocks (this is a relay" in found["peer"].text
+        assert found["peers"].text == "the swarm has all 10 blocks, at 1 servers"
+        assert found["clock"].verdict == OK
+
+    trio.run(main)
+
+
+def test_a_clock_that_is_off_is_seen_in_a_real_exchange() -> None:
+    async def main() -> None:
+        async with _relay(lambda: wall_clock_ms() + 95_000) as (address, relay):
+            relay.say(_offer(0, 10))
+            found = await _examined(address)
+        assert found["clock"].verdict == BLOCKER
+        assert "clock is 95.0 s behind" in found["clock"].text
+        assert "peers" not in found, "what nobody can see with such a clock"
+
+    trio.run(main)
 
 
 def test_the_cache_need_not_be_there_but_must_be_possible(tmp_path: Path) -> None:

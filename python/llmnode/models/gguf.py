@@ -21,6 +21,7 @@ from llmnode.errors import ConfigError, LlmnodeError, ModelError
 from llmnode.models.cache import cache_folder, require_room, show_bytes
 from llmnode.models.families import family_of
 from llmnode.models.folder import CONFIG_FILE, SINGLE_FILE, ModelFolder, one_line, open_folder
+from llmnode.models.memory import free_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -152,13 +153,10 @@ def _unquantized(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _require_memory(gguf: Path, size_bytes: int) -> None:
-    import psutil
-
     needed_bytes = int(_MEMORY_FACTOR * size_bytes)
-    free_bytes = psutil.virtual_memory().available
-    if free_bytes < needed_bytes:
+    if (free := free_bytes()) < needed_bytes:
         raise ConfigError(
-            f"to convert {gguf} takes {show_bytes(needed_bytes)} of memory and {show_bytes(free_bytes)} are free: "
+            f"to convert {gguf} takes {show_bytes(needed_bytes)} of memory and {show_bytes(free)} are free: "
             "free some, or use the model in safetensors, of which a node reads its part alone"
         )
 

@@ -13,6 +13,9 @@ from llmnode.models.families import family_of
 if TYPE_CHECKING:
     from llmnode.models.folder import ModelFolder
 
+MEMORY_SHARE = 0.8
+"""Of what is free, a server takes this much: other programs grow too."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
@@ -23,9 +26,9 @@ class ModelSize:
     ends_bytes: int
     kv_token_bytes: int
 
-    def fitting_blocks(self, available_bytes: int, kv_tokens: int) -> int:
-        """How many blocks a server has room for, with all its KV in use."""
-        return min(self.blocks, available_bytes // (self.block_bytes + kv_tokens * self.kv_token_bytes))
+    def fitting_blocks(self, free_bytes: int, kv_tokens: int) -> int:
+        """How many blocks a server has room for in its share of what is free, with all its KV in use."""
+        return min(self.blocks, int(MEMORY_SHARE * free_bytes) // (self.block_bytes + kv_tokens * self.kv_token_bytes))
 
 
 def measure_size(folder: ModelFolder, dtype: torch.dtype = torch.float32) -> ModelSize:
