@@ -136,5 +136,5 @@ async def aconnect(
     async with join_swarm(peers, link_policy or LinkPolicy()) as (pool, swarm):
         router = Router(parts.model, pool, swarm, policy)
         with single_error():
-            await router.find()
+            await router.find_any()
         yield Client(parts, router, Codec(codec), policy)

@@ -14,7 +14,8 @@ from llmnode.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from llmnode.client.session import HopTiming, InferenceSession
+    from llmnode.client.hop import HopTiming
+    from llmnode.client.session import InferenceSession
     from llmnode.compute.worker import ComputeThread
     from llmnode.core.model import ModelInfo
     from llmnode.models.parts import Ends

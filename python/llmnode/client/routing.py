@@ -1,4 +1,4 @@
-"""Which peers a session goes through: routes over the view, and connections to their hops."""
+"""Which peers a session goes through, at first and when it has lost one: routes over the view, and connections."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import random
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
+import trio
+
 from llmnode.client.session import open_session
-from llmnode.core.route import Hop, HopCost, Route, find_route
+from llmnode.core.bans import Bans
+from llmnode.core.route import Hop, HopCost, Route, find_detour, find_route
 from llmnode.core.view import online
-from llmnode.errors import NoRoute, PeerError
+from llmnode.errors import NoRoute, PeerError, PeerRefused
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
     from llmnode.client.connection import Connection
     from llmnode.client.pool import ConnectionPool
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ClientPolicy
+    from llmnode.core.span import Span
     from llmnode.wire.payload import Codec
 
 
@@ -34,6 +38,7 @@ class Router:
         self._model = model
         self._pool = pool
         self._policy = policy
+        self._bans = Bans(policy)
         self._rng = random.Random()
 
     @asynccontextmanager
@@ -46,16 +51,40 @@ class Router:
         failed: dict[PeerId, PeerError] = {}
         while True:
             route, connections = await self._connected_route(failed)
-            opening = open_session(route, connections, self._model, max_length, codec, self._policy)
+            opening = open_session(route, connections, self._model, max_length, codec, self._policy, self)
             try:
                 session = await stack.enter_async_context(opening)
             except PeerError as error:
+                self.report(error)
                 failed[error.peer or route[0].peer] = error
             else:
                 self.route = route
                 return session
 
-    async def find(self) -> Route:
+    # What a session asks that has lost a peer
+
+    def report(self, error: PeerError) -> None:
+        """See `Detours`."""
+        if error.peer is not None and not isinstance(error, PeerRefused):
+            self._bans.report(error.peer, trio.current_time())
+
+    async def find(
+        self, span: Span, avoid: Collection[PeerId], *, hurry: bool
+    ) -> tuple[Route, Mapping[PeerId, Connection]]:
+        """See `Detours`."""
+        usable = [
+            each for each in self._candidates() if each.peer not in avoid and (hurry or not self._is_banned(each))
+        ]
+        route = find_detour(span, _held(usable), _costs(usable))
+        return route, await self._connect(route, usable)
+
+    async def wait_changed(self) -> None:
+        """See `Detours`."""
+        await self.swarm.wait_changed()
+
+    # Inside
+
+    async def find_any(self) -> Route:
         """A route whose peers answer; asks the directory if the view has none. Raises as `open_session` does."""
         try:
             self.route, _ = await self._connected_route({})
@@ -64,32 +93,51 @@ class Router:
             self.route, _ = await self._connected_route({})
         return self.route
 
-    async def _connected_route(self, failed: dict[PeerId, PeerError]) -> tuple[Route, dict[PeerId, Connection]]:
+    async def _connected_route(self, failed: dict[PeerId, PeerError]) -> tuple[Route, Mapping[PeerId, Connection]]:
         """A route over peers that have not `failed`, each with a living connection; who cannot be reached is added."""
         while True:
             usable = [each for each in self._candidates() if each.peer not in failed]
-            self._rng.shuffle(usable)  # of equal peers, clients take different ones
-            held = [Hop(each.peer, each.offer.span) for each in usable]
+            route = self._route(usable, failed)
             try:
-                route = find_route(self._model.blocks, held, _costs(usable))
-            except NoRoute as error:
-                if failed:
-                    raise next(reversed(failed.values())) from error
-                raise NoRoute(error.missing, self._hint()) from None
-            addresses = {each.peer: each.addresses for each in usable}
-            connections: dict[PeerId, Connection] = {}
-            for hop in route:
-                try:
-                    connections[hop.peer] = await self._pool.connect(addresses[hop.peer])
-                except PeerError as error:
-                    failed[hop.peer] = error.blame(hop.peer, hop.span)
-                    break
-            else:
-                return route, connections
+                return route, await self._connect(route, usable)
+            except PeerError as error:
+                self.report(error)
+                failed[error.peer or route[0].peer] = error
+
+    def _route(self, usable: Sequence[Announcement], failed: dict[PeerId, PeerError]) -> Route:
+        """Over peers that are not banned, if that will do."""
+        good = [each for each in usable if not self._is_banned(each)]
+        try:
+            return find_route(self._model.blocks, _held(good), _costs(good))
+        except NoRoute:
+            pass
+        try:
+            return find_route(self._model.blocks, _held(usable), _costs(usable))
+        except NoRoute as error:
+            if failed:
+                raise next(reversed(failed.values())) from error
+            raise NoRoute(error.missing, self._hint()) from None
+
+    async def _connect(self, route: Route, usable: Sequence[Announcement]) -> Mapping[PeerId, Connection]:
+        """Raises the PeerError of the first hop that cannot be reached."""
+        addresses = {each.peer: each.addresses for each in usable}
+        connections: dict[PeerId, Connection] = {}
+        for hop in route:
+            try:
+                connections[hop.peer] = await self._pool.connect(addresses[hop.peer])
+            except PeerError as error:
+                raise error.blame(hop.peer, hop.span) from None
+        return connections
+
+    def _is_banned(self, announcement: Announcement) -> bool:
+        return self._bans.is_banned(announcement.peer, trio.current_time())
 
     def _candidates(self) -> list[Announcement]:
         model = self._model
-        return [each for each in online(self.swarm.view.of_model(model.digest)) if each.offer.dtype == model.dtype]
+        holders = online(self.swarm.view.of_model(model.digest))
+        usable = [each for each in holders if each.offer.dtype == model.dtype]
+        self._rng.shuffle(usable)  # of equal peers, clients take different ones
+        return usable
 
     def _hint(self) -> str:
         """What the swarm has instead, if anything."""
@@ -100,6 +148,10 @@ class Router:
         if models := sorted({each.offer.model for each in others if each not in ours}):
             return f"the peers serve {', '.join(models)}, of other weights than our {self._model.name}"
         return ""
+
+
+def _held(announcements: Sequence[Announcement]) -> list[Hop]:
+    return [Hop(each.peer, each.offer.span) for each in announcements]
 
 
 def _costs(announcements: Sequence[Announcement]) -> dict[PeerId, HopCost]:

@@ -73,6 +73,25 @@ def find_route(blocks: int, held: Iterable[Hop], costs: Mapping[PeerId, HopCost]
     return _hops([holders[index].peer for index in reversed(taken)])
 
 
+def find_detour(span: Span, held: Iterable[Hop], costs: Mapping[PeerId, HopCost] | None = None) -> Route:
+    """As `find_route`, through the blocks of `span` alone. Raises NoRoute with what of it nobody holds."""
+    start = span.start
+    inside = [
+        Hop(hop.peer, Span(max(hop.span.start, start) - start, min(hop.span.end, span.end) - start))
+        for hop in held
+        if hop.span.start < span.end and start < hop.span.end
+    ]
+    try:
+        route = find_route(len(span), inside, costs)
+    except NoRoute as error:
+        raise NoRoute([_shifted(missing, start) for missing in error.missing]) from None
+    return tuple(Hop(hop.peer, _shifted(hop.span, start)) for hop in route)
+
+
+def _shifted(span: Span, by: int) -> Span:
+    return Span(span.start + by, span.end + by)
+
+
 def _hops(peers: Sequence[PeerId]) -> Route:
     """From the peer of each block to hops. Who would come twice keeps what is between: its span has no gap."""
     route: list[Hop] = []

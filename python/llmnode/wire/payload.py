@@ -15,7 +15,12 @@ from llmnode.core.model import FP32_BYTES
 from llmnode.errors import ConfigError, RemoteProtocolError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from llmnode.wire.frame import Buffer, Frame
+
+    Piece = tuple[Buffer, int]
+    """A payload, and how many positions it has."""
 
 _FP16_MAX = 65504
 
@@ -93,6 +98,42 @@ class HiddenForm:
     def decode(self, frame: Frame) -> Buffer:
         """The fp32 hidden states of a frame that `check` has passed."""
         return decode_hidden(frame.payload, self.codec, frame.length * self.hidden_size)
+
+    def join(self, pieces: Sequence[Piece]) -> Buffer:
+        """One payload of the positions of all `pieces`, in order, each with the hidden states that it had."""
+        if self.codec is not Codec.INT8:
+            return b"".join(payload for payload, _ in pieces)
+        if self._rows_share_blocks:
+            return self.encode(b"".join(decode_hidden(*self._sized(piece)) for piece in pieces))
+        edges = [length * self._row_scale_bytes for _, length in pieces]
+        scales = (memoryview(payload)[:edge] for (payload, _), edge in zip(pieces, edges, strict=True))
+        codes = (memoryview(payload)[edge:] for (payload, _), edge in zip(pieces, edges, strict=True))
+        return b"".join([*scales, *codes])
+
+    def first(self, piece: Piece, positions: int) -> Buffer:
+        """The payload of the first `positions` of `piece`."""
+        payload, length = memoryview(piece[0]), piece[1]
+        if self.codec is not Codec.INT8:
+            return payload[: payload_bytes(self.codec, positions * self.hidden_size)]
+        if self._rows_share_blocks:
+            return self.encode(
+                memoryview(decode_hidden(*self._sized(piece)))[: positions * self.hidden_size * FP32_BYTES]
+            )
+        codes_at = length * self._row_scale_bytes
+        codes_end = codes_at + positions * self.hidden_size
+        return b"".join([payload[: positions * self._row_scale_bytes], payload[codes_at:codes_end]])
+
+    @property
+    def _row_scale_bytes(self) -> int:
+        return payload_bytes(Codec.INT8, self.hidden_size) - self.hidden_size
+
+    @property
+    def _rows_share_blocks(self) -> bool:
+        """Then int8 payloads cannot be cut or joined as they are, and are quantized anew."""
+        return payload_bytes(Codec.INT8, 2 * self.hidden_size) != 2 * payload_bytes(Codec.INT8, self.hidden_size)
+
+    def _sized(self, piece: Piece) -> tuple[Buffer, Codec, int]:
+        return piece[0], self.codec, piece[1] * self.hidden_size
 
 
 def _to_fp16(hidden: Buffer) -> Buffer:

@@ -1,0 +1,45 @@
+"""What one hop of a session was given, to be given again to who takes its place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from llmnode.wire.frame import Buffer
+    from llmnode.wire.payload import HiddenForm
+
+
+class InputLog:
+    """Encoded hidden states by position: the bytes that crossed the wire, so a replay computes what was computed."""
+
+    def __init__(self, form: HiddenForm) -> None:
+        self.positions = 0
+        self._form = form
+        self._pieces: list[tuple[Buffer, int]] = []
+
+    def append(self, payload: Buffer, length: int) -> None:
+        self._pieces.append((payload, length))
+        self.positions += length
+
+    def truncate(self, positions: int) -> None:
+        while self.positions > positions:
+            payload, length = self._pieces.pop()
+            self.positions -= length
+            if (kept := positions - self.positions) > 0:
+                self.append(self._form.first((payload, length), kept), kept)
+
+    def chunks(self, most: int) -> Iterator[tuple[Buffer, int]]:
+        """All of it as payloads of at most `most` positions each, if none was longer from the start."""
+        gathered: list[tuple[Buffer, int]] = []
+        for piece in self._pieces:
+            if gathered and sum(length for _, length in gathered) + piece[1] > most:
+                yield self._joined(gathered)
+                gathered = []
+            gathered.append(piece)
+        if gathered:
+            yield self._joined(gathered)
+
+    def _joined(self, pieces: list[tuple[Buffer, int]]) -> tuple[Buffer, int]:
+        return self._form.join(pieces), sum(length for _, length in pieces)

@@ -1,0 +1,40 @@
+"""Peers that failed us lately, and until when others are preferred to them. Knows no clock: the time is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llmnode.core.ids import PeerId
+    from llmnode.core.policy import ClientPolicy
+
+
+@dataclass(slots=True)
+class _Ban:
+    until_s: float
+    length_s: float
+
+
+class Bans:
+    """The first ban is short, each further one twice as long, up to a limit; a success ends it and its history."""
+
+    def __init__(self, policy: ClientPolicy) -> None:
+        self._policy = policy
+        self._bans: dict[PeerId, _Ban] = {}
+
+    def report(self, peer: PeerId, now_s: float) -> None:
+        """`peer` failed. What it did before a ban ended counts once: a dozen sessions may notice one death."""
+        ban = self._bans.get(peer)
+        if ban is None:
+            self._bans[peer] = _Ban(now_s + self._policy.ban_s, self._policy.ban_s)
+        elif ban.until_s <= now_s:
+            ban.length_s = min(2 * ban.length_s, self._policy.longest_ban_s)
+            ban.until_s = now_s + ban.length_s
+
+    def forgive(self, peer: PeerId) -> None:
+        self._bans.pop(peer, None)
+
+    def is_banned(self, peer: PeerId, now_s: float) -> bool:
+        ban = self._bans.get(peer)
+        return ban is not None and now_s < ban.until_s
