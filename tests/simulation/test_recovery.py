@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import os
 import random
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,10 +21,11 @@ from llmnode.client.pool import open_pool
 from llmnode.client.routing import Router
 from llmnode.client.swarm import Swarm
 from llmnode.core.announcement import Offer, PeerState
+from llmnode.core.ids import SessionId
 from llmnode.core.model import ModelInfo
 from llmnode.core.policy import ClientPolicy, ServePolicy, SwarmPolicy
 from llmnode.core.span import Span
-from llmnode.errors import NoRoute, SessionLost
+from llmnode.errors import NoRoute, SessionClosed, SessionLost
 from llmnode.node.serve.server import Server
 from llmnode.testing import ExactWorker, MemoryInternet, MemoryNetwork, exact_output, open_internet
 from llmnode.wire.payload import Codec
@@ -74,6 +75,10 @@ class FallibleWorker(ExactWorker):
             raise RuntimeError("out of memory, as told")
         return await super().forward(piece)
 
+    def take_room(self, kv_tokens: int) -> None:
+        """As another client's session would."""
+        self._reserved[SessionId(b"s" * 16)] = kv_tokens
+
 
 @dataclass
 class ServingNode:
@@ -98,8 +103,9 @@ class World:
         self.nodes: dict[str, ServingNode] = {}
         self._nursery = nursery
 
-    async def start(self, name: str, span: Span) -> ServingNode:
-        node: ServingNode = await self._nursery.start(self._live, name, span)
+    async def start(self, name: str, span: Span, model: ModelInfo = MODEL) -> ServingNode:
+        """It announces MODEL, whatever it serves."""
+        node: ServingNode = await self._nursery.start(self._live, name, span, model)
         return node
 
     def kill(self, name: str) -> None:
@@ -133,7 +139,7 @@ class World:
         async with self.client() as (router, peer), router.open_session(64, Codec.RAW) as session:
             yield session, peer
 
-    async def _live(self, name: str, span: Span, task_status: trio.TaskStatus[ServingNode]) -> None:
+    async def _live(self, name: str, span: Span, model: ModelInfo, task_status: trio.TaskStatus[ServingNode]) -> None:
         contacts = [address for node in self.nodes.values() for address in node.network.addresses]
         network = self.internet.network(name)
         worker = FallibleWorker(span, ROW, KV_TOKENS)
@@ -142,7 +148,7 @@ class World:
                 rng = random.Random(name)
                 swarm = Swarm(network, pool, SwarmPolicy(), contacts=contacts, now_ms=clock_ms, rng=rng)
                 node = self.nodes[name] = ServingNode(name, network, worker, swarm, scope)
-                nursery.start_soon(Server(worker, MODEL, ServePolicy(), swarm).run, network)
+                nursery.start_soon(Server(worker, model, ServePolicy(), swarm).run, network)
                 nursery.start_soon(swarm.run)
                 nursery.start_soon(swarm.announce, lambda: node.offer)
                 task_status.started(node)
@@ -239,18 +245,18 @@ async def test_a_session_outlives_whatever_befalls_its_servers(seed: int) -> Non
                 await trio.sleep(rng.expovariate(1 / 0.5))
                 await _misfortune(swarm, client, rng, spans)
 
-        async with trio.open_nursery() as troubles:
+        # Opened before the trouble begins: who opens one while both twins are down is told so at once.
+        async with router.open_session(MAX_LENGTH, Codec.RAW) as session, trio.open_nursery() as troubles:
             for _ in range(rng.randrange(1, 4)):
                 troubles.start_soon(trouble)
-            async with router.open_session(MAX_LENGTH, Codec.RAW) as session:
-                dialogue = Dialogue(session, rng)
-                for _ in range(25):
-                    if rng.random() < 0.15:
-                        await dialogue.go_back(rng.randrange(session.position + 1))
-                    await dialogue.step(min(rng.choice([1, 1, 1, 2, 20]), MAX_LENGTH - session.position) or 1)
-                    if session.position == MAX_LENGTH:
-                        await dialogue.go_back(MAX_LENGTH // 2)
-                    await trio.sleep(rng.expovariate(1 / 0.3))
+            dialogue = Dialogue(session, rng)
+            for _ in range(25):
+                if rng.random() < 0.15:
+                    await dialogue.go_back(rng.randrange(session.position + 1))
+                await dialogue.step(min(rng.choice([1, 1, 1, 2, 20]), MAX_LENGTH - session.position) or 1)
+                if session.position == MAX_LENGTH:
+                    await dialogue.go_back(MAX_LENGTH // 2)
+                await trio.sleep(rng.expovariate(1 / 0.3))
             troubles.cancel_scope.cancel()
         await kv_is_free(swarm)
 
@@ -343,4 +349,112 @@ async def test_a_step_that_no_peer_can_compute_ends_the_session_with_all_causes(
             with pytest.raises(SessionLost) as raised:
                 await session.step(bytes(ROW))
             assert {cause.peer for cause in raised.value.causes} == {"peer-1a", "peer-1b"}
+        await kv_is_free(swarm)
+
+
+@simulated
+async def test_a_server_takes_its_own_place_though_it_has_no_room_for_two() -> None:
+    async with world() as swarm:
+        node = await swarm.start("only", ALL_BLOCKS)
+        await trio.sleep(10)
+        async with swarm.client() as (router, _), router.open_session(MAX_LENGTH, Codec.RAW) as session:
+            node.worker.take_room(KV_TOKENS - MAX_LENGTH)
+            dialogue = Dialogue(session, random.Random(1))
+            await dialogue.step(20)
+            node.worker.fails = 1
+            await dialogue.step(1)
+            assert len(session.recoveries) == 1
+
+
+@simulated
+async def test_a_peer_that_has_come_back_with_another_model_is_passed_over() -> None:
+    async with world() as swarm:
+        await swarm.start("whole", ALL_BLOCKS)
+        await trio.sleep(10)
+        async with swarm.client() as (router, _), router.open_session(64, Codec.RAW) as session:
+            dialogue = Dialogue(session, random.Random(1))
+            await dialogue.step(20)
+            await swarm.start("other", ALL_BLOCKS, replace(MODEL, digest=b"o" * 32))
+            for index, span in enumerate(SPANS):
+                await swarm.start(f"part{index}", span)
+            await trio.sleep(10)
+            swarm.kill("whole")
+            await dialogue.step(1)
+            assert [hop.span for hop in session.route] == SPANS
+
+
+@simulated
+async def test_who_announces_nonsense_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = MemoryNetwork.addresses.fget
+    assert honest is not None
+
+    def addresses(network: MemoryNetwork) -> list[str]:
+        return [f"/nonsense/p2p/{network.peer}"] if network.peer == "peer-liar" else honest(network)
+
+    monkeypatch.setattr(MemoryNetwork, "addresses", property(addresses))
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        await swarm.start("liar", ALL_BLOCKS)
+        await trio.sleep(10)
+        async with router.open_session(64, Codec.RAW) as session:
+            dialogue = Dialogue(session, random.Random(1))
+            await dialogue.step(20)
+            swarm.kill(str(session.route[1].peer).removeprefix("peer-"))
+            await dialogue.step(1)
+
+
+@simulated
+async def test_the_caller_may_reuse_its_buffer() -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, _):
+        hidden = bytearray(random.Random(1).randbytes(20 * ROW))
+        said = bytes(hidden)
+        await session.step(hidden)
+        hidden[:] = bytes(len(hidden))
+        swarm.kill(str(session.route[0].peer).removeprefix("peer-"))
+        answer = await session.step(bytes(ROW))
+        assert bytes(answer) == exact_output(said + bytes(ROW), ALL_BLOCKS)[-ROW:]
+
+
+@asynccontextmanager
+async def recovering_session() -> AsyncIterator[tuple[World, InferenceSession]]:
+    """A session that has lost its only peer and is about to open two hops instead."""
+    async with world() as swarm:
+        await swarm.start("whole", ALL_BLOCKS)
+        for half in (Span(0, 3), Span(3, 6)):
+            await swarm.start(f"from{half.start}", half)
+        await trio.sleep(10)
+        async with swarm.session() as (session, _):
+            await Dialogue(session, random.Random(1)).step(20)
+            swarm.kill("whole")
+            yield swarm, session
+        await kv_is_free(swarm)
+
+
+DURING_RECOVERY_S = [0.01 * n for n in range(1, 25)]
+"""Moments after the loss; all is over in a quarter of a second."""
+
+
+@pytest.mark.parametrize("after_s", DURING_RECOVERY_S)
+@simulated
+async def test_a_step_that_is_cancelled_during_recovery_ends_its_session(after_s: float) -> None:
+    async with recovering_session() as (_, session):
+        with trio.move_on_after(after_s) as patience:
+            await session.step(bytes(ROW))
+        if patience.cancelled_caught:
+            with pytest.raises(SessionClosed):
+                await session.step(bytes(ROW))
+
+
+@pytest.mark.parametrize("after_s", DURING_RECOVERY_S)
+@simulated
+async def test_a_session_that_is_closed_during_recovery_leaves_no_kv(after_s: float) -> None:
+    async with recovering_session() as (swarm, session):
+
+        async def step() -> None:
+            with suppress(SessionClosed):
+                await session.step(bytes(ROW))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(step)
+            await trio.sleep(after_s)
+            await session.close()
         await kv_is_free(swarm)

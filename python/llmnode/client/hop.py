@@ -78,6 +78,7 @@ class SessionHop:
             if (answer.start, answer.length) != (start, length):
                 raise RemoteProtocolError("answered for other positions than it was asked for")
             self._form.check(answer)
+            self._form.check_values(answer)  # the next hop would refuse them, and be blamed
             result = unpack(Result, answer.meta)
         except PeerError as error:
             raise self._blamed(error) from None

@@ -49,14 +49,14 @@ CAUSES_KEPT = 16
 FAILED_COMPUTATIONS = 6
 """That one step may meet; after more the fault is taken to be its own."""
 
-OTHERS_MAY_ACCEPT = {
-    RefusalCode.BUSY,
-    RefusalCode.NO_ROOM,
-    RefusalCode.SPAN_NOT_HELD,
-    RefusalCode.UNKNOWN_SESSION,
-    RefusalCode.COMPUTE_FAILED,
+ALL_WOULD_REFUSE = {
+    RefusalCode.WRONG_POSITION,
+    RefusalCode.STALE_EPOCH,
+    RefusalCode.TOO_FAR_AHEAD,
+    RefusalCode.CONFLICT,
+    RefusalCode.BAD_MESSAGE,
 }
-"""Any other refusal is of the session itself: every peer would give it."""
+"""What the session itself has done wrong. With any other refusal, of an unknown code too, others may accept it."""
 
 
 class Detours(Protocol):
@@ -93,7 +93,7 @@ class Recovery:
 class InferenceSession:
     """Petals' primitive: `step` runs hidden states through all blocks and remembers them in the KV of every hop.
 
-    Made by `open_session`. Not for several tasks at once.
+    Made by `open_session`. Not for several tasks at once, except that any may close it.
     """
 
     def __init__(
@@ -139,11 +139,12 @@ class InferenceSession:
             raise LocalProtocolError(
                 f"{len(hidden)} bytes ({row_bytes} a position) at position {self._position} of {self.max_length}"
             )
-        payload = self._form.encode(hidden)  # as it is from hop to hop: a lossy codec loses once a hop, not twice
+        # As it is from hop to hop: a lossy codec loses once a hop, not twice. It is logged, and `hidden` the caller's.
+        payload: Buffer = bytes(self._form.encode(hidden))
         with self._ends_if_broken_off():
             await self._go_back_to(self._position)  # some hops may be ahead, if the last try ended in NoRoute
             payload = await self._step_all(payload, length)
-            output = self._decoded(payload, length)
+            output = decode_hidden(payload, self._form.codec, length * self._model.hidden_size)
         self._position += length
         return output
 
@@ -174,7 +175,9 @@ class InferenceSession:
         except SessionLost as error:
             self._ended = error
             raise
-        except trio.Cancelled:
+        except LlmnodeError:
+            raise
+        except BaseException:  # a group, if it was cancelled while it opened several hops
             self._ended = SessionClosed("it was cancelled on the way through its hops")
             raise
 
@@ -208,13 +211,6 @@ class InferenceSession:
             except PeerError as error:
                 await self._recover(index, error, trouble)
 
-    def _decoded(self, payload: Buffer, length: int) -> Buffer:
-        last = self._hops[-1].hop
-        try:
-            return decode_hidden(payload, self._form.codec, length * self._model.hidden_size)
-        except PeerError as error:
-            raise SessionLost([error.blame(last.peer, last.span)]) from error
-
     # Recovery
 
     async def _recover(self, index: int, error: PeerError, trouble: _Trouble) -> None:
@@ -224,8 +220,9 @@ class InferenceSession:
             raise SessionLost([error]) from error
         trouble.note(error, detours)
         trouble.deadline_s = min(trouble.deadline_s, began + self._policy.recovery_timeout_s)
+        await lost.close()  # if it lives it may be asked to take its own place, and has no room for both
         missing: NoRoute | None = None
-        while trio.current_time() < trouble.deadline_s:
+        while self._ended is None and trio.current_time() < trouble.deadline_s:
             try:
                 with trio.fail_at(trouble.deadline_s):
                     route, connections = await detours.find(lost.hop.span, trouble.refusers, hurry=missing is not None)
@@ -242,8 +239,8 @@ class InferenceSession:
                 break
             else:
                 self._replace(index, hops, began, error)
-                await lost.close()
                 return
+        self._check_open()
         raise missing or SessionLost(trouble.causes)
 
     async def _rebuild(
@@ -255,6 +252,7 @@ class InferenceSession:
             for payload, length in inputs.chunks(self._policy.chunk_tokens):
                 for hop in hops:
                     payload, _ = await hop.step(payload, length)
+            self._check_open()  # nobody would close these
         except BaseException:
             with trio.move_on_after(self._policy.open_timeout_s, shield=True):
                 for hop in hops:
@@ -324,7 +322,7 @@ class _Trouble:
         detours.report(error)
         self.causes = [*self.causes[: CAUSES_KEPT - 1], error]
         if isinstance(error, PeerRefused):
-            if error.code not in OTHERS_MAY_ACCEPT:
+            if error.code in ALL_WOULD_REFUSE:
                 raise SessionLost(self.causes) from error
             self.failed_computations += error.code == RefusalCode.COMPUTE_FAILED
             if self.failed_computations > FAILED_COMPUTATIONS:
