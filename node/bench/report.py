@@ -44,7 +44,19 @@ class Aim:
     holds: bool
 
 
-Row = dict[str, "str | int | float | Spread"]
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate and its confidence interval."""
+
+    estimate: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.estimate:+.2g} ({self.low:+.2g} to {self.high:+.2g})"
+
+
+Row = dict[str, "str | int | float | Spread | Interval"]
 
 
 def environment(threads: int) -> dict[str, object]:
@@ -63,12 +75,21 @@ def environment(threads: int) -> dict[str, object]:
 
 
 def print_report(
-    name: str, environment: Mapping[str, object], rows: Sequence[Row], aims: Sequence[Aim], *, as_json: bool
+    name: str,
+    environment: Mapping[str, object],
+    rows: Sequence[Row],
+    aims: Sequence[Aim],
+    *,
+    as_json: bool,
+    legend: str = "median (lowest-highest)",
 ) -> None:
-    """The table and the aims on stderr or stdout; with `as_json` the object of all of it on stdout's last line."""
+    """The table and the aims on stderr or stdout; with `as_json` the object of all of it on stdout's last line.
+
+    `legend` says what a cell is.
+    """
     console = Console(stderr=as_json, soft_wrap=not as_json)
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    table = Table(title=f"bench {name}: median (lowest-highest)", title_justify="left")
+    table = Table(title=f"bench {name}: {legend}", title_justify="left")
     for column in columns:
         table.add_column(column)
     for row in rows:
@@ -87,12 +108,12 @@ def print_report(
         print(json.dumps(report))
 
 
-def _cell(value: str | float | Spread) -> str:
+def _cell(value: str | float | Spread | Interval) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _plain(value: str | float | Spread) -> object:
-    return asdict(value) if isinstance(value, Spread) else value
+def _plain(value: str | float | Spread | Interval) -> object:
+    return asdict(value) if isinstance(value, (Spread, Interval)) else value
 
 
 def _cpu_name() -> str:

@@ -1,0 +1,318 @@
+"""`llmnode bench quality`: what lossy codecs and dtypes cost in tokens and likelihood, against transformers in fp32.
+
+Two real server processes with uneven spans, the embedded model. Nothing is timed, and another run on the same machine
+gives the same figures. A variant is asked for three things: its own greedy text after each prompt; the token it would
+choose at each position of the *baseline's* text (teacher forcing: one early difference does not count for all that
+follow); and the likelihood of chunks of a text that every Python has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from llmnode.client.model import connect
+from llmnode.core.span import Span
+from llmnode.errors import ConfigError
+from llmnode.models.embedded import open_embedded
+from llmnode.models.tokenizer import load_tokenizer
+from llmnode.node.bench.paired import change_percent, compare_choices, equal_prefix
+from llmnode.node.bench.report import Aim, Row, environment, print_report
+from llmnode.node.processes import START_TIMEOUT_S, STOP_TIMEOUT_S, ServerDied
+from llmnode.node.settings import without_settings
+from llmnode.wire.payload import Codec, payload_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from llmnode.models.tokenizer import Tokenizer
+
+PROMPTS = (
+    "The three laws of thermodynamics are",
+    "Once upon a time, in a village by the sea,",
+    "def fibonacci(n):",
+    "Dear Sir or Madam, I am writing to complain about",
+    "Photosynthesis is the process by which",
+    "To bake bread you need flour, water, salt and",
+    "SELECT name, age FROM users WHERE",
+    "Il était une fois une petite fille qui",
+)
+TOPICS = ("types", "compound", "specialnames")
+"""Of Python's Language Reference as `help()` shows it (PSF licence): prose, code and lists, some 36,000 tokens."""
+CHUNK_TOKENS = 128
+SPANS = (Span(0, 11), Span(11, 30))
+NEAR_TIE = 0.1
+"""The likeliest token leads the next by less than this logit: it is at most 1.1 times as likely."""
+MOST_CHANGE_PERCENT = 1.0
+SLOWEST = 10.0
+"""A dtype whose products take this many times fp32's is left out: this processor only emulates it."""
+
+
+@dataclass(frozen=True, slots=True)
+class QualityBench:
+    """What was asked for: new `tokens` a prompt, `chunks` of text. `threads` is torch's, here and in each server."""
+
+    tokens: int
+    chunks: int
+    threads: int
+    json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """How the swarm is asked to be inexact."""
+
+    name: str
+    codec: Codec = Codec.RAW
+    dtype: str = "float32"
+    aim: bool = False
+    """To keep the likelihood within `MOST_CHANGE_PERCENT`."""
+
+
+RAW = _Variant("swarm, fp32, raw")
+VARIANTS = (
+    RAW,
+    _Variant("activations in fp16", Codec.FP16),
+    _Variant("activations in bf16", Codec.BF16, aim=True),
+    _Variant("activations in int8", Codec.INT8, aim=True),
+    _Variant("servers in bf16", dtype="bfloat16", aim=True),
+    _Variant("servers in fp16", dtype="float16"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Material:
+    """Token ids: prompts to continue, and chunks of text to score."""
+
+    prompts: list[list[int]]
+    chunks: list[list[int]]
+    text_sha256: str
+
+
+@dataclass(slots=True)
+class _Measured:
+    """What one model said. `gaps` are the leads of its first choice over its second, in logits."""
+
+    free: list[list[int]] = field(default_factory=list)  # by prompt
+    forced: list[int] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)  # the next token at each position of the chunks
+    read_gaps: list[float] = field(default_factory=list)
+    nll: list[float] = field(default_factory=list)  # by chunk, summed over its tokens
+
+
+def bench_quality(config: QualityBench) -> None:
+    torch.set_num_threads(config.threads)
+    folder = open_embedded()
+    assert SPANS[-1].end == folder.info.blocks
+    material = _material(load_tokenizer(folder), config.chunks)
+    slowness = {dtype: _slowness(dtype) for dtype in dict.fromkeys(variant.dtype for variant in VARIANTS)}
+    variants = [variant for variant in VARIANTS if slowness[variant.dtype] <= SLOWEST]
+
+    print("transformers in one process", file=sys.stderr)
+    whole = AutoModelForCausalLM.from_pretrained(folder.path, local_files_only=True).eval()
+    baseline = _measure(whole, material, config.tokens)
+    del whole
+    measured = _measure_swarms(variants, config, material, baseline.free)
+
+    conditions = environment(config.threads) | {
+        "model": folder.info.name,
+        "spans": [[span.start, span.end] for span in SPANS],
+        "prompts": len(PROMPTS),
+        "tokens": config.tokens,
+        "text": f"pydoc_data.topics: {', '.join(TOPICS)}",
+        "text_sha256": material.text_sha256,
+        "chunks": config.chunks,
+        "chunk_tokens": CHUNK_TOKENS,
+        "near_tie_logits": NEAR_TIE,
+        "near_ties": sum(gap < NEAR_TIE for gap in baseline.gaps),
+        "slowness_of_dtypes": slowness,
+        "left_out": [variant.name for variant in VARIANTS if variant not in variants],
+    }
+    rows = [_row("transformers, fp32, 1 process", baseline, baseline)]
+    for variant, each in zip(variants, measured, strict=True):
+        sent_bytes = payload_bytes(variant.codec, folder.info.hidden_size)
+        rows.append(_row(variant.name, each, baseline, sent_bytes))
+    aims = list(_aims(dict(zip(variants, measured, strict=True)), baseline))
+    legend = (
+        f"{config.tokens} tokens after each of {len(PROMPTS)} prompts, {conditions['near_ties']} of them near ties "
+        f"(lead below {NEAR_TIE:g} logits); {config.chunks} chunks of {CHUNK_TOKENS} tokens of Python's reference "
+        f"({conditions['text']}); 95 % intervals"
+    )
+    print_report("quality", conditions, rows, aims, as_json=config.json, legend=legend)
+
+
+def _measure_swarms(
+    variants: Sequence[_Variant], config: QualityBench, material: _Material, texts: list[list[int]]
+) -> list[_Measured]:
+    """In the order of `variants`; those of one dtype, which must be neighbours in it, share their servers."""
+    measured: list[_Measured] = []
+    with ExitStack() as stack:
+        dtype, peers = "", list[str]()
+        for variant in variants:
+            print(variant.name, file=sys.stderr)
+            if variant.dtype != dtype:
+                stack.close()
+                dtype, peers = variant.dtype, stack.enter_context(_servers(variant.dtype, config.threads))
+            with connect(peers=peers, codec=variant.codec, dtype=variant.dtype) as model:
+                measured.append(_measure(model, material, config.tokens, texts))
+    return measured
+
+
+@torch.inference_mode()
+def _measure(
+    model: Any, material: _Material, tokens: int, texts: list[list[int]] | None = None
+) -> _Measured:  # Any: a transformers model, whole or with its blocks in a swarm
+    """`texts` are what to be forced to after each prompt, by default the model's own."""
+    measured = _Measured()
+    model.generation_config.eos_token_id = None  # every text gets its length
+    for prompt in material.prompts:
+        ids = torch.tensor([prompt])
+        chosen = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+        measured.free.append(chosen[0, len(prompt) :].tolist())
+    for prompt, text in zip(material.prompts, texts or measured.free, strict=True):
+        logits = model(torch.tensor([prompt + text]), logits_to_keep=tokens + 1).logits[0, :-1]  # (tokens, vocabulary)
+        _note_choices(logits, measured.forced, measured.gaps)
+    for chunk in material.chunks:
+        ids = torch.tensor(chunk)
+        logits = model(ids[None]).logits[0, :-1]  # (tokens - 1, vocabulary)
+        _note_choices(logits, measured.read, measured.read_gaps)
+        measured.nll.append(torch.nn.functional.cross_entropy(logits.double(), ids[1:], reduction="sum").item())
+    return measured
+
+
+def _note_choices(logits: torch.Tensor, choices: list[int], gaps: list[float]) -> None:
+    values, tokens = logits.topk(2)
+    choices += tokens[:, 0].tolist()
+    gaps += (values[:, 0] - values[:, 1]).tolist()
+
+
+def _row(name: str, measured: _Measured, baseline: _Measured, sent_bytes: int = 0) -> Row:
+    forced = compare_choices(baseline.forced, measured.forced, baseline.gaps, NEAR_TIE)
+    read = compare_choices(baseline.read, measured.read, baseline.read_gaps, NEAR_TIE)
+    row: Row = {
+        "variant": name,
+        "bytes/token": sent_bytes,
+        "forced: same": forced.share,
+        "differ": forced.differing,
+        "near ties": forced.near_ties,
+        "free: same prefix": statistics.mean(map(equal_prefix, baseline.free, measured.free)),
+        "text: same": read.share,
+        "text: differ": read.differing,
+        "text: near ties": read.near_ties,
+        "NLL/token": sum(measured.nll) / len(measured.read),
+    }
+    if measured is not baseline:
+        row["change of NLL, %"] = change_percent(baseline.nll, measured.nll)
+    return row
+
+
+def _aims(measured: Mapping[_Variant, _Measured], baseline: _Measured) -> Iterator[Aim]:
+    raw = measured[RAW]
+    forced = compare_choices(baseline.forced, raw.forced, baseline.gaps, NEAR_TIE).share
+    equal = [equal_prefix(*texts) for texts in zip(baseline.free, raw.free, strict=True)]
+    free = sum(equal) / sum(map(len, baseline.free))
+    yield Aim(f"{RAW.name}: same token, forced", forced, "= 1", forced == 1)
+    yield Aim(f"{RAW.name}: equal prefix of all that is generated", free, "= 1", free == 1)
+    for variant, each in measured.items():
+        if variant.aim:
+            change = change_percent(baseline.nll, each.nll)
+            furthest = max(abs(change.low), abs(change.high))
+            name = f"{variant.name}: |change of NLL| at the further end of its interval, %"
+            yield Aim(name, furthest, f"<= {MOST_CHANGE_PERCENT:g}", furthest <= MOST_CHANGE_PERCENT)
+
+
+def _material(tokenizer: Tokenizer, chunks: int) -> _Material:
+    """Chunks from all over the text. Raises ConfigError if there are not as many."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ConfigError("this Python comes without pydoc_data, whose text is needed: install all of it") from error
+    text = "\n\n".join(topics[name] for name in TOPICS)
+    # By paragraph: the tokenizer warns of any text that is longer than the model's context.
+    ids = [token for paragraph in text.split("\n\n") for token in tokenizer.encode(f"{paragraph}\n\n")]
+    most = len(ids) // CHUNK_TOKENS
+    if chunks > most:
+        raise ConfigError(f"--chunks {chunks}: the text has {most}")
+    starts = [index * (len(ids) // chunks) for index in range(chunks)]
+    return _Material(
+        [tokenizer.encode(prompt) for prompt in PROMPTS],
+        [ids[start : start + CHUNK_TOKENS] for start in starts],
+        hashlib.sha256(text.encode()).hexdigest(),
+    )
+
+
+@torch.inference_mode()
+def _slowness(dtype: str) -> float:
+    """A product as in a prefill in `dtype`, in times of the same in fp32."""
+
+    def fastest_s(dtype: torch.dtype) -> float:
+        layer = torch.nn.Linear(576, 1536, bias=False, dtype=dtype)
+        rows = torch.ones(CHUNK_TOKENS, 576, dtype=dtype)
+        seconds = []
+        for _ in range(5):
+            started = time.perf_counter()
+            layer(rows)
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
+
+    return fastest_s(getattr(torch, dtype)) / fastest_s(torch.float32)
+
+
+@contextmanager
+def _servers(dtype: str, threads: int) -> Iterator[list[str]]:
+    """Addresses of a server process for each of `SPANS`. Raises ServerDied; all are gone when the context ends.
+
+    Not `private_swarm`: its servers compute in fp32.
+    """
+    with ExitStack() as stack:
+        processes = [stack.enter_context(_process(span, dtype, threads)) for span in SPANS]
+        yield [_address(span, process) for span, process in zip(SPANS, processes, strict=True)]
+
+
+@contextmanager
+def _process(span: Span, dtype: str, threads: int) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-P", "-m", "llmnode.node", "serve", "--blocks", f"{span.start}:{span.end}"]
+    command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--json", "--until-stdin-closes"]
+    command += ["--dtype", dtype, "--threads", str(threads), "--device", "cpu"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=without_settings(os.environ),
+        start_new_session=True,  # a Ctrl-C in the terminal is ours alone: it ends as its stdin closes
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _address(span: Span, process: subprocess.Popen[str]) -> str:
+    """Of a server, once it takes sessions. Its errors are on our stderr."""
+    assert process.stdout is not None
+    timer = threading.Timer(START_TIMEOUT_S, process.kill)
+    timer.start()
+    try:
+        for line in process.stdout:
+            event = json.loads(line)
+            if event["event"] == "ready":
+                return str(event["addresses"][0])
+    finally:
+        timer.cancel()
+    raise ServerDied(f"the server of blocks {span} ended before it was ready, or was not in {START_TIMEOUT_S:g} s")
