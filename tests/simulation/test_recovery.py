@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import random
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from llmnode.core.announcement import Offer, PeerState
 from llmnode.core.model import ModelInfo
 from llmnode.core.policy import ClientPolicy, ServePolicy, SwarmPolicy
 from llmnode.core.span import Span
-from llmnode.errors import NoRoute, SessionLost
+from llmnode.errors import NoRoute, PeerError, SessionLost
 from llmnode.node.serve.server import Server
 from llmnode.testing import ExactWorker, MemoryInternet, MemoryNetwork, exact_output, open_internet
 from llmnode.wire.payload import Codec
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from llmnode.client.session import InferenceSession
     from llmnode.core.ids import PeerId
     from llmnode.ports import Computed, Piece
+    from llmnode.wire.frame import Buffer
 
 SEEDS = int(os.environ.get("LLMNODE_SEEDS", "500"))
 MODEL = ModelInfo("exact", b"d" * 32, blocks=6, hidden_size=2, context_tokens=200, dtype="float32")
@@ -51,7 +52,10 @@ SETTLE_S = 20.0
 def simulated(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     @functools.wraps(test)
     def run(**fixtures: Any) -> None:
-        trio.run(functools.partial(test, **fixtures), clock=MockClock(autojump_threshold=0))
+        with pytest.MonkeyPatch.context() as patch:  # the order in which tasks run is part of the seed
+            patch.setattr("trio._core._run._ALLOW_DETERMINISTIC_SCHEDULING", True)
+            patch.setattr("trio._core._run._r", random.Random(fixtures.get("seed", 0)))
+            trio.run(functools.partial(test, **fixtures), clock=MockClock(autojump_threshold=0))
 
     return run
 
@@ -125,7 +129,7 @@ class World:
             )
             await swarm.meet_all(contacts)
             nursery.start_soon(swarm.run)
-            yield Router(MODEL, pool, swarm, policy or ClientPolicy(chunk_tokens=8)), network.peer
+            yield Router(MODEL, pool, swarm, policy or ClientPolicy(chunk_tokens=8), random.Random(1)), network.peer
             nursery.cancel_scope.cancel()
 
     @asynccontextmanager
@@ -138,11 +142,11 @@ class World:
         network = self.internet.network(name)
         worker = FallibleWorker(span, ROW, KV_TOKENS)
         with trio.CancelScope() as scope:
-            async with open_pool(network) as pool, trio.open_nursery() as nursery:
+            async with open_pool(network) as pool, open_pool(network) as pushes, trio.open_nursery() as nursery:
                 rng = random.Random(name)
                 swarm = Swarm(network, pool, SwarmPolicy(), contacts=contacts, now_ms=clock_ms, rng=rng)
                 node = self.nodes[name] = ServingNode(name, network, worker, swarm, scope)
-                nursery.start_soon(Server(worker, MODEL, ServePolicy(), swarm).run, network)
+                nursery.start_soon(Server(worker, MODEL, ServePolicy(), swarm, pushes).run, network)
                 nursery.start_soon(swarm.run)
                 nursery.start_soon(swarm.announce, lambda: node.offer)
                 task_status.started(node)
@@ -176,14 +180,23 @@ class Dialogue:
 
     async def step(self, positions: int) -> None:
         hidden = self._rng.randbytes(positions * ROW)
-        answer = bytes(await self.session.step(hidden))
+        answer = bytes(await self._step(hidden))
         self._said += hidden
         expected = exact_output(self._said, ALL_BLOCKS)[-len(hidden) :]
         assert answer == expected, f"wrong at position {self.session.position}, after {self.session.recoveries}"
 
+    async def _step(self, hidden: bytes) -> Buffer:
+        """Tried again where nobody held some blocks for so long that the session said so."""
+        while True:
+            try:
+                return await self.session.step(hidden)
+            except NoRoute:
+                await trio.sleep(1)
+
     async def go_back(self, positions: int) -> None:
         keep = self.session.position - positions
-        await self.session.truncate(keep)
+        with suppress(NoRoute):  # it is done with the next step
+            await self.session.truncate(keep)
         self._said = self._said[: keep * ROW]
 
 
@@ -191,6 +204,20 @@ async def kv_is_free(swarm: World) -> None:
     with trio.fail_after(SETTLE_S):
         for node in list(swarm.nodes.values()):
             await node.worker.until_empty()
+
+
+@asynccontextmanager
+async def open_at_last(router: Router) -> AsyncIterator[InferenceSession]:
+    """All holders of a span may be away at the moment."""
+    async with AsyncExitStack() as stack:
+        with trio.fail_after(10 * LONGEST_OUTAGE_S):
+            while True:
+                try:
+                    session = await stack.enter_async_context(router.open_session(MAX_LENGTH, Codec.RAW))
+                    break
+                except (NoRoute, PeerError):
+                    await trio.sleep(1)
+        yield session
 
 
 # By a seed
@@ -242,7 +269,7 @@ async def test_a_session_outlives_whatever_befalls_its_servers(seed: int) -> Non
         async with trio.open_nursery() as troubles:
             for _ in range(rng.randrange(1, 4)):
                 troubles.start_soon(trouble)
-            async with router.open_session(MAX_LENGTH, Codec.RAW) as session:
+            async with open_at_last(router) as session:
                 dialogue = Dialogue(session, rng)
                 for _ in range(25):
                     if rng.random() < 0.15:
