@@ -6,204 +6,44 @@ that fails is rerun with `tests/run tests/simulation/test_recovery.py -k seed-7-
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import trio
-from trio.testing import MockClock
 
-from llmnode.client.pool import open_pool
-from llmnode.client.routing import Router
-from llmnode.client.swarm import Swarm
-from llmnode.core.announcement import Offer, PeerState
-from llmnode.core.model import ModelInfo
-from llmnode.core.policy import ClientPolicy, ServePolicy, SwarmPolicy
 from llmnode.core.span import Span
-from llmnode.errors import NoRoute, PeerError, SessionLost
-from llmnode.node.serve.server import Server
-from llmnode.testing import ExactWorker, MemoryInternet, MemoryNetwork, exact_output, open_internet
+from llmnode.errors import NoRoute, PeerError, SessionClosed, SessionLost
+from llmnode.testing import MemoryNetwork, exact_output
 from llmnode.wire.payload import Codec
+from simulation.world import (
+    ALL_BLOCKS,
+    KV_TOKENS,
+    MODEL,
+    ROW,
+    SPANS,
+    Dialogue,
+    World,
+    kv_is_free,
+    pairs_of_servers,
+    simulated,
+    world,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator
 
+    from llmnode.client.routing import Router
     from llmnode.client.session import InferenceSession
     from llmnode.core.ids import PeerId
-    from llmnode.ports import Computed, Piece
-    from llmnode.wire.frame import Buffer
 
 SEEDS = int(os.environ.get("LLMNODE_SEEDS", "500"))
-MODEL = ModelInfo("exact", b"d" * 32, blocks=6, hidden_size=2, context_tokens=200, dtype="float32")
-ALL_BLOCKS = Span(0, MODEL.blocks)
-ROW = MODEL.row_bytes
-SPANS = [Span(0, 2), Span(2, 4), Span(4, 6)]
 OTHER_CUTS = [Span(0, 3), Span(3, 6), Span(1, 5), Span(0, 6)]
-KV_TOKENS = 400
 MAX_LENGTH = 120
 LONGEST_OUTAGE_S = 12.0
-SETTLE_S = 20.0
-
-
-def simulated(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(**fixtures: Any) -> None:
-        with pytest.MonkeyPatch.context() as patch:  # the order in which tasks run is part of the seed
-            patch.setattr("trio._core._run._ALLOW_DETERMINISTIC_SCHEDULING", True)
-            patch.setattr("trio._core._run._r", random.Random(fixtures.get("seed", 0)))
-            trio.run(functools.partial(test, **fixtures), clock=MockClock(autojump_threshold=0))
-
-    return run
-
-
-def clock_ms() -> int:
-    return int(1_700_000_000_000 + trio.current_time() * 1000)
-
-
-class FallibleWorker(ExactWorker):
-    """Computes exactly, in time, unless it is told to fail."""
-
-    fails = 0
-    forward_s = 0.01
-
-    async def forward(self, piece: Piece) -> Computed:
-        with trio.CancelScope(shield=True):
-            await trio.sleep(self.forward_s)
-        if self.fails > 0:
-            self.fails -= 1
-            raise RuntimeError("out of memory, as told")
-        return await super().forward(piece)
-
-
-@dataclass
-class ServingNode:
-    """A whole serving node but its libp2p and its torch."""
-
-    name: str
-    network: MemoryNetwork
-    worker: FallibleWorker
-    swarm: Swarm
-    scope: trio.CancelScope
-
-    @property
-    def offer(self) -> Offer:
-        return Offer("exact", MODEL.digest, MODEL.blocks, MODEL.dtype, self.worker.span, PeerState.ONLINE, 1000, 64)
-
-
-class World:
-    """Starts nodes, and ends them in several ways."""
-
-    def __init__(self, internet: MemoryInternet, nursery: trio.Nursery) -> None:
-        self.internet = internet
-        self.nodes: dict[str, ServingNode] = {}
-        self._nursery = nursery
-
-    async def start(self, name: str, span: Span) -> ServingNode:
-        node: ServingNode = await self._nursery.start(self._live, name, span)
-        return node
-
-    def kill(self, name: str) -> None:
-        """As SIGKILL: not cancelled first, the dead say no farewell."""
-        node = self.nodes.pop(name)
-        self.internet.kill(node.network.peer)
-        node.scope.cancel()
-
-    async def stop(self, name: str) -> None:
-        """As SIGTERM: it tells its neighbours."""
-        node = self.nodes.pop(name)
-        await node.swarm.leave(node.offer)
-        self.internet.kill(node.network.peer)
-        node.scope.cancel()
-
-    @asynccontextmanager
-    async def client(self, policy: ClientPolicy | None = None) -> AsyncIterator[tuple[Router, PeerId]]:
-        network = self.internet.network("client")
-        async with open_pool(network) as pool, trio.open_nursery() as nursery:
-            contacts = [address for node in self.nodes.values() for address in node.network.addresses]
-            swarm = Swarm(
-                network, pool, SwarmPolicy(), contacts=contacts, now_ms=clock_ms, rng=random.Random(1), roams=False
-            )
-            await swarm.meet_all(contacts)
-            nursery.start_soon(swarm.run)
-            yield Router(MODEL, pool, swarm, policy or ClientPolicy(chunk_tokens=8), random.Random(1)), network.peer
-            nursery.cancel_scope.cancel()
-
-    @asynccontextmanager
-    async def session(self) -> AsyncIterator[tuple[InferenceSession, PeerId]]:
-        async with self.client() as (router, peer), router.open_session(64, Codec.RAW) as session:
-            yield session, peer
-
-    async def _live(self, name: str, span: Span, task_status: trio.TaskStatus[ServingNode]) -> None:
-        contacts = [address for node in self.nodes.values() for address in node.network.addresses]
-        network = self.internet.network(name)
-        worker = FallibleWorker(span, ROW, KV_TOKENS)
-        with trio.CancelScope() as scope:
-            async with open_pool(network) as pool, open_pool(network) as pushes, trio.open_nursery() as nursery:
-                rng = random.Random(name)
-                swarm = Swarm(network, pool, SwarmPolicy(), contacts=contacts, now_ms=clock_ms, rng=rng)
-                node = self.nodes[name] = ServingNode(name, network, worker, swarm, scope)
-                nursery.start_soon(Server(worker, MODEL, ServePolicy(), swarm, pushes).run, network)
-                nursery.start_soon(swarm.run)
-                nursery.start_soon(swarm.announce, lambda: node.offer)
-                task_status.started(node)
-
-
-@asynccontextmanager
-async def world() -> AsyncIterator[World]:
-    async with open_internet(delay_s=0.02) as internet, trio.open_nursery() as nursery:
-        yield World(internet, nursery)
-        nursery.cancel_scope.cancel()
-
-
-@asynccontextmanager
-async def pairs_of_servers() -> AsyncIterator[World]:
-    """Two servers for each of three spans."""
-    async with world() as swarm:
-        for index, span in enumerate(SPANS):
-            for twin in "ab":
-                await swarm.start(f"{index}{twin}", span)
-        await trio.sleep(10)
-        yield swarm
-
-
-class Dialogue:
-    """A session and what it should answer."""
-
-    def __init__(self, session: InferenceSession, rng: random.Random) -> None:
-        self.session = session
-        self._rng = rng
-        self._said = b""
-
-    async def step(self, positions: int) -> None:
-        hidden = self._rng.randbytes(positions * ROW)
-        answer = bytes(await self._step(hidden))
-        self._said += hidden
-        expected = exact_output(self._said, ALL_BLOCKS)[-len(hidden) :]
-        assert answer == expected, f"wrong at position {self.session.position}, after {self.session.recoveries}"
-
-    async def _step(self, hidden: bytes) -> Buffer:
-        """Tried again where nobody held some blocks for so long that the session said so."""
-        while True:
-            try:
-                return await self.session.step(hidden)
-            except NoRoute:
-                await trio.sleep(1)
-
-    async def go_back(self, positions: int) -> None:
-        keep = self.session.position - positions
-        with suppress(NoRoute):  # it is done with the next step
-            await self.session.truncate(keep)
-        self._said = self._said[: keep * ROW]
-
-
-async def kv_is_free(swarm: World) -> None:
-    with trio.fail_after(SETTLE_S):
-        for node in list(swarm.nodes.values()):
-            await node.worker.until_empty()
 
 
 @asynccontextmanager
@@ -266,7 +106,8 @@ async def test_a_session_outlives_whatever_befalls_its_servers(seed: int) -> Non
                 await trio.sleep(rng.expovariate(1 / 0.5))
                 await _misfortune(swarm, client, rng, spans)
 
-        async with trio.open_nursery() as troubles:
+        # Opened before the trouble begins: who opens one while both twins are down is told so at once.
+        async with router.open_session(MAX_LENGTH, Codec.RAW) as session, trio.open_nursery() as troubles:
             for _ in range(rng.randrange(1, 4)):
                 troubles.start_soon(trouble)
             async with open_at_last(router) as session:
@@ -370,4 +211,112 @@ async def test_a_step_that_no_peer_can_compute_ends_the_session_with_all_causes(
             with pytest.raises(SessionLost) as raised:
                 await session.step(bytes(ROW))
             assert {cause.peer for cause in raised.value.causes} == {"peer-1a", "peer-1b"}
+        await kv_is_free(swarm)
+
+
+@simulated
+async def test_a_server_takes_its_own_place_though_it_has_no_room_for_two() -> None:
+    async with world() as swarm:
+        node = await swarm.start("only", ALL_BLOCKS)
+        await trio.sleep(10)
+        async with swarm.client() as (router, _), router.open_session(MAX_LENGTH, Codec.RAW) as session:
+            node.worker.take_room(KV_TOKENS - MAX_LENGTH)
+            dialogue = Dialogue(session, random.Random(1))
+            await dialogue.step(20)
+            node.worker.fails = 1
+            await dialogue.step(1)
+            assert len(session.recoveries) == 1
+
+
+@simulated
+async def test_a_peer_that_has_come_back_with_another_model_is_passed_over() -> None:
+    async with world() as swarm:
+        await swarm.start("whole", ALL_BLOCKS)
+        await trio.sleep(10)
+        async with swarm.client() as (router, _), router.open_session(64, Codec.RAW) as session:
+            dialogue = Dialogue(session, random.Random(1))
+            await dialogue.step(20)
+            await swarm.start("other", ALL_BLOCKS, replace(MODEL, digest=b"o" * 32))
+            for index, span in enumerate(SPANS):
+                await swarm.start(f"part{index}", span)
+            await trio.sleep(10)
+            swarm.kill("whole")
+            await dialogue.step(1)
+            assert [hop.span for hop in session.route] == SPANS
+
+
+@simulated
+async def test_who_announces_nonsense_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = MemoryNetwork.addresses.fget
+    assert honest is not None
+
+    def addresses(network: MemoryNetwork) -> list[str]:
+        return [f"/nonsense/p2p/{network.peer}"] if network.peer == "peer-liar" else honest(network)
+
+    monkeypatch.setattr(MemoryNetwork, "addresses", property(addresses))
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        await swarm.start("liar", ALL_BLOCKS)
+        await trio.sleep(10)
+        async with router.open_session(64, Codec.RAW) as session:
+            dialogue = Dialogue(session, random.Random(1))
+            await dialogue.step(20)
+            swarm.kill(str(session.route[1].peer).removeprefix("peer-"))
+            await dialogue.step(1)
+
+
+@simulated
+async def test_the_caller_may_reuse_its_buffer() -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, _):
+        hidden = bytearray(random.Random(1).randbytes(20 * ROW))
+        said = bytes(hidden)
+        await session.step(hidden)
+        hidden[:] = bytes(len(hidden))
+        swarm.kill(str(session.route[0].peer).removeprefix("peer-"))
+        answer = await session.step(bytes(ROW))
+        assert bytes(answer) == exact_output(said + bytes(ROW), ALL_BLOCKS)[-ROW:]
+
+
+@asynccontextmanager
+async def recovering_session() -> AsyncIterator[tuple[World, InferenceSession]]:
+    """A session that has lost its only peer and is about to open two hops instead."""
+    async with world() as swarm:
+        await swarm.start("whole", ALL_BLOCKS)
+        for half in (Span(0, 3), Span(3, 6)):
+            await swarm.start(f"from{half.start}", half)
+        await trio.sleep(10)
+        async with swarm.session() as (session, _):
+            await Dialogue(session, random.Random(1)).step(20)
+            swarm.kill("whole")
+            yield swarm, session
+        await kv_is_free(swarm)
+
+
+DURING_RECOVERY_S = [0.01 * n for n in range(1, 25)]
+"""Moments after the loss; all is over in a quarter of a second."""
+
+
+@pytest.mark.parametrize("after_s", DURING_RECOVERY_S)
+@simulated
+async def test_a_step_that_is_cancelled_during_recovery_ends_its_session(after_s: float) -> None:
+    async with recovering_session() as (_, session):
+        with trio.move_on_after(after_s) as patience:
+            await session.step(bytes(ROW))
+        if patience.cancelled_caught:
+            with pytest.raises(SessionClosed):
+                await session.step(bytes(ROW))
+
+
+@pytest.mark.parametrize("after_s", DURING_RECOVERY_S)
+@simulated
+async def test_a_session_that_is_closed_during_recovery_leaves_no_kv(after_s: float) -> None:
+    async with recovering_session() as (swarm, session):
+
+        async def step() -> None:
+            with suppress(SessionClosed):
+                await session.step(bytes(ROW))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(step)
+            await trio.sleep(after_s)
+            await session.close()
         await kv_is_free(swarm)

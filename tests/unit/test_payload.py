@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -104,3 +106,56 @@ def test_any_int8_bytes_are_finite_values_or_refused(payload: bytes) -> None:
     except RemoteProtocolError:
         return
     assert np.isfinite(np.frombuffer(decoded, dtype="<f4")).all()
+
+
+def values_of(form: HiddenForm, length: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(length * form.hidden_size).astype("<f4")
+
+
+def is_exact(form: HiddenForm) -> bool:
+    """Whether payloads can be cut and joined as they are."""
+    return form.codec is not Codec.INT8 or form.hidden_size % 64 == 0
+
+
+sizes = st.one_of(st.integers(1, 200), st.sampled_from([64, 128, 192]))
+cuts = st.lists(st.integers(1, 5), min_size=1, max_size=6)
+
+
+@given(sizes, codecs, cuts)
+def test_the_join_of_cuts_is_the_payload_again(hidden_size: int, codec: Codec, lengths: list[int]) -> None:
+    form = HiddenForm(hidden_size, codec)
+    values = values_of(form, sum(lengths), 1)
+    rows = values.reshape(-1, hidden_size)
+    edges = np.cumsum([0, *lengths])
+    pieces = [(form.encode(rows[start:end].tobytes()), end - start) for start, end in pairwise(edges.tolist())]
+    joined = form.join(pieces)
+    frame = hidden_of(sum(lengths), form, bytes(joined))
+    form.check(frame)
+    if is_exact(form):
+        assert bytes(joined) == bytes(form.encode(values.tobytes()))
+    else:  # quantized twice
+        error = np.abs(np.frombuffer(form.decode(frame), "<f4") - values)
+        assert error.max() <= np.abs(values).max() * 2 * 0.037
+
+
+@given(sizes, codecs, st.integers(1, 6), st.integers(1, 6))
+def test_the_first_of_a_join_is_what_was_joined_first(hidden_size: int, codec: Codec, one: int, other: int) -> None:
+    form = HiddenForm(hidden_size, codec)
+    hidden, rest = values_of(form, one, 1), values_of(form, other, 2)
+    payload = form.encode(hidden.tobytes())
+    joined = form.join([(payload, one), (form.encode(rest.tobytes()), other)])
+    first = bytes(form.first((joined, one + other), one))
+    frame = hidden_of(one, form, first)
+    form.check(frame)
+    if is_exact(form):
+        assert first == bytes(payload)
+    else:  # quantized three times
+        error = np.abs(np.frombuffer(form.decode(frame), "<f4") - hidden)
+        assert error.max() <= max(np.abs(hidden).max(), np.abs(rest).max()) * 3 * 0.038
+
+
+@given(sizes, codecs, st.integers(1, 6))
+def test_one_piece_is_joined_without_a_change(hidden_size: int, codec: Codec, length: int) -> None:
+    form = HiddenForm(hidden_size, codec)
+    payload = bytes(form.encode(values_of(form, length, 1).tobytes()))
+    assert form.join([(payload, length)]) == payload

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmnode.core.ids import PeerId
-from llmnode.core.route import Hop, HopCost, find_route, uncovered
+from llmnode.core.route import Hop, HopCost, find_detour, find_route, uncovered
 from llmnode.core.span import Span, split_evenly
 from llmnode.errors import NoRoute
 
@@ -153,3 +153,70 @@ def test_an_empty_swarm_misses_every_block() -> None:
         find_route(30, [])
     assert caught.value.missing == (Span(0, 30),)
     assert str(caught.value) == "no peer holds blocks [0, 30); start a server for them or name more peers with --peers"
+
+
+@st.composite
+def detours(draw: st.DrawFn) -> tuple[Span, list[Hop], dict[PeerId, HopCost]]:
+    """A span of a model, peers, and what they cost."""
+    blocks, held = draw(swarms())
+    start = draw(st.integers(0, blocks - 1))
+    span = Span(start, draw(st.integers(start + 1, blocks)))
+    costs = {hop.peer: HopCost(draw(st.integers(1, 9)), draw(st.integers(0, 9))) for hop in held}
+    return span, held, costs
+
+
+def clipped(span: Span, held: Sequence[Hop]) -> list[Hop]:
+    """The holders of a model that is `span` alone."""
+    inside = [(hop.peer, sorted(set(blocks_of([hop.span])) & set(blocks_of([span])))) for hop in held]
+    return [Hop(peer, Span(blocks[0] - span.start, blocks[-1] + 1 - span.start)) for peer, blocks in inside if blocks]
+
+
+@given(detours())
+def test_a_detour_is_the_route_through_a_model_that_has_no_other_blocks(
+    detour: tuple[Span, list[Hop], dict[PeerId, HopCost]],
+) -> None:
+    span, held, costs = detour
+    inside = clipped(span, held)
+    try:
+        expected = find_route(len(span), inside, costs)
+    except NoRoute:
+        with pytest.raises(NoRoute):
+            find_detour(span, held, costs)
+        return
+    route = find_detour(span, held, costs)
+    assert [(hop.peer, hop.span.start - span.start, hop.span.end - span.start) for hop in route] == [
+        (hop.peer, hop.span.start, hop.span.end) for hop in expected
+    ]
+    assert blocks_of([hop.span for hop in route]) == blocks_of([span])
+    spans_held = {hop.peer: hop.span for hop in held}
+    assert all(spans_held[hop.peer].covers(hop.span) for hop in route)
+
+
+@given(swarms())
+def test_a_detour_through_the_whole_model_is_a_route(swarm: tuple[int, list[Hop]]) -> None:
+    blocks, held = swarm
+    if not uncovered(blocks, [hop.span for hop in held]):
+        assert find_detour(Span(0, blocks), held) == find_route(blocks, held)
+
+
+@given(detours())
+def test_no_detour_lists_exactly_the_blocks_of_its_span_that_nobody_holds(
+    detour: tuple[Span, list[Hop], dict[PeerId, HopCost]],
+) -> None:
+    span, held, costs = detour
+    missing: tuple[Span, ...] = ()
+    message = ""
+    try:
+        find_detour(span, held, costs)
+    except NoRoute as error:
+        missing, message = error.missing, str(error)
+    nobody = set(blocks_of([span])) - set(blocks_of([hop.span for hop in held]))
+    assert blocks_of(missing) == sorted(nobody)
+    assert all(str(each) in message for each in missing)
+    assert all(one.end < other.start for one, other in pairwise(missing))
+
+
+def test_no_detour_counts_blocks_from_the_start_of_the_model() -> None:
+    with pytest.raises(NoRoute) as caught:
+        find_detour(Span(10, 20), [Hop(PeerId("low"), Span(0, 12)), Hop(PeerId("high"), Span(15, 30))])
+    assert caught.value.missing == (Span(12, 15),)

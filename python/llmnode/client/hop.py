@@ -151,6 +151,7 @@ class SessionHop:
         if (answer.start, answer.length) != (chunk.start, chunk.length):
             raise RemoteProtocolError("answered for other positions than it was asked for")
         self._form.check(answer)
+        self._form.check_values(answer)  # the next hop would refuse them, and be blamed
         result = unpack(Result, answer.meta)
         if result.input_digest != _native.blake3_digest(payload):
             raise IntegrityError("computed other hidden states than those that it should have been given")

@@ -12,7 +12,7 @@ from llmnode.client.session import open_session
 from llmnode.core.bans import Bans
 from llmnode.core.route import Hop, HopCost, Route, find_detour, find_route
 from llmnode.core.view import online
-from llmnode.errors import NoRoute, PeerError, PeerRefused
+from llmnode.errors import ConfigError, NoRoute, PeerError, PeerRefused, PeerUnreachable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Mapping, Sequence
@@ -142,6 +142,8 @@ class Router:
                 connections[hop.peer] = await self._pool.connect(addresses[hop.peer])
             except PeerError as error:
                 raise error.blame(hop.peer, hop.span) from None
+            except ConfigError as error:  # of what the peer says of itself, and not the user
+                raise PeerUnreachable(f"announces no usable address: {error}", peer=hop.peer, span=hop.span) from error
         return connections
 
     def _is_banned(self, announcement: Announcement) -> bool:

@@ -55,14 +55,14 @@ CAUSES_KEPT = 16
 FAILED_COMPUTATIONS = 4
 """That one step may meet at one span; after more the fault is taken to be its own."""
 
-OTHERS_MAY_ACCEPT = {
-    RefusalCode.BUSY,
-    RefusalCode.NO_ROOM,
-    RefusalCode.SPAN_NOT_HELD,
-    RefusalCode.UNKNOWN_SESSION,
-    RefusalCode.COMPUTE_FAILED,
+ALL_WOULD_REFUSE = {
+    RefusalCode.WRONG_POSITION,
+    RefusalCode.STALE_EPOCH,
+    RefusalCode.TOO_FAR_AHEAD,
+    RefusalCode.CONFLICT,
+    RefusalCode.BAD_MESSAGE,
 }
-"""Any other refusal is of the session itself: every peer would give it."""
+"""What the session itself has done wrong. With any other refusal, of an unknown code too, others may accept it."""
 
 
 class Detours(Protocol):
@@ -99,7 +99,7 @@ class Recovery:
 class InferenceSession:
     """Petals' primitive: `step` runs hidden states through all blocks and remembers them in the KV of every hop.
 
-    Made by `open_session`. Not for several tasks at once.
+    Made by `open_session`. Not for several tasks at once, except that any may close it.
     """
 
     def __init__(
@@ -181,7 +181,9 @@ class InferenceSession:
         except SessionLost as error:
             self._ended = error
             raise
-        except trio.Cancelled:
+        except LlmnodeError:
+            raise
+        except BaseException:  # a group, if it was cancelled while several hops were busy
             self._ended = SessionClosed("it was cancelled on the way through its hops")
             raise
 
@@ -192,7 +194,7 @@ class InferenceSession:
         row_bytes, most = self._model.row_bytes, self._policy.chunk_tokens
         for at in range(0, len(hidden), most * row_bytes):
             rows = memoryview(hidden)[at : at + most * row_bytes]
-            yield self._form.encode(rows), len(rows) // row_bytes
+            yield bytes(self._form.encode(rows)), len(rows) // row_bytes  # logged, and `hidden` is the caller's
 
     async def _persist(self, work: Callable[[], Awaitable[None]], *, position_before: int) -> None:
         """Do `work` with all hops at the session's position, and the rest of it again after what could be mended."""
@@ -263,9 +265,7 @@ class InferenceSession:
 
     def _land(self, flight: Flight) -> Buffer:
         """All hops have computed the chunk: the session stands after it now. Returns what it became, in fp32."""
-        last = self._hops[-1]
-        with last.blamed():
-            output = decode_hidden(flight.output, self._form.codec, flight.chunk.length * self._model.hidden_size)
+        output = decode_hidden(flight.output, self._form.codec, flight.chunk.length * self._model.hidden_size)
         for hop, payload in zip(self._hops, flight.inputs, strict=True):
             hop.inputs.append(payload, flight.chunk.length)
         self._position += flight.chunk.length
@@ -288,8 +288,9 @@ class InferenceSession:
         assert lost.failure is not None
         lost.inputs.truncate(self._position)
         trouble.note(lost.failure, detours)
+        await self._abandon([lost])  # if it lives it may be asked to take its own place, and has no room for both
         missing: NoRoute | None = None
-        while trio.current_time() < trouble.deadline_s:
+        while self._ended is None and trio.current_time() < trouble.deadline_s:
             try:
                 with trio.fail_at(trouble.deadline_s):
                     route, connections = await detours.find(lost.hop.span, trouble.refusers, hurry=missing is not None)
@@ -306,9 +307,9 @@ class InferenceSession:
                 break
             else:
                 self._hops[index : index + 1] = hops
-                await self._abandon([lost])
                 self._note_recovery(lost, hops, trio.current_time() - began)
                 return
+        self._check_open()
         raise missing or NoRoute([lost.hop.span], hint=str(trouble.causes[-1]))
 
     async def _rebuild(
@@ -323,6 +324,7 @@ class InferenceSession:
                 for hop, given in zip(hops, flight.inputs, strict=True):
                     hop.inputs.append(given, length)
                 start += length
+            self._check_open()  # nobody would close these
         except BaseException:
             await self._abandon(hops)
             raise
@@ -395,7 +397,7 @@ class _Trouble:
         self.causes = [*self.causes[: CAUSES_KEPT - 1], error]
         if isinstance(error, PeerRefused):
             self.failed_computations[error.span] += error.code == RefusalCode.COMPUTE_FAILED
-            if error.code not in OTHERS_MAY_ACCEPT or self.failed_computations[error.span] > FAILED_COMPUTATIONS:
+            if error.code in ALL_WOULD_REFUSE or self.failed_computations[error.span] > FAILED_COMPUTATIONS:
                 raise SessionLost(self.causes) from error
             if error.peer is not None:
                 self.refusers.add(error.peer)

@@ -17,7 +17,10 @@ class _Ban:
 
 
 class Bans:
-    """The first ban is short, each further one twice as long, up to a limit; a success ends it and its history."""
+    """The first ban is short, each further one twice as long, up to a limit.
+
+    Who has not failed again for the longest time after its ban is as good as new, and nothing is kept of it.
+    """
 
     def __init__(self, policy: ClientPolicy) -> None:
         self._policy = policy
@@ -25,15 +28,14 @@ class Bans:
 
     def report(self, peer: PeerId, now_s: float) -> None:
         """`peer` failed. What it did before a ban ended counts once: a dozen sessions may notice one death."""
+        forgotten_s = now_s - self._policy.longest_ban_s
+        self._bans = {each: ban for each, ban in self._bans.items() if ban.until_s > forgotten_s}
         ban = self._bans.get(peer)
         if ban is None:
             self._bans[peer] = _Ban(now_s + self._policy.ban_s, self._policy.ban_s)
         elif ban.until_s <= now_s:
             ban.length_s = min(2 * ban.length_s, self._policy.longest_ban_s)
             ban.until_s = now_s + ban.length_s
-
-    def forgive(self, peer: PeerId) -> None:
-        self._bans.pop(peer, None)
 
     def is_banned(self, peer: PeerId, now_s: float) -> bool:
         ban = self._bans.get(peer)

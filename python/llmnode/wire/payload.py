@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     """A payload, and how many positions it has."""
 
 _FP16_MAX = 65504
+_INT8_BLOCK = 64
+"""Values that share a scale: the default of `_native`."""
 
 
 class Codec(StrEnum):
@@ -92,6 +94,11 @@ class HiddenForm:
                 f"{frame.type.name}: {len(frame.payload)} bytes for {frame.length} positions, expected {expected}"
             )
 
+    def check_values(self, frame: Frame) -> None:
+        """Require that a frame that `check` has passed can be decoded. Only int8 has bytes that mean nothing."""
+        if self.codec is Codec.INT8:
+            self.decode(frame)
+
     def encode(self, hidden: Buffer) -> Buffer:
         return encode_hidden(hidden, self.codec)
 
@@ -100,7 +107,12 @@ class HiddenForm:
         return decode_hidden(frame.payload, self.codec, frame.length * self.hidden_size)
 
     def join(self, pieces: Sequence[Piece]) -> Buffer:
-        """One payload of the positions of all `pieces`, in order, each with the hidden states that it had."""
+        """One payload of the positions of all `pieces`, in order, each with the hidden states that it had.
+
+        Only where rows share int8's blocks they are quantized anew, and differ by its error.
+        """
+        if len(pieces) == 1:
+            return pieces[0][0]
         if self.codec is not Codec.INT8:
             return b"".join(payload for payload, _ in pieces)
         if self._rows_share_blocks:
@@ -111,10 +123,10 @@ class HiddenForm:
         return b"".join([*scales, *codes])
 
     def first(self, piece: Piece, positions: int) -> Buffer:
-        """The payload of the first `positions` of `piece`."""
+        """The payload of the first `positions` of `piece`, copied: a view would keep all of the piece in memory."""
         payload, length = memoryview(piece[0]), piece[1]
         if self.codec is not Codec.INT8:
-            return payload[: payload_bytes(self.codec, positions * self.hidden_size)]
+            return bytes(payload[: payload_bytes(self.codec, positions * self.hidden_size)])
         if self._rows_share_blocks:
             return self.encode(
                 memoryview(decode_hidden(*self._sized(piece)))[: positions * self.hidden_size * FP32_BYTES]
@@ -130,7 +142,7 @@ class HiddenForm:
     @property
     def _rows_share_blocks(self) -> bool:
         """Then int8 payloads cannot be cut or joined as they are, and are quantized anew."""
-        return payload_bytes(Codec.INT8, 2 * self.hidden_size) != 2 * payload_bytes(Codec.INT8, self.hidden_size)
+        return self.hidden_size % _INT8_BLOCK != 0
 
     def _sized(self, piece: Piece) -> tuple[Buffer, Codec, int]:
         return piece[0], self.codec, piece[1] * self.hidden_size
