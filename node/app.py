@@ -93,12 +93,12 @@ async def open_node(
             sys.setswitchinterval(0.0005)
             model = replace(folder.info, dtype=config.dtype)
             share = _Share(model, await _choose_span(config, folder, swarm))
-            async with trio.open_nursery() as nursery:
+            async with open_pool(network) as pushes, trio.open_nursery() as nursery:
                 nursery.start_soon(swarm.announce, share.offer)  # as joining: others choose other blocks
                 report(f"reading blocks {share.span} of {model.name}")
                 executor = await trio.to_thread.run_sync(_load, config, folder, share.span, abandon_on_cancel=True)
                 await share.take_sessions(executor)
-                server = Server(share.worker, model, ServePolicy(kv_tokens=config.kv_tokens), swarm)
+                server = Server(share.worker, model, ServePolicy(kv_tokens=config.kv_tokens), swarm, pushes)
                 nursery.start_soon(server.run, network)
                 swarm.say(share.offer())
                 yield RunningNode(

@@ -6,6 +6,7 @@ A link's loop does nothing but hand frames on, so that a slow session holds up n
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,8 @@ import trio
 from llmnode.client.swarm import software
 from llmnode.core.ids import NO_SESSION
 from llmnode.core.span import Span
-from llmnode.errors import PeerRefused, RemoteProtocolError
+from llmnode.core.view import online
+from llmnode.errors import PeerRefused, PeerUnreachable, RemoteProtocolError
 from llmnode.node.serve.links import answer_about_swarm, serve_links
 from llmnode.node.serve.session import ServedSession, refusal_of
 from llmnode.wire.frame import Frame, FrameType
@@ -23,11 +25,15 @@ from llmnode.wire.payload import Codec, HiddenForm
 from llmnode.wire.stage import Stage
 
 if TYPE_CHECKING:
+    from llmnode.client.connection import Connection
+    from llmnode.client.pool import ConnectionPool
     from llmnode.client.swarm import Swarm
-    from llmnode.core.ids import SessionId
+    from llmnode.core.ids import PeerId, SessionId
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ServePolicy
     from llmnode.ports import Link, Network, Worker
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -38,11 +44,21 @@ class Server:
     model: ModelInfo
     policy: ServePolicy
     swarm: Swarm | None = None
-    sessions: set[SessionId] = field(default_factory=set)
+    pushes: ConnectionPool | None = None
+    """Connections over which results go to next hops; without them every hop goes through the client."""
+    sessions: dict[SessionId, ServedSession] = field(default_factory=dict)
 
     async def run(self, network: Network) -> None:
         """Serve every link that is opened to us, until cancelled."""
         await serve_links(network, self.policy.links, lambda link: _ServedLink(self, link).run())
+
+    async def find_peer(self, peer: PeerId) -> Connection:
+        """A connection to push results over. Raises PeerError for one that has announced no part of our model."""
+        known = self.swarm.view.of_model(self.model.digest) if self.swarm is not None else []
+        addresses = next((each.addresses for each in online(known) if each.peer == peer), None)
+        if self.pushes is None or addresses is None:
+            raise PeerUnreachable("not known to serve this model", peer=peer)
+        return await self.pushes.connect(addresses)
 
     def describe(self) -> Description:
         span = self.worker.span
@@ -85,8 +101,12 @@ class _ServedLink:
                     await self._link.send(Frame(FrameType.DESCRIPTION, step=frame.step, meta=meta))
                 case FrameType.OPEN:
                     self._open(frame, nursery)
+                case FrameType.STEP if frame.session not in self._sessions and self._is_pushed(frame):
+                    self._take_push(frame)
                 case FrameType.STEP | FrameType.TRUNCATE:
                     check_empty(frame.meta, frame.type.name)
+                    self._session(frame).submit(frame)
+                case FrameType.FORWARD:
                     self._session(frame).submit(frame)
                 case FrameType.CLOSE:
                     check_empty(frame.meta, "CLOSE")
@@ -102,9 +122,10 @@ class _ServedLink:
         span, request = self._check_open(frame)
         stage = Stage(frame.session, request.max_length, self._server.policy.steps_ahead)
         form = HiddenForm(self._server.model.hidden_size, Codec(request.codec))
-        session = ServedSession(stage, span, form, self._link, self._server.worker, self._server.policy)
+        server = self._server
+        session = ServedSession(stage, span, form, self._link, server.worker, server.policy, server.find_peer)
         self._sessions[frame.session] = session
-        self._server.sessions.add(frame.session)
+        server.sessions[frame.session] = session
         nursery.start_soon(self._run_session, session)
 
     def _check_open(self, frame: Frame) -> tuple[Span, Open]:
@@ -136,7 +157,19 @@ class _ServedLink:
             del self._sessions[name]
             with trio.CancelScope(shield=True):  # KV is freed whatever ends the session
                 await self._server.worker.close(name)
-            self._server.sessions.discard(name)
+            del self._server.sessions[name]
+
+    def _is_pushed(self, frame: Frame) -> bool:
+        session = self._server.sessions.get(frame.session)
+        return session is not None and session.sender == self._link.peer
+
+    def _take_push(self, frame: Frame) -> None:
+        """A step from the hop before, on the client's behalf. What is wrong with it is not blamed on the client."""
+        try:
+            check_empty(frame.meta, "STEP")
+            self._server.sessions[frame.session].submit(frame)
+        except (PeerRefused, RemoteProtocolError) as error:
+            log.info("dropped a step pushed by peer=%s: %s", self._link.peer, error)
 
     def _session(self, frame: Frame) -> ServedSession:
         session = self._sessions.get(frame.session)

@@ -1,4 +1,7 @@
-"""One session of a client, served: drives the `Stage` and does what it decides."""
+"""One session of a client, served: drives the `Stage` and does what it decides.
+
+A result goes to the client, and where the client has asked for it, at the same time straight to the next hop.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,27 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.errors import ConfigError, PeerRefused, RemoteProtocolError
+from llmnode import _native
+from llmnode.core.ids import PeerId, SessionId
+from llmnode.errors import ConfigError, PeerError, PeerRefused, RemoteProtocolError
 from llmnode.ports import Piece
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Refusal, RefusalCode, Result, pack
+from llmnode.wire.messages import Forward, Refusal, RefusalCode, Result, pack, unpack
 from llmnode.wire.stage import Answer, Compute, Refuse, Truncate, Wait
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from llmnode.client.connection import Connection
     from llmnode.core.policy import ServePolicy
     from llmnode.core.span import Span
     from llmnode.ports import Link, Worker
+    from llmnode.wire.frame import Buffer
     from llmnode.wire.payload import HiddenForm
     from llmnode.wire.stage import Action, Stage
+
+    FindPeer = Callable[[PeerId], Awaitable[Connection]]
+    """A connection to a peer that serves the same model. Raises PeerError."""
 
 log = logging.getLogger(__name__)
 
@@ -27,18 +39,29 @@ class ServedSession:
     """Its task (`run`) owns the stage; the link's loop only queues frames with `submit`."""
 
     def __init__(
-        self, stage: Stage, span: Span, form: HiddenForm, link: Link, worker: Worker, policy: ServePolicy
+        self,
+        stage: Stage,
+        span: Span,
+        form: HiddenForm,
+        link: Link,
+        worker: Worker,
+        policy: ServePolicy,
+        find_peer: FindPeer,
     ) -> None:
         self.stage = stage
+        self.sender: PeerId | None = None
+        """Who besides the client may send its steps."""
         self._span = span
         self._link = link
         self._worker = worker
         self._form = form
         self._policy = policy
-        self._submitted, self._frames = trio.open_memory_channel[Frame](2 * policy.steps_ahead)
+        self._find_peer = find_peer
+        self._receiver: tuple[Connection, SessionId] | None = None
+        self._submitted, self._frames = trio.open_memory_channel[Frame](4 * policy.steps_ahead)
 
     def submit(self, frame: Frame) -> None:
-        """Queue a STEP or TRUNCATE frame. Raises RemoteProtocolError or PeerRefused for what cannot be right."""
+        """Queue a STEP, TRUNCATE or FORWARD frame. Raises RemoteProtocolError or PeerRefused for what cannot be."""
         if frame.type is FrameType.STEP:
             self._form.check(frame)
             # The stage would refuse it too, in its turn; but what waits must be bounded by the KV that was asked for.
@@ -75,6 +98,9 @@ class ServedSession:
             if idle.cancelled_caught:
                 log.info("session idle, closed peer=%s", self._link.peer)
                 return
+            if frame.type is FrameType.FORWARD:
+                await self._stand_between(frame)
+                continue
             action = self.stage.receive(frame)
             while not isinstance(action, Wait):
                 await self._act(action)
@@ -107,12 +133,44 @@ class ServedSession:
             log.exception("step failed span=%s", self._worker.span)
             await self._refuse_step(frame, RefusalCode.COMPUTE_FAILED, str(error))
         else:
-            result = pack(Result(queue_us=computed.queue_us, compute_us=computed.compute_us))
+            pushed = await self._push(frame, payload)
+            digest = _native.blake3_digest(frame.payload)
+            result = pack(Result(computed.queue_us, computed.compute_us, digest, pushed))
             answer = Frame(
                 FrameType.RESULT, frame.session, frame.epoch, frame.step, frame.start, frame.length, result, payload
             )
             self.stage.computed(answer)
             await self._link.send(answer)
+
+    async def _stand_between(self, frame: Frame) -> None:
+        """Take steps from, and push results to, whom the client names."""
+        try:
+            request = unpack(Forward, frame.meta)
+            self.sender = PeerId(request.sender) if request.sender else None
+            self._receiver = None
+            if request.receiver:
+                connection = await self._find_peer(PeerId(request.receiver))
+                self._receiver = connection, SessionId(request.receiver_session)
+        except RemoteProtocolError as error:
+            await self._link.send(refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message))
+        except PeerError as error:
+            await self._link.send(refusal_of(frame, RefusalCode.CANNOT_FORWARD, str(error)))
+        else:
+            await self._link.send(Frame(FrameType.FORWARDED, frame.session, frame.epoch, frame.step))
+
+    async def _push(self, frame: Frame, payload: Buffer) -> bool:
+        """Give our result to the next hop, as its step of the same number."""
+        if self._receiver is None:
+            return False
+        connection, session = self._receiver
+        step = Frame(FrameType.STEP, session, frame.epoch, frame.step, frame.start, frame.length, b"", payload)
+        try:
+            await connection.tell(step)
+        except PeerError as error:
+            log.info("cannot push: %s", error)
+            self._receiver = None
+            return False
+        return True
 
     async def _refuse_step(self, frame: Frame, code: RefusalCode, reason: str) -> None:
         self.stage.failed()

@@ -6,197 +6,58 @@ that fails is rerun with `tests/run tests/simulation/test_recovery.py -k seed-7-
 
 from __future__ import annotations
 
-import functools
 import os
 import random
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import trio
-from trio.testing import MockClock
 
-from llmnode.client.pool import open_pool
-from llmnode.client.routing import Router
-from llmnode.client.swarm import Swarm
-from llmnode.core.announcement import Offer, PeerState
-from llmnode.core.ids import SessionId
-from llmnode.core.model import ModelInfo
-from llmnode.core.policy import ClientPolicy, ServePolicy, SwarmPolicy
 from llmnode.core.span import Span
-from llmnode.errors import NoRoute, SessionClosed, SessionLost
-from llmnode.node.serve.server import Server
-from llmnode.testing import ExactWorker, MemoryInternet, MemoryNetwork, exact_output, open_internet
+from llmnode.errors import NoRoute, PeerError, SessionClosed, SessionLost
+from llmnode.testing import MemoryNetwork, exact_output
 from llmnode.wire.payload import Codec
+from simulation.world import (
+    ALL_BLOCKS,
+    KV_TOKENS,
+    MODEL,
+    ROW,
+    SPANS,
+    Dialogue,
+    World,
+    kv_is_free,
+    pairs_of_servers,
+    simulated,
+    world,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator
 
+    from llmnode.client.routing import Router
     from llmnode.client.session import InferenceSession
     from llmnode.core.ids import PeerId
-    from llmnode.ports import Computed, Piece
 
 SEEDS = int(os.environ.get("LLMNODE_SEEDS", "500"))
-MODEL = ModelInfo("exact", b"d" * 32, blocks=6, hidden_size=2, context_tokens=200, dtype="float32")
-ALL_BLOCKS = Span(0, MODEL.blocks)
-ROW = MODEL.row_bytes
-SPANS = [Span(0, 2), Span(2, 4), Span(4, 6)]
 OTHER_CUTS = [Span(0, 3), Span(3, 6), Span(1, 5), Span(0, 6)]
-KV_TOKENS = 400
 MAX_LENGTH = 120
 LONGEST_OUTAGE_S = 12.0
-SETTLE_S = 20.0
-
-
-def simulated(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(**fixtures: Any) -> None:
-        trio.run(functools.partial(test, **fixtures), clock=MockClock(autojump_threshold=0))
-
-    return run
-
-
-def clock_ms() -> int:
-    return int(1_700_000_000_000 + trio.current_time() * 1000)
-
-
-class FallibleWorker(ExactWorker):
-    """Computes exactly, in time, unless it is told to fail."""
-
-    fails = 0
-    forward_s = 0.01
-
-    async def forward(self, piece: Piece) -> Computed:
-        with trio.CancelScope(shield=True):
-            await trio.sleep(self.forward_s)
-        if self.fails > 0:
-            self.fails -= 1
-            raise RuntimeError("out of memory, as told")
-        return await super().forward(piece)
-
-    def take_room(self, kv_tokens: int) -> None:
-        """As another client's session would."""
-        self._reserved[SessionId(b"s" * 16)] = kv_tokens
-
-
-@dataclass
-class ServingNode:
-    """A whole serving node but its libp2p and its torch."""
-
-    name: str
-    network: MemoryNetwork
-    worker: FallibleWorker
-    swarm: Swarm
-    scope: trio.CancelScope
-
-    @property
-    def offer(self) -> Offer:
-        return Offer("exact", MODEL.digest, MODEL.blocks, MODEL.dtype, self.worker.span, PeerState.ONLINE, 1000, 64)
-
-
-class World:
-    """Starts nodes, and ends them in several ways."""
-
-    def __init__(self, internet: MemoryInternet, nursery: trio.Nursery) -> None:
-        self.internet = internet
-        self.nodes: dict[str, ServingNode] = {}
-        self._nursery = nursery
-
-    async def start(self, name: str, span: Span, model: ModelInfo = MODEL) -> ServingNode:
-        """It announces MODEL, whatever it serves."""
-        node: ServingNode = await self._nursery.start(self._live, name, span, model)
-        return node
-
-    def kill(self, name: str) -> None:
-        """As SIGKILL: not cancelled first, the dead say no farewell."""
-        node = self.nodes.pop(name)
-        self.internet.kill(node.network.peer)
-        node.scope.cancel()
-
-    async def stop(self, name: str) -> None:
-        """As SIGTERM: it tells its neighbours."""
-        node = self.nodes.pop(name)
-        await node.swarm.leave(node.offer)
-        self.internet.kill(node.network.peer)
-        node.scope.cancel()
-
-    @asynccontextmanager
-    async def client(self, policy: ClientPolicy | None = None) -> AsyncIterator[tuple[Router, PeerId]]:
-        network = self.internet.network("client")
-        async with open_pool(network) as pool, trio.open_nursery() as nursery:
-            contacts = [address for node in self.nodes.values() for address in node.network.addresses]
-            swarm = Swarm(
-                network, pool, SwarmPolicy(), contacts=contacts, now_ms=clock_ms, rng=random.Random(1), roams=False
-            )
-            await swarm.meet_all(contacts)
-            nursery.start_soon(swarm.run)
-            yield Router(MODEL, pool, swarm, policy or ClientPolicy(chunk_tokens=8)), network.peer
-            nursery.cancel_scope.cancel()
-
-    @asynccontextmanager
-    async def session(self) -> AsyncIterator[tuple[InferenceSession, PeerId]]:
-        async with self.client() as (router, peer), router.open_session(64, Codec.RAW) as session:
-            yield session, peer
-
-    async def _live(self, name: str, span: Span, model: ModelInfo, task_status: trio.TaskStatus[ServingNode]) -> None:
-        contacts = [address for node in self.nodes.values() for address in node.network.addresses]
-        network = self.internet.network(name)
-        worker = FallibleWorker(span, ROW, KV_TOKENS)
-        with trio.CancelScope() as scope:
-            async with open_pool(network) as pool, trio.open_nursery() as nursery:
-                rng = random.Random(name)
-                swarm = Swarm(network, pool, SwarmPolicy(), contacts=contacts, now_ms=clock_ms, rng=rng)
-                node = self.nodes[name] = ServingNode(name, network, worker, swarm, scope)
-                nursery.start_soon(Server(worker, model, ServePolicy(), swarm).run, network)
-                nursery.start_soon(swarm.run)
-                nursery.start_soon(swarm.announce, lambda: node.offer)
-                task_status.started(node)
 
 
 @asynccontextmanager
-async def world() -> AsyncIterator[World]:
-    async with open_internet(delay_s=0.02) as internet, trio.open_nursery() as nursery:
-        yield World(internet, nursery)
-        nursery.cancel_scope.cancel()
-
-
-@asynccontextmanager
-async def pairs_of_servers() -> AsyncIterator[World]:
-    """Two servers for each of three spans."""
-    async with world() as swarm:
-        for index, span in enumerate(SPANS):
-            for twin in "ab":
-                await swarm.start(f"{index}{twin}", span)
-        await trio.sleep(10)
-        yield swarm
-
-
-class Dialogue:
-    """A session and what it should answer."""
-
-    def __init__(self, session: InferenceSession, rng: random.Random) -> None:
-        self.session = session
-        self._rng = rng
-        self._said = b""
-
-    async def step(self, positions: int) -> None:
-        hidden = self._rng.randbytes(positions * ROW)
-        answer = bytes(await self.session.step(hidden))
-        self._said += hidden
-        expected = exact_output(self._said, ALL_BLOCKS)[-len(hidden) :]
-        assert answer == expected, f"wrong at position {self.session.position}, after {self.session.recoveries}"
-
-    async def go_back(self, positions: int) -> None:
-        keep = self.session.position - positions
-        await self.session.truncate(keep)
-        self._said = self._said[: keep * ROW]
-
-
-async def kv_is_free(swarm: World) -> None:
-    with trio.fail_after(SETTLE_S):
-        for node in list(swarm.nodes.values()):
-            await node.worker.until_empty()
+async def open_at_last(router: Router) -> AsyncIterator[InferenceSession]:
+    """All holders of a span may be away at the moment."""
+    async with AsyncExitStack() as stack:
+        with trio.fail_after(10 * LONGEST_OUTAGE_S):
+            while True:
+                try:
+                    session = await stack.enter_async_context(router.open_session(MAX_LENGTH, Codec.RAW))
+                    break
+                except (NoRoute, PeerError):
+                    await trio.sleep(1)
+        yield session
 
 
 # By a seed
@@ -249,14 +110,15 @@ async def test_a_session_outlives_whatever_befalls_its_servers(seed: int) -> Non
         async with router.open_session(MAX_LENGTH, Codec.RAW) as session, trio.open_nursery() as troubles:
             for _ in range(rng.randrange(1, 4)):
                 troubles.start_soon(trouble)
-            dialogue = Dialogue(session, rng)
-            for _ in range(25):
-                if rng.random() < 0.15:
-                    await dialogue.go_back(rng.randrange(session.position + 1))
-                await dialogue.step(min(rng.choice([1, 1, 1, 2, 20]), MAX_LENGTH - session.position) or 1)
-                if session.position == MAX_LENGTH:
-                    await dialogue.go_back(MAX_LENGTH // 2)
-                await trio.sleep(rng.expovariate(1 / 0.3))
+            async with open_at_last(router) as session:
+                dialogue = Dialogue(session, rng)
+                for _ in range(25):
+                    if rng.random() < 0.15:
+                        await dialogue.go_back(rng.randrange(session.position + 1))
+                    await dialogue.step(min(rng.choice([1, 1, 1, 2, 20]), MAX_LENGTH - session.position) or 1)
+                    if session.position == MAX_LENGTH:
+                        await dialogue.go_back(MAX_LENGTH // 2)
+                    await trio.sleep(rng.expovariate(1 / 0.3))
             troubles.cancel_scope.cancel()
         await kv_is_free(swarm)
 

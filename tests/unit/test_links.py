@@ -613,6 +613,8 @@ async def test_steps_that_wait_are_limited(exact_worker: Any) -> None:
         await answer_to(link, open_frame(session))
         for step in range(16):
             await link.send(step_frame(session, step, step))
+        for _ in range(16):
+            await link.send(step_frame(session, 0, 0))
         assert unpack(Refusal, (await link.receive()).meta).code == RefusalCode.TOO_FAR_AHEAD
         exact_worker.gate.set()
         while (await link.receive()).type is FrameType.REFUSAL:

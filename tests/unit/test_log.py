@@ -12,10 +12,12 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmnode import _native
 from llmnode.client.connection import open_connection
-from llmnode.client.hop import SessionHop
+from llmnode.client.flight import fly
+from llmnode.client.hop import Chunk, SessionHop
 from llmnode.client.log import InputLog
-from llmnode.core.ids import PeerId
+from llmnode.core.ids import Epoch, PeerId, Step
 from llmnode.core.model import ModelInfo
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.route import Hop
@@ -128,7 +130,8 @@ async def _answer_every_step_with(payload: bytes, network: MemoryNetwork) -> Non
     async with network.accept() as link:
         while True:
             frame = await link.receive()
-            result = pack(Result(queue_us=0, compute_us=0))
+            digest = _native.blake3_digest(frame.payload)
+            result = pack(Result(queue_us=0, compute_us=0, input_digest=digest, pushed=False))
             await link.send(
                 Frame(
                     FrameType.RESULT, frame.session, frame.epoch, frame.step, frame.start, frame.length, result, payload
@@ -150,9 +153,9 @@ def test_a_peer_is_blamed_for_its_own_int8_that_means_nothing(scale: str) -> Non
             async with open_connection(link) as connection:
                 hop = SessionHop(HOP, connection, form, ClientPolicy())
                 with pytest.raises(RemoteProtocolError) as raised:
-                    await hop.step(good, 1)
+                    await fly([hop], Chunk(Epoch(0), Step(0), 0, 1), good, ClientPolicy())
                 assert (raised.value.peer, raised.value.span) == (HOP.peer, HOP.span)
-                assert hop.position == 0
+                assert hop.failure is raised.value
             nursery.cancel_scope.cancel()
 
     trio.run(main)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from llmnode.core.policy import LinkPolicy
 from llmnode.errors import RemoteProtocolError
-from llmnode.wire.messages import Description, Open, Refusal, RefusalCode, Result, check_empty, pack, unpack
+from llmnode.wire.messages import Description, Forward, Open, Refusal, RefusalCode, Result, check_empty, pack, unpack
 
 Kind: TypeAlias = Any  # one of KINDS: the union of their types says no more
 Value: TypeAlias = Any  # whatever msgpack can carry
@@ -58,6 +58,8 @@ DIGEST = Rule(
     [bytes(32), b"\xff" * 32],
     [b"", bytes(31), bytes(33), bytes(50_000), *NO_BYTES],
 )
+SESSION = Rule(st.binary(max_size=16), [b"", bytes(16), b"\xff" * 16], [bytes(17), bytes(50_000), *NO_BYTES])
+FLAG = Rule(st.booleans(), [False, True], [0, 1, 2, "true", b"\x01", 1.0, *NO_SCALAR])
 NAME = text(1, 200)
 
 KINDS: dict[Kind, dict[str, Rule]] = {
@@ -81,7 +83,8 @@ KINDS: dict[Kind, dict[str, Rule]] = {
         "dtype": NAME,
         "codec": NAME,
     },
-    Result: {"queue_us": MICROSECONDS, "compute_us": MICROSECONDS},
+    Result: {"queue_us": MICROSECONDS, "compute_us": MICROSECONDS, "input_digest": DIGEST, "pushed": FLAG},
+    Forward: {"sender": text(0, 200), "receiver": text(0, 200), "receiver_session": SESSION},
     Refusal: {"code": NAME, "message": text(0, 2000), "retry_after_ms": U32},
 }
 FIELDS = [(kind, name) for kind, rules in KINDS.items() for name in rules]
@@ -215,7 +218,8 @@ def test_a_message_cut_short_or_followed_by_more_is_refused(kind: Kind) -> None:
 
 def in_a_field(value: bytes) -> bytes:
     """A Result whose first field is these raw bytes."""
-    return b"\x82\xa8queue_us" + value + b"\xaacompute_us\x00"
+    rest = {name: value for name, value in VALID[Result].items() if name != "queue_us"}
+    return b"\x84\xa8queue_us" + value + msgpack.packb(rest)[1:]
 
 
 LONG_CODES = {"text": b"\xdb", "blob": b"\xc6", "list": b"\xdd", "map": b"\xdf", "extension": b"\xc9"}
@@ -264,7 +268,7 @@ def test_nesting_of_any_depth_is_refused(level: bytes, depth: int) -> None:
 @pytest.mark.parametrize("size", [32, 33, 1000, 30_000, 60_000])
 def test_lengths_that_are_declared_and_never_come_take_no_memory(code: bytes, size: int) -> None:
     level = code + size.to_bytes(4, "big") + (b"\xa1a" if code == b"\xdf" else b"")
-    meta = (b"\x82\xa8queue_us" + level * 1000).ljust(LinkPolicy().max_meta_bytes, b"\x00")
+    meta = (b"\x84\xa8queue_us" + level * 1000).ljust(LinkPolicy().max_meta_bytes, b"\x00")
     tracemalloc.start()
     try:
         with pytest.raises(RemoteProtocolError):

@@ -20,7 +20,7 @@ from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Description, Refusal, unpack
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from llmnode.core.ids import Epoch, PeerId, SessionId
     from llmnode.ports import Link
@@ -69,7 +69,14 @@ class Connection:
 
         Raises PeerRefused, PeerTimeout, PeerUnreachable or RemoteProtocolError, each naming the peer.
         """
-        question = _question(frame)
+        with self.expect(frame.session, frame.epoch, frame.step, answer_type) as answer:
+            await self.tell(frame)
+            return await answer.receive(timeout_s)
+
+    @contextlib.contextmanager
+    def expect(self, session: SessionId, epoch: Epoch, step: Step, answer_type: FrameType) -> Iterator[Expected]:
+        """Within the context, the answer to this question is kept, whoever asks it. Raises as `ask` does."""
+        question = session, epoch, step
         if question in self._waiting:
             raise LocalProtocolError("this step is waiting for its answer already")
         if self._ended is not None:
@@ -77,14 +84,7 @@ class Connection:
         answers, arrived = trio.open_memory_channel[Frame](1)
         self._waiting[question] = answers
         try:
-            with trio.fail_after(timeout_s):
-                await self._link.send(frame)
-                return self._checked(await arrived.receive(), answer_type)
-        except trio.TooSlowError:
-            raise PeerTimeout(f"no {answer_type.name} in {timeout_s:g} s", peer=self.peer) from None
-        except trio.EndOfChannel:
-            assert self._ended is not None
-            raise _again(self._ended) from None
+            yield Expected(self, arrived, answer_type)
         finally:
             self._waiting.pop(question, None)
 
@@ -116,7 +116,13 @@ class Connection:
     async def end(self) -> None:
         await self._link.end("client is done")
 
-    def _checked(self, answer: Frame, expected: FrameType) -> Frame:
+    @property
+    def error(self) -> PeerError:
+        """Why it has ended: a fresh error for each who asks."""
+        assert self._ended is not None
+        return _again(self._ended)
+
+    def checked(self, answer: Frame, expected: FrameType) -> Frame:
         if answer.type is FrameType.REFUSAL:
             try:
                 refusal = unpack(Refusal, answer.meta)
@@ -127,6 +133,28 @@ class Connection:
         if answer.type is not expected:
             raise RemoteProtocolError(f"answered {answer.type.name} where {expected.name} is due", peer=self.peer)
         return answer
+
+
+class Expected:
+    """An answer on its way. Made by `Connection.expect`."""
+
+    def __init__(
+        self, connection: Connection, arrived: trio.MemoryReceiveChannel[Frame], answer_type: FrameType
+    ) -> None:
+        self._connection = connection
+        self._arrived = arrived
+        self._answer_type = answer_type
+
+    async def receive(self, timeout_s: float) -> Frame:
+        """Raises PeerTimeout if it does not come in time; it may be waited for again."""
+        try:
+            with trio.fail_after(timeout_s):
+                return self._connection.checked(await self._arrived.receive(), self._answer_type)
+        except trio.TooSlowError:
+            peer = self._connection.peer
+            raise PeerTimeout(f"no {self._answer_type.name} in {timeout_s:g} s", peer=peer) from None
+        except trio.EndOfChannel:
+            raise self._connection.error from None
 
 
 @contextlib.asynccontextmanager

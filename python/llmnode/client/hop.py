@@ -1,20 +1,24 @@
-"""A client's side of one hop of a session: asks its peer, knows where its KV stands, and logs what it was given."""
+"""A client's side of one hop of a session: asks its peer, checks its answers, and logs what it was given."""
 
 from __future__ import annotations
 
 import secrets
 import time
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llmnode import _native
 from llmnode.client.log import InputLog
 from llmnode.core.ids import SESSION_ID_BYTES, Epoch, SessionId, Step
-from llmnode.errors import PeerError, RemoteProtocolError
+from llmnode.errors import IntegrityError, PeerError, PeerRefused, RemoteProtocolError
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Open, Result, pack, unpack
+from llmnode.wire.messages import Forward, Open, RefusalCode, Result, pack, unpack
 
 if TYPE_CHECKING:
-    from llmnode.client.connection import Connection
+    from collections.abc import Iterator
+
+    from llmnode.client.connection import Connection, Expected
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ClientPolicy
@@ -26,7 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HopTiming:
-    """Where one hop's part of a step went, in microseconds. `round_trip_us` is ours, the rest is the peer's word."""
+    """Where one hop's part of a step went, in microseconds.
+
+    `round_trip_us` is from the output of the hop before, or our sending, to its own; the rest is the peer's word.
+    """
 
     peer: PeerId
     span: Span
@@ -35,26 +42,44 @@ class HopTiming:
     compute_us: int
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Positions that go through all hops together, and their number in the session."""
+
+    epoch: Epoch
+    step: Step
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class HopOutput:
+    """Hidden states after a hop's blocks, in the session's codec."""
+
+    payload: Buffer
+    pushed: bool
+    """The next hop was given them by this one."""
+    timing: HopTiming
+
+
 class SessionHop:
-    """One peer's part of a session. Whatever it raises is a PeerError that names peer and span.
+    """One peer's part of a session. What it raises is a PeerError that names peer and span, and is kept as `failure`.
 
     Its name is its own: who replaces a peer, perhaps the same one in its next life, starts with a name never used.
     """
 
     def __init__(self, hop: Hop, connection: Connection, form: HiddenForm, policy: ClientPolicy) -> None:
         self.hop = hop
-        self.log = InputLog(form)
+        self.inputs = InputLog(form)
+        """What it was given, of the positions that all hops have computed."""
+        self.failure: PeerError | None = None
+        self.may_push = True
+        """False once a push of its went wrong."""
         self._connection = connection
         self._form = form
         self._policy = policy
         self._session = SessionId(secrets.token_bytes(SESSION_ID_BYTES))
-        self._epoch = Epoch(0)
-        self._next_step = Step(0)
-
-    @property
-    def position(self) -> int:
-        """Number of positions in its KV."""
-        return self.log.positions
+        self._neighbours: Forward | None = None  # as it was told
 
     async def open(self, model: ModelInfo, max_length: int) -> None:
         request = Open(
@@ -65,35 +90,40 @@ class SessionHop:
             dtype=model.dtype,
             codec=self._form.codec,
         )
-        frame = Frame(FrameType.OPEN, self._session, meta=pack(request))
-        await self._ask(frame, FrameType.OPENED, self._policy.open_timeout_s)
+        await self._ask(Frame(FrameType.OPEN, self._session, meta=pack(request)), FrameType.OPENED)
 
-    async def step(self, payload: Buffer, length: int) -> tuple[Buffer, HopTiming]:
-        """Append `length` positions. Returns their hidden states after this hop's blocks, in the session's codec."""
-        start = self.position
-        frame = Frame(FrameType.STEP, self._session, self._epoch, self._next_step, start, length, b"", payload)
-        asked = time.perf_counter_ns()
-        answer = await self._ask(frame, FrameType.RESULT, self._policy.step_timeout_s)
+    async def align(self, epoch: Epoch, step: Step, position: int) -> None:
+        """Have the KV end at `position`, whatever was computed beyond; the next step is to be `step` of `epoch`."""
+        self.inputs.truncate(position)
+        frame = Frame(FrameType.TRUNCATE, self._session, epoch, step, start=position)
+        await self._ask(frame, FrameType.TRUNCATED)
+
+    async def stand_between(self, before: SessionHop | None, after: SessionHop | None, step: Step) -> None:
+        """Take steps from the hop before, and push results to the one after, as far as they can reach each other."""
+        request = Forward(
+            sender=before.hop.peer if before else "",
+            receiver=after.hop.peer if after and self.may_push else "",
+            receiver_session=after._session if after and self.may_push else b"",
+        )
+        if request == self._neighbours:
+            return
+        frame = Frame(FrameType.FORWARD, self._session, step=step, meta=pack(request))
         try:
-            if (answer.start, answer.length) != (start, length):
-                raise RemoteProtocolError("answered for other positions than it was asked for")
-            self._form.check(answer)
-            self._form.check_values(answer)  # the next hop would refuse them, and be blamed
-            result = unpack(Result, answer.meta)
-        except PeerError as error:
-            raise self._blamed(error) from None
-        self.log.append(payload, length)
-        self._next_step = Step(self._next_step + 1)
-        round_trip_us = (time.perf_counter_ns() - asked) // 1000
-        timing = HopTiming(self.hop.peer, self.hop.span, round_trip_us, result.queue_us, result.compute_us)
-        return answer.payload, timing
+            await self._ask(frame, FrameType.FORWARDED)
+        except PeerRefused as refusal:
+            if refusal.code != RefusalCode.CANNOT_FORWARD:
+                raise
+            self.failure = None  # its results come by way of us
+        self._neighbours = request
 
-    async def truncate(self, position: int) -> None:
-        """Forget the positions from `position` on, under a new epoch: even if the peer fails, the log is cut."""
-        self.log.truncate(position)
-        self._epoch = Epoch(self._epoch + 1)
-        frame = Frame(FrameType.TRUNCATE, self._session, self._epoch, self._next_step, start=position)
-        await self._ask(frame, FrameType.TRUNCATED, self._policy.step_timeout_s)
+    @contextmanager
+    def expect(self, chunk: Chunk) -> Iterator[ExpectedOutput]:
+        """Within the context, the output for `chunk` is kept when it comes, whoever gives this hop its input."""
+        with ExitStack() as stack:
+            with self.blamed():
+                expected = self._connection.expect(self._session, chunk.epoch, chunk.step, FrameType.RESULT)
+                answer = stack.enter_context(expected)
+            yield ExpectedOutput(self, chunk, answer)
 
     async def close(self) -> None:
         """Tell the peer to free its KV. One that is gone has freed it already."""
@@ -102,11 +132,52 @@ class SessionHop:
         except PeerError:
             return
 
-    async def _ask(self, frame: Frame, answer_type: FrameType, timeout_s: float) -> Frame:
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Whatever fails within is this hop's failure."""
         try:
-            return await self._connection.ask(frame, answer_type, timeout_s)
+            yield
         except PeerError as error:
-            raise self._blamed(error) from None
+            self.failure = self.failure or error.blame(self.hop.peer, self.hop.span)
+            raise
 
-    def _blamed(self, error: PeerError) -> PeerError:
-        return error.blame(self.hop.peer, self.hop.span)
+    async def give(self, chunk: Chunk, payload: Buffer) -> None:
+        """Send the hop its input for `chunk`."""
+        header = chunk.epoch, chunk.step, chunk.start, chunk.length
+        await self._connection.tell(Frame(FrameType.STEP, self._session, *header, b"", payload))
+
+    def read(self, chunk: Chunk, payload: Buffer, answer: Frame, since_ns: int) -> HopOutput:
+        """Raises RemoteProtocolError, and IntegrityError if it has computed something else than `payload`."""
+        if (answer.start, answer.length) != (chunk.start, chunk.length):
+            raise RemoteProtocolError("answered for other positions than it was asked for")
+        self._form.check(answer)
+        self._form.check_values(answer)  # the next hop would refuse them, and be blamed
+        result = unpack(Result, answer.meta)
+        if result.input_digest != _native.blake3_digest(payload):
+            raise IntegrityError("computed other hidden states than those that it should have been given")
+        trip_us = (time.perf_counter_ns() - since_ns) // 1000
+        timing = HopTiming(self.hop.peer, self.hop.span, trip_us, result.queue_us, result.compute_us)
+        return HopOutput(answer.payload, result.pushed and self.may_push, timing)
+
+    async def _ask(self, frame: Frame, answer_type: FrameType) -> None:
+        with self.blamed():
+            await self._connection.ask(frame, answer_type, self._policy.open_timeout_s)
+
+
+class ExpectedOutput:
+    """One hop's output for one chunk. Made by `SessionHop.expect`."""
+
+    def __init__(self, hop: SessionHop, chunk: Chunk, answer: Expected) -> None:
+        self._hop = hop
+        self._chunk = chunk
+        self._answer = answer
+
+    async def give(self, payload: Buffer) -> None:
+        """Give the hop its input. Raises PeerError."""
+        await self._hop.give(self._chunk, payload)
+
+    async def receive(self, payload: Buffer, timeout_s: float) -> HopOutput:
+        """The output for the input `payload`. Raises PeerError; after PeerTimeout it may be waited for again."""
+        since_ns = time.perf_counter_ns()
+        answer = await self._answer.receive(timeout_s)
+        return self._hop.read(self._chunk, payload, answer, since_ns)

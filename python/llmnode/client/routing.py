@@ -32,14 +32,21 @@ if TYPE_CHECKING:
 class Router:
     """Opens sessions of one model over what the view knows at the time."""
 
-    def __init__(self, model: ModelInfo, pool: ConnectionPool, swarm: Swarm, policy: ClientPolicy) -> None:
+    def __init__(
+        self,
+        model: ModelInfo,
+        pool: ConnectionPool,
+        swarm: Swarm,
+        policy: ClientPolicy,
+        rng: random.Random | None = None,
+    ) -> None:
         self.swarm = swarm
         self.route: Route = ()
         self._model = model
         self._pool = pool
         self._policy = policy
         self._bans = Bans(policy)
-        self._rng = random.Random()
+        self._rng = rng or random.Random()
 
     @asynccontextmanager
     async def open_session(self, max_length: int, codec: Codec) -> AsyncIterator[InferenceSession]:
@@ -49,8 +56,16 @@ class Router:
 
     async def _open_session(self, stack: AsyncExitStack, max_length: int, codec: Codec) -> InferenceSession:
         failed: dict[PeerId, PeerError] = {}
+        deadline_s = trio.current_time() + self._policy.open_patience_s
         while True:
-            route, connections = await self._connected_route(failed)
+            try:
+                route, connections = await self._connected_route(failed)
+            except PeerError as error:
+                if isinstance(error, PeerRefused) or trio.current_time() > deadline_s:
+                    raise
+                failed.clear()  # those that the view still counts on may be back
+                await trio.sleep(self._policy.retry_s)
+                continue
             opening = open_session(route, connections, self._model, max_length, codec, self._policy, self)
             try:
                 session = await stack.enter_async_context(opening)

@@ -1,20 +1,25 @@
 """An inference session: hidden states of one sequence, through every hop of a route, position by position.
 
-It outlives its servers (Petals, Algorithm 1): each hop's inputs are logged here, on the client, and when a peer is lost
-they are given to who takes its place, until its KV stands where the lost one stood.
+Hidden states go from hop to hop directly, and every hop's output comes here as well: to be checked against what the
+next hop says it computed, and to be logged. So a session outlives its servers (Petals, Algorithm 1, with the cache at
+the client): when a peer is lost, its inputs are given to who takes its place. Whatever fails, all hops go back to the
+last position that all of them had computed, under a new epoch, and the rest is done again.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections import Counter, deque
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import trio
 
-from llmnode.client.hop import SessionHop
+from llmnode.client.flight import fly
+from llmnode.client.hop import Chunk, SessionHop
+from llmnode.core.ids import Epoch, Step
 from llmnode.errors import (
     LlmnodeError,
     LocalProtocolError,
@@ -29,9 +34,10 @@ from llmnode.wire.messages import RefusalCode
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 
     from llmnode.client.connection import Connection
+    from llmnode.client.flight import Flight
     from llmnode.client.hop import HopTiming
     from llmnode.client.log import InputLog
     from llmnode.core.ids import PeerId
@@ -46,8 +52,8 @@ log = logging.getLogger(__name__)
 CAUSES_KEPT = 16
 """Of one step: the first failures, and the latest."""
 
-FAILED_COMPUTATIONS = 6
-"""That one step may meet; after more the fault is taken to be its own."""
+FAILED_COMPUTATIONS = 4
+"""That one step may meet at one span; after more the fault is taken to be its own."""
 
 ALL_WOULD_REFUSE = {
     RefusalCode.WRONG_POSITION,
@@ -109,6 +115,9 @@ class InferenceSession:
         self._detours = detours
         self._hops: list[SessionHop] = []
         self._position = 0
+        self._epoch = Epoch(0)
+        self._step = Step(0)
+        self._settled = True
         self._ended: LlmnodeError | None = None
 
     @property
@@ -123,14 +132,15 @@ class InferenceSession:
 
     async def open(self, route: Route, connections: Mapping[PeerId, Connection]) -> None:
         self._hops = await self._open_hops(route, connections)
+        await self._for_all_hops(self._introduce)
 
     async def step(self, hidden: Buffer) -> Buffer:
         """Append positions. hidden: (tokens, hidden_size) in fp32, as it leaves the embedding.
 
-        Returns the same shape, as it leaves the last block. What crosses the wire is in the session's codec. Peers that
-        fail are replaced meanwhile. Raises SessionLost if that is of no use, after which only closing is left, as it is
-        after a step that was cancelled; and NoRoute if nobody holds a lost peer's blocks: the same step may be tried
-        again later.
+        Returns the same shape, as it leaves the last block. What crosses the wire is in the session's codec, in chunks
+        of the policy's size, several under way at once. Peers that fail are replaced meanwhile. Raises SessionLost if
+        that is of no use, after which only closing is left, as it is after a step that was cancelled; and NoRoute if
+        nobody holds a lost peer's blocks: the session stands where it stood, and the same step may be tried again.
         """
         self._check_open()
         row_bytes = self._model.row_bytes
@@ -139,14 +149,10 @@ class InferenceSession:
             raise LocalProtocolError(
                 f"{len(hidden)} bytes ({row_bytes} a position) at position {self._position} of {self.max_length}"
             )
-        # As it is from hop to hop: a lossy codec loses once a hop, not twice. It is logged, and `hidden` the caller's.
-        payload: Buffer = bytes(self._form.encode(hidden))
-        with self._ends_if_broken_off():
-            await self._go_back_to(self._position)  # some hops may be ahead, if the last try ended in NoRoute
-            payload = await self._step_all(payload, length)
-            output = decode_hidden(payload, self._form.codec, length * self._model.hidden_size)
-        self._position += length
-        return output
+        waiting = deque(self._chunks(hidden))
+        outputs: list[Buffer] = []
+        await self._persist(lambda: self._stream(waiting, outputs), position_before=self._position)
+        return outputs[0] if len(outputs) == 1 else b"".join(outputs)
 
     async def truncate(self, position: int) -> None:
         """Forget the positions from `position` on, at every hop. Raises as `step` does."""
@@ -154,8 +160,8 @@ class InferenceSession:
         if not 0 <= position <= self._position:
             raise LocalProtocolError(f"cannot go back to position {position} from {self._position}")
         self._position = position
-        with self._ends_if_broken_off():
-            await self._go_back_to(position)
+        self._settled = False
+        await self._persist(trio.lowlevel.checkpoint, position_before=position)
 
     async def close(self) -> None:
         """Tell every hop to free its KV."""
@@ -177,56 +183,118 @@ class InferenceSession:
             raise
         except LlmnodeError:
             raise
-        except BaseException:  # a group, if it was cancelled while it opened several hops
+        except BaseException:  # a group, if it was cancelled while several hops were busy
             self._ended = SessionClosed("it was cancelled on the way through its hops")
             raise
 
     # The way through the hops
 
-    async def _step_all(self, payload: Buffer, length: int) -> Buffer:
-        timings: list[HopTiming] = []
-        trouble = _Trouble()
-        index = 0
-        while index < len(self._hops):
-            try:
-                output, timing = await self._hops[index].step(payload, length)
-            except PeerError as error:
-                await self._recover(index, error, trouble)
-            else:
-                payload = output
-                timings.append(timing)
-                index += 1
-        self.timings = timings
-        return payload
+    def _chunks(self, hidden: Buffer) -> Iterator[tuple[Buffer, int]]:
+        """Payloads and their lengths. They go on from hop to hop as they are: a lossy codec loses once, not twice."""
+        row_bytes, most = self._model.row_bytes, self._policy.chunk_tokens
+        for at in range(0, len(hidden), most * row_bytes):
+            rows = memoryview(hidden)[at : at + most * row_bytes]
+            yield bytes(self._form.encode(rows)), len(rows) // row_bytes  # logged, and `hidden` is the caller's
 
-    async def _go_back_to(self, position: int) -> None:
+    async def _persist(self, work: Callable[[], Awaitable[None]], *, position_before: int) -> None:
+        """Do `work` with all hops at the session's position, and the rest of it again after what could be mended."""
         trouble = _Trouble()
-        index = 0
-        while index < len(self._hops):
-            hop = self._hops[index]
-            try:
-                if hop.position > position:
-                    await hop.truncate(position)
-                index += 1
-            except PeerError as error:
-                await self._recover(index, error, trouble)
+        with self._ends_if_broken_off():
+            while True:
+                try:
+                    await self._settle()
+                    return await work()
+                except PeerError as error:
+                    self._settled = False
+                    try:
+                        await self._recover(error, trouble)
+                    except NoRoute:
+                        self._position = position_before
+                        raise
+
+    async def _settle(self) -> None:
+        """Have all hops stand at the session's position, in one epoch, and know their neighbours."""
+        if not self._settled:
+            self._epoch = Epoch(self._epoch + 1)
+            await self._for_all_hops(lambda hop: hop.align(self._epoch, self._step, self._position))
+            await self._for_all_hops(self._introduce)
+            self._settled = True
+
+    async def _introduce(self, hop: SessionHop) -> None:
+        if self._policy.push:
+            index = self._hops.index(hop)
+            before, after = self._hops[max(0, index - 1) : index], self._hops[index + 1 : index + 2]
+            await hop.stand_between(next(iter(before), None), next(iter(after), None), self._step)
+
+    async def _for_all_hops(self, act: Callable[[SessionHop], Awaitable[None]]) -> None:
+        with single_error():
+            async with trio.open_nursery() as nursery:
+                for hop in self._hops:
+                    nursery.start_soon(act, hop)
+
+    async def _stream(self, waiting: deque[tuple[Buffer, int]], outputs: list[Buffer]) -> None:
+        """All of `waiting` through all hops, several chunks under way; what has passed them goes over to `outputs`."""
+        if len(waiting) == 1:
+            payload, length = waiting[0]
+            outputs.append(
+                self._land(await fly(self._hops, self._chunk(0, self._position, length), payload, self._policy))
+            )
+            return
+        window = trio.Semaphore(self._policy.chunks_ahead)
+        start, landed = self._position, trio.Event()
+        landed.set()
+
+        async def pass_all(
+            chunk: Chunk, payload: Buffer, first: trio.Event, done: trio.Event, *, task_status: trio.TaskStatus[None]
+        ) -> None:
+            flight = await fly(self._hops, chunk, payload, self._policy, task_status)
+            await first.wait()  # they land in order
+            outputs.append(self._land(flight))
+            waiting.popleft()
+            done.set()
+            window.release()
+
+        with single_error():
+            async with trio.open_nursery() as nursery:
+                for number, (payload, length) in enumerate(list(waiting)):
+                    await window.acquire()
+                    first, landed = landed, trio.Event()
+                    chunk = self._chunk(number, start, length)
+                    await nursery.start(pass_all, chunk, payload, first, landed)
+                    start += length
+
+    def _land(self, flight: Flight) -> Buffer:
+        """All hops have computed the chunk: the session stands after it now. Returns what it became, in fp32."""
+        output = decode_hidden(flight.output, self._form.codec, flight.chunk.length * self._model.hidden_size)
+        for hop, payload in zip(self._hops, flight.inputs, strict=True):
+            hop.inputs.append(payload, flight.chunk.length)
+        self._position += flight.chunk.length
+        self._step = Step(self._step + 1)
+        self.timings = flight.timings
+        return output
 
     # Recovery
 
-    async def _recover(self, index: int, error: PeerError, trouble: _Trouble) -> None:
-        """Put others in the place of the hop at `index`, with the KV that it had. Raises SessionLost or NoRoute."""
-        detours, lost, began = self._detours, self._hops[index], trio.current_time()
-        if detours is None:
+    async def _recover(self, error: PeerError, trouble: _Trouble) -> None:
+        """Put others in the place of all hops that have failed. Raises SessionLost or NoRoute."""
+        if self._detours is None or all(hop.failure is None for hop in self._hops):
             raise SessionLost([error]) from error
-        trouble.note(error, detours)
-        trouble.deadline_s = min(trouble.deadline_s, began + self._policy.recovery_timeout_s)
-        await lost.close()  # if it lives it may be asked to take its own place, and has no room for both
+        trouble.deadline_s = min(trouble.deadline_s, trio.current_time() + self._policy.recovery_timeout_s)
+        while (index := next((i for i, hop in enumerate(self._hops) if hop.failure is not None), None)) is not None:
+            await self._replace(index, self._detours, trouble)
+
+    async def _replace(self, index: int, detours: Detours, trouble: _Trouble) -> None:
+        lost, began = self._hops[index], trio.current_time()
+        assert lost.failure is not None
+        lost.inputs.truncate(self._position)
+        trouble.note(lost.failure, detours)
+        await self._abandon([lost])  # if it lives it may be asked to take its own place, and has no room for both
         missing: NoRoute | None = None
         while self._ended is None and trio.current_time() < trouble.deadline_s:
             try:
                 with trio.fail_at(trouble.deadline_s):
                     route, connections = await detours.find(lost.hop.span, trouble.refusers, hurry=missing is not None)
-                    hops = await self._rebuild(route, connections, lost.log)
+                    hops = await self._rebuild(route, connections, lost.inputs)
             except NoRoute as found:
                 missing = found
                 trouble.refusers.clear()  # they may have room by and by
@@ -238,10 +306,11 @@ class InferenceSession:
             except trio.TooSlowError:
                 break
             else:
-                self._replace(index, hops, began, error)
+                self._hops[index : index + 1] = hops
+                self._note_recovery(lost, hops, trio.current_time() - began)
                 return
         self._check_open()
-        raise missing or SessionLost(trouble.causes)
+        raise missing or NoRoute([lost.hop.span], hint=str(trouble.causes[-1]))
 
     async def _rebuild(
         self, route: Route, connections: Mapping[PeerId, Connection], inputs: InputLog
@@ -249,24 +318,17 @@ class InferenceSession:
         """New hops that have computed `inputs`, which the first of them is given. Raises PeerError."""
         hops = await self._open_hops(route, connections)
         try:
-            for payload, length in inputs.chunks(self._policy.chunk_tokens):
-                for hop in hops:
-                    payload, _ = await hop.step(payload, length)
+            start = 0
+            for step, (payload, length) in enumerate(inputs.chunks(self._policy.chunk_tokens)):
+                flight = await fly(hops, Chunk(Epoch(0), Step(step), start, length), payload, self._policy)
+                for hop, given in zip(hops, flight.inputs, strict=True):
+                    hop.inputs.append(given, length)
+                start += length
             self._check_open()  # nobody would close these
         except BaseException:
-            with trio.move_on_after(self._policy.open_timeout_s, shield=True):
-                for hop in hops:
-                    await hop.close()
+            await self._abandon(hops)
             raise
         return hops
-
-    def _replace(self, index: int, hops: list[SessionHop], began: float, error: PeerError) -> None:
-        lost = self._hops[index]
-        self._hops[index : index + 1] = hops
-        stall_s = trio.current_time() - began
-        others = tuple(each.hop.peer for each in hops)
-        self.recoveries.append(Recovery(lost.hop.peer, lost.hop.span, others, lost.position, stall_s))
-        log.info("recovered span=%s positions=%d in %.3f s: %s", lost.hop.span, lost.position, stall_s, error)
 
     async def _open_hops(self, route: Route, connections: Mapping[PeerId, Connection]) -> list[SessionHop]:
         """Raises the PeerError of one that does not open; then none is left open."""
@@ -277,11 +339,23 @@ class InferenceSession:
                     for hop in hops:
                         nursery.start_soon(hop.open, self._model, self.max_length)
         except BaseException:
-            with trio.move_on_after(self._policy.open_timeout_s, shield=True):
-                for hop in hops:
-                    await hop.close()
+            await self._abandon(hops)
             raise
         return hops
+
+    async def _abandon(self, hops: Sequence[SessionHop]) -> None:
+        with trio.move_on_after(self._policy.open_timeout_s, shield=True):
+            for hop in hops:
+                await hop.close()
+
+    def _note_recovery(self, lost: SessionHop, hops: Sequence[SessionHop], stall_s: float) -> None:
+        others = tuple(each.hop.peer for each in hops)
+        positions = lost.inputs.positions
+        self.recoveries.append(Recovery(lost.hop.peer, lost.hop.span, others, positions, stall_s))
+        log.info("recovered span=%s positions=%d in %.3f s: %s", lost.hop.span, positions, stall_s, lost.failure)
+
+    def _chunk(self, number: int, start: int, length: int) -> Chunk:
+        return Chunk(self._epoch, Step(self._step + number), start, length)
 
 
 @asynccontextmanager
@@ -300,8 +374,8 @@ async def open_session(
     open.
     """
     session = InferenceSession(model, max_length, codec, policy, detours)
-    await session.open(route, connections)
     try:
+        await session.open(route, connections)
         yield session
     finally:
         with trio.move_on_after(policy.open_timeout_s, shield=True):
@@ -314,7 +388,7 @@ class _Trouble:
 
     causes: list[PeerError] = field(default_factory=list)
     refusers: set[PeerId] = field(default_factory=set)
-    failed_computations: int = 0
+    failed_computations: Counter[Span | None] = field(default_factory=Counter)
     deadline_s: float = math.inf
 
     def note(self, error: PeerError, detours: Detours) -> None:
@@ -322,10 +396,8 @@ class _Trouble:
         detours.report(error)
         self.causes = [*self.causes[: CAUSES_KEPT - 1], error]
         if isinstance(error, PeerRefused):
-            if error.code in ALL_WOULD_REFUSE:
-                raise SessionLost(self.causes) from error
-            self.failed_computations += error.code == RefusalCode.COMPUTE_FAILED
-            if self.failed_computations > FAILED_COMPUTATIONS:
+            self.failed_computations[error.span] += error.code == RefusalCode.COMPUTE_FAILED
+            if error.code in ALL_WOULD_REFUSE or self.failed_computations[error.span] > FAILED_COMPUTATIONS:
                 raise SessionLost(self.causes) from error
             if error.peer is not None:
                 self.refusers.add(error.peer)

@@ -50,10 +50,18 @@ class ClientPolicy:
     """What a client expects of its servers."""
 
     open_timeout_s: float = 10.0
+    open_patience_s: float = 10.0
+    """How long a session that cannot open tries again, while the view says that its peers are there."""
     step_timeout_s: float = 60.0
     """Generous: a long prefill on a slow peer. A peer that died is noticed by its link in `LinkPolicy.silence_s`."""
     chunk_tokens: int = 512
     """A prefill is sent in chunks of this many positions, so that no frame and no forward grows with the prompt."""
+    chunks_ahead: int = 3
+    """Chunks of one session that are under way together; below what servers hold, `ServePolicy.steps_ahead`."""
+    push: bool = True
+    """Hops give their results to the next one directly, where they can reach it."""
+    push_patience_s: float = 2.0
+    """A hop that was given a step directly has this long, and some times what it took the hop before, to answer."""
     recovery_timeout_s: float = 60.0
     """A session that lost a peer looks this long for others to take its place: longer than a view forgets the dead."""
     retry_s: float = 1.0

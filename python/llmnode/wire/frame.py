@@ -50,6 +50,8 @@ class FrameType(IntEnum):
     """Asks for announcements; the payload says which the asker has (`announcement.py`)."""
     NEWS = 12
     """Announcements: the answer to VIEW, and what the asker then sends of its own."""
+    FORWARD = 13
+    FORWARDED = 14
 
 
 @dataclass(frozen=True, slots=True)

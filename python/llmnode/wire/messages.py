@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin,
 
 import msgpack
 
+from llmnode.core.ids import SESSION_ID_BYTES
 from llmnode.errors import RemoteProtocolError
 
 if TYPE_CHECKING:
@@ -50,8 +51,11 @@ Count = Annotated[int, Between(1, 2**32 - 1)]
 Microseconds = Annotated[int, Between(0, 2**48)]
 Milliseconds = Annotated[int, Between(0, 2**48)]
 Addresses = Annotated[list[str], Texts(8, 300)]
+Flag = Annotated[bool, Between(0, 1)]
 Digest = Annotated[bytes, Sized(32, 32)]
+SessionName = Annotated[bytes, Sized(0, SESSION_ID_BYTES)]
 Name = Annotated[str, Sized(1, 200)]
+PeerName = Annotated[str, Sized(0, 200)]
 Text = Annotated[str, Sized(0, 2000)]
 
 _MOST_ITEMS = 32
@@ -73,6 +77,7 @@ class RefusalCode(StrEnum):
     CONFLICT = "conflict"
     BAD_MESSAGE = "bad-message"
     COMPUTE_FAILED = "compute-failed"
+    CANNOT_FORWARD = "cannot-forward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +113,28 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Where a step's time went on the server. The hidden states are the payload."""
+    """What became of a step. Its hidden states, after the server's blocks, are the payload.
+
+    `input_digest` is the BLAKE3 of the payload that was computed; `pushed` says that the next hop was given the result.
+    """
 
     queue_us: Microseconds
     compute_us: Microseconds
+    input_digest: Digest
+    pushed: Flag
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Between whom a session stands on its route: results are pushed on, and steps may come from a peer.
+
+    `sender` may push steps to this session. Results go, besides to the client, to the session `receiver_session` at
+    `receiver`, whom the server knows by its announcement. Empty where there is nobody.
+    """
+
+    sender: PeerName
+    receiver: PeerName
+    receiver_session: SessionName
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +173,8 @@ class AnnouncementBody:
     kv_tokens_free: U32
 
 
-AnyMessage = Description | Open | Result | Refusal | Clock | AnnouncementBody
-Message = TypeVar("Message", Description, Open, Result, Refusal, Clock, AnnouncementBody)
+AnyMessage = Description | Open | Result | Forward | Refusal | Clock | AnnouncementBody
+Message = TypeVar("Message", Description, Open, Result, Forward, Refusal, Clock, AnnouncementBody)
 
 
 def pack(message: AnyMessage) -> bytes:
@@ -224,5 +247,5 @@ def _check_of(hint: Any) -> Callable[[Any], bool]:  # Any: a typing construct
 
 
 _CHECKS: dict[type[Any], tuple[tuple[str, Callable[[Any], bool]], ...]] = {
-    kind: _checks(kind) for kind in (Description, Open, Result, Refusal, Clock, AnnouncementBody)
+    kind: _checks(kind) for kind in (Description, Open, Result, Forward, Refusal, Clock, AnnouncementBody)
 }

@@ -1,0 +1,119 @@
+"""Steps that go from server to server: how long they take, and what happens if a push is lost, forged or refused."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from llmnode.core.policy import ClientPolicy
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.payload import Codec
+from simulation.world import DELAY_S, FORWARD_S, ROW, SPANS, Dialogue, pairs_of_servers, simulated
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from llmnode.wire.frame import Buffer
+
+
+HOPS = len(SPANS)
+RELAYED = ClientPolicy(push=False)
+COMPUTE_S = HOPS * FORWARD_S
+SLACK_S = 0.001
+
+
+async def timed(work: Callable[[], Awaitable[None]]) -> float:
+    began = trio.current_time()
+    await work()
+    return trio.current_time() - began
+
+
+@simulated
+async def test_a_step_takes_one_way_less_per_hop_than_through_the_client() -> None:
+    async with pairs_of_servers() as swarm:
+        async with swarm.session() as (session, _):
+            direct_s = await timed(lambda: Dialogue(session, random.Random(1)).step(1))
+        async with swarm.session(RELAYED) as (session, _):
+            relayed_s = await timed(lambda: Dialogue(session, random.Random(1)).step(1))
+    assert direct_s == pytest.approx(COMPUTE_S + (HOPS + 1) * DELAY_S, abs=SLACK_S)
+    assert relayed_s == pytest.approx(COMPUTE_S + 2 * HOPS * DELAY_S, abs=SLACK_S)
+
+
+@simulated
+async def test_hops_compute_different_chunks_of_a_prefill_at_the_same_time() -> None:
+    chunks = 6
+    policy = ClientPolicy(chunk_tokens=4, chunks_ahead=chunks)
+    async with pairs_of_servers() as swarm, swarm.session(policy) as (session, _):
+        for node in swarm.nodes.values():
+            node.worker.forward_s = 1.0
+        took_s = await timed(lambda: Dialogue(session, random.Random(1)).step(4 * chunks))
+    assert took_s == pytest.approx((chunks + HOPS - 1) * 1.0 + (HOPS + 1) * DELAY_S, abs=SLACK_S)
+
+
+@simulated
+async def test_servers_that_cannot_reach_each_other_are_joined_by_the_client() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        async with router.open_session(64, Codec.RAW) as session:
+            first, second, _ = (hop.peer for hop in session.route)
+        swarm.internet.cut(first, second)
+        await trio.sleep(30)
+        async with router.open_session(64, Codec.RAW) as session:
+            dialogue = Dialogue(session, random.Random(1))
+            for _ in range(3):
+                await dialogue.step(2)
+            assert not session.recoveries, "nobody is to blame"
+
+
+@simulated
+async def test_a_push_that_gets_lost_is_made_good_by_the_client() -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(5)
+        first, second, _ = (hop.peer for hop in session.route)
+        swarm.internet.cut(first, second)
+        assert await timed(lambda: dialogue.step(1)) < ClientPolicy().push_patience_s + 1
+        assert await timed(lambda: dialogue.step(1)) < 1, "this hop is not waited for again"
+        await dialogue.go_back(3)
+        await dialogue.step(2)
+        assert not session.recoveries
+
+
+@simulated
+async def test_a_server_that_pushes_something_else_than_it_answers_is_noticed_before_the_step_is_over() -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(5)
+        liar = session.route[1].peer
+        (served,) = swarm.node(liar).server.sessions.values()
+        push = served._push
+
+        async def lie(frame: Frame, payload: Buffer) -> bool:
+            return await push(frame, bytes(len(payload)))
+
+        served._push = lie  # type: ignore[method-assign]
+        for _ in range(4):
+            await dialogue.step(2)
+        (recovery,) = session.recoveries  # after the first lie it pushes to nobody any more
+        assert recovery.lost != liar, "nobody can tell who lied: whose input was wrong is replaced"
+
+
+@simulated
+async def test_steps_of_a_session_are_taken_from_its_client_and_the_hop_before_alone() -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(5)
+        victim = swarm.node(session.route[1].peer)
+        (served,) = victim.server.sessions.values()
+        stranger = swarm.internet.network("stranger")
+        link = await stranger.dial(victim.network.addresses[0])
+        position = served.stage.position
+        forged = Frame(
+            FrameType.STEP, served.stage.session, served.stage.epoch, served.stage._due, position, 1, b"", bytes(ROW)
+        )
+        await link.send(forged)
+        assert (await link.receive()).type is FrameType.REFUSAL
+        assert served.stage.position == position
+        await dialogue.step(1)
