@@ -14,6 +14,7 @@ import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,7 +223,36 @@ async def test_a_peer_can_be_dialled_again_the_moment_its_link_ended(exact_worke
         await swarm.check_serves_and_is_empty()
 
 
+@in_trio
+async def test_links_over_one_connection_end_one_by_one(exact_worker: Any) -> None:
+    async with (
+        served(exact_worker) as swarm,
+        open_network([], POLICY) as network,
+        connected(network, swarm.address) as first,
+        opened(first) as session,
+    ):
+        for _ in range(3):
+            async with connected(network, swarm.address) as second:
+                await second.describe(DEADLINE_S)
+        assert bytes(await session.step(bytes([1] * ROW))) == answer_to_ones(1)
+        assert len(network.host.get_live_peers()) == 1
+
+
 # Cancellation
+
+
+@in_trio
+async def test_a_peer_that_was_away_can_be_dialled_as_soon_as_it_is_back(tmp_path: Path) -> None:
+    identity = tmp_path / "node.key"
+    async with open_network([LISTEN_ANY_LOOPBACK], POLICY, identity) as server:
+        address = server.addresses[0]
+    async with open_network([], POLICY) as client:
+        for _ in range(2):
+            with pytest.raises(PeerUnreachable):
+                await client.dial(address)
+        async with open_network([address.partition("/p2p/")[0]], POLICY, identity):
+            link = await client.dial(address)
+            await link.end("done")
 
 
 @in_trio

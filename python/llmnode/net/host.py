@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
-    from libp2p.abc import IHost, INetStream
+    from libp2p.abc import IHost, IMuxedConn, INetStream
     from libp2p.network.stream.net_stream import NetStream
     from libp2p.peer.id import ID
     from libp2p.peer.peerinfo import PeerInfo
@@ -74,7 +74,7 @@ class Libp2pNetwork:
         self._nursery = nursery
         self._policy = policy
         self._listens = listens
-        self._links: set[Libp2pLink] = set()
+        self._links: dict[Libp2pLink, IMuxedConn] = {}
         self._opened, self._accepted = trio.open_memory_channel[Libp2pLink](ACCEPT_QUEUE)
 
     @property
@@ -108,7 +108,7 @@ class Libp2pNetwork:
             await self._forget_unused_connections(info.peer_id)
             raise PeerUnreachable(f"cannot connect to {address} ({_innermost(error)})", peer=peer) from error
         link = self._link(stream, peer)
-        self._nursery.start_soon(self._run, link)
+        self._nursery.start_soon(self._run, link, stream.muxed_conn)
         return link
 
     @contextlib.asynccontextmanager
@@ -130,14 +130,14 @@ class Libp2pNetwork:
             # Not left waiting: until somebody reads it, libp2p would keep all that the peer sends.
             await stream.reset()
             return
-        await self._run(link)
+        await self._run(link, stream.muxed_conn)
 
-    async def _run(self, link: Libp2pLink) -> None:
-        self._links.add(link)
+    async def _run(self, link: Libp2pLink, connection: IMuxedConn) -> None:
+        self._links[link] = connection
         try:
             await link.run()
         finally:
-            self._links.discard(link)
+            del self._links[link]
 
     def _links_with(self, peer: PeerId) -> list[Libp2pLink]:
         return [link for link in self._links if link.peer == peer]
@@ -155,13 +155,16 @@ class Libp2pNetwork:
                 await self.host.disconnect(peer)
 
     def _link(self, stream: NetStream, peer: PeerId) -> Libp2pLink:
-        async def drop_connection() -> None:
-            # This connection alone: the peer may have dialled again already.
+        async def drop() -> None:
+            """A connection goes with its last link. This one alone: the peer may have dialled again already."""
             with trio.move_on_after(self._policy.farewell_s, shield=True):
-                assert stream.swarm_conn is not None
-                await stream.swarm_conn.close()
+                if list(self._links.values()).count(stream.muxed_conn) > 1:
+                    await stream.reset()
+                else:
+                    assert stream.swarm_conn is not None
+                    await stream.swarm_conn.close()
 
-        return Libp2pLink(stream, peer, self._policy, drop_connection)
+        return Libp2pLink(stream, peer, self._policy, drop)
 
 
 def _reachable(address: Multiaddr) -> list[str]:

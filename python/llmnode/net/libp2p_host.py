@@ -10,8 +10,9 @@ import logging
 from typing import TYPE_CHECKING, cast
 
 import libp2p.network.swarm
+import trio
 from libp2p import new_host
-from libp2p.network.config import ConnectionConfig
+from libp2p.network.config import ConnectionConfig, RetryConfig
 from libp2p.network.exceptions import SwarmException
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from multiaddr import Multiaddr
@@ -54,10 +55,16 @@ async def open_host(key_pair: KeyPair, listen: Sequence[Multiaddr], policy: Link
     swarm = cast("Swarm", host.get_network())
     use_yamux(host)
     _free_inbound_slots(swarm)
+    _dial_when_told(swarm)
     async with host.run(listen_addrs=listen):
         # It would dial whoever we have ever met, and most eagerly whom we have just left.
         await swarm.auto_connector.stop()
-        yield host
+        try:
+            yield host
+        finally:
+            with trio.CancelScope(shield=True):  # or the port would stay taken, by nobody, until the process ends
+                for listener in list(swarm.listeners.values()):
+                    await listener.close()
 
 
 def _free_inbound_slots(swarm: Swarm) -> None:
@@ -71,3 +78,9 @@ def _free_inbound_slots(swarm: Swarm) -> None:
         raise SwarmException("the connection is over")  # its caller ends, instead of waiting for the swarm
 
     swarm.upgrade_inbound_raw_conn = upgrade_and_stay  # type: ignore[method-assign, assignment]
+
+
+def _dial_when_told(swarm: Swarm) -> None:
+    """It would try a dead address four times, for 0.7 s, and then not again for a minute: not even if asked to."""
+    swarm.retry_config = RetryConfig(max_retries=0)
+    swarm._negative_peer_cache = libp2p.network.swarm._NegativePeerCache(ttl=0.0)

@@ -40,12 +40,12 @@ class Libp2pLink:
         stream: INetStream,
         peer: PeerId,
         policy: LinkPolicy,
-        drop_connection: Callable[[], Awaitable[None]],
+        drop: Callable[[], Awaitable[None]],
     ) -> None:
         self.peer = peer
         self._stream = stream
         self._policy = policy
-        self._drop_connection = drop_connection
+        self._drop = drop
         self._outgoing, self._to_write = trio.open_memory_channel[Frame](policy.queue_frames)
         self._received, self._incoming = trio.open_memory_channel[Frame](policy.queue_frames)
         self._received_bytes = 0
@@ -99,7 +99,7 @@ class Libp2pLink:
         finally:
             self._fail(PeerUnreachable("link closed"))
             try:
-                await self._drop_connection()
+                await self._drop()
             finally:
                 self._closed.set()
 
