@@ -88,6 +88,7 @@ async def _misfortune(swarm: World, client: PeerId, rng: random.Random, spans: d
             swarm.internet.mend(client, node.network.peer)
         case "fail":
             node.worker.fails = 1
+            await trio.sleep(outage_s)
         case "slow":
             node.worker.forward_s = outage_s
             await trio.sleep(outage_s)
@@ -151,6 +152,22 @@ async def test_a_silent_server_is_given_up_in_seven_seconds() -> None:
         await dialogue.step(1)
         assert trio.current_time() - began < 7.0
         assert len(session.recoveries) == 1
+
+
+@simulated
+async def test_a_server_that_has_just_come_back_is_not_kept_waiting_if_it_is_all_there_is() -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(20)
+        first = str(session.route[1].peer).removeprefix("peer-")
+        swarm.kill(first)
+        await dialogue.step(1)
+        await swarm.start(first, SPANS[1])
+        swarm.kill(str(session.route[1].peer).removeprefix("peer-"))
+        await dialogue.step(1)
+        there, back = session.recoveries
+        assert back.taken_over_by == (there.lost,)
+        assert back.stall_s < 1.0
 
 
 @simulated

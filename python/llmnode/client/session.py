@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 CAUSES_KEPT = 16
 """Of one step: the first failures, and the latest."""
 
-FAILED_COMPUTATIONS = 4
+FAILED_COMPUTATIONS = 8
 """That one step may meet at one span; after more the fault is taken to be its own."""
 
 ALL_WOULD_REFUSE = {
@@ -290,19 +290,24 @@ class InferenceSession:
         trouble.note(lost.failure, detours)
         await self._abandon([lost])  # if it lives it may be asked to take its own place, and has no room for both
         missing: NoRoute | None = None
+        hurry = False
         while self._ended is None and trio.current_time() < trouble.deadline_s:
             try:
                 with trio.fail_at(trouble.deadline_s):
-                    route, connections = await detours.find(lost.hop.span, trouble.refusers, hurry=missing is not None)
+                    route, connections = await detours.find(lost.hop.span, trouble.refusers, hurry=hurry)
                     hops = await self._rebuild(route, connections, lost.inputs)
             except NoRoute as found:
                 missing = found
-                trouble.refusers.clear()  # they may have room by and by
-                with trio.move_on_after(self._policy.retry_s):
-                    await detours.wait_changed()
+                if hurry:
+                    await self._wait_for_others(detours)
+                    trouble.refusers.clear()  # they may have room by now
+                hurry = True
             except PeerError as failure:
                 missing = None
                 trouble.note(failure, detours)
+                if hurry:
+                    await self._wait_for_others(detours)
+                hurry = False
             except trio.TooSlowError:
                 break
             else:
@@ -311,6 +316,10 @@ class InferenceSession:
                 return
         self._check_open()
         raise missing or NoRoute([lost.hop.span], hint=str(trouble.causes[-1]))
+
+    async def _wait_for_others(self, detours: Detours) -> None:
+        with trio.move_on_after(self._policy.retry_s):
+            await detours.wait_changed()
 
     async def _rebuild(
         self, route: Route, connections: Mapping[PeerId, Connection], inputs: InputLog
