@@ -18,18 +18,26 @@ def add(commands: Commands) -> None:
         "bench",
         run,
         "measure this machine's swarm against what runs beside it",
-        "  llmnode bench swarm\n  llmnode bench swarm --repeats 9 --json",
+        "  llmnode bench swarm\n  llmnode bench swarm --repeats 9 --json\n  llmnode bench quality",
     )
     parser.add_argument(
         "name",
-        choices=["codec", "swarm"],
+        choices=["codec", "failures", "quality", "swarm"],
         help="codec: 8-bit activations against bitsandbytes and others, on one core;"
-        " swarm: 1, 2 and 3 servers against transformers in one process",
+        " failures: a session while its servers are killed, frozen and stopped, in every way and at every moment;"
+        " quality: tokens and likelihood under lossy codecs and dtypes, against transformers in one process;"
+        " swarm: the speed of 1, 2 and 3 servers against transformers in one process",
     )
     parser.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="rounds of all variants in turn (default 5)"
+        "--repeats", type=int, default=5, metavar="N", help="rounds of all variants in turn (default 5; quality: one)"
     )
-    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="new tokens in a round (default 64)")
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="new tokens in a round, or a prompt (default 64; quality: 32)"
+    )
+    parser.add_argument(
+        "--chunks", type=int, default=32, metavar="N", help="quality: pieces of text, of 128 tokens (default 32)"
+    )
+    parser.add_argument("--thin", action="store_true", help="failures: some of the matrix, in minutes")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads of each process (default 1)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout's last line")
 
@@ -41,14 +49,33 @@ def run(arguments: argparse.Namespace) -> int:
 
         bench_codec(CodecBench(repeats, arguments.json))
         return 0
+    if arguments.name == "quality":
+        from llmnode.node.bench.quality import QualityBench, bench_quality
+
+        bench_quality(
+            QualityBench(
+                tokens=at_least_one(32 if arguments.tokens is None else arguments.tokens, "--tokens"),
+                chunks=at_least_one(arguments.chunks, "--chunks"),
+                threads=at_least_one(arguments.threads, "--threads"),
+                json=arguments.json,
+            )
+        )
+        return 0
 
     import trio
+
+    if arguments.name == "failures":
+        from llmnode.node.bench.failures import FailuresBench, bench_failures
+
+        threads = at_least_one(arguments.threads, "--threads")
+        trio.run(bench_failures, FailuresBench(arguments.thin, threads, arguments.json))
+        return 0
 
     from llmnode.node.bench.swarm import SwarmBench, bench_swarm
 
     config = SwarmBench(
         repeats=repeats,
-        tokens=max(2, arguments.tokens),
+        tokens=64 if arguments.tokens is None else max(2, arguments.tokens),
         threads=at_least_one(arguments.threads, "--threads"),
         json=arguments.json,
     )

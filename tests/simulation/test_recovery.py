@@ -159,15 +159,13 @@ async def test_a_server_that_has_just_come_back_is_not_kept_waiting_if_it_is_all
     async with pairs_of_servers() as swarm, swarm.session() as (session, _):
         dialogue = Dialogue(session, random.Random(1))
         await dialogue.step(20)
-        first = str(session.route[1].peer).removeprefix("peer-")
-        swarm.kill(first)
-        await dialogue.step(1)
-        await swarm.start(first, SPANS[1])
-        swarm.kill(str(session.route[1].peer).removeprefix("peer-"))
-        await dialogue.step(1)
-        there, back = session.recoveries
-        assert back.taken_over_by == (there.lost,)
-        assert back.stall_s < 1.0
+        for _ in range(8):  # both are banned, and which of them is asked first is chance
+            lost = str(session.route[1].peer).removeprefix("peer-")
+            swarm.kill(lost)
+            await dialogue.step(1)
+            await swarm.start(lost, SPANS[1])
+        assert len(session.recoveries) == 8
+        assert all(recovery.stall_s < 1.0 for recovery in session.recoveries)
 
 
 @simulated

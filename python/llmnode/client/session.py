@@ -294,20 +294,18 @@ class InferenceSession:
         while self._ended is None and trio.current_time() < trouble.deadline_s:
             try:
                 with trio.fail_at(trouble.deadline_s):
-                    route, connections = await detours.find(lost.hop.span, trouble.refusers, hurry=hurry)
+                    route, connections = await detours.find(lost.hop.span, trouble.failed, hurry=hurry)
                     hops = await self._rebuild(route, connections, lost.inputs)
             except NoRoute as found:
                 missing = found
-                if hurry:
-                    await self._wait_for_others(detours)
-                    trouble.refusers.clear()  # they may have room by now
-                hurry = True
+                if hurry:  # everybody has been asked
+                    with trio.move_on_after(self._policy.retry_s):
+                        await detours.wait_changed()
+                    trouble.failed.clear()  # they may be back, or have room, by now
+                hurry = not hurry
             except PeerError as failure:
                 missing = None
                 trouble.note(failure, detours)
-                if hurry:
-                    await self._wait_for_others(detours)
-                hurry = False
             except trio.TooSlowError:
                 break
             else:
@@ -316,10 +314,6 @@ class InferenceSession:
                 return
         self._check_open()
         raise missing or NoRoute([lost.hop.span], hint=str(trouble.causes[-1]))
-
-    async def _wait_for_others(self, detours: Detours) -> None:
-        with trio.move_on_after(self._policy.retry_s):
-            await detours.wait_changed()
 
     async def _rebuild(
         self, route: Route, connections: Mapping[PeerId, Connection], inputs: InputLog
@@ -396,7 +390,8 @@ class _Trouble:
     """What failed on the way of one step, through whatever hops and recoveries."""
 
     causes: list[PeerError] = field(default_factory=list)
-    refusers: set[PeerId] = field(default_factory=set)
+    failed: set[PeerId] = field(default_factory=set)
+    """Since everybody was asked: each is asked once, so that one who is dead and cheap does not hide one who lives."""
     failed_computations: Counter[Span | None] = field(default_factory=Counter)
     deadline_s: float = math.inf
 
@@ -404,9 +399,9 @@ class _Trouble:
         """Raises SessionLost for what others would not do better."""
         detours.report(error)
         self.causes = [*self.causes[: CAUSES_KEPT - 1], error]
+        if error.peer is not None:
+            self.failed.add(error.peer)
         if isinstance(error, PeerRefused):
             self.failed_computations[error.span] += error.code == RefusalCode.COMPUTE_FAILED
             if error.code in ALL_WOULD_REFUSE or self.failed_computations[error.span] > FAILED_COMPUTATIONS:
                 raise SessionLost(self.causes) from error
-            if error.peer is not None:
-                self.refusers.add(error.peer)

@@ -1,0 +1,129 @@
+"""Servers that are killed, frozen and brought back under their old name: two for each span, each a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.client.swarm import wall_clock_ms
+from llmnode.core.ids import PeerId
+from llmnode.core.span import split_evenly
+from llmnode.node.processes import START_TIMEOUT_S, STOP_TIMEOUT_S, ServerDied
+from llmnode.node.settings import without_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from llmnode.core.span import Span
+
+SPANS = 3
+TWINS = 2
+
+
+class Replica:
+    """One server of a span. Its peer id and its port are the same in every life."""
+
+    def __init__(self, span: Span, identity: Path, threads: int) -> None:
+        self.span = span
+        self.address = ""
+        self.since_ms = 0
+        """When its present life began: what it announced before is not true any more."""
+        self._identity = identity
+        self._threads = threads
+        self._process: subprocess.Popen[str] | None = None
+        self._is_ready = False
+        self.is_frozen = False
+
+    @property
+    def peer(self) -> PeerId:
+        return PeerId(self.address.rpartition("/p2p/")[2])
+
+    @property
+    def answers(self) -> bool:
+        return self._process is not None and self._process.poll() is None and self._is_ready and not self.is_frozen
+
+    async def start(self, others: Sequence[Replica]) -> None:
+        """Until it takes sessions; it joins those of `others` that answer. Raises ServerDied."""
+        peers = [other.address for other in others if other.answers]
+        self.since_ms = wall_clock_ms()
+        self._is_ready = False
+        await trio.to_thread.run_sync(self._start, peers, abandon_on_cancel=True)
+        self._is_ready = True
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+        self.is_frozen = number == signal.SIGSTOP
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self.is_frozen = False
+
+    async def end(self) -> int:
+        """Wait until it has ended by itself. Returns its exit status; who does not end in time is killed."""
+        assert self._process is not None
+        with suppress(subprocess.TimeoutExpired):
+            await trio.to_thread.run_sync(self._process.wait, STOP_TIMEOUT_S)
+        self.kill()
+        return self._process.returncode
+
+    def _start(self, peers: Sequence[str]) -> None:
+        command = [sys.executable, "-P", "-m", "llmnode.node", "serve", "--json", "--until-stdin-closes"]
+        command += ["--blocks", f"{self.span.start}:{self.span.end}", "--threads", str(self._threads)]
+        command += ["--listen", self.address.partition("/p2p/")[0] or "/ip4/127.0.0.1/tcp/0"]
+        command += ["--identity", str(self._identity), *(["--peers", *peers] if peers else [])]
+        process = self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=without_settings(os.environ),
+            start_new_session=True,  # a Ctrl-C in the terminal is ours alone
+        )  # fmt: skip
+        assert process.stdout is not None
+        timer = threading.Timer(START_TIMEOUT_S, process.kill)
+        timer.start()
+        try:
+            for line in process.stdout:
+                event = json.loads(line)
+                if event["event"] == "ready":
+                    self.address = event["addresses"][0]
+                    return
+        finally:
+            timer.cancel()
+        raise ServerDied(f"the server of blocks {self.span} ended before it was ready")
+
+
+@contextmanager
+def replicas(blocks: int, threads: int) -> Iterator[list[Replica]]:
+    """Two for each of three spans, none of them started. All are dead when the context ends."""
+    with TemporaryDirectory(prefix="llmnode-failures-") as folder:
+        servers = [
+            Replica(span, Path(folder) / f"{span.start}{twin}.key", threads)
+            for twin in range(TWINS)
+            for span in split_evenly(blocks, SPANS)
+        ]
+        try:
+            yield servers
+        finally:
+            for server in servers:
+                server.kill()
+
+
+async def start_all(ended: Sequence[Replica], servers: Sequence[Replica]) -> None:
+    """Start those that have `ended`, at once; if all `servers` have, the first is whom the others join."""
+    if len(ended) == len(servers):
+        await ended[0].start([])
+        ended = ended[1:]
+    async with trio.open_nursery() as nursery:
+        for server in ended:
+            nursery.start_soon(server.start, servers)
