@@ -169,6 +169,23 @@ async def test_a_server_that_has_just_come_back_is_not_kept_waiting_if_it_is_all
 
 
 @simulated
+async def test_a_frozen_server_that_nobody_was_using_does_not_hold_up_a_recovery() -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, client):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(20)
+        lost = session.route[1].peer
+        twin = "1a" if lost == "peer-1b" else "1b"
+        await swarm.start("third", SPANS[1])
+        await trio.sleep(10)
+        swarm.internet.cut(client, swarm.nodes[twin].network.peer)
+        await trio.sleep(1)
+        swarm.kill(str(lost).removeprefix("peer-"))
+        await dialogue.step(1)
+        assert [each.taken_over_by for each in session.recoveries] == [("peer-third",)]
+        assert session.recoveries[0].stall_s < 7.0
+
+
+@simulated
 async def test_several_servers_take_the_place_of_one() -> None:
     async with world() as swarm:
         whole = await swarm.start("whole", ALL_BLOCKS)

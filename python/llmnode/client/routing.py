@@ -12,7 +12,7 @@ from llmnode.client.session import open_session
 from llmnode.core.bans import Bans
 from llmnode.core.route import Hop, HopCost, Route, find_detour, find_route
 from llmnode.core.view import online
-from llmnode.errors import ConfigError, NoRoute, PeerError, PeerRefused, PeerUnreachable
+from llmnode.errors import ConfigError, NoRoute, PeerError, PeerRefused, PeerTimeout, PeerUnreachable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Mapping, Sequence
@@ -139,9 +139,13 @@ class Router:
         connections: dict[PeerId, Connection] = {}
         for hop in route:
             try:
-                connections[hop.peer] = await self._pool.connect(addresses[hop.peer])
+                with trio.fail_after(self._policy.connect_timeout_s):
+                    connections[hop.peer] = await self._pool.connect(addresses[hop.peer])
             except PeerError as error:
                 raise error.blame(hop.peer, hop.span) from None
+            except trio.TooSlowError:
+                what = f"no connection in {self._policy.connect_timeout_s:g} s"
+                raise PeerTimeout(what, peer=hop.peer, span=hop.span) from None
             except ConfigError as error:  # of what the peer says of itself, and not the user
                 raise PeerUnreachable(f"announces no usable address: {error}", peer=hop.peer, span=hop.span) from error
         return connections

@@ -49,6 +49,8 @@ class ServePolicy:
 class ClientPolicy:
     """What a client expects of its servers."""
 
+    connect_timeout_s: float = 4.0
+    """Some round trips to a peer of a route. Whoever is frozen must not keep a session from others for longer."""
     open_timeout_s: float = 10.0
     open_patience_s: float = 10.0
     """How long a session that cannot open tries again, while the view says that its peers are there."""

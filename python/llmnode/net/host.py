@@ -101,6 +101,9 @@ class Libp2pNetwork:
                 await self._until_ended_links_are_gone(peer)
                 await self.host.connect(info)
                 stream = cast("NetStream", await self.host.new_stream(info.peer_id, [LINK_PROTOCOL]))
+        except trio.Cancelled:
+            await self._forget_unused_connections(info.peer_id)
+            raise
         except trio.TooSlowError:
             await self._forget_unused_connections(info.peer_id)
             raise PeerUnreachable(f"no answer from {address} in {self._policy.dial_timeout_s:g} s", peer=peer) from None
