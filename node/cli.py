@@ -12,7 +12,7 @@ from llmnode.errors import ConfigError, LlmnodeError
 from llmnode.models.cache import cache_folder
 from llmnode.models.online import keep_libraries_offline
 from llmnode.node.commands import bench, chat, config, demo, doctor, generate, relay, serve, status
-from llmnode.node.commands.options import Parser, printable
+from llmnode.node.commands.options import Parser, log_to_stderr, printable
 from llmnode.node.settings import parse
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def _settle_libraries() -> None:
         os.environ.setdefault(name, value)
     keep_libraries_offline()
     logging.getLogger().setLevel(logging.CRITICAL)  # libp2p logs to the root; this is the program's own process
+    log_to_stderr(logging.WARNING, "llmnode: %(message)s")
 
 
 def _fail(error: LlmnodeError | str, status: int) -> int:

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 
 from llmnode.core.span import split_evenly
-from llmnode.errors import SessionLost, single_error
+from llmnode.errors import single_error
 from llmnode.node.processes import ServerDied, ServerProcess, all_ready, last_words, private_swarm, pss_mib
 from llmnode.node.startup import collection_paused
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 EMBEDDED_BLOCKS = 30
 """SmolLM2-135M's: told here so that the servers can start before this process has read the model's config."""
-DEATH_NOTICE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class DemoConfig:
 
 
 async def demo(config: DemoConfig) -> None:
-    """Start the servers, generate, stop them. Raises SessionLost or ServerDied if one of them dies on the way."""
+    """Start the servers, generate, stop them. Raises ServerDied if one of them dies on the way."""
     started_s = time.perf_counter()
     spans = split_evenly(EMBEDDED_BLOCKS, config.servers)
     console = Console(stderr=True)
@@ -60,11 +59,11 @@ async def demo(config: DemoConfig) -> None:
             live.stop()
             if not console.is_terminal:
                 console.line()  # Live ends its last picture without one
-            try:
+            async with trio.open_nursery() as nursery:
+                for server in servers:
+                    nursery.start_soon(_raise_when_ended, server)
                 await _generate(config, servers, parts, started_s)
-            except SessionLost as error:
-                await _explain(servers, error)
-                raise
+                nursery.cancel_scope.cancel()
 
 
 def _load_parts(threads: int | None) -> ClientParts:
@@ -141,17 +140,10 @@ def _servers_json(servers: Sequence[ServerProcess]) -> list[dict[str, object]]:
     ]
 
 
-async def _explain(servers: Sequence[ServerProcess], error: SessionLost) -> None:
-    """If a lost session comes from a dead child, say that; the link may know of it before the process table does."""
-    with trio.move_on_after(DEATH_NOTICE_S):
-        async with trio.open_nursery() as nursery:
-            for server in servers:
-                nursery.start_soon(_raise_when_ended, server, error)
-
-
-async def _raise_when_ended(server: ServerProcess, error: SessionLost) -> None:
+async def _raise_when_ended(server: ServerProcess) -> None:
+    """Nobody else here holds its blocks: there is nothing to wait for."""
     await server.process.wait()
-    raise ServerDied(f"the server of blocks {server.span} ended: {last_words(server)}; {error}")
+    raise ServerDied(f"the server of blocks {server.span} ended: {last_words(server)}")
 
 
 def _table(servers: Sequence[ServerProcess]) -> Table:

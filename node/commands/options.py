@@ -143,13 +143,13 @@ def check_peers(peers: Sequence[str]) -> None:
         parse_peer(peer)
 
 
-def log_to_stderr() -> None:
-    """Of our own modules, what operators need (--verbose)."""
+def log_to_stderr(level: int = logging.INFO, form: str = "%(asctime)s %(message)s") -> None:
+    """Of our own modules: by default what operators need (--verbose)."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    handler.setFormatter(logging.Formatter(form))
     ours = logging.getLogger("llmnode")
-    ours.addHandler(handler)
-    ours.setLevel(logging.INFO)
+    ours.handlers = [handler]
+    ours.setLevel(level)
 
 
 def threads(arguments: argparse.Namespace) -> int | None:

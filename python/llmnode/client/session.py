@@ -299,6 +299,7 @@ class InferenceSession:
             except NoRoute as found:
                 missing = found
                 if hurry:  # everybody has been asked
+                    log.warning("%s; trying again for %.0f s", found, trouble.deadline_s - trio.current_time())
                     with trio.move_on_after(self._policy.retry_s):
                         await detours.wait_changed()
                     trouble.failed.clear()  # they may be back, or have room, by now

@@ -64,8 +64,8 @@ class ClientPolicy:
     """Hops give their results to the next one directly, where they can reach it."""
     push_patience_s: float = 2.0
     """A hop that was given a step directly has this long, and some times what it took the hop before, to answer."""
-    recovery_timeout_s: float = 60.0
-    """A session that lost a peer looks this long for others to take its place: longer than a view forgets the dead."""
+    recovery_timeout_s: float = 30.0
+    """A session that lost a peer looks this long for others to take its place: a server may be starting again."""
     retry_s: float = 1.0
     """Between two looks, unless the swarm changes before."""
     ban_s: float = 2.0
