@@ -23,7 +23,7 @@ from llmnode.core.span import Span
 from llmnode.errors import RemoteProtocolError
 from llmnode.wire.announcement import pack_announcement, pack_news, pack_sequences
 from llmnode.wire.frame import HEADER_BYTES, Frame, FrameDecoder, FrameType, encode
-from llmnode.wire.messages import Clock, Description, Open, pack
+from llmnode.wire.messages import Clock, Description, Forward, Open, pack
 from llmnode.wire.payload import Codec, encode_hidden
 
 if TYPE_CHECKING:
@@ -118,6 +118,8 @@ class Attacker:
             codec,
         )
         frames = [Frame(FrameType.OPEN, session, meta=pack(request))]
+        if chance.random() < 0.3:
+            frames.append(self._forward(session))
         position = step = epoch = 0
         for _ in range(chance.randrange(1, 4)):
             length = chance.randrange(1, 4)
@@ -134,6 +136,12 @@ class Attacker:
         frames.append(chance.choice((Frame(FrameType.DESCRIBE), self._view(), self._news())))
         frames.append(Frame(FrameType.CLOSE, session, Epoch(epoch), Step(step)))
         return frames
+
+    def _forward(self, session: SessionId) -> Frame:
+        """Between peers that nobody has heard of, or to the client alone."""
+        sender, receiver = (PeerId(self.chance.randbytes(20).hex()) for _ in range(2))
+        request = Forward(sender, self.chance.choice((receiver, "")), _name(self.chance))
+        return Frame(FrameType.FORWARD, session, meta=pack(request))
 
     def _view(self) -> Frame:
         known = {PeerId(self.chance.randbytes(20).hex()): self.chance.getrandbits(40) for _ in range(3)}
@@ -214,7 +222,9 @@ def _shuffled_a_little(chance: Random, frames: list[Frame]) -> list[Frame]:
             case 1:
                 frames.insert(other, frames[at])
             case 2:
-                frames[at:at] = [frames[at]] * chance.randrange(2, 8)
+                frames[at:at] = [frames[at]] * chance.choice(
+                    (2, 2, 3, 3, 5, 5, 8, 8, 24)
+                )  # some overrun a session's queue
             case 3:
                 del frames[at]
     return frames

@@ -14,6 +14,8 @@ import pytest
 import torch
 import trio
 from libp2p import create_yamux_muxer_option, new_host
+from libp2p.exceptions import BaseLibp2pError
+from libp2p.network.exceptions import SwarmException
 from libp2p.network.stream.exceptions import StreamError
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from multiaddr import Multiaddr
@@ -42,8 +44,8 @@ SEED = 4
 ATTACKERS = 4
 FRAMES = 100_000
 WARM_UP_FRAMES = 12_000
-GROWTH_MIB = 10.0
-"""What the server's own memory may grow by over `FRAMES`: pages of its allocators. 100 bytes kept of each are more."""
+GROWTH_MIB = 16.0
+"""What the server's own memory may grow by over `FRAMES`: pages of its allocators. 160 bytes kept of each are more."""
 KV_TOKENS = 400
 CONTEXT = 1000
 SETTLE_S = 20.0
@@ -57,7 +59,15 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7], [1] * 20]
 ANSWERS = {
     kind
     for kind in FrameType
-    if kind not in (FrameType.OPEN, FrameType.STEP, FrameType.TRUNCATE, FrameType.CLOSE, FrameType.DESCRIBE)
+    if kind
+    not in (
+        FrameType.OPEN,
+        FrameType.STEP,
+        FrameType.TRUNCATE,
+        FrameType.FORWARD,
+        FrameType.CLOSE,
+        FrameType.DESCRIBE,
+    )
 }
 OF_NO_SESSION = {FrameType.HEARTBEAT, FrameType.DESCRIPTION, FrameType.NEWS}
 """What does not repeat its question."""
@@ -146,7 +156,7 @@ def test_a_hundred_thousand_hostile_frames_leave_nothing_behind(
     print(f"{tally.frames} frames, {tally.spoiled} of them spoiled, over {tally.links} links: {answers}")
     assert tally.frames >= FRAMES and tally.spoiled > FRAMES / 2
     # What needs a full server, or values that a codec cannot carry, comes by chance.
-    reached = {"OPENED", "RESULT", "TRUNCATED", "DESCRIPTION", *RefusalCode}
+    reached = {"OPENED", "RESULT", "TRUNCATED", "FORWARDED", "DESCRIPTION", *RefusalCode}
     reached -= {RefusalCode.BUSY, RefusalCode.COMPUTE_FAILED}
     assert reached <= tally.answers.keys(), "the flood reaches every part of the server"
 
@@ -209,9 +219,15 @@ async def hostile_host() -> AsyncIterator[Callable[[str], Any]]:
         @asynccontextmanager
         async def open_stream(address: str) -> AsyncIterator[Any]:
             info = info_from_p2p_addr(Multiaddr(address))
+            stream = None
             with trio.fail_after(ANSWER_S):
-                await host.connect(info)
-                stream = await host.new_stream(info.peer_id, [LINK_PROTOCOL])
+                while stream is None:
+                    try:
+                        await host.connect(info)
+                        stream = await host.new_stream(info.peer_id, [LINK_PROTOCOL])
+                    except (BaseLibp2pError, SwarmException):  # too soon for a server that still ends our last link
+                        await host.disconnect(info.peer_id)
+                        await trio.sleep(0.1)
             yield stream
             with trio.move_on_after(ANSWER_S):
                 await host.disconnect(info.peer_id)

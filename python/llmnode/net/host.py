@@ -126,7 +126,8 @@ class Libp2pNetwork:
         """libp2p calls this, in a task of its own, for each stream that a peer opens with our protocol."""
         link = self._link(cast("NetStream", stream), PeerId(stream.muxed_conn.peer_id.to_base58()))
         try:
-            if len(self._links_with(link.peer)) >= self._policy.links_per_peer:
+            living = [each for each in self._links_with(link.peer) if not each.has_ended]
+            if len(living) >= self._policy.links_per_peer:
                 raise trio.WouldBlock
             self._opened.send_nowait(link)
         except trio.WouldBlock:

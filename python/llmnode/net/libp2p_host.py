@@ -42,7 +42,7 @@ async def open_host(key_pair: KeyPair, listen: Sequence[Multiaddr], policy: Link
         high_watermark=policy.connections,
         low_watermark=0,
         min_connections=0,  # as many as this it would not accept, to keep them for dials
-        max_connections_per_peer=policy.links_per_peer,
+        max_connections_per_peer=2 * policy.links_per_peer,  # those that are ending count
         inbound_upgrade_timeout=policy.dial_timeout_s,
         outbound_upgrade_timeout=policy.dial_timeout_s,
     )
