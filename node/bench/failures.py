@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
     from llmnode.client.connect import Client, ClientParts
     from llmnode.client.pool import ConnectionPool
-    from llmnode.client.session import InferenceSession, Recovery
+    from llmnode.client.recovery import Recovery
+    from llmnode.client.session import InferenceSession
     from llmnode.core.ids import PeerId
     from llmnode.node.bench.replicas import Replica
 

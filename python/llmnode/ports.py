@@ -1,4 +1,4 @@
-"""The seams of a node: what can be replaced by a twin in memory. The only file with Protocols.
+"""The seams of a node: what can be replaced by a twin in memory.
 
 `Network` carries frames between peers, `Directory` finds a swarm, `Executor` computes a span, `Worker` runs an executor
 off the event loop. `llmnode.testing` has the twins.

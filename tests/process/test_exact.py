@@ -86,18 +86,22 @@ def test_greedy_tokens_are_those_of_transformers(
 async def _generate_all(addresses: Sequence[str], prompts: Sequence[list[int]]) -> list[list[int]]:
     """All prompts, several sessions at once: each must be exact whatever runs beside it."""
     chosen: dict[int, list[int]] = {}
+    went_direct = 0
     at_once = trio.CapacityLimiter(AT_ONCE)
 
     async def generate_one(client: Client, index: int) -> None:
+        nonlocal went_direct
         async with at_once:
             generation = await client.generate(prompts[index], NEW_TOKENS, stop_at_eos=False)
             chosen[index] = list(generation.token_ids)
+            went_direct += all(hop.direct for hop in generation.timings[-1].hops[1:])
 
     async with aconnect(addresses) as client:
         assert len(client.route) == len(addresses)
         async with trio.open_nursery() as nursery:
             for index in range(len(prompts)):
                 nursery.start_soon(generate_one, client, index)
+    assert went_direct > len(prompts) / 2, "servers that have just started hear of each other while the first ones run"
     return [chosen[index] for index in range(len(prompts))]
 
 

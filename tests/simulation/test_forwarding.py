@@ -76,9 +76,26 @@ async def test_a_push_that_gets_lost_is_made_good_by_the_client() -> None:
         swarm.internet.cut(first, second)
         assert await timed(lambda: dialogue.step(1)) < ClientPolicy().push_patience_s + 1
         assert await timed(lambda: dialogue.step(1)) < 1, "this hop is not waited for again"
+        assert [timing.direct for timing in session.timings] == [False, False, True]
         await dialogue.go_back(3)
         await dialogue.step(2)
         assert not session.recoveries
+
+
+@simulated
+async def test_a_hop_that_finishes_a_long_forward_is_not_taken_for_dead_when_another_is_lost() -> None:
+    policy = ClientPolicy(chunk_tokens=4)
+    async with pairs_of_servers() as swarm, swarm.session(policy) as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(4)
+        slow, lost = swarm.node(session.route[0].peer), session.route[1].peer
+        slow.worker.forward_s = 2 * policy.open_timeout_s
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(dialogue.step, 8)
+            await trio.sleep(2.5 * policy.open_timeout_s)  # it computes the second chunk
+            slow.worker.forward_s = FORWARD_S
+            swarm.kill(str(lost).removeprefix("peer-"))
+        assert [each.lost for each in session.recoveries] == [lost]
 
 
 @simulated

@@ -58,7 +58,11 @@ DIGEST = Rule(
     [bytes(32), b"\xff" * 32],
     [b"", bytes(31), bytes(33), bytes(50_000), *NO_BYTES],
 )
-SESSION = Rule(st.binary(max_size=16), [b"", bytes(16), b"\xff" * 16], [bytes(17), bytes(50_000), *NO_BYTES])
+SESSION = Rule(
+    st.binary(min_size=16, max_size=16),
+    [bytes(16), b"\xff" * 16],
+    [b"", bytes(3), bytes(15), bytes(17), bytes(50_000), *NO_BYTES],
+)
 FLAG = Rule(st.booleans(), [False, True], [0, 1, 2, "true", b"\x01", 1.0, *NO_SCALAR])
 NAME = text(1, 200)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from llmnode import _native
 from llmnode.client.log import InputLog
-from llmnode.core.ids import SESSION_ID_BYTES, Epoch, SessionId, Step
+from llmnode.core.ids import NO_SESSION, SESSION_ID_BYTES, Epoch, SessionId, Step
 from llmnode.errors import IntegrityError, PeerError, PeerRefused, RemoteProtocolError
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Forward, Open, RefusalCode, Result, pack, unpack
@@ -40,6 +40,8 @@ class HopTiming:
     round_trip_us: int
     queue_us: int
     compute_us: int
+    direct: bool
+    """Its input came from the hop before, not by way of us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,30 +92,33 @@ class SessionHop:
             dtype=model.dtype,
             codec=self._form.codec,
         )
-        await self._ask(Frame(FrameType.OPEN, self._session, meta=pack(request)), FrameType.OPENED)
+        frame = Frame(FrameType.OPEN, self._session, meta=pack(request))
+        with self.blamed():
+            await self._connection.ask(frame, FrameType.OPENED, self._policy.open_timeout_s)
 
     async def align(self, epoch: Epoch, step: Step, position: int) -> None:
         """Have the KV end at `position`, whatever was computed beyond; the next step is to be `step` of `epoch`."""
         self.inputs.truncate(position)
         frame = Frame(FrameType.TRUNCATE, self._session, epoch, step, start=position)
-        await self._ask(frame, FrameType.TRUNCATED)
+        with self.blamed():  # it may have to finish a long forward first
+            await self._connection.ask(frame, FrameType.TRUNCATED, self._policy.step_timeout_s)
 
     async def stand_between(self, before: SessionHop | None, after: SessionHop | None, step: Step) -> None:
         """Take steps from the hop before, and push results to the one after, as far as they can reach each other."""
         request = Forward(
             sender=before.hop.peer if before else "",
             receiver=after.hop.peer if after and self.may_push else "",
-            receiver_session=after._session if after and self.may_push else b"",
+            receiver_session=after._session if after and self.may_push else NO_SESSION,
         )
         if request == self._neighbours:
             return
         frame = Frame(FrameType.FORWARD, self._session, step=step, meta=pack(request))
-        try:
-            await self._ask(frame, FrameType.FORWARDED)
-        except PeerRefused as refusal:
-            if refusal.code != RefusalCode.CANNOT_FORWARD:
-                raise
-            self.failure = None  # its results come by way of us
+        with self.blamed():
+            try:
+                await self._connection.ask(frame, FrameType.FORWARDED, self._policy.step_timeout_s)
+            except PeerRefused as refusal:  # then its results come by way of us
+                if refusal.code != RefusalCode.CANNOT_FORWARD:
+                    raise
         self._neighbours = request
 
     @contextmanager
@@ -146,7 +151,7 @@ class SessionHop:
         header = chunk.epoch, chunk.step, chunk.start, chunk.length
         await self._connection.tell(Frame(FrameType.STEP, self._session, *header, b"", payload))
 
-    def read(self, chunk: Chunk, payload: Buffer, answer: Frame, since_ns: int) -> HopOutput:
+    def read(self, chunk: Chunk, payload: Buffer, answer: Frame, since_ns: int, *, direct: bool) -> HopOutput:
         """Raises RemoteProtocolError, and IntegrityError if it has computed something else than `payload`."""
         if (answer.start, answer.length) != (chunk.start, chunk.length):
             raise RemoteProtocolError("answered for other positions than it was asked for")
@@ -156,12 +161,8 @@ class SessionHop:
         if result.input_digest != _native.blake3_digest(payload):
             raise IntegrityError("computed other hidden states than those that it should have been given")
         trip_us = (time.perf_counter_ns() - since_ns) // 1000
-        timing = HopTiming(self.hop.peer, self.hop.span, trip_us, result.queue_us, result.compute_us)
+        timing = HopTiming(self.hop.peer, self.hop.span, trip_us, result.queue_us, result.compute_us, direct)
         return HopOutput(answer.payload, result.pushed and self.may_push, timing)
-
-    async def _ask(self, frame: Frame, answer_type: FrameType) -> None:
-        with self.blamed():
-            await self._connection.ask(frame, answer_type, self._policy.open_timeout_s)
 
 
 class ExpectedOutput:
@@ -171,13 +172,15 @@ class ExpectedOutput:
         self._hop = hop
         self._chunk = chunk
         self._answer = answer
+        self._given = False
 
     async def give(self, payload: Buffer) -> None:
         """Give the hop its input. Raises PeerError."""
+        self._given = True
         await self._hop.give(self._chunk, payload)
 
     async def receive(self, payload: Buffer, timeout_s: float) -> HopOutput:
         """The output for the input `payload`. Raises PeerError; after PeerTimeout it may be waited for again."""
         since_ns = time.perf_counter_ns()
         answer = await self._answer.receive(timeout_s)
-        return self._hop.read(self._chunk, payload, answer, since_ns)
+        return self._hop.read(self._chunk, payload, answer, since_ns, direct=not self._given)

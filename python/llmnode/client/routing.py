@@ -54,6 +54,15 @@ class Router:
         async with AsyncExitStack() as stack:
             yield await self._open_session(stack, max_length, codec)
 
+    async def find_any(self) -> Route:
+        """A route whose peers answer; asks the directory if the view has none. Raises as `open_session` does."""
+        try:
+            self.route, _ = await self._connected_route({})
+        except NoRoute:
+            await self.swarm.look_up(self._model.digest)
+            self.route, _ = await self._connected_route({})
+        return self.route
+
     async def _open_session(self, stack: AsyncExitStack, max_length: int, codec: Codec) -> InferenceSession:
         failed: dict[PeerId, PeerError] = {}
         deadline_s = trio.current_time() + self._policy.open_patience_s
@@ -98,15 +107,6 @@ class Router:
         await self.swarm.wait_changed()
 
     # Inside
-
-    async def find_any(self) -> Route:
-        """A route whose peers answer; asks the directory if the view has none. Raises as `open_session` does."""
-        try:
-            self.route, _ = await self._connected_route({})
-        except NoRoute:
-            await self.swarm.look_up(self._model.digest)
-            self.route, _ = await self._connected_route({})
-        return self.route
 
     async def _connected_route(self, failed: dict[PeerId, PeerError]) -> tuple[Route, Mapping[PeerId, Connection]]:
         """A route over peers that have not `failed`, each with a living connection; who cannot be reached is added."""

@@ -9,91 +9,42 @@ last position that all of them had computed, under a new epoch, and the rest is 
 from __future__ import annotations
 
 import logging
-import math
-from collections import Counter, deque
+from collections import deque
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import trio
 
 from llmnode.client.flight import fly
 from llmnode.client.hop import Chunk, SessionHop
+from llmnode.client.recovery import Recovery, Trouble
 from llmnode.core.ids import Epoch, Step
 from llmnode.errors import (
     LlmnodeError,
     LocalProtocolError,
     NoRoute,
     PeerError,
-    PeerRefused,
     SessionClosed,
     SessionLost,
     single_error,
 )
-from llmnode.wire.messages import RefusalCode
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 
     from llmnode.client.connection import Connection
     from llmnode.client.flight import Flight
     from llmnode.client.hop import HopTiming
     from llmnode.client.log import InputLog
+    from llmnode.client.recovery import Detours
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ClientPolicy
     from llmnode.core.route import Route
-    from llmnode.core.span import Span
     from llmnode.wire.frame import Buffer
 
 log = logging.getLogger(__name__)
-
-CAUSES_KEPT = 16
-"""Of one step: the first failures, and the latest."""
-
-FAILED_COMPUTATIONS = 8
-"""That one step may meet at one span; after more the fault is taken to be its own."""
-
-ALL_WOULD_REFUSE = {
-    RefusalCode.WRONG_POSITION,
-    RefusalCode.STALE_EPOCH,
-    RefusalCode.TOO_FAR_AHEAD,
-    RefusalCode.CONFLICT,
-    RefusalCode.BAD_MESSAGE,
-}
-"""What the session itself has done wrong. With any other refusal, of an unknown code too, others may accept it."""
-
-
-class Detours(Protocol):
-    """Who else holds a span: what a session asks when it has lost a peer."""
-
-    def report(self, error: PeerError) -> None:
-        """A peer failed; others are preferred to it for a while. A refusal is no failure."""
-
-    async def find(
-        self, span: Span, avoid: Collection[PeerId], *, hurry: bool
-    ) -> tuple[Route, Mapping[PeerId, Connection]]:
-        """Hops that cover `span`, over peers not in `avoid`; in a `hurry` also over peers that have failed lately.
-
-        Raises NoRoute, or the PeerError of who could not be reached.
-        """
-
-    async def wait_changed(self) -> None:
-        """Until other peers are known than now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """A peer was lost, and others took its place."""
-
-    lost: PeerId
-    span: Span
-    taken_over_by: tuple[PeerId, ...]
-    positions: int
-    """How many were given again."""
-    stall_s: float
-    """From the moment that the loss was noticed until the session could go on."""
 
 
 class InferenceSession:
@@ -198,7 +149,7 @@ class InferenceSession:
 
     async def _persist(self, work: Callable[[], Awaitable[None]], *, position_before: int) -> None:
         """Do `work` with all hops at the session's position, and the rest of it again after what could be mended."""
-        trouble = _Trouble()
+        trouble = Trouble()
         with self._ends_if_broken_off():
             while True:
                 try:
@@ -275,7 +226,7 @@ class InferenceSession:
 
     # Recovery
 
-    async def _recover(self, error: PeerError, trouble: _Trouble) -> None:
+    async def _recover(self, error: PeerError, trouble: Trouble) -> None:
         """Put others in the place of all hops that have failed. Raises SessionLost or NoRoute."""
         if self._detours is None or all(hop.failure is None for hop in self._hops):
             raise SessionLost([error]) from error
@@ -283,7 +234,7 @@ class InferenceSession:
         while (index := next((i for i, hop in enumerate(self._hops) if hop.failure is not None), None)) is not None:
             await self._replace(index, self._detours, trouble)
 
-    async def _replace(self, index: int, detours: Detours, trouble: _Trouble) -> None:
+    async def _replace(self, index: int, detours: Detours, trouble: Trouble) -> None:
         lost, began = self._hops[index], trio.current_time()
         assert lost.failure is not None
         lost.inputs.truncate(self._position)
@@ -384,25 +335,3 @@ async def open_session(
     finally:
         with trio.move_on_after(policy.open_timeout_s, shield=True):
             await session.close()
-
-
-@dataclass(slots=True)
-class _Trouble:
-    """What failed on the way of one step, through whatever hops and recoveries."""
-
-    causes: list[PeerError] = field(default_factory=list)
-    failed: set[PeerId] = field(default_factory=set)
-    """Since everybody was asked: each is asked once, so that one who is dead and cheap does not hide one who lives."""
-    failed_computations: Counter[Span | None] = field(default_factory=Counter)
-    deadline_s: float = math.inf
-
-    def note(self, error: PeerError, detours: Detours) -> None:
-        """Raises SessionLost for what others would not do better."""
-        detours.report(error)
-        self.causes = [*self.causes[: CAUSES_KEPT - 1], error]
-        if error.peer is not None:
-            self.failed.add(error.peer)
-        if isinstance(error, PeerRefused):
-            self.failed_computations[error.span] += error.code == RefusalCode.COMPUTE_FAILED
-            if error.code in ALL_WOULD_REFUSE or self.failed_computations[error.span] > FAILED_COMPUTATIONS:
-                raise SessionLost(self.causes) from error

@@ -53,7 +53,7 @@ Milliseconds = Annotated[int, Between(0, 2**48)]
 Addresses = Annotated[list[str], Texts(8, 300)]
 Flag = Annotated[bool, Between(0, 1)]
 Digest = Annotated[bytes, Sized(32, 32)]
-SessionName = Annotated[bytes, Sized(0, SESSION_ID_BYTES)]
+SessionName = Annotated[bytes, Sized(SESSION_ID_BYTES, SESSION_ID_BYTES)]
 Name = Annotated[str, Sized(1, 200)]
 PeerName = Annotated[str, Sized(0, 200)]
 Text = Annotated[str, Sized(0, 2000)]
@@ -129,7 +129,7 @@ class Forward:
     """Between whom a session stands on its route: results are pushed on, and steps may come from a peer.
 
     `sender` may push steps to this session. Results go, besides to the client, to the session `receiver_session` at
-    `receiver`, whom the server knows by its announcement. Empty where there is nobody.
+    `receiver`, whom the server knows by its announcement. Empty where there is nobody; the session is then all zeros.
     """
 
     sender: PeerName

@@ -1,0 +1,87 @@
+"""What a session needs to know to outlive its servers: who else there is, what failed, and what came of it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from llmnode.errors import PeerError, PeerRefused, SessionLost
+from llmnode.wire.messages import RefusalCode
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from llmnode.client.connection import Connection
+    from llmnode.core.ids import PeerId
+    from llmnode.core.route import Route
+    from llmnode.core.span import Span
+
+CAUSES_KEPT = 16
+"""Of one step: the first failures, and the latest."""
+
+FAILED_COMPUTATIONS = 8
+"""That one step may meet at one span; after more the fault is taken to be its own."""
+
+ALL_WOULD_REFUSE = {
+    RefusalCode.WRONG_POSITION,
+    RefusalCode.STALE_EPOCH,
+    RefusalCode.TOO_FAR_AHEAD,
+    RefusalCode.CONFLICT,
+    RefusalCode.BAD_MESSAGE,
+}
+"""What the session itself has done wrong. With any other refusal, of an unknown code too, others may accept it."""
+
+
+class Detours(Protocol):
+    """Who else holds a span: what a session asks when it has lost a peer."""
+
+    def report(self, error: PeerError) -> None:
+        """A peer failed; others are preferred to it for a while. A refusal is no failure."""
+
+    async def find(
+        self, span: Span, avoid: Collection[PeerId], *, hurry: bool
+    ) -> tuple[Route, Mapping[PeerId, Connection]]:
+        """Hops that cover `span`, over peers not in `avoid`; in a `hurry` also over peers that have failed lately.
+
+        Raises NoRoute, or the PeerError of who could not be reached.
+        """
+
+    async def wait_changed(self) -> None:
+        """Until other peers are known than now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """A peer was lost, and others took its place."""
+
+    lost: PeerId
+    span: Span
+    taken_over_by: tuple[PeerId, ...]
+    positions: int
+    """How many were given again."""
+    stall_s: float
+    """From the moment that the loss was noticed until the session could go on."""
+
+
+@dataclass(slots=True)
+class Trouble:
+    """What failed on the way of one step, through whatever hops and recoveries."""
+
+    causes: list[PeerError] = field(default_factory=list)
+    failed: set[PeerId] = field(default_factory=set)
+    """Since everybody was asked: each is asked once, so that one who is dead and cheap does not hide one who lives."""
+    failed_computations: Counter[Span | None] = field(default_factory=Counter)
+    deadline_s: float = math.inf
+
+    def note(self, error: PeerError, detours: Detours) -> None:
+        """Raises SessionLost for what others would not do better."""
+        detours.report(error)
+        self.causes = [*self.causes[: CAUSES_KEPT - 1], error]
+        if error.peer is not None:
+            self.failed.add(error.peer)
+        if isinstance(error, PeerRefused):
+            self.failed_computations[error.span] += error.code == RefusalCode.COMPUTE_FAILED
+            if error.code in ALL_WOULD_REFUSE or self.failed_computations[error.span] > FAILED_COMPUTATIONS:
+                raise SessionLost(self.causes) from error
