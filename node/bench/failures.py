@@ -432,13 +432,14 @@ class Dialogue:
         await self._between(name)
         known = self.session.recoveries if self.session else []
         before = len(known)
-        began_s = trio.current_time()
+        began_s, ended = trio.current_time(), trio.Event()
         if self._cell and name == self._cell.moment.value[1]:
             if delay_s := self._cell.delay_s(self._matrix.undisturbed.acts_s[name]):
-                self._nursery.start_soon(self._strike_later, delay_s)
+                self._nursery.start_soon(self._strike_later, delay_s, ended)
             else:
                 self._strike()
         result = await call()
+        ended.set()
         self.acts.append(Act(name, began_s, trio.current_time(), known[before:]))
         return result
 
@@ -462,8 +463,10 @@ class Dialogue:
                     if status := await server.end():
                         self.error = f"SIGTERM: exit status {status}"
 
-    async def _strike_later(self, delay_s: float) -> None:
-        await trio.sleep(delay_s)
+    async def _strike_later(self, delay_s: float, ended: trio.Event) -> None:
+        """After the delay, or as soon as the act has ended: it may be faster than it was undisturbed."""
+        with trio.move_on_after(delay_s):
+            await ended.wait()
         self._strike()
 
     def _strike(self) -> None:

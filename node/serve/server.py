@@ -106,7 +106,7 @@ class _ServedLink:
                 case FrameType.STEP | FrameType.TRUNCATE:
                     check_empty(frame.meta, frame.type.name)
                     self._session(frame).submit(frame)
-                case FrameType.FORWARD:
+                case FrameType.FORWARD | FrameType.REPLAY:
                     self._session(frame).submit(frame)
                 case FrameType.CLOSE:
                     check_empty(frame.meta, "CLOSE")
@@ -120,10 +120,19 @@ class _ServedLink:
 
     def _open(self, frame: Frame, nursery: trio.Nursery) -> None:
         span, request = self._check_open(frame)
-        stage = Stage(frame.session, request.max_length, self._server.policy.steps_ahead)
+        stage = Stage(frame.session, request.max_length, self._server.policy.steps_ahead, frame.epoch)
         form = HiddenForm(self._server.model.hidden_size, Codec(request.codec))
         server = self._server
-        session = ServedSession(stage, span, form, self._link, server.worker, server.policy, server.find_peer)
+        session = ServedSession(
+            stage,
+            span,
+            form,
+            self._link,
+            server.worker,
+            server.policy,
+            server.find_peer,
+            keep_outputs=request.keep_outputs,
+        )
         self._sessions[frame.session] = session
         server.sessions[frame.session] = session
         nursery.start_soon(self._run_session, session)
@@ -132,8 +141,8 @@ class _ServedLink:
         request, held, policy = unpack(Open, frame.meta), self._server.worker.span, self._server.policy
         if request.span_start >= request.span_end:
             raise RemoteProtocolError(f"[{request.span_start}, {request.span_end}) is no span")
-        if frame.session == NO_SESSION or frame.epoch or frame.step:
-            raise RemoteProtocolError("OPEN names a session, and starts at epoch 0 and step 0")
+        if frame.session == NO_SESSION or frame.step:
+            raise RemoteProtocolError("OPEN names a session, and starts at step 0")
         span = Span(request.span_start, request.span_end)
         if frame.session in self._server.sessions:
             raise PeerRefused(RefusalCode.CONFLICT, "a session of this name is open")

@@ -1,6 +1,7 @@
 """One session of a client, served: drives the `Stage` and does what it decides.
 
-A result goes to the client, and where the client has asked for it, at the same time straight to the next hop.
+A result goes straight to the next hop where the client has asked for it, and its digest to the client, which gets the
+result itself only if it was not pushed. It is logged, for who takes the next hop's place.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from llmnode.core.ids import PeerId, SessionId
 from llmnode.errors import ConfigError, PeerError, PeerRefused, RemoteProtocolError
 from llmnode.ports import Piece
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Forward, Refusal, RefusalCode, Result, pack, unpack
+from llmnode.wire.log import PayloadLog
+from llmnode.wire.messages import Forward, Refusal, RefusalCode, Replay, Replayed, Result, pack, unpack
+from llmnode.wire.payload import payload_bytes
 from llmnode.wire.stage import Answer, Compute, Refuse, Truncate, Wait
 
 if TYPE_CHECKING:
@@ -47,6 +50,8 @@ class ServedSession:
         worker: Worker,
         policy: ServePolicy,
         find_peer: FindPeer,
+        *,
+        keep_outputs: bool,
     ) -> None:
         self.stage = stage
         self.sender: PeerId | None = None
@@ -57,11 +62,14 @@ class ServedSession:
         self._form = form
         self._policy = policy
         self._find_peer = find_peer
+        self._outputs = PayloadLog(form) if keep_outputs else None
+        """As long as the KV, whose reservation bounds it."""
         self._receiver: tuple[Connection, SessionId] | None = None
+        self._quiet = False
         self._submitted, self._frames = trio.open_memory_channel[Frame](4 * policy.steps_ahead)
 
     def submit(self, frame: Frame) -> None:
-        """Queue a STEP, TRUNCATE or FORWARD frame. Raises RemoteProtocolError or PeerRefused for what cannot be."""
+        """Queue a frame of the session. Raises RemoteProtocolError or PeerRefused for what cannot be."""
         if frame.type is FrameType.STEP:
             self._form.check(frame)
             # The stage would refuse it too, in its turn; but what waits must be bounded by the KV that was asked for.
@@ -84,11 +92,12 @@ class ServedSession:
     async def run(self) -> None:
         """Reserve KV and serve steps until the client closes, or falls silent for too long."""
         name = self.stage.session
+        opened = Frame(FrameType.OPENED, name, self.stage.epoch)
         if not await self._worker.open(name, self._span, self.stage.max_length):
             reason = f"{self.stage.max_length} positions asked for, {self._worker.kv_tokens_free} free"
-            await self._link.send(refusal_of(Frame(FrameType.OPEN, name), RefusalCode.NO_ROOM, reason))
+            await self._link.send(refusal_of(opened, RefusalCode.NO_ROOM, reason))
             return
-        await self._link.send(Frame(FrameType.OPENED, name))
+        await self._link.send(opened)
         while True:
             with trio.move_on_after(self._policy.session_idle_s) as idle:
                 try:
@@ -98,13 +107,20 @@ class ServedSession:
             if idle.cancelled_caught:
                 log.info("session idle, closed peer=%s", self._link.peer)
                 return
-            if frame.type is FrameType.FORWARD:
-                await self._stand_between(frame)
-                continue
-            action = self.stage.receive(frame)
-            while not isinstance(action, Wait):
-                await self._act(action)
-                action = self.stage.next_held()
+            match frame.type:
+                case FrameType.FORWARD:
+                    await self._stand_between(frame)
+                case FrameType.REPLAY:
+                    await self._replay(frame)
+                case _:
+                    await self._follow(frame)
+
+    async def _follow(self, frame: Frame) -> None:
+        """Do what the stage says to a STEP or TRUNCATE, and to what has waited for it."""
+        action = self.stage.receive(frame)
+        while not isinstance(action, Wait):
+            await self._act(action)
+            action = self.stage.next_held()
 
     async def _act(self, action: Action) -> None:
         match action:
@@ -112,6 +128,8 @@ class ServedSession:
                 await self._compute(frame)
             case Truncate(frame, keep):
                 await self._worker.truncate(self.stage.session, keep)
+                if self._outputs is not None:
+                    self._outputs.truncate(keep)
                 await self._link.send(Frame(FrameType.TRUNCATED, frame.session, frame.epoch, frame.step, start=keep))
             case Answer(frame):
                 await self._link.send(frame)
@@ -133,21 +151,44 @@ class ServedSession:
             log.exception("step failed span=%s", self._worker.span)
             await self._refuse_step(frame, RefusalCode.COMPUTE_FAILED, str(error))
         else:
+            if self._outputs is not None:
+                self._outputs.append(payload, frame.length)
             pushed = await self._push(frame, payload)
-            digest = _native.blake3_digest(frame.payload)
-            result = pack(Result(computed.queue_us, computed.compute_us, digest, pushed))
-            answer = Frame(
-                FrameType.RESULT, frame.session, frame.epoch, frame.step, frame.start, frame.length, result, payload
-            )
+            digests = _native.blake3_digest(frame.payload), _native.blake3_digest(payload)
+            result = pack(Result(computed.queue_us, computed.compute_us, *digests, pushed))
+            wanted = not self._quiet and not (pushed and self._outputs is not None)
+            answer = _answer(FrameType.RESULT, frame, result, payload if wanted else b"")
             self.stage.computed(answer)
             await self._link.send(answer)
+
+    async def _replay(self, frame: Frame) -> None:
+        """Push or send logged results. Changes nothing, so that it may be asked for at any time."""
+        try:
+            request = unpack(Replay, frame.meta)
+            payload = self._logged(frame)
+        except RemoteProtocolError as error:
+            await self._link.send(refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message))
+            return
+        pushed = request.push and await self._push(frame, payload)
+        meta = pack(Replayed(_native.blake3_digest(payload), pushed))
+        await self._link.send(_answer(FrameType.REPLAYED, frame, meta, b"" if pushed else payload))
+
+    def _logged(self, frame: Frame) -> Buffer:
+        """Raises RemoteProtocolError for positions that are not there, or too many for a frame."""
+        positions = self._outputs.positions if self._outputs is not None else 0
+        asked = f"results of {frame.length} positions from {frame.start} asked for"
+        if self._outputs is None or frame.length < 1 or frame.start + frame.length > positions:
+            raise RemoteProtocolError(f"{asked}, {positions} logged")
+        if payload_bytes(self._form.codec, frame.length * self._form.hidden_size) > self._policy.replay_bytes:
+            raise RemoteProtocolError(f"{asked}, more than {self._policy.replay_bytes} bytes")
+        return self._outputs.read(frame.start, frame.length)
 
     async def _stand_between(self, frame: Frame) -> None:
         """Take steps from, and push results to, whom the client names."""
         try:
             request = unpack(Forward, frame.meta)
             self.sender = PeerId(request.sender) if request.sender else None
-            self._receiver = None
+            self._receiver, self._quiet = None, request.quiet
             if request.receiver:
                 connection = await self._find_peer(PeerId(request.receiver))
                 self._receiver = connection, SessionId(request.receiver_session)
@@ -175,6 +216,10 @@ class ServedSession:
     async def _refuse_step(self, frame: Frame, code: RefusalCode, reason: str) -> None:
         self.stage.failed()
         await self._link.send(refusal_of(frame, code, reason))
+
+
+def _answer(kind: FrameType, frame: Frame, meta: bytes, payload: Buffer) -> Frame:
+    return Frame(kind, frame.session, frame.epoch, frame.step, frame.start, frame.length, meta, payload)
 
 
 def refusal_of(frame: Frame, code: str, message: str) -> Frame:

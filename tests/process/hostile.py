@@ -23,7 +23,7 @@ from llmnode.core.span import Span
 from llmnode.errors import RemoteProtocolError
 from llmnode.wire.announcement import pack_announcement, pack_news, pack_sequences
 from llmnode.wire.frame import HEADER_BYTES, Frame, FrameDecoder, FrameType, encode
-from llmnode.wire.messages import Clock, Description, Forward, Open, pack
+from llmnode.wire.messages import Clock, Description, Forward, Open, Replay, pack
 from llmnode.wire.payload import Codec, encode_hidden
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ class Attacker:
             max_length,
             self.target.dtype,
             codec,
+            chance.random() < 0.5,
         )
         frames = [Frame(FrameType.OPEN, session, meta=pack(request))]
         if chance.random() < 0.3:
@@ -130,6 +131,9 @@ class Attacker:
             position, step = position + length, step + 1
             if chance.random() < 0.2:
                 frames.append(frames[-1])
+            if chance.random() < 0.2:
+                replay = pack(Replay(push=chance.random() < 0.5))
+                frames.append(Frame(FrameType.REPLAY, session, Epoch(epoch), Step(step), 0, position, replay))
             if chance.random() < 0.3:
                 epoch, position = epoch + 1, chance.randrange(position + 1)
                 frames.append(Frame(FrameType.TRUNCATE, session, Epoch(epoch), Step(step), start=position))
@@ -140,7 +144,9 @@ class Attacker:
     def _forward(self, session: SessionId) -> Frame:
         """Between peers that nobody has heard of, or to the client alone."""
         sender, receiver = (PeerId(self.chance.randbytes(20).hex()) for _ in range(2))
-        request = Forward(sender, self.chance.choice((receiver, "")), _name(self.chance))
+        request = Forward(
+            sender, self.chance.choice((receiver, "")), _name(self.chance), quiet=self.chance.random() < 0.5
+        )
         return Frame(FrameType.FORWARD, session, meta=pack(request))
 
     def _view(self) -> Frame:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import trio
 
 from llmnode.core.policy import ClientPolicy
+from llmnode.testing.network import MemoryLink
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.payload import Codec
 from simulation.world import DELAY_S, FORWARD_S, ROW, SPANS, Dialogue, pairs_of_servers, simulated
@@ -16,6 +19,7 @@ from simulation.world import DELAY_S, FORWARD_S, ROW, SPANS, Dialogue, pairs_of_
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from llmnode.core.ids import PeerId
     from llmnode.wire.frame import Buffer
 
 
@@ -113,8 +117,91 @@ async def test_a_server_that_pushes_something_else_than_it_answers_is_noticed_be
         served._push = lie  # type: ignore[method-assign]
         for _ in range(4):
             await dialogue.step(2)
-        (recovery,) = session.recoveries  # after the first lie it pushes to nobody any more
-        assert recovery.lost != liar, "nobody can tell who lied: whose input was wrong is replaced"
+        assert not session.recoveries, "nobody can tell who lied, and nobody is replaced"
+        assert [timing.direct for timing in session.timings] == [False, True, False], "we stand between the two now"
+
+
+@simulated
+async def test_a_server_that_pushes_what_does_not_fit_ends_no_session() -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(5)
+        (served,) = swarm.node(session.route[1].peer).server.sessions.values()
+        push = served._push
+
+        async def misplace(frame: Frame, payload: Buffer) -> bool:
+            return await push(replace(frame, start=frame.start + 1), payload)
+
+        served._push = misplace  # type: ignore[method-assign]
+        await dialogue.step(2)
+        assert not session.recoveries
+
+
+@pytest.fixture
+def traffic(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[PeerId, PeerId]]:
+    """Bytes of hidden states, by who sent them to whom."""
+    sent: Counter[tuple[PeerId, PeerId]] = Counter()
+    send = MemoryLink.send
+
+    async def count(link: MemoryLink, frame: Frame) -> None:
+        if frame.type in (FrameType.STEP, FrameType.RESULT, FrameType.REPLAYED):
+            sent[link._own, link.peer] += len(frame.payload)
+        await send(link, frame)
+
+    monkeypatch.setattr(MemoryLink, "send", count)
+    return sent
+
+
+@simulated
+async def test_a_client_sends_and_gets_each_position_once(traffic: Counter[tuple[PeerId, PeerId]]) -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, client):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(20)
+        await dialogue.step(1)
+        first, second, third = (hop.peer for hop in session.route)
+    way = [(client, first), (first, second), (second, third), (third, client)]
+    assert traffic == Counter(dict.fromkeys(way, 21 * ROW))
+
+
+@pytest.mark.parametrize("index", range(HOPS))
+@simulated
+async def test_a_lost_hop_is_made_good_by_the_one_before(index: int, traffic: Counter[tuple[PeerId, PeerId]]) -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, client):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(20)
+        traffic.clear()
+        swarm.kill(str(session.route[index].peer).removeprefix("peer-"))
+        await dialogue.step(1)
+        assert len(session.recoveries) == 1
+        peers = [client, *(hop.peer for hop in session.route), client]
+    replayed = peers[index], peers[index + 1]
+    assert {pair for pair, size in traffic.items() if size > 3 * ROW} == {replayed}, "the step is given thrice at most"
+    assert traffic[replayed] == 21 * ROW
+
+
+@simulated
+async def test_a_log_goes_by_way_of_the_client_where_servers_cannot_reach_each_other() -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(20)
+        first, lost, _ = (hop.peer for hop in session.route)
+        name = str(lost).removeprefix("peer-")
+        swarm.internet.cut(first, swarm.nodes[name.translate(str.maketrans("ab", "ba"))].network.peer)
+        await trio.sleep(30)
+        swarm.kill(name)
+        await dialogue.step(1)
+        assert [timing.direct for timing in session.timings] == [False, False, True]
+
+
+@simulated
+async def test_hops_that_are_lost_together_are_made_good_one_after_the_other() -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(20)
+        for hop in session.route:
+            swarm.kill(str(hop.peer).removeprefix("peer-"))
+        await dialogue.step(1)
+        assert {each.span for each in session.recoveries} == set(SPANS)
 
 
 @simulated

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from libp2p import new_host
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.keys import KeyPair
@@ -49,7 +50,7 @@ from llmnode.net.link import Libp2pLink
 from llmnode.node.serve.server import Server
 from llmnode.testing import exact_output
 from llmnode.wire.frame import HEADER_BYTES, Frame, FrameDecoder, FrameType, encode
-from llmnode.wire.messages import Open, Refusal, RefusalCode, pack, unpack
+from llmnode.wire.messages import Open, Refusal, RefusalCode, Replay, Replayed, pack, unpack
 from llmnode.wire.payload import Codec
 
 DEADLINE_S = 30.0
@@ -142,7 +143,7 @@ def session_id() -> SessionId:
 
 
 def open_frame(session: SessionId, **changes: Any) -> Frame:
-    request = Open(MODEL.digest, span_start=0, span_end=MODEL.blocks, max_length=16, dtype=MODEL.dtype, codec="raw")
+    request = Open(MODEL.digest, 0, MODEL.blocks, max_length=16, dtype=MODEL.dtype, codec="raw", keep_outputs=False)
     return Frame(FrameType.OPEN, session, meta=pack(replace(request, **changes)))
 
 
@@ -481,6 +482,31 @@ async def test_what_waits_to_be_received_is_bounded_in_bytes(exact_worker: Any) 
 
 
 @in_trio
+async def test_what_waits_to_be_written_is_bounded_in_bytes() -> None:
+    policy = replace(POLICY, queue_bytes=3 * ROW)
+    async with open_network([LISTEN_ANY_LOOPBACK], policy) as far, open_network([], policy) as near:
+        link = await near.dial(far.addresses[0])
+        sent = 0
+
+        async def flood() -> None:
+            nonlocal sent
+            with suppress(PeerUnreachable):
+                while True:
+                    await link.send(step_frame(session_id(), 0, 0, length=1000))
+                    sent += 1
+
+        async def stall(_data: bytes) -> None:
+            await trio.sleep_forever()
+
+        link._stream.write = stall  # type: ignore[method-assign]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(flood)
+            await trio.testing.wait_all_tasks_blocked()
+            assert sent <= 2, "one is being written, the next is beyond the limit"
+            await link.end("enough")
+
+
+@in_trio
 async def test_a_header_alone_costs_no_payload(exact_worker: Any) -> None:
     """What a frame announces is not allocated before it arrives."""
     async with served(exact_worker) as swarm, raw_streams(swarm.address) as new_stream:
@@ -609,11 +635,37 @@ async def test_frames_that_make_no_sense_are_refused(exact_worker: Any) -> None:
             (replace(step, start=2**32 - 1), RefusalCode.NO_ROOM),
             (step_frame(session, 0, 0, length=17), RefusalCode.NO_ROOM),
             (step_frame(session, 0, start=1), RefusalCode.WRONG_POSITION),
+            (Frame(FrameType.REPLAY, session, length=1, meta=b"\x80"), RefusalCode.BAD_MESSAGE),
+            (Frame(FrameType.REPLAY, session, length=1, meta=pack(Replay(push=False))), RefusalCode.BAD_MESSAGE),
             (Frame(FrameType.TRUNCATE, session, Epoch(0)), RefusalCode.STALE_EPOCH),
             (Frame(FrameType.TRUNCATE, session, Epoch(1), start=1), RefusalCode.WRONG_POSITION),
         ]:
             assert (await refusal_to(link, frame)).code == code, frame
         assert (await answer_to(link, step)).type is FrameType.RESULT
+        await link.end("done")
+        await swarm.check_serves_and_is_empty()
+
+
+@in_trio
+async def test_logged_results_are_given_again_as_far_as_they_go(exact_worker: Any) -> None:
+    async with served(exact_worker, serve=ServePolicy(replay_bytes=3 * ROW)) as swarm, open_network([], POLICY) as near:
+        link = await near.dial(swarm.address)
+        session = session_id()
+        await answer_to(link, open_frame(session, keep_outputs=True))
+        result = await answer_to(link, step_frame(session, 0, 0, length=5))
+
+        def replay(start: int, length: int) -> Frame:
+            return Frame(FrameType.REPLAY, session, Epoch(9), Step(7), start, length, pack(Replay(push=True)))
+
+        again = await answer_to(link, replay(1, 3))
+        assert (again.type, again.epoch, again.step) == (FrameType.REPLAYED, 9, 7)
+        assert bytes(again.payload) == bytes(result.payload)[ROW : 4 * ROW]
+        assert not unpack(Replayed, again.meta).pushed, "there is nobody to push it to"
+        for start, length in [(0, 0), (0, 4), (3, 3), (5, 1), (2**32 - 1, 2**32 - 1)]:
+            assert (await refusal_to(link, replay(start, length))).code == RefusalCode.BAD_MESSAGE
+        await answer_to(link, Frame(FrameType.TRUNCATE, session, Epoch(1), Step(1), start=2))
+        assert (await refusal_to(link, replay(2, 1))).code == RefusalCode.BAD_MESSAGE
+        assert bytes((await answer_to(link, replay(1, 1))).payload) == bytes(result.payload)[ROW : 2 * ROW]
         await link.end("done")
         await swarm.check_serves_and_is_empty()
 

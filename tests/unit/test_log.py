@@ -16,7 +16,6 @@ from llmnode import _native
 from llmnode.client.connection import open_connection
 from llmnode.client.flight import fly
 from llmnode.client.hop import Chunk, SessionHop
-from llmnode.client.log import InputLog
 from llmnode.core.ids import Epoch, PeerId, Step
 from llmnode.core.model import ModelInfo
 from llmnode.core.policy import ClientPolicy
@@ -25,6 +24,7 @@ from llmnode.core.span import Span
 from llmnode.errors import RemoteProtocolError
 from llmnode.testing import open_internet
 from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.log import PayloadLog
 from llmnode.wire.messages import Result, pack
 from llmnode.wire.payload import Codec, HiddenForm, payload_bytes
 
@@ -45,9 +45,9 @@ def exact_forms(draw: st.DrawFn) -> HiddenForm:
     return HiddenForm(draw(exact_sizes[codec]), codec)
 
 
-def written(form: HiddenForm, history: list[Change]) -> tuple[InputLog, np.ndarray, list[int]]:
+def written(form: HiddenForm, history: list[Change]) -> tuple[PayloadLog, np.ndarray, list[int]]:
     """A log with this history, the hidden states that should be in it, and how long each piece appended was."""
-    log, rng = InputLog(form), np.random.default_rng(1)
+    log, rng = PayloadLog(form), np.random.default_rng(1)
     expected = np.empty((0, form.hidden_size), "<f4")
     lengths = []
     for change, positions in history:
@@ -122,6 +122,16 @@ def test_only_the_positions_that_remain_are_kept_in_memory(
         assert memoryview(whole).nbytes == payload_bytes(codec, length * hidden_size)
 
 
+@given(exact_forms(), changes, st.data())
+def test_any_positions_that_remain_can_be_read(form: HiddenForm, history: list[Change], data: st.DataObject) -> None:
+    log, expected, _ = written(form, history)
+    if not len(expected):
+        return
+    start = data.draw(st.integers(0, len(expected) - 1))
+    length = data.draw(st.integers(1, len(expected) - start))
+    assert bytes(log.read(start, length)) == bytes(form.encode(expected[start : start + length].tobytes()))
+
+
 HOP = Hop(PeerId("peer-far"), Span(2, 4))
 MODEL = ModelInfo("exact", b"d" * 32, blocks=6, hidden_size=48, context_tokens=100, dtype="float32")
 
@@ -131,7 +141,8 @@ async def _answer_every_step_with(payload: bytes, network: MemoryNetwork) -> Non
         while True:
             frame = await link.receive()
             digest = _native.blake3_digest(frame.payload)
-            result = pack(Result(queue_us=0, compute_us=0, input_digest=digest, pushed=False))
+            output_digest = _native.blake3_digest(payload)
+            result = pack(Result(0, 0, input_digest=digest, output_digest=output_digest, pushed=False))
             await link.send(
                 Frame(
                     FrameType.RESULT, frame.session, frame.epoch, frame.step, frame.start, frame.length, result, payload

@@ -15,7 +15,19 @@ from hypothesis import strategies as st
 
 from llmnode.core.policy import LinkPolicy
 from llmnode.errors import RemoteProtocolError
-from llmnode.wire.messages import Description, Forward, Open, Refusal, RefusalCode, Result, check_empty, pack, unpack
+from llmnode.wire.messages import (
+    Description,
+    Forward,
+    Open,
+    Refusal,
+    RefusalCode,
+    Replay,
+    Replayed,
+    Result,
+    check_empty,
+    pack,
+    unpack,
+)
 
 Kind: TypeAlias = Any  # one of KINDS: the union of their types says no more
 Value: TypeAlias = Any  # whatever msgpack can carry
@@ -86,9 +98,18 @@ KINDS: dict[Kind, dict[str, Rule]] = {
         "max_length": COUNT,
         "dtype": NAME,
         "codec": NAME,
+        "keep_outputs": FLAG,
     },
-    Result: {"queue_us": MICROSECONDS, "compute_us": MICROSECONDS, "input_digest": DIGEST, "pushed": FLAG},
-    Forward: {"sender": text(0, 200), "receiver": text(0, 200), "receiver_session": SESSION},
+    Result: {
+        "queue_us": MICROSECONDS,
+        "compute_us": MICROSECONDS,
+        "input_digest": DIGEST,
+        "output_digest": DIGEST,
+        "pushed": FLAG,
+    },
+    Replay: {"push": FLAG},
+    Replayed: {"output_digest": DIGEST, "pushed": FLAG},
+    Forward: {"sender": text(0, 200), "receiver": text(0, 200), "receiver_session": SESSION, "quiet": FLAG},
     Refusal: {"code": NAME, "message": text(0, 2000), "retry_after_ms": U32},
 }
 FIELDS = [(kind, name) for kind, rules in KINDS.items() for name in rules]

@@ -144,7 +144,7 @@ def test_the_first_of_a_join_is_what_was_joined_first(hidden_size: int, codec: C
     hidden, rest = values_of(form, one, 1), values_of(form, other, 2)
     payload = form.encode(hidden.tobytes())
     joined = form.join([(payload, one), (form.encode(rest.tobytes()), other)])
-    first = bytes(form.first((joined, one + other), one))
+    first = bytes(form.cut((joined, one + other), 0, one))
     frame = hidden_of(one, form, first)
     form.check(frame)
     if is_exact(form):

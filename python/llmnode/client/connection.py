@@ -69,13 +69,13 @@ class Connection:
 
         Raises PeerRefused, PeerTimeout, PeerUnreachable or RemoteProtocolError, each naming the peer.
         """
-        with self.expect(frame.session, frame.epoch, frame.step, answer_type) as answer:
+        with self.expect(frame.session, frame.epoch, frame.step) as answer:
             await self.tell(frame)
-            return await answer.receive(timeout_s)
+            return await answer.receive(answer_type, timeout_s)
 
     @contextlib.contextmanager
-    def expect(self, session: SessionId, epoch: Epoch, step: Step, answer_type: FrameType) -> Iterator[Expected]:
-        """Within the context, the answer to this question is kept, whoever asks it. Raises as `ask` does."""
+    def expect(self, session: SessionId, epoch: Epoch, step: Step) -> Iterator[Expected]:
+        """Within the context, an answer to this question is kept, whoever asks it. Raises as `ask` does."""
         question = session, epoch, step
         if question in self._waiting:
             raise LocalProtocolError("this step is waiting for its answer already")
@@ -84,7 +84,7 @@ class Connection:
         answers, arrived = trio.open_memory_channel[Frame](1)
         self._waiting[question] = answers
         try:
-            yield Expected(self, arrived, answer_type)
+            yield Expected(self, arrived)
         finally:
             self._waiting.pop(question, None)
 
@@ -138,21 +138,17 @@ class Connection:
 class Expected:
     """An answer on its way. Made by `Connection.expect`."""
 
-    def __init__(
-        self, connection: Connection, arrived: trio.MemoryReceiveChannel[Frame], answer_type: FrameType
-    ) -> None:
+    def __init__(self, connection: Connection, arrived: trio.MemoryReceiveChannel[Frame]) -> None:
         self._connection = connection
         self._arrived = arrived
-        self._answer_type = answer_type
 
-    async def receive(self, timeout_s: float) -> Frame:
+    async def receive(self, answer_type: FrameType, timeout_s: float) -> Frame:
         """Raises PeerTimeout if it does not come in time; it may be waited for again."""
         try:
             with trio.fail_after(timeout_s):
-                return self._connection.checked(await self._arrived.receive(), self._answer_type)
+                return self._connection.checked(await self._arrived.receive(), answer_type)
         except trio.TooSlowError:
-            peer = self._connection.peer
-            raise PeerTimeout(f"no {self._answer_type.name} in {timeout_s:g} s", peer=peer) from None
+            raise PeerTimeout(f"no {answer_type.name} in {timeout_s:g} s", peer=self._connection.peer) from None
         except trio.EndOfChannel:
             raise self._connection.error from None
 

@@ -1,4 +1,4 @@
-"""One chunk of hidden states on its way through all hops of a session."""
+"""One chunk of hidden states on its way through all hops of a session, or through those that replace a lost one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.errors import IntegrityError, PeerTimeout
+from llmnode.client.hop import Hidden, SessionHop
+from llmnode.client.recovery import ALL_WOULD_REFUSE
+from llmnode.errors import IntegrityError, PeerError, PeerRefused, PeerTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llmnode.client.hop import Chunk, ExpectedOutput, HopOutput, HopTiming, SessionHop
+    from llmnode.client.hop import Chunk, ExpectedOutput, HopTiming
     from llmnode.core.policy import ClientPolicy
     from llmnode.wire.frame import Buffer
 
@@ -23,54 +25,106 @@ class Flight:
     """A chunk that has passed all hops: what each was given, and what the last put out."""
 
     chunk: Chunk
-    inputs: Sequence[Buffer]
-    output: Buffer
+    inputs: Sequence[Hidden]
+    output: Hidden
     timings: Sequence[HopTiming]
 
 
 async def fly(
     hops: Sequence[SessionHop],
     chunk: Chunk,
-    payload: Buffer,
+    origin: Buffer | SessionHop,
     policy: ClientPolicy,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> Flight:
-    """Give the first hop its input, and each further one that the hop before does not give it. Checks every output.
+    """See that each hop gets its input, and check its output. The first gets `origin`, or what that hop has logged.
 
-    Started once the first hop has its input. Raises a PeerError, which is the `failure` of its hop.
+    Started once the first hop has its input. Raises a PeerError, which is the `failure` of its hop; or IntegrityError,
+    which is nobody's, if two hops contradict each other: the former may then push no more.
     """
-    inputs: list[Buffer] = []
+    inputs: list[Hidden] = []
     timings: list[HopTiming] = []
     with ExitStack() as stack:
+        upstream: _Upstream | None = None
+        if isinstance(origin, SessionHop):
+            upstream = _Upstream(origin, stack.enter_context(origin.expect(chunk)), policy.replay_patience_s)
         expected = [stack.enter_context(hop.expect(chunk)) for hop in hops]
-        before: HopOutput | None = None
-        for number, (hop, output) in enumerate(zip(hops, expected, strict=True)):
-            inputs.append(payload)
-            with hop.blamed():
-                if before is None or not before.pushed:
-                    await output.give(payload)
-                    before = None
-                if number == 0:
-                    task_status.started()
-                arrived = await _receive(output, payload, before, hops[number - 1], policy)
-            timings.append(arrived.timing)
-            payload, before = arrived.payload, arrived
-    return Flight(chunk, inputs, payload, timings)
+        hidden = await upstream.replay(policy, push=True) if upstream else Hidden.of(origin)  # type: ignore[arg-type]
+        for hop, output in zip(hops, expected, strict=True):
+            inputs.append(hidden)
+            leg = _Leg(upstream, hop, output, policy)
+            if not leg.is_direct(hidden):
+                hidden = await leg.give(hidden)
+            if hop is hops[0]:
+                task_status.started()
+            hidden, timing = await leg.receive(hidden)
+            timings.append(timing)
+            patience_s = policy.push_patience_s + 4 * (timing.queue_us + timing.compute_us) / 1e6
+            upstream = _Upstream(hop, output, patience_s)
+    return Flight(chunk, inputs, hidden, timings)
 
 
-async def _receive(
-    output: ExpectedOutput, payload: Buffer, before: HopOutput | None, pusher: SessionHop, policy: ClientPolicy
-) -> HopOutput:
-    """What a hop puts out for `payload`, which the hop `before` says it has been given, if there is one."""
-    if before is None:
-        return await output.receive(payload, policy.step_timeout_s)
-    upstream_us = before.timing.queue_us + before.timing.compute_us
-    try:
-        return await output.receive(payload, policy.push_patience_s + 4 * upstream_us / 1e6)
-    except IntegrityError:  # which of the two lies is not known
-        pusher.may_push = False
-        raise
-    except PeerTimeout:  # it may be slow, or the push got lost: it is safe to give it the same again
-        pusher.may_push = False
-        await output.give(payload)
-    return await output.receive(payload, policy.step_timeout_s)
+@dataclass(frozen=True, slots=True)
+class _Upstream:
+    """Who pushes a hop its input, or can be asked for it. `patience_s`: how long the hop then has to answer."""
+
+    hop: SessionHop
+    output: ExpectedOutput
+    patience_s: float
+
+    async def replay(self, policy: ClientPolicy, *, push: bool) -> Hidden:
+        with self.hop.blamed():
+            return await self.output.replay(policy.step_timeout_s, push=push)
+
+    async def fetch(self, hidden: Hidden, policy: ClientPolicy) -> Buffer:
+        """What it has pushed, or should have."""
+        again = await self.replay(policy, push=False)
+        if again.payload is None or again.digest != hidden.digest:
+            raise self.hop.blame(IntegrityError("sends other hidden states than before"))
+        return again.payload
+
+
+@dataclass(frozen=True, slots=True)
+class _Leg:
+    """The way of one chunk into one hop and through it."""
+
+    upstream: _Upstream | None
+    hop: SessionHop
+    output: ExpectedOutput
+    policy: ClientPolicy
+
+    def is_direct(self, hidden: Hidden) -> bool:
+        return hidden.pushed and self.upstream is not None and self.upstream.hop.may_push
+
+    async def give(self, hidden: Hidden) -> Hidden:
+        """Give the hop its input by way of us."""
+        payload = hidden.payload
+        if payload is None:
+            assert self.upstream is not None, "only who has logged it may keep it from us"
+            payload = await self.upstream.fetch(hidden, self.policy)
+        with self.hop.blamed():
+            await self.output.give(payload)
+        return Hidden(hidden.digest, payload, pushed=False)
+
+    async def receive(self, hidden: Hidden) -> tuple[Hidden, HopTiming]:
+        """What the hop puts out for `hidden`, which it has been given."""
+        if self.upstream is not None and hidden.pushed:
+            try:
+                return await self.output.receive(hidden, self.upstream.patience_s)
+            except PeerTimeout:  # it may be slow, or the push got lost: it is safe to give it the same again
+                self.upstream.hop.may_push = False
+                hidden = await self.give(hidden)
+            except PeerError as error:
+                if not _is_about_the_input(error):
+                    self.hop.blame(error)
+                    raise
+                self.upstream.hop.may_push = False
+                peers = f"{self.upstream.hop.hop.peer} and {self.hop.hop.peer}"
+                raise IntegrityError(f"{peers} contradict each other: {error.message}") from error
+        with self.hop.blamed():
+            return await self.output.receive(hidden, self.policy.step_timeout_s)
+
+
+def _is_about_the_input(error: PeerError) -> bool:
+    """Then it may be who pushed it that lies, or who says so."""
+    return isinstance(error, IntegrityError) or (isinstance(error, PeerRefused) and error.code in ALL_WOULD_REFUSE)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmnode import _native
-from llmnode.client.log import InputLog
 from llmnode.core.ids import NO_SESSION, SESSION_ID_BYTES, Epoch, SessionId, Step
 from llmnode.errors import IntegrityError, PeerError, PeerRefused, RemoteProtocolError
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Forward, Open, RefusalCode, Result, pack, unpack
+from llmnode.wire.log import PayloadLog
+from llmnode.wire.messages import Forward, Open, RefusalCode, Replay, Replayed, Result, pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,13 +55,19 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class HopOutput:
-    """Hidden states after a hop's blocks, in the session's codec."""
+class Hidden:
+    """Hidden states between two hops, in the session's codec."""
 
-    payload: Buffer
+    digest: bytes
+    payload: Buffer | None
+    """Unless they were pushed, and stayed where they are logged."""
     pushed: bool
-    """The next hop was given them by this one."""
-    timing: HopTiming
+    """By the hop that put them out, to the next one."""
+
+    @staticmethod
+    def of(payload: Buffer) -> Hidden:
+        """As we give them."""
+        return Hidden(_native.blake3_digest(payload), payload, pushed=False)
 
 
 class SessionHop:
@@ -72,8 +78,8 @@ class SessionHop:
 
     def __init__(self, hop: Hop, connection: Connection, form: HiddenForm, policy: ClientPolicy) -> None:
         self.hop = hop
-        self.inputs = InputLog(form)
-        """What it was given, of the positions that all hops have computed."""
+        self.inputs = PayloadLog(form)
+        """What it was given, of the positions that all hops have computed, as far as it is logged here."""
         self.failure: PeerError | None = None
         self.may_push = True
         """False once a push of its went wrong."""
@@ -82,8 +88,10 @@ class SessionHop:
         self._policy = policy
         self._session = SessionId(secrets.token_bytes(SESSION_ID_BYTES))
         self._neighbours: Forward | None = None  # as it was told
+        self._keeps_outputs = False
 
-    async def open(self, model: ModelInfo, max_length: int) -> None:
+    async def open(self, model: ModelInfo, max_length: int, epoch: Epoch) -> None:
+        self._keeps_outputs = self._policy.upstream_logs and self.hop.span.end < model.blocks
         request = Open(
             model_digest=model.digest,
             span_start=self.hop.span.start,
@@ -91,8 +99,9 @@ class SessionHop:
             max_length=max_length,
             dtype=model.dtype,
             codec=self._form.codec,
+            keep_outputs=self._keeps_outputs,
         )
-        frame = Frame(FrameType.OPEN, self._session, meta=pack(request))
+        frame = Frame(FrameType.OPEN, self._session, epoch, meta=pack(request))
         with self.blamed():
             await self._connection.ask(frame, FrameType.OPENED, self._policy.open_timeout_s)
 
@@ -103,16 +112,22 @@ class SessionHop:
         with self.blamed():  # it may have to finish a long forward first
             await self._connection.ask(frame, FrameType.TRUNCATED, self._policy.step_timeout_s)
 
-    async def stand_between(self, before: SessionHop | None, after: SessionHop | None, step: Step) -> None:
-        """Take steps from the hop before, and push results to the one after, as far as they can reach each other."""
+    async def stand_between(
+        self, before: SessionHop | None, after: SessionHop | None, epoch: Epoch, step: Step, *, quiet: bool = False
+    ) -> None:
+        """Take steps from the hop before, and push results to the one after, as far as they can reach each other.
+
+        If `quiet`, the results of this hop are wanted by nobody: they are but logged where they are.
+        """
         request = Forward(
             sender=before.hop.peer if before else "",
             receiver=after.hop.peer if after and self.may_push else "",
             receiver_session=after._session if after and self.may_push else NO_SESSION,
+            quiet=quiet,
         )
         if request == self._neighbours:
             return
-        frame = Frame(FrameType.FORWARD, self._session, step=step, meta=pack(request))
+        frame = Frame(FrameType.FORWARD, self._session, epoch, step, meta=pack(request))
         with self.blamed():
             try:
                 await self._connection.ask(frame, FrameType.FORWARDED, self._policy.step_timeout_s)
@@ -126,7 +141,7 @@ class SessionHop:
         """Within the context, the output for `chunk` is kept when it comes, whoever gives this hop its input."""
         with ExitStack() as stack:
             with self.blamed():
-                expected = self._connection.expect(self._session, chunk.epoch, chunk.step, FrameType.RESULT)
+                expected = self._connection.expect(self._session, chunk.epoch, chunk.step)
                 answer = stack.enter_context(expected)
             yield ExpectedOutput(self, chunk, answer)
 
@@ -143,26 +158,35 @@ class SessionHop:
         try:
             yield
         except PeerError as error:
-            self.failure = self.failure or error.blame(self.hop.peer, self.hop.span)
+            self.blame(error)
             raise
 
-    async def give(self, chunk: Chunk, payload: Buffer) -> None:
-        """Send the hop its input for `chunk`."""
-        header = chunk.epoch, chunk.step, chunk.start, chunk.length
-        await self._connection.tell(Frame(FrameType.STEP, self._session, *header, b"", payload))
+    def blame(self, error: PeerError) -> PeerError:
+        """It is this hop's failure. Returns it."""
+        blamed = error.blame(self.hop.peer, self.hop.span)
+        self.failure = self.failure or blamed
+        return blamed
 
-    def read(self, chunk: Chunk, payload: Buffer, answer: Frame, since_ns: int, *, direct: bool) -> HopOutput:
-        """Raises RemoteProtocolError, and IntegrityError if it has computed something else than `payload`."""
+    async def ask(self, kind: FrameType, chunk: Chunk, meta: bytes = b"", payload: Buffer = b"") -> None:
+        """Send a frame about `chunk`."""
+        header = chunk.epoch, chunk.step, chunk.start, chunk.length
+        await self._connection.tell(Frame(kind, self._session, *header, meta, payload))
+
+    def read(self, chunk: Chunk, answer: Frame, output_digest: bytes, *, pushed: bool) -> Hidden:
+        """What the hop puts out. Raises RemoteProtocolError."""
         if (answer.start, answer.length) != (chunk.start, chunk.length):
             raise RemoteProtocolError("answered for other positions than it was asked for")
+        if not answer.payload and (self._is_quiet or (pushed and self._keeps_outputs)):
+            return Hidden(output_digest, None, pushed)
         self._form.check(answer)
         self._form.check_values(answer)  # the next hop would refuse them, and be blamed
-        result = unpack(Result, answer.meta)
-        if result.input_digest != _native.blake3_digest(payload):
-            raise IntegrityError("computed other hidden states than those that it should have been given")
-        trip_us = (time.perf_counter_ns() - since_ns) // 1000
-        timing = HopTiming(self.hop.peer, self.hop.span, trip_us, result.queue_us, result.compute_us, direct)
-        return HopOutput(answer.payload, result.pushed and self.may_push, timing)
+        if output_digest != _native.blake3_digest(answer.payload):
+            raise RemoteProtocolError("sent other hidden states than it says")
+        return Hidden(output_digest, answer.payload, pushed)
+
+    @property
+    def _is_quiet(self) -> bool:
+        return self._neighbours is not None and self._neighbours.quiet
 
 
 class ExpectedOutput:
@@ -172,15 +196,31 @@ class ExpectedOutput:
         self._hop = hop
         self._chunk = chunk
         self._answer = answer
-        self._given = False
+        self._direct = True
 
     async def give(self, payload: Buffer) -> None:
         """Give the hop its input. Raises PeerError."""
-        self._given = True
-        await self._hop.give(self._chunk, payload)
+        self._direct = False
+        await self._hop.ask(FrameType.STEP, self._chunk, payload=payload)
 
-    async def receive(self, payload: Buffer, timeout_s: float) -> HopOutput:
-        """The output for the input `payload`. Raises PeerError; after PeerTimeout it may be waited for again."""
+    async def receive(self, given: Hidden, timeout_s: float) -> tuple[Hidden, HopTiming]:
+        """The output for the input `given`. Raises PeerError, IntegrityError if it has computed something else.
+
+        After PeerTimeout it may be waited for again.
+        """
         since_ns = time.perf_counter_ns()
-        answer = await self._answer.receive(timeout_s)
-        return self._hop.read(self._chunk, payload, answer, since_ns, direct=not self._given)
+        answer = await self._answer.receive(FrameType.RESULT, timeout_s)
+        result = unpack(Result, answer.meta)
+        output = self._hop.read(self._chunk, answer, result.output_digest, pushed=result.pushed)
+        if result.input_digest != given.digest:
+            raise IntegrityError("computed other hidden states than those that it should have been given")
+        trip_us = (time.perf_counter_ns() - since_ns) // 1000
+        hop = self._hop.hop
+        return output, HopTiming(hop.peer, hop.span, trip_us, result.queue_us, result.compute_us, self._direct)
+
+    async def replay(self, timeout_s: float, *, push: bool) -> Hidden:
+        """The output again, from the hop's log: pushed to the next hop if that can be done and is wanted."""
+        await self._hop.ask(FrameType.REPLAY, self._chunk, pack(Replay(push)))
+        answer = await self._answer.receive(FrameType.REPLAYED, timeout_s)
+        replayed = unpack(Replayed, answer.meta)
+        return self._hop.read(self._chunk, answer, replayed.output_digest, pushed=push and replayed.pushed)

@@ -1,9 +1,9 @@
 """An inference session: hidden states of one sequence, through every hop of a route, position by position.
 
-Hidden states go from hop to hop directly, and every hop's output comes here as well: to be checked against what the
-next hop says it computed, and to be logged. So a session outlives its servers (Petals, Algorithm 1, with the cache at
-the client): when a peer is lost, its inputs are given to who takes its place. Whatever fails, all hops go back to the
-last position that all of them had computed, under a new epoch, and the rest is done again.
+Hidden states go from hop to hop directly; of each hop's input and output the digests come here, and must fit together.
+A session outlives its servers (Petals, Algorithm 1): when a peer is lost, its inputs are given to who takes its place,
+by the hop before, which has logged them, or by us. Whatever fails, all hops go back to the last position that all of
+them had computed, under a new epoch, and the rest is done again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from llmnode.client.hop import Chunk, SessionHop
 from llmnode.client.recovery import Recovery, Trouble
 from llmnode.core.ids import Epoch, Step
 from llmnode.errors import (
+    IntegrityError,
     LlmnodeError,
     LocalProtocolError,
     NoRoute,
@@ -36,13 +37,13 @@ if TYPE_CHECKING:
     from llmnode.client.connection import Connection
     from llmnode.client.flight import Flight
     from llmnode.client.hop import HopTiming
-    from llmnode.client.log import InputLog
     from llmnode.client.recovery import Detours
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ClientPolicy
     from llmnode.core.route import Route
     from llmnode.wire.frame import Buffer
+    from llmnode.wire.log import PayloadLog
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class InferenceSession:
 
     async def open(self, route: Route, connections: Mapping[PeerId, Connection]) -> None:
         self._hops = await self._open_hops(route, connections)
-        await self._for_all_hops(self._introduce)
+        await self._line_up([None, *self._hops, None])
 
     async def step(self, hidden: Buffer) -> Buffer:
         """Append positions. hidden: (tokens, hidden_size) in fp32, as it leaves the embedding.
@@ -166,22 +167,32 @@ class InferenceSession:
     async def _settle(self) -> None:
         """Have all hops stand at the session's position, in one epoch, and know their neighbours."""
         if not self._settled:
-            self._epoch = Epoch(self._epoch + 1)
-            await self._for_all_hops(lambda hop: hop.align(self._epoch, self._step, self._position))
-            await self._for_all_hops(self._introduce)
+            self._begin_epoch()
+            with single_error():
+                async with trio.open_nursery() as nursery:
+                    for hop in self._hops:
+                        nursery.start_soon(hop.align, self._epoch, self._step, self._position)
+            await self._line_up([None, *self._hops, None])
             self._settled = True
 
-    async def _introduce(self, hop: SessionHop) -> None:
-        if self._policy.push:
-            index = self._hops.index(hop)
-            before, after = self._hops[max(0, index - 1) : index], self._hops[index + 1 : index + 2]
-            await hop.stand_between(next(iter(before), None), next(iter(after), None), self._step)
+    def _begin_epoch(self) -> Epoch:
+        self._epoch = Epoch(self._epoch + 1)
+        return self._epoch
 
-    async def _for_all_hops(self, act: Callable[[SessionHop], Awaitable[None]]) -> None:
+    async def _line_up(self, chain: Sequence[SessionHop | None], *, quiet: bool = False) -> None:
+        """Tell each hop of `chain`, except its ends, its neighbours. `quiet`: nobody wants what the last puts out."""
         with single_error():
             async with trio.open_nursery() as nursery:
-                for hop in self._hops:
-                    nursery.start_soon(act, hop)
+                for before, hop, after in zip(chain, chain[1:], chain[2:], strict=False):
+                    if hop is not None:
+                        nursery.start_soon(self._introduce, before, hop, after, quiet and after is None)
+
+    async def _introduce(
+        self, before: SessionHop | None, hop: SessionHop, after: SessionHop | None, quiet: bool
+    ) -> None:
+        if not self._policy.push:
+            before = after = None
+        await hop.stand_between(before, after, self._epoch, self._step, quiet=quiet)
 
     async def _stream(self, waiting: deque[tuple[Buffer, int]], outputs: list[Buffer]) -> None:
         """All of `waiting` through all hops, several chunks under way; what has passed them goes over to `outputs`."""
@@ -216,26 +227,44 @@ class InferenceSession:
 
     def _land(self, flight: Flight) -> Buffer:
         """All hops have computed the chunk: the session stands after it now. Returns what it became, in fp32."""
-        output = decode_hidden(flight.output, self._form.codec, flight.chunk.length * self._model.hidden_size)
-        for hop, payload in zip(self._hops, flight.inputs, strict=True):
-            hop.inputs.append(payload, flight.chunk.length)
+        assert flight.output.payload is not None, "the last hop keeps no outputs"
+        output = decode_hidden(flight.output.payload, self._form.codec, flight.chunk.length * self._model.hidden_size)
+        self._log(flight, self._hops, None)
         self._position += flight.chunk.length
         self._step = Step(self._step + 1)
         self.timings = flight.timings
         return output
 
+    def _log(self, flight: Flight, hops: Sequence[SessionHop], before: SessionHop | None) -> None:
+        """Keep what `hops` were given, as far as the hop before each does not."""
+        for hop, hidden in zip(hops, flight.inputs, strict=True):
+            if before is None or not self._policy.upstream_logs:
+                assert hidden.payload is not None
+                hop.inputs.append(hidden.payload, flight.chunk.length)
+            before = hop
+
     # Recovery
 
     async def _recover(self, error: PeerError, trouble: Trouble) -> None:
         """Put others in the place of all hops that have failed. Raises SessionLost or NoRoute."""
-        if self._detours is None or all(hop.failure is None for hop in self._hops):
+        lost = self._first_lost()
+        if lost is None and isinstance(error, IntegrityError):
+            log.warning("%s; hidden states no longer go directly between them", error)
+            return  # each may happen once: who was believed may push no more
+        if self._detours is None or lost is None:
             raise SessionLost([error]) from error
         trouble.deadline_s = min(trouble.deadline_s, trio.current_time() + self._policy.recovery_timeout_s)
-        while (index := next((i for i, hop in enumerate(self._hops) if hop.failure is not None), None)) is not None:
-            await self._replace(index, self._detours, trouble)
+        while lost is not None:  # the first first: it has what the next one was given
+            await self._replace(lost, self._detours, trouble)
+            lost = self._first_lost()
 
-    async def _replace(self, index: int, detours: Detours, trouble: Trouble) -> None:
-        lost, began = self._hops[index], trio.current_time()
+    def _first_lost(self) -> SessionHop | None:
+        return next((hop for hop in self._hops if hop.failure is not None), None)
+
+    async def _replace(self, lost: SessionHop, detours: Detours, trouble: Trouble) -> None:
+        """Have others in the place of `lost`; or return because of the hop before, which is then lost too."""
+        began, index = trio.current_time(), self._hops.index(lost)
+        before = self._hops[index - 1] if index else None
         assert lost.failure is not None
         lost.inputs.truncate(self._position)
         trouble.note(lost.failure, detours)
@@ -246,7 +275,7 @@ class InferenceSession:
             try:
                 with trio.fail_at(trouble.deadline_s):
                     route, connections = await detours.find(lost.hop.span, trouble.failed, hurry=hurry)
-                    hops = await self._rebuild(route, connections, lost.inputs)
+                    hops = await self._rebuild(index, route, connections)
             except NoRoute as found:
                 missing = found
                 if hurry:  # everybody has been asked
@@ -256,6 +285,8 @@ class InferenceSession:
                     trouble.failed.clear()  # they may be back, or have room, by now
                 hurry = not hurry
             except PeerError as failure:
+                if before is not None and before.failure is not None:
+                    return
                 missing = None
                 trouble.note(failure, detours)
             except trio.TooSlowError:
@@ -267,23 +298,36 @@ class InferenceSession:
         self._check_open()
         raise missing or NoRoute([lost.hop.span], hint=str(trouble.causes[-1]))
 
-    async def _rebuild(
-        self, route: Route, connections: Mapping[PeerId, Connection], inputs: InputLog
-    ) -> list[SessionHop]:
-        """New hops that have computed `inputs`, which the first of them is given. Raises PeerError."""
+    async def _rebuild(self, index: int, route: Route, connections: Mapping[PeerId, Connection]) -> list[SessionHop]:
+        """New hops that have computed what the hop at `index` was given. Raises PeerError.
+
+        In an epoch of their own, so that what they are given by mistake or too late is never taken for something else.
+        """
+        until_lost = [None, *self._hops[:index]]
+        epoch = self._begin_epoch()
         hops = await self._open_hops(route, connections)
         try:
+            if self._policy.upstream_logs:
+                await self._line_up([*until_lost[-2:], *hops, None], quiet=True)
             start = 0
-            for step, (payload, length) in enumerate(inputs.chunks(self._policy.chunk_tokens)):
-                flight = await fly(hops, Chunk(Epoch(0), Step(step), start, length), payload, self._policy)
-                for hop, given in zip(hops, flight.inputs, strict=True):
-                    hop.inputs.append(given, length)
+            for step, (origin, length) in enumerate(self._replays(until_lost[-1], self._hops[index].inputs)):
+                flight = await fly(hops, Chunk(epoch, Step(step), start, length), origin, self._policy)
+                self._log(flight, hops, until_lost[-1])
                 start += length
             self._check_open()  # nobody would close these
         except BaseException:
             await self._abandon(hops)
             raise
         return hops
+
+    def _replays(self, before: SessionHop | None, logged: PayloadLog) -> Iterator[tuple[Buffer | SessionHop, int]]:
+        """All positions of the session, in chunks: who has them, or the payload, and how many."""
+        most = self._policy.chunk_tokens
+        if before is None or not self._policy.upstream_logs:
+            yield from logged.chunks(most)
+        else:
+            for start in range(0, self._position, most):
+                yield before, min(most, self._position - start)
 
     async def _open_hops(self, route: Route, connections: Mapping[PeerId, Connection]) -> list[SessionHop]:
         """Raises the PeerError of one that does not open; then none is left open."""
@@ -292,7 +336,7 @@ class InferenceSession:
             with single_error():
                 async with trio.open_nursery() as nursery:
                     for hop in hops:
-                        nursery.start_soon(hop.open, self._model, self.max_length)
+                        nursery.start_soon(hop.open, self._model, self.max_length, self._epoch)
         except BaseException:
             await self._abandon(hops)
             raise
@@ -305,9 +349,8 @@ class InferenceSession:
 
     def _note_recovery(self, lost: SessionHop, hops: Sequence[SessionHop], stall_s: float) -> None:
         others = tuple(each.hop.peer for each in hops)
-        positions = lost.inputs.positions
-        self.recoveries.append(Recovery(lost.hop.peer, lost.hop.span, others, positions, stall_s))
-        log.info("recovered span=%s positions=%d in %.3f s: %s", lost.hop.span, positions, stall_s, lost.failure)
+        self.recoveries.append(Recovery(lost.hop.peer, lost.hop.span, others, self._position, stall_s))
+        log.info("recovered span=%s positions=%d in %.3f s: %s", lost.hop.span, self._position, stall_s, lost.failure)
 
     def _chunk(self, number: int, start: int, length: int) -> Chunk:
         return Chunk(self._epoch, Step(self._step + number), start, length)

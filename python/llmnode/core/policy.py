@@ -25,7 +25,7 @@ class LinkPolicy:
     queue_frames: int = 256
     """Frames waiting in either direction. A peer that overruns it breaks the protocol: sessions bound their steps."""
     queue_bytes: int = 256 << 20
-    """Received frames that wait may be this large together: four of the largest, or many small ones."""
+    """Frames that wait in either direction may be this large together: four of the largest, or many small ones."""
     max_payload_bytes: int = 64 << 20
     """The largest tensor in a frame: 8192 positions of 2048 fp32 values."""
     max_meta_bytes: int = 64 << 10
@@ -41,6 +41,8 @@ class ServePolicy:
     links: int = 256
     steps_ahead: int = 4
     """Steps a client may send before the one that is due has arrived."""
+    replay_bytes: int = 64 << 20
+    """Logged results that one frame may ask for."""
     session_idle_s: float = 600.0
     """A session without a step for this long is closed and its KV freed."""
 
@@ -62,8 +64,13 @@ class ClientPolicy:
     """Chunks of one session that are under way together; below what servers hold, `ServePolicy.steps_ahead`."""
     push: bool = True
     """Hops give their results to the next one directly, where they can reach it."""
+    upstream_logs: bool = True
+    """Each hop logs its results, for who takes the next one's place; we see digests alone of what hops give each other.
+    Without it all results come here too and are logged here (Petals' cache at the client)."""
     push_patience_s: float = 2.0
     """A hop that was given a step directly has this long, and some times what it took the hop before, to answer."""
+    replay_patience_s: float = 15.0
+    """The same for logged results, pushed over a fresh connection: it is hardly ever lost, and is a prefill."""
     recovery_timeout_s: float = 30.0
     """A session that lost a peer looks this long for others to take its place: a server may be starting again."""
     retry_s: float = 1.0

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+HEARTBEAT = Frame(FrameType.HEARTBEAT)
 READ_BYTES = 1 << 20
 """One read takes what yamux has buffered, up to this."""
 
@@ -49,6 +50,8 @@ class Libp2pLink:
         self._outgoing, self._to_write = trio.open_memory_channel[Frame](policy.queue_frames)
         self._received, self._incoming = trio.open_memory_channel[Frame](policy.queue_frames)
         self._received_bytes = 0
+        self._unwritten_bytes = 0
+        self._room = trio.lowlevel.ParkingLot()  # to be written
         self._ended = trio.Event()
         self._closed = trio.Event()
         self._end_error: PeerError | None = None
@@ -57,10 +60,16 @@ class Libp2pLink:
         self._write_scope = trio.CancelScope(shield=True)
 
     async def send(self, frame: Frame) -> None:
+        while self._unwritten_bytes > self._policy.queue_bytes:
+            await self._room.park()
+        self._unwritten_bytes += frame.size_bytes
         try:
             await self._outgoing.send(frame)
         except (trio.ClosedResourceError, trio.BrokenResourceError):
             raise self._end_reason() from None
+        except trio.Cancelled:
+            self._written(frame)
+            raise
 
     async def receive(self) -> Frame:
         try:
@@ -111,6 +120,8 @@ class Libp2pLink:
         self._ended.set()
         self._outgoing.close()
         self._received.close()
+        self._unwritten_bytes = 0
+        self._room.unpark_all()
         log.debug("link to %s ends: %s", self.peer, error.message)
 
     def _end_reason(self) -> PeerError:
@@ -149,6 +160,12 @@ class Libp2pLink:
         async for frame in self._to_write:
             if not await self._write_one(frame):
                 return
+            self._written(frame)
+
+    def _written(self, frame: Frame) -> None:
+        self._unwritten_bytes -= frame.size_bytes
+        if self._unwritten_bytes <= self._policy.queue_bytes:
+            self._room.unpark_all()
 
     async def _write_one(self, frame: Frame) -> bool:
         self._wrote_since_heartbeat = True
@@ -172,7 +189,8 @@ class Libp2pLink:
             if not self._wrote_since_heartbeat:
                 # A full queue says that we live as well; a closed one, that nobody asks.
                 with contextlib.suppress(trio.WouldBlock, trio.ClosedResourceError, trio.BrokenResourceError):
-                    self._outgoing.send_nowait(Frame(FrameType.HEARTBEAT))
+                    self._outgoing.send_nowait(HEARTBEAT)
+                    self._unwritten_bytes += HEARTBEAT.size_bytes
 
     async def _notice_silence(self) -> None:
         with self._silence:

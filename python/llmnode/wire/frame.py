@@ -52,6 +52,9 @@ class FrameType(IntEnum):
     """Announcements: the answer to VIEW, and what the asker then sends of its own."""
     FORWARD = 13
     FORWARDED = 14
+    REPLAY = 15
+    """Asks for logged results, to be pushed or sent; epoch and step are those of the hop that they are for."""
+    REPLAYED = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,8 @@ class Description:
 class Open:
     """Ask for a session over a part of the server's span, with KV for `max_length` positions.
 
-    `codec` says how hidden states cross the wire in it (`payload.Codec`).
+    `codec` says how hidden states cross the wire in it (`payload.Codec`). With `keep_outputs` the server logs its
+    results, to be asked for by REPLAY, and what it pushes to a next hop it does not send to the client as well.
     """
 
     model_digest: Digest
@@ -109,18 +110,36 @@ class Open:
     max_length: Count
     dtype: Name
     codec: Name
+    keep_outputs: Flag
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """What became of a step. Its hidden states, after the server's blocks, are the payload.
 
-    `input_digest` is the BLAKE3 of the payload that was computed; `pushed` says that the next hop was given the result.
+    The digests are the BLAKE3 of the payload that was computed, and of what came of it. `pushed` says that the next hop
+    was given the result; then it is not sent here too if the session keeps outputs.
     """
 
     queue_us: Microseconds
     compute_us: Microseconds
     input_digest: Digest
+    output_digest: Digest
+    pushed: Flag
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Ask for logged results: to be pushed to the next hop as a step of theirs if it can be done, or sent here."""
+
+    push: Flag
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Logged results: the payload, unless they were pushed."""
+
+    output_digest: Digest
     pushed: Flag
 
 
@@ -128,13 +147,15 @@ class Result:
 class Forward:
     """Between whom a session stands on its route: results are pushed on, and steps may come from a peer.
 
-    `sender` may push steps to this session. Results go, besides to the client, to the session `receiver_session` at
-    `receiver`, whom the server knows by its announcement. Empty where there is nobody; the session is then all zeros.
+    `sender` may push steps to this session. Results go to the session `receiver_session` at `receiver`, whom the server
+    knows by its announcement. Empty where there is nobody; the session is then all zeros. If `quiet`, the client does
+    not want the results themselves.
     """
 
     sender: PeerName
     receiver: PeerName
     receiver_session: SessionName
+    quiet: Flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +194,8 @@ class AnnouncementBody:
     kv_tokens_free: U32
 
 
-AnyMessage = Description | Open | Result | Forward | Refusal | Clock | AnnouncementBody
-Message = TypeVar("Message", Description, Open, Result, Forward, Refusal, Clock, AnnouncementBody)
+AnyMessage = Description | Open | Result | Replay | Replayed | Forward | Refusal | Clock | AnnouncementBody
+Message = TypeVar("Message", Description, Open, Result, Replay, Replayed, Forward, Refusal, Clock, AnnouncementBody)
 
 
 def pack(message: AnyMessage) -> bytes:
@@ -247,5 +268,6 @@ def _check_of(hint: Any) -> Callable[[Any], bool]:  # Any: a typing construct
 
 
 _CHECKS: dict[type[Any], tuple[tuple[str, Callable[[Any], bool]], ...]] = {
-    kind: _checks(kind) for kind in (Description, Open, Result, Forward, Refusal, Clock, AnnouncementBody)
+    kind: _checks(kind)
+    for kind in (Description, Open, Result, Replay, Replayed, Forward, Refusal, Clock, AnnouncementBody)
 }

@@ -122,18 +122,18 @@ class HiddenForm:
         codes = (memoryview(payload)[edge:] for (payload, _), edge in zip(pieces, edges, strict=True))
         return b"".join([*scales, *codes])
 
-    def first(self, piece: Piece, positions: int) -> Buffer:
-        """The payload of the first `positions` of `piece`, copied: a view would keep all of the piece in memory."""
+    def cut(self, piece: Piece, start: int, stop: int) -> Buffer:
+        """The payload of positions [start, stop) of `piece`, copied: a view would keep all of the piece in memory."""
         payload, length = memoryview(piece[0]), piece[1]
         if self.codec is not Codec.INT8:
-            return bytes(payload[: payload_bytes(self.codec, positions * self.hidden_size)])
+            row_bytes = payload_bytes(self.codec, self.hidden_size)
+            return bytes(payload[start * row_bytes : stop * row_bytes])
         if self._rows_share_blocks:
-            return self.encode(
-                memoryview(decode_hidden(*self._sized(piece)))[: positions * self.hidden_size * FP32_BYTES]
-            )
-        codes_at = length * self._row_scale_bytes
-        codes_end = codes_at + positions * self.hidden_size
-        return b"".join([payload[: positions * self._row_scale_bytes], payload[codes_at:codes_end]])
+            row_bytes = self.hidden_size * FP32_BYTES
+            return self.encode(memoryview(decode_hidden(*self._sized(piece)))[start * row_bytes : stop * row_bytes])
+        scales = payload[start * self._row_scale_bytes : stop * self._row_scale_bytes]
+        codes = payload[length * self._row_scale_bytes :]
+        return b"".join([scales, codes[start * self.hidden_size : stop * self.hidden_size]])
 
     @property
     def _row_scale_bytes(self) -> int:

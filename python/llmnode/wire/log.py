@@ -1,4 +1,4 @@
-"""What one hop of a session was given, to be given again to who takes its place."""
+"""What went between two hops of a session, to be given again to who takes a lost one's place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from llmnode.wire.payload import HiddenForm
 
 
-class InputLog:
+class PayloadLog:
     """Encoded hidden states by position: the bytes that crossed the wire, so a replay computes what was computed."""
 
     def __init__(self, form: HiddenForm) -> None:
@@ -28,7 +28,7 @@ class InputLog:
             payload, length = self._pieces.pop()
             self.positions -= length
             if (kept := positions - self.positions) > 0:
-                self.append(self._form.first((payload, length), kept), kept)
+                self.append(self._form.cut((payload, length), 0, kept), kept)
 
     def chunks(self, most: int) -> Iterator[tuple[Buffer, int]]:
         """All of it as payloads of at most `most` positions each, if none was longer from the start."""
@@ -40,6 +40,19 @@ class InputLog:
             gathered.append(piece)
         if gathered:
             yield self._joined(gathered)
+
+    def read(self, start: int, length: int) -> Buffer:
+        """The positions from `start` on, as one payload. They must be there, and at least one."""
+        wanted: list[tuple[Buffer, int]] = []
+        at = 0
+        for payload, positions in self._pieces:
+            first, last = max(start - at, 0), min(start + length - at, positions)
+            if first < last:
+                whole = last - first == positions
+                piece = payload if whole else self._form.cut((payload, positions), first, last)
+                wanted.append((piece, last - first))
+            at += positions
+        return self._form.join(wanted)
 
     def _joined(self, pieces: list[tuple[Buffer, int]]) -> tuple[Buffer, int]:
         return self._form.join(pieces), sum(length for _, length in pieces)
