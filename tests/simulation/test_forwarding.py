@@ -93,10 +93,10 @@ async def test_a_hop_that_finishes_a_long_forward_is_not_taken_for_dead_when_ano
         dialogue = Dialogue(session, random.Random(1))
         await dialogue.step(4)
         slow, lost = swarm.node(session.route[0].peer), session.route[1].peer
-        slow.worker.forward_s = 2 * policy.open_timeout_s
+        slow.worker.forward_s = 1.2 * policy.open_timeout_s
         async with trio.open_nursery() as nursery:
             nursery.start_soon(dialogue.step, 8)
-            await trio.sleep(2.5 * policy.open_timeout_s)  # it computes the second chunk
+            await trio.sleep(1.5 * policy.open_timeout_s)  # it computes the second chunk
             slow.worker.forward_s = FORWARD_S
             swarm.kill(str(lost).removeprefix("peer-"))
         assert [each.lost for each in session.recoveries] == [lost]

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
+from llmnode.core.policy import ClientPolicy
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute, PeerError, SessionClosed, SessionLost
 from llmnode.testing import MemoryNetwork, exact_output
 from llmnode.wire.payload import Codec
 from simulation.world import (
     ALL_BLOCKS,
+    DELAY_S,
     KV_TOKENS,
     MODEL,
     ROW,
@@ -140,6 +142,41 @@ async def test_a_killed_server_costs_its_replay_and_no_more(index: int) -> None:
         assert (recovery.lost, recovery.span, recovery.positions) == (lost, SPANS[index], 20)
         assert lost not in recovery.taken_over_by
         assert recovery.stall_s < 1.0
+
+
+@simulated
+async def test_a_connection_to_who_takes_over_is_ready() -> None:
+    stalls_s = []
+    for standbys in (True, False):
+        async with world() as swarm:
+            await swarm.start("contact", Span(0, 1))
+            async with swarm.client(ClientPolicy(standbys=standbys)) as (router, _):
+                for name in ("0a", "0b"):
+                    await swarm.start(name, ALL_BLOCKS)
+                await trio.sleep(10)
+                async with router.open_session(64, Codec.RAW) as session:
+                    dialogue = Dialogue(session, random.Random(1))
+                    await dialogue.step(20)
+                    swarm.kill(str(session.route[0].peer).removeprefix("peer-"))
+                    await dialogue.step(1)
+                    stalls_s.append(session.recoveries[0].stall_s)
+    warm_s, cold_s = stalls_s
+    assert cold_s - warm_s > 2 * DELAY_S, "what a dial takes"
+
+
+@simulated
+async def test_a_server_that_hangs_is_given_up_by_what_it_took_before() -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(20)
+        hangs = session.route[1].peer
+        swarm.node(hangs).worker.gate = trio.Event()
+        began_s = trio.current_time()
+        await dialogue.step(1)
+        assert [each.lost for each in session.recoveries] == [hangs]
+        assert trio.current_time() - began_s < 20
+        swarm.node(hangs).worker.gate.set()
+    await kv_is_free(swarm)
 
 
 @simulated

@@ -47,7 +47,7 @@ async def fly(
     with ExitStack() as stack:
         upstream: _Upstream | None = None
         if isinstance(origin, SessionHop):
-            upstream = _Upstream(origin, stack.enter_context(origin.expect(chunk)), policy.replay_patience_s)
+            upstream = _Upstream(origin, stack.enter_context(origin.expect(chunk)), policy.replay_patience_s, 0.0)
         expected = [stack.enter_context(hop.expect(chunk)) for hop in hops]
         hidden = await upstream.replay(policy, push=True) if upstream else Hidden.of(origin)  # type: ignore[arg-type]
         for hop, output in zip(hops, expected, strict=True):
@@ -58,19 +58,20 @@ async def fly(
             if hop is hops[0]:
                 task_status.started()
             hidden, timing = await leg.receive(hidden)
+            hop.pace.note(chunk.length, timing.round_trip_us / 1e6)
             timings.append(timing)
-            patience_s = policy.push_patience_s + 4 * (timing.queue_us + timing.compute_us) / 1e6
-            upstream = _Upstream(hop, output, patience_s)
+            upstream = _Upstream(hop, output, policy.push_patience_s, (timing.queue_us + timing.compute_us) / 1e6)
     return Flight(chunk, inputs, hidden, timings)
 
 
 @dataclass(frozen=True, slots=True)
 class _Upstream:
-    """Who pushes a hop its input, or can be asked for it. `patience_s`: how long the hop then has to answer."""
+    """Who pushes a hop its input, or can be asked for it, and how long it took itself."""
 
     hop: SessionHop
     output: ExpectedOutput
     patience_s: float
+    took_s: float
 
     async def replay(self, policy: ClientPolicy, *, push: bool) -> Hidden:
         with self.hop.blamed():
@@ -110,7 +111,7 @@ class _Leg:
         """What the hop puts out for `hidden`, which it has been given."""
         if self.upstream is not None and hidden.pushed:
             try:
-                return await self.output.receive(hidden, self.upstream.patience_s)
+                return await self.output.receive(hidden, self._push_patience_s(self.upstream))
             except PeerTimeout:  # it may be slow, or the push got lost: it is safe to give it the same again
                 self.upstream.hop.may_push = False
                 hidden = await self.give(hidden)
@@ -122,7 +123,12 @@ class _Leg:
                 peers = f"{self.upstream.hop.hop.peer} and {self.hop.hop.peer}"
                 raise IntegrityError(f"{peers} contradict each other: {error.message}") from error
         with self.hop.blamed():
-            return await self.output.receive(hidden, self.policy.step_timeout_s)
+            return await self.output.receive(hidden, self.hop.timeout_s(self.output.chunk.length))
+
+    def _push_patience_s(self, upstream: _Upstream) -> float:
+        """How long the hop may take before we take the push for lost."""
+        expected_s = self.hop.pace.expected_s(self.output.chunk.length)
+        return upstream.patience_s + 4 * (upstream.took_s if expected_s is None else expected_s)
 
 
 def _is_about_the_input(error: PeerError) -> bool:

@@ -8,8 +8,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import trio
+
 from llmnode import _native
 from llmnode.core.ids import NO_SESSION, SESSION_ID_BYTES, Epoch, SessionId, Step
+from llmnode.core.pace import Pace
 from llmnode.errors import IntegrityError, PeerError, PeerRefused, RemoteProtocolError
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.log import PayloadLog
@@ -32,7 +35,8 @@ if TYPE_CHECKING:
 class HopTiming:
     """Where one hop's part of a step went, in microseconds.
 
-    `round_trip_us` is from the output of the hop before, or our sending, to its own; the rest is the peer's word.
+    `round_trip_us` is from the output of the hop before, or our sending, or its output of the chunk before, to its own;
+    the rest is the peer's word.
     """
 
     peer: PeerId
@@ -83,6 +87,9 @@ class SessionHop:
         self.failure: PeerError | None = None
         self.may_push = True
         """False once a push of its went wrong."""
+        self.pace = Pace()
+        self.one_by_one = trio.Lock()
+        """Held by the chunk whose output is waited for."""
         self._connection = connection
         self._form = form
         self._policy = policy
@@ -167,6 +174,13 @@ class SessionHop:
         self.failure = self.failure or blamed
         return blamed
 
+    def timeout_s(self, positions: int) -> float:
+        """How long it may take for a step, by what it took before."""
+        policy, expected_s = self._policy, self.pace.expected_s(positions)
+        if expected_s is None:
+            return policy.step_timeout_s
+        return min(policy.step_timeout_s, policy.step_patience_s + policy.step_patience_times * expected_s)
+
     async def ask(self, kind: FrameType, chunk: Chunk, meta: bytes = b"", payload: Buffer = b"") -> None:
         """Send a frame about `chunk`."""
         header = chunk.epoch, chunk.step, chunk.start, chunk.length
@@ -194,24 +208,25 @@ class ExpectedOutput:
 
     def __init__(self, hop: SessionHop, chunk: Chunk, answer: Expected) -> None:
         self._hop = hop
-        self._chunk = chunk
+        self.chunk = chunk
         self._answer = answer
         self._direct = True
 
     async def give(self, payload: Buffer) -> None:
         """Give the hop its input. Raises PeerError."""
         self._direct = False
-        await self._hop.ask(FrameType.STEP, self._chunk, payload=payload)
+        await self._hop.ask(FrameType.STEP, self.chunk, payload=payload)
 
     async def receive(self, given: Hidden, timeout_s: float) -> tuple[Hidden, HopTiming]:
         """The output for the input `given`. Raises PeerError, IntegrityError if it has computed something else.
 
         After PeerTimeout it may be waited for again.
         """
-        since_ns = time.perf_counter_ns()
-        answer = await self._answer.receive(FrameType.RESULT, timeout_s)
+        async with self._hop.one_by_one:  # or the first of several chunks would use up the time of all
+            since_ns = time.perf_counter_ns()
+            answer = await self._answer.receive(FrameType.RESULT, timeout_s)
         result = unpack(Result, answer.meta)
-        output = self._hop.read(self._chunk, answer, result.output_digest, pushed=result.pushed)
+        output = self._hop.read(self.chunk, answer, result.output_digest, pushed=result.pushed)
         if result.input_digest != given.digest:
             raise IntegrityError("computed other hidden states than those that it should have been given")
         trip_us = (time.perf_counter_ns() - since_ns) // 1000
@@ -220,7 +235,7 @@ class ExpectedOutput:
 
     async def replay(self, timeout_s: float, *, push: bool) -> Hidden:
         """The output again, from the hop's log: pushed to the next hop if that can be done and is wanted."""
-        await self._hop.ask(FrameType.REPLAY, self._chunk, pack(Replay(push)))
+        await self._hop.ask(FrameType.REPLAY, self.chunk, pack(Replay(push)))
         answer = await self._answer.receive(FrameType.REPLAYED, timeout_s)
         replayed = unpack(Replayed, answer.meta)
-        return self._hop.read(self._chunk, answer, replayed.output_digest, pushed=push and replayed.pushed)
+        return self._hop.read(self.chunk, answer, replayed.output_digest, pushed=push and replayed.pushed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 import trio
@@ -59,6 +59,14 @@ class ConnectionPool:
         finally:
             if not lock.statistics().tasks_waiting and not lock.locked():
                 self._dialling.pop(peer, None)
+
+    def warm(self, addresses: Sequence[str]) -> None:
+        """Have a connection ready for when it is needed. Failing is silent."""
+        self._nursery.start_soon(self._connect_quietly, addresses)
+
+    async def _connect_quietly(self, addresses: Sequence[str]) -> None:
+        with suppress(PeerError, ConfigError):
+            await self.connect(addresses)
 
     async def _dial(self, addresses: Sequence[str]) -> Connection:
         for address in addresses[:-1]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 import trio
@@ -83,6 +83,7 @@ class Router:
                 failed[error.peer or route[0].peer] = error
             else:
                 self.route = route
+                self._warm_standbys(route)
                 return session
 
     # What a session asks that has lost a peer
@@ -100,7 +101,9 @@ class Router:
             each for each in self._candidates() if each.peer not in avoid and (hurry or not self._is_banned(each))
         ]
         route = find_detour(span, _held(usable), _costs(usable))
-        return route, await self._connect(route, usable)
+        connections = await self._connect(route, usable)
+        self._warm_standbys(route)
+        return route, connections
 
     async def wait_changed(self) -> None:
         """See `Detours`."""
@@ -149,6 +152,18 @@ class Router:
             except ConfigError as error:  # of what the peer says of itself, and not the user
                 raise PeerUnreachable(f"announces no usable address: {error}", peer=hop.peer, span=hop.span) from error
         return connections
+
+    def _warm_standbys(self, route: Route) -> None:
+        """Connect to who would take the place of each hop."""
+        if not self._policy.standbys:
+            return
+        peers = {hop.peer for hop in route}
+        others = [each for each in self._candidates() if each.peer not in peers and not self._is_banned(each)]
+        addresses = {each.peer: each.addresses for each in others}
+        for hop in route:
+            with suppress(NoRoute):
+                for standby in find_detour(hop.span, _held(others), _costs(others)):
+                    self._pool.warm(addresses[standby.peer])
 
     def _is_banned(self, announcement: Announcement) -> bool:
         return self._bans.is_banned(announcement.peer, trio.current_time())

@@ -58,6 +58,10 @@ class ClientPolicy:
     """How long a session that cannot open tries again, while the view says that its peers are there."""
     step_timeout_s: float = 60.0
     """Generous: a long prefill on a slow peer. A peer that died is noticed by its link in `LinkPolicy.silence_s`."""
+    step_patience_s: float = 15.0
+    step_patience_times: float = 20.0
+    """Of a hop that we know: a step may take this many times what the like took before, and `step_patience_s`. Its link
+    lives, so it may be busy with others; but a hop that hangs is given up before `step_timeout_s`."""
     chunk_tokens: int = 512
     """A prefill is sent in chunks of this many positions, so that no frame and no forward grows with the prompt."""
     chunks_ahead: int = 3
@@ -68,11 +72,13 @@ class ClientPolicy:
     """Each hop logs its results, for who takes the next one's place; we see digests alone of what hops give each other.
     Without it all results come here too and are logged here (Petals' cache at the client)."""
     push_patience_s: float = 2.0
-    """A hop that was given a step directly has this long, and some times what it took the hop before, to answer."""
+    """A hop that was given a step directly has this long, and some times what the like took, to answer."""
     replay_patience_s: float = 15.0
     """The same for logged results, pushed over a fresh connection: it is hardly ever lost, and is a prefill."""
     recovery_timeout_s: float = 30.0
     """A session that lost a peer looks this long for others to take its place: a server may be starting again."""
+    standbys: bool = True
+    """Connections are kept to who could take the place of a lost peer."""
     retry_s: float = 1.0
     """Between two looks, unless the swarm changes before."""
     ban_s: float = 2.0
