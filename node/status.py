@@ -9,11 +9,13 @@ from llmnode.core.route import uncovered
 from llmnode.core.view import online
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
     from llmnode.core.announcement import Announcement
+    from llmnode.core.ids import PeerId
     from llmnode.core.span import Span
+    from llmnode.wire.messages import Description
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ class ModelStatus:
     dtype: str
     blocks: int
     servers: Sequence[Announcement]
+    answers: Mapping[PeerId, Description]
+    """What those that could be reached say of themselves."""
 
     @property
     def holes(self) -> list[Span]:
@@ -32,7 +36,7 @@ class ModelStatus:
         return uncovered(self.blocks, [each.offer.span for each in online(self.servers)])
 
 
-def by_model(announcements: Sequence[Announcement]) -> list[ModelStatus]:
+def by_model(announcements: Sequence[Announcement], answers: Mapping[PeerId, Description]) -> list[ModelStatus]:
     groups: dict[tuple[bytes, str], list[Announcement]] = {}
     for each in announcements:
         groups.setdefault((each.offer.model_digest, each.offer.dtype), []).append(each)
@@ -43,6 +47,7 @@ def by_model(announcements: Sequence[Announcement]) -> list[ModelStatus]:
             dtype=dtype,
             blocks=servers[0].offer.blocks,
             servers=sorted(servers, key=lambda each: (each.offer.span, each.peer)),
+            answers=answers,
         )
         for (digest, dtype), servers in sorted(groups.items())
     ]
@@ -57,7 +62,7 @@ def as_json(models: Sequence[ModelStatus], now_ms: int) -> dict[str, Any]:  # An
                 "dtype": model.dtype,
                 "blocks": model.blocks,
                 "holes": [[hole.start, hole.end] for hole in model.holes],
-                "servers": [_server_json(each, now_ms) for each in model.servers],
+                "servers": [_server_json(each, model.answers.get(each.peer), now_ms) for each in model.servers],
             }
             for model in models
         ]
@@ -72,7 +77,7 @@ def bar(span: Span, blocks: int, columns: int, filled: str = "█") -> str:
     return "·" * first + filled * (last - first) + "·" * (columns - last)
 
 
-def _server_json(each: Announcement, now_ms: int) -> dict[str, Any]:  # Any: JSON
+def _server_json(each: Announcement, answer: Description | None, now_ms: int) -> dict[str, Any]:  # Any: JSON
     offer = each.offer
     return {
         "peer": each.peer,
@@ -83,4 +88,9 @@ def _server_json(each: Announcement, now_ms: int) -> dict[str, Any]:  # Any: JSO
         "kv_tokens_free": offer.kv_tokens_free,
         "software": each.software,
         "age_s": round((now_ms - each.sequence) / 1000, 1),
+        "reached": answer is not None,
+        "sessions": answer and answer.sessions,
+        "steps": answer and answer.steps,
+        "steps_given_directly": answer and answer.steps_given_directly,
+        "results_pushed": answer and answer.results_pushed,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from llmnode.node.commands.options import add_command, check_peers, printable
@@ -14,11 +15,14 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from llmnode.core.announcement import Announcement
+    from llmnode.core.ids import PeerId
     from llmnode.node.commands.options import Commands
     from llmnode.node.status import ModelStatus
+    from llmnode.wire.messages import Description
 
-BESIDE_BAR = 68
+BESIDE_BAR = 72
 """Columns of the terminal that the rest of a row takes."""
+ASKED_AT_ONCE = 32
 STYLES = {"online": "green", "joining": "yellow"}
 
 
@@ -42,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     from llmnode.node.status import as_json, by_model
 
     check_peers(arguments.peers)
-    models = by_model(trio.run(_ask, arguments.peers))
+    models = by_model(*trio.run(_ask, arguments.peers))
     if arguments.json:
         print(json.dumps(as_json(models, wall_clock_ms())))
     else:
@@ -50,12 +54,29 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if any(not model.holes for model in models) else 1
 
 
-async def _ask(peers: Sequence[str]) -> list[Announcement]:
-    from llmnode.client.join import join_swarm
-    from llmnode.core.policy import LinkPolicy
+async def _ask(peers: Sequence[str]) -> tuple[list[Announcement], dict[PeerId, Description]]:
+    """Who is there, and what those that can be reached say of themselves."""
+    import trio
 
-    async with join_swarm(peers, LinkPolicy()) as (_pool, swarm):
-        return swarm.view.announcements()
+    from llmnode.client.join import join_swarm
+    from llmnode.core.policy import ClientPolicy, LinkPolicy
+    from llmnode.errors import ConfigError, PeerError
+
+    answers: dict[PeerId, Description] = {}
+    limiter = trio.CapacityLimiter(ASKED_AT_ONCE)
+    timeout_s = ClientPolicy().connect_timeout_s
+
+    async def describe(each: Announcement) -> None:
+        async with limiter:
+            with suppress(PeerError, ConfigError), trio.move_on_after(timeout_s):
+                answers[each.peer] = await (await pool.connect(each.addresses)).describe(timeout_s)
+
+    async with join_swarm(peers, LinkPolicy()) as (pool, swarm):
+        announcements = swarm.view.announcements()
+        async with trio.open_nursery() as nursery:
+            for each in announcements:
+                nursery.start_soon(describe, each)
+    return announcements, answers
 
 
 def _show(models: Sequence[ModelStatus]) -> None:
@@ -73,15 +94,25 @@ def _show(models: Sequence[ModelStatus]) -> None:
             console.print("[green]every block is served[/]")
 
 
+def _work(answer: Description | None) -> list[str]:
+    """The steps of a server; of these, what it was given by a server, and gave to one, and not through a client."""
+    if answer is None:
+        return ["[yellow]unreached[/]", ""]
+    per_cent = 100 / max(answer.steps, 1)
+    given, pushed = answer.steps_given_directly * per_cent, answer.results_pushed * per_cent
+    return [str(answer.steps), f"{given:.0f}/{pushed:.0f} %"]
+
+
 def _table(model: ModelStatus, bar_columns: int) -> Table:
+    from rich import box
     from rich.markup import escape
     from rich.table import Table
 
     from llmnode.node.status import bar
 
     title = f"{escape(printable(model.model))}, {model.dtype}, {model.blocks} blocks"
-    table = Table(title=title, title_justify="left")
-    for column in ("peer", "blocks", "", "state", "ms a block", "free KV"):
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("peer", "blocks", "", "state", "ms/block", "free KV", "steps", "direct"):
         table.add_column(column, no_wrap=True)
     for each in model.servers:
         offer, style = each.offer, STYLES.get(each.offer.state, "default")
@@ -92,6 +123,7 @@ def _table(model: ModelStatus, bar_columns: int) -> Table:
             f"[{style}]{offer.state}[/]",
             f"{offer.block_us / 1000:.2f}" if offer.block_us else "-",
             str(offer.kv_tokens_free),
+            *_work(model.answers.get(each.peer)),
         )
     for hole in model.holes:
         table.add_row(

@@ -18,7 +18,7 @@ from llmnode.core.span import Span
 from llmnode.core.view import online
 from llmnode.errors import PeerRefused, PeerUnreachable, RemoteProtocolError
 from llmnode.node.serve.links import answer_about_swarm, serve_links
-from llmnode.node.serve.session import ServedSession, refusal_of
+from llmnode.node.serve.session import ServedSession, Tally, refusal_of
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Description, Open, RefusalCode, check_empty, pack, unpack
 from llmnode.wire.payload import Codec, HiddenForm
@@ -47,6 +47,7 @@ class Server:
     pushes: ConnectionPool | None = None
     """Connections over which results go to next hops; without them every hop goes through the client."""
     sessions: dict[SessionId, ServedSession] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
 
     async def run(self, network: Network) -> None:
         """Serve every link that is opened to us, until cancelled."""
@@ -73,6 +74,10 @@ class Server:
             span_start=span.start,
             span_end=span.end,
             kv_tokens_free=self.worker.kv_tokens_free,
+            sessions=len(self.sessions),
+            steps=self.tally.steps,
+            steps_given_directly=self.tally.given_directly,
+            results_pushed=self.tally.pushed,
         )
 
 
@@ -131,6 +136,7 @@ class _ServedLink:
             server.worker,
             server.policy,
             server.find_peer,
+            server.tally,
             keep_outputs=request.keep_outputs,
         )
         self._sessions[frame.session] = session
@@ -177,6 +183,7 @@ class _ServedLink:
         try:
             check_empty(frame.meta, "STEP")
             self._server.sessions[frame.session].submit(frame)
+            self._server.tally.given_directly += 1
         except (PeerRefused, RemoteProtocolError) as error:
             log.info("dropped a step pushed by peer=%s: %s", self._link.peer, error)
 

@@ -7,6 +7,7 @@ result itself only if it was not pushed. It is logged, for who takes the next ho
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import trio
@@ -38,6 +39,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class Tally:
+    """What all sessions together have done since the server started."""
+
+    steps: int = 0
+    given_directly: int = 0
+    """By the hop before."""
+    pushed: int = 0
+    """Results, to the hop after."""
+
+
 class ServedSession:
     """Its task (`run`) owns the stage; the link's loop only queues frames with `submit`."""
 
@@ -50,6 +62,7 @@ class ServedSession:
         worker: Worker,
         policy: ServePolicy,
         find_peer: FindPeer,
+        tally: Tally,
         *,
         keep_outputs: bool,
     ) -> None:
@@ -62,6 +75,7 @@ class ServedSession:
         self._form = form
         self._policy = policy
         self._find_peer = find_peer
+        self._tally = tally
         self._outputs = PayloadLog(form) if keep_outputs else None
         """As long as the KV, whose reservation bounds it."""
         self._receiver: tuple[Connection, SessionId] | None = None
@@ -154,6 +168,8 @@ class ServedSession:
             if self._outputs is not None:
                 self._outputs.append(payload, frame.length)
             pushed = await self._push(frame, payload)
+            self._tally.steps += 1
+            self._tally.pushed += pushed
             digests = _native.blake3_digest(frame.payload), _native.blake3_digest(payload)
             result = pack(Result(computed.queue_us, computed.compute_us, *digests, pushed))
             wanted = not self._quiet and not (pushed and self._outputs is not None)

@@ -50,6 +50,7 @@ U32 = Annotated[int, Between(0, 2**32 - 1)]
 Count = Annotated[int, Between(1, 2**32 - 1)]
 Microseconds = Annotated[int, Between(0, 2**48)]
 Milliseconds = Annotated[int, Between(0, 2**48)]
+Total = Annotated[int, Between(0, 2**63 - 1)]
 Addresses = Annotated[list[str], Texts(8, 300)]
 Flag = Annotated[bool, Between(0, 1)]
 Digest = Annotated[bytes, Sized(32, 32)]
@@ -82,7 +83,10 @@ class RefusalCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a server holds (the answer to DESCRIBE)."""
+    """What a server holds, and what it has done since it started (the answer to DESCRIBE).
+
+    Of its steps, so many were given to it by a hop before, and so many results it gave to a hop after.
+    """
 
     software: Name
     model: Name
@@ -94,6 +98,10 @@ class Description:
     span_start: U32
     span_end: Count
     kv_tokens_free: U32
+    sessions: U32
+    steps: Total
+    steps_given_directly: Total
+    results_pushed: Total
 
 
 @dataclass(frozen=True, slots=True)
