@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from libp2p.crypto.ed25519 import Ed25519PrivateKey, create_new_key_pair
+from libp2p.crypto.ed25519 import Ed25519PrivateKey, Ed25519PublicKey, create_new_key_pair
 from libp2p.crypto.keys import KeyPair
 from libp2p.peer.id import ID
 
@@ -46,12 +47,24 @@ def open_identity(path: Path) -> KeyPair:
 
 
 def is_signed(peer: PeerId, message: bytes, signature: bytes) -> bool:
-    """Whether the holder of the key in `peer` signed `message`. Only ids that hold their key can be checked."""
+    """Whether the holder of the key in `peer` signed `message`. Ids of other keys than Ed25519 cannot be checked."""
+    public_key = _key_of(peer)
+    try:
+        return public_key is not None and public_key.verify(message, signature)
+    except ValueError:  # a signature of the wrong size
+        return False
+
+
+@lru_cache(maxsize=4096)  # reading an id takes a quarter of a check, and few peers sign much
+def _key_of(peer: PeerId) -> Ed25519PublicKey | None:
+    """None for what is no id, for one without an Ed25519 key, and for another spelling of a key's own id."""
     try:
         public_key = ID.from_base58(peer).extract_public_key()
-        return public_key is not None and public_key.verify(message, signature)
-    except ValueError:  # no base58, no multihash, no key, a signature of the wrong size
-        return False
+    except ValueError:  # no base58
+        return None
+    if not isinstance(public_key, Ed25519PublicKey) or ID.from_pubkey(public_key).to_base58() != peer:
+        return None
+    return public_key
 
 
 def _make(path: Path) -> KeyPair:
