@@ -84,6 +84,17 @@ class ClientPolicy:
     ban_s: float = 2.0
     """The first ban of a peer that failed; the next is twice as long."""
     longest_ban_s: float = 30.0
+    receipts_kept: int = 16_384
+    """Of one session, some 7 MB: 5,461 tokens through three hops. Of what is older the book knows nothing any more."""
+    conviction_s: float = 3600.0
+    """Who is proved a liar is not used for so long: no bug does that, so waiting seconds would not mend it."""
+    suspicion_cost: float = 0.5
+    """What a break without proof adds to the cost of each peer that may have caused it, as a share: of equal peers
+    others are taken, but one that is twice as fast stays, for half of those who come under suspicion are honest."""
+    suspicion_half_life_s: float = 300.0
+    """An honest peer has to live down its neighbours; who lies on is suspected faster than this forgets."""
+    most_suspicion: float = 16.0
+    """Breaks that count at most, so that who holds blocks alone is forgiven within an hour."""
 
 
 @dataclass(frozen=True, slots=True)

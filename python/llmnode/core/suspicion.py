@@ -1,0 +1,67 @@
+"""Peers that may have lied, and those that are proved to have. Knows no clock: the time is told.
+
+Where what one hop put out is not what the next took in, without proof of who is to blame, both are suspected: nobody is
+banned for a neighbour's lie. Suspicion makes a peer dearer and is forgotten; only proof convicts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from llmnode.core.ids import PeerId
+    from llmnode.core.policy import ClientPolicy
+
+_FORGOTTEN = 1 / 16
+"""Breaks. Suspicion below it is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    breaks: float
+    """As many as are not forgotten, at `at_s`."""
+    at_s: float
+
+
+class Suspicion:
+    """An honest peer is suspected as long as it stands beside a liar; the liar is, whoever stands beside it."""
+
+    def __init__(self, policy: ClientPolicy) -> None:
+        self._policy = policy
+        self._levels: dict[PeerId, _Level] = {}
+        self._convicted_until_s: dict[PeerId, float] = {}
+
+    def suspect(self, peers: Iterable[PeerId], now_s: float) -> None:
+        """One break that each of `peers` may have caused."""
+        self._forget(now_s)
+        for peer in peers:
+            breaks = min(self._breaks(peer, now_s) + 1, self._policy.most_suspicion)
+            self._levels[peer] = _Level(breaks, now_s)
+
+    def convict(self, peer: PeerId, now_s: float) -> None:
+        """`peer` is proved a liar: it must not be used for a long time, even if there is nobody else."""
+        self._forget(now_s)
+        self._convicted_until_s[peer] = now_s + self._policy.conviction_s
+
+    def is_convicted(self, peer: PeerId, now_s: float) -> bool:
+        return now_s < self._convicted_until_s.get(peer, now_s)
+
+    def penalty(self, peer: PeerId, now_s: float) -> float:
+        """What a peer's cost on a route is to be multiplied with: 1 without suspicion, more with it."""
+        return 1 + self._policy.suspicion_cost * self._breaks(peer, now_s)
+
+    def _breaks(self, peer: PeerId, now_s: float) -> float:
+        level = self._levels.get(peer)
+        if level is None:
+            return 0.0
+        breaks = level.breaks * 0.5 ** ((now_s - level.at_s) / self._policy.suspicion_half_life_s)
+        return float(breaks) if breaks >= _FORGOTTEN else 0.0
+
+    def _forget(self, now_s: float) -> None:
+        self._levels = {peer: level for peer, level in self._levels.items() if self._breaks(peer, now_s)}
+        self._convicted_until_s = {
+            peer: until_s for peer, until_s in self._convicted_until_s.items() if now_s < until_s
+        }
