@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from llmnode.core.ids import PeerId
     from llmnode.core.span import Span
+    from llmnode.wire.receipt import Conviction
 
 
 class LlmnodeError(Exception):
@@ -116,7 +117,23 @@ class RemoteProtocolError(PeerError):
 
 
 class IntegrityError(PeerError):
-    """What arrived is not what was sent, or not what was signed."""
+    """What arrived is not what was sent, or not what was signed.
+
+    `suspects` are all who may have done it, where that is not certain. `proof` convicts `peer`, if there is any.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        peer: PeerId | None = None,
+        span: Span | None = None,
+        suspects: Sequence[PeerId] = (),
+        proof: Conviction | None = None,
+    ) -> None:
+        self.suspects = tuple(suspects)
+        self.proof = proof
+        super().__init__(message, peer=peer, span=span)
 
 
 @contextmanager

@@ -1,0 +1,145 @@
+"""Receipts: what a stage binds itself to, by its key, about one step that it has computed.
+
+Knows no key: `llmnode.ports.Network` signs and verifies.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from llmnode import _native
+from llmnode.core.ids import SESSION_ID_BYTES
+from llmnode.errors import IntegrityError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llmnode.core.ids import Epoch, PeerId, SessionId, Step
+    from llmnode.core.span import Span
+
+    Sign: TypeAlias = Callable[[bytes], bytes]
+    Verify: TypeAlias = Callable[[PeerId, bytes, bytes], bool]
+
+SIGNING_CONTEXT = b"llmnode-receipt-1:"
+"""Before what a receipt says, under its signature: see `announcement.SIGNING_CONTEXT`."""
+
+PROFILE_CONTEXT = b"llmnode-profile-1:"
+
+DIGEST_BYTES = 32
+SIGNATURE_BYTES = 64
+
+_STATEMENT = struct.Struct(f"<{SESSION_ID_BYTES}s32sIIIIII32s32s32s")
+_PROFILE = struct.Struct("<32sHH")
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """`signer` says: for `client`, in its session `session`, I computed this step, and got these bytes out of those.
+
+    `session` is the hop's own name. `start` and `length` are positions, `profile` is a `profile_digest`, and the
+    digests are BLAKE3 of the payloads as they cross the wire. The signature is empty until `signed`. Raises ValueError
+    for what has no statement.
+    """
+
+    signer: PeerId
+    client: PeerId
+    session: SessionId
+    epoch: Epoch
+    step: Step
+    start: int
+    length: int
+    span: Span
+    profile: bytes
+    input_digest: bytes
+    output_digest: bytes
+    signature: bytes = b""
+
+    def __post_init__(self) -> None:
+        if not len(self.profile) == len(self.input_digest) == len(self.output_digest) == DIGEST_BYTES:
+            raise ValueError(f"a digest has {DIGEST_BYTES} bytes")
+        if len(self.session) != SESSION_ID_BYTES or len(self.signature) not in (0, SIGNATURE_BYTES):
+            raise ValueError(f"a session has {SESSION_ID_BYTES} bytes, a signature {SIGNATURE_BYTES}")
+        if min(self.epoch, self.step, self.start) < 0 or self.length < 1:
+            raise ValueError("a step counts from 0, and has at least one position")
+        if max(self.epoch, self.step, self.start + self.length, self.span.end) >= 2**32:
+            raise ValueError("a number is beyond 32 bits")
+
+
+@dataclass(frozen=True, slots=True)
+class Conviction:
+    """Two receipts that prove their signer a liar: what it told the client, and what `by` was given by it."""
+
+    told: Receipt
+    shown: Receipt
+    by: PeerId
+
+    def error(self) -> IntegrityError:
+        what = f"signed two different receipts for step {self.told.step}"
+        return IntegrityError(what, peer=self.told.signer, span=self.told.span, proof=self)
+
+
+def profile_digest(model_digest: bytes, dtype: str, codec: str) -> bytes:
+    """What must be alike for a stage's answers to be: 32 bytes."""
+    names = dtype.encode(), codec.encode()
+    return _native.blake3_digest_parts(
+        [PROFILE_CONTEXT, _PROFILE.pack(model_digest, len(names[0]), len(names[1])), *names]
+    )
+
+
+def statement(receipt: Receipt) -> bytes:
+    """The bytes under the signature. Two receipts of one signer have the same exactly if they say the same."""
+    return SIGNING_CONTEXT + _STATEMENT.pack(
+        receipt.session,
+        _native.blake3_digest(receipt.client.encode()),
+        receipt.epoch,
+        receipt.step,
+        receipt.start,
+        receipt.length,
+        receipt.span.start,
+        receipt.span.end,
+        receipt.profile,
+        receipt.input_digest,
+        receipt.output_digest,
+    )
+
+
+def signed(receipt: Receipt, sign: Sign) -> Receipt:
+    """`receipt` with the signature of who signs by `sign`.
+
+    A stage signs a step once, after all that can fail; whatever asks for the step again gets the same receipt.
+    """
+    return replace(receipt, signature=sign(statement(receipt)))
+
+
+def is_valid(receipt: Receipt, verify: Verify) -> bool:
+    """Whether `signer` has signed it. Some 60 microseconds."""
+    return verify(receipt.signer, statement(receipt), receipt.signature)
+
+
+def is_proof(one: Receipt, other: Receipt, verify: Verify) -> bool:
+    """Whether two receipts prove that their signer lies.
+
+    They do if it has signed both, for the same step of the same epoch of the same session of the same client, and they
+    say different things. None of what may befall an honest stage makes it do that:
+
+    - A step that is asked for again gets the receipt that it got before; with other content it is refused.
+    - A step that failed was not signed, so it may then be asked for with other content.
+    - What is sent again out of a log, in other pieces, is not computed: it gets no receipt.
+    - A rollback raises the epoch: positions and numbers of steps come again, but in an epoch that never was.
+    - Who replaces a stage that was lost, perhaps the same peer in its next life, computes all again under a name never
+      used before, and may get other bits: those receipts are of another session.
+    - A name is known to others than the client, at least to the next hop. When the session is over, they may open one
+      of the same name at the same peer and give it other steps: those receipts name them, not the client.
+
+    The client alone could have an honest stage contradict itself, by using a name twice. So this is proof for the
+    client, whose names are random; for somebody else it is as good as their trust in the client.
+    """
+    differ = step_key(one) == step_key(other) and statement(one) != statement(other)
+    return differ and is_valid(one, verify) and is_valid(other, verify)
+
+
+def step_key(receipt: Receipt) -> tuple[PeerId, PeerId, SessionId, Epoch, Step]:
+    """Of two receipts with the same key an honest signer signs one alone."""
+    return receipt.signer, receipt.client, receipt.session, receipt.epoch, receipt.step

@@ -1,0 +1,132 @@
+"""Peers with real keys, and a session of theirs that signs receipts as servers do, without anything being computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.peer.id import ID
+
+from llmnode import _native
+from llmnode.client.hop import Chunk
+from llmnode.client.receipts import ReceiptBook
+from llmnode.core.ids import Epoch, PeerId, SessionId, Step
+from llmnode.core.model import ModelInfo
+from llmnode.core.policy import ClientPolicy
+from llmnode.core.route import Hop
+from llmnode.core.span import Span, split_evenly
+from llmnode.net.identity import is_signed
+from llmnode.wire.payload import Codec
+from llmnode.wire.receipt import signed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llmnode.wire.receipt import Receipt, Sign
+
+MODEL = ModelInfo("org/model", b"m" * 32, blocks=6, hidden_size=4, context_tokens=64, dtype="float32")
+
+
+@dataclass(frozen=True)
+class Signer:
+    peer: PeerId
+    sign: Sign
+
+
+@lru_cache
+def signer(number: int) -> Signer:
+    key_pair = create_new_key_pair(bytes([1 + number]) * 32)
+    return Signer(PeerId(ID.from_pubkey(key_pair.public_key).to_base58()), key_pair.private_key.sign)
+
+
+CLIENT, LIAR, OTHER = signer(100), signer(101), signer(102)
+
+
+def digest(*parts: object) -> bytes:
+    return _native.blake3_digest(repr(parts).encode())
+
+
+@dataclass
+class Stage:
+    """One hop's part of a session, at an honest server."""
+
+    signer: Signer
+    hop: Hop
+    session: SessionId
+
+    def receipt(self, book: ReceiptBook, chunk: Chunk, given: bytes, put_out: bytes) -> Receipt:
+        """As the client gets it."""
+        unsigned = book.receipt(self.hop, self.session, chunk, given, put_out, b"")
+        signature = signed(unsigned, self.signer.sign).signature
+        return book.receipt(self.hop, self.session, chunk, given, put_out, signature)
+
+
+@dataclass
+class Session:
+    """What a client and its hops do, told to `book`. No two names, and no two things computed, are the same."""
+
+    parts: int = 3
+    policy: ClientPolicy = ClientPolicy()
+    epoch: int = 0
+    step_number: int = 0
+    position: int = 0
+    made: int = 0
+    book: ReceiptBook = field(init=False)
+    stages: list[Stage] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.book = ReceiptBook(CLIENT.peer, MODEL, Codec.RAW, self.policy, is_signed)
+        self.stages = [self.stage(signer(n), span) for n, span in enumerate(split_evenly(MODEL.blocks, self.parts))]
+
+    def stage(self, at: Signer, span: Span) -> Stage:
+        return Stage(at, Hop(at.peer, span), SessionId(self.fresh()[:16]))
+
+    def step(self, length: int = 1) -> list[Receipt]:
+        receipts = self.pass_through(self.stages, self.chunk(length))
+        self.book.add(receipts, receipts[0].input_digest, receipts[-1].output_digest)
+        self.step_number += 1
+        self.position += length
+        return receipts
+
+    def chunk(self, length: int) -> Chunk:
+        return Chunk(Epoch(self.epoch), Step(self.step_number), self.position, length)
+
+    def pass_through(self, stages: Sequence[Stage], chunk: Chunk) -> list[Receipt]:
+        values = [self.fresh() for _ in range(len(stages) + 1)]
+        return [
+            stage.receipt(self.book, chunk, values[number], values[number + 1]) for number, stage in enumerate(stages)
+        ]
+
+    def truncate(self, position: int) -> None:
+        self.epoch += 1
+        self.position = position
+        self.book.truncate(position)
+
+    def replace(self, index: int, *others: Signer, most: int = 8) -> None:
+        """`others` take the place of a hop that was lost: they are given its inputs again, and the epoch is raised."""
+        span = self.stages[index].hop.span
+        stages = [
+            self.stage(other, Span(span.start + each.start, span.start + each.end))
+            for other, each in zip(others, split_evenly(len(span), len(others)), strict=True)
+        ]
+        self.epoch += 1
+        for number, start in enumerate(range(0, self.position, most)):
+            chunk = Chunk(Epoch(self.epoch), Step(number), start, min(most, self.position - start))
+            receipts = self.pass_through(stages, chunk)
+            self.book.add(receipts, receipts[0].input_digest, receipts[-1].output_digest, replay=True)
+        self.stages[index : index + 1] = stages
+        self.truncate(self.position)
+
+    def export(self) -> dict[str, Any]:  # Any: JSON
+        return self.book.export(CLIENT.sign)
+
+    def fresh(self) -> bytes:
+        self.made += 1
+        return digest("made", self.made)
+
+
+def forged(receipt: Receipt) -> Receipt:
+    """Of the right form, and signed by somebody else."""
+    return replace(receipt, signature=signed(receipt, LIAR.sign).signature)
