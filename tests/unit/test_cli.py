@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWHatDJpvRfD7CvXhA3hg2Pc115M26JP2Zph8nShom4ESy"
-COMMANDS = ["demo", "serve", "relay", "generate", "chat", "status", "doctor", "config", "bench"]
+COMMANDS = ["demo", "serve", "relay", "generate", "chat", "status", "doctor", "verify", "config", "bench"]
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +64,11 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["chat", "--peers", PEER, "--max-length", "0"], "--max-length 0: give at least 1"),
         (["config", "sing"], "there is no command 'sing': choose from demo"),
         (["doctor", "--kv-tokens", "0"], "--kv-tokens 0: give at least 1"),
+        (["verify"], "are required: FILE (see `llmnode verify --help`)"),
+        (["verify", "/nowhere"], "/nowhere: cannot be read (No such file or directory): name a file that a session"),
+        (["verify", "/"], "/: cannot be read (Is a directory)"),
+        (["verify", "/dev/null"], "/dev/null: not JSON"),
+        (["verify", "/dev/zero"], "/dev/zero: a transcript has at most"),
     ],
 )
 def test_a_wrong_argument_is_one_line_that_names_the_fix(

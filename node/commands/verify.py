@@ -1,0 +1,117 @@
+"""`llmnode verify`: whether the receipts of a session show who computed it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmnode.errors import ConfigError
+from llmnode.node.commands.options import add_command, printable
+
+if TYPE_CHECKING:
+    import argparse
+
+    from llmnode.client.audit import Audit
+    from llmnode.client.transcript import Transcript
+    from llmnode.node.commands.options import Commands
+
+EXIT_WRONG = 1
+MOST_SHOWN = 20
+"""Problems on the terminal; --json has all."""
+
+SHOWS = (
+    "this shows who signed for which bytes, and that they went from peer to peer unchanged; not that what was computed"
+    " is right"
+)
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "verify",
+        run,
+        "check the receipts that the peers of a session have signed",
+        f"  llmnode verify receipts.json\n  llmnode verify receipts.json --json\n\n{SHOWS}\n"
+        "the exit status is 1 if anything is wrong: a signature, a gap, a chain that does not join, two receipts that\n"
+        "contradict each other",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="what a session exported")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from llmnode.client.audit import audit
+    from llmnode.client.transcript import parse
+    from llmnode.net.identity import is_signed
+
+    try:
+        transcript = parse(_read(arguments.file))
+    except ConfigError as error:
+        raise ConfigError(f"{arguments.file}: {error}") from error
+    found = audit(transcript, is_signed)
+    if arguments.json:
+        print(json.dumps(_as_json(transcript, found)))
+    else:
+        print(_lines(transcript, found))
+    return EXIT_WRONG if found.problems else 0
+
+
+def _read(path: Path) -> bytes:
+    """Raises ConfigError."""
+    from llmnode.client.transcript import MOST_BYTES
+
+    try:
+        with path.open("rb") as file:
+            return file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot be read ({error.strerror}): name a file that a session exported") from error
+
+
+def _lines(transcript: Transcript, found: Audit) -> str:
+    start, end = found.positions
+    lines = [
+        f"{transcript.model} ({transcript.dtype}, {transcript.codec}), {transcript.blocks} blocks,"
+        f" positions [{start}, {end}): {found.receipts} receipts",
+        *(f"  {part}" for part in found.parts),
+        *(f"wrong: {problem}" for problem in found.problems[:MOST_SHOWN]),
+    ]
+    if len(found.problems) > MOST_SHOWN:
+        lines.append(f"wrong: {len(found.problems) - MOST_SHOWN} more, see --json")
+    if not found.problems:
+        lines.append("fine: all receipts are signed, and join without a gap")
+    return "\n".join(printable(line) for line in [*lines, SHOWS])
+
+
+def _as_json(transcript: Transcript, found: Audit) -> dict[str, Any]:  # Any: JSON
+    return {
+        "fine": not found.problems,
+        "client": transcript.client,
+        "model": transcript.model,
+        "model_digest": transcript.model_digest.hex(),
+        "dtype": transcript.dtype,
+        "codec": str(transcript.codec),
+        "blocks": transcript.blocks,
+        "positions": found.positions,
+        "receipts": found.receipts,
+        "parts": [
+            {
+                "peer": part.peer,
+                "blocks": [part.span.start, part.span.end],
+                "receipts": part.receipts,
+                "positions": part.positions,
+                "replayed": part.replayed,
+            }
+            for part in found.parts
+        ],
+        "problems": [
+            {
+                "peer": problem.peer,
+                "blocks": problem.span and [problem.span.start, problem.span.end],
+                "positions": problem.positions,
+                "what": problem.what,
+            }
+            for problem in found.problems
+        ],
+        "shows": SHOWS,
+    }
