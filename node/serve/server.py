@@ -18,9 +18,9 @@ from llmnode.core.span import Span
 from llmnode.core.view import online
 from llmnode.errors import PeerRefused, PeerUnreachable, RemoteProtocolError
 from llmnode.node.serve.links import answer_about_swarm, serve_links
-from llmnode.node.serve.session import ServedSession, Tally, refusal_of
+from llmnode.node.serve.session import ServedSession, Serving, Tally, refusal_of
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Description, Open, RefusalCode, check_empty, pack, unpack
+from llmnode.wire.messages import Description, Open, Pushed, RefusalCode, check_empty, pack, unpack
 from llmnode.wire.payload import Codec, HiddenForm
 from llmnode.wire.stage import Stage
 
@@ -51,7 +51,8 @@ class Server:
 
     async def run(self, network: Network) -> None:
         """Serve every link that is opened to us, until cancelled."""
-        await serve_links(network, self.policy.links, lambda link: _ServedLink(self, link).run())
+        serving = Serving(self.worker, self.model, self.policy, network, self.find_peer, self.tally)
+        await serve_links(network, self.policy.links, lambda link: _ServedLink(self, serving, link).run())
 
     async def find_peer(self, peer: PeerId) -> Connection:
         """A connection to push results over. Raises PeerError for one that has announced no part of our model."""
@@ -84,8 +85,9 @@ class Server:
 class _ServedLink:
     """One link and the sessions that were opened over it. They end with it."""
 
-    def __init__(self, server: Server, link: Link) -> None:
+    def __init__(self, server: Server, serving: Serving, link: Link) -> None:
         self._server = server
+        self._serving = serving
         self._link = link
         self._sessions: dict[SessionId, ServedSession] = {}
 
@@ -127,20 +129,9 @@ class _ServedLink:
         span, request = self._check_open(frame)
         stage = Stage(frame.session, request.max_length, self._server.policy.steps_ahead, frame.epoch)
         form = HiddenForm(self._server.model.hidden_size, Codec(request.codec))
-        server = self._server
-        session = ServedSession(
-            stage,
-            span,
-            form,
-            self._link,
-            server.worker,
-            server.policy,
-            server.find_peer,
-            server.tally,
-            keep_outputs=request.keep_outputs,
-        )
+        session = ServedSession(stage, span, form, self._link, self._serving, keep_outputs=request.keep_outputs)
         self._sessions[frame.session] = session
-        server.sessions[frame.session] = session
+        self._server.sessions[frame.session] = session
         nursery.start_soon(self._run_session, session)
 
     def _check_open(self, frame: Frame) -> tuple[Span, Open]:
@@ -181,7 +172,8 @@ class _ServedLink:
     def _take_push(self, frame: Frame) -> None:
         """A step from the hop before, on the client's behalf. What is wrong with it is not blamed on the client."""
         try:
-            check_empty(frame.meta, "STEP")
+            if frame.meta:  # out of a log it comes without
+                unpack(Pushed, frame.meta)
             self._server.sessions[frame.session].submit(frame)
             self._server.tally.given_directly += 1
         except (PeerRefused, RemoteProtocolError) as error:

@@ -18,17 +18,19 @@ from llmnode.errors import ConfigError, PeerError, PeerRefused, RemoteProtocolEr
 from llmnode.ports import Piece
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.log import PayloadLog
-from llmnode.wire.messages import Forward, Refusal, RefusalCode, Replay, Replayed, Result, pack, unpack
+from llmnode.wire.messages import Forward, Pushed, Refusal, RefusalCode, Replay, Replayed, Result, pack, unpack
 from llmnode.wire.payload import payload_bytes
+from llmnode.wire.receipt import Receipt, profile_digest, signed
 from llmnode.wire.stage import Answer, Compute, Refuse, Truncate, Wait
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from llmnode.client.connection import Connection
+    from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ServePolicy
     from llmnode.core.span import Span
-    from llmnode.ports import Link, Worker
+    from llmnode.ports import Link, Network, Worker
     from llmnode.wire.frame import Buffer
     from llmnode.wire.payload import HiddenForm
     from llmnode.wire.stage import Action, Stage
@@ -50,37 +52,39 @@ class Tally:
     """Results, to the hop after."""
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What all sessions of a server share."""
+
+    worker: Worker
+    model: ModelInfo
+    policy: ServePolicy
+    network: Network
+    """Signs receipts."""
+    find_peer: FindPeer
+    tally: Tally
+
+
 class ServedSession:
     """Its task (`run`) owns the stage; the link's loop only queues frames with `submit`."""
 
     def __init__(
-        self,
-        stage: Stage,
-        span: Span,
-        form: HiddenForm,
-        link: Link,
-        worker: Worker,
-        policy: ServePolicy,
-        find_peer: FindPeer,
-        tally: Tally,
-        *,
-        keep_outputs: bool,
+        self, stage: Stage, span: Span, form: HiddenForm, link: Link, serving: Serving, *, keep_outputs: bool
     ) -> None:
         self.stage = stage
         self.sender: PeerId | None = None
         """Who besides the client may send its steps."""
         self._span = span
         self._link = link
-        self._worker = worker
+        self._serving = serving
+        self._worker = serving.worker
         self._form = form
-        self._policy = policy
-        self._find_peer = find_peer
-        self._tally = tally
+        self._profile = profile_digest(serving.model.digest, serving.model.dtype, form.codec)
         self._outputs = PayloadLog(form) if keep_outputs else None
         """As long as the KV, whose reservation bounds it."""
         self._receiver: tuple[Connection, SessionId] | None = None
         self._quiet = False
-        self._submitted, self._frames = trio.open_memory_channel[Frame](4 * policy.steps_ahead)
+        self._submitted, self._frames = trio.open_memory_channel[Frame](4 * serving.policy.steps_ahead)
 
     def submit(self, frame: Frame) -> None:
         """Queue a frame of the session. Raises RemoteProtocolError or PeerRefused for what cannot be."""
@@ -113,7 +117,7 @@ class ServedSession:
             return
         await self._link.send(opened)
         while True:
-            with trio.move_on_after(self._policy.session_idle_s) as idle:
+            with trio.move_on_after(self._serving.policy.session_idle_s) as idle:
                 try:
                     frame = await self._frames.receive()
                 except trio.EndOfChannel:
@@ -167,15 +171,44 @@ class ServedSession:
         else:
             if self._outputs is not None:
                 self._outputs.append(payload, frame.length)
-            pushed = await self._push(frame, payload)
-            self._tally.steps += 1
-            self._tally.pushed += pushed
-            digests = _native.blake3_digest(frame.payload), _native.blake3_digest(payload)
-            result = pack(Result(computed.queue_us, computed.compute_us, *digests, pushed))
+            receipt = self._receipt(frame, payload)
+            pushed = await self._push(frame, payload, pack(Pushed(receipt.input_digest, receipt.signature)))
+            self._serving.tally.steps += 1
+            self._serving.tally.pushed += pushed
+            shown = unpack(Pushed, frame.meta) if frame.meta else None
+            result = Result(
+                computed.queue_us,
+                computed.compute_us,
+                receipt.input_digest,
+                receipt.output_digest,
+                receipt.signature,
+                pushed,
+                shown.input_digest if shown else b"",
+                shown.signature if shown else b"",
+            )
             wanted = not self._quiet and not (pushed and self._outputs is not None)
-            answer = _answer(FrameType.RESULT, frame, result, payload if wanted else b"")
+            answer = _answer(FrameType.RESULT, frame, pack(result), payload if wanted else b"")
             self.stage.computed(answer)
             await self._link.send(answer)
+
+    def _receipt(self, frame: Frame, payload: Buffer) -> Receipt:
+        """What we bind ourselves to: this step, once, after all that can fail (see `receipt.is_proof`)."""
+        return signed(
+            Receipt(
+                signer=self._serving.network.peer,
+                client=self._link.peer,
+                session=frame.session,
+                epoch=frame.epoch,
+                step=frame.step,
+                start=frame.start,
+                length=frame.length,
+                span=self._span,
+                profile=self._profile,
+                input_digest=_native.blake3_digest(frame.payload),
+                output_digest=_native.blake3_digest(payload),
+            ),
+            self._serving.network.sign,
+        )
 
     async def _replay(self, frame: Frame) -> None:
         """Push or send logged results. Changes nothing, so that it may be asked for at any time."""
@@ -185,7 +218,7 @@ class ServedSession:
         except RemoteProtocolError as error:
             await self._link.send(refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message))
             return
-        pushed = request.push and await self._push(frame, payload)
+        pushed = request.push and await self._push(frame, payload, b"")
         meta = pack(Replayed(_native.blake3_digest(payload), pushed))
         await self._link.send(_answer(FrameType.REPLAYED, frame, meta, b"" if pushed else payload))
 
@@ -195,8 +228,8 @@ class ServedSession:
         asked = f"results of {frame.length} positions from {frame.start} asked for"
         if self._outputs is None or frame.length < 1 or frame.start + frame.length > positions:
             raise RemoteProtocolError(f"{asked}, {positions} logged")
-        if payload_bytes(self._form.codec, frame.length * self._form.hidden_size) > self._policy.replay_bytes:
-            raise RemoteProtocolError(f"{asked}, more than {self._policy.replay_bytes} bytes")
+        if payload_bytes(self._form.codec, frame.length * self._form.hidden_size) > self._serving.policy.replay_bytes:
+            raise RemoteProtocolError(f"{asked}, more than {self._serving.policy.replay_bytes} bytes")
         return self._outputs.read(frame.start, frame.length)
 
     async def _stand_between(self, frame: Frame) -> None:
@@ -206,7 +239,7 @@ class ServedSession:
             self.sender = PeerId(request.sender) if request.sender else None
             self._receiver, self._quiet = None, request.quiet
             if request.receiver:
-                connection = await self._find_peer(PeerId(request.receiver))
+                connection = await self._serving.find_peer(PeerId(request.receiver))
                 self._receiver = connection, SessionId(request.receiver_session)
         except RemoteProtocolError as error:
             await self._link.send(refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message))
@@ -215,12 +248,12 @@ class ServedSession:
         else:
             await self._link.send(Frame(FrameType.FORWARDED, frame.session, frame.epoch, frame.step))
 
-    async def _push(self, frame: Frame, payload: Buffer) -> bool:
+    async def _push(self, frame: Frame, payload: Buffer, meta: bytes) -> bool:
         """Give our result to the next hop, as its step of the same number."""
         if self._receiver is None:
             return False
         connection, session = self._receiver
-        step = Frame(FrameType.STEP, session, frame.epoch, frame.step, frame.start, frame.length, b"", payload)
+        step = Frame(FrameType.STEP, session, frame.epoch, frame.step, frame.start, frame.length, meta, payload)
         try:
             await connection.tell(step)
         except PeerError as error:

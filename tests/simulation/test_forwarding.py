@@ -111,8 +111,8 @@ async def test_a_server_that_pushes_something_else_than_it_answers_is_noticed_be
         (served,) = swarm.node(liar).server.sessions.values()
         push = served._push
 
-        async def lie(frame: Frame, payload: Buffer) -> bool:
-            return await push(frame, bytes(len(payload)))
+        async def lie(frame: Frame, payload: Buffer, meta: bytes) -> bool:
+            return await push(frame, bytes(len(payload)), meta)
 
         served._push = lie  # type: ignore[method-assign]
         for _ in range(4):
@@ -129,8 +129,8 @@ async def test_a_server_that_pushes_what_does_not_fit_ends_no_session() -> None:
         (served,) = swarm.node(session.route[1].peer).server.sessions.values()
         push = served._push
 
-        async def misplace(frame: Frame, payload: Buffer) -> bool:
-            return await push(replace(frame, start=frame.start + 1), payload)
+        async def misplace(frame: Frame, payload: Buffer, meta: bytes) -> bool:
+            return await push(replace(frame, start=frame.start + 1), payload, meta)
 
         served._push = misplace  # type: ignore[method-assign]
         await dialogue.step(2)

@@ -54,6 +54,12 @@ def simulated(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     return run
 
 
+async def inline(function: Callable[..., Any], *arguments: Any) -> Any:
+    """In place of a thread, which would know nothing of the mock clock."""
+    await trio.lowlevel.checkpoint()
+    return function(*arguments)
+
+
 def clock_ms() -> int:
     return int(1_700_000_000_000 + trio.current_time() * 1000)
 
@@ -132,7 +138,8 @@ class World:
             )
             await swarm.meet_all(contacts)
             nursery.start_soon(swarm.run)
-            yield Router(MODEL, pool, swarm, policy or ClientPolicy(chunk_tokens=8), random.Random(1)), network.peer
+            policy = policy or ClientPolicy(chunk_tokens=8)
+            yield Router(MODEL, pool, swarm, policy, random.Random(1), inline), network.peer
             nursery.cancel_scope.cancel()
 
     @asynccontextmanager

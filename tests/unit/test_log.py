@@ -142,7 +142,7 @@ async def _answer_every_step_with(payload: bytes, network: MemoryNetwork) -> Non
             frame = await link.receive()
             digest = _native.blake3_digest(frame.payload)
             output_digest = _native.blake3_digest(payload)
-            result = pack(Result(0, 0, input_digest=digest, output_digest=output_digest, pushed=False))
+            result = pack(Result(0, 0, digest, output_digest, bytes(64), False, b"", b""))
             await link.send(
                 Frame(
                     FrameType.RESULT, frame.session, frame.epoch, frame.step, frame.start, frame.length, result, payload

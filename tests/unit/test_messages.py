@@ -19,6 +19,7 @@ from llmnode.wire.messages import (
     Description,
     Forward,
     Open,
+    Pushed,
     Refusal,
     RefusalCode,
     Replay,
@@ -62,20 +63,17 @@ def text(low: int, high: int) -> Rule:
     return Rule(st.text(min_size=low, max_size=min(high, 300)), edges, wrong + [""] * (low > 0))
 
 
+def octets(low: int, high: int) -> Rule:
+    wrong = [bytes(high + 1), bytes(50_000), *NO_BYTES]
+    short = [b"", bytes(low - 1)] if low else []
+    return Rule(st.binary(min_size=low, max_size=high), [bytes(low), b"\xff" * high], wrong + short)
+
+
 U32 = number(0, MOST)
 COUNT = number(1, MOST)
 MICROSECONDS = number(0, 2**48)
 TOTAL = number(0, 2**63 - 1)
-DIGEST = Rule(
-    st.binary(min_size=32, max_size=32),
-    [bytes(32), b"\xff" * 32],
-    [b"", bytes(31), bytes(33), bytes(50_000), *NO_BYTES],
-)
-SESSION = Rule(
-    st.binary(min_size=16, max_size=16),
-    [bytes(16), b"\xff" * 16],
-    [b"", bytes(3), bytes(15), bytes(17), bytes(50_000), *NO_BYTES],
-)
+DIGEST, SESSION, SIGNATURE = octets(32, 32), octets(16, 16), octets(64, 64)
 FLAG = Rule(st.booleans(), [False, True], [0, 1, 2, "true", b"\x01", 1.0, *NO_SCALAR])
 NAME = text(1, 200)
 
@@ -110,8 +108,12 @@ KINDS: dict[Kind, dict[str, Rule]] = {
         "compute_us": MICROSECONDS,
         "input_digest": DIGEST,
         "output_digest": DIGEST,
+        "signature": SIGNATURE,
         "pushed": FLAG,
+        "shown_input": octets(0, 32),
+        "shown_signature": octets(0, 64),
     },
+    Pushed: {"input_digest": DIGEST, "signature": SIGNATURE},
     Replay: {"push": FLAG},
     Replayed: {"output_digest": DIGEST, "pushed": FLAG},
     Forward: {"sender": text(0, 200), "receiver": text(0, 200), "receiver_session": SESSION, "quiet": FLAG},

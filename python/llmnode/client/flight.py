@@ -15,9 +15,10 @@ from llmnode.errors import IntegrityError, PeerError, PeerRefused, PeerTimeout
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llmnode.client.hop import Chunk, ExpectedOutput, HopTiming
+    from llmnode.client.hop import Chunk, ExpectedOutput, HopOutput
     from llmnode.core.policy import ClientPolicy
     from llmnode.wire.frame import Buffer
+    from llmnode.wire.messages import Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,27 @@ class Flight:
 
     chunk: Chunk
     inputs: Sequence[Hidden]
-    output: Hidden
-    timings: Sequence[HopTiming]
+    outputs: Sequence[HopOutput]
+
+    @property
+    def output(self) -> Hidden:
+        return self.outputs[-1].hidden
+
+
+class Contradiction(IntegrityError):
+    """Two hops say different things of what went between them. No `failure` of either, until it is judged.
+
+    `shown` is None if the second could not use what it got.
+    """
+
+    def __init__(self, chunk: Chunk, upstream: SessionHop, told: Result, hop: SessionHop, shown: Result | None) -> None:
+        peers = upstream.hop.peer, hop.hop.peer
+        super().__init__(f"{peers[0]} and {peers[1]} contradict each other", suspects=peers)
+        self.chunk = chunk
+        self.upstream = upstream
+        self.told = told
+        self.hop = hop
+        self.shown = shown
 
 
 async def fly(
@@ -40,14 +60,15 @@ async def fly(
     """See that each hop gets its input, and check its output. The first gets `origin`, or what that hop has logged.
 
     Started once the first hop has its input. Raises a PeerError, which is the `failure` of its hop; or IntegrityError,
-    which is nobody's, if two hops contradict each other: the former may then push no more.
+    which is nobody's yet, if two hops contradict each other (Contradiction, or about a log): the former may then push
+    no more.
     """
     inputs: list[Hidden] = []
-    timings: list[HopTiming] = []
+    outputs: list[HopOutput] = []
     with ExitStack() as stack:
         upstream: _Upstream | None = None
         if isinstance(origin, SessionHop):
-            upstream = _Upstream(origin, stack.enter_context(origin.expect(chunk)), policy.replay_patience_s, 0.0)
+            upstream = _Upstream(origin, stack.enter_context(origin.expect(chunk)), policy.replay_patience_s)
         expected = [stack.enter_context(hop.expect(chunk)) for hop in hops]
         hidden = await upstream.replay(policy, push=True) if upstream else Hidden.of(origin)  # type: ignore[arg-type]
         for hop, output in zip(hops, expected, strict=True):
@@ -57,21 +78,25 @@ async def fly(
                 hidden = await leg.give(hidden)
             if hop is hops[0]:
                 task_status.started()
-            hidden, timing = await leg.receive(hidden)
-            hop.pace.note(chunk.length, timing.round_trip_us / 1e6)
-            timings.append(timing)
-            upstream = _Upstream(hop, output, policy.push_patience_s, (timing.queue_us + timing.compute_us) / 1e6)
-    return Flight(chunk, inputs, hidden, timings)
+            outputs.append(arrived := await leg.receive(hidden))
+            hop.pace.note(chunk.length, arrived.timing.round_trip_us / 1e6)
+            hidden, upstream = arrived.hidden, _Upstream(hop, output, policy.push_patience_s, arrived)
+    return Flight(chunk, inputs, outputs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Upstream:
-    """Who pushes a hop its input, or can be asked for it, and how long it took itself."""
+    """Who pushes a hop its input, or can be asked for it; and what it put out, unless long ago."""
 
     hop: SessionHop
     output: ExpectedOutput
     patience_s: float
-    took_s: float
+    computed: HopOutput | None = None
+
+    @property
+    def took_s(self) -> float:
+        timing = self.computed and self.computed.timing
+        return (timing.queue_us + timing.compute_us) / 1e6 if timing else 0.0
 
     async def replay(self, policy: ClientPolicy, *, push: bool) -> Hidden:
         with self.hop.blamed():
@@ -107,30 +132,37 @@ class _Leg:
             await self.output.give(payload)
         return Hidden(hidden.digest, payload, pushed=False)
 
-    async def receive(self, hidden: Hidden) -> tuple[Hidden, HopTiming]:
+    async def receive(self, hidden: Hidden) -> HopOutput:
         """What the hop puts out for `hidden`, which it has been given."""
         if self.upstream is not None and hidden.pushed:
             try:
-                return await self.output.receive(hidden, self._push_patience_s(self.upstream))
+                answer = await self.output.receive(self._push_patience_s(self.upstream))
             except PeerTimeout:  # it may be slow, or the push got lost: it is safe to give it the same again
                 self.upstream.hop.may_push = False
                 hidden = await self.give(hidden)
             except PeerError as error:
-                if not _is_about_the_input(error):
-                    self.hop.blame(error)
-                    raise
-                self.upstream.hop.may_push = False
-                peers = f"{self.upstream.hop.hop.peer} and {self.hop.hop.peer}"
-                raise IntegrityError(f"{peers} contradict each other: {error.message}") from error
+                if isinstance(error, PeerRefused) and error.code in ALL_WOULD_REFUSE:  # was it given something else?
+                    raise self._contradiction(self.upstream, None) from error
+                self.hop.blame(error)
+                raise
+            else:
+                if answer.said.input_digest != hidden.digest:
+                    raise self._contradiction(self.upstream, answer.said)
+                return answer
         with self.hop.blamed():
-            return await self.output.receive(hidden, self.hop.timeout_s(self.output.chunk.length))
+            answer = await self.output.receive(self.hop.timeout_s(self.output.chunk.length))
+            if answer.said.input_digest != hidden.digest:
+                raise IntegrityError("computed something else than it was given")
+            return answer
+
+    def _contradiction(self, upstream: _Upstream, shown: Result | None) -> IntegrityError:
+        upstream.hop.may_push = False
+        if upstream.computed is None:
+            peers = upstream.hop.hop.peer, self.hop.hop.peer
+            return IntegrityError(f"{peers[1]} did not get what {peers[0]} has logged", suspects=peers)
+        return Contradiction(self.output.chunk, upstream.hop, upstream.computed.said, self.hop, shown)
 
     def _push_patience_s(self, upstream: _Upstream) -> float:
         """How long the hop may take before we take the push for lost."""
         expected_s = self.hop.pace.expected_s(self.output.chunk.length)
         return upstream.patience_s + 4 * (upstream.took_s if expected_s is None else expected_s)
-
-
-def _is_about_the_input(error: PeerError) -> bool:
-    """Then it may be who pushed it that lies, or who says so."""
-    return isinstance(error, IntegrityError) or (isinstance(error, PeerRefused) and error.code in ALL_WOULD_REFUSE)

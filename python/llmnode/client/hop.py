@@ -13,7 +13,7 @@ import trio
 from llmnode import _native
 from llmnode.core.ids import NO_SESSION, SESSION_ID_BYTES, Epoch, SessionId, Step
 from llmnode.core.pace import Pace
-from llmnode.errors import IntegrityError, PeerError, PeerRefused, RemoteProtocolError
+from llmnode.errors import PeerError, PeerRefused, RemoteProtocolError
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.log import PayloadLog
 from llmnode.wire.messages import Forward, Open, RefusalCode, Replay, Replayed, Result, pack, unpack
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from llmnode.client.connection import Connection, Expected
+    from llmnode.client.receipts import ReceiptBook
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ClientPolicy
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from llmnode.core.span import Span
     from llmnode.wire.frame import Buffer
     from llmnode.wire.payload import HiddenForm
+    from llmnode.wire.receipt import Receipt
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,15 @@ class Hidden:
     def of(payload: Buffer) -> Hidden:
         """As we give them."""
         return Hidden(_native.blake3_digest(payload), payload, pushed=False)
+
+
+@dataclass(frozen=True, slots=True)
+class HopOutput:
+    """What a hop puts out, and what it says of it."""
+
+    hidden: Hidden
+    said: Result
+    timing: HopTiming
 
 
 class SessionHop:
@@ -181,6 +192,10 @@ class SessionHop:
             return policy.step_timeout_s
         return min(policy.step_timeout_s, policy.step_patience_s + policy.step_patience_times * expected_s)
 
+    def receipt(self, book: ReceiptBook, chunk: Chunk, said: Result) -> Receipt:
+        """What it has signed, if it has. Raises IntegrityError for what is no signature."""
+        return book.receipt(self.hop, self._session, chunk, said.input_digest, said.output_digest, said.signature)
+
     async def ask(self, kind: FrameType, chunk: Chunk, meta: bytes = b"", payload: Buffer = b"") -> None:
         """Send a frame about `chunk`."""
         header = chunk.epoch, chunk.step, chunk.start, chunk.length
@@ -217,21 +232,17 @@ class ExpectedOutput:
         self._direct = False
         await self._hop.ask(FrameType.STEP, self.chunk, payload=payload)
 
-    async def receive(self, given: Hidden, timeout_s: float) -> tuple[Hidden, HopTiming]:
-        """The output for the input `given`. Raises PeerError, IntegrityError if it has computed something else.
-
-        After PeerTimeout it may be waited for again.
-        """
+    async def receive(self, timeout_s: float) -> HopOutput:
+        """Of what input, is not checked. Raises PeerError; after PeerTimeout it may be waited for again."""
         async with self._hop.one_by_one:  # or the first of several chunks would use up the time of all
             since_ns = time.perf_counter_ns()
             answer = await self._answer.receive(FrameType.RESULT, timeout_s)
         result = unpack(Result, answer.meta)
-        output = self._hop.read(self.chunk, answer, result.output_digest, pushed=result.pushed)
-        if result.input_digest != given.digest:
-            raise IntegrityError("computed other hidden states than those that it should have been given")
+        hidden = self._hop.read(self.chunk, answer, result.output_digest, pushed=result.pushed)
         trip_us = (time.perf_counter_ns() - since_ns) // 1000
         hop = self._hop.hop
-        return output, HopTiming(hop.peer, hop.span, trip_us, result.queue_us, result.compute_us, self._direct)
+        timing = HopTiming(hop.peer, hop.span, trip_us, result.queue_us, result.compute_us, self._direct)
+        return HopOutput(hidden, result, timing)
 
     async def replay(self, timeout_s: float, *, push: bool) -> Hidden:
         """The output again, from the hop's log: pushed to the next hop if that can be done and is wanted."""

@@ -32,7 +32,7 @@ class ConnectionPool:
     """Made by `open_pool`."""
 
     def __init__(self, network: Network, nursery: trio.Nursery) -> None:
-        self._network = network
+        self.network = network
         self._nursery = nursery
         self._opened: dict[PeerId, Connection] = {}
         self._dialling: dict[PeerId, trio.Lock] = {}
@@ -81,7 +81,7 @@ class ConnectionPool:
         return connection
 
     async def _hold(self, address: str, task_status: trio.TaskStatus[Connection]) -> None:
-        link = await self._network.dial(address)
+        link = await self.network.dial(address)
         async with open_connection(link) as connection:
             task_status.started(connection)
             await connection.wait_ended()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import trio
 
@@ -19,7 +19,7 @@ from llmnode.errors import IntegrityError, LocalProtocolError
 from llmnode.wire.receipt import Conviction, Receipt, is_proof, is_valid, profile_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from llmnode.client.hop import Chunk
     from llmnode.core.ids import PeerId, SessionId
@@ -29,20 +29,35 @@ if TYPE_CHECKING:
     from llmnode.wire.payload import Codec
     from llmnode.wire.receipt import Sign, Verify
 
+    Run: TypeAlias = Callable[..., Awaitable[Any]]
+    """Calls a function with arguments, and gives what it returns: what that is, the caller knows."""
+
 _MOST_CONVICTIONS = 16
 """A session that has met more liars keeps these proofs; each was reported when it was found."""
 
 
 class ReceiptBook:
-    """`client` is our own id, as the hops know us. Not for several tasks at once, but for `verify_pending`."""
+    """`client` is our own id, as the hops know us; `run` runs what takes long, off the event loop.
 
-    def __init__(self, client: PeerId, model: ModelInfo, codec: Codec, policy: ClientPolicy, verify: Verify) -> None:
+    Not for several tasks at once, but for `verify_pending`.
+    """
+
+    def __init__(
+        self,
+        client: PeerId,
+        model: ModelInfo,
+        codec: Codec,
+        policy: ClientPolicy,
+        verify: Verify,
+        run: Run = trio.to_thread.run_sync,
+    ) -> None:
         self.convictions: list[Conviction] = []
         self._client = client
         self._model = model
         self._codec = codec
         self._most = policy.receipts_kept
         self._verify = verify
+        self._run = run
         self._profile = profile_digest(model.digest, model.dtype, codec)
         # In the order of time, so the positions of those that are no replays go up.
         self._entries: deque[_Entry] = deque()
@@ -58,8 +73,8 @@ class ReceiptBook:
     @property
     def verified(self) -> int:
         """The positions before this one were computed by whoever says so: all of their receipts are signed."""
-        waiting = (each.passage.start for each in self._pending() if not each.passage.replay)
-        return next(waiting, self._position)
+        others = (each.passage.start for each in self._entries if not (each.verified or each.passage.replay))
+        return next(others, self._position)
 
     def receipt(
         self, hop: Hop, session: SessionId, chunk: Chunk, input_digest: bytes, output_digest: bytes, signature: bytes
@@ -86,12 +101,20 @@ class ReceiptBook:
         except ValueError as error:
             raise IntegrityError(f"sent no receipt: {error}", peer=hop.peer, span=hop.span) from error
 
-    def add(self, receipts: Sequence[Receipt], given: bytes, got: bytes, *, replay: bool = False) -> None:
+    async def check(self, receipts: Sequence[Receipt]) -> None:
+        """Check signatures at once. Raises IntegrityError for the first bad one."""
+        for receipt in receipts:
+            if not await self._run(is_valid, receipt, self._verify):
+                raise _unsigned(receipt)
+
+    def add(
+        self, receipts: Sequence[Receipt], given: bytes, got: bytes, *, replay: bool = False, verified: bool = False
+    ) -> None:
         """A chunk has passed the hops that signed `receipts`, in their order.
 
         `given` and `got` are the digests of what the first was given and the last put out. A `replay` went to who takes
-        a lost hop's place, and its positions stand already. Raises IntegrityError if a hop has signed nothing, or took
-        in something else than the one before put out.
+        a lost hop's place, and its positions stand already; if `verified`, `check` has passed the receipts. Raises
+        IntegrityError if a hop has signed nothing, or took in something else than the one before put out.
         """
         passage = Passage(tuple(receipts), given, got, receipts[0].length, replay)
         self._check(passage)
@@ -99,9 +122,9 @@ class ReceiptBook:
             if passage.start != self._position:
                 raise LocalProtocolError(f"receipts for position {passage.start}, the book is at {self._position}")
             self._position = passage.end
-        self._entries.append(_Entry(passage))
+        self._entries.append(_Entry(passage, checked=verified, verified=verified))
         self._receipts += len(receipts)
-        while self._receipts > self._most and self._entries[0].verified:
+        while self._receipts > self._most and self._entries[0].checked:
             self._drop_oldest()
 
     def truncate(self, position: int) -> None:
@@ -154,18 +177,19 @@ class ReceiptBook:
     async def verify_pending(self) -> None:
         """Check the signatures of all that was added until now, in a thread: some 60 microseconds each.
 
-        Raises IntegrityError for the first bad one: the positions from `verified` on are not to be relied on. It is
-        raised again until they are rolled back. A replay's is raised once, and the replay forgotten: its hop must go.
+        Raises IntegrityError for the first bad one, once: nobody can be held to the positions from `verified` on, until
+        they are rolled back. A replay with a bad one is forgotten: its hop must go.
         """
         batch = self._pending()
         if not batch:
             return
         passages = [each.passage for each in batch]
-        good, bad = await trio.to_thread.run_sync(_verify_all, passages, self._verify)
+        good, bad = await self._run(_verify_all, passages, self._verify)
         for entry in batch[:good]:
-            entry.verified = True
+            entry.checked = entry.verified = True
         if bad is not None:
             entry = batch[good]
+            entry.checked = True
             if entry.passage.replay and entry in self._entries:
                 self._entries.remove(entry)
                 self._receipts -= len(entry.passage.receipts)
@@ -202,7 +226,7 @@ class ReceiptBook:
 
     def _pending(self) -> list[_Entry]:
         """Those at the end: what came before them has been checked."""
-        return list(takewhile(lambda each: not each.verified, reversed(self._entries)))[::-1]
+        return list(takewhile(lambda each: not each.checked, reversed(self._entries)))[::-1]
 
     def _drop_oldest(self) -> None:
         passage = self._entries.popleft().passage
@@ -213,9 +237,10 @@ class ReceiptBook:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A passage in the book. What is `verified` may be forgotten."""
+    """A passage in the book. What is `checked` may be forgotten; it is `verified` if all its signatures are good."""
 
     passage: Passage
+    checked: bool = False
     verified: bool = False
 
 

@@ -40,6 +40,9 @@ class Detours(Protocol):
     def report(self, error: PeerError) -> None:
         """A peer failed; others are preferred to it for a while. A refusal is no failure."""
 
+    def suspect(self, peers: Collection[PeerId]) -> None:
+        """One of these lied, and it is not known which."""
+
     async def find(
         self, span: Span, avoid: Collection[PeerId], *, hurry: bool
     ) -> tuple[Route, Mapping[PeerId, Connection]]:

@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode.client.receipts import ReceiptBook
 from llmnode.client.session import open_session
 from llmnode.core.bans import Bans
 from llmnode.core.route import Hop, HopCost, Route, find_detour, find_route
+from llmnode.core.suspicion import Suspicion
 from llmnode.core.view import online
-from llmnode.errors import ConfigError, NoRoute, PeerError, PeerRefused, PeerTimeout, PeerUnreachable
+from llmnode.errors import ConfigError, IntegrityError, NoRoute, PeerError, PeerRefused, PeerTimeout, PeerUnreachable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
     from llmnode.client.connection import Connection
     from llmnode.client.pool import ConnectionPool
+    from llmnode.client.receipts import Run
     from llmnode.client.session import InferenceSession
     from llmnode.client.swarm import Swarm
     from llmnode.core.announcement import Announcement
@@ -39,13 +42,17 @@ class Router:
         swarm: Swarm,
         policy: ClientPolicy,
         rng: random.Random | None = None,
+        run: Run = trio.to_thread.run_sync,
     ) -> None:
+        """`run` runs what takes long, off the event loop."""
         self.swarm = swarm
         self.route: Route = ()
         self._model = model
         self._pool = pool
         self._policy = policy
         self._bans = Bans(policy)
+        self._suspicion = Suspicion(policy)
+        self._run = run
         self._rng = rng or random.Random()
 
     @asynccontextmanager
@@ -75,7 +82,9 @@ class Router:
                 failed.clear()  # those that the view still counts on may be back
                 await trio.sleep(self._policy.retry_s)
                 continue
-            opening = open_session(route, connections, self._model, max_length, codec, self._policy, self)
+            network = self._pool.network
+            book = ReceiptBook(network.peer, self._model, codec, self._policy, network.verify, self._run)
+            opening = open_session(route, connections, self._model, max_length, codec, self._policy, self, book)
             try:
                 session = await stack.enter_async_context(opening)
             except PeerError as error:
@@ -90,8 +99,15 @@ class Router:
 
     def report(self, error: PeerError) -> None:
         """See `Detours`."""
-        if error.peer is not None and not isinstance(error, PeerRefused):
-            self._bans.report(error.peer, trio.current_time())
+        if error.peer is None or isinstance(error, PeerRefused):
+            return
+        if isinstance(error, IntegrityError) and error.proof is not None:
+            self._suspicion.convict(error.peer, trio.current_time())
+        self._bans.report(error.peer, trio.current_time())
+
+    def suspect(self, peers: Collection[PeerId]) -> None:
+        """See `Detours`."""
+        self._suspicion.suspect(peers, trio.current_time())
 
     async def find(
         self, span: Span, avoid: Collection[PeerId], *, hurry: bool
@@ -100,7 +116,7 @@ class Router:
         usable = [
             each for each in self._candidates() if each.peer not in avoid and (hurry or not self._is_banned(each))
         ]
-        route = find_detour(span, _held(usable), _costs(usable))
+        route = find_detour(span, _held(usable), self._costs(usable))
         connections = await self._connect(route, usable)
         self._warm_standbys(route)
         return route, connections
@@ -126,11 +142,11 @@ class Router:
         """Over peers that are not banned, if that will do."""
         good = [each for each in usable if not self._is_banned(each)]
         try:
-            return find_route(self._model.blocks, _held(good), _costs(good))
+            return find_route(self._model.blocks, _held(good), self._costs(good))
         except NoRoute:
             pass
         try:
-            return find_route(self._model.blocks, _held(usable), _costs(usable))
+            return find_route(self._model.blocks, _held(usable), self._costs(usable))
         except NoRoute as error:
             if failed:
                 raise next(reversed(failed.values())) from error
@@ -162,16 +178,31 @@ class Router:
         addresses = {each.peer: each.addresses for each in others}
         for hop in route:
             with suppress(NoRoute):
-                for standby in find_detour(hop.span, _held(others), _costs(others)):
+                for standby in find_detour(hop.span, _held(others), self._costs(others)):
                     self._pool.warm(addresses[standby.peer])
 
     def _is_banned(self, announcement: Announcement) -> bool:
         return self._bans.is_banned(announcement.peer, trio.current_time())
 
+    def _costs(self, announcements: Sequence[Announcement]) -> dict[PeerId, HopCost]:
+        """By what peers say of themselves, dearer for the suspected. How long the way to each takes is not known."""
+        default, now_s = HopCost(), trio.current_time()
+        costs = {}
+        for each in announcements:
+            penalty = self._suspicion.penalty(each.peer, now_s)
+            block_s = each.offer.block_us / 1e6 or default.block_s
+            costs[each.peer] = HopCost(penalty * default.hop_s, penalty * block_s)
+        return costs
+
     def _candidates(self) -> list[Announcement]:
         model = self._model
         holders = online(self.swarm.view.of_model(model.digest))
-        usable = [each for each in holders if each.offer.dtype == model.dtype]
+        now_s = trio.current_time()
+        usable = [
+            each
+            for each in holders
+            if each.offer.dtype == model.dtype and not self._suspicion.is_convicted(each.peer, now_s)
+        ]
         self._rng.shuffle(usable)  # of equal peers, clients take different ones
         return usable
 
@@ -188,9 +219,3 @@ class Router:
 
 def _held(announcements: Sequence[Announcement]) -> list[Hop]:
     return [Hop(each.peer, each.offer.span) for each in announcements]
-
-
-def _costs(announcements: Sequence[Announcement]) -> dict[PeerId, HopCost]:
-    """By what peers say of themselves; how long the way to each takes is not known yet, so all count the same."""
-    default = HopCost()
-    return {each.peer: HopCost(default.hop_s, each.offer.block_us / 1e6 or default.block_s) for each in announcements}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.client.flight import fly
+from llmnode.client.flight import Contradiction, fly
 from llmnode.client.hop import Chunk, SessionHop
 from llmnode.client.recovery import Recovery, Trouble
 from llmnode.core.ids import Epoch, Step
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from llmnode.client.connection import Connection
     from llmnode.client.flight import Flight
     from llmnode.client.hop import HopTiming
+    from llmnode.client.receipts import ReceiptBook
     from llmnode.client.recovery import Detours
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
@@ -55,12 +56,20 @@ class InferenceSession:
     """
 
     def __init__(
-        self, model: ModelInfo, max_length: int, codec: Codec, policy: ClientPolicy, detours: Detours | None
+        self,
+        model: ModelInfo,
+        max_length: int,
+        codec: Codec,
+        policy: ClientPolicy,
+        detours: Detours | None,
+        book: ReceiptBook | None,
     ) -> None:
         self.max_length = max_length
         self.timings: Sequence[HopTiming] = ()
         """Of the latest step, one per hop."""
         self.recoveries: list[Recovery] = []
+        self.receipts = book
+        """Who computed what, as they signed it."""
         self._model = model
         self._form = HiddenForm(model.hidden_size, codec)
         self._policy = policy
@@ -103,7 +112,11 @@ class InferenceSession:
             )
         waiting = deque(self._chunks(hidden))
         outputs: list[Buffer] = []
-        await self._persist(lambda: self._stream(waiting, outputs), position_before=self._position)
+        with single_error():
+            async with trio.open_nursery() as beside:
+                if self.receipts is not None and self.receipts.pending >= self._policy.unverified_steps:
+                    beside.start_soon(self.verify)
+                await self._persist(lambda: self._stream(waiting, outputs), position_before=self._position)
         return outputs[0] if len(outputs) == 1 else b"".join(outputs)
 
     async def truncate(self, position: int) -> None:
@@ -113,7 +126,23 @@ class InferenceSession:
             raise LocalProtocolError(f"cannot go back to position {position} from {self._position}")
         self._position = position
         self._settled = False
+        if self.receipts is not None:
+            self.receipts.truncate(position)
         await self._persist(trio.lowlevel.checkpoint, position_before=position)
+
+    async def verify(self) -> None:
+        """Check what has been signed so far. A hop that has not signed what it computed is replaced with the next step.
+
+        Steps do that beside others, a few at a time; call it when what is there is all there will be.
+        """
+        try:
+            if self.receipts is not None:
+                await self.receipts.verify_pending()
+        except IntegrityError as error:
+            log.warning("%s", error)
+            for hop in self._hops:
+                if hop.hop.peer == error.peer:
+                    hop.blame(error)
 
     async def close(self) -> None:
         """Tell every hop to free its KV."""
@@ -154,6 +183,8 @@ class InferenceSession:
         with self._ends_if_broken_off():
             while True:
                 try:
+                    if (lost := self._first_lost()) is not None:
+                        raise lost.failure or LocalProtocolError("who is lost has failed")
                     await self._settle()
                     return await work()
                 except PeerError as error:
@@ -168,6 +199,8 @@ class InferenceSession:
         """Have all hops stand at the session's position, in one epoch, and know their neighbours."""
         if not self._settled:
             self._begin_epoch()
+            if self.receipts is not None:
+                self.receipts.truncate(self._position)
             with single_error():
                 async with trio.open_nursery() as nursery:
                     for hop in self._hops:
@@ -198,9 +231,8 @@ class InferenceSession:
         """All of `waiting` through all hops, several chunks under way; what has passed them goes over to `outputs`."""
         if len(waiting) == 1:
             payload, length = waiting[0]
-            outputs.append(
-                self._land(await fly(self._hops, self._chunk(0, self._position, length), payload, self._policy))
-            )
+            flight = await fly(self._hops, self._chunk(0, self._position, length), payload, self._policy)
+            outputs.append(await self._land(flight))
             return
         window = trio.Semaphore(self._policy.chunks_ahead)
         start, landed = self._position, trio.Event()
@@ -211,7 +243,7 @@ class InferenceSession:
         ) -> None:
             flight = await fly(self._hops, chunk, payload, self._policy, task_status)
             await first.wait()  # they land in order
-            outputs.append(self._land(flight))
+            outputs.append(await self._land(flight))
             waiting.popleft()
             done.set()
             window.release()
@@ -225,15 +257,28 @@ class InferenceSession:
                     await nursery.start(pass_all, chunk, payload, first, landed)
                     start += length
 
-    def _land(self, flight: Flight) -> Buffer:
+    async def _land(self, flight: Flight) -> Buffer:
         """All hops have computed the chunk: the session stands after it now. Returns what it became, in fp32."""
         assert flight.output.payload is not None, "the last hop keeps no outputs"
         output = decode_hidden(flight.output.payload, self._form.codec, flight.chunk.length * self._model.hidden_size)
+        await self._take_receipts(flight, self._hops, replay=False)
         self._log(flight, self._hops, None)
         self._position += flight.chunk.length
         self._step = Step(self._step + 1)
-        self.timings = flight.timings
+        self.timings = [each.timing for each in flight.outputs]
         return output
+
+    async def _take_receipts(self, flight: Flight, hops: Sequence[SessionHop], *, replay: bool) -> None:
+        """Raises IntegrityError, the `failure` of its hop, if it must be sure of their signatures and one is bad."""
+        if (book := self.receipts) is None:
+            return
+        receipts = [hop.receipt(book, flight.chunk, each.said) for hop, each in zip(hops, flight.outputs, strict=True)]
+        if self._policy.strict:
+            for hop, receipt in zip(hops, receipts, strict=True):
+                with hop.blamed():
+                    await book.check([receipt])
+        given, got = flight.inputs[0].digest, flight.output.digest
+        book.add(receipts, given, got, replay=replay, verified=self._policy.strict)
 
     def _log(self, flight: Flight, hops: Sequence[SessionHop], before: SessionHop | None) -> None:
         """Keep what `hops` were given, as far as the hop before each does not."""
@@ -247,16 +292,32 @@ class InferenceSession:
 
     async def _recover(self, error: PeerError, trouble: Trouble) -> None:
         """Put others in the place of all hops that have failed. Raises SessionLost or NoRoute."""
+        if isinstance(error, IntegrityError) and self._first_lost() is None:
+            log.warning("%s", error)
+            self._judge(error)
         lost = self._first_lost()
         if lost is None and isinstance(error, IntegrityError):
-            log.warning("%s; hidden states no longer go directly between them", error)
-            return  # each may happen once: who was believed may push no more
+            return  # it happens once to any two: what goes between them does so by way of us now
         if self._detours is None or lost is None:
             raise SessionLost([error]) from error
         trouble.deadline_s = min(trouble.deadline_s, trio.current_time() + self._policy.recovery_timeout_s)
         while lost is not None:  # the first first: it has what the next one was given
             await self._replace(lost, self._detours, trouble)
             lost = self._first_lost()
+
+    def _judge(self, error: IntegrityError) -> None:
+        """Two hops contradict each other. What both have signed may prove which one lies; else both are suspected."""
+        if isinstance(error, Contradiction) and error.shown is not None and self.receipts is not None:
+            told = error.upstream.receipt(self.receipts, error.chunk, error.told)
+            shown = error.shown.shown_input, error.shown.input_digest, error.shown.shown_signature
+            try:
+                if (conviction := self.receipts.echo(told, error.hop.hop, *shown)) is not None:
+                    error.upstream.blame(conviction.error())
+                    return
+            except IntegrityError as doubt:
+                log.warning("%s", doubt)
+        if self._detours is not None:
+            self._detours.suspect(error.suspects)
 
     def _first_lost(self) -> SessionHop | None:
         return next((hop for hop in self._hops if hop.failure is not None), None)
@@ -312,6 +373,7 @@ class InferenceSession:
             start = 0
             for step, (origin, length) in enumerate(self._replays(until_lost[-1], self._hops[index].inputs)):
                 flight = await fly(hops, Chunk(epoch, Step(step), start, length), origin, self._policy)
+                await self._take_receipts(flight, hops, replay=True)
                 self._log(flight, hops, until_lost[-1])
                 start += length
             self._check_open()  # nobody would close these
@@ -365,13 +427,14 @@ async def open_session(
     codec: Codec,
     policy: ClientPolicy,
     detours: Detours | None = None,
+    book: ReceiptBook | None = None,
 ) -> AsyncIterator[InferenceSession]:
     """Open a session with KV for `max_length` positions at every hop; it is closed with the context.
 
-    Without `detours` it ends with the first peer that it loses. Raises the PeerError of the first hop that does not
-    open.
+    Without `detours` it ends with the first peer that it loses; without a `book` receipts are not kept. Raises the
+    PeerError of the first hop that does not open.
     """
-    session = InferenceSession(model, max_length, codec, policy, detours)
+    session = InferenceSession(model, max_length, codec, policy, detours, book)
     try:
         await session.open(route, connections)
         yield session

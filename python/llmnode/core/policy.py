@@ -84,6 +84,10 @@ class ClientPolicy:
     ban_s: float = 2.0
     """The first ban of a peer that failed; the next is twice as long."""
     longest_ban_s: float = 30.0
+    strict: bool = False
+    """No step is over before the signatures of its receipts are checked; else that is done beside a later step."""
+    unverified_steps: int = 4
+    """Steps whose signatures are checked together, beside the next one."""
     receipts_kept: int = 16_384
     """Of one session, some 7 MB: 5,461 tokens through three hops. Of what is older the book knows nothing any more."""
     conviction_s: float = 3600.0

@@ -50,6 +50,7 @@ U32 = Annotated[int, Between(0, 2**32 - 1)]
 Count = Annotated[int, Between(1, 2**32 - 1)]
 Microseconds = Annotated[int, Between(0, 2**48)]
 Milliseconds = Annotated[int, Between(0, 2**48)]
+Signature = Annotated[bytes, Sized(64, 64)]
 Total = Annotated[int, Between(0, 2**63 - 1)]
 Addresses = Annotated[list[str], Texts(8, 300)]
 Flag = Annotated[bool, Between(0, 1)]
@@ -125,15 +126,30 @@ class Open:
 class Result:
     """What became of a step. Its hidden states, after the server's blocks, are the payload.
 
-    The digests are the BLAKE3 of the payload that was computed, and of what came of it. `pushed` says that the next hop
-    was given the result; then it is not sent here too if the session keeps outputs.
+    The digests are the BLAKE3 of the payload that was computed, and of what came of it; `signature` makes a receipt of
+    them (`receipt.py`). `pushed` says that the next hop was given the result; then it is not sent here too if the
+    session keeps outputs. `shown_input` and `shown_signature` came with a step that a hop pushed; else they are empty.
     """
 
     queue_us: Microseconds
     compute_us: Microseconds
     input_digest: Digest
     output_digest: Digest
+    signature: Signature
     pushed: Flag
+    shown_input: Annotated[bytes, Sized(0, 32)]
+    shown_signature: Annotated[bytes, Sized(0, 64)]
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What a hop shows the next one with a step that it has computed: of what, and its receipt for the client.
+
+    The receiver cannot check it, and hands it on: if it is not what the client was told, it convicts its signer.
+    """
+
+    input_digest: Digest
+    signature: Signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +218,10 @@ class AnnouncementBody:
     kv_tokens_free: U32
 
 
-AnyMessage = Description | Open | Result | Replay | Replayed | Forward | Refusal | Clock | AnnouncementBody
-Message = TypeVar("Message", Description, Open, Result, Replay, Replayed, Forward, Refusal, Clock, AnnouncementBody)
+AnyMessage = Description | Open | Result | Pushed | Replay | Replayed | Forward | Refusal | Clock | AnnouncementBody
+Message = TypeVar(
+    "Message", Description, Open, Result, Pushed, Replay, Replayed, Forward, Refusal, Clock, AnnouncementBody
+)
 
 
 def pack(message: AnyMessage) -> bytes:
@@ -277,5 +295,5 @@ def _check_of(hint: Any) -> Callable[[Any], bool]:  # Any: a typing construct
 
 _CHECKS: dict[type[Any], tuple[tuple[str, Callable[[Any], bool]], ...]] = {
     kind: _checks(kind)
-    for kind in (Description, Open, Result, Replay, Replayed, Forward, Refusal, Clock, AnnouncementBody)
+    for kind in (Description, Open, Result, Pushed, Replay, Replayed, Forward, Refusal, Clock, AnnouncementBody)
 }

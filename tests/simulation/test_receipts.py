@@ -1,0 +1,174 @@
+"""Peers that lie about what they compute, in every way that receipts can show; and honest ones, with nothing to fear."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llmnode import _native
+from llmnode.client.audit import audit
+from llmnode.client.transcript import parse
+from llmnode.core.policy import ClientPolicy
+from llmnode.node.serve import session as serving
+from llmnode.wire.messages import Pushed, Result, pack
+from llmnode.wire.receipt import signed
+from simulation.world import Dialogue, World, pairs_of_servers, simulated
+
+if TYPE_CHECKING:
+    from llmnode.client.audit import Audit
+    from llmnode.client.session import InferenceSession
+    from llmnode.core.ids import PeerId
+    from llmnode.node.serve.session import ServedSession
+    from llmnode.wire.frame import Buffer, Frame
+
+WINDOW = ClientPolicy().unverified_steps
+
+
+def served_by(swarm: World, peer: PeerId) -> ServedSession:
+    (served,) = swarm.node(peer).server.sessions.values()
+    return served
+
+
+def audited(swarm: World, session: InferenceSession) -> Audit:
+    """What a third party finds in the transcript."""
+    network = next(iter(swarm.nodes.values())).network
+    assert session.receipts is not None
+    exported = session.receipts.export(swarm.internet.network("client").sign)
+    return audit(parse(json.dumps(exported).encode()), network.verify)
+
+
+@simulated
+async def test_a_session_that_loses_servers_leaves_a_transcript_without_a_gap() -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(20)
+        swarm.kill(str(session.route[1].peer).removeprefix("peer-"))
+        await dialogue.step(3)
+        await dialogue.go_back(5)
+        await dialogue.step(2)
+        await session.verify()
+        assert session.receipts is not None
+        assert session.receipts.verified == session.position
+        found = audited(swarm, session)
+        assert not found.problems
+        assert len(found.parts) == 4
+
+
+@simulated
+async def test_a_server_that_signs_one_thing_and_pushes_another_is_convicted_by_its_own_signatures() -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(5)
+        liar = session.route[1].peer
+        served = served_by(swarm, liar)
+        push, receipt_of = served._push, served._receipt
+
+        async def push_another(frame: Frame, payload: Buffer, _meta: bytes) -> bool:
+            other = bytes(len(payload))
+            receipt = replace(receipt_of(frame, payload), output_digest=_native.blake3_digest(other))
+            receipt = signed(receipt, swarm.node(liar).network.sign)
+            return await push(frame, other, pack(Pushed(receipt.input_digest, receipt.signature)))
+
+        served._push = push_another  # type: ignore[method-assign]
+        await dialogue.step(1)
+        (recovery,) = session.recoveries
+        assert recovery.lost == liar
+        assert session.receipts is not None
+        (conviction,) = session.receipts.convictions
+        assert conviction.told.signer == liar
+        swarm.kill(str(session.route[1].peer).removeprefix("peer-"))
+        with pytest.raises(Exception, match="no peer holds blocks"):  # rather nobody than the convicted
+            await session.step(bytes(8))
+
+
+@simulated
+async def test_a_bit_that_flips_on_the_way_convicts_nobody() -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(5)
+        served = served_by(swarm, session.route[1].peer)
+        push = served._push
+
+        async def flip(frame: Frame, payload: Buffer, meta: bytes) -> bool:
+            return await push(frame, bytes([payload[0] ^ 1, *payload[1:]]), meta)
+
+        served._push = flip  # type: ignore[method-assign]
+        for _ in range(3):
+            await dialogue.step(1)
+        assert not session.recoveries
+        assert session.receipts is not None
+        assert not session.receipts.convictions
+
+
+@simulated
+async def test_a_step_that_is_pushed_again_in_place_of_the_next_convicts_nobody_and_harms_nobody() -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(5)
+        served = served_by(swarm, session.route[1].peer)
+        push = served._push
+        pushed: list[tuple[Frame, Buffer, bytes]] = []
+
+        async def push_the_one_before(frame: Frame, payload: Buffer, meta: bytes) -> bool:
+            pushed.append((frame, payload, meta))
+            _, payload, meta = pushed[max(0, len(pushed) - 2)]
+            return await push(frame, payload, meta)
+
+        served._push = push_the_one_before  # type: ignore[method-assign]
+        for _ in range(3):
+            await dialogue.step(1)
+        assert not session.recoveries
+
+
+@simulated
+async def test_a_server_that_does_not_sign_is_replaced_some_steps_later() -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(5)
+        liar = session.route[1].peer
+        swarm.node(liar).network.sign = lambda _message: bytes(64)  # type: ignore[method-assign]
+        for _ in range(2 * WINDOW + 1):
+            await dialogue.step(1)
+        assert [each.lost for each in session.recoveries] == [liar]
+        found = audited(swarm, session)
+        assert {each.peer for each in found.problems} == {liar}, "what it computed stays unsigned, and that is told"
+
+
+@simulated
+async def test_a_strict_session_takes_nothing_that_is_not_signed() -> None:
+    async with pairs_of_servers() as swarm, swarm.session(ClientPolicy(strict=True)) as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(5)
+        liar = session.route[1].peer
+        swarm.node(liar).network.sign = lambda _message: bytes(64)  # type: ignore[method-assign]
+        await dialogue.step(1)
+        assert [each.lost for each in session.recoveries] == [liar]
+        assert session.receipts is not None
+        assert session.receipts.verified == session.position
+        assert not audited(swarm, session).problems
+
+
+@simulated
+async def test_a_server_that_sends_no_receipt_is_replaced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(5)
+        liar = session.route[2].peer
+        link = served_by(swarm, liar)._link
+        send = link.send
+
+        async def send_unsigned(frame: Frame) -> None:
+            await send(replace(frame, meta=_without_signature(frame.meta)) if frame.length else frame)
+
+        monkeypatch.setattr(link, "send", send_unsigned)
+        await dialogue.step(1)
+        assert [each.lost for each in session.recoveries] == [liar]
+
+
+def _without_signature(meta: Any) -> bytes:
+    result = serving.unpack(Result, meta)
+    return pack(replace(result, signature=b""))
