@@ -36,7 +36,7 @@ def test_a_key_has_one_id(spelling: str) -> None:
 
 
 def test_keys_of_other_kinds_are_not_taken_even_if_they_fit_into_an_id() -> None:
-    """A signature of theirs that is malformed makes their library raise what it likes."""
+    """No peer of ours has one, and three more libraries would read what strangers send."""
     keys = secp256k1.create_new_key_pair(b"k" * 32)
     peer = PeerId(ID.from_pubkey(keys.public_key).to_base58())
     assert ID.from_base58(peer).extract_public_key() is not None

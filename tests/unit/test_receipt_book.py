@@ -311,7 +311,7 @@ def test_what_was_rolled_back_takes_no_room() -> None:
         session.truncate(0)
         for _ in range(4):
             session.step(2)
-        verify(session)
+            verify(session)
     assert audited(session).positions == (0, 8)
 
 

@@ -196,6 +196,19 @@ def test_two_receipts_of_one_step_in_the_passages_convict() -> None:
     assert any(receipt.signer in each and "signed two different receipts for step 0" in each for each in told)
 
 
+def test_hops_that_went_back_without_another_epoch_are_named() -> None:
+    session = Session()
+    session.step(8)
+    session.book.truncate(6)
+    session.position = 6
+    session.step(1)
+    problems = audited(text_of(session.export())).problems
+    assert [problem.peer for problem in problems] == [stage.hop.peer for stage in session.stages]
+    assert {(problem.what, problem.positions) for problem in problems} == {
+        ("computed these out of turn: no rollback came before", (6, 7))
+    }
+
+
 @pytest.mark.parametrize(
     "change",
     [
