@@ -1,4 +1,4 @@
-"""Peers that lie about what they compute, in every way that receipts can show; and honest ones, with nothing to fear."""
+"""Peers that lie about what they compute, in every way that receipts show; and honest ones, with nothing to fear."""
 
 from __future__ import annotations
 
