@@ -371,11 +371,14 @@ class InferenceSession:
             if self._policy.upstream_logs:
                 await self._line_up([*until_lost[-2:], *hops, None], quiet=True)
             start = 0
+            flights: list[Flight] = []
             for step, (origin, length) in enumerate(self._replays(until_lost[-1], self._hops[index].inputs)):
                 flight = await fly(hops, Chunk(epoch, Step(step), start, length), origin, self._policy)
-                await self._take_receipts(flight, hops, replay=True)
                 self._log(flight, hops, until_lost[-1])
+                flights.append(flight)
                 start += length
+            for flight in flights:  # of a replay that was given up, nothing is kept
+                await self._take_receipts(flight, hops, replay=True)
             self._check_open()  # nobody would close these
         except BaseException:
             await self._abandon(hops)
