@@ -1,12 +1,11 @@
 """Sessions through real serving and client code, on an internet in memory and a mock clock, while peers fail by a plan.
 
 The arithmetic is exact, so every answer is right to the bit or the KV of some peer is not what it should be. A seed
-that fails is rerun with `tests/run tests/simulation/test_recovery.py -k seed-7-`, or many with `LLMNODE_SEEDS=5000`.
+that fails says how it is run again, and what befell it; LLMNODE_SEEDS=5000 tries many.
 """
 
 from __future__ import annotations
 
-import os
 import random
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
@@ -18,7 +17,18 @@ import trio
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute, PeerError, SessionClosed, SessionLost
-from llmnode.testing import MemoryNetwork, exact_output
+from llmnode.testing import (
+    Cast,
+    Conditions,
+    FaultPlan,
+    MemoryNetwork,
+    Odds,
+    check_coverage,
+    check_no_banned_peer,
+    exact_output,
+    seeds,
+)
+from llmnode.testing.faults import ALL_KINDS, FailForwards, Freeze, Kill, Stop
 from llmnode.wire.payload import Codec
 from simulation.world import (
     ALL_BLOCKS,
@@ -40,12 +50,24 @@ if TYPE_CHECKING:
 
     from llmnode.client.routing import Router
     from llmnode.client.session import InferenceSession
-    from llmnode.core.ids import PeerId
 
-SEEDS = int(os.environ.get("LLMNODE_SEEDS", "500"))
-OTHER_CUTS = [Span(0, 3), Span(3, 6), Span(1, 5), Span(0, 6)]
 MAX_LENGTH = 120
 LONGEST_OUTAGE_S = 12.0
+POLICY = ClientPolicy(chunk_tokens=8)
+OTHER_CUTS = [Span(0, 3), Span(3, 6), Span(1, 5), Span(0, 6)]
+CAST = Cast(
+    nodes=[f"{index}{twin}" for index in range(3) for twin in "ab"],
+    spans=[*SPANS, *OTHER_CUTS],
+    movable=["0b", "1b", "2b"],
+)
+KINDS = [*ALL_KINDS, Kill, Stop, Stop, Freeze, FailForwards, FailForwards]  # most of the others cost no server
+WEATHERS = [
+    Conditions(delay_s=DELAY_S),
+    Conditions(delay_s=DELAY_S, jitter_s=0.2),
+    Conditions(delay_s=DELAY_S, jitter_s=0.02, duplication=0.2),
+    Conditions(delay_s=DELAY_S, bytes_per_s=20_000),
+    Conditions(delay_s=DELAY_S, loss=0.02, duplication=0.02),
+]
 
 
 @asynccontextmanager
@@ -62,68 +84,28 @@ async def open_at_last(router: Router) -> AsyncIterator[InferenceSession]:
         yield session
 
 
-# By a seed
+async def talk(session: InferenceSession, rng: random.Random, *, steps: int = 25) -> None:
+    dialogue = Dialogue(session, rng, policy=POLICY)
+    for _ in range(steps):
+        if rng.random() < 0.15:
+            await dialogue.go_back(rng.randrange(session.position + 1))
+        await dialogue.step(min(rng.choice([1, 1, 1, 2, 20]), MAX_LENGTH - session.position) or 1)
+        if session.position == MAX_LENGTH:
+            await dialogue.go_back(MAX_LENGTH // 2)
+        await trio.sleep(rng.expovariate(1 / 0.3))
 
 
-async def _misfortune(swarm: World, client: PeerId, rng: random.Random, spans: dict[str, Span]) -> None:
-    """One thing that goes wrong, at one server, and is put right again after a while."""
-    if not swarm.nodes:
-        await trio.sleep(1)
-        return
-    name = rng.choice(sorted(swarm.nodes))
-    node = swarm.nodes[name]
-    outage_s = rng.uniform(0.1, LONGEST_OUTAGE_S)
-    match rng.choice(["kill", "stop", "cut", "fail", "slow"]):
-        case "kill":
-            swarm.kill(name)
-            await trio.sleep(outage_s)
-            await swarm.start(name, spans[name])
-        case "stop":
-            await swarm.stop(name)
-            await trio.sleep(outage_s)
-            if name.endswith("b"):  # the other twin keeps the model covered
-                spans[name] = rng.choice([*SPANS, *OTHER_CUTS])
-            await swarm.start(name, spans[name])
-        case "cut":
-            swarm.internet.cut(client, node.network.peer)
-            await trio.sleep(outage_s)
-            swarm.internet.mend(client, node.network.peer)
-        case "fail":
-            node.worker.fails = 1
-            await trio.sleep(outage_s)
-        case "slow":
-            node.worker.forward_s = outage_s
-            await trio.sleep(outage_s)
-            node.worker.forward_s = 0.01
-
-
-@pytest.mark.parametrize("seed", range(SEEDS), ids=lambda seed: f"seed-{seed}-")
+@pytest.mark.parametrize("seed", seeds(500), ids=lambda seed: f"seed-{seed}-")
 @simulated
 async def test_a_session_outlives_whatever_befalls_its_servers(seed: int) -> None:
     rng = random.Random(seed)
-    async with pairs_of_servers() as swarm, swarm.client() as (router, client):
-        spans = {name: node.worker.span for name, node in swarm.nodes.items()}
-
-        async def trouble() -> None:
-            while True:
-                await trio.sleep(rng.expovariate(1 / 0.5))
-                await _misfortune(swarm, client, rng, spans)
-
-        # Opened before the trouble begins: who opens one while both twins are down is told so at once.
-        async with router.open_session(MAX_LENGTH, Codec.RAW) as session, trio.open_nursery() as troubles:
-            for _ in range(rng.randrange(1, 4)):
-                troubles.start_soon(trouble)
-            async with open_at_last(router) as session:
-                dialogue = Dialogue(session, rng)
-                for _ in range(25):
-                    if rng.random() < 0.15:
-                        await dialogue.go_back(rng.randrange(session.position + 1))
-                    await dialogue.step(min(rng.choice([1, 1, 1, 2, 20]), MAX_LENGTH - session.position) or 1)
-                    if session.position == MAX_LENGTH:
-                        await dialogue.go_back(MAX_LENGTH // 2)
-                    await trio.sleep(rng.expovariate(1 / 0.3))
-            troubles.cancel_scope.cancel()
+    plan = FaultPlan.draw(seed, CAST, Odds(rng.randrange(1, 5), longest_s=LONGEST_OUTAGE_S, kinds=KINDS))
+    async with pairs_of_servers(seed, rng.choice(WEATHERS)) as swarm, swarm.client(POLICY) as (router, _):
+        async with plan.upon(swarm), open_at_last(router) as session:
+            await talk(session, rng)
+        check_no_banned_peer(router, POLICY)
         await kv_is_free(swarm)
+        await check_coverage(swarm)
 
 
 # One by one
@@ -289,7 +271,7 @@ async def test_a_server_takes_its_own_place_though_it_has_no_room_for_two() -> N
         node = await swarm.start("only", ALL_BLOCKS)
         await trio.sleep(10)
         async with swarm.client() as (router, _), router.open_session(MAX_LENGTH, Codec.RAW) as session:
-            node.worker.take_room(KV_TOKENS - MAX_LENGTH)
+            node.worker.occupy(KV_TOKENS - MAX_LENGTH)
             dialogue = Dialogue(session, random.Random(1))
             await dialogue.step(20)
             node.worker.fails = 1

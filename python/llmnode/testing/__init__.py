@@ -1,10 +1,55 @@
-"""Twins in memory of the ports: whole nodes run in one task tree, without a socket or torch, on trio's mock clock too.
+"""Simulated swarms: whole nodes in one task tree, without a socket or torch, on a mock clock, broken by plan.
 
-`open_internet` has the networks, `MemoryDirectory` the directory, `ExactWorker` computes in exact arithmetic.
+`simulate` runs a program so that a seed decides everything, `open_world` has the swarm, `FaultPlan` breaks it, and
+`checks` says whether what must hold still does. Below them are twins of the ports: `open_internet` has the networks,
+`MemoryDirectory` the directory, and `ExactWorker` computes in exact arithmetic.
 """
 
+from llmnode.testing.checks import (
+    Dialogue,
+    WatchedRouter,
+    before_deadline,
+    check_coverage,
+    check_kv_is_free,
+    check_no_banned_peer,
+)
+from llmnode.testing.conditions import Conditions
 from llmnode.testing.directory import MemoryDirectory
-from llmnode.testing.network import MemoryInternet, MemoryNetwork, open_internet
-from llmnode.testing.worker import ExactWorker, exact_output
+from llmnode.testing.faults import Cast, Fault, FaultPlan, Odds, shrunk
+from llmnode.testing.network import MemoryInternet, MemoryNetwork, open_internet, peer_named
+from llmnode.testing.simulate import inline, seeds, simulate, simulated, simulated_ms
+from llmnode.testing.worker import EXACT_MODEL, ExactWorker, exact_output
+from llmnode.testing.world import ServingNode, SimulatedClient, SimulatedNode, World, open_world
 
-__all__ = ["ExactWorker", "MemoryDirectory", "MemoryInternet", "MemoryNetwork", "exact_output", "open_internet"]
+__all__ = [
+    "EXACT_MODEL",
+    "Cast",
+    "Conditions",
+    "Dialogue",
+    "ExactWorker",
+    "Fault",
+    "FaultPlan",
+    "MemoryDirectory",
+    "MemoryInternet",
+    "MemoryNetwork",
+    "Odds",
+    "ServingNode",
+    "SimulatedClient",
+    "SimulatedNode",
+    "WatchedRouter",
+    "World",
+    "before_deadline",
+    "check_coverage",
+    "check_kv_is_free",
+    "check_no_banned_peer",
+    "exact_output",
+    "inline",
+    "open_internet",
+    "open_world",
+    "peer_named",
+    "seeds",
+    "shrunk",
+    "simulate",
+    "simulated",
+    "simulated_ms",
+]

@@ -1,74 +1,226 @@
-"""The `Network` port in memory: links with a delay, peers that die, and pairs that cannot hear each other."""
+"""The `Network` port in memory: links that are slow, lossy and cut, and peers that freeze and die, all as told.
+
+One task moves all frames, by an agenda of what is due when: what happens, and in which order, follows from the seed.
+Frames are handed over as they are: what a link does to bytes is for tests over real ones.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import heapq
+import math
+import random
+import zlib
 from contextlib import asynccontextmanager
+from itertools import count, product
 from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.ids import PeerId
+from llmnode.core.ids import NO_SESSION, PeerId, SessionId
 from llmnode.core.policy import LinkPolicy
-from llmnode.errors import ConfigError, PeerError, PeerUnreachable
-from llmnode.wire.frame import Frame
+from llmnode.errors import ConfigError, PeerUnreachable
+from llmnode.testing.conditions import Conditions
+from llmnode.testing.link import MemoryLink
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Collection, Iterable
+
+    from llmnode.wire.frame import Frame
 
 ACCEPT_QUEUE = 16
 
 
 @asynccontextmanager
-async def open_internet(policy: LinkPolicy | None = None, *, delay_s: float = 0.01) -> AsyncIterator[MemoryInternet]:
-    """Networks that reach each other, `delay_s` one way, for as long as the context lasts."""
+async def open_internet(
+    conditions: Conditions | None = None, *, policy: LinkPolicy | None = None, seed: int = 0
+) -> AsyncIterator[MemoryInternet]:
+    """Networks that reach each other under `conditions`, for as long as the context lasts."""
     async with trio.open_nursery() as nursery:
-        yield MemoryInternet(nursery, policy or LinkPolicy(), delay_s)
+        internet = MemoryInternet(conditions or Conditions(), policy or LinkPolicy(), random.Random(seed))
+        nursery.start_soon(internet.run)
+        yield internet
         nursery.cancel_scope.cancel()
 
 
-class MemoryInternet:
-    """What connects the networks, and breaks them. Made by `open_internet`."""
+def peer_named(name: str) -> PeerId:
+    """The id of the peer whose network has this name."""
+    return PeerId(f"peer-{name}")
 
-    def __init__(self, nursery: trio.Nursery, policy: LinkPolicy, delay_s: float) -> None:
-        self.nursery = nursery
+
+class MemoryInternet:
+    """What connects the networks, and breaks them. Made by `open_internet`.
+
+    `conditions` hold between all peers that `set_conditions` has not been called for. `trace`, when set, is called with
+    a line for every link, frame and fault.
+    """
+
+    def __init__(self, conditions: Conditions, policy: LinkPolicy, rng: random.Random) -> None:
+        self.conditions = conditions
         self.policy = policy
-        self.delay_s = delay_s
+        self.rng = rng
+        self.trace: Callable[[str], None] | None = None
         self._networks: dict[PeerId, MemoryNetwork] = {}
-        self._cut: dict[frozenset[PeerId], trio.Event] = {}
+        self._special: dict[tuple[PeerId, PeerId], Conditions] = {}
+        self._cut: set[tuple[PeerId, PeerId]] = set()
+        self._no_dial: set[tuple[PeerId, PeerId]] = set()
+        self._mended = trio.Event()
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._sooner = trio.Event()
+        self._sessions: dict[SessionId, int] = {NO_SESSION: 0}
 
     def network(self, name: str) -> MemoryNetwork:
         """A new peer with its network; a name that was used before is its next life, under the same id."""
-        network = MemoryNetwork(self, PeerId(f"peer-{name}"))
+        network = MemoryNetwork(self, peer_named(name))
         self._networks[network.peer] = network
         return network
 
+    # Faults
+
     def kill(self, peer: PeerId) -> None:
         """As SIGKILL does: its system closes its connections, and others notice at once."""
-        for link in list(self._networks.pop(peer).links):
-            link.fail(PeerUnreachable("connection lost"))
+        self.note(f"kill {peer}")
+        network = self._networks.pop(peer)
+        network.frozen = False
+        for link in list(network.links):
+            link.die()
+
+    def freeze(self, peer: PeerId) -> None:
+        """As SIGSTOP does: its links stay, but it neither reads nor writes until thawed; others find it silent.
+
+        Its clocks run on, so what it does meanwhile, as giving up on others, shows when it is thawed.
+        """
+        self.note(f"freeze {peer}")
+        self._networks[peer].frozen = True
+        self._notice_silence()
+
+    def thaw(self, peer: PeerId) -> None:
+        """It reads what has arrived, and then may find that it has heard nothing for too long."""
+        network = self._networks.get(peer)
+        if network is not None and network.frozen:
+            self.note(f"thaw {peer}")
+            network.frozen = False
+            for link in list(network.links):
+                link.wake()
+            self._note_mended()
 
     def cut(self, one: PeerId, other: PeerId) -> None:
         """Nothing that they send arrives until it is mended; their links end when the silence lasts."""
-        self._cut.setdefault(frozenset((one, other)), trio.Event())
-        for link in self._networks[one].links + self._networks[other].links:
-            if link.peer in (one, other):
-                self.nursery.start_soon(link.watch_silence)
+        self.cut_one_way(one, other)
+        self.cut_one_way(other, one)
+
+    def cut_one_way(self, sender: PeerId, receiver: PeerId) -> None:
+        """The receiver hears nothing of the sender, which still hears the receiver."""
+        self.note(f"cut {sender} -> {receiver}")
+        self._cut.add((sender, receiver))
+        self._notice_silence()
 
     def mend(self, one: PeerId, other: PeerId) -> None:
-        if (event := self._cut.pop(frozenset((one, other)), None)) is not None:
-            event.set()
+        """Both ways; they can dial each other too."""
+        self.note(f"mend {one} - {other}")
+        for pair in ((one, other), (other, one)):
+            self._cut.discard(pair)
+            self._no_dial.discard(pair)
+        self._note_mended()
 
-    async def until_mended(self, one: PeerId, other: PeerId) -> None:
-        pair = frozenset((one, other))
-        while pair in self._cut:
-            await self._cut[pair].wait()
+    def partition(self, *groups: Collection[PeerId]) -> None:
+        """Cut every two peers that are in different groups."""
+        for index, group in enumerate(groups):
+            for one, other in product(group, [peer for later in groups[index + 1 :] for peer in later]):
+                self.cut(one, other)
+
+    def block_dials(self, dialler: PeerId, listener: PeerId) -> None:
+        """The dialler's attempts to open links get no answer, as through a NAT; links that there are go on."""
+        self.note(f"block dials {dialler} -> {listener}")
+        self._no_dial.add((dialler, listener))
+
+    def set_conditions(self, sender: PeerId, receiver: PeerId, conditions: Conditions | None) -> None:
+        """For frames in this direction, sent from now on; None for those of all others."""
+        self.note(f"{sender} -> {receiver}: {conditions}")
+        if conditions is None:
+            self._special.pop((sender, receiver), None)
+        else:
+            self._special[sender, receiver] = conditions
+        for link in self._links():
+            link.keep_alive()
+
+    def mend_all(self) -> None:
+        """No cut, no blocked dial, nobody frozen, the same conditions everywhere."""
+        self.note("mend all")
+        self._cut.clear()
+        self._no_dial.clear()
+        self._special.clear()
+        for peer in list(self._networks):
+            self.thaw(peer)
+        self._note_mended()
+
+    # What links ask
 
     def find(self, address: str) -> MemoryNetwork | None:
         """Whoever listens at `address`."""
         if not address.startswith("/memory/"):
             raise ConfigError(f"{address!r} is no address in memory")
         return self._networks.get(PeerId(address.rpartition("/p2p/")[2]))
+
+    def between(self, sender: PeerId, receiver: PeerId) -> Conditions:
+        return self._special.get((sender, receiver), self.conditions) if self._special else self.conditions
+
+    def is_heard(self, sender: MemoryNetwork, receiver: MemoryNetwork) -> bool:
+        """Whether anything new can arrive now."""
+        return not (sender.frozen or self.holds_back(sender, receiver))
+
+    def holds_back(self, sender: MemoryNetwork, receiver: MemoryNetwork) -> bool:
+        """Whether what is due has to wait."""
+        return receiver.frozen or (sender.peer, receiver.peer) in self._cut
+
+    async def until_dialled(self, dialler: MemoryNetwork, listener: MemoryNetwork) -> None:
+        """Until a handshake of three ways has succeeded."""
+        ways = [(dialler.peer, listener.peer), (listener.peer, dialler.peer), (dialler.peer, listener.peer)]
+        patience_s = self.policy.dial_timeout_s
+        await trio.sleep(sum(self.between(*way).travel_s(self.rng, patience_s) for way in ways))
+        while ways[0] in self._no_dial or not self.is_heard(dialler, listener) or not self.is_heard(listener, dialler):
+            await self._mended.wait()
+
+    def call_at(self, when_s: float, act: Callable[[], None]) -> None:
+        if not self._agenda or when_s < self._agenda[0][0]:
+            self._sooner.set()
+        heapq.heappush(self._agenda, (when_s, next(self._numbers), act))
+
+    async def run(self) -> None:
+        """Do what is on the agenda, each in its time, until cancelled."""
+        while True:
+            self._sooner = trio.Event()
+            with trio.CancelScope(deadline=self._agenda[0][0] if self._agenda else math.inf):
+                await self._sooner.wait()
+            now_s = trio.current_time()
+            while self._agenda and self._agenda[0][0] <= now_s:
+                _, _, act = heapq.heappop(self._agenda)
+                act()
+
+    def note(self, line: str) -> None:
+        if self.trace is not None:
+            self.trace(f"{trio.current_time():.9f} {line}")
+
+    def describe(self, frame: Frame) -> str:
+        """For the trace. Sessions are numbered as they appear: their names are no part of a seed."""
+        session = self._sessions.setdefault(frame.session, len(self._sessions))
+        body = zlib.crc32(frame.payload)
+        return f"{frame.type.name} {session}.{frame.epoch}.{frame.step} {frame.start}+{frame.length} {body:08x}"
+
+    def _links(self) -> Iterable[MemoryLink]:
+        return [link for network in self._networks.values() for link in network.links]
+
+    def _notice_silence(self) -> None:
+        for link in self._links():
+            link.notice_silence()
+
+    def _note_mended(self) -> None:
+        for link in self._links():
+            link.far.flush()
+            link.notice_silence()
+        self._mended.set()
+        self._mended = trio.Event()
 
 
 class MemoryNetwork:
@@ -77,6 +229,7 @@ class MemoryNetwork:
     def __init__(self, internet: MemoryInternet, peer: PeerId) -> None:
         self.peer = peer
         self.links: list[MemoryLink] = []
+        self.frozen = False
         self._internet = internet
         self._opened, self._accepted = trio.open_memory_channel[MemoryLink](ACCEPT_QUEUE)
 
@@ -87,22 +240,16 @@ class MemoryNetwork:
     async def dial(self, address: str) -> MemoryLink:
         internet = self._internet
         other = internet.find(address)
-        reached = False
+        peer = PeerId(address.rpartition("/p2p/")[2])
         with trio.move_on_after(internet.policy.dial_timeout_s):
-            await trio.sleep(3 * internet.delay_s)
-            if other is not None:
-                await internet.until_mended(self.peer, other.peer)
-                reached = internet.find(address) is other
-        if other is None or not reached:
-            raise PeerUnreachable(f"no answer from {address}", peer=PeerId(address.rpartition("/p2p/")[2]))
-        ours, theirs = MemoryLink(internet, self.peer, other.peer), MemoryLink(internet, other.peer, self.peer)
-        ours.far, theirs.far = theirs, ours
-        try:
-            other.take(theirs)
-        except trio.WouldBlock:
-            raise PeerUnreachable("takes no more links", peer=other.peer) from None
-        self._run(ours)
-        return ours
+            if other is None:
+                conditions = internet.between(self.peer, peer)
+                await trio.sleep(2 * conditions.delay_s)
+            else:
+                await internet.until_dialled(self, other)
+            if other is not None and internet.find(address) is other:
+                return self._link(other)
+        raise PeerUnreachable(f"no answer from {address}", peer=peer)
 
     @asynccontextmanager
     async def accept(self) -> AsyncIterator[MemoryLink]:
@@ -118,86 +265,19 @@ class MemoryNetwork:
     def verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool:
         return _signature(peer, message) == signature
 
-    def take(self, link: MemoryLink) -> None:
-        """Raises trio.WouldBlock if too many wait already."""
-        self._opened.send_nowait(link)
-        self._run(link)
-
-    def _run(self, link: MemoryLink) -> None:
-        self.links.append(link)
-        self._internet.nursery.start_soon(link.run, lambda: self.links.remove(link))
-
-
-class MemoryLink:
-    """The `Link` port between two networks in memory."""
-
-    far: MemoryLink
-
-    def __init__(self, internet: MemoryInternet, own: PeerId, peer: PeerId) -> None:
-        self.peer = peer
-        self._internet = internet
-        self._own = own
-        frames = internet.policy.queue_frames
-        self._outgoing, self._under_way = trio.open_memory_channel[tuple[float, Frame]](frames)
-        self._delivered, self._incoming = trio.open_memory_channel[Frame](frames)
-        self._error: PeerError | None = None
-        self._ended = trio.Event()
-
-    async def send(self, frame: Frame) -> None:
+    def _link(self, other: MemoryNetwork) -> MemoryLink:
+        """Raises PeerUnreachable if too many wait already to be accepted."""
+        ours, theirs = MemoryLink(self._internet, self, other), MemoryLink(self._internet, other, self)
+        ours.far, theirs.far = theirs, ours
         try:
-            await self._outgoing.send((trio.current_time() + self._internet.delay_s, frame))
-        except (trio.ClosedResourceError, trio.BrokenResourceError):
-            raise self._reason() from None
-
-    async def receive(self) -> Frame:
-        try:
-            return await self._incoming.receive()
-        except (trio.ClosedResourceError, trio.EndOfChannel):
-            raise self._reason() from None
-
-    async def end(self, reason: str) -> None:
-        self.fail(PeerUnreachable(f"link closed: {reason}"))
-        await trio.lowlevel.checkpoint()
-
-    def fail(self, error: PeerError) -> None:
-        """End this side now, and the far one when it hears of it."""
-        if self._error is None:
-            self._error = error.blame(self.peer)
-            self._ended.set()
-            self._outgoing.close()
-            self._delivered.close()
-
-    async def run(self, on_end: Callable[[], None]) -> None:
-        """Deliver what is sent, until this side ends; then tell the far one."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._deliver)
-            await self._ended.wait()
-            nursery.cancel_scope.deadline = trio.current_time() + self._internet.policy.farewell_s
-        on_end()
-        await self._internet.until_mended(self._own, self.peer)
-        self.far.fail(PeerUnreachable("closed the stream"))
-
-    async def watch_silence(self) -> None:
-        """End the link unless its peers hear each other again in time."""
-        with trio.move_on_after(self._internet.policy.silence_s) as patience:
-            await self._internet.until_mended(self._own, self.peer)
-        if patience.cancelled_caught:
-            self.fail(PeerUnreachable(f"silent for {self._internet.policy.silence_s:g} s"))
-
-    async def _deliver(self) -> None:
-        async for due, frame in self._under_way:
-            await trio.sleep_until(due)
-            await self._internet.until_mended(self._own, self.peer)
-            try:
-                self.far._delivered.send_nowait(frame)
-            except trio.WouldBlock:
-                self.far.fail(PeerUnreachable("sent more than a link may hold ahead of our reading"))
-            except (trio.ClosedResourceError, trio.BrokenResourceError):
-                return
-
-    def _reason(self) -> PeerError:
-        assert self._error is not None
-        return type(self._error)(self._error.message, peer=self._error.peer)
+            other._opened.send_nowait(theirs)
+        except trio.WouldBlock:
+            raise PeerUnreachable("takes no more links", peer=other.peer) from None
+        self._internet.note(f"link {self.peer} -> {other.peer}")
+        for link in (ours, theirs):
+            link.own.links.append(link)
+            link.keep_alive()
+        return ours
 
 
 def _signature(peer: PeerId, message: bytes) -> bytes:

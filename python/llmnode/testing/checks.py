@@ -1,0 +1,180 @@
+"""What must hold in any simulated world, whatever befell it. Each raises AssertionError, and knows no fault."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from llmnode.client.routing import Router
+from llmnode.core.policy import ClientPolicy
+from llmnode.core.span import Span
+from llmnode.errors import NoRoute, PeerRefused
+from llmnode.testing.simulate import simulated_ms
+from llmnode.testing.worker import EXACT_MODEL, exact_output
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+    from llmnode.client.connection import Connection
+    from llmnode.client.session import InferenceSession
+    from llmnode.client.swarm import Swarm
+    from llmnode.core.ids import PeerId
+    from llmnode.core.model import ModelInfo
+    from llmnode.core.route import Route
+    from llmnode.errors import PeerError
+    from llmnode.testing.world import World
+    from llmnode.wire.frame import Buffer
+
+SETTLE_S = 20.0
+"""By when servers have noticed that clients are gone, and done what they were busy with."""
+
+COVERED_WITHIN_S = 60.0
+"""By when views are right again: an announcement of a dead peer lasts 45 s, and an exchange may fail."""
+
+LOOK_EVERY_S = 0.1
+
+
+class Dialogue:
+    """A session, what was said in it, and so what it should answer: to the bit what it would undisturbed."""
+
+    def __init__(
+        self,
+        session: InferenceSession,
+        rng: random.Random,
+        *,
+        model: ModelInfo = EXACT_MODEL,
+        policy: ClientPolicy | None = None,
+    ) -> None:
+        self.session = session
+        self._rng = rng
+        self._model = model
+        self._policy = policy or ClientPolicy()
+        self._said = b""
+
+    async def step(self, positions: int) -> None:
+        """Say something random, and check the answer and when it comes."""
+        hidden = self._rng.randbytes(positions * self._model.row_bytes)
+        answer = bytes(await self._step(hidden))
+        self._said += hidden
+        expected = exact_output(self._said, Span(0, self._model.blocks))[-len(hidden) :]
+        assert answer == expected, f"wrong at position {self.session.position}, after {self.session.recoveries}"
+
+    async def go_back(self, positions: int) -> None:
+        """Forget that many."""
+        keep = self.session.position - positions
+        with suppress(NoRoute), before_deadline(self._policy, self.session):  # it is done with the next step
+            await self.session.truncate(keep)
+        self._said = self._said[: keep * self._model.row_bytes]
+
+    async def _step(self, hidden: bytes) -> Buffer:
+        """Tried again where nobody held some blocks for so long that the session said so."""
+        while True:
+            try:
+                with before_deadline(self._policy, self.session):
+                    return await self.session.step(hidden)
+            except NoRoute:
+                await trio.sleep(1)
+
+
+@contextmanager
+def before_deadline(policy: ClientPolicy, session: InferenceSession) -> Iterator[None]:
+    """A step ends, in a result or a typed error, before all that it may wait for has run out once and again.
+
+    A hop may keep it waiting until it is given up, and the last of those that take its place too.
+    """
+    longest_s = policy.recovery_timeout_s + 2 * (policy.step_timeout_s + policy.push_patience_s)
+    try:
+        with trio.fail_after(longest_s):
+            yield
+    except trio.TooSlowError:
+        raise AssertionError(f"neither a result nor an error in {longest_s:g} s, through {session.route}") from None
+
+
+class WatchedRouter(Router):
+    """Keeps a record for `check_no_banned_peer`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:  # Any: what a Router takes
+        super().__init__(*arguments, **options)
+        self.failures: list[tuple[float, PeerId]] = []
+        self.detours: list[tuple[float, Route]] = []
+
+    def report(self, error: PeerError) -> None:
+        super().report(error)
+        if error.peer is not None and not isinstance(error, PeerRefused):
+            self.failures.append((trio.current_time(), error.peer))
+
+    async def find(
+        self, span: Span, avoid: Collection[PeerId], *, hurry: bool
+    ) -> tuple[Route, Mapping[PeerId, Connection]]:
+        asked_s = trio.current_time()
+        route, connections = await super().find(span, avoid, hurry=hurry)
+        if not hurry:
+            self.detours.append((asked_s, route))
+        return route, connections
+
+
+def check_no_banned_peer(router: WatchedRouter, policy: ClientPolicy) -> None:
+    """Whoever was banned for a failure was in no detour that was not taken in a hurry."""
+    for asked_s, route in router.detours:
+        banned = _banned(router.failures, asked_s, policy)
+        used = [hop for hop in route if hop.peer in banned]
+        assert not used, f"{used} were banned when they were chosen, {asked_s:.3f} s into the run"
+
+
+def _banned(failures: Iterable[tuple[float, PeerId]], now_s: float, policy: ClientPolicy) -> set[PeerId]:
+    """What `core.bans` says, from all failures anew: what fails while it is banned is not banned for longer."""
+    until_s: dict[PeerId, float] = {}
+    lasted_s: dict[PeerId, float] = {}
+    for failed_s, peer in failures:
+        if failed_s > now_s or failed_s < until_s.get(peer, 0.0):
+            continue
+        forgotten = failed_s > until_s.get(peer, 0.0) + policy.longest_ban_s
+        lasted_s[peer] = (
+            policy.ban_s if forgotten else min(2 * lasted_s.get(peer, policy.ban_s / 2), policy.longest_ban_s)
+        )
+        until_s[peer] = failed_s + lasted_s[peer]
+    return {peer for peer, end_s in until_s.items() if now_s < end_s}
+
+
+async def check_kv_is_free(world: World) -> None:
+    """To be called when all sessions are closed: soon no server holds KV, or anything else of a session."""
+    await _until(lambda: not _holding(world), SETTLE_S, lambda: f"KV or sessions are left: {_holding(world)}")
+
+
+def _holding(world: World) -> list[str]:
+    return [
+        f"{node.name}: {node.worker.reserved} positions, {len(node.server.sessions)} sessions"
+        for node in world.nodes.values()
+        if node.worker.reserved or node.server.sessions
+    ]
+
+
+async def check_coverage(world: World) -> None:
+    """To be called when nothing fails any more: soon every view has all nodes that live, and nobody else."""
+    await _until(lambda: not _mistaken(world), COVERED_WITHIN_S, lambda: "; ".join(_mistaken(world)))
+
+
+def _mistaken(world: World) -> list[str]:
+    living = {node.peer for node in world.nodes.values()}
+    views: dict[str, Swarm] = {node.name: node.swarm for node in [*world.nodes.values(), *world.relays.values()]}
+    return [
+        f"{name} lacks {sorted(living - known)}, and still has {sorted(known - living)}"
+        for name, swarm in {**views, **world.clients}.items()
+        if (known := _known(swarm)) != living
+    ]
+
+
+def _known(swarm: Swarm) -> set[PeerId]:
+    swarm.view.drop_expired(simulated_ms())
+    return {each.peer for each in swarm.view.announcements()}
+
+
+async def _until(condition: Callable[[], bool], within_s: float, complaint: Callable[[], str]) -> None:
+    with trio.move_on_after(within_s):
+        while not condition():  # noqa: ASYNC110 - simulated time costs nothing, and views change by expiry too
+            await trio.sleep(LOOK_EVERY_S)
+        return
+    raise AssertionError(f"after {within_s:g} s {complaint()}")

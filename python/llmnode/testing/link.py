@@ -1,0 +1,187 @@
+"""The `Link` port in memory: what is under way from one end to the other, when it arrives, and when the link dies."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.errors import PeerError, PeerUnreachable
+from llmnode.wire.frame import Frame, FrameType
+
+if TYPE_CHECKING:
+    from llmnode.testing.network import MemoryInternet, MemoryNetwork
+
+REPEATABLE = {FrameType.STEP, FrameType.RESULT, FrameType.CLOSE, FrameType.VIEW, FrameType.NEWS}
+"""What may arrive twice: servers push steps that a client gives as well, and views go round. The other questions are
+asked once, and no stream repeats them."""
+
+
+class MemoryLink:
+    """The `Link` port between two networks in memory: one end of it, with what that end has sent."""
+
+    far: MemoryLink
+
+    def __init__(self, internet: MemoryInternet, own: MemoryNetwork, other: MemoryNetwork) -> None:
+        self.own = own
+        self.other = other
+        self.peer = other.peer
+        self._internet = internet
+        self._frames = internet.policy.queue_frames
+        self._delivered, self._incoming = trio.open_memory_channel[Frame](self._frames)
+        self._error: PeerError | None = None
+        self._unsent: list[Frame | None] = []  # while frozen; None ends the stream
+        self._under_way: deque[tuple[float, Frame | None]] = deque()  # with the time at which the sending began
+        self._due = 0  # of those under way
+        self._busy_until_s = 0.0
+        self._last_due_s = 0.0
+        self._room = trio.Event()
+        self._silent_since_s: float | None = None
+        self._keeps_alive = False
+        self._wrote = False
+
+    async def send(self, frame: Frame) -> None:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while self._error is None and len(self._under_way) + len(self._unsent) >= self._frames:
+            self._room = trio.Event()
+            await self._room.wait()
+        if self._error is not None:
+            raise self._reason()
+        self._send(frame)
+        await trio.lowlevel.cancel_shielded_checkpoint()
+
+    async def receive(self) -> Frame:
+        try:
+            return await self._incoming.receive()
+        except (trio.ClosedResourceError, trio.EndOfChannel):
+            raise self._reason() from None
+
+    async def end(self, reason: str) -> None:
+        self.fail(PeerUnreachable(f"link closed: {reason}"))
+        await trio.lowlevel.checkpoint()
+
+    def fail(self, error: PeerError) -> None:
+        """End this side now, and the far one when it hears of it."""
+        if self._error is None:
+            self._error = error.blame(self.peer)
+            self._internet.note(f"end {self.own.peer} -> {self.peer}: {error.message}")
+            self._delivered.close()
+            self._room.set()
+            if not self.own.frozen:
+                self.own.links.remove(self)
+            last_s = trio.current_time() + self._internet.policy.farewell_s
+            self._under_way = deque((began, frame if began <= last_s else None) for began, frame in self._under_way)
+            self._send(None)
+
+    def die(self) -> None:
+        """The process is gone: what it had not sent is lost, and its system closes the connection."""
+        self._unsent.clear()
+        if self._error is None:
+            self.fail(PeerUnreachable("connection lost"))
+        else:  # while it was frozen
+            self.own.links.remove(self)
+            self._send(None)
+
+    # On the way to the far side
+
+    def _send(self, frame: Frame | None) -> None:
+        if self.own.frozen:
+            self._unsent.append(frame)
+            return
+        internet = self._internet
+        conditions = internet.between(self.own.peer, self.peer)
+        now_s = trio.current_time()
+        began_s = max(now_s, self._busy_until_s)
+        if frame is not None:
+            self._wrote = True
+            self._busy_until_s = began_s + frame.size_bytes / conditions.bytes_per_s
+            if self._busy_until_s - began_s > internet.policy.write_timeout_s:
+                timeout_s = internet.policy.write_timeout_s
+                error = PeerUnreachable(f"took no data for {timeout_s:g} s")
+                internet.call_at(began_s + timeout_s, lambda: self.fail(error))
+        patience_s = internet.policy.silence_s
+        took_s = conditions.travel_s(internet.rng, patience_s)
+        if took_s > patience_s:
+            error = PeerUnreachable(f"silent for {patience_s:g} s")
+            internet.call_at(now_s + patience_s, lambda: self.far.fail(error))
+        self._last_due_s = max(self._last_due_s, self._busy_until_s + took_s, now_s)
+        self._under_way.append((began_s, frame))
+        internet.call_at(self._last_due_s, self._arrive)
+
+    def _arrive(self) -> None:
+        self._due += 1
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand over what is due, unless it has to wait."""
+        while self._due and not self._internet.holds_back(self.own, self.other):
+            self._due -= 1
+            _, frame = self._under_way.popleft()
+            self.far._take(frame)
+            self._room.set()
+
+    def wake(self) -> None:
+        """Thawed: take what has arrived, find out whether the far side was silent for too long, send what was held."""
+        if self._error is not None:  # while frozen
+            self.own.links.remove(self)
+        self.far.flush()
+        since_s, patience_s = self._silent_since_s, self._internet.policy.silence_s
+        if self._error is None and since_s is not None and trio.current_time() - since_s >= patience_s:
+            return self._fall_silent(since_s)
+        unsent, self._unsent = self._unsent, []
+        for frame in unsent:
+            self._send(frame)
+        return None
+
+    # On the near side
+
+    def _take(self, frame: Frame | None) -> None:
+        if frame is None:
+            return self.fail(PeerUnreachable("closed the stream"))
+        if frame.type is FrameType.HEARTBEAT or self._error is not None:
+            return None
+        internet = self._internet
+        duplication = internet.between(self.peer, self.own.peer).duplication
+        again = duplication and frame.type in REPEATABLE and internet.rng.random() < duplication
+        if internet.trace is not None:
+            twice = " twice" if again else ""
+            internet.note(f"{self.peer} -> {self.own.peer} {internet.describe(frame)}{twice}")
+        try:
+            self._delivered.send_nowait(frame)
+            if again:
+                self._delivered.send_nowait(frame)
+        except trio.WouldBlock:
+            self.fail(PeerUnreachable("sent more than a link may hold ahead of our reading"))
+        return None
+
+    def notice_silence(self) -> None:
+        """Call when it may have begun or ended: the link ends if it lasts."""
+        if self._internet.is_heard(self.other, self.own):
+            self._silent_since_s = None
+        elif self._silent_since_s is None:
+            since_s = self._silent_since_s = trio.current_time()
+            self._internet.call_at(since_s + self._internet.policy.silence_s, lambda: self._fall_silent(since_s))
+
+    def _fall_silent(self, since_s: float) -> None:
+        if self._silent_since_s == since_s and not self.own.frozen:
+            self.fail(PeerUnreachable(f"silent for {self._internet.policy.silence_s:g} s"))
+
+    def keep_alive(self) -> None:
+        """Where frames get lost, idle links have heartbeats, so that one that loses too much dies; others need none."""
+        if not self._keeps_alive and self._internet.between(self.own.peer, self.peer).loss:
+            self._keeps_alive = True
+            self._beat()
+
+    def _beat(self) -> None:
+        if self._error is None and self._internet.between(self.own.peer, self.peer).loss:
+            if not self._wrote:
+                self._send(Frame(FrameType.HEARTBEAT))
+            self._wrote = False
+            self._internet.call_at(trio.current_time() + self._internet.policy.heartbeat_s, self._beat)
+        else:
+            self._keeps_alive = False
+
+    def _reason(self) -> PeerError:
+        assert self._error is not None
+        return type(self._error)(self._error.message, peer=self._error.peer)

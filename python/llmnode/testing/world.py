@@ -1,0 +1,302 @@
+"""A swarm in memory: whole serving nodes but for libp2p and torch, clients, and what may happen to them."""
+
+from __future__ import annotations
+
+import os
+import random
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import trio
+
+from llmnode.client.pool import open_pool
+from llmnode.client.swarm import Swarm
+from llmnode.core.announcement import Offer, PeerState
+from llmnode.core.policy import ClientPolicy, LinkPolicy, ServePolicy, SwarmPolicy
+from llmnode.node.serve.links import serve_links, serve_view
+from llmnode.node.serve.server import Server
+from llmnode.testing.checks import WatchedRouter
+from llmnode.testing.conditions import Conditions
+from llmnode.testing.directory import MemoryDirectory
+from llmnode.testing.network import open_internet
+from llmnode.testing.simulate import inline, simulated_ms
+from llmnode.testing.worker import EXACT_MODEL, ExactWorker
+from llmnode.wire.payload import Codec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from llmnode.client.pool import ConnectionPool
+    from llmnode.client.session import InferenceSession
+    from llmnode.core.ids import PeerId
+    from llmnode.core.model import ModelInfo
+    from llmnode.core.span import Span
+    from llmnode.testing.network import MemoryInternet, MemoryNetwork
+
+FORWARD_S = 0.01
+KV_TOKENS = 400
+SAID_BLOCK_US = 1000
+
+
+@asynccontextmanager
+async def open_world(
+    seed: int = 0,
+    *,
+    conditions: Conditions | None = None,
+    model: ModelInfo = EXACT_MODEL,
+    trace: Callable[[str], None] | None = None,
+    link_policy: LinkPolicy | None = None,
+    serve_policy: ServePolicy | None = None,
+    swarm_policy: SwarmPolicy | None = None,
+) -> AsyncIterator[World]:
+    """An internet with nobody on it yet. Everything in it ends with the context.
+
+    `trace` is called with a line for whatever happens, `print` if LLMNODE_TRACE is set.
+    """
+    async with open_internet(conditions, policy=link_policy, seed=seed) as internet, trio.open_nursery() as nursery:
+        internet.trace = trace or (print if os.environ.get("LLMNODE_TRACE") else None)
+        yield World(internet, nursery, model, seed, serve_policy or ServePolicy(), swarm_policy or SwarmPolicy())
+        nursery.cancel_scope.cancel()
+
+
+@dataclass(slots=True)
+class SimulatedNode:
+    """A node that keeps a view, and its life: a relay."""
+
+    name: str
+    network: MemoryNetwork
+    pool: ConnectionPool
+    swarm: Swarm
+    scope: trio.CancelScope
+
+    @property
+    def peer(self) -> PeerId:
+        return self.network.peer
+
+    @property
+    def knows(self) -> set[PeerId]:
+        """The peers in its view that announce something."""
+        self.swarm.view.drop_expired(simulated_ms())
+        return {each.peer for each in self.swarm.view.announcements()}
+
+
+@dataclass(slots=True)
+class ServingNode(SimulatedNode):
+    """A node that serves a span of its model, and announces it."""
+
+    model: ModelInfo
+    worker: ExactWorker
+    server: Server
+
+    @property
+    def offer(self) -> Offer:
+        model, worker = self.model, self.worker
+        return Offer(
+            model.name,
+            model.digest,
+            model.blocks,
+            model.dtype,
+            worker.span,
+            PeerState.ONLINE,
+            SAID_BLOCK_US,
+            worker.kv_tokens_free,
+        )
+
+
+class SimulatedClient(NamedTuple):
+    """Somebody who uses the swarm. `router` opens sessions, and remembers what `checks` ask."""
+
+    router: WatchedRouter
+    peer: PeerId
+
+
+class World:
+    """Starts nodes and clients, and ends nodes in several ways. Made by `open_world`.
+
+    `nodes` are those that live, by name. Names make peer ids (`peer_named`): who is started again is the same peer.
+    `internet` has what may happen to links.
+    """
+
+    def __init__(
+        self,
+        internet: MemoryInternet,
+        nursery: trio.Nursery,
+        model: ModelInfo,
+        seed: int,
+        serve_policy: ServePolicy,
+        swarm_policy: SwarmPolicy,
+    ) -> None:
+        self.internet = internet
+        self.model = model
+        self.directory = MemoryDirectory()
+        self.nodes: dict[str, ServingNode] = {}
+        self.relays: dict[str, SimulatedNode] = {}
+        self.clients: dict[str, Swarm] = {}
+        self._nursery = nursery
+        self._seed = seed
+        self._serve_policy = serve_policy
+        self._swarm_policy = swarm_policy
+        self._lives = 0
+
+    async def start(
+        self,
+        name: str,
+        span: Span,
+        model: ModelInfo | None = None,
+        *,
+        contacts: Sequence[str] | None = None,
+        now_ms: Callable[[], int] = simulated_ms,
+    ) -> ServingNode:
+        """A server of `span`, and of the world's model: it announces that even if it serves another `model`.
+
+        Unless it is told its `contacts`, it is told all nodes that live.
+        """
+        contacts = self._contacts() if contacts is None else contacts
+        node: ServingNode = await self._nursery.start(self._serve, name, span, model or self.model, contacts, now_ms)
+        return node
+
+    async def start_relay(self, name: str, *, contacts: Sequence[str] | None = None) -> SimulatedNode:
+        contacts = self._contacts() if contacts is None else contacts
+        node: SimulatedNode = await self._nursery.start(self._relay, name, contacts)
+        return node
+
+    def node(self, peer: PeerId) -> ServingNode:
+        return self.nodes[str(peer).removeprefix("peer-")]
+
+    def kill(self, name: str) -> None:
+        """As SIGKILL: not cancelled first, the dead say no farewell."""
+        self._end(self._take(name))
+
+    async def stop(self, name: str) -> None:
+        """As SIGTERM: it tells its neighbours."""
+        node = self._take(name)
+        if isinstance(node, ServingNode):
+            await node.swarm.leave(node.offer)
+        self._end(node)
+
+    def freeze(self, name: str) -> None:
+        """As SIGSTOP, its forwards too."""
+        node = self.nodes[name]
+        node.worker.gate = node.worker.gate or trio.Event()
+        self.internet.freeze(node.peer)
+
+    def thaw(self, name: str) -> None:
+        node = self.nodes[name]
+        _open_gate(node.worker)
+        self.internet.thaw(node.peer)
+
+    def mend_all(self) -> None:
+        """All that live hear each other, and nobody is frozen. The dead stay dead."""
+        for node in self.nodes.values():
+            _open_gate(node.worker)
+        self.internet.mend_all()
+
+    @asynccontextmanager
+    async def client(
+        self, policy: ClientPolicy | None = None, *, name: str = "client", router: type[WatchedRouter] = WatchedRouter
+    ) -> AsyncIterator[SimulatedClient]:
+        """Somebody who knows all nodes that live. For a scheduler of your own, give a `router` of that class."""
+        network = self.internet.network(name)
+        rng = self._rng(name)
+        async with AsyncExitStack() as stack:
+            pool = await stack.enter_async_context(open_pool(network))
+            contacts = self._contacts()
+            swarm = Swarm(
+                network,
+                pool,
+                self._swarm_policy,
+                contacts=contacts,
+                directory=self.directory,
+                now_ms=simulated_ms,
+                rng=rng,
+                roams=False,
+            )
+            await swarm.meet_all(contacts)
+            nursery = await stack.enter_async_context(trio.open_nursery())
+            nursery.start_soon(swarm.run)
+            self.clients[name] = swarm
+            try:
+                yield SimulatedClient(
+                    router(self.model, pool, swarm, policy or ClientPolicy(chunk_tokens=8), rng, inline), network.peer
+                )
+            finally:
+                del self.clients[name]
+                nursery.cancel_scope.cancel()
+
+    @asynccontextmanager
+    async def session(
+        self, policy: ClientPolicy | None = None, *, max_length: int = 64
+    ) -> AsyncIterator[tuple[InferenceSession, PeerId]]:
+        """A session of a client of its own, and that client's id."""
+        async with self.client(policy) as (router, peer), router.open_session(max_length, Codec.RAW) as session:
+            yield session, peer
+
+    def _contacts(self) -> list[str]:
+        return [address for node in [*self.relays.values(), *self.nodes.values()] for address in node.network.addresses]
+
+    def _rng(self, name: str) -> random.Random:
+        self._lives += 1
+        return random.Random(f"{self._seed} {name} {self._lives}")
+
+    def _take(self, name: str) -> SimulatedNode:
+        return self.nodes.pop(name) if name in self.nodes else self.relays.pop(name)
+
+    def _end(self, node: SimulatedNode) -> None:
+        self.internet.kill(node.peer)
+        node.scope.cancel()
+        if isinstance(node, ServingNode):
+            _open_gate(node.worker)
+
+    async def _serve(
+        self,
+        name: str,
+        span: Span,
+        model: ModelInfo,
+        contacts: Sequence[str],
+        now_ms: Callable[[], int],
+        task_status: trio.TaskStatus[ServingNode],
+    ) -> None:
+        async with self._living(name, contacts, now_ms) as (life, nursery), open_pool(life.network) as pushes:
+            worker = ExactWorker(span, model.row_bytes, KV_TOKENS, forward_s=FORWARD_S)
+            server = Server(worker, model, self._serve_policy, life.swarm, pushes)
+            node = ServingNode(name, life.network, life.pool, life.swarm, life.scope, self.model, worker, server)
+            self.nodes[name] = node
+            nursery.start_soon(server.run, node.network)
+            nursery.start_soon(node.swarm.announce, lambda: node.offer)
+            task_status.started(node)
+            await trio.sleep_forever()
+
+    async def _relay(self, name: str, contacts: Sequence[str], task_status: trio.TaskStatus[SimulatedNode]) -> None:
+        async with self._living(name, contacts, simulated_ms) as (node, nursery):
+            self.relays[name] = node
+            links = self._serve_policy.links
+            nursery.start_soon(serve_links, node.network, links, lambda link: serve_view(node.swarm, link))
+            task_status.started(node)
+            await trio.sleep_forever()
+
+    @asynccontextmanager
+    async def _living(
+        self, name: str, contacts: Sequence[str], now_ms: Callable[[], int]
+    ) -> AsyncIterator[tuple[SimulatedNode, trio.Nursery]]:
+        """What every node has, until its scope is cancelled."""
+        network = self.internet.network(name)
+        with trio.CancelScope() as scope:
+            async with open_pool(network) as pool, trio.open_nursery() as nursery:
+                swarm = Swarm(
+                    network,
+                    pool,
+                    self._swarm_policy,
+                    contacts=contacts,
+                    directory=self.directory,
+                    now_ms=now_ms,
+                    rng=self._rng(name),
+                )
+                nursery.start_soon(swarm.run)
+                yield SimulatedNode(name, network, pool, swarm, scope), nursery
+
+
+def _open_gate(worker: ExactWorker) -> None:
+    if worker.gate is not None:
+        worker.gate.set()
+        worker.gate = None
