@@ -99,7 +99,7 @@ class WatchedRouter(Router):
     def __init__(self, *arguments: Any, **options: Any) -> None:  # Any: what a Router takes
         super().__init__(*arguments, **options)
         self.failures: list[tuple[float, PeerId]] = []
-        self.detours: list[tuple[float, Route]] = []
+        self.detours: list[tuple[float, int, Route]] = []  # with how many failures were known
 
     def report(self, error: PeerError) -> None:
         super().report(error)
@@ -109,17 +109,17 @@ class WatchedRouter(Router):
     async def find(
         self, span: Span, avoid: Collection[PeerId], *, hurry: bool
     ) -> tuple[Route, Mapping[PeerId, Connection]]:
-        asked_s = trio.current_time()
+        asked_s, failures = trio.current_time(), len(self.failures)
         route, connections = await super().find(span, avoid, hurry=hurry)
         if not hurry:
-            self.detours.append((asked_s, route))
+            self.detours.append((asked_s, failures, route))
         return route, connections
 
 
 def check_no_banned_peer(router: WatchedRouter, policy: ClientPolicy) -> None:
     """Whoever was banned for a failure was in no detour that was not taken in a hurry."""
-    for asked_s, route in router.detours:
-        banned = _banned(router.failures, asked_s, policy)
+    for asked_s, failures, route in router.detours:
+        banned = _banned(router.failures[:failures], asked_s, policy)
         used = [hop for hop in route if hop.peer in banned]
         assert not used, f"{used} were banned when they were chosen, {asked_s:.3f} s into the run"
 
@@ -129,7 +129,7 @@ def _banned(failures: Iterable[tuple[float, PeerId]], now_s: float, policy: Clie
     until_s: dict[PeerId, float] = {}
     lasted_s: dict[PeerId, float] = {}
     for failed_s, peer in failures:
-        if failed_s > now_s or failed_s < until_s.get(peer, 0.0):
+        if failed_s < until_s.get(peer, 0.0):
             continue
         forgotten = failed_s > until_s.get(peer, 0.0) + policy.longest_ban_s
         lasted_s[peer] = (
