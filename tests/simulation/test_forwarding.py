@@ -145,7 +145,7 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[PeerId, PeerId]]:
 
     async def count(link: MemoryLink, frame: Frame) -> None:
         if frame.type in (FrameType.STEP, FrameType.RESULT, FrameType.REPLAYED):
-            sent[link._own, link.peer] += len(frame.payload)
+            sent[link.own.peer, link.peer] += len(frame.payload)
         await send(link, frame)
 
     monkeypatch.setattr(MemoryLink, "send", count)
