@@ -48,6 +48,8 @@ class Server:
     """Connections over which results go to next hops; without them every hop goes through the client."""
     sessions: dict[SessionId, ServedSession] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
+    unreached: dict[PeerId, float] = field(default_factory=dict)
+    """Until when we do not dial next hops that we could not reach: their sessions go by way of their clients."""
 
     async def run(self, network: Network) -> None:
         """Serve every link that is opened to us, until cancelled."""
@@ -55,12 +57,23 @@ class Server:
         await serve_links(network, self.policy.links, lambda link: _ServedLink(self, serving, link).run())
 
     async def find_peer(self, peer: PeerId) -> Connection:
-        """A connection to push results over. Raises PeerError for one that has announced no part of our model."""
+        """A connection to push results over. Raises PeerError for one that has announced no part of our model, or
+        that cannot be reached, which is found out once for all sessions.
+        """
         known = self.swarm.view.of_model(self.model.digest) if self.swarm is not None else []
         addresses = next((each.addresses for each in online(known) if each.peer == peer), None)
         if self.pushes is None or addresses is None:
             raise PeerUnreachable("not known to serve this model", peer=peer)
-        return await self.pushes.connect(addresses)
+        now_s = trio.current_time()
+        if now_s < self.unreached.get(peer, 0.0):
+            raise PeerUnreachable("could not be reached lately", peer=peer)
+        try:
+            with trio.fail_after(self.policy.connect_timeout_s):
+                return await self.pushes.connect(addresses)
+        except (PeerUnreachable, trio.TooSlowError):
+            living = {each: until_s for each, until_s in self.unreached.items() if until_s > now_s}
+            self.unreached = {**living, peer: now_s + self.policy.redial_s}
+            raise PeerUnreachable("cannot be reached from here", peer=peer) from None
 
     def describe(self) -> Description:
         span = self.worker.span

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,11 @@ import pytest
 import trio
 
 from llmnode.core.policy import ClientPolicy
-from llmnode.testing.network import MemoryLink
+from llmnode.testing import check_coverage, peer_named
+from llmnode.testing.link import MemoryLink
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.payload import Codec
-from simulation.world import DELAY_S, FORWARD_S, ROW, SPANS, Dialogue, pairs_of_servers, simulated
+from simulation.world import DELAY_S, FORWARD_S, ROW, SPANS, Dialogue, pairs_of_servers, simulated, world
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -69,6 +71,29 @@ async def test_servers_that_cannot_reach_each_other_are_joined_by_the_client() -
             for _ in range(3):
                 await dialogue.step(2)
             assert not session.recoveries, "nobody is to blame"
+
+
+@simulated
+async def test_servers_that_cannot_reach_each_other_hold_up_no_session_for_longer_than_a_dial() -> None:
+    async with world() as swarm, AsyncExitStack() as stack:
+        for index, span in enumerate(SPANS):
+            await swarm.start(f"{index}", span)
+        await check_coverage(swarm)
+        swarm.internet.block_dials(peer_named("0"), peer_named("1"))
+        router, _ = await stack.enter_async_context(swarm.client())
+
+        async def open_one() -> None:
+            async with router.open_session(20, Codec.RAW) as session:
+                await Dialogue(session, random.Random(1)).step(1)
+                assert not session.recoveries
+
+        async def open_many() -> None:
+            async with trio.open_nursery() as nursery:
+                for _ in range(9):
+                    nursery.start_soon(open_one)
+
+        assert await timed(open_many) < 5
+        assert await timed(open_one) < 1
 
 
 @simulated

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager, suppress
+from copy import copy
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import trio
@@ -16,6 +18,16 @@ if TYPE_CHECKING:
 
     from llmnode.client.connection import Connection
     from llmnode.ports import Network
+
+
+@dataclass(slots=True)
+class _Dial:
+    """An attempt that several may wait for."""
+
+    addresses: list[str]
+    began_s: float
+    over: trio.Event = field(default_factory=trio.Event)
+    error: PeerError | ConfigError | None = None
 
 
 @asynccontextmanager
@@ -35,7 +47,7 @@ class ConnectionPool:
         self.network = network
         self._nursery = nursery
         self._opened: dict[PeerId, Connection] = {}
-        self._dialling: dict[PeerId, trio.Lock] = {}
+        self._dialling: dict[PeerId, _Dial] = {}
 
     def living(self) -> list[Connection]:
         """In the order in which they were opened."""
@@ -49,16 +61,15 @@ class ConnectionPool:
         if not addresses:
             raise PeerUnreachable("it names no address")
         peer = PeerId(addresses[0].rpartition("/p2p/")[2])
-        lock = self._dialling.setdefault(peer, trio.Lock())
-        try:
-            async with lock:
-                connection = self._opened.get(peer)
-                if connection is None or connection.has_ended:
-                    connection = self._opened[peer] = await self._dial(addresses)
-                return connection
-        finally:
-            if not lock.statistics().tasks_waiting and not lock.locked():
-                self._dialling.pop(peer, None)
+        asked_s = trio.current_time()
+        await trio.lowlevel.checkpoint()
+        while (connection := self._opened.get(peer)) is None or connection.has_ended:
+            if (dial := self._dialling.get(peer)) is None:
+                return await self._dial_for_all(peer, addresses)
+            await dial.over.wait()
+            if dial.error is not None and dial.began_s >= asked_s and dial.addresses == list(addresses):
+                raise copy(dial.error)  # not dialled again by each who waited, one after the other
+        return connection
 
     def warm(self, addresses: Sequence[str]) -> None:
         """Have a connection ready for when it is needed. Failing is silent."""
@@ -67,6 +78,19 @@ class ConnectionPool:
     async def _connect_quietly(self, addresses: Sequence[str]) -> None:
         with suppress(PeerError, ConfigError):
             await self.connect(addresses)
+
+    async def _dial_for_all(self, peer: PeerId, addresses: Sequence[str]) -> Connection:
+        """Whoever asks for the same peer meanwhile is given the same answer."""
+        dial = self._dialling[peer] = _Dial(list(addresses), trio.current_time())
+        try:
+            connection = self._opened[peer] = await self._dial(addresses)
+        except (PeerError, ConfigError) as error:
+            dial.error = error
+            raise
+        finally:
+            del self._dialling[peer]
+            dial.over.set()
+        return connection
 
     async def _dial(self, addresses: Sequence[str]) -> Connection:
         for address in addresses[:-1]:

@@ -43,6 +43,10 @@ class ServePolicy:
     """Steps a client may send before the one that is due has arrived."""
     replay_bytes: int = 64 << 20
     """Logged results that one frame may ask for."""
+    connect_timeout_s: float = 3.0
+    """To a next hop. The session waits meanwhile, and its client can stand between the two."""
+    redial_s: float = 60.0
+    """A next hop that we could not reach, as behind a NAT, is not dialled again for this long."""
     session_idle_s: float = 600.0
     """A session without a step for this long is closed and its KV freed."""
 
