@@ -46,7 +46,7 @@ from simulation.world import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from llmnode.client.routing import Router
     from llmnode.client.session import InferenceSession
@@ -98,9 +98,14 @@ async def talk(session: InferenceSession, rng: random.Random, *, steps: int = 25
 @pytest.mark.parametrize("seed", seeds(500), ids=lambda seed: f"seed-{seed}-")
 @simulated
 async def test_a_session_outlives_whatever_befalls_its_servers(seed: int) -> None:
+    await outlive(seed)
+
+
+async def outlive(seed: int, trace: Callable[[str], None] | None = None) -> None:
     rng = random.Random(seed)
     plan = FaultPlan.draw(seed, CAST, Odds(rng.randrange(1, 5), longest_s=LONGEST_OUTAGE_S, kinds=KINDS))
     async with pairs_of_servers(seed, rng.choice(WEATHERS)) as swarm, swarm.client(POLICY) as (router, _):
+        swarm.internet.trace = trace or swarm.internet.trace
         async with plan.upon(swarm), open_at_last(router) as session:
             await talk(session, rng)
         check_no_banned_peer(router, POLICY)

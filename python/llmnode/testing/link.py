@@ -92,12 +92,11 @@ class MemoryLink:
         internet = self._internet
         conditions = internet.between(self.own.peer, self.peer)
         now_s = trio.current_time()
-        began_s = max(now_s, self._busy_until_s)
+        began_s = sent_s = max(now_s, self._busy_until_s)
         if frame is not None:
             self._wrote = True
-            self._busy_until_s = began_s + frame.size_bytes / conditions.bytes_per_s
-            if self._busy_until_s - began_s > internet.policy.write_timeout_s:
-                timeout_s = internet.policy.write_timeout_s
+            sent_s = self._busy_until_s = began_s + frame.size_bytes / conditions.bytes_per_s
+            if sent_s - began_s > (timeout_s := internet.policy.write_timeout_s):
                 error = PeerUnreachable(f"took no data for {timeout_s:g} s")
                 internet.call_at(began_s + timeout_s, lambda: self.fail(error))
         patience_s = internet.policy.silence_s
@@ -105,7 +104,7 @@ class MemoryLink:
         if took_s > patience_s:
             error = PeerUnreachable(f"silent for {patience_s:g} s")
             internet.call_at(now_s + patience_s, lambda: self.far.fail(error))
-        self._last_due_s = max(self._last_due_s, self._busy_until_s + took_s, now_s)
+        self._last_due_s = max(self._last_due_s, sent_s + took_s)
         self._under_way.append((began_s, frame))
         internet.call_at(self._last_due_s, self._arrive)
 
