@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -235,11 +234,11 @@ class ExpectedOutput:
     async def receive(self, timeout_s: float) -> HopOutput:
         """Of what input, is not checked. Raises PeerError; after PeerTimeout it may be waited for again."""
         async with self._hop.one_by_one:  # or the first of several chunks would use up the time of all
-            since_ns = time.perf_counter_ns()
+            since_s = trio.current_time()
             answer = await self._answer.receive(FrameType.RESULT, timeout_s)
         result = unpack(Result, answer.meta)
         hidden = self._hop.read(self.chunk, answer, result.output_digest, pushed=result.pushed)
-        trip_us = (time.perf_counter_ns() - since_ns) // 1000
+        trip_us = int(1e6 * (trio.current_time() - since_s))
         hop = self._hop.hop
         timing = HopTiming(hop.peer, hop.span, trip_us, result.queue_us, result.compute_us, self._direct)
         return HopOutput(hidden, result, timing)
