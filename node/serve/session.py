@@ -14,7 +14,7 @@ import trio
 
 from llmnode import _native
 from llmnode.core.ids import PeerId, SessionId
-from llmnode.errors import ConfigError, PeerError, PeerRefused, RemoteProtocolError
+from llmnode.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable, RemoteProtocolError
 from llmnode.ports import Piece
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.log import PayloadLog
@@ -238,6 +238,8 @@ class ServedSession:
             request = unpack(Forward, frame.meta)
             self.sender = PeerId(request.sender) if request.sender else None
             self._receiver, self._quiet = None, request.quiet
+            if request.receiver == self._serving.network.peer:
+                raise PeerUnreachable("the next hop is this server itself")
             if request.receiver:
                 connection = await self._serving.find_peer(PeerId(request.receiver))
                 self._receiver = connection, SessionId(request.receiver_session)

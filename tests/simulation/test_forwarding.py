@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
+from llmnode.client.pool import open_pool
+from llmnode.client.session import open_session
 from llmnode.core.policy import ClientPolicy
+from llmnode.core.route import Hop
+from llmnode.core.span import Span
 from llmnode.testing import check_coverage, peer_named
 from llmnode.testing.link import MemoryLink
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.payload import Codec
-from simulation.world import DELAY_S, FORWARD_S, ROW, SPANS, Dialogue, pairs_of_servers, simulated, world
+from simulation.world import DELAY_S, FORWARD_S, MODEL, ROW, SPANS, Dialogue, pairs_of_servers, simulated, world
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -227,6 +231,19 @@ async def test_hops_that_are_lost_together_are_made_good_one_after_the_other() -
             swarm.kill(str(hop.peer).removeprefix("peer-"))
         await dialogue.step(1)
         assert {each.span for each in session.recoveries} == set(SPANS)
+
+
+@simulated
+async def test_two_hops_at_one_server_are_joined_by_the_client() -> None:
+    async with world() as swarm:
+        node = await swarm.start("whole", Span(0, 6))
+        peer = node.network.peer
+        async with open_pool(swarm.internet.network("client")) as pool:
+            connections = {peer: await pool.connect(node.network.addresses)}
+            route = (Hop(peer, Span(0, 3)), Hop(peer, Span(3, 6)))
+            async with open_session(route, connections, MODEL, 64, Codec.RAW, ClientPolicy()) as session:
+                await Dialogue(session, random.Random(1)).step(5)
+                assert [timing.direct for timing in session.timings] == [False, False]
 
 
 @simulated
