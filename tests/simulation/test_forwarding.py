@@ -64,6 +64,17 @@ async def test_hops_compute_different_chunks_of_a_prefill_at_the_same_time() -> 
 
 
 @simulated
+async def test_a_prefill_of_more_chunks_than_go_ahead_of_one_another_takes_no_longer_than_they_do() -> None:
+    policy = ClientPolicy(chunk_tokens=4, chunks_ahead=3)
+    async with pairs_of_servers() as swarm, swarm.session(policy) as (session, _):
+        for node in swarm.nodes.values():
+            node.worker.forward_s = 1.0
+        took_s = await timed(lambda: Dialogue(session, random.Random(1)).step(4 * 8))
+        assert not session.recoveries
+    assert took_s == pytest.approx((8 + HOPS - 1) * 1.0, abs=8 * (HOPS + 1) * DELAY_S)
+
+
+@simulated
 async def test_servers_that_cannot_reach_each_other_are_joined_by_the_client() -> None:
     async with pairs_of_servers() as swarm, swarm.client() as (router, _):
         async with router.open_session(64, Codec.RAW) as session:

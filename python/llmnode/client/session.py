@@ -231,11 +231,11 @@ class InferenceSession:
         """All of `waiting` through all hops, several chunks under way; what has passed them goes over to `outputs`."""
         if len(waiting) == 1:
             payload, length = waiting[0]
-            flight = await fly(self._hops, self._chunk(0, self._position, length), payload, self._policy)
+            flight = await fly(self._hops, self._chunk(self._step, self._position, length), payload, self._policy)
             outputs.append(await self._land(flight))
             return
         window = trio.Semaphore(self._policy.chunks_ahead)
-        start, landed = self._position, trio.Event()
+        start, step, landed = self._position, self._step, trio.Event()
         landed.set()
 
         async def pass_all(
@@ -253,7 +253,7 @@ class InferenceSession:
                 for number, (payload, length) in enumerate(list(waiting)):
                     await window.acquire()
                     first, landed = landed, trio.Event()
-                    chunk = self._chunk(number, start, length)
+                    chunk = self._chunk(step + number, start, length)
                     await nursery.start(pass_all, chunk, payload, first, landed)
                     start += length
 
@@ -417,8 +417,8 @@ class InferenceSession:
         self.recoveries.append(Recovery(lost.hop.peer, lost.hop.span, others, self._position, stall_s))
         log.info("recovered span=%s positions=%d in %.3f s: %s", lost.hop.span, self._position, stall_s, lost.failure)
 
-    def _chunk(self, number: int, start: int, length: int) -> Chunk:
-        return Chunk(self._epoch, Step(self._step + number), start, length)
+    def _chunk(self, step: int, start: int, length: int) -> Chunk:
+        return Chunk(self._epoch, Step(step), start, length)
 
 
 @asynccontextmanager
