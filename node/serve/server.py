@@ -126,7 +126,7 @@ class _ServedLink:
                 case FrameType.STEP | FrameType.TRUNCATE:
                     check_empty(frame.meta, frame.type.name)
                     self._session(frame).submit(frame)
-                case FrameType.FORWARD | FrameType.REPLAY:
+                case FrameType.FORWARD | FrameType.REPLAY | FrameType.FORK:
                     self._session(frame).submit(frame)
                 case FrameType.CLOSE:
                     check_empty(frame.meta, "CLOSE")
@@ -142,7 +142,9 @@ class _ServedLink:
         span, request = self._check_open(frame)
         stage = Stage(frame.session, request.max_length, self._server.policy.steps_ahead, frame.epoch)
         form = HiddenForm(self._server.model.hidden_size, Codec(request.codec))
-        session = ServedSession(stage, span, form, self._link, self._serving, keep_outputs=request.keep_outputs)
+        session = ServedSession(
+            stage, span, form, self._link, self._serving, self._sessions, keep_outputs=request.keep_outputs
+        )
         self._sessions[frame.session] = session
         self._server.sessions[frame.session] = session
         nursery.start_soon(self._run_session, session)

@@ -18,13 +18,13 @@ from llmnode.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable,
 from llmnode.ports import Piece
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.log import PayloadLog
-from llmnode.wire.messages import Forward, Pushed, Refusal, RefusalCode, Replay, Replayed, Result, pack, unpack
+from llmnode.wire.messages import Fork, Forward, Pushed, Refusal, RefusalCode, Replay, Replayed, Result, pack, unpack
 from llmnode.wire.payload import payload_bytes
 from llmnode.wire.receipt import Receipt, profile_digest, signed
-from llmnode.wire.stage import Answer, Compute, Refuse, Truncate, Wait
+from llmnode.wire.stage import Answer, Compute, Copy, Refuse, Truncate, Wait
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from llmnode.client.connection import Connection
     from llmnode.core.model import ModelInfo
@@ -69,14 +69,24 @@ class ServedSession:
     """Its task (`run`) owns the stage; the link's loop only queues frames with `submit`."""
 
     def __init__(
-        self, stage: Stage, span: Span, form: HiddenForm, link: Link, serving: Serving, *, keep_outputs: bool
+        self,
+        stage: Stage,
+        span: Span,
+        form: HiddenForm,
+        link: Link,
+        serving: Serving,
+        beside: Mapping[SessionId, ServedSession],
+        *,
+        keep_outputs: bool,
     ) -> None:
+        """`beside` are all sessions of the same client, this one too."""
         self.stage = stage
         self.sender: PeerId | None = None
         """Who besides the client may send its steps."""
         self._span = span
         self._link = link
         self._serving = serving
+        self._beside = beside
         self._worker = serving.worker
         self._form = form
         self._profile = profile_digest(serving.model.digest, serving.model.dtype, form.codec)
@@ -134,8 +144,8 @@ class ServedSession:
                     await self._follow(frame)
 
     async def _follow(self, frame: Frame) -> None:
-        """Do what the stage says to a STEP or TRUNCATE, and to what has waited for it."""
-        action = self.stage.receive(frame)
+        """Do what the stage says to a STEP, TRUNCATE or FORK, and to what has waited for it."""
+        action = self._fork(frame) if frame.type is FrameType.FORK else self.stage.receive(frame)
         while not isinstance(action, Wait):
             await self._act(action)
             action = self.stage.next_held()
@@ -149,6 +159,8 @@ class ServedSession:
                 if self._outputs is not None:
                     self._outputs.truncate(keep)
                 await self._link.send(Frame(FrameType.TRUNCATED, frame.session, frame.epoch, frame.step, start=keep))
+            case Copy(frame, source, shared):
+                await self._copy(frame, self._beside[source], shared)
             case Answer(frame):
                 await self._link.send(frame)
             case Refuse(frame, code, reason):
@@ -190,6 +202,38 @@ class ServedSession:
             answer = _answer(FrameType.RESULT, frame, pack(result), payload if wanted else b"")
             self.stage.computed(answer)
             await self._link.send(answer)
+
+    def _fork(self, frame: Frame) -> Action:
+        try:
+            request = unpack(Fork, frame.meta)
+        except RemoteProtocolError as error:
+            return Refuse(frame, RefusalCode.BAD_MESSAGE, error.message)
+        source = self._beside.get(SessionId(request.source))
+        if source is not None and source._kind != self._kind:
+            return Refuse(frame, RefusalCode.CONFLICT, "the session to be copied has other blocks, codec or logs")
+        return self.stage.fork(frame, source.stage if source is not None else None, request.shared)
+
+    @property
+    def _kind(self) -> tuple[Span, HiddenForm, bool]:
+        """What must be alike for one session to become a copy of another."""
+        return self._span, self._form, self._outputs is not None
+
+    async def _copy(self, frame: Frame, source: ServedSession, shared: int) -> None:
+        outputs = source._outputs.copy() if source._outputs is not None else None  # as they are now, and the KV is
+        try:
+            if shared < frame.start:
+                await self._worker.fork(frame.session, source.stage.session, shared, frame.start)
+            else:
+                await self._worker.truncate(frame.session, shared)
+        except (RuntimeError, MemoryError) as error:
+            log.exception("fork failed span=%s", self._worker.span)
+            await self._refuse_step(frame, RefusalCode.COMPUTE_FAILED, str(error))
+        else:
+            if outputs is not None:
+                outputs.truncate(frame.start)
+                self._outputs = outputs
+            self.stage.copied()
+            await self._link.send(Frame(FrameType.FORKED, frame.session, frame.epoch, frame.step, start=frame.start))
 
     def _receipt(self, frame: Frame, payload: Buffer) -> Receipt:
         """What we bind ourselves to: this step, once, after all that can fail (see `receipt.is_proof`)."""

@@ -107,12 +107,18 @@ class Executor(Protocol):
 
     def truncate(self, session: SessionId, length: int) -> None: ...
 
+    def fork(self, session: SessionId, source: SessionId, shared: int, length: int) -> None:
+        """Have the session's KV be the first `length` positions of `source`'s, which goes through the same blocks.
+
+        The first `shared` are the same already. On an error no session is changed.
+        """
+
     def close(self, session: SessionId) -> None:
         """Free the session's KV. Closing an unknown session does nothing."""
 
 
 class Worker(Protocol):
-    """Runs one executor apart from the event loop, one call at a time."""
+    """Runs one executor apart from the event loop, one call at a time, in the order in which they are made."""
 
     @property
     def span(self) -> Span: ...
@@ -125,5 +131,7 @@ class Worker(Protocol):
     async def forward(self, piece: Piece) -> Computed: ...
 
     async def truncate(self, session: SessionId, length: int) -> None: ...
+
+    async def fork(self, session: SessionId, source: SessionId, shared: int, length: int) -> None: ...
 
     async def close(self, session: SessionId) -> None: ...

@@ -23,7 +23,7 @@ from llmnode.core.span import Span
 from llmnode.errors import RemoteProtocolError
 from llmnode.wire.announcement import pack_announcement, pack_news, pack_sequences
 from llmnode.wire.frame import HEADER_BYTES, Frame, FrameDecoder, FrameType, encode
-from llmnode.wire.messages import Clock, Description, Forward, Open, Replay, pack
+from llmnode.wire.messages import Clock, Description, Fork, Forward, Open, Replay, pack
 from llmnode.wire.payload import Codec, encode_hidden
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Attacker:
             spoiled += sum(each is not frame for each, frame in zip(sent, session, strict=True))
             frames += _shuffled_a_little(chance, sent)
             # Or its KV would be reserved for as long as the link lives, and the next session refused before any depth.
-            frames.append(session[-1])
+            frames += [frame for frame in session if frame.type is FrameType.CLOSE]
         frames.append(Frame(FrameType.CLOSE, fence))
         encoded = [encode(frame, POLICY) for frame in frames]
         for index in chance.sample(range(len(encoded) - 1), 5):
@@ -105,8 +105,8 @@ class Attacker:
         )
 
     def _session(self) -> list[Frame]:
-        """A valid one: steps of unequal length, one sent twice, cut back, gone on with, described and closed."""
-        chance, session = self.chance, _name(self.chance)
+        """A valid one: steps of unequal length, one sent twice, cut back, gone on with, copied and closed."""
+        chance, session, copy = self.chance, _name(self.chance), _name(self.chance)
         codec = chance.choices(list(Codec), weights=(5, 1, 1, 1))[0]
         max_length = chance.choice(SESSION_LENGTHS)
         request = Open(
@@ -119,15 +119,16 @@ class Attacker:
             chance.random() < 0.5,
         )
         frames = [Frame(FrameType.OPEN, session, meta=pack(request))]
+        copied = chance.random() < 0.3
+        if copied:
+            frames += [replace(frames[0], session=copy), self._fork(copy, session, 1, 0)]
         if chance.random() < 0.3:
             frames.append(self._forward(session))
         position = step = epoch = 0
         for _ in range(chance.randrange(1, 4)):
             length = chance.randrange(1, 4)
-            hidden = encode_hidden(self._hidden(length), codec)
-            frames.append(
-                Frame(FrameType.STEP, session, Epoch(epoch), Step(step), position, length, payload=bytes(hidden))
-            )
+            header = session, Epoch(epoch), Step(step), position, length
+            frames.append(Frame(FrameType.STEP, *header, payload=self._encoded(length, codec)))
             position, step = position + length, step + 1
             if chance.random() < 0.2:
                 frames.append(frames[-1])
@@ -137,9 +138,19 @@ class Attacker:
             if chance.random() < 0.3:
                 epoch, position = epoch + 1, chance.randrange(position + 1)
                 frames.append(Frame(FrameType.TRUNCATE, session, Epoch(epoch), Step(step), start=position))
+        if copied:
+            frames.append(self._fork(copy, session, 2, position))
+            step_frame = Frame(FrameType.STEP, copy, Epoch(2), Step(1), position, 1, payload=self._encoded(1, codec))
+            frames += [step_frame, Frame(FrameType.CLOSE, copy, Epoch(2), Step(2))]
         frames.append(chance.choice((Frame(FrameType.DESCRIBE), self._view(), self._news())))
         frames.append(Frame(FrameType.CLOSE, session, Epoch(epoch), Step(step)))
         return frames
+
+    def _fork(self, copy: SessionId, session: SessionId, epoch: int, keep: int) -> Frame:
+        """Mostly of the session, which may not have got so far yet."""
+        source = self.chance.choices((session, copy, _name(self.chance)), weights=(8, 1, 1))[0]
+        request = Fork(source, self.chance.choice((0, 0, 0, 1, keep)))
+        return Frame(FrameType.FORK, copy, Epoch(epoch), Step(1), start=keep, meta=pack(request))
 
     def _forward(self, session: SessionId) -> Frame:
         """Between peers that nobody has heard of, or to the client alone."""
@@ -175,11 +186,11 @@ class Attacker:
         payload = pack_news([signed], [PeerId("12D3KooW")], SwarmPolicy())
         return Frame(FrameType.NEWS, meta=pack(Clock(NOW_MS)), payload=payload)
 
-    def _hidden(self, length: int) -> bytes:
-        """Values as they leave an embedding: (length, hidden_size) in fp32."""
+    def _encoded(self, length: int, codec: Codec) -> bytes:
+        """Values as they leave an embedding: (length, hidden_size)."""
         row_bytes = 4 * self.target.hidden_size
         start = self.chance.randrange(len(self._rows) // row_bytes - length) * row_bytes
-        return self._rows[start : start + length * row_bytes]
+        return bytes(encode_hidden(self._rows[start : start + length * row_bytes], codec))
 
     def _mutate(self, frame: Frame) -> Frame:
         """Of a right checksum still: what is wrong is for the parsers and the session behind it to find."""

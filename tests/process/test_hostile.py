@@ -65,6 +65,7 @@ ANSWERS = {
         FrameType.STEP,
         FrameType.TRUNCATE,
         FrameType.FORWARD,
+        FrameType.FORK,
         FrameType.CLOSE,
         FrameType.DESCRIBE,
     )
@@ -156,7 +157,7 @@ def test_a_hundred_thousand_hostile_frames_leave_nothing_behind(
     print(f"{tally.frames} frames, {tally.spoiled} of them spoiled, over {tally.links} links: {answers}")
     assert tally.frames >= FRAMES and tally.spoiled > FRAMES / 2
     # What needs a full server, or values that a codec cannot carry, comes by chance.
-    reached = {"OPENED", "RESULT", "TRUNCATED", "FORWARDED", "DESCRIPTION", *RefusalCode}
+    reached = {"OPENED", "RESULT", "TRUNCATED", "FORWARDED", "FORKED", "DESCRIPTION", *RefusalCode}
     reached -= {RefusalCode.BUSY, RefusalCode.COMPUTE_FAILED}
     assert reached <= tally.answers.keys(), "the flood reaches every part of the server"
 

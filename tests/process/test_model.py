@@ -121,7 +121,6 @@ def test_an_inference_session_steps_and_rolls_back(model: Any, tokenizer: Any) -
     ("options", "reason"),
     [
         ({"max_new_tokens": 9000}, "do not fit the model's context"),
-        ({"num_beams": 2}, "beam search is not supported yet"),
         ({"use_cache": False}, "leave it out"),
     ],
 )

@@ -179,6 +179,11 @@ class Cut:
             executor.truncate(session, length)
         self._positions[session] = length
 
+    def fork(self, session: SessionId, source: SessionId, shared: int, length: int) -> None:
+        for executor in self.executors:
+            executor.fork(session, source, shared, length)
+        self._positions[session] = length
+
     def close(self) -> None:
         for session in self._positions:
             for executor in self.executors:

@@ -77,8 +77,11 @@ class Session:
     stages: list[Stage] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.book = ReceiptBook(CLIENT.peer, MODEL, Codec.RAW, self.policy, is_signed)
+        self.book = self.new_book()
         self.stages = [self.stage(signer(n), span) for n, span in enumerate(split_evenly(MODEL.blocks, self.parts))]
+
+    def new_book(self) -> ReceiptBook:
+        return ReceiptBook(CLIENT.peer, MODEL, Codec.RAW, self.policy, is_signed)
 
     def stage(self, at: Signer, span: Span) -> Stage:
         return Stage(at, Hop(at.peer, span), SessionId(self.fresh()[:16]))
@@ -103,6 +106,13 @@ class Session:
         self.epoch += 1
         self.position = position
         self.book.truncate(position)
+
+    def fork(self) -> None:
+        """Goes on as a copy of itself: at the same hops, under other names."""
+        source, self.book = self.book, self.new_book()
+        self.epoch += 1
+        self.stages = [self.stage(each.signer, each.hop.span) for each in self.stages]
+        self.book.become(source, self.position)
 
     def replace(self, index: int, *others: Signer, most: int = 8) -> None:
         """`others` take the place of a hop that was lost: they are given its inputs again, and the epoch is raised."""

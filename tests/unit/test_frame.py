@@ -91,6 +91,8 @@ def test_the_number_of_a_frame_type_never_changes() -> None:
         "NEWS": 12,
         "FORWARD": 13,
         "FORWARDED": 14,
+        "FORK": 17,
+        "FORKED": 18,
     }
 
 

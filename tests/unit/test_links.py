@@ -50,7 +50,7 @@ from llmnode.net.link import Libp2pLink
 from llmnode.node.serve.server import Server
 from llmnode.testing import exact_output
 from llmnode.wire.frame import HEADER_BYTES, Frame, FrameDecoder, FrameType, encode
-from llmnode.wire.messages import Open, Refusal, RefusalCode, Replay, Replayed, pack, unpack
+from llmnode.wire.messages import Fork, Open, Refusal, RefusalCode, Replay, Replayed, pack, unpack
 from llmnode.wire.payload import Codec
 
 DEADLINE_S = 30.0
@@ -612,7 +612,14 @@ async def test_sessions_over_one_link_are_limited(exact_worker: Any) -> None:
         await swarm.check_serves_and_is_empty()
 
 
-UNASKED = [FrameType.DESCRIPTION, FrameType.OPENED, FrameType.RESULT, FrameType.TRUNCATED, FrameType.REFUSAL]
+UNASKED = [
+    FrameType.DESCRIPTION,
+    FrameType.OPENED,
+    FrameType.RESULT,
+    FrameType.TRUNCATED,
+    FrameType.FORKED,
+    FrameType.REFUSAL,
+]
 
 
 @in_trio
@@ -642,6 +649,83 @@ async def test_frames_that_make_no_sense_are_refused(exact_worker: Any) -> None:
         ]:
             assert (await refusal_to(link, frame)).code == code, frame
         assert (await answer_to(link, step)).type is FrameType.RESULT
+        await link.end("done")
+        await swarm.check_serves_and_is_empty()
+
+
+def fork_frame(session: SessionId, source: SessionId, keep: int, shared: int = 0) -> Frame:
+    return Frame(FrameType.FORK, session, Epoch(1), Step(1), start=keep, meta=pack(Fork(source, shared)))
+
+
+@in_trio
+async def test_a_session_is_a_copy_of_another_one_of_its_client_alone(exact_worker: Any) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network, open_network([], POLICY) as others:
+        link, other_link = await network.dial(swarm.address), await others.dial(swarm.address)
+        session, source, fresh, part, coded, foreign = (session_id() for _ in range(6))
+        for name in (session, source):
+            await answer_to(link, open_frame(name))
+            assert (await answer_to(link, step_frame(name, 0, 0, length=2))).type is FrameType.RESULT
+        await answer_to(link, open_frame(fresh, max_length=1))
+        await answer_to(link, open_frame(part, span_end=2, max_length=1))
+        await answer_to(link, open_frame(coded, codec="fp16", max_length=1))
+        await answer_to(other_link, open_frame(foreign))
+        assert len(swarm.server.sessions) == 6
+        await answer_to(other_link, step_frame(foreign, 0, 0, length=2))
+        for frame, code in [
+            (replace(fork_frame(session, source, 2), meta=b"\x80"), RefusalCode.BAD_MESSAGE),
+            (fork_frame(session_id(), source, 2), RefusalCode.UNKNOWN_SESSION),
+            (fork_frame(foreign, source, 2), RefusalCode.UNKNOWN_SESSION),
+            (fork_frame(session, session_id(), 2), RefusalCode.UNKNOWN_SESSION),
+            (fork_frame(session, NO_SESSION, 0), RefusalCode.UNKNOWN_SESSION),
+            (fork_frame(session, foreign, 2), RefusalCode.UNKNOWN_SESSION),
+            (fork_frame(session, session, 2), RefusalCode.CONFLICT),
+            (fork_frame(session, part, 0), RefusalCode.CONFLICT),
+            (fork_frame(session, coded, 0), RefusalCode.CONFLICT),
+            (fork_frame(session, source, 3), RefusalCode.WRONG_POSITION),
+            (fork_frame(session, source, 2**32 - 1), RefusalCode.NO_ROOM),
+            (fork_frame(session, source, 2, shared=3), RefusalCode.WRONG_POSITION),
+            (fork_frame(fresh, source, 2, shared=1), RefusalCode.NO_ROOM),
+            (fork_frame(fresh, source, 1, shared=1), RefusalCode.WRONG_POSITION),
+            (replace(fork_frame(session, source, 2), epoch=Epoch(0)), RefusalCode.STALE_EPOCH),
+        ]:
+            assert (await refusal_to(link, frame)).code == code, frame
+        again = await answer_to(link, step_frame(session, 0, 0, length=2))
+        assert again.type is FrameType.RESULT, "it stands where it stood"
+        copied = await answer_to(link, fork_frame(fresh, source, 1))
+        assert (copied.type, copied.session, copied.epoch, copied.start) == (FrameType.FORKED, fresh, 1, 1)
+        await link.end("done")
+        await other_link.end("done")
+        await swarm.check_serves_and_is_empty()
+
+
+@in_trio
+async def test_a_session_that_computes_is_no_source_yet(exact_worker: Any) -> None:
+    exact_worker.gate = trio.Event()
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        link = await network.dial(swarm.address)
+        session, source = session_id(), session_id()
+        for name in (session, source):
+            await answer_to(link, open_frame(name))
+        await link.send(step_frame(source, 0, 0))
+        await exact_worker.forward_began.wait()
+        assert (await refusal_to(link, fork_frame(session, source, 0))).code == RefusalCode.BUSY
+        exact_worker.gate.set()
+        assert (await link.receive()).type is FrameType.RESULT
+        assert (await answer_to(link, fork_frame(session, source, 1))).type is FrameType.FORKED
+
+
+@in_trio
+async def test_a_source_without_room_that_is_about_to_be_closed_can_be_named(exact_worker: Any) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        link = await network.dial(swarm.address)
+        session, source = session_id(), session_id()
+        await answer_to(link, open_frame(session))
+        for frame in (open_frame(source, max_length=100), fork_frame(session, source, 0)):
+            await link.send(frame)
+        answers = [await link.receive() for _ in range(2)]
+        assert RefusalCode.NO_ROOM in {
+            unpack(Refusal, each.meta).code for each in answers if each.type is FrameType.REFUSAL
+        }
         await link.end("done")
         await swarm.check_serves_and_is_empty()
 

@@ -76,6 +76,39 @@ def test_the_chunks_are_the_payload_of_the_positions_that_remain(
         at += length
 
 
+@given(exact_forms(), changes, changes, st.integers(1, 9))
+def test_a_copy_has_the_same_positions_and_a_future_of_its_own(
+    form: HiddenForm, history: list[Change], future: list[Change], most: int
+) -> None:
+    log, expected, _ = written(form, history)
+    copy = log.copy()
+    assert copy.shared_with(log) == len(expected)
+    for change, positions in future:
+        if change == "append":
+            copy.append(bytes(payload_bytes(form.codec, positions * form.hidden_size)), positions)
+        else:
+            copy.truncate(max(0, copy.positions - positions))
+    assert log.positions == len(expected)
+    assert copy.shared_with(log) == log.shared_with(copy) <= min(copy.positions, log.positions)
+    whole = form.join(list(log.chunks(most))) if log.positions else b""
+    assert bytes(whole) == bytes(form.encode(expected.tobytes()))
+
+
+def test_shared_are_the_pieces_that_are_the_very_same_from_the_start() -> None:
+    form = HiddenForm(1, Codec.RAW)
+    one, other = PayloadLog(form), PayloadLog(form)
+    first, second = bytes([1] * 8), bytes([2] * 4)
+    for log in (one, other):
+        log.append(first, 2)
+    one.append(second, 1)
+    other.append(bytes(bytearray(second)), 1)  # equal, and computed by another
+    for log in (one, other):
+        log.append(first, 2)
+    assert one.shared_with(other) == 2
+    other.truncate(1)
+    assert one.shared_with(other) == 0, "a piece that was cut is another"
+
+
 @given(exact_forms(), changes, st.integers(1, 9))
 def test_a_chunk_is_longer_than_the_most_only_if_one_piece_was(
     form: HiddenForm, history: list[Change], most: int

@@ -17,6 +17,7 @@ from llmnode.core.policy import LinkPolicy
 from llmnode.errors import RemoteProtocolError
 from llmnode.wire.messages import (
     Description,
+    Fork,
     Forward,
     Open,
     Pushed,
@@ -117,6 +118,7 @@ KINDS: dict[Kind, dict[str, Rule]] = {
     Replay: {"push": FLAG},
     Replayed: {"output_digest": DIGEST, "pushed": FLAG},
     Forward: {"sender": text(0, 200), "receiver": text(0, 200), "receiver_session": SESSION, "quiet": FLAG},
+    Fork: {"source": SESSION, "shared": U32},
     Refusal: {"code": NAME, "message": text(0, 2000), "retry_after_ms": U32},
 }
 FIELDS = [(kind, name) for kind, rules in KINDS.items() for name in rules]

@@ -315,6 +315,58 @@ def test_what_was_rolled_back_takes_no_room() -> None:
     assert audited(session).positions == (0, 8)
 
 
+# Copies
+
+
+def test_a_copy_answers_for_what_comes_after_it_and_checks_what_was_not_checked_before() -> None:
+    session = Session()
+    session.step(5)
+    verify(session)
+    session.step(2)
+    session.fork()
+    session.step(3)
+    assert (session.book.pending, session.book.verified) == (2, 5)
+    verify(session)
+    assert (session.book.pending, session.book.verified) == (0, 10)
+    assert (audited(session).positions, audited(session).problems) == ((7, 10), [])
+    session.truncate(6)
+    session.step(1)
+    assert (audited(session).positions, audited(session).problems) == ((6, 7), [])
+
+
+def test_what_was_not_signed_before_a_copy_was_made_is_told_by_both_until_it_is_rolled_back() -> None:
+    session = Session()
+    first, second, third = session.pass_through(session.stages, session.chunk(3))
+    add(session, [first, forged(second), third])
+    session.position, session.step_number = 3, 1
+    session.step(1)
+    source = session.book
+    session.fork()
+    session.fork()  # the copy that nobody asked is gone
+    session.step(2)
+    for book in (source, session.book):
+        with pytest.raises(IntegrityError, match=r"did not sign positions \[0, 3\)") as caught:
+            trio.run(book.verify_pending)
+        assert caught.value.peer == second.signer
+        trio.run(book.verify_pending)
+        assert (book.verified, book.pending) == (0, 0)
+    session.replace(1, OTHER)
+    session.truncate(0)
+    session.step(3)
+    verify(session)
+    assert session.book.verified == 3
+    assert audited(session).problems == []
+
+
+def test_a_book_that_was_full_is_empty_after_it_has_become_a_copy() -> None:
+    session, other = Session(), Session()
+    session.step(9)
+    session.book.become(other.book, 0)
+    assert (session.book.pending, session.book.verified) == (0, 0)
+    session.book.become(None, 4)
+    assert (session.book.pending, session.book.verified) == (0, 4)
+
+
 def test_to_go_back_to_what_never_was_is_our_bug() -> None:
     session = Session()
     session.step(8)
@@ -328,6 +380,7 @@ acts = st.lists(
         st.tuples(st.just("step"), st.integers(1, 9)),
         st.tuples(st.just("truncate"), st.integers(0, 40)),
         st.tuples(st.just("replace"), st.integers(0, 3)),
+        st.tuples(st.just("fork"), st.just(0)),
         st.tuples(st.just("verify"), st.just(0)),
     ),
     min_size=1,
@@ -349,6 +402,8 @@ def test_whatever_happens_to_an_honest_session_its_export_is_fine(history: list[
                 index = number % len(session.stages)
                 others = (signer(5 + session.made % 5),)
                 session.replace(index, *others * min(2, len(session.stages[index].hop.span)))
+            case "fork":
+                session.fork()
             case _:
                 verify(session)
         assert session.book.verified <= session.position

@@ -15,7 +15,7 @@ from llmnode.core.ids import Epoch, SessionId, Step
 from llmnode.errors import LocalProtocolError
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import RefusalCode
-from llmnode.wire.stage import Action, Answer, Compute, Refuse, Stage, Truncate, Wait
+from llmnode.wire.stage import Action, Answer, Compute, Copy, Refuse, Stage, Truncate, Wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,8 +34,12 @@ def truncate(keep: int, epoch: int, next_step: int) -> Frame:
     return Frame(FrameType.TRUNCATE, SESSION, Epoch(epoch), Step(next_step), start=keep)
 
 
-def new_stage() -> Stage:
-    return Stage(SESSION, MAX_LENGTH, STEPS_AHEAD)
+def fork(keep: int, epoch: int, next_step: int) -> Frame:
+    return Frame(FrameType.FORK, SESSION, Epoch(epoch), Step(next_step), start=keep)
+
+
+def new_stage(max_length: int = MAX_LENGTH) -> Stage:
+    return Stage(SESSION, max_length, STEPS_AHEAD)
 
 
 @dataclass
@@ -58,6 +62,26 @@ class Server:
     def next_held(self) -> Action:
         action = self.stage.next_held()
         self._act(action)
+        return action
+
+    def fork(self, frame: Frame, source: Server | None, shared: int = 0, *, good: bool = True) -> Action:
+        """Become a copy of `source`, or with `good` False fail to; and all that follows."""
+        first = action = self.receive_fork(frame, source, shared, good=good)
+        while not isinstance(action, Wait):
+            if isinstance(action, Compute):
+                self.finish()
+            action = self.next_held()
+        return first
+
+    def receive_fork(self, frame: Frame, source: Server | None, shared: int, *, good: bool = True) -> Action:
+        action = self.stage.fork(frame, source.stage if source else None, shared)
+        match action:
+            case Copy() if good:
+                assert source is not None
+                self.kv[action.shared :] = source.kv[action.shared : frame.start]
+                self.stage.copied()
+            case Copy():
+                self.stage.failed()
         return action
 
     def finish(self, good: bool = True) -> Frame | None:
@@ -315,9 +339,118 @@ def test_driving_a_stage_out_of_order_is_our_bug() -> None:
         stage.computed(FIRST)
     with pytest.raises(LocalProtocolError):
         stage.failed()
+    with pytest.raises(LocalProtocolError):
+        stage.copied()
     stage.receive(FIRST)
     with pytest.raises(LocalProtocolError):
         stage.receive(truncate(keep=0, epoch=1, next_step=0))
+    with pytest.raises(LocalProtocolError):
+        stage.fork(fork(0, epoch=1, next_step=0), None, shared=0)
+
+
+def other(tokens: bytes = b"vwxyz") -> Server:
+    """Another session, with these tokens."""
+    return after(step(0, 0, tokens))
+
+
+@pytest.mark.parametrize("keep", range(1, 6))
+def test_a_fork_is_a_copy_that_goes_on_by_itself(keep: int) -> None:
+    source, server = other(), after(FIRST, SECOND)
+    frame = fork(keep, epoch=1, next_step=2)
+    assert server.fork(frame, source) == Copy(frame, source.stage.session, shared=0)
+    server.serve(step(2, keep, b"q", epoch=1))
+    assert bytes(server.kv) == b"vwxyz"[:keep] + b"q"
+    assert bytes(source.kv) == b"vwxyz"
+    source.serve(step(1, 5, b"r"))
+    assert bytes(source.kv) == b"vwxyzr"
+
+
+def test_a_fork_copies_what_is_not_shared() -> None:
+    source, server = other(b"abXYZ"), after(FIRST, SECOND)
+    server.fork(fork(5, epoch=1, next_step=2), source, shared=2)
+    assert bytes(server.kv) == b"abXYZ"
+
+
+def test_a_fork_of_what_is_all_shared_is_a_truncation() -> None:
+    source, server = other(b"abXYZ"), after(FIRST, SECOND)
+    frame = fork(2, epoch=1, next_step=2)
+    server.fork(frame, source, shared=2)
+    server.serve(step(2, 2, b"q", epoch=1))
+    assert bytes(server.kv) == b"abq"
+    server.fork(fork(0, epoch=2, next_step=0), Server())
+    assert server.kv == []
+
+
+def test_steps_that_wait_for_a_fork_follow_it_and_those_before_it_are_forgotten() -> None:
+    server = after(FIRST, step(3, 5, b"s", epoch=1), step(2, 3, b"late"))
+    server.fork(fork(5, epoch=1, next_step=3), other())
+    assert bytes(server.kv) == b"vwxyzs"
+    assert server.serve(step(2, 3, b"late")) == Wait()
+    assert server.stage._held == {}
+
+
+def test_an_answer_from_before_a_fork_is_never_given_again() -> None:
+    server = after(FIRST)
+    server.fork(fork(3, epoch=1, next_step=1), other())
+    assert code_of(server.serve(replace(FIRST, epoch=Epoch(1)))) is RefusalCode.CONFLICT
+
+
+def test_a_late_fork_of_an_old_epoch_changes_nothing() -> None:
+    server = after(FIRST, truncate(keep=2, epoch=5, next_step=1))
+    assert server.fork(fork(3, epoch=4, next_step=0), other()) == Wait()
+    assert bytes(server.kv) == b"ab"
+
+
+BUSY = other()
+BUSY.receive(step(1, 5, b"x"))
+SHORT = 4
+
+
+@pytest.mark.parametrize(
+    ("frame", "source", "shared", "code"),
+    [
+        (fork(5, epoch=0, next_step=1), other(), 0, RefusalCode.STALE_EPOCH),
+        (fork(5, epoch=1, next_step=1), None, 0, RefusalCode.UNKNOWN_SESSION),
+        (fork(5, epoch=1, next_step=1), BUSY, 0, RefusalCode.BUSY),
+        (fork(6, epoch=1, next_step=1), other(b"sixsix"), 0, RefusalCode.NO_ROOM),
+        (fork(2**32 - 1, epoch=1, next_step=1), other(), 0, RefusalCode.NO_ROOM),
+        (fork(5, epoch=1, next_step=1), other(b"four"), 0, RefusalCode.WRONG_POSITION),
+        (fork(5, epoch=1, next_step=1), other(), 4, RefusalCode.WRONG_POSITION),  # of three
+        (fork(2, epoch=1, next_step=1), other(), 3, RefusalCode.WRONG_POSITION),
+        (fork(2, epoch=1, next_step=1), other(), 2**32 - 1, RefusalCode.WRONG_POSITION),
+    ],
+)
+def test_a_refused_fork_leaves_the_session_as_it_was(
+    frame: Frame, source: Server | None, shared: int, code: RefusalCode
+) -> None:
+    server = Server(new_stage(max_length=5))
+    server.serve(FIRST)
+    assert code_of(server.fork(frame, source, shared)) is code
+    assert bytes(server.kv) == b"abc"
+    assert server.serve(FIRST) == Answer(server.answers[0])
+    assert server.serve(SECOND) == Compute(SECOND)
+
+
+def test_a_session_is_no_copy_of_itself() -> None:
+    server = after(FIRST)
+    assert code_of(server.fork(fork(3, epoch=1, next_step=1), server)) is RefusalCode.CONFLICT
+
+
+def test_a_fork_that_failed_changed_nothing_and_can_be_sent_again() -> None:
+    server, frame = after(FIRST), fork(5, epoch=1, next_step=1)
+    server.fork(frame, other(), good=False)
+    assert (server.stage.epoch, server.stage.position) == (0, 3)
+    server.serve(SECOND)
+    server.fork(frame, other())
+    assert bytes(server.kv) == b"vwxyz"
+
+
+def test_a_session_that_becomes_a_copy_is_no_source_till_it_is_one() -> None:
+    server, third = after(FIRST), after(FIRST)
+    server.stage.fork(fork(5, epoch=1, next_step=1), other().stage, shared=0)
+    assert code_of(third.fork(fork(3, epoch=1, next_step=1), server)) is RefusalCode.BUSY
+    server.stage.copied()
+    assert isinstance(third.stage.fork(fork(3, epoch=1, next_step=1), server.stage, shared=0), Copy)
 
 
 @given(st.lists(st.binary(min_size=1, max_size=3), min_size=1, max_size=4), st.data())
@@ -330,6 +463,10 @@ def test_an_honest_session_arrives_whole_whatever_the_network_repeats_and_reorde
     server = after(*data.draw(st.permutations(steps + repeats)))
     assert bytes(server.kv) == b"".join(chunks)
     assert server.forwards == len(steps)
+
+
+SOURCE = b"abcdefghij"
+"""Of the session that others are forked from: shorter than they may be."""
 
 
 class Model:
@@ -351,6 +488,8 @@ class Model:
             return Wait
         if frame.type is FrameType.TRUNCATE:
             return self._expect_truncation(frame)
+        if frame.type is FrameType.FORK:
+            return self._expect_fork(frame)
         known = [other for other in self._known() if (other.epoch, other.step) == (frame.epoch, frame.step)]
         if known and not self._same(known[0], frame):
             return RefusalCode.CONFLICT
@@ -400,6 +539,20 @@ class Model:
         ]
         return Truncate
 
+    def _expect_fork(self, frame: Frame) -> type[Action] | RefusalCode:
+        """From SOURCE; the frame's length says how many positions are shared."""
+        shared = frame.length
+        if frame.epoch == self.epoch:
+            return RefusalCode.STALE_EPOCH
+        if frame.start > MAX_LENGTH:
+            return RefusalCode.NO_ROOM
+        if frame.start > len(SOURCE) or shared > frame.start or shared > len(self.contents):
+            return RefusalCode.WRONG_POSITION
+        kept = self.contents[:shared]
+        assert self._expect_truncation(replace(frame, start=0)) is Truncate
+        self.contents = kept + [(at, SOURCE[at]) for at in range(shared, frame.start)]
+        return Copy
+
     def _known(self) -> Iterator[Frame]:
         yield from self.waiting
         yield from (frame for frame, _ in self.answered[-1:])
@@ -420,6 +573,7 @@ class StageAgainstModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.server = Server()
+        self.source = other(SOURCE)
         self.model = Model()
         self.network: list[Frame] = []
         self.epoch = 0
@@ -444,6 +598,14 @@ class StageAgainstModel(RuleBasedStateMachine):
         keep = data.draw(st.integers(0, min(len(self.tokens), len(self.model.contents))))
         self.tokens = self.tokens[:keep]
         self.network.append(truncate(keep, self.epoch, self.step))
+
+    @rule(data=st.data())
+    def client_forks(self, data: st.DataObject) -> None:
+        self.epoch = max(self.epoch, self.model.epoch) + 1
+        keep = data.draw(st.integers(0, len(SOURCE)))
+        differing = (at for at in range(keep) if self.model.contents[at : at + 1] != [(at, SOURCE[at])])
+        self.tokens = SOURCE[:keep]
+        self.network.append(replace(fork(keep, self.epoch, self.step), length=next(differing, keep)))
 
     @precondition(lambda self: self.network)
     @rule(data=st.data())
@@ -478,11 +640,15 @@ class StageAgainstModel(RuleBasedStateMachine):
         self._drain()
 
     def _deliver(self, frame: Frame) -> None:
-        if frame.type is FrameType.TRUNCATE and self.model.computing is not None:
+        if frame.type in (FrameType.TRUNCATE, FrameType.FORK) and self.model.computing is not None:
             self.server_finishes_computing(good=True)
             if self.model.computing is not None:  # one that was held began
                 return
-        self._check(self.server.receive(frame), self.model.expect(frame))
+        if frame.type is FrameType.FORK:
+            action = self.server.receive_fork(frame, self.source, frame.length)
+        else:
+            action = self.server.receive(frame)
+        self._check(action, self.model.expect(frame))
         self._drain()
 
     def _drain(self) -> None:

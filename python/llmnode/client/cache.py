@@ -6,7 +6,7 @@ pads on the left is left out of the row's session.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,13 +14,15 @@ import trio
 from transformers import Cache
 
 from llmnode.client.generate import run_blocks
-from llmnode.errors import ConfigError, LocalProtocolError, single_error
+from llmnode.core.beams import sessions_of_rows
+from llmnode.errors import ConfigError, LocalProtocolError, PeerRefused, single_error
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from llmnode.client.connect import Client
     from llmnode.client.portal import Portal
+    from llmnode.client.session import InferenceSession
 
 
 class SessionCache(Cache):
@@ -30,16 +32,20 @@ class SessionCache(Cache):
     first ones are not in its session.
     """
 
-    def __init__(self, portal: Portal, client: Client, rows: int, max_length: int) -> None:
+    def __init__(self, portal: Portal, client: Client, rows: int, max_length: int, alike: int = 1) -> None:
+        """Of `alike` rows that follow each other, copies will be made of one another. Raises PeerRefused or NoRoute."""
         super().__init__(layers=[])
         self.columns = 0
         self.paddings: list[int] = [0] * rows
         self._portal = portal
         self._client = client
+        self._sessions: list[InferenceSession] = []
         with ExitStack() as stack:
-            self._sessions = [
-                stack.enter_context(portal.enter(client.inference_session(max_length))) for _ in range(rows)
-            ]
+            for row in range(rows):
+                beside = self._sessions[row - row % alike] if row % alike else None
+                with _told_of_rows(row, rows):
+                    session = stack.enter_context(portal.enter(client.inference_session(max_length, beside)))
+                self._sessions.append(session)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> SessionCache:
@@ -55,6 +61,10 @@ class SessionCache(Cache):
     @property
     def rows(self) -> int:
         return len(self._sessions)
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(session.position for session in self._sessions)
 
     def positions(self, row: int) -> int:
         """Positions in the row's session."""
@@ -82,7 +92,33 @@ class SessionCache(Cache):
         self.columns = columns
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        raise ConfigError("beam search is not supported yet: use num_beams=1, with sampling if you like")
+        self.reorder(beam_idx.tolist())
+
+    def reorder(self, sources: Sequence[int]) -> None:
+        """Have each row go on from what row `sources[row]` is now. Raises SessionLost or NoRoute."""
+        if len(sources) != self.rows or not all(0 <= source < self.rows for source in sources):
+            raise LocalProtocolError(f"cannot reorder {self.rows} rows by {sources}")
+        before, sessions = self._sessions, sessions_of_rows(sources)
+        forks: dict[int, list[InferenceSession]] = {}
+        for source, session in zip(sources, sessions, strict=True):
+            if session != source:
+                forks.setdefault(source, []).append(before[session])
+        self._sessions = [before[session] for session in sessions]
+        self.paddings = [self.paddings[source] for source in sources]
+        if forks:
+            self._portal.call(lambda: self._fork([(before[source], targets) for source, targets in forks.items()]))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        raise ConfigError("a cache keeps its number of rows: open another one")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise ConfigError("a cache keeps its number of rows: open it with as many as will be needed")
+
+    async def _fork(self, forks: Sequence[tuple[InferenceSession, list[InferenceSession]]]) -> None:
+        with single_error():
+            async with trio.open_nursery() as nursery:
+                for source, targets in forks:
+                    nursery.start_soon(source.fork, targets)
 
     async def _run_rows(self, hidden: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         outputs: list[torch.Tensor | None] = [None] * self.rows
@@ -102,3 +138,17 @@ class SessionCache(Cache):
             position = max(0, columns - padding)
             if position < session.position:
                 await session.truncate(position)
+
+
+@contextmanager
+def _told_of_rows(row: int, rows: int) -> Iterator[None]:
+    """A refusal that says for how many rows there was room."""
+    try:
+        yield
+    except PeerRefused as error:
+        if rows == 1:
+            raise
+        reason = f"{error.reason}; there was room for {row} of {rows} rows"
+        raise PeerRefused(
+            error.code, reason, retry_after_s=error.retry_after_s, peer=error.peer, span=error.span
+        ) from error

@@ -65,12 +65,15 @@ class Client:
         return self.router.route
 
     @asynccontextmanager
-    async def inference_session(self, max_length: int) -> AsyncIterator[InferenceSession]:
+    async def inference_session(
+        self, max_length: int, beside: InferenceSession | None = None
+    ) -> AsyncIterator[InferenceSession]:
         """A session with KV for `max_length` positions: `async with client.inference_session(64) as session`.
 
+        It goes through the peers of `beside` if they have room: to become a copy of it costs least then.
         Raises NoRoute, or the PeerError of a peer without which there is no route.
         """
-        async with self.router.open_session(max_length, self.codec) as session:
+        async with self.router.open_session(max_length, self.codec, beside) as session:
             yield session
 
     async def generate(

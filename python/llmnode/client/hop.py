@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,10 +15,10 @@ from llmnode.core.pace import Pace
 from llmnode.errors import PeerError, PeerRefused, RemoteProtocolError
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.log import PayloadLog
-from llmnode.wire.messages import Forward, Open, RefusalCode, Replay, Replayed, Result, pack, unpack
+from llmnode.wire.messages import Fork, Forward, Open, RefusalCode, Replay, Replayed, Result, pack, unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from llmnode.client.connection import Connection, Expected
     from llmnode.client.receipts import ReceiptBook
@@ -101,11 +101,16 @@ class SessionHop:
         self.one_by_one = trio.Lock()
         """Held by the chunk whose output is waited for."""
         self._connection = connection
+        self._is_open = False
         self._form = form
         self._policy = policy
         self._session = SessionId(secrets.token_bytes(SESSION_ID_BYTES))
         self._neighbours: Forward | None = None  # as it was told
         self._keeps_outputs = False
+
+    @property
+    def connection(self) -> Connection:
+        return self._connection
 
     async def open(self, model: ModelInfo, max_length: int, epoch: Epoch) -> None:
         self._keeps_outputs = self._policy.upstream_logs and self.hop.span.end < model.blocks
@@ -121,6 +126,7 @@ class SessionHop:
         frame = Frame(FrameType.OPEN, self._session, epoch, meta=pack(request))
         with self.blamed():
             await self._connection.ask(frame, FrameType.OPENED, self._policy.open_timeout_s)
+        self._is_open = True
 
     async def align(self, epoch: Epoch, step: Step, position: int) -> None:
         """Have the KV end at `position`, whatever was computed beyond; the next step is to be `step` of `epoch`."""
@@ -128,6 +134,35 @@ class SessionHop:
         frame = Frame(FrameType.TRUNCATE, self._session, epoch, step, start=position)
         with self.blamed():  # it may have to finish a long forward first
             await self._connection.ask(frame, FrameType.TRUNCATED, self._policy.step_timeout_s)
+
+    def beside(self, others: Sequence[SessionHop]) -> SessionHop:
+        """One of `others` that is at the same peer, with the same blocks, and well; else a new one, to be opened."""
+        place = self.hop, self._connection
+        well = (each for each in others if (each.hop, each._connection) == place and each.failure is None)
+        return next(well, None) or SessionHop(self.hop, self._connection, self._form, self._policy)
+
+    async def become(
+        self,
+        source: SessionHop,
+        shared: int,
+        model: ModelInfo,
+        max_length: int,
+        epoch: Epoch,
+        step: Step,
+        position: int,
+    ) -> None:
+        """Have KV and log be those of `source`, which this hop is `beside`, up to `position`; if new, it opens first.
+
+        The first `shared` positions are the same already. If that fails, it is kept as `failure`, and not raised.
+        """
+        self.inputs = source.inputs.copy()
+        self.inputs.truncate(position)
+        request = Fork(source=source._session, shared=shared if self._is_open else 0)
+        frame = Frame(FrameType.FORK, self._session, epoch, step, start=position, meta=pack(request))
+        with suppress(PeerError), self.blamed():
+            if not self._is_open:
+                await self.open(model, max_length, Epoch(epoch - 1))
+            await self._connection.ask(frame, FrameType.FORKED, self._policy.step_timeout_s)
 
     async def stand_between(
         self, before: SessionHop | None, after: SessionHop | None, epoch: Epoch, step: Step, *, quiet: bool = False

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from llmnode.client.cache import SessionCache
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.client.portal import open_portal
+from llmnode.core.beams import first_alike
 from llmnode.errors import ConfigError
 from llmnode.models.source import open_model
 
@@ -68,7 +69,7 @@ class AutoDistributedModelForCausalLM:
 class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
     """Made by `llmnode.connect`. Holds the ends of the model; a forward runs the blocks at the peers.
 
-    There are no gradients. Batches are padded on the left. Beam search and `inputs_embeds` are not supported yet.
+    There are no gradients. Batches are padded on the left. `inputs_embeds` are not supported yet.
     """
 
     main_input_name = "input_ids"
@@ -97,15 +98,16 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         """Leave the swarm: end every session and connection. Safe to call twice."""
         self._stack.close()
 
-    def open_cache(self, max_length: int, rows: int = 1) -> SessionCache:
+    def open_cache(self, max_length: int, rows: int = 1, alike: int = 1) -> SessionCache:
         """A cache to pass as `past_key_values`, kept between calls of `generate`; close it when done.
 
+        `rows` are as many as there are prompts times beams or answers of each, and `alike` are those of one prompt.
         Raises ConfigError if `max_length` exceeds the model's context, PeerRefused if a server has no room.
         """
         context_tokens = self._client.model.context_tokens
         if not 1 <= max_length <= context_tokens:
             raise ConfigError(f"{max_length} positions do not fit the model's context: ask for 1 to {context_tokens}")
-        return SessionCache(self._portal, self._client, rows, max_length)
+        return SessionCache(self._portal, self._client, rows, max_length, alike)
 
     @contextmanager
     def inference_session(self, max_length: int, rows: int = 1) -> Iterator[HiddenSession]:
@@ -167,15 +169,14 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         max_cache_length: int,
     ) -> None:  # Any: transformers' hook, as it types it
         """Open the sessions that `generate` needs, unless it was given some. Refuses what will not fit."""
-        if generation_config.num_beams and generation_config.num_beams > 1:
-            raise ConfigError("beam search is not supported yet: use num_beams=1, with sampling if you like")
         if generation_config.use_cache is False:
             raise ConfigError("use_cache=False would run the whole prompt at every token: leave it out")
         if model_kwargs.get("past_key_values") is None:
-            rows = batch_size * (generation_config.num_return_sequences or 1)
+            alike = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             opened = _opened_for_generate.get()
             assert opened is not None, "called by `generate` alone"
-            model_kwargs["past_key_values"] = opened.enter_context(self.open_cache(max_cache_length + 1, rows))
+            cache = self.open_cache(max_cache_length + 1, batch_size * alike, alike)
+            model_kwargs["past_key_values"] = opened.enter_context(cache)
         elif not isinstance(model_kwargs["past_key_values"], SessionCache):
             raise ConfigError("past_key_values of a distributed model come from model.open_cache(max_length)")
 
@@ -194,18 +195,22 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         tokens = _unpadded(cache, input_ids, attention_mask)
         if position_ids is not None:
             _check_positions(cache, tokens, position_ids)
+        firsts = first_alike([row.tolist() for row in tokens]) if cache.is_empty else list(range(rows))
         hidden = [
-            self._ends.embed(row.tolist(), cache.positions(index)) if len(row) else None
-            for index, row in enumerate(tokens)
+            self._ends.embed(row.tolist(), cache.positions(index)) if len(row) and first == index else None
+            for index, (row, first) in enumerate(zip(tokens, firsts, strict=True))
         ]
         outputs = cache.run_rows(hidden)
+        cache.reorder(firsts)  # a prompt with several beams or answers has been run once
         cache.columns += columns
         kept = min(keep, columns) if keep else columns
         logits = torch.zeros(rows, kept, self.config.vocab_size)
-        for index, output in enumerate(outputs):
+        for index, (output, first) in enumerate(zip(outputs, firsts, strict=True)):
             if output is not None:
                 scores = self._ends.logits(output[-kept:])
                 logits[index, kept - len(scores) :] = scores
+            elif first != index:
+                logits[index] = logits[first]
         return logits
 
 

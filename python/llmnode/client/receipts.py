@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
-from itertools import pairwise, takewhile
+from itertools import chain, pairwise, takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import trio
@@ -61,6 +61,7 @@ class ReceiptBook:
         self._profile = profile_digest(model.digest, model.dtype, codec)
         # In the order of time, so the positions of those that are no replays go up.
         self._entries: deque[_Entry] = deque()
+        self._inherited: list[_Entry] = []  # from another session's book, until they are verified
         self._receipts = 0
         self._first_position = 0
         self._position = 0
@@ -73,7 +74,8 @@ class ReceiptBook:
     @property
     def verified(self) -> int:
         """The positions before this one were computed by whoever says so: all of their receipts are signed."""
-        others = (each.passage.start for each in self._entries if not (each.verified or each.passage.replay))
+        entries = chain(self._inherited, self._entries)
+        others = (each.passage.start for each in entries if not (each.verified or each.passage.replay))
         return next(others, self._position)
 
     def receipt(
@@ -131,6 +133,7 @@ class ReceiptBook:
         """Positions from `position` on are void, at every hop; what follows is of a higher epoch."""
         if position > self._position:
             raise LocalProtocolError(f"cannot go back to position {position} from {self._position}")
+        self._inherited = [each for each in self._inherited if each.passage.start < position]
         kept: list[_Entry] = []
         while self._entries:
             entry = self._entries.pop()
@@ -145,6 +148,19 @@ class ReceiptBook:
         self._entries.extend(reversed(kept))
         self._position = position
         self._first_position = min(self._first_position, position)
+
+    def become(self, source: ReceiptBook | None, position: int) -> None:
+        """The session has become a copy of another one, up to `position`, and goes on from there.
+
+        Who computed these positions is in `source`. What was not verified there is verified here too.
+        """
+        self._entries.clear()
+        self._receipts = 0
+        self._first_position = self._position = position
+        unverified = [*source._inherited, *source._entries] if source is not None else []
+        self._inherited = [
+            _Entry(each.passage) for each in unverified if not each.verified and each.passage.start < position
+        ]
 
     def echo(
         self, told: Receipt, by: Hop, input_digest: bytes, output_digest: bytes, signature: bytes
@@ -187,6 +203,7 @@ class ReceiptBook:
         good, bad = await self._run(_verify_all, passages, self._verify)
         for entry in batch[:good]:
             entry.checked = entry.verified = True
+        self._inherited = [each for each in self._inherited if not each.verified]
         if bad is not None:
             entry = batch[good]
             entry.checked = True
@@ -225,8 +242,9 @@ class ReceiptBook:
                 raise IntegrityError(what, peer=after.signer, span=after.span, suspects=suspects)
 
     def _pending(self) -> list[_Entry]:
-        """Those at the end: what came before them has been checked."""
-        return list(takewhile(lambda each: not each.checked, reversed(self._entries)))[::-1]
+        """Those at the end, and what is inherited: what came before has been checked."""
+        own = list(takewhile(lambda each: not each.checked, reversed(self._entries)))[::-1]
+        return [each for each in self._inherited if not each.checked] + own
 
     def _drop_oldest(self) -> None:
         passage = self._entries.popleft().passage

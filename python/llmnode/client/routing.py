@@ -18,6 +18,7 @@ from llmnode.errors import ConfigError, IntegrityError, NoRoute, PeerError, Peer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from llmnode.client.connection import Connection
     from llmnode.client.pool import ConnectionPool
@@ -56,10 +57,15 @@ class Router:
         self._rng = rng or random.Random()
 
     @asynccontextmanager
-    async def open_session(self, max_length: int, codec: Codec) -> AsyncIterator[InferenceSession]:
-        """A session over the best route of peers that take it. Raises NoRoute or the PeerError that leaves none."""
+    async def open_session(
+        self, max_length: int, codec: Codec, beside: InferenceSession | None = None
+    ) -> AsyncIterator[InferenceSession]:
+        """A session over the best route of peers that take it, or that of `beside`, if its peers do.
+
+        Raises NoRoute or the PeerError that leaves none.
+        """
         async with AsyncExitStack() as stack:
-            yield await self._open_session(stack, max_length, codec)
+            yield await self._open_session(stack, max_length, codec, beside)
 
     async def find_any(self) -> Route:
         """A route whose peers answer; asks the directory if the view has none. Raises as `open_session` does."""
@@ -70,7 +76,19 @@ class Router:
             self.route, _ = await self._connected_route({})
         return self.route
 
-    async def _open_session(self, stack: AsyncExitStack, max_length: int, codec: Codec) -> InferenceSession:
+    async def _open_session(
+        self, stack: AsyncExitStack, max_length: int, codec: Codec, beside: InferenceSession | None
+    ) -> InferenceSession:
+        def opening(
+            route: Route, connections: Mapping[PeerId, Connection]
+        ) -> AbstractAsyncContextManager[InferenceSession]:
+            network = self._pool.network
+            book = ReceiptBook(network.peer, self._model, codec, self._policy, network.verify, self._run)
+            return open_session(route, connections, self._model, max_length, codec, self._policy, self, book)
+
+        if beside is not None:
+            with suppress(PeerError):
+                return await stack.enter_async_context(opening(beside.route, beside.connections))
         failed: dict[PeerId, PeerError] = {}
         deadline_s = trio.current_time() + self._policy.open_patience_s
         while True:
@@ -82,11 +100,8 @@ class Router:
                 failed.clear()  # those that the view still counts on may be back
                 await trio.sleep(self._policy.retry_s)
                 continue
-            network = self._pool.network
-            book = ReceiptBook(network.peer, self._model, codec, self._policy, network.verify, self._run)
-            opening = open_session(route, connections, self._model, max_length, codec, self._policy, self, book)
             try:
-                session = await stack.enter_async_context(opening)
+                session = await stack.enter_async_context(opening(route, connections))
             except PeerError as error:
                 self.report(error)
                 failed[error.peer or route[0].peer] = error

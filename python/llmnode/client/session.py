@@ -87,6 +87,10 @@ class InferenceSession:
         return self._position
 
     @property
+    def connections(self) -> Mapping[PeerId, Connection]:
+        return {each.hop.peer: each.connection for each in self._hops}
+
+    @property
     def route(self) -> Route:
         """The hops it goes through now."""
         return tuple(each.hop for each in self._hops)
@@ -129,6 +133,17 @@ class InferenceSession:
         if self.receipts is not None:
             self.receipts.truncate(position)
         await self._persist(trio.lowlevel.checkpoint, position_before=position)
+
+    async def fork(self, targets: Sequence[InferenceSession]) -> None:
+        """Make each of `targets`, other sessions of the same client, a copy of this one, whatever they were.
+
+        It costs them a round trip, at whose end each goes its own way. Raises as `step` does, for any of them.
+        """
+        self._check_open()
+        with single_error():
+            async with trio.open_nursery() as nursery:
+                for target in targets:
+                    nursery.start_soon(target._become, self)
 
     async def verify(self) -> None:
         """Check what has been signed so far. A hop that has not signed what it computed is replaced with the next step.
@@ -287,6 +302,32 @@ class InferenceSession:
                 assert hidden.payload is not None
                 hop.inputs.append(hidden.payload, flight.chunk.length)
             before = hop
+
+    async def _become(self, source: InferenceSession) -> None:
+        """Be a copy of `source`, at its peers; where that fails, others are given its inputs as if a hop were lost."""
+        self._check_open()
+        position = source._position
+        if (source._model, source._form) != (self._model, self._form) or position > self.max_length:
+            raise LocalProtocolError(f"no room for {position} positions of another session, or of another form")
+        hops = [hop.beside(self._hops) for hop in source._hops]
+        shared = min(self._position, position, self._hops[0].inputs.shared_with(source._hops[0].inputs))
+        if self._settled and hops == self._hops and shared == self._position == position:
+            return
+        with self._ends_if_broken_off():
+            await self._abandon([hop for hop in self._hops if hop not in hops])
+            self._hops, self._position, self._settled = hops, position, True
+            self._begin_epoch()  # of those that are opened
+            at = self._begin_epoch(), self._step, position
+            if self.receipts is not None:
+                self.receipts.become(source.receipts, position)
+            with single_error():
+                async with trio.open_nursery() as nursery:
+                    for hop, other in zip(hops, source._hops, strict=True):
+                        nursery.start_soon(hop.become, other, shared, self._model, self.max_length, *at)
+            if self._ended is not None:  # nobody else would close those that were opened since
+                await self._abandon(hops)
+                self._check_open()
+        await self._persist(lambda: self._line_up([None, *self._hops, None]), position_before=position)
 
     # Recovery
 

@@ -37,13 +37,25 @@ class SequenceKV:
         self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write (1, heads, new, head_dim) at position `start` and return all of (1, heads, start + new, head_dim)."""
-        slabs = self._slabs.get(layer)
-        if slabs is None:
-            slabs = self._slabs[layer] = (self._slab(keys), self._slab(values))
+        slabs = self._slabs_of(layer, (keys, values))
         end = start + keys.shape[2]
         for slab, new in zip(slabs, (keys, values), strict=True):
             slab[:, :, start:end] = new
         return slabs[0][:, :, :end], slabs[1][:, :, :end]
+
+    def copy(self, other: SequenceKV, start: int, end: int) -> None:
+        """Have the positions [start, end) be those of `other`, in all blocks, and be the last ones."""
+        pairs = [(self._slabs_of(layer, slabs), slabs) for layer, slabs in other._slabs.items()]  # all before any
+        for own, theirs in pairs:
+            for slab, filled in zip(own, theirs, strict=True):
+                slab[:, :, start:end] = filled[:, :, start:end]
+        self.length = end
+
+    def _slabs_of(self, layer: int, like: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        slabs = self._slabs.get(layer)
+        if slabs is None:
+            slabs = self._slabs[layer] = (self._slab(like[0]), self._slab(like[1]))
+        return slabs
 
     def _slab(self, like: torch.Tensor) -> torch.Tensor:
         return like.new_empty((1, like.shape[1], self.capacity, like.shape[3]))

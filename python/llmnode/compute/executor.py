@@ -81,6 +81,13 @@ class SpanExecutor:
             raise LocalProtocolError(f"cannot keep {length} positions of {kv.length}")
         kv.length = length
 
+    @torch.inference_mode()
+    def fork(self, session: SessionId, source: SessionId, shared: int, length: int) -> None:
+        own, other = self._sequences[session], self._sequences[source]
+        if own.span != other.span or not shared <= min(length, own.kv.length) or length > other.kv.length:
+            raise LocalProtocolError(f"cannot copy [{shared}, {length}) of {other.kv.length} positions")
+        own.kv.copy(other.kv, shared, length)
+
     def close(self, session: SessionId) -> None:
         sequence = self._sequences.pop(session, None)
         if sequence is not None:

@@ -62,5 +62,8 @@ class ThreadWorker:
     async def truncate(self, session: SessionId, length: int) -> None:
         await self._thread.run(lambda: self._executor.truncate(session, length))
 
+    async def fork(self, session: SessionId, source: SessionId, shared: int, length: int) -> None:
+        await self._thread.run(lambda: self._executor.fork(session, source, shared, length))
+
     async def close(self, session: SessionId) -> None:
         await self._thread.run(lambda: self._executor.close(session))

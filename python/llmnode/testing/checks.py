@@ -69,6 +69,22 @@ class Dialogue:
             await self.session.truncate(keep)
         self._said = self._said[: keep * self._model.row_bytes]
 
+    async def fork(self, copy: Dialogue) -> None:
+        """Have the other one be a copy of this one."""
+        while True:
+            try:
+                with before_deadline(self._policy, copy.session):
+                    await self.session.fork([copy.session])
+            except NoRoute:
+                await trio.sleep(1)
+            else:
+                return copy.now_as(self)
+
+    def now_as(self, source: Dialogue) -> None:
+        """Its session has become a copy of that of `source`."""
+        assert self.session.position == source.session.position
+        self._said = source._said
+
     async def _step(self, hidden: bytes) -> Buffer:
         """Tried again where nobody held some blocks for so long that the session said so."""
         while True:

@@ -27,8 +27,8 @@ class ExactWorker:
     Each byte that a block puts out is the sum (modulo 256) of all bytes that came in, up to it, and the block's number;
     so an answer is right only if the KV holds exactly what came before, and every block was passed once. A forward
     takes `forward_s`, and `slower_by_s` more; `gate`, when set, holds every forward back until it is opened, and like
-    a torch call a forward that runs cannot be cancelled; `forwards` counts them. The next `fails` of them end as if
-    memory had run out.
+    a torch call a forward that runs cannot be cancelled; `forwards` counts them. The next `fails` of them, or of forks,
+    end as if memory had run out. `forks` has the positions that each fork copied, from and to.
     """
 
     def __init__(self, span: Span, row_bytes: int, kv_tokens: int, *, forward_s: float = 0.0) -> None:
@@ -38,6 +38,7 @@ class ExactWorker:
         self.gate: trio.Event | None = None
         self.fails = 0
         self.forwards = 0
+        self.forks: list[tuple[int, int]] = []
         self.forward_began = trio.Event()
         self._row_bytes = row_bytes
         self._kv_tokens = kv_tokens
@@ -74,9 +75,7 @@ class ExactWorker:
             await trio.sleep(self.forward_s + self.slower_by_s)
             if self.gate is not None:
                 await self.gate.wait()
-        if self.fails > 0:
-            self.fails -= 1
-            raise RuntimeError("out of memory, as told")
+        self._fail_if_told()
         kept = self._kept[piece.session]
         assert len(kept) == piece.start * self._row_bytes
         assert len(piece.hidden) == piece.length * self._row_bytes
@@ -88,6 +87,17 @@ class ExactWorker:
     async def truncate(self, session: SessionId, length: int) -> None:
         await trio.lowlevel.checkpoint()
         self._kept[session] = self._kept[session][: length * self._row_bytes]
+
+    async def fork(self, session: SessionId, source: SessionId, shared: int, length: int) -> None:
+        self._fail_if_told()
+        self.forks.append((shared, length))
+        own, other = self._kept[session], self._kept[source]  # as they are when it is called
+        assert self._spans[session] == self._spans[source]
+        edge, end = shared * self._row_bytes, length * self._row_bytes
+        assert edge <= len(own)
+        assert end <= len(other)
+        self._kept[session] = own[:edge] + other[edge:end]
+        await trio.lowlevel.checkpoint()
 
     async def close(self, session: SessionId) -> None:
         await trio.lowlevel.checkpoint()
@@ -102,6 +112,11 @@ class ExactWorker:
         self._reserved.pop(_STRANGER, None)
         if kv_tokens:
             self._reserved[_STRANGER] = kv_tokens
+
+    def _fail_if_told(self) -> None:
+        if self.fails > 0:
+            self.fails -= 1
+            raise RuntimeError("out of memory, as told")
 
     async def until_empty(self) -> None:
         while self._reserved:

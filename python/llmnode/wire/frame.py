@@ -55,6 +55,9 @@ class FrameType(IntEnum):
     REPLAY = 15
     """Asks for logged results, to be pushed or sent; epoch and step are those of the hop that they are for."""
     REPLAYED = 16
+    FORK = 17
+    """Makes a session a copy of another one, up to a position."""
+    FORKED = 18
 
 
 @dataclass(frozen=True, slots=True)

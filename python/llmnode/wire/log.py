@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,6 +30,17 @@ class PayloadLog:
             self.positions -= length
             if (kept := positions - self.positions) > 0:
                 self.append(self._form.cut((payload, length), 0, kept), kept)
+
+    def copy(self) -> PayloadLog:
+        """A log of its own, of the same pieces."""
+        other = PayloadLog(self._form)
+        other.positions, other._pieces = self.positions, list(self._pieces)
+        return other
+
+    def shared_with(self, other: PayloadLog) -> int:
+        """How many positions come before the first piece that is not the very same in both."""
+        alike = takewhile(lambda pair: pair[0][0] is pair[1][0], zip(self._pieces, other._pieces, strict=False))
+        return sum(length for (_, length), _ in alike)
 
     def chunks(self, most: int) -> Iterator[tuple[Buffer, int]]:
         """All of it as payloads of at most `most` positions each, if none was longer from the start."""

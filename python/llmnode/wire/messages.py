@@ -183,6 +183,17 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """Whose KV a session is to have from now on: that of `source`, up to the frame's `start`.
+
+    The first `shared` positions are the same in both already.
+    """
+
+    source: SessionName
+    shared: U32
+
+
+@dataclass(frozen=True, slots=True)
 class Refusal:
     """A typed no. `retry_after_ms` is 0 where waiting does not help or is not known."""
 
@@ -218,9 +229,11 @@ class AnnouncementBody:
     kv_tokens_free: U32
 
 
-AnyMessage = Description | Open | Result | Pushed | Replay | Replayed | Forward | Refusal | Clock | AnnouncementBody
+AnyMessage = (
+    Description | Open | Result | Pushed | Replay | Replayed | Forward | Fork | Refusal | Clock | AnnouncementBody
+)
 Message = TypeVar(
-    "Message", Description, Open, Result, Pushed, Replay, Replayed, Forward, Refusal, Clock, AnnouncementBody
+    "Message", Description, Open, Result, Pushed, Replay, Replayed, Forward, Fork, Refusal, Clock, AnnouncementBody
 )
 
 
@@ -295,5 +308,5 @@ def _check_of(hint: Any) -> Callable[[Any], bool]:  # Any: a typing construct
 
 _CHECKS: dict[type[Any], tuple[tuple[str, Callable[[Any], bool]], ...]] = {
     kind: _checks(kind)
-    for kind in (Description, Open, Result, Pushed, Replay, Replayed, Forward, Refusal, Clock, AnnouncementBody)
+    for kind in (Description, Open, Result, Pushed, Replay, Replayed, Forward, Fork, Refusal, Clock, AnnouncementBody)
 }

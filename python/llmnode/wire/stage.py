@@ -1,8 +1,8 @@
 """A stage: the serving side of one session, as a state machine without clock, socket or tensor.
 
 Frames go in, actions come out; who drives it computes when told to and reports the answer with `computed`. The rules
-are those of a session's epochs: only the client raises the epoch, and only a TRUNCATE frame may shorten the KV, so a
-late or repeated step can neither erase nor extend good state.
+are those of a session's epochs: only the client raises the epoch, and only a TRUNCATE or FORK frame may change what is
+in the KV already, so a late or repeated step can neither erase nor extend good state.
 """
 
 from __future__ import annotations
@@ -37,6 +37,18 @@ class Truncate:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """Keep the first `shared` positions of the KV, and copy those up to the frame's start from the session `source`.
+
+    Then call `Stage.copied`, and answer FORKED. If all are shared, `source` may have no KV yet.
+    """
+
+    frame: Frame
+    source: SessionId
+    shared: int
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """Send this frame: the answer that the same step got before."""
 
@@ -60,7 +72,7 @@ class Wait:
 Content: TypeAlias = tuple[int, int, bytes]
 """What a step asks for: its positions and the digest of their hidden states."""
 
-Action: TypeAlias = Compute | Truncate | Answer | Refuse | Wait
+Action: TypeAlias = Compute | Truncate | Copy | Answer | Refuse | Wait
 
 
 @dataclass(slots=True)
@@ -91,6 +103,22 @@ class Stage:
             return _wait_if_same(frame, self._computing)
         return self._start(frame)
 
+    def fork(self, frame: Frame, source: Stage | None, shared: int) -> Action:
+        """Decide about a FORK frame of this session. `source` is None for a session that its client may not copy."""
+        if self._computing is not None:
+            raise LocalProtocolError("fork a stage only between steps")
+        if frame.epoch < self.epoch:
+            return Wait()
+        if (reason := self._why_no_copy(frame, source, shared)) is not None:
+            return Refuse(frame, *reason)
+        assert source is not None
+        self._computing = frame  # so it is no source for others till then
+        return Copy(frame, source.session, shared)
+
+    def copied(self) -> None:
+        """What `Copy` asked for is done."""
+        self._begin_epoch(self._take_computing())
+
     def computed(self, answer: Frame) -> None:
         """The step handed out by `Compute` is in the KV, and this is the answer to it."""
         frame = self._take_computing()
@@ -99,7 +127,7 @@ class Stage:
         self._answered = (frame.step, _content(frame), answer)
 
     def failed(self) -> None:
-        """The step handed out by `Compute` changed nothing: it may be sent again."""
+        """The step handed out by `Compute`, or the fork by `Copy`, changed nothing: it may be sent again."""
         self._take_computing()
 
     def next_held(self) -> Action:
@@ -148,12 +176,32 @@ class Stage:
             return Refuse(
                 frame, RefusalCode.WRONG_POSITION, f"cannot keep {frame.start} positions, there are {self.position}"
             )
+        self._begin_epoch(frame)
+        return Truncate(frame, keep=frame.start)
+
+    def _why_no_copy(self, frame: Frame, source: Stage | None, shared: int) -> tuple[RefusalCode, str] | None:
+        if frame.epoch == self.epoch:
+            return RefusalCode.STALE_EPOCH, f"a fork needs an epoch above {self.epoch}"
+        if source is None:
+            return RefusalCode.UNKNOWN_SESSION, "no session to be copied is open over this link"
+        if source is self:
+            return RefusalCode.CONFLICT, "a session is no copy of itself"
+        if source._computing is not None:
+            return RefusalCode.BUSY, "the session to be copied is being computed"
+        if frame.start > self.max_length:
+            return RefusalCode.NO_ROOM, f"{frame.start} positions are beyond the session's maximum of {self.max_length}"
+        if frame.start > source.position:
+            return RefusalCode.WRONG_POSITION, f"cannot copy {frame.start} positions, there are {source.position}"
+        if shared > min(frame.start, self.position):
+            return RefusalCode.WRONG_POSITION, f"{shared} positions are not shared: {self.position} are here"
+        return None
+
+    def _begin_epoch(self, frame: Frame) -> None:
         self.epoch = frame.epoch
         self.position = frame.start
         self._due = frame.step
         self._answered = None
         self._held = {key: held for key, held in self._held.items() if key >= (frame.epoch, frame.step)}
-        return Truncate(frame, keep=frame.start)
 
     def _take_computing(self) -> Frame:
         if self._computing is None:

@@ -1,0 +1,172 @@
+"""Beam search through real servers gives the sequences and scores of transformers, also when servers die meanwhile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import trio
+from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
+
+import llmnode
+from llmnode.client.cache import SessionCache
+from llmnode.core.span import Span
+from llmnode.errors import PeerRefused
+from llmnode.node.bench.replicas import replicas, start_all
+from llmnode.wire.messages import RefusalCode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from llmnode.node.bench.replicas import Replica
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
+
+NEW_TOKENS = 12
+TEXTS = ["Once upon a time there was a king who", "The capital of France is"]
+"""Of unequal lengths."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Any) -> Any:
+    return AutoTokenizer.from_pretrained(folder.path, padding_side="left")
+
+
+@pytest.fixture(scope="module")
+def model(start_servers: Callable[..., list[Any]]) -> Iterator[llmnode.DistributedModelForCausalLM]:
+    peers = [node.address for node in start_servers([Span(0, 11), Span(11, 30)])]
+    with llmnode.connect(peers=peers) as connected:
+        yield connected
+
+
+def check_beams(ours: Any, theirs: Any) -> None:
+    assert ours.sequences.tolist() == theirs.sequences.tolist()
+    assert ours.beam_indices.tolist() == theirs.beam_indices.tolist()
+    torch.testing.assert_close(ours.sequences_scores, theirs.sequences_scores, atol=1e-4, rtol=1e-4)
+    for scores, expected in zip(ours.scores, theirs.scores, strict=True):
+        torch.testing.assert_close(scores, expected, atol=1e-3, rtol=1e-4)
+
+
+def both(model: Any, transformers_model: Any, inputs: Any, **options: Any) -> tuple[Any, Any]:
+    options = {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True, "output_scores": True, **options}
+    answers = []
+    for each in (model, transformers_model):
+        torch.manual_seed(1)
+        answers.append(each.generate(**inputs, **options))
+    return answers[0], answers[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 2, "do_sample": False},
+        {"num_beams": 3, "do_sample": False, "num_return_sequences": 3, "length_penalty": 0.5},
+        {"num_beams": 4, "do_sample": False, "num_return_sequences": 2, "early_stopping": True},
+        {"num_beams": 4, "do_sample": False, "no_repeat_ngram_size": 2, "repetition_penalty": 1.2},
+        {"num_beams": 3, "do_sample": True, "temperature": 0.9, "top_k": 20, "num_return_sequences": 2},
+    ],
+    ids=["two", "three-all-returned", "four-early", "four-processed", "three-sampled"],
+)
+def test_beams_of_a_batch_with_padding(
+    model: Any, transformers_model: Any, tokenizer: Any, options: dict[str, Any]
+) -> None:
+    inputs = tokenizer(TEXTS, return_tensors="pt", padding=True)
+    ours, theirs = both(model, transformers_model, inputs, **options)
+    check_beams(ours, theirs)
+    rows = theirs.beam_indices
+    assert len({int(row) for row in rows.flatten() if row >= 0}) > 2, "beams crossed"
+
+
+def test_a_prompt_is_run_once_for_all_its_beams_or_answers(
+    model: Any, transformers_model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+    run_rows = SessionCache.run_rows
+
+    def counted(cache: SessionCache, hidden: Any) -> Any:
+        ran.append(sum(len(row) for row in hidden if row is not None))
+        return run_rows(cache, hidden)
+
+    monkeypatch.setattr(SessionCache, "run_rows", counted)
+    inputs = tokenizer(TEXTS, return_tensors="pt", padding=True)
+    for options in ({"num_beams": 3, "do_sample": False}, {"num_return_sequences": 3, "do_sample": True}):
+        ran.clear()
+        ours, theirs = both(model, transformers_model, inputs, **options)
+        assert ours.sequences.tolist() == theirs.sequences.tolist()
+        assert ran == [int(inputs.attention_mask.sum())] + [6] * (len(ran) - 1)
+
+
+def test_a_cache_of_ones_own_is_filled_with_the_beams(model: Any, transformers_model: Any, tokenizer: Any) -> None:
+    inputs = tokenizer(TEXTS[0], return_tensors="pt")
+    options = {"max_new_tokens": NEW_TOKENS, "num_beams": 3, "do_sample": False}
+    with model.open_cache(64, rows=3) as cache:
+        chosen = model.generate(**inputs, **options, past_key_values=cache)
+    assert chosen.tolist() == transformers_model.generate(**inputs, **options).tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "room"),
+    [
+        ({"num_beams": 65, "max_new_tokens": 1}, RefusalCode.BUSY, "there was room for 64 of 65 rows"),
+        ({"num_beams": 5, "max_new_tokens": 8000}, RefusalCode.NO_ROOM, "there was room for 4 of 5 rows"),
+    ],
+)
+def test_beams_for_which_there_is_no_room_are_refused_before_any_work(
+    model: Any,
+    tokenizer: Any,
+    options: dict[str, Any],
+    code: RefusalCode,
+    room: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SessionCache, "run_rows", lambda *_arguments: pytest.fail("it worked"))
+    with pytest.raises(PeerRefused, match=room) as refused:
+        model.generate(**tokenizer(TEXTS[0], return_tensors="pt"), do_sample=False, **options)
+    assert refused.value.code == code
+
+
+# Servers that die
+
+
+@pytest.fixture(scope="module")
+def servers(folder: Any) -> Iterator[list[Replica]]:
+    """Two for each third of the model."""
+    with replicas(folder.info.blocks, 1) as servers:
+        trio.run(start_all, servers, servers)
+        yield servers
+
+
+class KillAt(LogitsProcessor):  # type: ignore[misc]  # transformers is typed in part
+    """Ends a server when so many tokens have been scored."""
+
+    def __init__(self, tokens: int, kill: Callable[[], None]) -> None:
+        self._left = tokens
+        self._kill = kill
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._left -= 1
+        if self._left == 0:
+            self._kill()
+        return scores
+
+
+@pytest.mark.parametrize("third", range(3))
+def test_beams_outlive_a_server_that_is_killed_in_the_middle(
+    third: int, servers: list[Replica], transformers_model: Any, tokenizer: Any
+) -> None:
+    inputs = tokenizer(TEXTS, return_tensors="pt", padding=True)
+    options = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False}
+    killed: list[Replica] = []
+
+    def kill() -> None:
+        peer = model._client.route[third].peer
+        killed.extend(server for server in servers if server.peer == peer)
+        killed[0].kill()
+
+    with llmnode.connect(peers=[server.address for server in servers if server.answers]) as model:
+        killer = LogitsProcessorList([KillAt(5, kill)])
+        ours, theirs = both(model, transformers_model, inputs, **options, logits_processor=killer)
+    check_beams(ours, theirs)
+    assert len(killed) == 1
+    trio.run(start_all, killed, servers)

@@ -1,0 +1,419 @@
+"""Sessions that become copies of one another, through real serving and client code, while peers fail by a plan.
+
+As in test_recovery.py the arithmetic is exact: an answer is right to the bit, or some copy is not what it should be.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from llmnode.core.beams import sessions_of_rows
+from llmnode.core.policy import ClientPolicy
+from llmnode.core.span import Span
+from llmnode.errors import LocalProtocolError, NoRoute, SessionClosed
+from llmnode.testing import FaultPlan, Odds, check_no_banned_peer, seeds
+from llmnode.wire.payload import Codec
+from simulation.test_receipts import audited
+from simulation.test_recovery import CAST, KINDS, LONGEST_OUTAGE_S, MAX_LENGTH, POLICY, WEATHERS, open_at_last
+from simulation.world import (
+    ALL_BLOCKS,
+    DELAY_S,
+    KV_TOKENS,
+    ROW,
+    SPANS,
+    Dialogue,
+    World,
+    kv_is_free,
+    pairs_of_servers,
+    simulated,
+    world,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from llmnode.client.routing import Router
+
+BEAMS = 3
+TICK_S = 0.001
+
+
+@asynccontextmanager
+async def opened(
+    router: Router, beams: int, *, beside: bool = False, max_length: int = 64
+) -> AsyncIterator[list[Dialogue]]:
+    """A dialogue through each of so many sessions; `beside` each other, or wherever the router likes."""
+    async with AsyncExitStack() as stack:
+        dialogues: list[Dialogue] = []
+        for index in range(beams):
+            first = dialogues[0].session if beside and dialogues else None
+            session = await stack.enter_async_context(router.open_session(max_length, Codec.RAW, first))
+            dialogues.append(Dialogue(session, random.Random(index)))
+        yield dialogues
+
+
+async def step_all(dialogues: list[Dialogue], positions: int = 1) -> None:
+    async with trio.open_nursery() as nursery:
+        for dialogue in dialogues:
+            nursery.start_soon(dialogue.step, positions)
+
+
+def forwards(swarm: World) -> int:
+    return sum(node.worker.forwards for node in swarm.nodes.values())
+
+
+# By a seed
+
+
+@pytest.mark.parametrize("seed", seeds(200), ids=lambda seed: f"seed-{seed}-")
+@simulated
+async def test_beams_outlive_whatever_befalls_their_servers(seed: int) -> None:
+    rng = random.Random(seed)
+    plan = FaultPlan.draw(seed, CAST, Odds(rng.randrange(1, 4), longest_s=LONGEST_OUTAGE_S, kinds=KINDS))
+    policy = replace(POLICY, upstream_logs=rng.random() < 0.7)
+    async with pairs_of_servers(seed, rng.choice(WEATHERS)) as swarm, swarm.client(policy) as (router, _):
+        async with plan.upon(swarm), AsyncExitStack() as stack:
+            sessions = [await stack.enter_async_context(open_at_last(router)) for _ in range(BEAMS)]
+            beams = [Dialogue(session, rng, policy=policy) for session in sessions]
+            for _ in range(15):
+                if rng.random() < 0.7:
+                    beams = await _reorder(beams, [rng.randrange(BEAMS) for _ in beams])
+                if rng.random() < 0.2:
+                    beam = rng.choice(beams)
+                    await beam.go_back(rng.randrange(beam.session.position + 1))
+                await step_all(beams, rng.choice([1, 1, 1, 2, 7]) if _longest(beams) + 7 <= MAX_LENGTH else 1)
+                await trio.sleep(rng.expovariate(1 / 0.3))
+        check_no_banned_peer(router, policy)
+        await kv_is_free(swarm)
+
+
+async def _reorder(beams: list[Dialogue], sources: list[int]) -> list[Dialogue]:
+    """As a cache does."""
+    rows = sessions_of_rows(sources)
+    for row, source in zip(rows, sources, strict=True):
+        if row != source:
+            await beams[source].fork(beams[row])
+    return [beams[row] for row in rows]
+
+
+def _longest(beams: list[Dialogue]) -> int:
+    return max(beam.session.position for beam in beams)
+
+
+# One by one
+
+
+@simulated
+async def test_copies_go_their_own_ways_and_their_source_stays_as_it_is() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _), opened(router, 3, beside=True) as beams:
+        await beams[0].step(20)
+        await beams[1].step(30)  # longer than what it becomes, and other; the third is empty
+        await beams[0].session.fork([beam.session for beam in beams[1:]])
+        for copy in beams[1:]:
+            copy.now_as(beams[0])
+        await step_all(beams, 3)
+        await beams[2].fork(beams[0])
+        await step_all(beams, 12)
+        assert not [beam.session.recoveries for beam in beams if beam.session.recoveries]
+
+
+@simulated
+async def test_a_fork_at_the_same_peers_takes_one_round_trip_and_computes_nothing() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _), opened(router, 2, beside=True) as beams:
+        await step_all(beams, 20)
+        computed, began = forwards(swarm), trio.current_time()
+        await beams[0].fork(beams[1])
+        assert trio.current_time() - began == pytest.approx(2 * DELAY_S, abs=TICK_S)
+        assert forwards(swarm) == computed
+        await step_all(beams)
+
+
+@simulated
+async def test_to_become_what_one_is_already_costs_nothing() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _), opened(router, 2, beside=True) as beams:
+        await beams[0].step(20)
+        await beams[0].fork(beams[1])
+        began = trio.current_time()
+        await beams[0].fork(beams[1])
+        await beams[1].fork(beams[0])
+        assert trio.current_time() == began
+        await step_all(beams)
+
+
+@simulated
+async def test_only_what_is_not_shared_is_copied() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _), opened(router, 2, beside=True) as beams:
+        await beams[0].step(20)
+        await beams[0].fork(beams[1])
+        await step_all(beams)
+        await beams[1].fork(beams[0])
+        await beams[0].step(2)
+        await beams[1].go_back(6)
+        await beams[1].step(1)
+        await beams[0].fork(beams[1])
+        await step_all(beams)
+        for hop in beams[0].session.route:
+            copied = swarm.node(hop.peer).worker.forks
+            assert copied == [(0, 20), (20, 21), (8, 23)], "of the prompt's chunks of 8, the second one was cut"
+
+
+@simulated
+async def test_a_copy_moves_to_the_peers_of_its_source() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _), opened(router, 6) as beams:
+        assert len({beam.session.route for beam in beams}) > 1, "equal peers are chosen by chance"
+        await step_all(beams, 20)
+        computed = forwards(swarm)
+        for copy in beams[1:]:
+            await beams[0].fork(copy)
+        assert forwards(swarm) == computed
+        assert {beam.session.route for beam in beams} == {beams[0].session.route}
+        await step_all(beams, 2)
+        assert sum(node.worker.kv_tokens_free for node in swarm.nodes.values()) == 6 * KV_TOKENS - 6 * 3 * 64
+
+
+@simulated
+async def test_a_copy_takes_one_peer_for_the_several_that_it_had() -> None:
+    async with world() as swarm:
+        for index, span in enumerate(SPANS):
+            await swarm.start(f"part{index}", span)
+        await trio.sleep(10)
+        async with swarm.client() as (router, _), opened(router, 1) as (parts,):
+            await swarm.start("whole", ALL_BLOCKS)
+            await trio.sleep(10)
+            async with opened(router, 1) as (whole,):
+                assert [len(each.session.route) for each in (parts, whole)] == [3, 1]
+                await step_all([parts, whole], 10)
+                await whole.fork(parts)
+                assert parts.session.route == whole.session.route
+                await step_all([parts, whole])
+        await kv_is_free(swarm)
+
+
+@pytest.mark.parametrize("index", range(3))
+@simulated
+async def test_a_server_killed_after_a_fork_is_replaced_for_source_and_copy(index: int) -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _), opened(router, 2, beside=True) as beams:
+        await beams[0].step(20)
+        await beams[0].fork(beams[1])
+        await step_all(beams)
+        lost = beams[0].session.route[index].peer
+        swarm.kill(str(lost).removeprefix("peer-"))
+        await step_all(beams)
+        for beam in beams:
+            (recovery,) = beam.session.recoveries
+            assert (recovery.lost, recovery.positions) == (lost, 21)
+        await beams[1].go_back(8)
+        await beams[1].fork(beams[0])
+        await step_all(beams, 2)
+
+
+@pytest.mark.parametrize("index", range(3))
+@simulated
+async def test_a_server_that_died_unnoticed_before_a_fork_is_replaced(index: int) -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _), opened(router, 2, beside=True) as beams:
+        await step_all(beams, 20)
+        swarm.kill(str(beams[0].session.route[index].peer).removeprefix("peer-"))
+        await beams[0].fork(beams[1])
+        assert len(beams[1].session.recoveries) == 1
+        await step_all(beams)
+        assert len(beams[0].session.recoveries) == 1
+
+
+@pytest.mark.parametrize("after_s", [0.005 * n for n in range(10)])
+@pytest.mark.parametrize("beside", [True, False], ids=["beside", "elsewhere"])
+@simulated
+async def test_a_server_killed_during_a_fork_is_replaced(beside: bool, after_s: float) -> None:
+    for index in range(3):
+        async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+            async with opened(router, 2, beside=beside) as beams:
+                await step_all(beams, 20)
+                victim = str(beams[0].session.route[index].peer).removeprefix("peer-")
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(beams[0].fork, beams[1])
+                    await trio.sleep(after_s)
+                    swarm.kill(victim)
+                await step_all(beams)
+                await beams[1].go_back(3)
+                await beams[1].fork(beams[0])
+                await step_all(beams)
+            await kv_is_free(swarm)
+
+
+@simulated
+async def test_a_source_that_waits_for_a_server_for_some_blocks_can_be_copied() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _), opened(router, 2, beside=True) as beams:
+        await step_all(beams, 20)
+        for twin in "ab":
+            swarm.kill(f"1{twin}")
+        with pytest.raises(NoRoute):
+            await beams[0].session.step(bytes(ROW))
+        with pytest.raises(NoRoute):
+            await beams[0].session.fork([beams[1].session])
+        await swarm.start("late", SPANS[1])
+        await trio.sleep(10)
+        await beams[0].fork(beams[1])
+        await step_all(beams)
+
+
+@simulated
+async def test_a_copy_whose_blocks_nobody_holds_is_finished_once_somebody_does() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _), opened(router, 2, beside=True) as beams:
+        await beams[0].step(20)
+        await beams[1].step(30)
+        for hop in (1, 2):  # two hops are lost, and the first of them is missing
+            for twin in "ab":
+                swarm.kill(f"{hop}{twin}")
+        await swarm.start("late2", SPANS[2])
+        with pytest.raises(NoRoute):
+            await beams[0].session.fork([beams[1].session])
+        beams[1].now_as(beams[0])
+        await swarm.start("late1", SPANS[1])
+        await trio.sleep(10)
+        await step_all(beams)
+
+
+@simulated
+async def test_a_peer_that_cannot_copy_is_passed_over() -> None:
+    """It is alive, and holds positions of what the session was before."""
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _), opened(router, 2, beside=True) as beams:
+        await beams[0].step(20)
+        await beams[1].step(30)
+        swarm.node(beams[0].session.route[1].peer).worker.fails = 1
+        await beams[0].fork(beams[1])
+        assert beams[0].session.route[1].peer != beams[1].session.route[1].peer
+        await step_all(beams, 2)
+        assert not beams[0].session.recoveries
+
+
+@simulated
+async def test_a_copy_goes_elsewhere_if_there_is_no_room_beside_its_source() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _), opened(router, 1) as (source,):
+        await source.step(20)
+        full = swarm.node(source.session.route[1].peer).worker
+        full.occupy(full.kv_tokens_free - 10)
+        async with opened(router, 1) as (copy,):
+            await copy.step(30)
+            await source.fork(copy)
+            assert source.session.route[1].peer != copy.session.route[1].peer
+            await step_all([source, copy], 2)
+
+
+@simulated
+async def test_what_cannot_be_a_copy_is_our_bug() -> None:
+    async with AsyncExitStack() as stack:
+        swarm = await stack.enter_async_context(pairs_of_servers())
+        router, _ = await stack.enter_async_context(swarm.client())
+        (source,) = await stack.enter_async_context(opened(router, 1))
+        (short,) = await stack.enter_async_context(opened(router, 1, max_length=10))
+        await source.step(11)
+        with pytest.raises(LocalProtocolError):
+            await source.session.fork([short.session])
+        await source.go_back(1)
+        await source.fork(short)
+        assert short.session.position == short.session.max_length
+
+
+@simulated
+async def test_who_computed_a_copy_is_signed_by_its_source_until_the_fork_and_by_itself_from_there() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _), opened(router, 2) as beams:
+        await beams[0].step(20)
+        await beams[1].step(30)
+        await beams[0].fork(beams[1])
+        await step_all(beams, 3)
+        swarm.kill(str(beams[0].session.route[1].peer).removeprefix("peer-"))
+        await step_all(beams)
+        for beam, first in zip(beams, (0, 20), strict=True):
+            await beam.session.verify()
+            assert beam.session.receipts is not None
+            assert beam.session.receipts.verified == 24
+            found = audited(swarm, beam.session)
+            assert (found.positions, found.problems) == ((first, 24), [])
+
+
+@simulated
+async def test_a_server_that_did_not_sign_what_was_copied_is_replaced_in_the_copy_too() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _), opened(router, 2, beside=True) as beams:
+        liar = beams[0].session.route[1].peer
+        node = swarm.node(liar)
+        sign = node.network.sign
+        node.network.sign = lambda _message: bytes(64)  # type: ignore[method-assign]
+        await beams[0].step(1)
+        node.network.sign = sign  # type: ignore[method-assign]
+        await beams[0].fork(beams[1])
+        for _ in range(2 * ClientPolicy().unverified_steps):
+            await step_all(beams)
+        assert [[each.lost for each in beam.session.recoveries] for beam in beams] == [[liar]] * 2
+
+
+DURING_FORK_S = [0.01 * n for n in range(1, 25)]
+
+
+@asynccontextmanager
+async def about_to_fork() -> AsyncIterator[tuple[World, list[Dialogue]]]:
+    """A source and its copy, beside each other, of whose two hops the second is dead and will be two."""
+    async with world() as swarm:
+        for number, span in enumerate([Span(0, 2), Span(2, 6)]):
+            await swarm.start(f"part{number}", span)
+        for half in (Span(2, 4), Span(4, 6)):
+            await swarm.start(f"from{half.start}", half)
+        await trio.sleep(10)
+        async with swarm.client() as (router, _), opened(router, 2, beside=True) as beams:
+            await step_all(beams, 20)
+            swarm.kill("part1")
+            yield swarm, beams
+        await kv_is_free(swarm)
+
+
+@pytest.mark.parametrize("after_s", DURING_FORK_S)
+@simulated
+async def test_a_fork_that_is_cancelled_ends_the_copy_alone(after_s: float) -> None:
+    async with about_to_fork() as (_, beams):
+        with trio.move_on_after(after_s) as patience:
+            await beams[0].fork(beams[1])
+        if patience.cancelled_caught:
+            with pytest.raises(SessionClosed):
+                await beams[1].session.step(bytes(ROW))
+        await beams[0].step(1)
+
+
+async def close_meanwhile(copy: Dialogue, source: Dialogue, moment: Callable[[], Awaitable[None]]) -> None:
+    async def fork() -> None:
+        with suppress(SessionClosed):
+            await source.session.fork([copy.session])
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fork)
+        await moment()
+        await copy.session.close()
+
+
+@pytest.mark.parametrize("after_s", DURING_FORK_S)
+@simulated
+async def test_a_copy_that_is_closed_while_it_is_made_leaves_no_kv(after_s: float) -> None:
+    async with about_to_fork() as (swarm, beams):
+        await close_meanwhile(beams[1], beams[0], partial(trio.sleep, after_s))
+        await beams[0].step(1)
+        await beams[0].session.close()
+        await kv_is_free(swarm)
+
+
+@pytest.mark.parametrize("turns", range(20))
+@simulated
+async def test_a_copy_that_is_closed_while_it_moves_leaves_no_kv(turns: int) -> None:
+    async def moment() -> None:
+        for _ in range(turns):
+            await trio.lowlevel.checkpoint()
+
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _), opened(router, 4) as beams:
+        await step_all(beams, 20)
+        for copy in beams[1:]:
+            await close_meanwhile(copy, beams[0], moment)
+        await beams[0].session.close()
+        await kv_is_free(swarm)
