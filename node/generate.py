@@ -30,6 +30,8 @@ class GenerateConfig:
     sampling: Sampling
     chat: bool
     json: bool
+    receipts: Path | None = None
+    """Where the transcript of the one prompt's session goes."""
 
 
 def generate(config: GenerateConfig) -> None:
@@ -69,7 +71,17 @@ def _generate_one(model: DistributedModelForCausalLM, config: GenerateConfig, pr
         screen.write(prompt)
     streamer = ScreenStreamer(tokenizer, screen)
     inputs = torch.tensor([token_ids])
-    model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, **config.sampling.options())
+    with model.open_cache(len(token_ids) + config.sampling.max_new_tokens) as cache:
+        model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            streamer=streamer,
+            past_key_values=cache,
+            **config.sampling.options(),
+        )
+        if config.receipts is not None:
+            (transcript,) = cache.transcripts()
+            config.receipts.write_text(json.dumps(transcript), encoding="utf-8")
     print(f"\n{streamer.speed_line()}", file=screen if config.json else sys.stderr)
     if not config.json:
         print()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmnode.node.commands.options import add_command, add_generation, add_sampling, add_swarm, check_peers, sampling
@@ -25,13 +26,30 @@ def add(commands: Commands) -> None:
     add_swarm(parser)
     prompts = add_generation(parser)
     prompts.add_argument("--prompts", metavar="FILE", help="a file of prompts, one a line, instead of --prompt")
+    parser.add_argument(
+        "--receipts", type=Path, metavar="FILE", help="write what the servers signed for, for `llmnode verify FILE`"
+    )
     add_sampling(parser, temperature=0.0)
 
 
+def _writable(path: Path) -> Path:
+    """Raises ConfigError now rather than when all is generated."""
+    from llmnode.errors import ConfigError
+
+    try:
+        path.touch()
+    except OSError as error:
+        raise ConfigError(f"--receipts {path}: cannot be written ({error.strerror})") from error
+    return path
+
+
 def run(arguments: argparse.Namespace) -> int:
+    from llmnode.errors import ConfigError
     from llmnode.node.generate import GenerateConfig, generate, read_prompts
 
     check_peers(arguments.peers)
+    if arguments.receipts and arguments.prompts:
+        raise ConfigError("--receipts is of one session: give --prompt, not --prompts")
     config = GenerateConfig(
         model=arguments.model,
         peers=arguments.peers,
@@ -41,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         sampling=sampling(arguments),
         chat=arguments.chat,
         json=arguments.json,
+        receipts=_writable(arguments.receipts) if arguments.receipts else None,
     )
     generate(config)
     return 0

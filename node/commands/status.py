@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llmnode.node.status import ModelStatus
     from llmnode.wire.messages import Description
 
-BESIDE_BAR = 72
+BESIDE_BAR = 70
 """Columns of the terminal that the rest of a row takes."""
 ASKED_AT_ONCE = 32
 STYLES = {"online": "green", "joining": "yellow"}
@@ -104,20 +104,19 @@ def _work(answer: Description | None) -> list[str]:
 
 
 def _table(model: ModelStatus, bar_columns: int) -> Table:
-    from rich import box
     from rich.markup import escape
     from rich.table import Table
 
     from llmnode.node.status import bar
 
     title = f"{escape(printable(model.model))}, {model.dtype}, {model.blocks} blocks"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("peer", "blocks", "", "state", "ms/block", "free KV", "steps", "direct"):
         table.add_column(column, no_wrap=True)
     for each in model.servers:
         offer, style = each.offer, STYLES.get(each.offer.state, "default")
         table.add_row(
-            escape(each.peer[-12:]),
+            escape(each.peer[-8:]),
             escape(str(offer.span)),
             f"[{style}]{bar(offer.span, model.blocks, bar_columns)}[/]",
             f"[{style}]{offer.state}[/]",

@@ -41,6 +41,17 @@ def test_generate_prints_the_text_and_its_json(nodes: list[Any]) -> None:
     assert "1, 2, 3," + summary["text"] in done.stderr
 
 
+def test_what_the_servers_signed_for_can_be_verified(nodes: list[Any], tmp_path: Path) -> None:
+    file, addresses = tmp_path / "receipts.json", [node.address for node in nodes]
+    done = _run(*LLMNODE, "generate", "--peers", *addresses, "--max-new-tokens", "8", "--receipts", str(file))
+    assert done.returncode == 0, done.stderr
+    found = _run(*LLMNODE, "verify", str(file), "--json")
+    assert found.returncode == 0, found.stdout
+    assert {tuple(part["blocks"]) for part in json.loads(found.stdout)["parts"]} == {(0, 12), (12, 30)}
+    file.write_text(file.read_text().replace('"raw"', '"fp16"'))
+    assert _run(*LLMNODE, "verify", str(file)).returncode == 1
+
+
 def test_a_hole_in_the_route_is_named(start_servers: Callable[..., list[Any]]) -> None:
     (alone,) = start_servers([Span(12, 13)])  # clients of the others have introduced them to each other
     done = _run(*LLMNODE, "generate", "--peers", alone.address)

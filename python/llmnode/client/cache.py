@@ -7,7 +7,8 @@ pads on the left is left out of the row's session.
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import trio
@@ -69,6 +70,10 @@ class SessionCache(Cache):
     def positions(self, row: int) -> int:
         """Positions in the row's session."""
         return self._sessions[row].position
+
+    def transcripts(self) -> list[dict[str, Any]]:  # Any: JSON
+        """Of each row, what `Client.transcript` gives."""
+        return [self._portal.call(partial(self._client.transcript, session)) for session in self._sessions]
 
     def run_rows(self, hidden: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Run new hidden states (tokens, hidden_size) of each row through the blocks, all rows at once.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -75,6 +75,12 @@ class Client:
         """
         async with self.router.open_session(max_length, self.codec, beside) as session:
             yield session
+
+    async def transcript(self, session: InferenceSession) -> dict[str, Any]:  # Any: JSON
+        """What the session's hops have signed for, checked now, and signed by us: what `llmnode verify` reads."""
+        assert session.receipts is not None, "a router's sessions have a book"
+        await session.verify()
+        return session.receipts.export(self.router.sign)
 
     async def generate(
         self,

@@ -110,6 +110,10 @@ class Router:
                 self._warm_standbys(route)
                 return session
 
+    def sign(self, message: bytes) -> bytes:
+        """As `ports.Network.sign`, by our own key."""
+        return self._pool.network.sign(message)
+
     # What a session asks that has lost a peer
 
     def report(self, error: PeerError) -> None:
