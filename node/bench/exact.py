@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
 MEASURED_POSITIONS = 64
@@ -26,11 +26,15 @@ class Reference:
 
     def judge(self, tokens: Sequence[int], chosen: Iterable[int]) -> tuple[int, int]:
         """Of the positions `chosen` of `tokens`, teacher-forced: those decided otherwise, as near ties and wrongly."""
+        return self.judge_choices(tokens, {position: tokens[position] for position in chosen})
+
+    def judge_choices(self, tokens: Sequence[int], choices: Mapping[int, int]) -> tuple[int, int]:
+        """As `judge`, of what was chosen for each position, given the `tokens` before it, instead of what is there."""
         scores = self._forced(tuple(tokens))
         ties = wrong = 0
-        for position in chosen:
+        for position, choice in choices.items():
             row = scores[position - 1]
-            if int(row.argmax()) != tokens[position]:
+            if int(row.argmax()) != choice:
                 first, second = row.topk(2).values
                 is_tie = bool(first - second < self.epsilon)
                 ties += is_tie

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
+FILE_COLUMNS = 240
+"""A table that goes to a file need not be cut to fit."""
+
+
 @dataclass(frozen=True, slots=True)
 class Spread:
     """Repeated measurements of one quantity."""
@@ -88,6 +92,8 @@ def print_report(
     `legend` says what a cell is.
     """
     console = Console(stderr=as_json, soft_wrap=not as_json)
+    if not console.is_terminal:
+        console.width = FILE_COLUMNS
     columns = list(dict.fromkeys(column for row in rows for column in row))
     table = Table(title=f"bench {name}: {legend}", title_justify="left")
     for column in columns:

@@ -22,14 +22,18 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "name",
-        choices=["codec", "failures", "quality", "swarm"],
+        choices=["codec", "failures", "quality", "swarm", "table1"],
         help="codec: 8-bit activations against bitsandbytes and others, on one core;"
         " failures: a session while its servers are killed, frozen and stopped, in every way and at every moment;"
         " quality: tokens and likelihood under lossy codecs and dtypes, against transformers in one process;"
-        " swarm: the speed of 1, 2 and 3 servers against transformers in one process",
+        " swarm: the speed of 1, 2 and 3 servers against transformers in one process;"
+        " table1: the Petals paper's table of speeds when stages fail, beside restarts and no cache",
     )
     parser.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="rounds of all variants in turn (default 5; quality: one)"
+        "--repeats",
+        type=int,
+        metavar="N",
+        help="rounds of all variants in turn (default 5; table1: 3, thin 1; quality: one)",
     )
     parser.add_argument(
         "--tokens", type=int, metavar="N", help="new tokens in a round, or a prompt (default 64; quality: 32)"
@@ -37,13 +41,13 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--chunks", type=int, default=32, metavar="N", help="quality: pieces of text, of 128 tokens (default 32)"
     )
-    parser.add_argument("--thin", action="store_true", help="failures: some of the matrix, in minutes")
+    parser.add_argument("--thin", action="store_true", help="failures, table1: some of it, in minutes")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads of each process (default 1)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout's last line")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    repeats = at_least_one(arguments.repeats, "--repeats")
+    repeats = at_least_one(5 if arguments.repeats is None else arguments.repeats, "--repeats")
     if arguments.name == "codec":
         from llmnode.node.bench.codec import CodecBench, bench_codec
 
@@ -69,6 +73,14 @@ def run(arguments: argparse.Namespace) -> int:
 
         threads = at_least_one(arguments.threads, "--threads")
         trio.run(bench_failures, FailuresBench(arguments.thin, threads, arguments.json))
+        return 0
+
+    if arguments.name == "table1":
+        from llmnode.node.bench.table1 import Table1Bench, bench_table1
+
+        rounds = (1 if arguments.thin else 3) if arguments.repeats is None else repeats
+        threads = at_least_one(arguments.threads, "--threads")
+        trio.run(bench_table1, Table1Bench(rounds, arguments.thin, threads, arguments.json))
         return 0
 
     from llmnode.node.bench.swarm import SwarmBench, bench_swarm

@@ -1,4 +1,4 @@
-"""`llmnode bench quality` as a user runs it, with little to measure: the figures are in `tests/bench/README.md`."""
+"""Benchmarks as a user runs them, with little to measure: the figures are in `tests/bench/README.md`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(420)]
 
-QUALITY = [sys.executable, "-P", "-m", "llmnode.node", "bench", "quality", "--json"]
+BENCH = [sys.executable, "-P", "-m", "llmnode.node", "bench"]
+QUALITY = [*BENCH, "quality", "--json"]
 TOKENS, CHUNKS = 2, 2
 
 
@@ -45,3 +46,34 @@ def test_more_chunks_than_text_are_refused() -> None:
     done = subprocess.run([*QUALITY, "--chunks", "100000"], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("llmnode: --chunks 100000: the text has ")
+
+
+@pytest.mark.timeout(620)  # some 90 s of nothing else, but eight servers want more than two cores
+def test_table1_is_exact_whatever_fails_and_counts_what_was_drawn() -> None:
+    done = subprocess.run(
+        [*BENCH, "table1", "--thin", "--json"], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    report = json.loads(line)
+    assert [row["tokens"] for row in report["rows"]] == [128] * 3 + [1024] * 3
+    ours, restarts, no_cache, ours_long, restarts_long, no_cache_long = report["rows"]
+    for row in (ours, no_cache, ours_long, no_cache_long):
+        assert row["at 0"]["median"] > 0
+        assert row["at 0.01"]["median"] > 0
+    for row, pauses in ((ours, 2), (ours_long, 1)):
+        assert row["pauses"] == row["pause / prefill"]["repeats"] == pauses
+        assert row["until replaced, ms"]["low"] > 0
+        for overhead in (row["recovery costs, %"], row["with receipts, %"]):
+            assert overhead["low"] <= overhead["estimate"] <= overhead["high"]
+    assert restarts["at 0.01"]["median"] < 0.2 * restarts["at 0"]["median"]
+    assert restarts["timed"].endswith("; at 0.01 calculated")
+    assert restarts_long["at 0.01"] == "-", "nobody gets through 1024 steps"
+    assert no_cache_long["at 0"]["median"] < ours_long["at 0"]["median"]
+
+    assert report["environment"]["indirect_steps"] < 0.1 * report["environment"]["choices"]
+    aims = {aim["name"]: aim for aim in report["aims"]}
+    assert len(aims) == 6
+    assert aims["wrong tokens"]["value"] == 0
+    assert aims["near ties, of all choices"]["holds"]
+    assert report["environment"]["choices"] > 300

@@ -1,0 +1,171 @@
+"""Failures as Petals' Table 1 counts them: each time that a step is sent to a stage, it fails with some probability.
+
+A stage that fails loses its KV, and its stream is reset. Both come of breaking the link between client and server at
+that moment: a server frees what was opened over a link when it ends. The server itself lives and may be used again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+from llmnode.wire.frame import FrameType
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    from llmnode.client.session import InferenceSession
+    from llmnode.core.ids import PeerId
+    from llmnode.ports import Link, Network
+    from llmnode.wire.frame import Frame
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Which sends fail: drawn by step and attempt, so the same for all who run the same steps, whatever else they do.
+
+    A send that fails at one rate fails at every higher one.
+    """
+
+    seed: str
+    rate: float
+    stages: int
+
+    def failing(self, step: int, attempt: int) -> list[int]:
+        """The stages that the step does not reach at once."""
+        rng = random.Random(f"{self.seed} {step} {attempt}")
+        return [stage for stage in range(self.stages) if rng.random() < self.rate]
+
+
+def typical_seed(name: str, rate: float, stages: int, steps: Sequence[int]) -> str:
+    """The first by which as many sends of `steps` fail as are expected: a few repeats then say what many would."""
+    expected = round(rate * stages * len(steps))
+    for number in count():
+        draws = Draws(f"{name} {number}", rate, stages)
+        if sum(len(draws.failing(step, 0)) for step in steps) == expected:
+            return draws.seed
+    raise AssertionError("seeds are without end")
+
+
+@dataclass(frozen=True, slots=True)
+class Restarts:
+    """What it takes to start from scratch after each failure, until all steps are done in one go."""
+
+    steps: int
+    """With those done again, and those that failed."""
+    failures: int
+    seconds: float
+
+
+def count_restarts(draws: Draws, step_s: Sequence[float], open_s: float, most_steps: int) -> Restarts | None:
+    """By the draws, a step at position n taking `step_s[n]`, and opening another session `open_s`.
+
+    A step that fails takes the share of its time that the stages before have. None if it takes more than `most_steps`.
+    """
+    attempts: Counter[int] = Counter()
+    seconds, steps, failures, position = 0.0, 0, 0, 0
+    while position < len(step_s):
+        steps += 1
+        if steps > most_steps:
+            return None
+        failing = draws.failing(position, attempts[position])
+        attempts[position] += 1
+        if failing:
+            seconds += step_s[position] * failing[0] / draws.stages + open_s
+            failures += 1
+            position = 0
+        else:
+            seconds += step_s[position]
+            position += 1
+    return Restarts(steps, failures, seconds)
+
+
+@dataclass(slots=True)
+class _Due:
+    session: InferenceSession
+    start: int
+    stages: list[int]
+
+
+@dataclass(slots=True)
+class FailingNetwork:
+    """The `Network` port over another network, whose links break when they are told to."""
+
+    network: Network
+    broken: int = 0
+    """Links so far."""
+    _links: dict[PeerId, Link] = field(default_factory=dict)
+    _due: _Due | None = None
+
+    @contextmanager
+    def failing(self, session: InferenceSession, start: int, stages: Sequence[int]) -> Iterator[None]:
+        """Within the context, the step that begins at position `start` fails once on its way to each of `stages`."""
+        self._due = _Due(session, start, list(stages)) if stages else None
+        try:
+            yield
+        finally:
+            self._due = None
+
+    @property
+    def peer(self) -> PeerId:
+        return self.network.peer
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        return self.network.addresses
+
+    async def dial(self, address: str) -> Link:
+        link = await self.network.dial(address)
+        self._links[link.peer] = link
+        return _FailingLink(link, self)
+
+    def accept(self) -> AbstractAsyncContextManager[Link]:
+        return self.network.accept()
+
+    def sign(self, message: bytes) -> bytes:
+        return self.network.sign(message)
+
+    def verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool:
+        return self.network.verify(peer, message, signature)
+
+    async def note(self, peer: PeerId, frame: Frame) -> None:
+        """A frame to or from `peer` passes: if the step is being sent to the stage that fails next, break its link.
+
+        The client sends to the first stage; each other is given what the one before puts out, as we are.
+        """
+        due = self._due
+        if due is None or not due.stages or frame.start != due.start:
+            return
+        stage, route = due.stages[0], due.session.route
+        kind, sender = (FrameType.RESULT, stage - 1) if stage else (FrameType.STEP, stage)
+        if frame.type is kind and peer == route[sender].peer:
+            del due.stages[0]
+            self.broken += 1
+            await self._links[route[stage].peer].end("failed, as drawn")
+
+
+class _FailingLink:
+    def __init__(self, link: Link, network: FailingNetwork) -> None:
+        self._link = link
+        self._network = network
+
+    @property
+    def peer(self) -> PeerId:
+        return self._link.peer
+
+    async def send(self, frame: Frame) -> None:
+        await self._network.note(self.peer, frame)
+        await self._link.send(frame)
+
+    async def receive(self) -> Frame:
+        frame = await self._link.receive()
+        await self._network.note(self.peer, frame)
+        return frame
+
+    async def end(self, reason: str) -> None:
+        await self._link.end(reason)
