@@ -144,6 +144,8 @@ async def test_to_become_what_one_is_already_costs_nothing() -> None:
         await beams[0].fork(beams[1])
         await beams[1].fork(beams[0])
         assert trio.current_time() == began
+        await beams[1].step(1)
+        await beams[0].fork(beams[1])  # which goes back
         await step_all(beams)
 
 

@@ -699,6 +699,25 @@ async def test_a_session_is_a_copy_of_another_one_of_its_client_alone(exact_work
 
 
 @in_trio
+async def test_a_copy_has_the_logged_results_of_its_positions_and_no_others(exact_worker: Any) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        link = await network.dial(swarm.address)
+        session, source, other = session_id(), session_id(), session_id()
+        for name in (session, source):
+            await answer_to(link, open_frame(name, keep_outputs=True))
+        await answer_to(link, open_frame(other))
+        results = bytes((await answer_to(link, step_frame(source, 0, 0, length=3))).payload)
+        assert (await refusal_to(link, fork_frame(other, source, 0))).code == RefusalCode.CONFLICT
+        await answer_to(link, fork_frame(session, source, 2))
+        next_step = replace(step_frame(session, 1, 2), epoch=Epoch(1), payload=bytes([7] * ROW))
+        result = bytes((await answer_to(link, next_step)).payload)
+        replay = Frame(FrameType.REPLAY, session, Epoch(9), Step(0), 0, 3, pack(Replay(push=False)))
+        assert bytes((await answer_to(link, replay)).payload) == results[: 2 * ROW] + result
+        again = await answer_to(link, replace(replay, session=source))
+        assert bytes(again.payload) == results, "the source has its own"
+
+
+@in_trio
 async def test_a_session_that_computes_is_no_source_yet(exact_worker: Any) -> None:
     exact_worker.gate = trio.Event()
     async with served(exact_worker) as swarm, open_network([], POLICY) as network:

@@ -127,7 +127,7 @@ def is_proof(one: Receipt, other: Receipt, verify: Verify) -> bool:
     - A step that is asked for again gets the receipt that it got before; with other content it is refused.
     - A step that failed was not signed, so it may then be asked for with other content.
     - What is sent again out of a log, in other pieces, is not computed: it gets no receipt.
-    - A rollback raises the epoch: positions and numbers of steps come again, but in an epoch that never was.
+    - A rollback or a fork raises the epoch: positions and numbers of steps come again, but in an epoch that never was.
     - Who replaces a stage that was lost, perhaps the same peer in its next life, computes all again under a name never
       used before, and may get other bits: those receipts are of another session.
     - A name is known to others than the client, at least to the next hop. When the session is over, they may open one
