@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.models.folder import ModelFolder
-    from llmnode.ports import Network
+    from llmnode.net.host import Libp2pNetwork
 
 AUTO = "auto"
 MEASURED_STEPS = 9
@@ -47,7 +47,8 @@ class NodeConfig:
     """What a serving node is asked for.
 
     `blocks` is START:END, a number of blocks, or "auto" for as many as memory allows; the node then chooses those that
-    the swarm needs most. `peers` are addresses of servers or relays. `threads` is torch's, None for its own choice;
+    the swarm needs most. `peers` are addresses of servers or relays. `announce` is where others reach it, if that is
+    not where it listens: behind a port forward, for example. `threads` is torch's, None for its own choice;
     `device` is torch's too, "auto" for a GPU if there is one. The node's identity is kept in the file `identity`, and
     is a fresh one without.
     """
@@ -56,6 +57,7 @@ class NodeConfig:
     blocks: str = "auto"
     peers: Sequence[str] = ()
     listen: Sequence[str] = (LISTEN_ANY_LOOPBACK,)
+    announce: Sequence[str] = ()
     kv_tokens: int = 32_768
     device: str = "auto"
     dtype: str = "float32"
@@ -65,10 +67,11 @@ class NodeConfig:
 
 @dataclass(slots=True)
 class RunningNode:
-    """A node that takes sessions. Made by `open_node`."""
+    """A node that takes sessions. Made by `open_node`. `addresses` are what it announces."""
 
     peer: PeerId
     addresses: Sequence[str]
+    listening: Sequence[str]
     model: ModelInfo
     span: Span
     tensor_bytes: int
@@ -86,7 +89,7 @@ async def open_node(
     """
     _check(config)
     with single_error():
-        async with _joined(config.listen, config.peers, config.identity) as (network, swarm):
+        async with _joined(config.listen, config.announce, config.peers, config.identity) as (network, swarm):
             report("loading torch")
             folder = await trio.to_thread.run_sync(_open_model, config, report, abandon_on_cancel=True)
             # The compute thread must not keep the event loop from its heartbeats for longer than this.
@@ -102,17 +105,26 @@ async def open_node(
                 nursery.start_soon(server.run, network)
                 swarm.say(share.offer())
                 yield RunningNode(
-                    network.peer, network.addresses, model, share.span, executor.tensor_bytes, swarm, server
+                    peer=network.peer,
+                    addresses=network.addresses,
+                    listening=network.listening,
+                    model=model,
+                    span=share.span,
+                    tensor_bytes=executor.tensor_bytes,
+                    swarm=swarm,
+                    server=server,
                 )
                 await swarm.leave(share.offer())
                 nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager
-async def open_relay(listen: Sequence[str], peers: Sequence[str], identity: Path | None) -> AsyncIterator[Network]:
+async def open_relay(
+    listen: Sequence[str], announce: Sequence[str], peers: Sequence[str], identity: Path | None
+) -> AsyncIterator[Libp2pNetwork]:
     """A node that holds no blocks and knows who does: where others join the swarm. Loads no torch."""
     with single_error():
-        async with _joined(listen, peers, identity) as (network, swarm), trio.open_nursery() as nursery:
+        async with _joined(listen, announce, peers, identity) as (network, swarm), trio.open_nursery() as nursery:
             nursery.start_soon(serve_links, network, ServePolicy().links, lambda link: serve_view(swarm, link))
             yield network
             nursery.cancel_scope.cancel()
@@ -120,11 +132,15 @@ async def open_relay(listen: Sequence[str], peers: Sequence[str], identity: Path
 
 @asynccontextmanager
 async def _joined(
-    listen: Sequence[str], peers: Sequence[str], identity: Path | None
-) -> AsyncIterator[tuple[Network, Swarm]]:
+    listen: Sequence[str], announce: Sequence[str], peers: Sequence[str], identity: Path | None
+) -> AsyncIterator[tuple[Libp2pNetwork, Swarm]]:
     """A network that listens, and a view that is kept current."""
+    if len(announce) > SwarmPolicy().addresses:
+        raise ConfigError(
+            f"--announce is given {len(announce)} times: {SwarmPolicy().addresses} addresses are the most"
+        )
     async with AsyncExitStack() as stack:
-        network = await stack.enter_async_context(open_network(listen, LinkPolicy(), identity))
+        network = await stack.enter_async_context(open_network(listen, LinkPolicy(), identity, announce))
         directory = await stack.enter_async_context(open_directory(network, SwarmPolicy()))
         pool = await stack.enter_async_context(open_pool(network))
         swarm = Swarm(network, pool, SwarmPolicy(), contacts=peers, directory=directory)

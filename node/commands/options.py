@@ -107,6 +107,16 @@ def add_listen(parser: Parser) -> None:
     )
 
 
+def add_announce(parser: Parser) -> None:
+    parser.add_argument(
+        "--announce",
+        action="append",
+        metavar="MULTIADDR",
+        help="where others reach this node, if not where it listens, as through a port forward or a proxy: "
+        "/ip4/203.0.113.7/tcp/4001 or /dns/NAME/tcp/4001; may be repeated (default: where it listens)",
+    )
+
+
 def add_sampling(parser: Parser, temperature: float) -> None:
     parser.add_argument(
         "--temperature",

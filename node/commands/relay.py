@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from llmnode.node.commands.options import add_command, add_identity, add_listen, check_peers, log_to_stderr
+from llmnode.node.commands.options import (
+    add_announce,
+    add_command,
+    add_identity,
+    add_listen,
+    check_peers,
+    log_to_stderr,
+)
 
 if TYPE_CHECKING:
     import argparse
 
+    from llmnode.net.host import Libp2pNetwork
     from llmnode.node.commands.options import Commands
-    from llmnode.ports import Network
 
 
 def add(commands: Commands) -> None:
@@ -25,6 +32,7 @@ def add(commands: Commands) -> None:
         "  llmnode chat --peers ADDRESS",
     )
     add_listen(parser)
+    add_announce(parser)
     parser.add_argument(
         "--peers", nargs="+", default=[], metavar="ADDRESS", help="other relays or servers of the same swarm"
     )
@@ -54,16 +62,21 @@ async def _relay(arguments: argparse.Namespace) -> None:
     listen = arguments.listen or [LISTEN_ANY_LOOPBACK]
     async with (
         stopped_by_signals(until_stdin_closes=arguments.until_stdin_closes) as stop,
-        open_relay(listen, arguments.peers, arguments.identity) as network,
+        open_relay(listen, arguments.announce or [], arguments.peers, arguments.identity) as network,
     ):
         _ready(network, arguments)
         stop.in_order()
         await stop.requested.wait()
 
 
-def _ready(network: Network, arguments: argparse.Namespace) -> None:
+def _ready(network: Libp2pNetwork, arguments: argparse.Namespace) -> None:
     if arguments.json:
-        event = {"event": "ready", "peer": network.peer, "addresses": list(network.addresses)}
+        event = {
+            "event": "ready",
+            "peer": network.peer,
+            "addresses": network.addresses,
+            "listening": network.listening,
+        }
         print(json.dumps(event), flush=True)
         return
     print(f"ready: relay at {' '.join(network.addresses)}", flush=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from llmnode.node.commands.options import (
     MODEL_HELP,
+    add_announce,
     add_command,
     add_dtype,
     add_identity,
@@ -33,7 +34,8 @@ def add(commands: Commands) -> None:
         "serve a span of the model's blocks until stopped",
         "  llmnode serve --blocks 0:15 --listen /ip4/127.0.0.1/tcp/4001\n"
         "  llmnode serve --blocks auto --peers ADDRESS      (as `llmnode serve` or `llmnode relay` printed it)\n"
-        "  llmnode serve FOLDER --blocks 8 --peers ADDRESS --listen /ip4/0.0.0.0/tcp/4001 --identity node.key",
+        "  llmnode serve FOLDER --blocks 8 --peers ADDRESS --listen /ip4/0.0.0.0/tcp/4001 --identity node.key\n"
+        "  llmnode serve --listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/203.0.113.7/tcp/4001   (behind a port forward)",
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
@@ -47,6 +49,7 @@ def add(commands: Commands) -> None:
         "--peers", nargs="+", default=[], metavar="ADDRESS", help="servers or relays of the swarm to join"
     )
     add_listen(parser)
+    add_announce(parser)
     add_identity(parser)
     add_kv_tokens(parser)
     parser.add_argument(
@@ -76,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         blocks=arguments.blocks,
         peers=arguments.peers,
         listen=arguments.listen or [LISTEN_ANY_LOOPBACK],
+        announce=arguments.announce or [],
         kv_tokens=at_least_one(arguments.kv_tokens, "--kv-tokens"),
         device=arguments.device,
         dtype=arguments.dtype,
@@ -108,7 +112,8 @@ def _report_json(text: str) -> None:
 
 
 def _ready(node: RunningNode) -> None:
-    print(f"ready: blocks {node.span} of {node.model.name} at {' '.join(node.addresses)}", flush=True)
+    behind = "" if node.addresses == node.listening else f", listening at {' '.join(node.listening)}"
+    print(f"ready: blocks {node.span} of {node.model.name} at {' '.join(node.addresses)}{behind}", flush=True)
 
 
 def _ready_json(node: RunningNode) -> None:
@@ -116,6 +121,7 @@ def _ready_json(node: RunningNode) -> None:
         "event": "ready",
         "peer": node.peer,
         "addresses": list(node.addresses),
+        "listening": list(node.listening),
         "model": node.model.name,
         "blocks": [node.span.start, node.span.end],
         "tensor_bytes": node.tensor_bytes,

@@ -60,6 +60,22 @@ def test_a_hole_in_the_route_is_named(start_servers: Callable[..., list[Any]]) -
     assert "Traceback" not in done.stderr
 
 
+def test_a_server_is_known_by_the_address_that_it_announces() -> None:
+    forwarded = "/ip4/203.0.113.7/tcp/4001"
+    command = [*LLMNODE, "serve", "--blocks", "12:13", "--threads", "1", "--announce", forwarded]
+    with subprocess.Popen(
+        [*command, "--json", "--until-stdin-closes"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        ready = next(event for event in map(json.loads, server.stdout) if event["event"] == "ready")
+        told = f"{forwarded}/p2p/{ready['peer']}"
+        assert ready["addresses"] == [told]
+        shown = json.loads(_run(*LLMNODE, "status", "--json", "--peers", *ready["listening"]).stdout)
+        assert shown["models"][0]["servers"][0]["addresses"] == [told]
+        server.communicate(timeout=20)
+    assert server.returncode == 0
+
+
 def test_too_many_tokens_are_refused_before_any_work(nodes: list[Any]) -> None:
     addresses = [node.address for node in nodes]
     done = _run(*LLMNODE, "generate", "--max-new-tokens", "9000", "--prompt", "one", "--peers", *addresses)

@@ -53,6 +53,8 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--blocks", "5:5"], "write START:END"),
         (["serve", "--blocks", "0:5", "--threads", "0"], "--threads 0: give at least 1"),
         (["serve", "--blocks", "0:5", "--kv-tokens", "-1"], "--kv-tokens -1: give at least 1"),
+        (["serve", "--blocks", "0:5", "--announce", "here"], "write where others reach you, as /ip4/ADDRESS/tcp/PORT"),
+        (["relay", "--announce", "/ip4/0.0.0.0/tcp/4001"], "nobody can dial 0.0.0.0; write where others reach you"),
         (["demo", "--servers", "0"], "--servers 0: give at least 1"),
         (["demo", "--servers", "31"], "choose 1 to 30"),
         (["demo", "--max-new-tokens", "0"], "--max-new-tokens 0: give at least 1"),

@@ -16,6 +16,7 @@ from libp2p.custom_types import TProtocol
 from libp2p.exceptions import BaseLibp2pError
 from libp2p.network.exceptions import SwarmException
 from libp2p.network.stream.exceptions import StreamError
+from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import InvalidAddrError, info_from_p2p_addr
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
@@ -25,14 +26,14 @@ from llmnode.errors import ConfigError, PeerUnreachable
 from llmnode.net.identity import fresh_identity, is_signed, open_identity
 from llmnode.net.libp2p_host import open_host
 from llmnode.net.link import Libp2pLink
+from llmnode.wire.messages import ADDRESS_CHARS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Iterable, Sequence
     from pathlib import Path
 
     from libp2p.abc import IHost, IMuxedConn, INetStream
     from libp2p.network.stream.net_stream import NetStream
-    from libp2p.peer.id import ID
     from libp2p.peer.peerinfo import PeerInfo
 
     from llmnode.core.policy import LinkPolicy
@@ -40,25 +41,31 @@ if TYPE_CHECKING:
 LINK_PROTOCOL = TProtocol("/llmnode/link/1")
 LISTEN_ANY_LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
+ANNOUNCED_HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6")
+
 ACCEPT_QUEUE = 16
 """Links opened to us that nobody has taken yet; more are refused."""
 
 
 @contextlib.asynccontextmanager
 async def open_network(
-    listen: Sequence[str], policy: LinkPolicy, identity: Path | None = None
+    listen: Sequence[str], policy: LinkPolicy, identity: Path | None = None, announce: Sequence[str] = ()
 ) -> AsyncIterator[Libp2pNetwork]:
     """Run a host that listens at the multiaddrs `listen`; none means that it only dials.
 
-    Its identity is that in the file `identity`, by default a fresh one. Raises ConfigError for an address that is
-    malformed, of another transport, or taken, and for a file that holds no identity.
+    Others are told that it is at `announce`, by default where it listens. Its identity is that in the file `identity`,
+    by default a fresh one. Raises ConfigError for an address that is malformed, of another transport, or taken, and
+    for a file that holds no identity.
     """
     addresses = [_parse_listen(address) for address in listen]
     for address in addresses:
         _check_bindable(address)
+    announced = [parse_announced(address) for address in announce]
     key_pair = open_identity(identity) if identity is not None else fresh_identity()
-    async with open_host(key_pair, addresses, policy) as host, trio.open_nursery() as nursery:
-        network = Libp2pNetwork(host, nursery, policy, listens=bool(addresses))
+    peer = PeerId(ID.from_pubkey(key_pair.public_key).to_base58())
+    told = [_of_peer(address, peer) for address in announced]
+    async with open_host(key_pair, addresses, policy, told) as host, trio.open_nursery() as nursery:
+        network = Libp2pNetwork(host, nursery, policy, listens=bool(addresses), announced=[str(each) for each in told])
         host.set_stream_handler(LINK_PROTOCOL, network.take_stream)
         try:
             yield network
@@ -69,11 +76,14 @@ async def open_network(
 class Libp2pNetwork:
     """The `Network` port over a running libp2p host. Made by `open_network`."""
 
-    def __init__(self, host: IHost, nursery: trio.Nursery, policy: LinkPolicy, *, listens: bool) -> None:
+    def __init__(
+        self, host: IHost, nursery: trio.Nursery, policy: LinkPolicy, *, listens: bool, announced: Sequence[str] = ()
+    ) -> None:
         self.host = host
         self._nursery = nursery
         self._policy = policy
         self._listens = listens
+        self._announced = announced
         self._links: dict[Libp2pLink, IMuxedConn] = {}
         self._opened, self._accepted = trio.open_memory_channel[Libp2pLink](ACCEPT_QUEUE)
 
@@ -83,9 +93,16 @@ class Libp2pNetwork:
 
     @property
     def addresses(self) -> list[str]:
+        if self._announced:
+            return list(self._announced)
+        return _all_reachable(self.host.get_addrs()) if self._listens else []
+
+    @property
+    def listening(self) -> list[str]:
+        """Where it listens, whatever it announces: multiaddrs that end in `/p2p/ID`."""
         if not self._listens:
             return []
-        return list(dict.fromkeys(each for address in self.host.get_addrs() for each in _reachable(address)))
+        return _all_reachable([_with_peer(each, self.peer) for each in self.host.get_transport_addrs()])
 
     def sign(self, message: bytes) -> bytes:
         return self.host.get_private_key().sign(message)
@@ -171,6 +188,10 @@ class Libp2pNetwork:
         return Libp2pLink(stream, peer, self._policy, drop)
 
 
+def _all_reachable(addresses: Iterable[Multiaddr]) -> list[str]:
+    return list(dict.fromkeys(each for address in addresses for each in _reachable(address)))
+
+
 def _reachable(address: Multiaddr) -> list[str]:
     """A host that listens everywhere names the addresses of its interfaces; of the loopback only if it has no other."""
     version = next(iter(address.protocols())).name
@@ -214,6 +235,44 @@ def _parse_listen(address: str) -> Multiaddr:
     if len(protocols) != 2 or protocols[0] not in ("ip4", "ip6") or protocols[1] != "tcp":
         raise ConfigError(f"--listen {address!r}: only /ip4/ADDRESS/tcp/PORT and /ip6/ADDRESS/tcp/PORT are supported")
     return parsed
+
+
+def parse_announced(address: str) -> Multiaddr:
+    """Raises ConfigError for what nobody could dial."""
+    form = "write where others reach you, as /ip4/ADDRESS/tcp/PORT, /ip6/ADDRESS/tcp/PORT or /dns/NAME/tcp/PORT"
+    try:
+        parsed = Multiaddr(address)
+        protocols = [protocol.name for protocol in parsed.protocols()]
+    except (MultiaddrError, ValueError) as error:
+        raise ConfigError(f"--announce {address!r} is not a multiaddr ({error}): {form}") from error
+    if protocols[:1] not in ([name] for name in ANNOUNCED_HOSTS) or protocols[1:] not in (["tcp"], ["tcp", "p2p"]):
+        raise ConfigError(f"--announce {address!r}: {form}")
+    host, port = parsed.value_for_protocol(protocols[0]), int(parsed.value_for_protocol("tcp"))
+    if protocols[0] in ("ip4", "ip6") and ipaddress.ip_address(host).is_unspecified:
+        raise ConfigError(f"--announce {address!r}: nobody can dial {host}; {form}")
+    if not port:
+        raise ConfigError(f"--announce {address!r}: nobody can dial port 0; give the one that is forwarded to you")
+    return parsed
+
+
+def _of_peer(address: Multiaddr, peer: PeerId) -> Multiaddr:
+    """What `parse_announced` returned, ending in `/p2p/PEER`. Raises ConfigError if it names another peer."""
+    if "p2p" not in (protocol.name for protocol in address.protocols()):
+        address = _with_peer(address, peer)
+    elif (named := address.value_for_protocol("p2p")) != peer:
+        raise ConfigError(
+            f"--announce {address}: this node is {peer}, and not {named}; leave /p2p/{named} out,"
+            " or give the file of that peer's key with --identity"
+        )
+    if len(str(address)) > ADDRESS_CHARS:
+        raise ConfigError(
+            f"--announce {address}: at most {ADDRESS_CHARS} characters are told to others; name it shorter"
+        )
+    return address
+
+
+def _with_peer(address: Multiaddr, peer: PeerId) -> Multiaddr:
+    return address.encapsulate(Multiaddr(f"/p2p/{peer}"))
 
 
 def parse_peer(address: str) -> PeerInfo:

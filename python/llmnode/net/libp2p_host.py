@@ -31,8 +31,13 @@ if TYPE_CHECKING:
 
 
 @contextlib.asynccontextmanager
-async def open_host(key_pair: KeyPair, listen: Sequence[Multiaddr], policy: LinkPolicy) -> AsyncIterator[IHost]:
-    """A running host of this identity. TCP, Noise and yamux alone: its default would accept plaintext as well."""
+async def open_host(
+    key_pair: KeyPair, listen: Sequence[Multiaddr], policy: LinkPolicy, announce: Sequence[Multiaddr] = ()
+) -> AsyncIterator[IHost]:
+    """A running host of this identity. TCP, Noise and yamux alone: its default would accept plaintext as well.
+
+    It tells others the addresses `announce`, if any, instead of those it listens at.
+    """
     for noisy in ("libp2p", "async_service"):
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     # A successful dial waits this long for a rival that does not exist: 250 ms each, unless it is lowered.
@@ -51,6 +56,7 @@ async def open_host(key_pair: KeyPair, listen: Sequence[Multiaddr], policy: Link
         sec_opt={NOISE: noise_transport(key_pair)},
         listen_addrs=listen or [Multiaddr("/ip4/127.0.0.1/tcp/0")],  # says which transports to load
         connection_config=limits,
+        announce_addrs=announce or None,
     )
     swarm = cast("Swarm", host.get_network())
     use_yamux(host)

@@ -46,13 +46,15 @@ class Texts:
     longest: int
 
 
+ADDRESS_CHARS = 300
+
 U32 = Annotated[int, Between(0, 2**32 - 1)]
 Count = Annotated[int, Between(1, 2**32 - 1)]
 Microseconds = Annotated[int, Between(0, 2**48)]
 Milliseconds = Annotated[int, Between(0, 2**48)]
 Signature = Annotated[bytes, Sized(64, 64)]
 Total = Annotated[int, Between(0, 2**63 - 1)]
-Addresses = Annotated[list[str], Texts(8, 300)]
+Addresses = Annotated[list[str], Texts(8, ADDRESS_CHARS)]
 Flag = Annotated[bool, Between(0, 1)]
 Digest = Annotated[bytes, Sized(32, 32)]
 SessionName = Annotated[bytes, Sized(SESSION_ID_BYTES, SESSION_ID_BYTES)]
