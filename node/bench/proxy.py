@@ -1,0 +1,285 @@
+"""TCP proxies on loopback that make links long, narrow or silent, without root: what a benchmark puts between nodes.
+
+They run in a process of their own, for who measures must not wait for its own delays; `open_proxies` starts and steers
+it. Bytes keep their order whatever changes. Not TCP itself is imitated: a proxy takes bytes, and acknowledges them, as
+soon as it has room, so nothing is lost and nothing starts slowly; and a dial takes no round trip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import socket
+import struct
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from llmnode.node.processes import ServerDied
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+
+    Address = tuple[str, int]
+
+CHUNK_BYTES = 1 << 16
+CHUNKS = 256
+"""Under way in one direction of a connection, 16 MiB at most: what is more stays with its sender."""
+
+CLOCK_GRAIN_S = 0.001
+
+
+class Shape:
+    """What the connections of a proxy are like. May be changed at any time, for what comes from then on."""
+
+    def __init__(self, one_way_s: float = 0.0, bytes_per_s: float = math.inf) -> None:
+        self.one_way_s = one_way_s
+        self.bytes_per_s = bytes_per_s
+        """Of each direction of each connection."""
+        self._open = trio.Event()
+        self._open.set()
+
+    def cut(self) -> None:
+        """Silence: nothing arrives any more, and nobody is told."""
+        if self._open.is_set():
+            self._open = trio.Event()
+
+    def heal(self) -> None:
+        """What was sent meanwhile arrives now."""
+        self._open.set()
+
+    async def until_open(self) -> None:
+        while not self._open.is_set():
+            await self._open.wait()
+
+
+async def join(near: trio.abc.HalfCloseableStream, far: trio.abc.HalfCloseableStream, shape: Shape) -> bool:
+    """Pass bytes between two streams until both have ended. False if one breaks; closes neither."""
+    async with trio.open_nursery() as nursery:
+
+        async def carry(source: trio.abc.ReceiveStream, sink: trio.abc.HalfCloseableStream) -> None:
+            if not await _carry(source, sink, shape):
+                nursery.cancel_scope.cancel()
+
+        nursery.start_soon(carry, near, far)
+        nursery.start_soon(carry, far, near)
+    return not nursery.cancel_scope.cancel_called
+
+
+async def _carry(source: trio.abc.ReceiveStream, sink: trio.abc.HalfCloseableStream, shape: Shape) -> bool:
+    """Until `source` ends, and `sink` is told. False if it breaks instead, and that would be known at the other end."""
+    entrance, exit_ = trio.open_memory_channel[tuple[float, "bytes | None"]](CHUNKS)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_take_in, source, entrance, shape)
+        async for due_s, data in exit_:
+            await trio.sleep_until(due_s)
+            await shape.until_open()
+            if data is None:
+                return False
+            with contextlib.suppress(trio.BrokenResourceError):  # then the other direction breaks as well
+                await (sink.send_all(data) if data else sink.send_eof())
+    return True
+
+
+async def _take_in(
+    source: trio.abc.ReceiveStream, entrance: trio.MemorySendChannel[tuple[float, bytes | None]], shape: Shape
+) -> None:
+    """The end comes in as an empty chunk, and a break as none."""
+    sent_s = -math.inf  # when a wire of this rate has taken what came before
+    data: bytes | None = b"first"
+    async with entrance:
+        while data:
+            try:
+                data = bytes(await source.receive_some(CHUNK_BYTES))
+            except trio.BrokenResourceError:
+                data = None
+            sent_s = max(sent_s, trio.current_time()) + len(data or b"") / shape.bytes_per_s
+            await entrance.send((sent_s + shape.one_way_s, data))
+
+
+class ShapingProxy:
+    """One port, and what is connected to it. `target` is set before anybody dials."""
+
+    def __init__(self) -> None:
+        self.shape = Shape()
+        self.target: Address | None = None
+        self._connections: set[trio.CancelScope] = set()
+
+    async def run(self, task_status: trio.TaskStatus[int]) -> None:
+        """Serve until cancelled; started with its port."""
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        async with trio.open_nursery() as nursery:
+            task_status.started(listener.socket.getsockname()[1])
+            await trio.serve_listeners(self._serve, [listener], handler_nursery=nursery)
+
+    def reset(self) -> int:
+        """Break every connection, so that both ends know. Returns how many there were."""
+        for scope in self._connections:
+            scope.cancel()
+        return len(self._connections)
+
+    async def _serve(self, near: trio.SocketStream) -> None:
+        with trio.CancelScope() as scope, _broken_unless_ended(near) as near_end:
+            self._connections.add(scope)
+            try:
+                await self.shape.until_open()
+                assert self.target is not None
+                far = await trio.open_tcp_stream(*self.target)
+                with _broken_unless_ended(far) as far_end:
+                    near_end.whole = far_end.whole = await join(near, far, self.shape)
+            except OSError:  # nobody listens there
+                pass
+            finally:
+                self._connections.remove(scope)
+
+
+@dataclass(slots=True)
+class _End:
+    whole: bool = False
+
+
+@contextlib.contextmanager
+def _broken_unless_ended(stream: trio.SocketStream) -> Iterator[_End]:
+    """Close it with the context: as a connection that breaks (RST), unless it came to a `whole` end."""
+    end = _End()
+    try:
+        yield end
+    finally:
+        if not end.whole:
+            with contextlib.suppress(OSError):
+                stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        stream.socket.close()
+
+
+class PreciseClock(trio.abc.Clock):
+    """Polls are told whole milliseconds, so trio's sleeps end up to one too late. This clock spins through the last."""
+
+    def start_clock(self) -> None:
+        pass
+
+    def current_time(self) -> float:
+        return time.perf_counter()
+
+    def deadline_to_sleep_time(self, deadline: float) -> float:
+        return max(0.0, deadline - self.current_time() - CLOCK_GRAIN_S)
+
+
+# The process, and who steers it
+
+
+class Proxies:
+    """As many as were asked for, in their own process. Made by `open_proxies`."""
+
+    def __init__(self, process: trio.Process, addresses: Sequence[Address], answers: _Lines) -> None:
+        self.addresses = addresses
+        self._process = process
+        self._answers = answers
+        self._lock = trio.Lock()
+
+    async def aim(self, index: int, target: Address) -> None:
+        """From now on the proxy's connections go there."""
+        await self._order(index, target=target)
+
+    async def shape(self, *, one_way_s: float, bytes_per_s: float = math.inf) -> None:
+        """All proxies."""
+        for index in range(len(self.addresses)):
+            await self._order(index, one_way_s=one_way_s, bytes_per_s=bytes_per_s)
+
+    async def cut(self, index: int) -> None:
+        """See `Shape`."""
+        await self._order(index, cut=True)
+
+    async def heal(self, index: int) -> None:
+        """See `Shape`."""
+        await self._order(index, cut=False)
+
+    async def reset(self, index: int) -> int:
+        """Break all connections of a proxy; returns how many there were."""
+        return int((await self._order(index, reset=True))["broken"])
+
+    async def _order(self, index: int, **order: object) -> dict[str, Any]:  # Any: JSON
+        """Returns once it is carried out. Raises ServerDied."""
+        assert self._process.stdin is not None
+        async with self._lock:
+            with trio.CancelScope(shield=True):  # or the next order would get this one's answer
+                with contextlib.suppress(trio.BrokenResourceError):
+                    await self._process.stdin.send_all(json.dumps({"proxy": index, **order}).encode() + b"\n")
+                answer = await self._answers.next()
+        if answer is None:
+            raise ServerDied("the process of the proxies ended")
+        return answer
+
+
+@contextlib.asynccontextmanager
+async def open_proxies(count: int) -> AsyncIterator[Proxies]:
+    """Proxies on loopback that add nothing yet and lead nowhere. They end with the context, or with this process."""
+    process = await trio.lowlevel.open_process(
+        [sys.executable, "-P", "-m", __name__, str(count)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # a Ctrl-C in the terminal is ours alone
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        answers = _Lines(process.stdout)
+        ready = await answers.next()
+        if ready is None:
+            raise ServerDied("the process of the proxies did not start")
+        yield Proxies(process, [("127.0.0.1", port) for port in ready["ports"]], answers)
+    finally:
+        process.kill()
+        with trio.CancelScope(shield=True):
+            await process.wait()
+            await process.stdin.aclose()
+            await process.stdout.aclose()
+
+
+class _Lines:
+    """JSON objects, one a line."""
+
+    def __init__(self, stream: trio.abc.ReceiveStream) -> None:
+        self._stream = stream
+        self._rest = b""
+
+    async def next(self) -> dict[str, Any] | None:  # Any: JSON
+        """None at the end."""
+        while b"\n" not in self._rest:
+            data = await self._stream.receive_some()
+            if not data:
+                return None
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        parsed: dict[str, Any] = json.loads(line)
+        return parsed
+
+
+async def _main(count: int) -> None:
+    """The child: an order in, an answer out."""
+    proxies = [ShapingProxy() for _ in range(count)]
+    async with trio.open_nursery() as nursery:
+        ports = [await nursery.start(proxy.run) for proxy in proxies]
+        print(json.dumps({"ports": ports}), flush=True)
+        orders = _Lines(trio.lowlevel.FdStream(sys.stdin.fileno()))
+        while order := await orders.next():
+            print(json.dumps(_obey(proxies[order["proxy"]], order)), flush=True)
+        nursery.cancel_scope.cancel()
+
+
+def _obey(proxy: ShapingProxy, order: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
+    if "target" in order:
+        proxy.target = tuple(order["target"])
+    proxy.shape.one_way_s = order.get("one_way_s", proxy.shape.one_way_s)
+    proxy.shape.bytes_per_s = order.get("bytes_per_s", proxy.shape.bytes_per_s)
+    if "cut" in order:
+        (proxy.shape.cut if order["cut"] else proxy.shape.heal)()
+    return {"broken": proxy.reset() if order.get("reset") else 0}
+
+
+if __name__ == "__main__":
+    trio.run(_main, int(sys.argv[1]), clock=PreciseClock())
