@@ -292,6 +292,17 @@ async def test_a_connection_whose_peer_reads_nothing_is_closed_without_waiting_f
         await ours.close()
 
 
+@in_trio
+async def test_a_connection_that_breaks_under_its_sending_task_ends_and_harms_nothing_else() -> None:
+    async with connections() as (ours, _theirs):
+        assert ours._socket is not None
+        ours._socket.shutdown(socket.SHUT_WR)  # writing fails before reading has noticed anything
+        await ours.open_stream()  # leaves the bytes to the sending task
+        await ours.event_ended.wait()
+        with pytest.raises(MuxedConnUnavailable):
+            await ours.open_stream()
+
+
 # Cancellation
 
 

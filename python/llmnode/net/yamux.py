@@ -284,6 +284,7 @@ class YamuxConnection(IMuxedConn):
         if self._ended:
             return
         self._ended = True
+        self._unsent = memoryview(b"")  # or the sending task would wait for a socket that is closed
         self.event_ended.set()
         if self._socket is not None:
             self._socket.close()
