@@ -69,6 +69,7 @@ class NodeConfig:
 class RunningNode:
     """A node that takes sessions. Made by `open_node`. `addresses` are what it announces."""
 
+    network: Libp2pNetwork
     peer: PeerId
     addresses: Sequence[str]
     listening: Sequence[str]
@@ -105,6 +106,7 @@ async def open_node(
                 nursery.start_soon(server.run, network)
                 swarm.say(share.offer())
                 yield RunningNode(
+                    network=network,
                     peer=network.peer,
                     addresses=network.addresses,
                     listening=network.listening,

@@ -16,6 +16,7 @@ import trio
 
 from llmnode.core.span import Span
 from llmnode.errors import LlmnodeError
+from llmnode.node.readout import SIGNAL
 from llmnode.node.settings import without_settings
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 300.0
 """The first start on a machine converts the model."""
 STOP_TIMEOUT_S = 5.0
+READOUT_TIMEOUT_S = 30.0
+"""A busy machine, and no more."""
 _KEPT_LINES = 40
 
 
@@ -40,13 +43,28 @@ class ServerProcess:
     state: str = "starting"
     peer: str = ""
     address: str = ""
+    listening: str = ""
+    """Where it listens, if it announces another address."""
     tensor_bytes: int = 0
     ready: trio.Event = field(default_factory=trio.Event)
+    readout: dict[str, Any] = field(default_factory=dict)  # Any: JSON
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
+
+    read: trio.Event = field(default_factory=trio.Event)
 
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    async def read_out(self) -> dict[str, Any]:  # Any: JSON
+        """What it says it has open now: see `readout.py`. For one task at a time, and a server that is ready."""
+        self.read = trio.Event()
+        assert SIGNAL is not None
+        os.kill(self.pid, SIGNAL)
+        with trio.move_on_after(READOUT_TIMEOUT_S):
+            await self.read.wait()
+            return self.readout
+        raise ServerDied(f"the server of blocks {self.span} says nothing: {last_words(self)}")
 
 
 def pss_mib(pid: int | None = None) -> float:
@@ -63,20 +81,22 @@ async def private_swarm(
     spans: Sequence[Span],
     *,
     threads: int | None = None,
+    announce: Sequence[str] | None = None,
     on_change: Callable[[Sequence[ServerProcess]], None] = lambda _servers: None,
 ) -> AsyncIterator[list[ServerProcess]]:
     """One server on loopback per span; yields at once, before they are ready. All are gone when the context ends.
 
-    `on_change` is called whenever one's state changes. Await `all_ready` before using them.
+    `announce` has, for each, the address that it is to tell others. `on_change` is called whenever one's state changes.
+    Await `all_ready` before using them.
     """
     servers: list[ServerProcess] = []
     async with AsyncExitStack() as stack:
         nursery = await stack.enter_async_context(trio.open_nursery())
         stack.callback(nursery.cancel_scope.cancel)
         stack.push_async_callback(_stop_all, servers)
-        for span in spans:
+        for span, told in zip(spans, announce or [""] * len(spans), strict=True):
             process = await trio.lowlevel.open_process(
-                _command(span, threads), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                _command(span, threads, told), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 env=without_settings(os.environ),
                 start_new_session=True,  # a Ctrl-C in the terminal is ours alone: we end them in order
             )  # fmt: skip
@@ -102,9 +122,10 @@ def last_words(server: ServerProcess) -> str:
     return server.last_lines[-1] if server.last_lines else f"exit status {server.process.returncode}, no message"
 
 
-def _command(span: Span, threads: int | None) -> list[str]:
+def _command(span: Span, threads: int | None, announce: str) -> list[str]:
     command = [sys.executable, "-P", "-m", "llmnode.node", "serve", "--blocks", f"{span.start}:{span.end}"]
     command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--json", "--until-stdin-closes"]
+    command += ["--announce", announce] if announce else []
     return command if threads is None else [*command, "--threads", str(threads)]
 
 
@@ -124,10 +145,14 @@ async def _watch(server: ServerProcess, on_change: Callable[[], None]) -> None:
 
 
 def _note(server: ServerProcess, event: dict[str, Any]) -> None:  # Any: JSON
-    if event["event"] == "ready":
+    if event["event"] == "readout":
+        server.readout = event
+        server.read.set()
+    elif event["event"] == "ready":
         server.state = "ready"
         server.peer = event["peer"]
         server.address = event["addresses"][0]
+        server.listening = event["listening"][0]
         server.tensor_bytes = event["tensor_bytes"]
         server.ready.set()
     else:

@@ -20,7 +20,7 @@ class Reference:
 
     def __init__(self, path: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(path, local_files_only=True).eval()  # Any: untyped
-        self._scores: dict[tuple[int, ...], torch.Tensor] = {}
+        self._forced: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
         self.epsilon = EPSILON_DEVIATIONS * self._deviation()
         """Two scores are tied that are closer than this: never fitted to a failure."""
 
@@ -30,23 +30,19 @@ class Reference:
 
     def judge_choices(self, tokens: Sequence[int], choices: Mapping[int, int]) -> tuple[int, int]:
         """As `judge`, of what was chosen for each position, given the `tokens` before it, instead of what is there."""
-        scores = self._forced(tuple(tokens))
-        ties = wrong = 0
-        for position, choice in choices.items():
-            row = scores[position - 1]
-            if int(row.argmax()) != choice:
-                first, second = row.topk(2).values
-                is_tie = bool(first - second < self.epsilon)
-                ties += is_tie
-                wrong += not is_tie
-        return ties, wrong
+        forced, leads = self._force(tuple(tokens))
+        differing = [position for position, choice in choices.items() if forced[position - 1] != choice]
+        ties = sum(leads[position - 1] < self.epsilon for position in differing)
+        return ties, len(differing) - ties
 
     @torch.inference_mode()
-    def _forced(self, tokens: tuple[int, ...]) -> torch.Tensor:
-        """Most dialogues are the same: each is scored once."""
-        if tokens not in self._scores:
-            self._scores[tokens] = self._model(torch.tensor([tokens])).logits[0]
-        return self._scores[tokens]
+    def _force(self, tokens: tuple[int, ...]) -> tuple[list[int], list[float]]:
+        """Its choice after each position, and by how much it leads the next. Many texts are the same: scored once."""
+        if tokens not in self._forced:
+            logits = self._model(torch.tensor([tokens])).logits[0]
+            first, second = logits.topk(2).values.T
+            self._forced[tokens] = logits.argmax(dim=-1).tolist(), (first - second).tolist()
+        return self._forced[tokens]
 
     @torch.inference_mode()
     def _deviation(self) -> float:

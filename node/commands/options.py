@@ -160,6 +160,8 @@ def log_to_stderr(level: int = logging.INFO, form: str = "%(asctime)s %(message)
     ours = logging.getLogger("llmnode")
     ours.handlers = [handler]
     ours.setLevel(level)
+    # py-libp2p calls `logging.debug`, which gives the root logger a handler if it has none: it would print ours again.
+    logging.getLogger().addHandler(logging.NullHandler())
 
 
 def threads(arguments: argparse.Namespace) -> int | None:

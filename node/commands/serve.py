@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 from llmnode.node.commands.options import (
@@ -91,16 +92,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _serve(config: NodeConfig, as_json: bool, until_stdin_closes: bool) -> None:
+    import trio
+
     from llmnode.node.app import open_node
+    from llmnode.node.readout import read_out_when_signalled
     from llmnode.node.stopping import stopped_by_signals
 
     async with (
         stopped_by_signals(until_stdin_closes=until_stdin_closes) as stop,
         open_node(config, _report_json if as_json else _report) as node,
+        trio.open_nursery() as nursery,
     ):
+        await nursery.start(partial(read_out_when_signalled, node, as_json=as_json))
         stop.in_order()
         (_ready_json if as_json else _ready)(node)
         await stop.requested.wait()
+        nursery.cancel_scope.cancel()
 
 
 def _report(text: str) -> None:

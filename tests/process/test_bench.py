@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(420)]
 
 BENCH = [sys.executable, "-P", "-m", "llmnode.node", "bench"]
 QUALITY = [*BENCH, "quality", "--json"]
+LLMNODE = BENCH[:-1]
 TOKENS, CHUNKS = 2, 2
 
 
@@ -77,3 +80,56 @@ def test_table1_is_exact_whatever_fails_and_counts_what_was_drawn() -> None:
     assert aims["wrong tokens"]["value"] == 0
     assert aims["near ties, of all choices"]["holds"]
     assert report["environment"]["choices"] > 300
+
+
+def test_forwarding_compares_direct_with_relayed_steps_over_links_of_a_known_delay() -> None:
+    command = [*LLMNODE, "bench", "forwarding", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    report = json.loads(line)
+    assert [(row["round trip, ms"], row["path"]) for row in report["rows"]] == [
+        (0, "direct"), (0, "relayed"), (20, "direct"), (20, "relayed"),
+    ]  # fmt: skip
+    assert [row["went direct"] for row in report["rows"]] == [1, 0, 1, 0]
+    # Through no link is there a way round its proxy: four delays of 10 ms, and six.
+    assert report["rows"][2]["waiting"]["low"] >= 40
+    assert report["rows"][3]["waiting"]["low"] >= 60
+    aims = {aim["name"]: aim for aim in report["aims"]}
+    assert aims["different outputs of all variants and rounds"]["holds"]
+    assert {"at 20 ms: waiting over relayed", "at 20 ms: step over compute and 4 ways of TCP"} <= aims.keys()
+
+
+def test_a_soak_leaves_no_session_and_no_kv_and_every_choice_is_exact() -> None:
+    command = [*LLMNODE, "bench", "soak", "--thin", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    report = json.loads(line)
+    seen = report["environment"]
+    assert seen["sessions"] >= 3 and seen["tokens"] > 0 and seen["choices_compared"] > 0
+    assert seen["errors"] == []
+    aims = {aim["name"]: aim for aim in report["aims"]}
+    for name in ("wrong tokens", "sessions that failed", "sessions in the end", "kv_tokens_reserved in the end"):
+        assert aims[name]["value"] == 0
+    quantities = {(row["process"], row["quantity"]) for row in report["rows"]}
+    assert {("a server", "streams"), ("a server", "memory, MiB"), ("the clients", "tasks")} <= quantities
+    for row in report["rows"]:  # whether it holds is not to be seen in so short a time
+        assert row["slope an hour"]["low"] <= row["slope an hour"]["estimate"] <= row["slope an hour"]["high"]
+    assert "a server: files, slope an hour, low end" in aims
+
+
+def test_a_soak_that_is_interrupted_leaves_no_process_behind() -> None:
+    command = [*LLMNODE, "bench", "soak", "--thin", "--minutes", "10", "--saturate"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any(" min, " in line for line in process.stderr), "it never began"
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=100)
+    _, alive = psutil.wait_procs(children, timeout=20)
+    for child in alive:
+        child.kill()
+    assert not alive, f"left behind: {alive}"
+    assert process.returncode == 130
+    assert len(children) > 4, "servers, proxies and burners"

@@ -76,6 +76,18 @@ def test_a_server_is_known_by_the_address_that_it_announces() -> None:
     assert server.returncode == 0
 
 
+def test_a_server_says_what_it_has_open_when_it_is_signalled(nodes: list[Any]) -> None:
+    for node in nodes:
+        node.process.send_signal(signal.SIGUSR1)
+        event = json.loads(node.process.stdout.readline())
+        assert event.pop("event") == "readout"
+        assert (event["sessions"], event["kv_tokens_reserved"]) == (0, 0)
+        assert set(event) == {
+            "sessions", "kv_tokens_reserved", "links", "connections", "streams", "tasks", "files", "peers",
+        }  # fmt: skip
+        assert event["tasks"] > 1 and event["files"] > 3 and event["peers"] >= 1
+
+
 def test_too_many_tokens_are_refused_before_any_work(nodes: list[Any]) -> None:
     addresses = [node.address for node in nodes]
     done = _run(*LLMNODE, "generate", "--max-new-tokens", "9000", "--prompt", "one", "--peers", *addresses)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -80,6 +82,17 @@ def test_a_wrong_argument_is_one_line_that_names_the_fix(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("llmnode: ")
     assert fix in line
+
+
+def test_a_warning_is_told_once_whatever_libraries_log() -> None:
+    program = (
+        "import logging; from llmnode.node.commands.options import log_to_stderr\n"
+        "log_to_stderr(logging.WARNING, 'llmnode: %(message)s')\n"
+        "logging.debug('as py-libp2p does')\n"
+        "logging.getLogger('llmnode.client.session').warning('waiting')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == "llmnode: waiting\n"
 
 
 def _config(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:  # Any: JSON

@@ -66,6 +66,8 @@ class Recovery:
     """How many were given again."""
     stall_s: float
     """From the moment that the loss was noticed until the session could go on."""
+    cause: str
+    """What the loss was noticed by, for people to read."""
 
 
 @dataclass(slots=True)

@@ -455,8 +455,9 @@ class InferenceSession:
 
     def _note_recovery(self, lost: SessionHop, hops: Sequence[SessionHop], stall_s: float) -> None:
         others = tuple(each.hop.peer for each in hops)
-        self.recoveries.append(Recovery(lost.hop.peer, lost.hop.span, others, self._position, stall_s))
-        log.info("recovered span=%s positions=%d in %.3f s: %s", lost.hop.span, self._position, stall_s, lost.failure)
+        cause = str(lost.failure)
+        self.recoveries.append(Recovery(lost.hop.peer, lost.hop.span, others, self._position, stall_s, cause))
+        log.info("recovered span=%s positions=%d in %.3f s: %s", lost.hop.span, self._position, stall_s, cause)
 
     def _chunk(self, step: int, start: int, length: int) -> Chunk:
         return Chunk(self._epoch, Step(step), start, length)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import psutil
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from libp2p.abc import IHost, IMuxedConn, INetStream
     from libp2p.network.stream.net_stream import NetStream
+    from libp2p.network.swarm import Swarm
     from libp2p.peer.peerinfo import PeerInfo
 
     from llmnode.core.policy import LinkPolicy
@@ -73,6 +75,15 @@ async def open_network(
             nursery.cancel_scope.cancel()
 
 
+@dataclass(frozen=True, slots=True)
+class OpenCounts:
+    """What a network has open now. `streams` are of all protocols: links, and libp2p's own."""
+
+    links: int
+    connections: int
+    streams: int
+
+
 class Libp2pNetwork:
     """The `Network` port over a running libp2p host. Made by `open_network`."""
 
@@ -103,6 +114,11 @@ class Libp2pNetwork:
         if not self._listens:
             return []
         return _all_reachable([_with_peer(each, self.peer) for each in self.host.get_transport_addrs()])
+
+    def count_open(self) -> OpenCounts:
+        connections = cast("Swarm", self.host.get_network()).get_connections()
+        streams = sum(len(connection.get_streams()) for connection in connections)
+        return OpenCounts(links=len(self._links), connections=len(connections), streams=streams)
 
     def sign(self, message: bytes) -> bytes:
         return self.host.get_private_key().sign(message)
