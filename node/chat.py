@@ -33,6 +33,7 @@ class ChatConfig:
     peers: Sequence[str]
     codec: str
     dtype: str
+    spot_check: float
     sampling: Sampling
     max_length: int
 
@@ -41,7 +42,14 @@ def chat(config: ChatConfig) -> None:
     """Talk until /quit or the end of the input. Raises ConfigError, PeerError or NoRoute."""
     with collection_paused():
         from llmnode.client.model import connect
-    with connect(config.model, peers=config.peers, codec=config.codec, dtype=config.dtype, report=_report) as model:
+    with connect(
+        config.model,
+        peers=config.peers,
+        codec=config.codec,
+        dtype=config.dtype,
+        spot_check=config.spot_check,
+        report=_report,
+    ) as model:
         print(f"{model.info.name}\n{HELP}\nwarning: {WARNING}", file=sys.stderr)
         dialogue = Dialogue(model, config.sampling, config.max_length)
         while (message := _read_message()) is not None:

@@ -26,6 +26,7 @@ class GenerateConfig:
     peers: Sequence[str]
     codec: str
     dtype: str
+    spot_check: float
     prompts: Sequence[str]
     sampling: Sampling
     chat: bool
@@ -38,7 +39,14 @@ def generate(config: GenerateConfig) -> None:
     """Connect, generate, print. Raises ConfigError, PeerError, NoRoute or SessionLost."""
     with collection_paused():
         from llmnode.client.model import connect
-    with connect(config.model, peers=config.peers, codec=config.codec, dtype=config.dtype, report=_report) as model:
+    with connect(
+        config.model,
+        peers=config.peers,
+        codec=config.codec,
+        dtype=config.dtype,
+        spot_check=config.spot_check,
+        report=_report,
+    ) as model:
         for number, prompt in enumerate(config.prompts, start=1):
             if len(config.prompts) > 1:
                 print(f"prompt {number} of {len(config.prompts)}", file=sys.stderr)

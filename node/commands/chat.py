@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmnode.node.commands.options import add_command, add_sampling, add_swarm, at_least_one, check_peers, sampling
+from llmnode.node.commands.options import (
+    add_command,
+    add_sampling,
+    add_swarm,
+    at_least_one,
+    check_peers,
+    sampling,
+    spot_check,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -35,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         peers=arguments.peers,
         codec=arguments.codec,
         dtype=arguments.dtype,
+        spot_check=spot_check(arguments),
         sampling=sampling(arguments),
         max_length=at_least_one(arguments.max_length, "--max-length"),
     )

@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmnode.node.commands.options import add_command, add_generation, add_sampling, add_swarm, check_peers, sampling
+from llmnode.node.commands.options import (
+    add_command,
+    add_generation,
+    add_sampling,
+    add_swarm,
+    check_peers,
+    sampling,
+    spot_check,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -55,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         peers=arguments.peers,
         codec=arguments.codec,
         dtype=arguments.dtype,
+        spot_check=spot_check(arguments),
         prompts=read_prompts(arguments.prompts) if arguments.prompts else [arguments.prompt],
         sampling=sampling(arguments),
         chat=arguments.chat,

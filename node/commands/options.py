@@ -83,6 +83,14 @@ def add_swarm(parser: Parser) -> None:
         choices=["raw", "fp16", "bf16", "int8"],
         help="how hidden states cross the wire: raw is exact (default), the others are smaller and lossy",
     )
+    parser.add_argument(
+        "--spot-check",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="have such a share of what servers compute, as 0.01, computed again by others, to find those that cheat "
+        "(default 0; who checks sees the hidden states too)",
+    )
 
 
 def add_dtype(parser: Parser, what: str) -> None:
@@ -167,6 +175,14 @@ def log_to_stderr(level: int = logging.INFO, form: str = "%(asctime)s %(message)
 def threads(arguments: argparse.Namespace) -> int | None:
     """--threads, None for torch's own choice. Raises ConfigError."""
     return None if arguments.threads is None else at_least_one(arguments.threads, "--threads")
+
+
+def spot_check(arguments: argparse.Namespace) -> float:
+    """--spot-check. Raises ConfigError."""
+    share: float = arguments.spot_check
+    if not 0 <= share <= 1:
+        raise ConfigError(f"--spot-check {share:g}: give a share from 0 to 1")
+    return share
 
 
 def at_least_one(value: int, flag: str) -> int:

@@ -136,6 +136,8 @@ async def aconnect(
         raise ConfigError(f"there is no codec {codec!r}: choose one of {', '.join(Codec)}")
     if dtype not in DTYPES:
         raise ConfigError(f"there is no dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    if not 0 <= policy.spot_check <= 1:
+        raise ConfigError(f"spot_check={policy.spot_check:g}: give a share from 0 to 1")
     for address in peers:
         parse_peer(address)  # a typing error is told before the seconds that loading takes
     if parts is None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from llmnode.client.connection import Connection, Expected
-    from llmnode.client.receipts import ReceiptBook
+    from llmnode.client.receipts import ReceiptBook, TakenIn
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ClientPolicy
@@ -229,6 +229,14 @@ class SessionHop:
     def receipt(self, book: ReceiptBook, chunk: Chunk, said: Result) -> Receipt:
         """What it has signed, if it has. Raises IntegrityError for what is no signature."""
         return book.receipt(self.hop, self._session, chunk, said.input_digest, said.output_digest, said.signature)
+
+    def taken_in(self, book: ReceiptBook) -> list[TakenIn]:
+        """What it has signed to have computed, in this session."""
+        return book.taken_in(self._session)
+
+    def is_named(self, session: SessionId | None) -> bool:
+        """Whether that is its own name of the session."""
+        return session == self._session
 
     async def ask(self, kind: FrameType, chunk: Chunk, meta: bytes = b"", payload: Buffer = b"") -> None:
         """Send a frame about `chunk`."""

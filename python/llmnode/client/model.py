@@ -15,6 +15,7 @@ from llmnode.client.cache import SessionCache
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.client.portal import open_portal
 from llmnode.core.beams import first_alike
+from llmnode.core.policy import ClientPolicy
 from llmnode.errors import ConfigError
 from llmnode.models.source import open_model
 
@@ -38,20 +39,25 @@ def connect(
     peers: Sequence[str],
     codec: str = "raw",
     dtype: str = "float32",
+    spot_check: float = 0.0,
     report: Callable[[str], None] = lambda _line: None,
 ) -> DistributedModelForCausalLM:
     """The model `name` (by default the embedded one), its blocks in the swarm of `peers`, as a transformers model.
 
     `codec` is how hidden states cross the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Only
-    servers that compute in `dtype` are used: "float32" is exact. `report` is told in a line what takes long, as a
-    download does. What is returned is a context manager; or call `close()` when done. Raises ConfigError, PeerError or
-    NoRoute.
+    servers that compute in `dtype` are used: "float32" is exact. `spot_check` is the share of what they compute that
+    others compute again (`client/spot.py`); a session that so finds a cheat ends with SessionLost. `report` is told in
+    a line what takes long, as a download does. What is returned is a context manager; or call `close()` when done.
+    Raises ConfigError, PeerError or NoRoute.
     """
+    policy = ClientPolicy(spot_check=spot_check)
     folder = open_model(name, report)
     parts = load_parts(folder)
     with ExitStack() as stack:
         portal = stack.enter_context(open_portal())
-        client = stack.enter_context(portal.enter(aconnect(peers, parts=parts, codec=codec, dtype=dtype)))
+        client = stack.enter_context(
+            portal.enter(aconnect(peers, parts=parts, codec=codec, dtype=dtype, policy=policy))
+        )
         return DistributedModelForCausalLM(folder, parts.ends, client, portal, stack.pop_all())
 
 

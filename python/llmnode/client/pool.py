@@ -14,7 +14,7 @@ from llmnode.core.ids import PeerId
 from llmnode.errors import ConfigError, PeerError, PeerUnreachable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from llmnode.client.connection import Connection
     from llmnode.ports import Network
@@ -74,6 +74,10 @@ class ConnectionPool:
     def warm(self, addresses: Sequence[str]) -> None:
         """Have a connection ready for when it is needed. Failing is silent."""
         self._nursery.start_soon(self._connect_quietly, addresses)
+
+    def start_soon(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Have `work` done beside everything else; it is cancelled when the pool ends."""
+        self._nursery.start_soon(work)
 
     async def _connect_quietly(self, addresses: Sequence[str]) -> None:
         with suppress(PeerError, ConfigError):

@@ -190,6 +190,20 @@ class ReceiptBook:
             self.convictions.append(conviction)
         return conviction
 
+    def taken_in(self, session: SessionId) -> list[TakenIn]:
+        """What a hop, by its own name of the session, has signed to have computed, of what still stands whole."""
+        chunks: list[TakenIn] = []
+        for entry in self._entries:
+            giver: Receipt | None = None
+            for receipt in entry.passage.receipts:
+                if receipt.session == session:
+                    while chunks and chunks[-1].start + chunks[-1].length > receipt.start:
+                        chunks.pop()  # rolled back, all or in part
+                    from_ = giver.session if giver else None
+                    chunks.append(TakenIn(receipt.start, receipt.length, receipt.input_digest, from_))
+                giver = receipt
+        return chunks
+
     async def verify_pending(self) -> None:
         """Check the signatures of all that was added until now, in a thread: some 60 microseconds each.
 
@@ -251,6 +265,18 @@ class ReceiptBook:
         self._receipts -= len(passage.receipts)
         if not passage.replay:
             self._first_position = passage.start + passage.kept
+
+
+@dataclass(frozen=True, slots=True)
+class TakenIn:
+    """The input of one hop in one chunk. `giver` is the hop that has signed to have put it out, by its own name of the
+    session; None if it came from us, or out of a log.
+    """
+
+    start: int
+    length: int
+    digest: bytes
+    giver: SessionId | None
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from llmnode.client.connection import Connection
     from llmnode.core.ids import PeerId
-    from llmnode.core.route import Route
+    from llmnode.core.route import Hop, Route
     from llmnode.core.span import Span
 
 CAUSES_KEPT = 16
@@ -53,6 +53,12 @@ class Detours(Protocol):
 
     async def wait_changed(self) -> None:
         """Until other peers are known than now."""
+
+    def distrust(self, peer: PeerId) -> None:
+        """It computed something else than others did: it is not to be used for a long time."""
+
+    async def find_twin(self, span: Span, avoid: Collection[PeerId]) -> tuple[Hop, Connection]:
+        """One peer, any that has not failed lately, that computes all of `span`. Raises as `find` does."""
 
 
 @dataclass(frozen=True, slots=True)

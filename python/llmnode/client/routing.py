@@ -10,6 +10,7 @@ import trio
 
 from llmnode.client.receipts import ReceiptBook
 from llmnode.client.session import open_session
+from llmnode.client.spot import SpotChecks
 from llmnode.core.bans import Bans
 from llmnode.core.route import Hop, HopCost, Route, find_detour, find_route
 from llmnode.core.suspicion import Suspicion
@@ -84,7 +85,8 @@ class Router:
         ) -> AbstractAsyncContextManager[InferenceSession]:
             network = self._pool.network
             book = ReceiptBook(network.peer, self._model, codec, self._policy, network.verify, self._run)
-            return open_session(route, connections, self._model, max_length, codec, self._policy, self, book)
+            spot = self._spot_checks(codec, book)
+            return open_session(route, connections, self._model, max_length, codec, self._policy, self, book, spot)
 
         if beside is not None:
             with suppress(PeerError):
@@ -113,6 +115,12 @@ class Router:
     def sign(self, message: bytes) -> bytes:
         """As `ports.Network.sign`, by our own key."""
         return self._pool.network.sign(message)
+
+    def _spot_checks(self, codec: Codec, book: ReceiptBook) -> SpotChecks | None:
+        if not self._policy.spot_check:
+            return None
+        start_soon = self._pool.start_soon
+        return SpotChecks(self._model, codec, self._policy, self, book, self._rng, start_soon, self._run)
 
     # What a session asks that has lost a peer
 
@@ -144,6 +152,22 @@ class Router:
         """See `Detours`."""
         await self.swarm.wait_changed()
 
+    def distrust(self, peer: PeerId) -> None:
+        """See `Detours`."""
+        self._suspicion.distrust(peer, trio.current_time())
+
+    async def find_twin(self, span: Span, avoid: Collection[PeerId]) -> tuple[Hop, Connection]:
+        """See `Detours`."""
+        twins = [
+            each
+            for each in self._candidates()
+            if each.offer.span.covers(span) and each.peer not in avoid and not self._is_banned(each)
+        ]
+        if not twins:
+            raise NoRoute([span])
+        hop = Hop(twins[0].peer, span)
+        return hop, (await self._connect([hop], twins))[hop.peer]
+
     # Inside
 
     async def _connected_route(self, failed: dict[PeerId, PeerError]) -> tuple[Route, Mapping[PeerId, Connection]]:
@@ -171,7 +195,7 @@ class Router:
                 raise next(reversed(failed.values())) from error
             raise NoRoute(error.missing, self._hint()) from None
 
-    async def _connect(self, route: Route, usable: Sequence[Announcement]) -> Mapping[PeerId, Connection]:
+    async def _connect(self, route: Sequence[Hop], usable: Sequence[Announcement]) -> Mapping[PeerId, Connection]:
         """Raises the PeerError of the first hop that cannot be reached."""
         addresses = {each.peer: each.addresses for each in usable}
         connections: dict[PeerId, Connection] = {}
@@ -220,7 +244,7 @@ class Router:
         usable = [
             each
             for each in holders
-            if each.offer.dtype == model.dtype and not self._suspicion.is_convicted(each.peer, now_s)
+            if each.offer.dtype == model.dtype and not self._suspicion.is_excluded(each.peer, now_s)
         ]
         self._rng.shuffle(usable)  # of equal peers, clients take different ones
         return usable

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from llmnode.client.hop import HopTiming
     from llmnode.client.receipts import ReceiptBook
     from llmnode.client.recovery import Detours
+    from llmnode.client.spot import SpotChecks
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ClientPolicy
@@ -63,6 +64,7 @@ class InferenceSession:
         policy: ClientPolicy,
         detours: Detours | None,
         book: ReceiptBook | None,
+        spot: SpotChecks | None = None,
     ) -> None:
         self.max_length = max_length
         self.timings: Sequence[HopTiming] = ()
@@ -70,6 +72,7 @@ class InferenceSession:
         self.recoveries: list[Recovery] = []
         self.receipts = book
         """Who computed what, as they signed it."""
+        self.spot_checks = spot
         self._model = model
         self._form = HiddenForm(model.hidden_size, codec)
         self._policy = policy
@@ -162,6 +165,8 @@ class InferenceSession:
     async def close(self) -> None:
         """Tell every hop to free its KV."""
         self._ended = self._ended or SessionClosed("closed")
+        if self.spot_checks is not None:
+            await self.spot_checks.close()
         for hop in self._hops:
             await hop.close()
 
@@ -197,6 +202,8 @@ class InferenceSession:
         trouble = Trouble()
         with self._ends_if_broken_off():
             while True:
+                if self.spot_checks is not None:
+                    self.spot_checks.raise_finding()
                 try:
                     if (lost := self._first_lost()) is not None:
                         raise lost.failure or LocalProtocolError("who is lost has failed")
@@ -216,6 +223,8 @@ class InferenceSession:
             self._begin_epoch()
             if self.receipts is not None:
                 self.receipts.truncate(self._position)
+            if self.spot_checks is not None:
+                self.spot_checks.truncate(self._position)
             with single_error():
                 async with trio.open_nursery() as nursery:
                     for hop in self._hops:
@@ -281,6 +290,8 @@ class InferenceSession:
         self._position += flight.chunk.length
         self._step = Step(self._step + 1)
         self.timings = [each.timing for each in flight.outputs]
+        if self.spot_checks is not None:
+            self.spot_checks.landed(flight, self._hops)
         return output
 
     async def _take_receipts(self, flight: Flight, hops: Sequence[SessionHop], *, replay: bool) -> None:
@@ -320,6 +331,8 @@ class InferenceSession:
             at = self._begin_epoch(), self._step, position
             if self.receipts is not None:
                 self.receipts.become(source.receipts, position)
+            if self.spot_checks is not None:
+                self.spot_checks.truncate(0)  # what is being checked has gone
             with single_error():
                 async with trio.open_nursery() as nursery:
                     for hop, other in zip(hops, source._hops, strict=True):
@@ -473,13 +486,14 @@ async def open_session(
     policy: ClientPolicy,
     detours: Detours | None = None,
     book: ReceiptBook | None = None,
+    spot: SpotChecks | None = None,
 ) -> AsyncIterator[InferenceSession]:
     """Open a session with KV for `max_length` positions at every hop; it is closed with the context.
 
-    Without `detours` it ends with the first peer that it loses; without a `book` receipts are not kept. Raises the
-    PeerError of the first hop that does not open.
+    Without `detours` it ends with the first peer that it loses; without a `book` receipts are not kept; without `spot`
+    nothing is computed twice. Raises the PeerError of the first hop that does not open.
     """
-    session = InferenceSession(model, max_length, codec, policy, detours, book)
+    session = InferenceSession(model, max_length, codec, policy, detours, book, spot)
     try:
         await session.open(route, connections)
         yield session

@@ -103,6 +103,14 @@ class ClientPolicy:
     """An honest peer has to live down its neighbours; who lies on is suspected faster than this forgets."""
     most_suspicion: float = 16.0
     """Breaks that count at most, so that who holds blocks alone is forgiven within an hour."""
+    spot_check: float = 0.0
+    """Share of the chunks that are computed again by another peer. 0.01 costs servers a prefill in 100 tokens."""
+    spot_check_positions: int = 2048
+    """Chunks that end further on are not checked: a check is a prefill of all positions, and their transfer."""
+    spot_check_timeout_s: float = 60.0
+    """What a peer may take to compute a chunk again; then others are asked, or the check is given up."""
+    spot_check_tolerance: float | None = None
+    """Relative L2 error of a position that honest peers may differ by. None: as measured (`client/spot.py`)."""
 
 
 @dataclass(frozen=True, slots=True)

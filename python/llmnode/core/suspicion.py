@@ -1,7 +1,8 @@
-"""Peers that may have lied, and those that are proved to have. Knows no clock: the time is told.
+"""Peers that may have lied, and those that have. Knows no clock: the time is told.
 
 Where what one hop put out is not what the next took in, without proof of who is to blame, both are suspected: nobody is
-banned for a neighbour's lie. Suspicion makes a peer dearer and is forgotten; only proof convicts.
+banned for a neighbour's lie. Suspicion makes a peer dearer and is forgotten; only proof convicts. Who computes
+something else than two others is distrusted: that proves nothing to anybody else, but we do without it for as long.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Suspicion:
         self._policy = policy
         self._levels: dict[PeerId, _Level] = {}
         self._convicted_until_s: dict[PeerId, float] = {}
+        self._distrusted_until_s: dict[PeerId, float] = {}
 
     def suspect(self, peers: Iterable[PeerId], now_s: float) -> None:
         """One break that each of `peers` may have caused."""
@@ -49,6 +51,15 @@ class Suspicion:
     def is_convicted(self, peer: PeerId, now_s: float) -> bool:
         return now_s < self._convicted_until_s.get(peer, now_s)
 
+    def distrust(self, peer: PeerId, now_s: float) -> None:
+        """We judge `peer` to compute wrongly: as `convict`, but no verdict."""
+        self._forget(now_s)
+        self._distrusted_until_s[peer] = now_s + self._policy.conviction_s
+
+    def is_excluded(self, peer: PeerId, now_s: float) -> bool:
+        """Whether it must not be used: convicted or distrusted."""
+        return self.is_convicted(peer, now_s) or now_s < self._distrusted_until_s.get(peer, now_s)
+
     def penalty(self, peer: PeerId, now_s: float) -> float:
         """What a peer's cost on a route is to be multiplied with: 1 without suspicion, more with it."""
         return 1 + self._policy.suspicion_cost * self._breaks(peer, now_s)
@@ -62,6 +73,9 @@ class Suspicion:
 
     def _forget(self, now_s: float) -> None:
         self._levels = {peer: level for peer, level in self._levels.items() if self._breaks(peer, now_s)}
-        self._convicted_until_s = {
-            peer: until_s for peer, until_s in self._convicted_until_s.items() if now_s < until_s
-        }
+        self._convicted_until_s = _still(self._convicted_until_s, now_s)
+        self._distrusted_until_s = _still(self._distrusted_until_s, now_s)
+
+
+def _still(until_s: dict[PeerId, float], now_s: float) -> dict[PeerId, float]:
+    return {peer: end_s for peer, end_s in until_s.items() if now_s < end_s}

@@ -115,7 +115,7 @@ class HiddenForm:
             return pieces[0][0]
         if self.codec is not Codec.INT8:
             return b"".join(payload for payload, _ in pieces)
-        if self._rows_share_blocks:
+        if self.rows_share_blocks:
             return self.encode(b"".join(decode_hidden(*self._sized(piece)) for piece in pieces))
         edges = [length * self._row_scale_bytes for _, length in pieces]
         scales = (memoryview(payload)[:edge] for (payload, _), edge in zip(pieces, edges, strict=True))
@@ -128,7 +128,7 @@ class HiddenForm:
         if self.codec is not Codec.INT8:
             row_bytes = payload_bytes(self.codec, self.hidden_size)
             return bytes(payload[start * row_bytes : stop * row_bytes])
-        if self._rows_share_blocks:
+        if self.rows_share_blocks:
             row_bytes = self.hidden_size * FP32_BYTES
             return self.encode(memoryview(decode_hidden(*self._sized(piece)))[start * row_bytes : stop * row_bytes])
         scales = payload[start * self._row_scale_bytes : stop * self._row_scale_bytes]
@@ -140,7 +140,7 @@ class HiddenForm:
         return payload_bytes(Codec.INT8, self.hidden_size) - self.hidden_size
 
     @property
-    def _rows_share_blocks(self) -> bool:
+    def rows_share_blocks(self) -> bool:
         """Then int8 payloads cannot be cut or joined as they are, and are quantized anew."""
         return self.hidden_size % _INT8_BLOCK != 0
 

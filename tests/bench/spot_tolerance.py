@@ -1,0 +1,143 @@
+"""How far honest peers of one profile are apart, and how far a cheap fake: for the tolerance of `client/recompute.py`.
+
+    python tests/bench/spot_tolerance.py
+
+The checked peer computes SmolLM2-135M as a session has it: a prefill, then position by position beside three other
+sessions. The checker computes the same positions alone, in one prefill. Every figure is a relative L2 error of one
+position, of what both would send in the session's codec; what both are given is alike to the bit.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+from llmnode.client.recompute import deviations
+from llmnode.compute.executor import SpanExecutor, load_executor
+from llmnode.compute.tensors import to_bytes
+from llmnode.core.ids import SESSION_ID_BYTES, SessionId
+from llmnode.core.span import Span
+from llmnode.models.embedded import open_embedded
+from llmnode.models.parts import load_ends
+from llmnode.models.tokenizer import load_tokenizer
+from llmnode.ports import Piece
+from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+POSITIONS = 160
+PREFILL = 96
+COMPANY = 3
+SPANS = [Span(0, 10), Span(10, 20), Span(20, 30), Span(0, 30)]
+TOPICS = ["specialnames", "typesseq", "formatstrings", "dynamic-features"]
+
+
+def as_session(executor: SpanExecutor, span: Span, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What a server makes of `rows`, one tensor a session: all side by side, the first one is returned."""
+    names = [SessionId(bytes([index + 1]) * SESSION_ID_BYTES) for index in range(len(rows))]
+    outputs = []
+    for name in names:
+        assert executor.open(name, span, POSITIONS)
+    for name, hidden in zip(names, rows, strict=True):
+        made = executor.forward([Piece(name, 0, PREFILL, to_bytes(hidden[:PREFILL]))])
+        outputs += made if name == names[0] else []
+    for at in range(PREFILL, POSITIONS):
+        pieces = [Piece(name, at, 1, to_bytes(hidden[at : at + 1])) for name, hidden in zip(names, rows, strict=True)]
+        outputs.append(executor.forward(pieces)[0])
+    for name in names:
+        executor.close(name)
+    return torch.cat([torch.frombuffer(bytearray(each), dtype=torch.float32) for each in outputs])
+
+
+def as_check(executor: SpanExecutor, span: Span, hidden: torch.Tensor) -> torch.Tensor:
+    name = SessionId(b"c" * SESSION_ID_BYTES)
+    assert executor.open(name, span, POSITIONS)
+    (made,) = executor.forward([Piece(name, 0, POSITIONS, to_bytes(hidden))])
+    executor.close(name)
+    return torch.frombuffer(bytearray(made), dtype=torch.float32)
+
+
+def apart(one: torch.Tensor, other: torch.Tensor, form: HiddenForm) -> torch.Tensor:
+    decoded = [decode_hidden(form.encode(to_bytes(each)), form.codec, each.numel()) for each in (one, other)]
+    return torch.tensor(deviations(*decoded, form.hidden_size))
+
+
+def quantized(bits: int) -> Callable[[torch.nn.Module], None]:
+    """Linear weights rounded to so many bits, in groups of 64 with one scale each."""
+
+    def spoil(model: torch.nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                groups = module.weight.data.view(-1, 64)
+                scale = groups.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1) + 1e-12
+                module.weight.data = ((groups / scale).round() * scale).view_as(module.weight)
+
+    return spoil
+
+
+def say(*cells: object) -> None:
+    print(
+        "| " + " | ".join(f"{cell:.1e}" if isinstance(cell, float) else str(cell) for cell in cells) + " |", flush=True
+    )
+
+
+def main() -> None:
+    import pydoc_data.topics
+
+    torch.set_num_threads(1)
+    folder = open_embedded()
+    ends, tokenizer = load_ends(folder), load_tokenizer(folder)
+    texts = [tokenizer.encode(pydoc_data.topics.topics[topic])[:POSITIONS] for topic in TOPICS]
+    whole = load_executor(folder, Span(0, 30), 4 * 4 * POSITIONS)
+    rows = {0: [ends.embed(text, 0) for text in texts]}
+    for until in (10, 20):
+        rows[until] = [as_check(whole, Span(0, until), hidden).view(POSITIONS, -1) for hidden in rows[0]]
+    size = folder.info.hidden_size
+
+    def turns(span: Span) -> list[list[torch.Tensor]]:
+        of = rows[span.start]
+        return [of[index:] + of[:index] for index in range(len(of))]
+
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    for name in sys.argv[1:] or dtypes:
+        executor = load_executor(folder, Span(0, 30), 4 * 4 * POSITIONS, dtypes[name])
+        for span in SPANS:
+            pairs = [(as_session(executor, span, of), as_check(executor, span, of[0])) for of in turns(span)]
+            for codec in Codec:
+                errors = torch.cat([apart(one, other, HiddenForm(size, codec)) for one, other in pairs])
+                say("honest", name, codec, span, errors.median().item(), errors.max().item())
+    if sys.argv[1:]:
+        return
+    fakes: dict[str, Callable[[Span], SpanExecutor]] = {
+        "bfloat16 for float32": lambda _span: load_executor(folder, Span(0, 30), 16 * POSITIONS, torch.bfloat16),
+        "weights of 8 bits": lambda _span: spoiled(quantized(8)),
+        "weights of 4 bits": lambda _span: spoiled(quantized(4)),
+    }
+
+    def spoiled(spoil: Callable[[torch.nn.Module], None]) -> SpanExecutor:
+        executor = load_executor(folder, Span(0, 30), 16 * POSITIONS)
+        spoil(executor.model)
+        return executor
+
+    for what, make in fakes.items():
+        executor = make(SPANS[0])
+        for span in SPANS:
+            pairs = [(as_check(executor, span, of[0]), as_check(whole, span, of[0])) for of in turns(span)]
+            errors = torch.cat([apart(one, other, HiddenForm(size, Codec.RAW)) for one, other in pairs])
+            say("fake", what, "raw", span, errors.min().item(), errors.median().item())
+    for span in SPANS:
+        for what, less in [("last block left out", Span(span.start, span.end - 1))]:
+            pairs = [(as_check(whole, less, of[0]), as_check(whole, span, of[0])) for of in turns(span)]
+            errors = torch.cat([apart(one, other, HiddenForm(size, Codec.RAW)) for one, other in pairs])
+            say("fake", what, "raw", span, errors.min().item(), errors.median().item())
+        pairs = [(of[0].reshape(-1), as_check(whole, span, of[0])) for of in turns(span)]
+        errors = torch.cat([apart(one, other, HiddenForm(size, Codec.RAW)) for one, other in pairs])
+        say("fake", "the input handed on", "raw", span, errors.min().item(), errors.median().item())
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

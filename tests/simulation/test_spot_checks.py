@@ -1,0 +1,276 @@
+"""Spot checks: who computes garbage and signs it honestly is found as soon as chance has it; honest peers never are.
+
+The arithmetic is exact, so any difference counts. LLMNODE_SEEDS=200 makes the table in `tests/bench/README.md` (-rP).
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from llmnode.core.policy import ClientPolicy
+from llmnode.errors import IntegrityError, SessionLost
+from llmnode.testing import FaultPlan, Odds, seeds, simulate
+from llmnode.testing.faults import ALL_KINDS
+from llmnode.wire.payload import Codec
+from simulation.test_recovery import CAST, WEATHERS, open_at_last, talk
+from simulation.world import ROW, SPANS, Dialogue, World, kv_is_free, pairs_of_servers, simulated, world
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from llmnode.client.session import InferenceSession
+    from llmnode.core.ids import PeerId
+    from llmnode.ports import Computed, Piece
+    from llmnode.testing import WatchedRouter
+
+POLICY = ClientPolicy(chunk_tokens=8, spot_check=1.0, spot_check_tolerance=0.0)
+
+
+@asynccontextmanager
+async def servers(twins: str, seed: int = 0) -> AsyncIterator[World]:
+    """So many for each span, by a letter each."""
+    async with world(seed) as swarm:
+        for index, span in enumerate(SPANS):
+            for twin in twins:
+                await swarm.start(f"{index}{twin}", span)
+        await trio.sleep(10)
+        yield swarm
+
+
+@asynccontextmanager
+async def session_of(swarm: World) -> AsyncIterator[tuple[WatchedRouter, InferenceSession]]:
+    async with swarm.client(POLICY) as (router, _), router.open_session(64, Codec.RAW) as session:
+        yield router, session
+
+
+def corrupt(swarm: World, peer: PeerId, share: float = 1.0, rng: random.Random | None = None) -> None:
+    """From now on a share of its forwards is wrong, and it signs that like all else."""
+    worker, rng = swarm.node(peer).worker, rng or random.Random(0)
+    forward = worker.forward
+
+    async def forward_wrongly(piece: Piece) -> Computed:
+        computed = await forward(piece)
+        if rng.random() >= share:
+            return computed
+        return replace(computed, hidden=bytes(each ^ 1 for each in bytes(computed.hidden)))
+
+    worker.forward = forward_wrongly  # type: ignore[method-assign]
+
+
+async def speak(session: InferenceSession, steps: int, positions: int = 1) -> None:
+    """Whatever the answer is; and let the check of each step end."""
+    assert session.spot_checks is not None
+    for _ in range(steps):
+        await session.step(random.randbytes(positions * ROW))
+        await session.spot_checks.finish()
+
+
+@pytest.mark.parametrize("index", range(3))
+@simulated
+async def test_two_against_one_ends_the_session_and_the_liar_is_not_used_again(index: int) -> None:
+    async with servers("abc") as swarm, swarm.client(POLICY) as (router, _):
+        async with router.open_session(64, Codec.RAW) as session:
+            await speak(session, 3, positions=10)
+            liar = session.route[index].peer
+            corrupt(swarm, liar)
+            with pytest.raises(SessionLost) as lost:
+                await speak(session, 100)
+            (cause,) = lost.value.causes
+            assert isinstance(cause, IntegrityError)
+            assert (cause.peer, cause.span, cause.proof) == (liar, SPANS[index], None)
+            with pytest.raises(SessionLost):
+                await session.step(bytes(ROW))
+        await kv_is_free(swarm)
+        for _ in range(5):
+            async with router.open_session(64, Codec.RAW) as session:
+                assert liar not in {hop.peer for hop in session.route}
+                await Dialogue(session, random.Random(1)).step(20)
+
+
+@simulated
+async def test_a_checker_that_lies_is_outvoted_and_the_session_goes_on() -> None:
+    async with (
+        servers("abc") as swarm,
+        swarm.client(POLICY) as (router, _),
+        router.open_session(64, Codec.RAW) as session,
+    ):
+        used = {hop.peer for hop in session.route}
+        liar = next(peer for name in ("0a", "0b", "0c") if (peer := swarm.nodes[name].peer) not in used)
+        corrupt(swarm, liar)
+        await speak(session, 40)
+        assert session.spot_checks is not None
+        assert session.spot_checks.passed == 40
+        assert router._suspicion.is_excluded(liar, trio.current_time())
+        assert not any(router._suspicion.is_excluded(peer, trio.current_time()) for peer in used)
+        assert not session.recoveries
+
+
+@simulated
+async def test_of_two_that_differ_without_a_third_both_are_suspected_and_none_is_outvoted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with pairs_of_servers() as swarm, swarm.client(POLICY) as (router, _):
+        async with router.open_session(64, Codec.RAW) as session:
+            corrupt(swarm, session.route[1].peer)
+            await speak(session, 20)
+            assert session.spot_checks is not None
+            assert session.spot_checks.undecided > 0
+            both = [swarm.nodes[name].peer for name in ("1a", "1b")]
+            now_s = trio.current_time()
+            assert all(router._suspicion.penalty(peer, now_s) > 1 for peer in both)
+            assert not any(router._suspicion.is_excluded(peer, now_s) for peer in both)
+            assert any(all(peer in line for peer in both) for line in caplog.messages)
+        await kv_is_free(swarm)
+
+
+@simulated
+async def test_a_hop_that_logs_something_else_than_it_signed_is_replaced_and_the_next_is_not_blamed() -> None:
+    """So it would have the honest one after it outvoted."""
+    async with (
+        servers("abc") as swarm,
+        swarm.client(POLICY) as (router, _),
+        router.open_session(64, Codec.RAW) as session,
+    ):
+        framer = session.route[0].peer
+        honest = {hop.peer for hop in session.route[1:]}
+        (served,) = swarm.node(framer).server.sessions.values()
+        assert served._outputs is not None
+        append = served._outputs.append
+        served._outputs.append = lambda payload, length: append(bytes(len(payload)), length)  # type: ignore[method-assign]
+        dialogue = Dialogue(session, random.Random(1), policy=POLICY)
+        for _ in range(10):
+            await dialogue.step(1)
+            assert session.spot_checks is not None
+            await session.spot_checks.finish()
+        assert [each.lost for each in session.recoveries] == [framer]
+        assert not any(router._suspicion.is_excluded(peer, trio.current_time()) for peer in honest)
+
+
+@simulated
+async def test_a_check_never_holds_up_a_step_and_leaves_nothing_when_the_session_is_cancelled() -> None:
+    async with servers("ab") as swarm, swarm.client(POLICY) as (router, _):
+        async with router.open_session(64, Codec.RAW) as session:
+            spare = [node for node in swarm.nodes.values() if node.peer not in {hop.peer for hop in session.route}]
+            for node in spare:
+                node.worker.gate = trio.Event()  # whoever checks hangs
+            began_s = trio.current_time()
+            dialogue = Dialogue(session, random.Random(1), policy=POLICY)
+            await dialogue.step(8)
+            first_s = trio.current_time() - began_s
+            for _ in range(5):
+                await dialogue.step(1)
+            assert trio.current_time() - began_s < 7 * first_s
+            assert any(node.worker.reserved for node in spare), "a check is under way"
+            await dialogue.go_back(5)
+            await dialogue.step(1)
+            with trio.move_on_after(0.001):
+                await session.step(bytes(ROW))
+        for node in spare:
+            assert node.worker.gate is not None
+            node.worker.gate.set()
+            node.worker.gate = None
+        await kv_is_free(swarm)
+
+
+@simulated
+async def test_who_refuses_or_fails_as_checker_is_no_offender() -> None:
+    async with (
+        servers("ab") as swarm,
+        swarm.client(POLICY) as (router, _),
+        router.open_session(64, Codec.RAW) as session,
+    ):
+        used = {hop.peer for hop in session.route}
+        spare = [node for node in swarm.nodes.values() if node.peer not in used]
+        spare[0].worker.occupy(spare[0].worker.kv_tokens_free)
+        spare[1].worker.fails = 1000
+        swarm.kill(spare[2].name)
+        await speak(session, 20)
+        assert session.spot_checks is not None
+        assert session.spot_checks.given_up == 20
+        assert not router.failures
+        assert not any(router._suspicion.is_excluded(node.peer, trio.current_time()) for node in spare)
+
+
+@simulated
+async def test_what_is_far_along_is_not_checked() -> None:
+    policy = replace(POLICY, spot_check_positions=10)
+    async with servers("ab") as swarm, swarm.session(policy) as (session, _):
+        await speak(session, 30)
+        assert session.spot_checks is not None
+        assert session.spot_checks.passed == 10
+
+
+@pytest.mark.parametrize("seed", seeds(50), ids=lambda seed: f"seed-{seed}-")
+@simulated
+async def test_honest_peers_are_never_accused_whatever_befalls_them(seed: int) -> None:
+    rng = random.Random(seed)
+    plan = FaultPlan.draw(seed, CAST, Odds(rng.randrange(1, 4), longest_s=12.0, kinds=ALL_KINDS))
+    async with pairs_of_servers(seed, rng.choice(WEATHERS)) as swarm, swarm.client(POLICY) as (router, _):
+        async with plan.upon(swarm), open_at_last(router) as session:
+            await talk(session, rng)
+            assert session.spot_checks is not None
+            assert session.spot_checks.undecided == 0
+            print(f"{session.spot_checks.passed} passed, {session.spot_checks.given_up} given up")
+        suspicion, now_s = router._suspicion, trio.current_time()
+        assert not any(suspicion.is_excluded(node.peer, now_s) for node in swarm.nodes.values())
+        await kv_is_free(swarm)
+
+
+# How soon
+
+
+@dataclass(frozen=True, slots=True)
+class Odd:
+    """A liar's share of wrong steps, and the share of chunks that are checked."""
+
+    wrong: float
+    rate: float
+
+    @property
+    def per_step(self) -> float:
+        """It is one of three hops, and a check looks at one of them."""
+        return self.rate * self.wrong / len(SPANS)
+
+
+async def steps_until_found(seed: int, odd: Odd, most: int) -> int | None:
+    rng = random.Random(seed)
+    policy = replace(POLICY, spot_check=odd.rate)
+    async with servers("abc", seed) as swarm, swarm.session(policy, max_length=200) as (session, _):
+        corrupt(swarm, rng.choice(session.route).peer, odd.wrong, rng)
+        for step in range(1, most + 1):
+            if session.position == 40:
+                await session.truncate(0)  # a check is a prefill: only its time would grow
+            try:
+                await speak(session, 1)
+            except SessionLost:
+                return step
+    return None
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "odd", [Odd(1.0, 0.2), Odd(1.0, 0.05), Odd(1.0, 0.01), Odd(0.2, 0.2)], ids=lambda odd: f"{odd.wrong}-{odd.rate}-"
+)
+def test_a_liar_is_found_as_soon_as_chance_has_it(odd: Odd) -> None:
+    """The law is geometric: of `tries` sessions, so many are found within so many steps."""
+    tries = seeds(12)
+    most = round(1 / odd.per_step)
+    found = [
+        simulate(lambda seed=seed: steps_until_found(seed, odd, most), seed=seed)  # type: ignore[misc]
+        for seed in tries
+    ]
+    caught = [steps for steps in found if steps is not None]
+    print(f"wrong {odd.wrong:g}, rate {odd.rate:g}: {len(caught)} of {len(tries)} within {most} steps")
+    for part in (0.25, 0.5, 1.0):
+        within = sum(steps <= part * most for steps in caught)
+        expected = 1 - (1 - odd.per_step) ** (part * most)
+        print(f"  {round(part * most)} steps: {within / len(tries):.3f} found, {expected:.3f} expected")
+    expected = 1 - (1 - odd.per_step) ** most
+    deviation = (len(tries) * expected * (1 - expected)) ** 0.5
+    assert abs(len(caught) - len(tries) * expected) < 4 * deviation
