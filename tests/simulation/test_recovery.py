@@ -25,6 +25,7 @@ from llmnode.testing import (
     Odds,
     check_coverage,
     check_no_banned_peer,
+    check_nobody_is_convicted,
     exact_output,
     seeds,
 )
@@ -54,6 +55,14 @@ if TYPE_CHECKING:
 MAX_LENGTH = 120
 LONGEST_OUTAGE_S = 12.0
 POLICY = ClientPolicy(chunk_tokens=8)
+POLICIES = [
+    POLICY,
+    POLICY,
+    replace(POLICY, strict=True),
+    replace(POLICY, upstream_logs=False),
+    replace(POLICY, push=False),
+    replace(POLICY, standbys=False),
+]
 OTHER_CUTS = [Span(0, 3), Span(3, 6), Span(1, 5), Span(0, 6)]
 CAST = Cast(
     nodes=[f"{index}{twin}" for index in range(3) for twin in "ab"],
@@ -84,8 +93,8 @@ async def open_at_last(router: Router) -> AsyncIterator[InferenceSession]:
         yield session
 
 
-async def talk(session: InferenceSession, rng: random.Random, *, steps: int = 25) -> None:
-    dialogue = Dialogue(session, rng, policy=POLICY)
+async def talk(session: InferenceSession, rng: random.Random, policy: ClientPolicy, *, steps: int = 25) -> None:
+    dialogue = Dialogue(session, rng, policy=policy)
     for _ in range(steps):
         if rng.random() < 0.15:
             await dialogue.go_back(rng.randrange(session.position + 1))
@@ -103,12 +112,14 @@ async def test_a_session_outlives_whatever_befalls_its_servers(seed: int) -> Non
 
 async def outlive(seed: int, trace: Callable[[str], None] | None = None) -> None:
     rng = random.Random(seed)
+    policy = rng.choice(POLICIES)
     plan = FaultPlan.draw(seed, CAST, Odds(rng.randrange(1, 5), longest_s=LONGEST_OUTAGE_S, kinds=KINDS))
-    async with pairs_of_servers(seed, rng.choice(WEATHERS)) as swarm, swarm.client(POLICY) as (router, _):
+    async with pairs_of_servers(seed, rng.choice(WEATHERS)) as swarm, swarm.client(policy) as (router, _):
         swarm.internet.trace = trace or swarm.internet.trace
         async with plan.upon(swarm), open_at_last(router) as session:
-            await talk(session, rng)
-        check_no_banned_peer(router, POLICY)
+            await talk(session, rng, policy)
+            check_nobody_is_convicted(session)
+        check_no_banned_peer(router, policy)
         await kv_is_free(swarm)
         await check_coverage(swarm)
 

@@ -12,6 +12,7 @@ from llmnode.testing.checks import (
     check_coverage,
     check_kv_is_free,
     check_no_banned_peer,
+    check_nobody_is_convicted,
 )
 from llmnode.testing.conditions import Conditions
 from llmnode.testing.directory import MemoryDirectory
@@ -42,6 +43,7 @@ __all__ = [
     "check_coverage",
     "check_kv_is_free",
     "check_no_banned_peer",
+    "check_nobody_is_convicted",
     "exact_output",
     "inline",
     "open_internet",

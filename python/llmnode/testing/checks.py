@@ -155,6 +155,12 @@ def _banned(failures: Iterable[tuple[float, PeerId]], now_s: float, policy: Clie
     return {peer for peer, end_s in until_s.items() if now_s < end_s}
 
 
+def check_nobody_is_convicted(session: InferenceSession) -> None:
+    """Peers that fail have signed no two things that contradict each other: only liars do."""
+    convictions = session.receipts.convictions if session.receipts is not None else []
+    assert not convictions, f"honest peers convicted: {convictions}"
+
+
 async def check_kv_is_free(world: World) -> None:
     """To be called when all sessions are closed: soon no server holds KV, or anything else of a session."""
     await _until(lambda: not _holding(world), SETTLE_S, lambda: f"KV or sessions are left: {_holding(world)}")
