@@ -62,6 +62,7 @@ POLICIES = [
     replace(POLICY, upstream_logs=False),
     replace(POLICY, push=False),
     replace(POLICY, standbys=False),
+    replace(POLICY, chunks_ahead=1),
 ]
 OTHER_CUTS = [Span(0, 3), Span(3, 6), Span(1, 5), Span(0, 6)]
 CAST = Cast(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
@@ -16,7 +16,7 @@ from llmnode.testing.worker import EXACT_MODEL, exact_output
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 
     from llmnode.client.connection import Connection
     from llmnode.client.session import InferenceSession
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from llmnode.core.route import Route
     from llmnode.errors import PeerError
     from llmnode.testing.world import World
-    from llmnode.wire.frame import Buffer
 
 SETTLE_S = 20.0
 """By when servers have noticed that clients are gone, and done what they were busy with."""
@@ -34,7 +33,12 @@ SETTLE_S = 20.0
 COVERED_WITHIN_S = 60.0
 """By when views are right again: an announcement of a dead peer lasts 45 s, and an exchange may fail."""
 
+PATIENCE_S = 300.0
+"""How long a dialogue goes on trying a step: by then faults are over, and the step can be made."""
+
 LOOK_EVERY_S = 0.1
+
+Answer = TypeVar("Answer")
 
 
 class Dialogue:
@@ -57,7 +61,7 @@ class Dialogue:
     async def step(self, positions: int) -> None:
         """Say something random, and check the answer and when it comes."""
         hidden = self._rng.randbytes(positions * self._model.row_bytes)
-        answer = bytes(await self._step(hidden))
+        answer = bytes(await self._insist(lambda: self.session.step(hidden)))
         self._said += hidden
         expected = exact_output(self._said, Span(0, self._model.blocks))[-len(hidden) :]
         assert answer == expected, f"wrong at position {self.session.position}, after {self.session.recoveries}"
@@ -71,27 +75,24 @@ class Dialogue:
 
     async def fork(self, copy: Dialogue) -> None:
         """Have the other one be a copy of this one."""
-        while True:
-            try:
-                with before_deadline(self._policy, copy.session):
-                    await self.session.fork([copy.session])
-            except NoRoute:
-                await trio.sleep(1)
-            else:
-                return copy.now_as(self)
+        await self._insist(lambda: self.session.fork([copy.session]))
+        copy.now_as(self)
 
     def now_as(self, source: Dialogue) -> None:
         """Its session has become a copy of that of `source`."""
         assert self.session.position == source.session.position
         self._said = source._said
 
-    async def _step(self, hidden: bytes) -> Buffer:
+    async def _insist(self, work: Callable[[], Awaitable[Answer]]) -> Answer:
         """Tried again where nobody held some blocks for so long that the session said so."""
+        patient_until_s = trio.current_time() + PATIENCE_S
         while True:
             try:
                 with before_deadline(self._policy, self.session):
-                    return await self.session.step(hidden)
-            except NoRoute:
+                    return await work()
+            except NoRoute as error:
+                if trio.current_time() > patient_until_s:
+                    raise AssertionError(f"no progress in {PATIENCE_S:g} s") from error
                 await trio.sleep(1)
 
 

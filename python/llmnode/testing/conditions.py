@@ -30,7 +30,7 @@ class Conditions:
     loss: float = 0.0
     """The share of sendings that get lost, and are repeated."""
     duplication: float = 0.0
-    """The share of frames that are delivered twice, of the kinds that may be: see `link.REPEATABLE`."""
+    """The share of frames that are delivered twice, of the kinds that may be: all but `link.ASKED_ONCE`."""
 
     def __repr__(self) -> str:
         """What differs from the default, as Python."""

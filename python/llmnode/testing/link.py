@@ -13,9 +13,9 @@ from llmnode.wire.frame import Frame, FrameType
 if TYPE_CHECKING:
     from llmnode.testing.network import MemoryInternet, MemoryNetwork
 
-REPEATABLE = {FrameType.STEP, FrameType.RESULT, FrameType.CLOSE, FrameType.VIEW, FrameType.NEWS}
-"""What may arrive twice: servers push steps that a client gives as well, and views go round. The other questions are
-asked once, and no stream repeats them."""
+ASKED_ONCE = {FrameType.OPEN, FrameType.TRUNCATE, FrameType.FORWARD, FrameType.FORK}
+"""What may not arrive twice, and over a stream never does: it changes what a session is. Steps may: clients give again
+what they take for lost on the way from server to server."""
 
 
 class MemoryLink:
@@ -142,7 +142,7 @@ class MemoryLink:
             return None
         internet = self._internet
         duplication = internet.between(self.peer, self.own.peer).duplication
-        again = duplication and frame.type in REPEATABLE and internet.rng.random() < duplication
+        again = duplication and frame.type not in ASKED_ONCE and internet.rng.random() < duplication
         if internet.trace is not None:
             twice = " twice" if again else ""
             internet.note(f"{self.peer} -> {self.own.peer} {internet.describe(frame)}{twice}")
