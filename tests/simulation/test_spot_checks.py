@@ -213,7 +213,7 @@ async def test_honest_peers_are_never_accused_whatever_befalls_them(seed: int) -
     plan = FaultPlan.draw(seed, CAST, Odds(rng.randrange(1, 4), longest_s=12.0, kinds=ALL_KINDS))
     async with pairs_of_servers(seed, rng.choice(WEATHERS)) as swarm, swarm.client(POLICY) as (router, _):
         async with plan.upon(swarm), open_at_last(router) as session:
-            await talk(session, rng)
+            await talk(session, rng, POLICY)
             assert session.spot_checks is not None
             assert session.spot_checks.undecided == 0
             print(f"{session.spot_checks.passed} passed, {session.spot_checks.given_up} given up")
