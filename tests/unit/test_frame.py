@@ -91,6 +91,8 @@ def test_the_number_of_a_frame_type_never_changes() -> None:
         "NEWS": 12,
         "FORWARD": 13,
         "FORWARDED": 14,
+        "REPLAY": 15,
+        "REPLAYED": 16,
         "FORK": 17,
         "FORKED": 18,
     }
@@ -194,7 +196,7 @@ HEADERS_REFUSED = {
     "half a magic": (header_twin(b"LX", 1, 0, 0, 0), "starts with b'LX'"),
     "a newer version": (header_twin(b"LN", 2, 0, 0, 0), "version 2, we speak 1"),
     "an older version": (header_twin(b"LN", 0, 0, 0, 0), "version 0, we speak 1"),
-    "an unknown type": (header_twin(b"LN", 1, 15, 0, 0), "unknown frame type 15"),
+    "an unknown type": (header_twin(b"LN", 1, 99, 0, 0), "unknown frame type 99"),
     "too much metadata": (header_twin(b"LN", 1, 5, 49, 0), "49 bytes of metadata, at most 48"),
     "too much payload": (header_twin(b"LN", 1, 5, 0, 201), "201 payload bytes, at most 200"),
     "all the metadata there can be": (header_twin(b"LN", 1, 5, MOST, 0), "metadata"),
