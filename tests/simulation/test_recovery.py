@@ -122,6 +122,8 @@ async def outlive(seed: int, trace: Callable[[str], None] | None = None) -> None
             check_nobody_is_convicted(session)
         check_no_banned_peer(router, policy)
         await kv_is_free(swarm)
+        if rng.random() < 0.25:
+            swarm.kill(rng.choice(CAST.nodes))
         await check_coverage(swarm)
 
 
