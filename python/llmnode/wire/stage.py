@@ -153,7 +153,7 @@ class Stage:
 
     def _repeat(self, frame: Frame) -> Action:
         if self._answered is None or self._answered[0] != frame.step:
-            return Refuse(frame, RefusalCode.CONFLICT, f"step {frame.step} is over, {self._due} is due")
+            return Wait()  # pushed late, and given by the client meanwhile: a refusal would be taken for an answer
         _, content, answer = self._answered
         return Answer(answer) if _content(frame) == content else _conflict(frame)
 
