@@ -17,7 +17,7 @@ from llmnode.core.span import Span
 from llmnode.net.host import open_network
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Description, unpack
-from process.test_exact import NEAR_TIE_LIMIT, PROMPTS, _count_near_ties, _generate, epsilon, expected, prompts  # noqa: F401 - fixtures, for a token that differs
+from process.test_exact import NEAR_TIE_LIMIT, PROMPTS, _count_near_ties, _generate, epsilon, prompts  # noqa: F401 - fixtures, for a token that differs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
