@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 STOP_S = 20.0
 ANSWER_S = 30.0
 
-# `llmnode serve`, that tells on SIGUSR1 which trio tasks live.
+# `llmnode serve`, that tells on SIGUSR2 which trio tasks live.
 WATCHED_SERVE = """
 import collections, json, os, signal, trio
 from llmnode.node.cli import run
@@ -54,7 +54,7 @@ def tell(*_):
     tasks = collections.Counter(names(trio.lowlevel.current_root_task()))
     os.write(1, (json.dumps({"event": "tasks", "tasks": tasks}) + "\\n").encode())
 
-signal.signal(signal.SIGUSR1, tell)
+signal.signal(signal.SIGUSR2, tell)
 run()
 """
 
@@ -81,7 +81,7 @@ class SmallServer:
         self.address = self._event("ready")["addresses"][0]
 
     def footprint(self) -> Footprint:
-        self.process.send_signal(signal.SIGUSR1)
+        self.process.send_signal(signal.SIGUSR2)
         tasks = Counter(self._event("tasks")["tasks"])
         process = psutil.Process(self.process.pid)
         memory_mib = process.memory_full_info().uss / 2**20
