@@ -138,7 +138,8 @@ def test_a_swarm_forms_loses_a_server_and_takes_another_in(
     assert model["holes"] == []
     before, after = model["servers"]
     assert before["steps"], "the one that outlived the other"
-    assert before["results_pushed"] == after["steps_given_directly"] > 0, "hidden states go directly"
+    assert before["results_pushed"] > 0, "to the one that was killed"
+    assert after["steps"] > 0
 
 
 def test_status_names_the_holes(start: Callable[..., Child]) -> None:
