@@ -245,6 +245,18 @@ async def test_hops_that_are_lost_together_are_made_good_one_after_the_other() -
 
 
 @simulated
+async def test_a_server_hears_of_the_next_hop_from_the_client_if_from_nobody_else() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        for node in swarm.nodes.values():
+            for other in swarm.nodes.values():
+                if other is not node:
+                    node.swarm.view._newest.pop(other.network.peer, None)
+        async with router.open_session(64, Codec.RAW) as session:
+            await Dialogue(session, random.Random(1)).step(5)
+            assert [timing.direct for timing in session.timings] == [False, True, True]
+
+
+@simulated
 async def test_two_hops_at_one_server_are_joined_by_the_client() -> None:
     async with world() as swarm:
         node = await swarm.start("whole", Span(0, 6))

@@ -18,7 +18,7 @@ from llmnode.wire.log import PayloadLog
 from llmnode.wire.messages import Fork, Forward, Open, RefusalCode, Replay, Replayed, Result, pack, unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from llmnode.client.connection import Connection, Expected
     from llmnode.client.receipts import ReceiptBook, TakenIn
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from llmnode.wire.frame import Buffer
     from llmnode.wire.payload import HiddenForm
     from llmnode.wire.receipt import Receipt
+
+    Introduce = Callable[[Connection, PeerId], Awaitable[None]]
+    """Tells who is at a connection of another peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +168,19 @@ class SessionHop:
             await self._connection.ask(frame, FrameType.FORKED, self._policy.step_timeout_s)
 
     async def stand_between(
-        self, before: SessionHop | None, after: SessionHop | None, epoch: Epoch, step: Step, *, quiet: bool = False
+        self,
+        before: SessionHop | None,
+        after: SessionHop | None,
+        epoch: Epoch,
+        step: Step,
+        *,
+        quiet: bool = False,
+        introduce: Introduce | None = None,
     ) -> None:
         """Take steps from the hop before, and push results to the one after, as far as they can reach each other.
 
-        If `quiet`, the results of this hop are wanted by nobody: they are but logged where they are.
+        If `quiet`, the results of this hop are wanted by nobody: they are but logged where they are. `introduce` has
+        this hop's server hear of the next one first, for it pushes to nobody that it does not know.
         """
         request = Forward(
             sender=before.hop.peer if before else "",
@@ -181,6 +192,8 @@ class SessionHop:
             return
         frame = Frame(FrameType.FORWARD, self._session, epoch, step, meta=pack(request))
         with self.blamed():
+            if introduce is not None and after is not None and self.may_push:
+                await introduce(self._connection, after.hop.peer)
             try:
                 await self._connection.ask(frame, FrameType.FORWARDED, self._policy.step_timeout_s)
             except PeerRefused as refusal:  # then its results come by way of us

@@ -51,6 +51,9 @@ class Detours(Protocol):
         Raises NoRoute, or the PeerError of who could not be reached.
         """
 
+    async def introduce(self, connection: Connection, peer: PeerId) -> None:
+        """Tell who is at `connection` of `peer`, of whom it may not have heard yet. Raises PeerUnreachable."""
+
     async def wait_changed(self) -> None:
         """Until other peers are known than now."""
 

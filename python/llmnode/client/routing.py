@@ -148,6 +148,10 @@ class Router:
         self._warm_standbys(route)
         return route, connections
 
+    async def introduce(self, connection: Connection, peer: PeerId) -> None:
+        """See `Detours`."""
+        await self.swarm.introduce(connection, [peer])
+
     async def wait_changed(self) -> None:
         """See `Detours`."""
         await self.swarm.wait_changed()

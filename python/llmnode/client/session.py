@@ -249,7 +249,8 @@ class InferenceSession:
     ) -> None:
         if not self._policy.push:
             before = after = None
-        await hop.stand_between(before, after, self._epoch, self._step, quiet=quiet)
+        introduce = self._detours.introduce if self._detours is not None else None
+        await hop.stand_between(before, after, self._epoch, self._step, quiet=quiet, introduce=introduce)
 
     async def _stream(self, waiting: deque[tuple[Buffer, int]], outputs: list[Buffer]) -> None:
         """All of `waiting` through all hops, several chunks under way; what has passed them goes over to `outputs`."""

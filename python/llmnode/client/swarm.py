@@ -175,7 +175,11 @@ class Swarm:
         except RemoteProtocolError as error:
             raise error.blame(connection.peer) from None
         self.clock_offsets_ms[connection.peer] = clock.now_ms - (asked_ms + self._now_ms()) // 2
-        wanted = set(news.wanted)
+        await self.introduce(connection, news.wanted)
+
+    async def introduce(self, connection: Connection, peers: Iterable[PeerId]) -> None:
+        """Tell a peer of others, as far as we know them. Raises PeerUnreachable."""
+        wanted = set(peers)
         if theirs := [signed for signed in self.view.newer_than({}) if signed.announcement.peer in wanted]:
             meta, payload = pack(Clock(self._now_ms())), pack_news(theirs, [], self._policy)
             await connection.tell(Frame(FrameType.NEWS, meta=meta, payload=payload))
