@@ -78,6 +78,16 @@ class RunningNode:
     tensor_bytes: int
     swarm: Swarm
     server: Server
+    share: Share
+
+    async def drain(self, patience_s: float, report: Callable[[int], None] = lambda _sessions: None) -> None:
+        """Take no new sessions, say so, and wait at most so long until those that there are have ended.
+
+        `report` is told how many are left, at first and whenever one has ended; never 0.
+        """
+        self.share.state = PeerState.DRAINING
+        self.swarm.say(self.share.offer())
+        await self.server.drain(patience_s, report)
 
 
 @asynccontextmanager
@@ -96,7 +106,7 @@ async def open_node(
             # The compute thread must not keep the event loop from its heartbeats for longer than this.
             sys.setswitchinterval(0.0005)
             model = replace(folder.info, dtype=config.dtype)
-            share = _Share(model, await _choose_span(config, folder, swarm))
+            share = Share(model, await _choose_span(config, folder, swarm))
             async with open_pool(network) as pushes, trio.open_nursery() as nursery:
                 nursery.start_soon(swarm.announce, share.offer)  # as joining: others choose other blocks
                 report(f"reading blocks {share.span} of {model.name}")
@@ -115,6 +125,7 @@ async def open_node(
                     tensor_bytes=executor.tensor_bytes,
                     swarm=swarm,
                     server=server,
+                    share=share,
                 )
                 await swarm.leave(share.offer())
                 nursery.cancel_scope.cancel()
@@ -153,11 +164,12 @@ async def _joined(
             nursery.cancel_scope.cancel()
 
 
-class _Share:
+class Share:
     """What this node serves of the swarm's model, as it is announced."""
 
     def __init__(self, model: ModelInfo, span: Span) -> None:
         self.span = span
+        self.state = PeerState.JOINING
         self._model = model
         self._worker: ThreadWorker | None = None
         self._block_us = 0
@@ -174,6 +186,7 @@ class _Share:
         worker = ThreadWorker(executor)
         self._block_us = max(1, await _step_us(worker, self._model.row_bytes) // len(self.span))
         self._worker = worker
+        self.state = PeerState.ONLINE
 
     def offer(self) -> Offer:
         return Offer(
@@ -182,7 +195,7 @@ class _Share:
             blocks=self._model.blocks,
             dtype=self._model.dtype,
             span=self.span,
-            state=PeerState.JOINING if self._worker is None else PeerState.ONLINE,
+            state=self.state,
             block_us=self._block_us,
             kv_tokens_free=0 if self._worker is None else self._worker.kv_tokens_free,
         )
@@ -207,7 +220,11 @@ async def _choose_span(config: NodeConfig, folder: ModelFolder, swarm: Swarm) ->
     length = int(config.blocks) if config.blocks != AUTO else await trio.to_thread.run_sync(_fitting, config, folder)
     if not swarm.view.of_model(folder.digest):
         await swarm.look_up(folder.digest)
-    others = [each.offer for each in swarm.view.of_model(folder.digest) if each.offer.dtype == config.dtype]
+    others = [
+        each.offer
+        for each in swarm.view.of_model(folder.digest)
+        if each.offer.dtype == config.dtype and each.offer.state is not PeerState.DRAINING
+    ]
     return choose_span(blocks, length, [(offer.span, offer.speed_tokens_per_s) for offer in others])
 
 

@@ -21,6 +21,8 @@ class Stop:
 
     def __init__(self, scope: trio.CancelScope) -> None:
         self.requested = trio.Event()
+        self.by_signal = False
+        """Whoever asked is still there, and so may be those whom we serve."""
         self._scope = scope
         self._in_order = False
 
@@ -57,6 +59,7 @@ async def _on_signals(stop: Stop, task_status: trio.TaskStatus[None]) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         task_status.started()
         async for _signal in signals:
+            stop.by_signal = True
             stop.request()
 
 

@@ -119,6 +119,10 @@ class FailingNetwork:
     def addresses(self) -> Sequence[str]:
         return self.network.addresses
 
+    @property
+    def key(self) -> bytes:
+        return self.network.key
+
     async def dial(self, address: str) -> Link:
         link = await self.network.dial(address)
         self._links[link.peer] = link

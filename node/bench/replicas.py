@@ -83,6 +83,7 @@ class Replica:
         command = [sys.executable, "-P", "-m", "llmnode.node", "serve", "--json", "--until-stdin-closes"]
         command += ["--blocks", f"{self.span.start}:{self.span.end}", "--threads", str(self._threads)]
         command += ["--listen", self.address.partition("/p2p/")[0] or "/ip4/127.0.0.1/tcp/0"]
+        command += ["--drain-s", "0"]  # who is told to leave does so in the middle of a session
         command += ["--identity", str(self._identity), *(["--peers", *peers] if peers else [])]
         process = self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,

@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
+from llmnode.errors import ConfigError
 from llmnode.node.commands.options import (
     MODEL_HELP,
     add_announce,
@@ -57,6 +58,13 @@ def add(commands: Commands) -> None:
         "--device", default="auto", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU if any)"
     )
     add_dtype(parser, "what the blocks are computed in: float32 is exact (default)")
+    parser.add_argument(
+        "--drain-s",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="on Ctrl-C or SIGTERM, how long sessions may take to end before they have to move on (default 10)",
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="torch threads (default: torch's)")
     parser.add_argument("--verbose", action="store_true", help="say on stderr which links open and end, and why")
     parser.add_argument(
@@ -87,11 +95,14 @@ def run(arguments: argparse.Namespace) -> int:
         threads=threads(arguments),
         identity=arguments.identity,
     )
-    trio.run(_serve, config, arguments.json, arguments.until_stdin_closes)
+    drain_s = arguments.drain_s
+    if not 0 <= drain_s < float("inf"):
+        raise ConfigError(f"--drain-s {drain_s:g}: give 0 or more seconds")
+    trio.run(_serve, config, drain_s, arguments.json, arguments.until_stdin_closes)
     return 0
 
 
-async def _serve(config: NodeConfig, as_json: bool, until_stdin_closes: bool) -> None:
+async def _serve(config: NodeConfig, drain_s: float, as_json: bool, until_stdin_closes: bool) -> None:
     import trio
 
     from llmnode.node.app import open_node
@@ -107,6 +118,8 @@ async def _serve(config: NodeConfig, as_json: bool, until_stdin_closes: bool) ->
         stop.in_order()
         (_ready_json if as_json else _ready)(node)
         await stop.requested.wait()
+        if stop.by_signal:
+            await node.drain(drain_s, _draining_json if as_json else _draining)
         nursery.cancel_scope.cancel()
 
 
@@ -116,6 +129,19 @@ def _report(text: str) -> None:
 
 def _report_json(text: str) -> None:
     print(json.dumps({"event": "status", "text": text}), flush=True)
+
+
+def _draining(sessions: int) -> None:
+    _report(_left(sessions))
+
+
+def _draining_json(sessions: int) -> None:
+    print(json.dumps({"event": "draining", "sessions": sessions, "text": _left(sessions)}), flush=True)
+    _draining(sessions)
+
+
+def _left(sessions: int) -> str:
+    return f"draining: {sessions} session{'s' * (sessions > 1)} left; again to leave at once"
 
 
 def _ready(node: RunningNode) -> None:

@@ -1,7 +1,8 @@
 """Serves one span to any number of links.
 
-A link's loop does nothing but hand frames on, so that a slow session holds up no other. What a session does is in
-`session.py`; which frames it accepts, in `llmnode.wire.stage`.
+Sessions belong to the server, and answer over a link: one that is leased may wait for its client to come back over
+another. A link's loop does nothing but hand frames on, so that a slow session holds up no other. What a session does
+is in `session.py`; which frames it accepts, in `llmnode.wire.stage`.
 """
 
 from __future__ import annotations
@@ -15,16 +16,28 @@ import trio
 from llmnode.client.swarm import software
 from llmnode.core.ids import NO_SESSION
 from llmnode.core.span import Span
-from llmnode.core.view import online
+from llmnode.core.view import serving
 from llmnode.errors import PeerRefused, PeerUnreachable, RemoteProtocolError
 from llmnode.node.serve.links import answer_about_swarm, serve_links
 from llmnode.node.serve.session import ServedSession, Serving, Tally, refusal_of
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Description, Open, Pushed, RefusalCode, check_empty, pack, unpack
+from llmnode.wire.messages import (
+    Description,
+    Lease,
+    Leased,
+    Open,
+    Pushed,
+    RefusalCode,
+    check_empty,
+    pack,
+    unpack,
+)
 from llmnode.wire.payload import Codec, HiddenForm
 from llmnode.wire.stage import Stage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from llmnode.client.connection import Connection
     from llmnode.client.pool import ConnectionPool
     from llmnode.client.swarm import Swarm
@@ -50,18 +63,33 @@ class Server:
     tally: Tally = field(default_factory=Tally)
     unreached: dict[PeerId, float] = field(default_factory=dict)
     """Until when we do not dial next hops that we could not reach: their sessions go by way of their clients."""
+    is_draining: bool = False
+    session_ended: trio.Event = field(default_factory=trio.Event)
+    """The next one's end; then there is another event."""
 
     async def run(self, network: Network) -> None:
         """Serve every link that is opened to us, until cancelled."""
-        serving = Serving(self.worker, self.model, self.policy, network, self.find_peer, self.tally)
-        await serve_links(network, self.policy.links, lambda link: _ServedLink(self, serving, link).run())
+        shared = Serving(self.worker, self.model, self.policy, network, self.find_peer, self.tally)
+        async with trio.open_nursery() as nursery:
+            await serve_links(network, self.policy.links, lambda link: _ServedLink(self, shared, link, nursery).run())
+
+    async def drain(self, patience_s: float, report: Callable[[int], None] = lambda _sessions: None) -> None:
+        """Take no sessions any more, and wait until those whose clients are here have ended, at most so long.
+
+        `report` is told how many are left, at first and whenever one has ended; never 0.
+        """
+        self.is_draining = True
+        with trio.move_on_after(patience_s):
+            while sessions := sum(session.link is not None for session in self.sessions.values()):
+                report(sessions)
+                await self.session_ended.wait()
 
     async def find_peer(self, peer: PeerId) -> Connection:
         """A connection to push results over. Raises PeerError for one that has announced no part of our model, or
         that cannot be reached, which is found out once for all sessions.
         """
         known = self.swarm.view.of_model(self.model.digest) if self.swarm is not None else []
-        addresses = next((each.addresses for each in online(known) if each.peer == peer), None)
+        addresses = next((each.addresses for each in serving(known) if each.peer == peer), None)
         if self.pushes is None or addresses is None:
             raise PeerUnreachable("not known to serve this model", peer=peer)
         now_s = trio.current_time()
@@ -74,6 +102,19 @@ class Server:
             living = {each: until_s for each, until_s in self.unreached.items() if until_s > now_s}
             self.unreached = {**living, peer: now_s + self.policy.redial_s}
             raise PeerUnreachable("cannot be reached from here", peer=peer) from None
+
+    def leave_link(self, session: ServedSession) -> None:
+        """Its client is gone. It may wait for it, if those that wait do not hold too much KV already."""
+        waiting = sum(each.stage.max_length for each in self.sessions.values() if each.link is None)
+        if waiting + session.stage.max_length > self.policy.leased_share * self.policy.kv_tokens:
+            session.lease_s = 0.0
+        session.leave_link()
+        self.note_end()
+
+    def note_end(self) -> None:
+        """A session has ended, or its client has."""
+        self.session_ended.set()
+        self.session_ended = trio.Event()
 
     def describe(self) -> Description:
         span = self.worker.span
@@ -96,23 +137,27 @@ class Server:
 
 
 class _ServedLink:
-    """One link and the sessions that were opened over it. They end with it."""
+    """One link, and what comes over it. `nursery` is that of the sessions."""
 
-    def __init__(self, server: Server, serving: Serving, link: Link) -> None:
+    def __init__(self, server: Server, shared: Serving, link: Link, nursery: trio.Nursery) -> None:
         self._server = server
-        self._serving = serving
+        self._shared = shared
         self._link = link
-        self._sessions: dict[SessionId, ServedSession] = {}
+        self._nursery = nursery
 
     async def run(self) -> None:
-        async with trio.open_nursery() as nursery:
-            try:
-                while True:
-                    await self._handle(await self._link.receive(), nursery)
-            finally:
-                nursery.cancel_scope.cancel()
+        try:
+            while True:
+                await self._handle(await self._link.receive())
+        finally:
+            for session in self._sessions():
+                self._server.leave_link(session)
 
-    async def _handle(self, frame: Frame, nursery: trio.Nursery) -> None:
+    def _sessions(self) -> list[ServedSession]:
+        """Those that answer over this link."""
+        return [session for session in self._server.sessions.values() if session.link is self._link]
+
+    async def _handle(self, frame: Frame) -> None:
         try:
             match frame.type:
                 case FrameType.DESCRIBE:
@@ -120,8 +165,8 @@ class _ServedLink:
                     meta = pack(self._server.describe())
                     await self._link.send(Frame(FrameType.DESCRIPTION, step=frame.step, meta=meta))
                 case FrameType.OPEN:
-                    self._open(frame, nursery)
-                case FrameType.STEP if frame.session not in self._sessions and self._is_pushed(frame):
+                    self._open(frame)
+                case FrameType.STEP if self._is_pushed(frame):
                     self._take_push(frame)
                 case FrameType.STEP | FrameType.TRUNCATE:
                     check_empty(frame.meta, frame.type.name)
@@ -131,6 +176,10 @@ class _ServedLink:
                 case FrameType.CLOSE:
                     check_empty(frame.meta, "CLOSE")
                     self._session(frame).close()
+                case FrameType.LEASE:
+                    await self._link.send(self._lease(frame))
+                case FrameType.RESUME:
+                    self._resume(frame)
                 case _:
                     await answer_about_swarm(self._server.swarm, self._link, frame)
         except PeerRefused as refusal:
@@ -138,19 +187,18 @@ class _ServedLink:
         except RemoteProtocolError as error:
             await self._link.send(refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message))
 
-    def _open(self, frame: Frame, nursery: trio.Nursery) -> None:
+    def _open(self, frame: Frame) -> None:
         span, request = self._check_open(frame)
         stage = Stage(frame.session, request.max_length, self._server.policy.steps_ahead, frame.epoch)
         form = HiddenForm(self._server.model.hidden_size, Codec(request.codec))
         session = ServedSession(
-            stage, span, form, self._link, self._serving, self._sessions, keep_outputs=request.keep_outputs
+            stage, span, form, self._link, self._shared, self._server.sessions, keep_outputs=request.keep_outputs
         )
-        self._sessions[frame.session] = session
         self._server.sessions[frame.session] = session
-        nursery.start_soon(self._run_session, session)
+        self._nursery.start_soon(self._run_session, session)
 
     def _check_open(self, frame: Frame) -> tuple[Span, Open]:
-        request, held, policy = unpack(Open, frame.meta), self._server.worker.span, self._server.policy
+        request, held = unpack(Open, frame.meta), self._server.worker.span
         if request.span_start >= request.span_end:
             raise RemoteProtocolError(f"[{request.span_start}, {request.span_end}) is no span")
         if frame.session == NO_SESSION or frame.step:
@@ -166,23 +214,46 @@ class _ServedLink:
             raise PeerRefused(RefusalCode.SPAN_NOT_HELD, f"{span} asked for, {held} held")
         if request.max_length > self._server.model.context_tokens:
             raise PeerRefused(RefusalCode.NO_ROOM, f"the model's context is {self._server.model.context_tokens} tokens")
-        if len(self._sessions) >= policy.sessions_per_link:
-            raise PeerRefused(RefusalCode.BUSY, f"{len(self._sessions)} sessions are open over this link")
+        self._check_room()
         return span, request
+
+    def _check_room(self) -> None:
+        if self._server.is_draining:
+            raise PeerRefused(RefusalCode.BUSY, "this server is draining")
+        if (sessions := len(self._sessions())) >= self._server.policy.sessions_per_link:
+            raise PeerRefused(RefusalCode.BUSY, f"{sessions} sessions are open over this link")
+
+    def _lease(self, frame: Frame) -> Frame:
+        request, session = unpack(Lease, frame.meta), self._session(frame)
+        session.lease_s = min(request.lease_ms / 1000, self._server.policy.lease_s)
+        if request.leaves:
+            self._server.leave_link(session)
+        meta = pack(Leased(int(1000 * session.lease_s)))
+        return Frame(FrameType.LEASED, frame.session, frame.epoch, frame.step, meta=meta)
+
+    def _resume(self, frame: Frame) -> None:
+        check_empty(frame.meta, "RESUME")
+        session = self._server.sessions.get(frame.session)
+        if session is None or session.client != self._link.peer:
+            raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "you have opened no such session")
+        if session.link is not self._link:
+            self._check_room()
+        session.move(self._link, frame)
 
     async def _run_session(self, session: ServedSession) -> None:
         try:
             await session.run()
         finally:
             name = session.stage.session
-            del self._sessions[name]
+            session.end()
             with trio.CancelScope(shield=True):  # KV is freed whatever ends the session
                 await self._server.worker.close(name)
             del self._server.sessions[name]
+            self._server.note_end()
 
     def _is_pushed(self, frame: Frame) -> bool:
         session = self._server.sessions.get(frame.session)
-        return session is not None and session.sender == self._link.peer
+        return session is not None and session.link is not self._link and session.sender == self._link.peer
 
     def _take_push(self, frame: Frame) -> None:
         """A step from the hop before, on the client's behalf. What is wrong with it is not blamed on the client."""
@@ -195,7 +266,7 @@ class _ServedLink:
             log.info("dropped a step pushed by peer=%s: %s", self._link.peer, error)
 
     def _session(self, frame: Frame) -> ServedSession:
-        session = self._sessions.get(frame.session)
-        if session is None:
+        session = self._server.sessions.get(frame.session)
+        if session is None or session.link is not self._link:
             raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "no such session is open over this link")
         return session

@@ -2,11 +2,14 @@
 
 A result goes straight to the next hop where the client has asked for it, and its digest to the client, which gets the
 result itself only if it was not pushed. It is logged, for who takes the next hop's place.
+
+A session belongs to the peer that opened it, and answers over one link, which may end before it does.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +21,19 @@ from llmnode.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable,
 from llmnode.ports import Piece
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.log import PayloadLog
-from llmnode.wire.messages import Fork, Forward, Pushed, Refusal, RefusalCode, Replay, Replayed, Result, pack, unpack
+from llmnode.wire.messages import (
+    Fork,
+    Forward,
+    Pushed,
+    Refusal,
+    RefusalCode,
+    Replay,
+    Replayed,
+    Result,
+    Resumed,
+    pack,
+    unpack,
+)
 from llmnode.wire.payload import payload_bytes
 from llmnode.wire.receipt import Receipt, profile_digest, signed
 from llmnode.wire.stage import Answer, Compute, Copy, Refuse, Truncate, Wait
@@ -66,7 +81,7 @@ class Serving:
 
 
 class ServedSession:
-    """Its task (`run`) owns the stage; the link's loop only queues frames with `submit`."""
+    """Its task (`run`) owns the stage; the link's loop only queues frames with `submit`, and moves it between links."""
 
     def __init__(
         self,
@@ -79,12 +94,18 @@ class ServedSession:
         *,
         keep_outputs: bool,
     ) -> None:
-        """`beside` are all sessions of the same client, this one too."""
+        """`beside` are all sessions of the server, this one too."""
         self.stage = stage
         self.sender: PeerId | None = None
         """Who besides the client may send its steps."""
+        self.client = link.peer
+        self.link: Link | None = link
+        """None while it waits for its client to come back, and when it has ended."""
+        self.lease_s = 0.0
+        """How long it outlives its link."""
+        self.is_over = False
+        self._scope = trio.CancelScope()
         self._span = span
-        self._link = link
         self._serving = serving
         self._beside = beside
         self._worker = serving.worker
@@ -117,15 +138,43 @@ class ServedSession:
         """End the session after the frames that are queued."""
         self._submitted.close()
 
+    def end(self) -> None:
+        """Called when `run` is over: nothing of it is left for anybody."""
+        self.link, self.is_over = None, True
+        self.close()
+
+    def leave_link(self) -> None:
+        """Its link is no more: end, or wait as long as it may for its client to come back."""
+        self.link = None
+        if self.lease_s:
+            self._scope.deadline = trio.current_time() + self.lease_s
+        else:
+            self._scope.cancel()
+
+    def move(self, link: Link, frame: Frame) -> None:
+        """Answer over another link of the same client from now on; `frame` is its RESUME. Raises as `submit`.
+
+        What was queued before is done first. The lease is over.
+        """
+        if self._scope.cancel_called:
+            raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "this session's lease is over")
+        self.submit(frame)
+        self.link, self.lease_s = link, 0.0
+        self._scope.deadline = math.inf
+
     async def run(self) -> None:
-        """Reserve KV and serve steps until the client closes, or falls silent for too long."""
+        """Reserve KV and serve steps until the client closes, falls silent for too long, or has left for too long."""
+        with self._scope:
+            await self._serve()
+
+    async def _serve(self) -> None:
         name = self.stage.session
         opened = Frame(FrameType.OPENED, name, self.stage.epoch)
         if not await self._worker.open(name, self._span, self.stage.max_length):
             reason = f"{self.stage.max_length} positions asked for, {self._worker.kv_tokens_free} free"
-            await self._link.send(refusal_of(opened, RefusalCode.NO_ROOM, reason))
+            await self._send(refusal_of(opened, RefusalCode.NO_ROOM, reason))
             return
-        await self._link.send(opened)
+        await self._send(opened)
         while True:
             with trio.move_on_after(self._serving.policy.session_idle_s) as idle:
                 try:
@@ -133,9 +182,11 @@ class ServedSession:
                 except trio.EndOfChannel:
                     return
             if idle.cancelled_caught:
-                log.info("session idle, closed peer=%s", self._link.peer)
+                log.info("session idle, closed peer=%s", self.client)
                 return
             match frame.type:
+                case FrameType.RESUME:
+                    await self._send(_resumed(frame, self.stage))
                 case FrameType.FORWARD:
                     await self._stand_between(frame)
                 case FrameType.REPLAY:
@@ -158,13 +209,13 @@ class ServedSession:
                 await self._worker.truncate(self.stage.session, keep)
                 if self._outputs is not None:
                     self._outputs.truncate(keep)
-                await self._link.send(Frame(FrameType.TRUNCATED, frame.session, frame.epoch, frame.step, start=keep))
+                await self._send(Frame(FrameType.TRUNCATED, frame.session, frame.epoch, frame.step, start=keep))
             case Copy(frame, source, shared):
                 await self._copy(frame, self._beside[source], shared)
             case Answer(frame):
-                await self._link.send(frame)
+                await self._send(frame)
             case Refuse(frame, code, reason):
-                await self._link.send(refusal_of(frame, code, reason))
+                await self._send(refusal_of(frame, code, reason))
 
     async def _compute(self, frame: Frame) -> None:
         try:
@@ -201,7 +252,7 @@ class ServedSession:
             wanted = not self._quiet and not (pushed and self._outputs is not None)
             answer = _answer(FrameType.RESULT, frame, pack(result), payload if wanted else b"")
             self.stage.computed(answer)
-            await self._link.send(answer)
+            await self._send(answer)
 
     def _fork(self, frame: Frame) -> Action:
         try:
@@ -209,6 +260,8 @@ class ServedSession:
         except RemoteProtocolError as error:
             return Refuse(frame, RefusalCode.BAD_MESSAGE, error.message)
         source = self._beside.get(SessionId(request.source))
+        if source is not None and (source.client != self.client or source.is_over):
+            source = None
         if source is not None and source._kind != self._kind:
             return Refuse(frame, RefusalCode.CONFLICT, "the session to be copied has other blocks, codec or logs")
         return self.stage.fork(frame, source.stage if source is not None else None, request.shared)
@@ -233,14 +286,14 @@ class ServedSession:
                 outputs.truncate(frame.start)
                 self._outputs = outputs
             self.stage.copied()
-            await self._link.send(Frame(FrameType.FORKED, frame.session, frame.epoch, frame.step, start=frame.start))
+            await self._send(Frame(FrameType.FORKED, frame.session, frame.epoch, frame.step, start=frame.start))
 
     def _receipt(self, frame: Frame, payload: Buffer) -> Receipt:
         """What we bind ourselves to: this step, once, after all that can fail (see `receipt.is_proof`)."""
         return signed(
             Receipt(
                 signer=self._serving.network.peer,
-                client=self._link.peer,
+                client=self.client,
                 session=frame.session,
                 epoch=frame.epoch,
                 step=frame.step,
@@ -260,11 +313,11 @@ class ServedSession:
             request = unpack(Replay, frame.meta)
             payload = self._logged(frame)
         except RemoteProtocolError as error:
-            await self._link.send(refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message))
+            await self._send(refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message))
             return
         pushed = request.push and await self._push(frame, payload, b"")
         meta = pack(Replayed(_native.blake3_digest(payload), pushed))
-        await self._link.send(_answer(FrameType.REPLAYED, frame, meta, b"" if pushed else payload))
+        await self._send(_answer(FrameType.REPLAYED, frame, meta, b"" if pushed else payload))
 
     def _logged(self, frame: Frame) -> Buffer:
         """Raises RemoteProtocolError for positions that are not there, or too many for a frame."""
@@ -288,11 +341,11 @@ class ServedSession:
                 connection = await self._serving.find_peer(PeerId(request.receiver))
                 self._receiver = connection, SessionId(request.receiver_session)
         except RemoteProtocolError as error:
-            await self._link.send(refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message))
+            await self._send(refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message))
         except PeerError as error:
-            await self._link.send(refusal_of(frame, RefusalCode.CANNOT_FORWARD, str(error)))
+            await self._send(refusal_of(frame, RefusalCode.CANNOT_FORWARD, str(error)))
         else:
-            await self._link.send(Frame(FrameType.FORWARDED, frame.session, frame.epoch, frame.step))
+            await self._send(Frame(FrameType.FORWARDED, frame.session, frame.epoch, frame.step))
 
     async def _push(self, frame: Frame, payload: Buffer, meta: bytes) -> bool:
         """Give our result to the next hop, as its step of the same number."""
@@ -308,9 +361,22 @@ class ServedSession:
             return False
         return True
 
+    async def _send(self, frame: Frame) -> None:
+        """To the client, if it is there: what it does not hear now it may ask for again."""
+        try:
+            if self.link is not None:
+                await self.link.send(frame)
+        except PeerError as error:
+            log.debug("not answered: %s", error)
+
     async def _refuse_step(self, frame: Frame, code: RefusalCode, reason: str) -> None:
         self.stage.failed()
-        await self._link.send(refusal_of(frame, code, reason))
+        await self._send(refusal_of(frame, code, reason))
+
+
+def _resumed(frame: Frame, stage: Stage) -> Frame:
+    meta = pack(Resumed(stage.epoch, stage.position))
+    return Frame(FrameType.RESUMED, frame.session, frame.epoch, frame.step, meta=meta)
 
 
 def _answer(kind: FrameType, frame: Frame, meta: bytes, payload: Buffer) -> Frame:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llmnode.client.connect import Client as Client
     from llmnode.client.connect import aconnect as aconnect
+    from llmnode.client.connect import aresume as aresume
     from llmnode.client.model import AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM
     from llmnode.client.model import DistributedModelForCausalLM as DistributedModelForCausalLM
     from llmnode.client.model import connect as connect
+    from llmnode.client.model import resume as resume
     from llmnode.client.session import InferenceSession as InferenceSession
 
 _HOMES = {
@@ -19,7 +21,9 @@ _HOMES = {
     "DistributedModelForCausalLM": "llmnode.client.model",
     "InferenceSession": "llmnode.client.session",
     "aconnect": "llmnode.client.connect",
+    "aresume": "llmnode.client.connect",
     "connect": "llmnode.client.model",
+    "resume": "llmnode.client.model",
 }
 
 __all__ = [
@@ -28,7 +32,9 @@ __all__ = [
     "DistributedModelForCausalLM",
     "InferenceSession",
     "aconnect",
+    "aresume",
     "connect",
+    "resume",
 ]
 
 

@@ -46,6 +46,10 @@ class Network(Protocol):
     def addresses(self) -> Sequence[str]:
         """Where others reach us: multiaddrs that end in `/p2p/ID`."""
 
+    @property
+    def key(self) -> bytes:
+        """The 32 bytes behind our id, for nobody but ourselves in another process."""
+
     async def dial(self, address: str) -> Link:
         """Open a link to `address`. Raises ConfigError (no such address form) or PeerUnreachable."""
 

@@ -23,7 +23,7 @@ from llmnode.core.span import Span
 from llmnode.errors import RemoteProtocolError
 from llmnode.wire.announcement import pack_announcement, pack_news, pack_sequences
 from llmnode.wire.frame import HEADER_BYTES, Frame, FrameDecoder, FrameType, encode
-from llmnode.wire.messages import Clock, Description, Fork, Forward, Open, Replay, pack
+from llmnode.wire.messages import Clock, Description, Fork, Forward, Lease, Open, Replay, pack
 from llmnode.wire.payload import Codec, encode_hidden
 
 if TYPE_CHECKING:
@@ -135,6 +135,11 @@ class Attacker:
             if chance.random() < 0.2:
                 replay = pack(Replay(push=chance.random() < 0.5))
                 frames.append(Frame(FrameType.REPLAY, session, Epoch(epoch), Step(step), 0, position, replay))
+            if chance.random() < 0.2:
+                # Short: the KV of a session that nobody comes for must be free when the flood is over.
+                lease = pack(Lease(chance.randrange(500), leaves=chance.random() < 0.5))
+                frames.append(Frame(FrameType.LEASE, session, Epoch(epoch), Step(step), meta=lease))
+                frames.append(Frame(FrameType.RESUME, session, Epoch(epoch + 1), Step(step)))
             if chance.random() < 0.3:
                 epoch, position = epoch + 1, chance.randrange(position + 1)
                 frames.append(Frame(FrameType.TRUNCATE, session, Epoch(epoch), Step(step), start=position))

@@ -95,6 +95,10 @@ def test_the_number_of_a_frame_type_never_changes() -> None:
         "REPLAYED": 16,
         "FORK": 17,
         "FORKED": 18,
+        "LEASE": 20,
+        "LEASED": 21,
+        "RESUME": 22,
+        "RESUMED": 23,
     }
 
 

@@ -6,8 +6,9 @@ pads on the left is left out of the row's session.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,12 +17,12 @@ from transformers import Cache
 
 from llmnode.client.generate import run_blocks
 from llmnode.core.beams import sessions_of_rows
-from llmnode.errors import ConfigError, LocalProtocolError, PeerRefused, single_error
+from llmnode.errors import ConfigError, LocalProtocolError, PeerRefused, SessionClosed, single_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from llmnode.client.connect import Client
+    from llmnode.client.connect import Client, Resumed
     from llmnode.client.portal import Portal
     from llmnode.client.session import InferenceSession
 
@@ -38,6 +39,8 @@ class SessionCache(Cache):
         super().__init__(layers=[])
         self.columns = 0
         self.paddings: list[int] = [0] * rows
+        self.token_ids: tuple[int, ...] = ()
+        """Of a resumed one, those that it was exported with."""
         self._portal = portal
         self._client = client
         self._sessions: list[InferenceSession] = []
@@ -48,6 +51,17 @@ class SessionCache(Cache):
                     session = stack.enter_context(portal.enter(client.inference_session(max_length, beside)))
                 self._sessions.append(session)
             self._stack = stack.pop_all()
+
+    @classmethod
+    def resumed(cls, portal: Portal, resumed: Resumed) -> SessionCache:
+        """Of a session that is open already, and ends with its client too."""
+        cache = cls(portal, resumed.client, 0, 0)
+        cache.columns = resumed.session.position
+        cache.paddings = [0]
+        cache.token_ids = resumed.token_ids
+        cache._sessions = [resumed.session]
+        cache._stack.callback(cache._end, resumed.session)
+        return cache
 
     def __enter__(self) -> SessionCache:
         return self
@@ -81,6 +95,16 @@ class SessionCache(Cache):
         A row of None has nothing new. Raises SessionLost.
         """
         return self._portal.call(lambda: self._run_rows(hidden))
+
+    def export(self, path: str | Path, token_ids: Sequence[int] = ()) -> float:
+        """Save it in the file at `path`, for `llmnode.resume` in another process; see `InferenceSession.export`.
+
+        Raises ConfigError for a batch, and if the file cannot be written.
+        """
+        if self.rows != 1:
+            raise ConfigError(f"{self.rows} rows cannot be exported: export a cache of one row")
+        (session,) = self._sessions
+        return self._portal.call(lambda: session.export(Path(path), token_ids))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.columns
@@ -124,6 +148,10 @@ class SessionCache(Cache):
             async with trio.open_nursery() as nursery:
                 for source, targets in forks:
                     nursery.start_soon(source.fork, targets)
+
+    def _end(self, session: InferenceSession) -> None:
+        with suppress(SessionClosed):  # with its client
+            self._portal.call(session.close)
 
     async def _run_rows(self, hidden: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         outputs: list[torch.Tensor | None] = [None] * self.rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -11,6 +12,7 @@ import trio
 from llmnode.client.generate import Generation, check_length, generate_greedy
 from llmnode.client.join import join_swarm
 from llmnode.client.routing import Router
+from llmnode.client.saved import read
 from llmnode.compute.worker import ComputeThread
 from llmnode.core.model import DTYPES
 from llmnode.core.policy import ClientPolicy, LinkPolicy
@@ -24,6 +26,7 @@ from llmnode.wire.payload import Codec
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
+    from llmnode.client.saved import SavedSession
     from llmnode.client.session import InferenceSession
     from llmnode.client.swarm import Swarm
     from llmnode.core.model import ModelInfo
@@ -108,6 +111,15 @@ class Client:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A session that goes on, and its client. `token_ids` are those that it was exported with. Made by `aresume`."""
+
+    client: Client
+    session: InferenceSession
+    token_ids: tuple[int, ...]
+
+
 def load_parts(folder: ModelFolder | None = None) -> ClientParts:
     """Read the ends and the tokenizer of the model in `folder`, by default the embedded one. Blocks for seconds."""
     folder = folder or open_embedded()
@@ -140,12 +152,55 @@ async def aconnect(
         raise ConfigError(f"spot_check={policy.spot_check:g}: give a share from 0 to 1")
     for address in peers:
         parse_peer(address)  # a typing error is told before the seconds that loading takes
-    if parts is None:
-        # Abandoned: the first run converts the model, and Ctrl-C must not wait for that.
-        parts = await trio.to_thread.run_sync(load_parts, abandon_on_cancel=True)
-    parts = replace(parts, model=replace(parts.model, dtype=dtype))
+    parts = await _parts_in(dtype, parts)
     async with join_swarm(peers, link_policy or LinkPolicy()) as (pool, swarm):
         router = Router(parts.model, pool, swarm, policy)
         with single_error():
             await router.find_any()
         yield Client(parts, router, Codec(codec), policy)
+
+
+@asynccontextmanager
+async def aresume(
+    path: str | Path,
+    *,
+    peers: Sequence[str] = (),
+    parts: ClientParts | None = None,
+    link_policy: LinkPolicy | None = None,
+    policy: ClientPolicy | None = None,
+) -> AsyncIterator[Resumed]:
+    """Go on with the session that `InferenceSession.export` has saved in the file at `path`, where it stood.
+
+    Servers that still have its KV give it to us, who have its key from the file; what they do not have is replayed. The
+    swarm is that of the peers named in the file, and `peers`. `parts` must be those of the session's model. Raises
+    ConfigError (the file, another model), PeerError, NoRoute or SessionLost; the file stays as it is.
+    """
+    policy = policy or ClientPolicy()
+    saved = await trio.to_thread.run_sync(read, Path(path))
+    contacts = [*peers, *saved.contacts]
+    for address in contacts:
+        parse_peer(address)
+    parts = await _parts_in(saved.dtype, parts)
+    _check_model(saved, parts.model)
+    async with join_swarm(contacts, link_policy or LinkPolicy(), saved.key) as (pool, swarm):
+        router = Router(parts.model, pool, swarm, policy)
+        with single_error():
+            async with router.resume_session(saved) as session:
+                yield Resumed(Client(parts, router, saved.codec, policy), session, saved.token_ids)
+
+
+async def _parts_in(dtype: str, parts: ClientParts | None) -> ClientParts:
+    if parts is None:
+        # Abandoned: the first run converts the model, and Ctrl-C must not wait for that.
+        parts = await trio.to_thread.run_sync(load_parts, abandon_on_cancel=True)
+    return replace(parts, model=replace(parts.model, dtype=dtype))
+
+
+def _check_model(saved: SavedSession, model: ModelInfo) -> None:
+    """Raises ConfigError if the session is of another one."""
+    if saved.model_digest != model.digest:
+        raise ConfigError(f"the session is of {saved.model}, not of {model.name} as it is here: name its model")
+    if (saved.blocks, saved.hidden_size) != (model.blocks, model.hidden_size):
+        raise ConfigError(f"the session is of {saved.blocks} blocks, and {model.name} has {model.blocks}")
+    if saved.max_length > model.context_tokens:
+        raise ConfigError(f"the session has {saved.max_length} positions, more than the model's context")

@@ -10,12 +10,26 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode import _native
+from llmnode.client.saved import SavedHop
 from llmnode.core.ids import NO_SESSION, SESSION_ID_BYTES, Epoch, SessionId, Step
 from llmnode.core.pace import Pace
-from llmnode.errors import PeerError, PeerRefused, RemoteProtocolError
+from llmnode.errors import PeerError, PeerRefused, PeerUnreachable, RemoteProtocolError
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.log import PayloadLog
-from llmnode.wire.messages import Fork, Forward, Open, RefusalCode, Replay, Replayed, Result, pack, unpack
+from llmnode.wire.messages import (
+    Fork,
+    Forward,
+    Lease,
+    Leased,
+    Open,
+    RefusalCode,
+    Replay,
+    Replayed,
+    Result,
+    Resumed,
+    pack,
+    unpack,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -93,27 +107,47 @@ class SessionHop:
     Its name is its own: who replaces a peer, perhaps the same one in its next life, starts with a name never used.
     """
 
-    def __init__(self, hop: Hop, connection: Connection, form: HiddenForm, policy: ClientPolicy) -> None:
+    def __init__(
+        self,
+        hop: Hop,
+        connection: Connection | None,
+        form: HiddenForm,
+        policy: ClientPolicy,
+        session: SessionId | None = None,
+    ) -> None:
+        """`session` is the name of one that there is, for `take_over`. Only who is lost has no connection."""
         self.hop = hop
         self.inputs = PayloadLog(form)
         """What it was given, of the positions that all hops have computed, as far as it is logged here."""
         self.failure: PeerError | None = None
+        if connection is None:
+            self.failure = PeerUnreachable("cannot be reached", peer=hop.peer, span=hop.span)
         self.may_push = True
         """False once a push of its went wrong."""
         self.pace = Pace()
         self.one_by_one = trio.Lock()
         """Held by the chunk whose output is waited for."""
-        self._connection = connection
+        self._reached = connection
         self._is_open = False
         self._form = form
         self._policy = policy
-        self._session = SessionId(secrets.token_bytes(SESSION_ID_BYTES))
+        self._session = session or SessionId(secrets.token_bytes(SESSION_ID_BYTES))
         self._neighbours: Forward | None = None  # as it was told
         self._keeps_outputs = False
+        self._is_leased = False
 
     @property
     def connection(self) -> Connection:
-        return self._connection
+        """Raises the hop's failure if there is none."""
+        if self._reached is None:
+            assert self.failure is not None, "who has no connection has failed"
+            raise self.failure
+        return self._reached
+
+    @property
+    def saved(self) -> SavedHop:
+        """Who it is, and under which name its peer keeps it, if it does."""
+        return SavedHop(self.hop.peer, self.hop.span, self._session if self._is_leased else None)
 
     async def open(self, model: ModelInfo, max_length: int, epoch: Epoch) -> None:
         self._keeps_outputs = self._policy.upstream_logs and self.hop.span.end < model.blocks
@@ -128,21 +162,45 @@ class SessionHop:
         )
         frame = Frame(FrameType.OPEN, self._session, epoch, meta=pack(request))
         with self.blamed():
-            await self._connection.ask(frame, FrameType.OPENED, self._policy.open_timeout_s)
+            await self.connection.ask(frame, FrameType.OPENED, self._policy.open_timeout_s)
         self._is_open = True
+
+    async def take_over(self, model: ModelInfo, asked_in: Epoch, epoch: Epoch, position: int) -> None:
+        """Have the session that there is move to our connection. `asked_in` is an epoch that nobody was asked in.
+
+        It must have stayed in `epoch`, where it only grew, and stand at `position` or beyond.
+        """
+        self._keeps_outputs = self._policy.upstream_logs and self.hop.span.end < model.blocks
+        with self.blamed():
+            frame = Frame(FrameType.RESUME, self._session, asked_in)
+            answer = await self.connection.ask(frame, FrameType.RESUMED, self._policy.open_timeout_s)
+            stands = unpack(Resumed, answer.meta)
+            self._is_open = True
+            if stands.epoch != epoch or stands.position < position:
+                raise PeerRefused(RefusalCode.UNKNOWN_SESSION, f"has gone back, to {stands.position} or before")
+
+    async def lease(self, epoch: Epoch, step: Step) -> float:
+        """Ask that the session outlive our connection. Returns for how long it will, in seconds. Raises PeerError."""
+        self._is_leased = False
+        answer = await self.connection.ask(
+            self._lease_frame(epoch, step, leaves=False), FrameType.LEASED, self._policy.open_timeout_s
+        )
+        granted_s = unpack(Leased, answer.meta).lease_ms / 1000
+        self._is_leased = granted_s > 0
+        return granted_s
 
     async def align(self, epoch: Epoch, step: Step, position: int) -> None:
         """Have the KV end at `position`, whatever was computed beyond; the next step is to be `step` of `epoch`."""
         self.inputs.truncate(position)
         frame = Frame(FrameType.TRUNCATE, self._session, epoch, step, start=position)
         with self.blamed():  # it may have to finish a long forward first
-            await self._connection.ask(frame, FrameType.TRUNCATED, self._policy.step_timeout_s)
+            await self.connection.ask(frame, FrameType.TRUNCATED, self._policy.step_timeout_s)
 
     def beside(self, others: Sequence[SessionHop]) -> SessionHop:
         """One of `others` that is at the same peer, with the same blocks, and well; else a new one, to be opened."""
-        place = self.hop, self._connection
-        well = (each for each in others if (each.hop, each._connection) == place and each.failure is None)
-        return next(well, None) or SessionHop(self.hop, self._connection, self._form, self._policy)
+        place = self.hop, self._reached
+        well = (each for each in others if (each.hop, each._reached) == place and each.failure is None)
+        return next(well, None) or SessionHop(self.hop, self._reached, self._form, self._policy)
 
     async def become(
         self,
@@ -165,7 +223,7 @@ class SessionHop:
         with suppress(PeerError), self.blamed():
             if not self._is_open:
                 await self.open(model, max_length, Epoch(epoch - 1))
-            await self._connection.ask(frame, FrameType.FORKED, self._policy.step_timeout_s)
+            await self.connection.ask(frame, FrameType.FORKED, self._policy.step_timeout_s)
 
     async def stand_between(
         self,
@@ -193,9 +251,9 @@ class SessionHop:
         frame = Frame(FrameType.FORWARD, self._session, epoch, step, meta=pack(request))
         with self.blamed():
             if introduce is not None and after is not None and self.may_push:
-                await introduce(self._connection, after.hop.peer)
+                await introduce(self.connection, after.hop.peer)
             try:
-                await self._connection.ask(frame, FrameType.FORWARDED, self._policy.step_timeout_s)
+                await self.connection.ask(frame, FrameType.FORWARDED, self._policy.step_timeout_s)
             except PeerRefused as refusal:  # then its results come by way of us
                 if refusal.code != RefusalCode.CANNOT_FORWARD:
                     raise
@@ -206,16 +264,23 @@ class SessionHop:
         """Within the context, the output for `chunk` is kept when it comes, whoever gives this hop its input."""
         with ExitStack() as stack:
             with self.blamed():
-                expected = self._connection.expect(self._session, chunk.epoch, chunk.step)
+                expected = self.connection.expect(self._session, chunk.epoch, chunk.step)
                 answer = stack.enter_context(expected)
             yield ExpectedOutput(self, chunk, answer)
 
-    async def close(self) -> None:
-        """Tell the peer to free its KV. One that is gone has freed it already."""
+    async def close(self, *, keep: bool = False) -> None:
+        """Tell the peer to free its KV, or to `keep` it for its lease. One that is gone has done so already."""
+        goodbye = Frame(FrameType.CLOSE, self._session)
+        if keep and self._is_leased:
+            goodbye = self._lease_frame(Epoch(0), Step(0), leaves=True)
         try:
-            await self._connection.tell(Frame(FrameType.CLOSE, self._session))
+            await self.connection.tell(goodbye)
         except PeerError:
             return
+
+    def _lease_frame(self, epoch: Epoch, step: Step, *, leaves: bool) -> Frame:
+        request = Lease(int(1000 * self._policy.lease_s), leaves)
+        return Frame(FrameType.LEASE, self._session, epoch, step, meta=pack(request))
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
@@ -254,7 +319,7 @@ class SessionHop:
     async def ask(self, kind: FrameType, chunk: Chunk, meta: bytes = b"", payload: Buffer = b"") -> None:
         """Send a frame about `chunk`."""
         header = chunk.epoch, chunk.step, chunk.start, chunk.length
-        await self._connection.tell(Frame(kind, self._session, *header, meta, payload))
+        await self.connection.tell(Frame(kind, self._session, *header, meta, payload))
 
     def read(self, chunk: Chunk, answer: Frame, output_digest: bytes, *, pushed: bool) -> Hidden:
         """What the hop puts out. Raises RemoteProtocolError."""

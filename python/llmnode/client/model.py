@@ -12,7 +12,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llmnode.client.cache import SessionCache
-from llmnode.client.connect import aconnect, load_parts
+from llmnode.client.connect import aconnect, aresume, load_parts
 from llmnode.client.portal import open_portal
 from llmnode.core.beams import first_alike
 from llmnode.core.policy import ClientPolicy
@@ -21,6 +21,7 @@ from llmnode.models.source import open_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from llmnode.client.connect import Client
     from llmnode.client.portal import Portal
@@ -61,6 +62,28 @@ def connect(
         return DistributedModelForCausalLM(folder, parts.ends, client, portal, stack.pop_all())
 
 
+def resume(
+    path: str | Path,
+    name: str | None = None,
+    *,
+    peers: Sequence[str] = (),
+    report: Callable[[str], None] = lambda _line: None,
+) -> DistributedModelForCausalLM:
+    """Go on with what `SessionCache.export` has saved in the file at `path`: it is the model's `resumed`.
+
+    `name` and `report` are as for `connect`; codec and dtype are the session's. The swarm is that of the peers named in
+    the file, and `peers`. Raises as `connect`, ConfigError if the file is not a session of this model, and SessionLost.
+    """
+    folder = open_model(name, report)
+    parts = load_parts(folder)
+    with ExitStack() as stack:
+        portal = stack.enter_context(open_portal())
+        entered = stack.enter_context(portal.enter(aresume(path, peers=peers, parts=parts)))
+        model = DistributedModelForCausalLM(folder, parts.ends, entered.client, portal, stack.pop_all())
+    model.resumed = SessionCache.resumed(portal, entered)
+    return model
+
+
 class AutoDistributedModelForCausalLM:
     """Petals' name for `connect`."""
 
@@ -87,6 +110,8 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         self.info: ModelInfo = client.model
         self.embedding = ends.embedding
         self.scoring = ends.scoring
+        self.resumed: SessionCache | None = None
+        """What `llmnode.resume` goes on with: pass it as `past_key_values`."""
         self._ends = ends
         self._client = client
         self._portal = portal

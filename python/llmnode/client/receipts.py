@@ -37,7 +37,8 @@ _MOST_CONVICTIONS = 16
 
 
 class ReceiptBook:
-    """`client` is our own id, as the hops know us; `run` runs what takes long, off the event loop.
+    """`client` is our own id, as the hops know us; `run` runs what takes long, off the event loop. Of
+    the positions before `position` it knows nothing.
 
     Not for several tasks at once, but for `verify_pending`.
     """
@@ -50,6 +51,7 @@ class ReceiptBook:
         policy: ClientPolicy,
         verify: Verify,
         run: Run = trio.to_thread.run_sync,
+        position: int = 0,
     ) -> None:
         self.convictions: list[Conviction] = []
         self._client = client
@@ -63,8 +65,7 @@ class ReceiptBook:
         self._entries: deque[_Entry] = deque()
         self._inherited: list[_Entry] = []  # from another session's book, until they are verified
         self._receipts = 0
-        self._first_position = 0
-        self._position = 0
+        self._first_position = self._position = position
 
     @property
     def pending(self) -> int:

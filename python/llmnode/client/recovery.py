@@ -12,8 +12,10 @@ from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
+    from pathlib import Path
 
     from llmnode.client.connection import Connection
+    from llmnode.client.saved import SavedSession
     from llmnode.core.ids import PeerId
     from llmnode.core.route import Hop, Route
     from llmnode.core.span import Span
@@ -62,6 +64,9 @@ class Detours(Protocol):
 
     async def find_twin(self, span: Span, avoid: Collection[PeerId]) -> tuple[Hop, Connection]:
         """One peer, any that has not failed lately, that computes all of `span`. Raises as `find` does."""
+
+    async def save(self, saved: SavedSession, path: Path) -> None:
+        """Write it to a file, with our key and peers that we know. Raises ConfigError."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import trio
 
 from llmnode.client.receipts import ReceiptBook
-from llmnode.client.session import open_session
+from llmnode.client.saved import MOST_CONTACTS, pack, write
+from llmnode.client.session import open_session, resume_session
 from llmnode.client.spot import SpotChecks
 from llmnode.core.bans import Bans
 from llmnode.core.route import Hop, HopCost, Route, find_detour, find_route
@@ -20,10 +23,12 @@ from llmnode.errors import ConfigError, IntegrityError, NoRoute, PeerError, Peer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
 
     from llmnode.client.connection import Connection
     from llmnode.client.pool import ConnectionPool
     from llmnode.client.receipts import Run
+    from llmnode.client.saved import SavedSession
     from llmnode.client.session import InferenceSession
     from llmnode.client.swarm import Swarm
     from llmnode.core.announcement import Announcement
@@ -32,6 +37,8 @@ if TYPE_CHECKING:
     from llmnode.core.policy import ClientPolicy
     from llmnode.core.span import Span
     from llmnode.wire.payload import Codec
+
+log = logging.getLogger(__name__)
 
 
 class Router:
@@ -67,6 +74,22 @@ class Router:
         """
         async with AsyncExitStack() as stack:
             yield await self._open_session(stack, max_length, codec, beside)
+
+    @asynccontextmanager
+    async def resume_session(self, saved: SavedSession) -> AsyncIterator[InferenceSession]:
+        """The session that was `saved`, perhaps by another process. Raises NoRoute or SessionLost."""
+        if not self.swarm.view.of_model(self._model.digest):
+            await self.swarm.look_up(self._model.digest)
+        connections = await self._reach(saved)
+        network = self._pool.network
+        book = ReceiptBook(
+            network.peer, self._model, saved.codec, self._policy, network.verify, self._run, saved.position
+        )
+        spot = self._spot_checks(saved.codec, book)
+        async with resume_session(saved, connections, self._model, self._policy, self, book, spot) as session:
+            self.route = session.route
+            self._warm_standbys(session.route)
+            yield session
 
     async def find_any(self) -> Route:
         """A route whose peers answer; asks the directory if the view has none. Raises as `open_session` does."""
@@ -172,7 +195,36 @@ class Router:
         hop = Hop(twins[0].peer, span)
         return hop, (await self._connect([hop], twins))[hop.peer]
 
+    async def save(self, saved: SavedSession, path: Path) -> None:
+        """See `Detours`."""
+        known = {each.peer: each.addresses for each in self.swarm.view.announcements()}
+        hops = [address for hop in saved.hops for address in known.pop(hop.peer, ())]
+        others = [address for addresses in known.values() for address in addresses]
+        contacts = dict.fromkeys([*hops, *self.swarm.contacts, *others])
+        key = self._pool.network.key
+        complete = replace(saved, contacts=tuple(contacts)[:MOST_CONTACTS], key=key)
+        await self._run(lambda: write(path, pack(complete)))
+
     # Inside
+
+    async def _reach(self, saved: SavedSession) -> Mapping[PeerId, Connection]:
+        """Connections to those hops that can be reached, at the addresses that they announce, or had."""
+        known = {each.peer: each.addresses for each in self.swarm.view.of_model(self._model.digest)}
+        connections: dict[PeerId, Connection] = {}
+
+        async def reach(peer: PeerId) -> None:
+            had = [address for address in saved.contacts if address.rpartition("/p2p/")[2] == peer]
+            try:
+                with trio.fail_after(self._policy.connect_timeout_s):
+                    connections[peer] = await self._pool.connect(known.get(peer) or had)
+            except (PeerError, ConfigError, trio.TooSlowError) as error:
+                log.info("cannot reach peer=%s, which had the session: %s", peer, error)
+                self.report(PeerUnreachable("cannot be reached", peer=peer))
+
+        async with trio.open_nursery() as nursery:
+            for peer in dict.fromkeys(each.peer for each in saved.hops if each.session is not None):
+                nursery.start_soon(reach, peer)
+        return connections
 
     async def _connected_route(self, failed: dict[PeerId, PeerError]) -> tuple[Route, Mapping[PeerId, Connection]]:
         """A route over peers that have not `failed`, each with a living connection; who cannot be reached is added."""

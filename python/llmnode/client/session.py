@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from contextlib import asynccontextmanager, contextmanager
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import trio
@@ -18,27 +19,35 @@ import trio
 from llmnode.client.flight import Contradiction, fly
 from llmnode.client.hop import Chunk, SessionHop
 from llmnode.client.recovery import Recovery, Trouble
+from llmnode.client.saved import SavedSession
 from llmnode.core.ids import Epoch, Step
+from llmnode.core.route import Hop
+from llmnode.core.span import Span
 from llmnode.errors import (
     IntegrityError,
     LlmnodeError,
     LocalProtocolError,
     NoRoute,
     PeerError,
+    PeerRefused,
+    PeerUnreachable,
     SessionClosed,
     SessionLost,
     single_error,
 )
+from llmnode.wire.messages import RefusalCode
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from llmnode.client.connection import Connection
     from llmnode.client.flight import Flight
     from llmnode.client.hop import HopTiming
     from llmnode.client.receipts import ReceiptBook
     from llmnode.client.recovery import Detours
+    from llmnode.client.saved import SavedHop
     from llmnode.client.spot import SpotChecks
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
@@ -82,6 +91,7 @@ class InferenceSession:
         self._epoch = Epoch(0)
         self._step = Step(0)
         self._settled = True
+        self._is_exported = False
         self._ended: LlmnodeError | None = None
 
     @property
@@ -101,6 +111,25 @@ class InferenceSession:
     async def open(self, route: Route, connections: Mapping[PeerId, Connection]) -> None:
         self._hops = await self._open_hops(route, connections)
         await self._line_up([None, *self._hops, None])
+
+    async def take_over(self, saved: SavedSession, connections: Mapping[PeerId, Connection]) -> None:
+        """Instead of `open`: go on where `saved` stands, with the hops that are still there, and others for the rest.
+
+        Raises NoRoute or SessionLost.
+        """
+        self._position, self._epoch, self._settled = saved.position, saved.epoch, False
+        asked_in = self._begin_epoch()
+        self._hops = [
+            SessionHop(Hop(each.peer, each.span), connections.get(each.peer), self._form, self._policy, each.session)
+            for each in saved.hops
+        ]
+        async with trio.open_nursery() as nursery:
+            for hop, each in zip(self._hops, saved.hops, strict=True):
+                nursery.start_soon(self._take_over, hop, each, asked_in, saved)
+        self._hops = self._gaps_joined(self._hops)
+        for payload, length in saved.log:
+            self._hops[0].inputs.append(payload, length)
+        await self._persist(trio.lowlevel.checkpoint, position_before=saved.position)
 
     async def step(self, hidden: Buffer) -> Buffer:
         """Append positions. hidden: (tokens, hidden_size) in fp32, as it leaves the embedding.
@@ -162,13 +191,44 @@ class InferenceSession:
                 if hop.hop.peer == error.peer:
                     hop.blame(error)
 
+    async def export(self, path: Path, token_ids: Sequence[int] = ()) -> float:
+        """Save the session in the file at `path`, for `llmnode.resume` in another process; it may go on here too.
+
+        Returns for how many seconds the servers keep its KV when this process has gone or closed it, 0 if some do not:
+        then it is resumed by a replay of what is in the file. The file says where the session stands now, `token_ids`,
+        which only the caller knows, and our key: whoever can read it can go on in our name. Raises ConfigError if it
+        cannot be written.
+        """
+        self._check_open()
+        if self._detours is None:
+            raise LocalProtocolError("a session that knows no other peers cannot be saved")
+        lease_s = await self._lease()
+        model = self._model
+        saved = SavedSession(
+            model.name,
+            model.digest,
+            model.blocks,
+            model.hidden_size,
+            model.dtype,
+            self._form.codec,
+            self.max_length,
+            self._position,
+            self._epoch,
+            tuple(self._hops[0].inputs.pieces(self._position)),
+            tuple(hop.saved for hop in self._hops),
+            tuple(token_ids),
+        )
+        await self._detours.save(saved, path)
+        self._is_exported = True
+        return lease_s
+
     async def close(self) -> None:
-        """Tell every hop to free its KV."""
+        """Tell every hop to free its KV; or, if the session was exported, to keep it for as long as was promised."""
         self._ended = self._ended or SessionClosed("closed")
         if self.spot_checks is not None:
             await self.spot_checks.close()
         for hop in self._hops:
-            await hop.close()
+            await hop.close(keep=self._is_exported)
 
     def _check_open(self) -> None:
         if self._ended is not None:
@@ -343,6 +403,56 @@ class InferenceSession:
                 self._check_open()
         await self._persist(lambda: self._line_up([None, *self._hops, None]), position_before=position)
 
+    # From process to process
+
+    async def _lease(self) -> float:
+        """Ask all hops to outlive us, for as long as is returned. Who does not, or has failed, is recovered later."""
+        granted_s = [0.0] * len(self._hops)
+
+        async def ask(index: int, hop: SessionHop) -> None:
+            try:
+                granted_s[index] = await hop.lease(self._epoch, self._step)
+            except PeerError as error:
+                log.info("no lease: %s", error)
+
+        # Who has lost its place in the session, or logs nothing for the next hop, would be of no use.
+        if self._settled and self._policy.upstream_logs:
+            async with trio.open_nursery() as nursery:
+                for index, hop in enumerate(self._hops):
+                    if hop.failure is None:
+                        nursery.start_soon(ask, index, hop)
+        return min(granted_s)
+
+    async def _take_over(self, hop: SessionHop, each: SavedHop, asked_in: Epoch, saved: SavedSession) -> None:
+        """What fails is the hop's failure."""
+        if each.session is None or not self._policy.upstream_logs:
+            hop.blame(PeerRefused(RefusalCode.UNKNOWN_SESSION, "has not kept the session"))
+        if hop.failure is not None:
+            return
+        try:
+            await hop.take_over(self._model, asked_in, saved.epoch, saved.position)
+        except PeerError as error:
+            log.info("not taken over: %s", error)
+            await hop.close()
+            if self._detours is not None:
+                self._detours.report(error)
+
+    def _gaps_joined(self, hops: Sequence[SessionHop]) -> list[SessionHop]:
+        """With one lost hop for all that follow each other: they are replaced by one replay.
+
+        Nobody's failure: who does not have the session any more may well take its place.
+        """
+        joined: list[SessionHop] = []
+        for is_lost, group in groupby(hops, lambda hop: hop.failure is not None):
+            members = list(group)
+            if is_lost:
+                span = Span(members[0].hop.span.start, members[-1].hop.span.end)
+                gap = SessionHop(Hop(members[0].hop.peer, span), None, self._form, self._policy)
+                gap.failure = PeerUnreachable("the session that was saved is not there any more", span=span)
+                members = [gap]
+            joined += members
+        return joined
+
     # Recovery
 
     async def _recover(self, error: PeerError, trouble: Trouble) -> None:
@@ -478,6 +588,26 @@ class InferenceSession:
 
 
 @asynccontextmanager
+async def resume_session(
+    saved: SavedSession,
+    connections: Mapping[PeerId, Connection],
+    model: ModelInfo,
+    policy: ClientPolicy,
+    detours: Detours,
+    book: ReceiptBook,
+    spot: SpotChecks | None = None,
+) -> AsyncIterator[InferenceSession]:
+    """The session that was `saved`, at whichever of its hops there are `connections` to; closed with the context.
+
+    Raises NoRoute if nobody holds the blocks of the others, SessionLost if that is of no use.
+    """
+    session = InferenceSession(model, saved.max_length, saved.codec, policy, detours, book, spot)
+    async with _closed_at_last(session, policy):
+        await session.take_over(saved, connections)
+        yield session
+
+
+@asynccontextmanager
 async def open_session(
     route: Route,
     connections: Mapping[PeerId, Connection],
@@ -495,9 +625,15 @@ async def open_session(
     nothing is computed twice. Raises the PeerError of the first hop that does not open.
     """
     session = InferenceSession(model, max_length, codec, policy, detours, book, spot)
-    try:
+    async with _closed_at_last(session, policy):
         await session.open(route, connections)
         yield session
+
+
+@asynccontextmanager
+async def _closed_at_last(session: InferenceSession, policy: ClientPolicy) -> AsyncIterator[None]:
+    try:
+        yield
     finally:
         with trio.move_on_after(policy.open_timeout_s, shield=True):
             await session.close()

@@ -75,7 +75,7 @@ class Swarm:
         self._network = network
         self._pool = pool
         self._policy = policy
-        self._contacts = list(contacts)
+        self.contacts = list(contacts)
         self._directory = directory
         self._now_ms = now_ms
         self._rng = rng or random.Random()
@@ -250,7 +250,7 @@ class Swarm:
         """The addresses of a peer that we have no link to, at random; those that the user named are among them."""
         known = {connection.peer for connection in living} | {self._network.peer}
         choices = [each.addresses for each in self.view.announcements() if each.peer not in known and each.addresses]
-        contacts = [[each] for each in self._contacts if each.rpartition("/p2p/")[2] not in known]
+        contacts = [[each] for each in self.contacts if each.rpartition("/p2p/")[2] not in known]
         return self._rng.choice([*choices, *contacts]) if choices or contacts else []
 
     async def _try_exchange(self, addresses: Sequence[str]) -> None:

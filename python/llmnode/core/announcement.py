@@ -20,6 +20,8 @@ class PeerState(StrEnum):
     JOINING = "joining"
     """It has chosen its blocks and loads them: others choose other ones."""
     ONLINE = "online"
+    DRAINING = "draining"
+    """It serves the sessions that it has, takes no others, and will soon have left."""
     LEFT = "left"
     """It stopped on purpose: nobody needs to wait until its last announcement expires."""
 

@@ -49,6 +49,11 @@ class ServePolicy:
     """A next hop that we could not reach, as behind a NAT, is not dialled again for this long."""
     session_idle_s: float = 600.0
     """A session without a step for this long is closed and its KV freed."""
+    lease_s: float = 60.0
+    """How long a session may outlive its link, if its client asks for it: until another process has read the file of a
+    session and loaded its model. 0 grants nobody anything."""
+    leased_share: float = 0.25
+    """Of `kv_tokens`, what sessions without a link may hold together: nobody may ever come for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,8 @@ class ClientPolicy:
     """A session that lost a peer looks this long for others to take its place: a server may be starting again."""
     standbys: bool = True
     """Connections are kept to who could take the place of a lost peer."""
+    lease_s: float = 60.0
+    """How long servers are asked to keep what `InferenceSession.export` has saved."""
     retry_s: float = 1.0
     """Between two looks, unless the swarm changes before."""
     ban_s: float = 2.0

@@ -98,6 +98,11 @@ def online(announcements: Iterable[Announcement]) -> list[Announcement]:
     return [each for each in announcements if each.offer.state is PeerState.ONLINE]
 
 
+def serving(announcements: Iterable[Announcement]) -> list[Announcement]:
+    """Those that have sessions, whether or not they take others."""
+    return [each for each in announcements if each.offer.state in (PeerState.ONLINE, PeerState.DRAINING)]
+
+
 def _essence(announcement: Announcement) -> tuple[object, ...]:
     """What others must hear of at once; the rest may wait for the next exchange."""
     offer = announcement.offer

@@ -24,7 +24,7 @@ from multiaddr.exceptions import Error as MultiaddrError
 
 from llmnode.core.ids import PeerId
 from llmnode.errors import ConfigError, PeerUnreachable
-from llmnode.net.identity import fresh_identity, is_signed, open_identity
+from llmnode.net.identity import fresh_identity, identity_of, is_signed, open_identity
 from llmnode.net.libp2p_host import open_host
 from llmnode.net.link import Libp2pLink
 from llmnode.wire.messages import ADDRESS_CHARS
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from libp2p.abc import IHost, IMuxedConn, INetStream
+    from libp2p.crypto.keys import KeyPair
     from libp2p.network.stream.net_stream import NetStream
     from libp2p.network.swarm import Swarm
     from libp2p.peer.peerinfo import PeerInfo
@@ -51,19 +52,19 @@ ACCEPT_QUEUE = 16
 
 @contextlib.asynccontextmanager
 async def open_network(
-    listen: Sequence[str], policy: LinkPolicy, identity: Path | None = None, announce: Sequence[str] = ()
+    listen: Sequence[str], policy: LinkPolicy, identity: Path | bytes | None = None, announce: Sequence[str] = ()
 ) -> AsyncIterator[Libp2pNetwork]:
     """Run a host that listens at the multiaddrs `listen`; none means that it only dials.
 
     Others are told that it is at `announce`, by default where it listens. Its identity is that in the file `identity`,
-    by default a fresh one. Raises ConfigError for an address that is malformed, of another transport, or taken, and
-    for a file that holds no identity.
+    or of that key, by default a fresh one. Raises ConfigError for an address that is malformed, of another transport,
+    or taken, and for a file that holds no identity.
     """
     addresses = [_parse_listen(address) for address in listen]
     for address in addresses:
         _check_bindable(address)
     announced = [parse_announced(address) for address in announce]
-    key_pair = open_identity(identity) if identity is not None else fresh_identity()
+    key_pair = _identity(identity)
     peer = PeerId(ID.from_pubkey(key_pair.public_key).to_base58())
     told = [_of_peer(address, peer) for address in announced]
     async with open_host(key_pair, addresses, policy, told) as host, trio.open_nursery() as nursery:
@@ -73,6 +74,12 @@ async def open_network(
             yield network
         finally:
             nursery.cancel_scope.cancel()
+
+
+def _identity(identity: Path | bytes | None) -> KeyPair:
+    if isinstance(identity, bytes):
+        return identity_of(identity)
+    return fresh_identity() if identity is None else open_identity(identity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +126,10 @@ class Libp2pNetwork:
         connections = cast("Swarm", self.host.get_network()).get_connections()
         streams = sum(len(connection.get_streams()) for connection in connections)
         return OpenCounts(links=len(self._links), connections=len(connections), streams=streams)
+
+    @property
+    def key(self) -> bytes:
+        return self.host.get_private_key().to_bytes()
 
     def sign(self, message: bytes) -> bytes:
         return self.host.get_private_key().sign(message)

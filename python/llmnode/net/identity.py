@@ -42,6 +42,11 @@ def open_identity(path: Path) -> KeyPair:
         raise ConfigError(f"cannot use the identity {path} ({error.strerror}): name another file") from error
     if len(seed) != _SEED_BYTES:
         raise ConfigError(f"{path} is no identity: name another file, or remove it to have one made")
+    return identity_of(seed)
+
+
+def identity_of(seed: bytes) -> KeyPair:
+    """The identity whose key these 32 bytes are."""
     private_key = Ed25519PrivateKey.new(seed)
     return KeyPair(private_key, private_key.get_public_key())
 

@@ -237,6 +237,10 @@ class MemoryNetwork:
     def addresses(self) -> list[str]:
         return [f"/memory/p2p/{self.peer}"]
 
+    @property
+    def key(self) -> bytes:
+        return hashlib.blake2b(self.peer.encode(), digest_size=32).digest()
+
     async def dial(self, address: str) -> MemoryLink:
         internet = self._internet
         other = internet.find(address)

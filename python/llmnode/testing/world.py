@@ -88,6 +88,7 @@ class ServingNode(SimulatedNode):
     model: ModelInfo
     worker: ExactWorker
     server: Server
+    state: PeerState = PeerState.ONLINE
 
     @property
     def offer(self) -> Offer:
@@ -98,7 +99,7 @@ class ServingNode(SimulatedNode):
             model.blocks,
             model.dtype,
             worker.span,
-            PeerState.ONLINE,
+            self.state,
             SAID_BLOCK_US,
             worker.kv_tokens_free,
         )
@@ -168,8 +169,16 @@ class World:
         """As SIGKILL: not cancelled first, the dead say no farewell."""
         self._end(self._take(name))
 
+    async def drain(self, name: str, patience_s: float) -> None:
+        """As SIGTERM: it takes no new sessions, waits so long for those that it has, and leaves."""
+        node = self.nodes[name]
+        node.state = PeerState.DRAINING
+        node.swarm.say(node.offer)
+        await node.server.drain(patience_s)
+        await self.stop(name)
+
     async def stop(self, name: str) -> None:
-        """As SIGTERM: it tells its neighbours."""
+        """As SIGTERM to who has no sessions: it tells its neighbours."""
         node = self._take(name)
         if isinstance(node, ServingNode):
             await node.swarm.leave(node.offer)
@@ -221,7 +230,8 @@ class World:
                     router(self.model, pool, swarm, policy or ClientPolicy(chunk_tokens=8), rng, inline), network.peer
                 )
             finally:
-                del self.clients[name]
+                if self.clients.get(name) is swarm:  # its next life may have begun
+                    del self.clients[name]
                 nursery.cancel_scope.cancel()
 
     @asynccontextmanager

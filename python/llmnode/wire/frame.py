@@ -58,6 +58,12 @@ class FrameType(IntEnum):
     FORK = 17
     """Makes a session a copy of another one, up to a position."""
     FORKED = 18
+    LEASE = 20
+    """Asks that the session outlive its link."""
+    LEASED = 21
+    RESUME = 22
+    """Moves a session of the same client from another link to this one."""
+    RESUMED = 23
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,14 @@ class PayloadLog:
         alike = takewhile(lambda pair: pair[0][0] is pair[1][0], zip(self._pieces, other._pieces, strict=False))
         return sum(length for (_, length), _ in alike)
 
+    def pieces(self, positions: int) -> Iterator[tuple[Buffer, int]]:
+        """The first `positions` as they were appended: payloads, and how many positions each has."""
+        for payload, length in self._pieces:
+            kept = min(length, positions)
+            if kept:
+                yield (payload if kept == length else self._form.cut((payload, length), 0, kept)), kept
+            positions -= kept
+
     def chunks(self, most: int) -> Iterator[tuple[Buffer, int]]:
         """All of it as payloads of at most `most` positions each, if none was longer from the start."""
         gathered: list[tuple[Buffer, int]] = []

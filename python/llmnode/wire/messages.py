@@ -196,6 +196,32 @@ class Fork:
 
 
 @dataclass(frozen=True, slots=True)
+class Lease:
+    """Ask that the session outlive its link by so long, for this client to RESUME it over another one.
+
+    If the client `leaves`, the session has no link from now on.
+    """
+
+    lease_ms: U32
+    leaves: Flag
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """For how long, at most: 0 if the session ends with its link."""
+
+    lease_ms: U32
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where a session stands that has moved to this link. It ends with it, unless it is leased again."""
+
+    epoch: U32
+    position: U32
+
+
+@dataclass(frozen=True, slots=True)
 class Refusal:
     """A typed no. `retry_after_ms` is 0 where waiting does not help or is not known."""
 
@@ -232,10 +258,37 @@ class AnnouncementBody:
 
 
 AnyMessage = (
-    Description | Open | Result | Pushed | Replay | Replayed | Forward | Fork | Refusal | Clock | AnnouncementBody
+    Description
+    | Open
+    | Result
+    | Pushed
+    | Replay
+    | Replayed
+    | Forward
+    | Fork
+    | Lease
+    | Leased
+    | Resumed
+    | Refusal
+    | Clock
+    | AnnouncementBody
 )
 Message = TypeVar(
-    "Message", Description, Open, Result, Pushed, Replay, Replayed, Forward, Fork, Refusal, Clock, AnnouncementBody
+    "Message",
+    Description,
+    Open,
+    Result,
+    Pushed,
+    Replay,
+    Replayed,
+    Forward,
+    Fork,
+    Lease,
+    Leased,
+    Resumed,
+    Refusal,
+    Clock,
+    AnnouncementBody,
 )
 
 
@@ -310,5 +363,20 @@ def _check_of(hint: Any) -> Callable[[Any], bool]:  # Any: a typing construct
 
 _CHECKS: dict[type[Any], tuple[tuple[str, Callable[[Any], bool]], ...]] = {
     kind: _checks(kind)
-    for kind in (Description, Open, Result, Pushed, Replay, Replayed, Forward, Fork, Refusal, Clock, AnnouncementBody)
+    for kind in (
+        Description,
+        Open,
+        Result,
+        Pushed,
+        Replay,
+        Replayed,
+        Forward,
+        Fork,
+        Lease,
+        Leased,
+        Resumed,
+        Refusal,
+        Clock,
+        AnnouncementBody,
+    )
 }
