@@ -94,12 +94,12 @@ class Cell:
 
     def delay_s(self, undisturbed_s: float) -> float:
         """So long into the act, the first of the lost servers computes."""
-        in_a_hop = (self.spans[0] + 0.5) / SPANS
+        in_a_hop = self.spans[0] + 0.5
         match self.moment:
-            case Moment.PREFILL:
-                return (1 + in_a_hop) * CHUNK_TOKENS / PROMPT_TOKENS * undisturbed_s
+            case Moment.PREFILL:  # the second chunk: they go through the hops one behind the other
+                return (1 + in_a_hop) / (PROMPT_TOKENS / CHUNK_TOKENS + SPANS - 1) * undisturbed_s
             case Moment.DECODE:
-                return in_a_hop * undisturbed_s
+                return in_a_hop / SPANS * undisturbed_s
         return 0.0
 
 
@@ -423,7 +423,6 @@ class Dialogue:
             fresh,
             1,
             stop_token_id=None,
-            chunk_tokens=CHUNK_TOKENS,
             on_token=lambda _token: None,
         )
         text.extend(generation.token_ids)

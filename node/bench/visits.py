@@ -184,6 +184,5 @@ class Visitor:
             turn.said,
             turn.chosen,
             stop_token_id=None,
-            chunk_tokens=self._client.policy.chunk_tokens,
             on_token=text.append,
         )

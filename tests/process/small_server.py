@@ -149,7 +149,6 @@ class SmallClient:
                     prompt,
                     new_tokens,
                     stop_token_id=None,
-                    chunk_tokens=self.policy.chunk_tokens,
                     on_token=tokens.append,
                 )
             chosen[index] = tokens

@@ -98,7 +98,6 @@ def test_a_program_goes_on_though_a_server_has_gone(
                 fresh,
                 HALF,
                 stop_token_id=None,
-                chunk_tokens=512,
                 on_token=lambda _token: None,
             )
             return (*resumed.token_ids, *generation.token_ids)

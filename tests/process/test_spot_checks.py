@@ -57,7 +57,7 @@ async def speak(session: InferenceSession, parts: ClientParts, new_tokens: int) 
     fresh = parts.tokenizer.encode(PROMPT)
     for _ in range(new_tokens):
         hidden = parts.ends.embed(fresh, session.position)
-        output = await run_blocks(session, hidden, POLICY.chunk_tokens)
+        output = await run_blocks(session, hidden)
         await session.spot_checks.finish()
         fresh = [int(parts.ends.logits(output[-1:]).argmax())]
 

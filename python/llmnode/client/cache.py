@@ -157,7 +157,7 @@ class SessionCache(Cache):
         outputs: list[torch.Tensor | None] = [None] * self.rows
 
         async def run_row(row: int, states: torch.Tensor) -> None:
-            outputs[row] = await run_blocks(self._sessions[row], states, self._client.policy.chunk_tokens)
+            outputs[row] = await run_blocks(self._sessions[row], states)
 
         with single_error():
             async with trio.open_nursery() as nursery:

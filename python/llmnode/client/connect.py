@@ -106,7 +106,6 @@ class Client:
                 prompt,
                 max_new_tokens,
                 stop_token_id=self.tokenizer.eos_token_id if stop_at_eos else None,
-                chunk_tokens=self.policy.chunk_tokens,
                 on_token=on_token,
             )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 import trio
 
 from llmnode.compute.tensors import from_bytes, to_bytes
@@ -13,6 +12,8 @@ from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import torch
 
     from llmnode.client.hop import HopTiming
     from llmnode.client.session import InferenceSession
@@ -73,7 +74,6 @@ async def generate_greedy(
     max_new_tokens: int,
     *,
     stop_token_id: int | None,
-    chunk_tokens: int,
     on_token: Callable[[int], None],
 ) -> Generation:
     """Append `prompt`, then choose the likeliest token until `stop_token_id` or `max_new_tokens`.
@@ -84,7 +84,7 @@ async def generate_greedy(
     timings: list[TokenTiming] = []
     fresh = list(prompt)
     while True:
-        token, timing = await _next_token(session, ends, thread, fresh, chunk_tokens)
+        token, timing = await _next_token(session, ends, thread, fresh)
         chosen.append(token)
         timings.append(timing)
         on_token(token)
@@ -93,20 +93,19 @@ async def generate_greedy(
         fresh = [token]
 
 
-async def run_blocks(session: InferenceSession, hidden: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
-    """Hidden states (tokens, hidden_size) through all blocks, in chunks; returns the same shape."""
-    outputs = [from_bytes(await session.step(to_bytes(chunk)), hidden.shape[1]) for chunk in hidden.split(chunk_tokens)]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+async def run_blocks(session: InferenceSession, hidden: torch.Tensor) -> torch.Tensor:
+    """Hidden states (tokens, hidden_size) through all blocks; returns the same shape. Raises as `session.step` does."""
+    return from_bytes(await session.step(to_bytes(hidden)), hidden.shape[1])
 
 
 async def _next_token(
-    session: InferenceSession, ends: Ends, thread: ComputeThread, fresh: list[int], chunk_tokens: int
+    session: InferenceSession, ends: Ends, thread: ComputeThread, fresh: list[int]
 ) -> tuple[int, TokenTiming]:
     started = trio.current_time()
     start = session.position
     hidden = await thread.run(lambda: ends.embed(fresh, start))
     embedded = trio.current_time()
-    output = await run_blocks(session, hidden, chunk_tokens)
+    output = await run_blocks(session, hidden)
     stepped = trio.current_time()
     token = await thread.run(lambda: int(ends.logits(output[-1:]).argmax()))
     done = trio.current_time()

@@ -153,7 +153,7 @@ class InferenceSession:
                 if self.receipts is not None and self.receipts.pending >= self._policy.unverified_steps:
                     beside.start_soon(self.verify)
                 await self._persist(lambda: self._stream(waiting, outputs), position_before=self._position)
-        return outputs[0] if len(outputs) == 1 else b"".join(outputs)
+        return outputs[0] if len(outputs) == 1 else bytearray().join(outputs)
 
     async def truncate(self, position: int) -> None:
         """Forget the positions from `position` on, at every hop. Raises as `step` does."""
