@@ -1,0 +1,232 @@
+"""The hops of a session in order, and where they all stand: opened, told of each other, brought to one position.
+
+What the session does with them is in `session.py`; how one that is lost is replaced, in `mending.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.client.flight import fly
+from llmnode.client.hop import Chunk, SessionHop
+from llmnode.core.ids import Epoch, Step
+from llmnode.errors import LocalProtocolError, SessionClosed, single_error
+from llmnode.wire.payload import HiddenForm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from llmnode.client.connection import Connection
+    from llmnode.client.flight import Flight
+    from llmnode.client.hop import Introduce
+    from llmnode.client.receipts import ReceiptBook
+    from llmnode.client.spot import SpotChecks
+    from llmnode.core.ids import PeerId
+    from llmnode.core.model import ModelInfo
+    from llmnode.core.policy import ClientPolicy
+    from llmnode.core.route import Route
+    from llmnode.errors import LlmnodeError
+    from llmnode.wire.frame import Buffer
+    from llmnode.wire.log import PayloadLog
+    from llmnode.wire.payload import Codec
+
+
+class Line:
+    """All hops stand at `position` in `epoch`, if it `is_settled`; else `settle` brings them there."""
+
+    def __init__(
+        self,
+        model: ModelInfo,
+        max_length: int,
+        codec: Codec,
+        policy: ClientPolicy,
+        *,
+        introduce: Introduce | None = None,
+        book: ReceiptBook | None = None,
+        spot: SpotChecks | None = None,
+    ) -> None:
+        """`book` and `spot` go back with the hops."""
+        self.model = model
+        self.max_length = max_length
+        self.form = HiddenForm(model.hidden_size, codec)
+        self.policy = policy
+        self.book = book
+        self.spot = spot
+        self.hops: list[SessionHop] = []
+        self.position = 0
+        self.epoch = Epoch(0)
+        self.step = Step(0)
+        self.is_settled = True
+        self.ended: LlmnodeError | None = None
+        """Why nothing more can be done with it."""
+        self._introduce = introduce
+
+    @property
+    def lost(self) -> SessionHop | None:
+        """The first that has failed: it has what the next one was given."""
+        return next((hop for hop in self.hops if hop.failure is not None), None)
+
+    def check_open(self) -> None:
+        """Raises SessionClosed."""
+        if self.ended is not None:
+            raise SessionClosed(f"the session has ended: {self.ended}")
+
+    def begin_epoch(self) -> Epoch:
+        self.epoch = Epoch(self.epoch + 1)
+        return self.epoch
+
+    def chunk(self, step: int, start: int, length: int) -> Chunk:
+        return Chunk(self.epoch, Step(step), start, length)
+
+    async def open(self, route: Route, connections: Mapping[PeerId, Connection]) -> None:
+        """Raises the PeerError of a hop that does not open; then none is left open."""
+        self.hops = await self._open_hops(route, connections)
+        await self.line_up()
+
+    async def line_up(self) -> None:
+        """Tell every hop its neighbours."""
+        await self._tell([None, *self.hops, None])
+
+    async def settle(self) -> None:
+        """Have all hops stand at the line's position, in one epoch, and know their neighbours. Raises PeerError."""
+        if not self.is_settled:
+            self.begin_epoch()
+            if self.book is not None:
+                self.book.truncate(self.position)
+            if self.spot is not None:
+                self.spot.truncate(self.position)
+            with single_error():
+                async with trio.open_nursery() as nursery:
+                    for hop in self.hops:
+                        nursery.start_soon(hop.align, self.epoch, self.step, self.position)
+            await self.line_up()
+            self.is_settled = True
+
+    async def become(self, source: Line) -> None:
+        """Be a copy of `source`, at its peers, but for who does not copy itself: that is a `failure` of the hop.
+
+        Its hops do not know their neighbours yet.
+        """
+        position = source.position
+        if (source.model, source.form) != (self.model, self.form) or position > self.max_length:
+            raise LocalProtocolError(f"no room for {position} positions of another session, or of another form")
+        hops = [hop.beside(self.hops) for hop in source.hops]
+        shared = min(self.position, position, self.hops[0].inputs.shared_with(source.hops[0].inputs))
+        if self.is_settled and hops == self.hops and shared == self.position == position:
+            return
+        await self.abandon([hop for hop in self.hops if hop not in hops])
+        self.hops, self.position, self.is_settled = hops, position, True
+        self.begin_epoch()  # of those that are opened
+        at = self.begin_epoch(), self.step, position
+        if self.book is not None:
+            self.book.become(source.book, position)
+        if self.spot is not None:
+            self.spot.truncate(0)  # what is being checked has gone
+        with single_error():
+            async with trio.open_nursery() as nursery:
+                for hop, other in zip(hops, source.hops, strict=True):
+                    nursery.start_soon(hop.become, other, shared, self.model, self.max_length, *at)
+        if self.ended is not None:  # nobody else would close those that were opened since
+            await self.abandon(hops)
+            self.check_open()
+
+    async def rebuild(
+        self, lost: SessionHop, route: Route, connections: Mapping[PeerId, Connection]
+    ) -> list[SessionHop]:
+        """Put new hops in the place of `lost`, that have computed what it was given; returns them. Raises PeerError.
+
+        In an epoch of their own, so that what they are given by mistake or too late is never taken for something else.
+        """
+        index = self.hops.index(lost)
+        until_lost = [None, *self.hops[:index]]
+        epoch = self.begin_epoch()
+        hops = await self._open_hops(route, connections)
+        try:
+            if self.policy.upstream_logs:
+                await self._tell([*until_lost[-2:], *hops, None], quiet=True)
+            start = 0
+            flights: list[Flight] = []
+            for step, (origin, length) in enumerate(self._replays(until_lost[-1], lost.inputs)):
+                flight = await fly(hops, Chunk(epoch, Step(step), start, length), origin, self.policy)
+                self._log(flight, hops, until_lost[-1])
+                flights.append(flight)
+                start += length
+            for flight in flights:  # of a replay that was given up, nothing is kept
+                await self._take_receipts(flight, hops, replay=True)
+            self.check_open()  # nobody would close these
+        except BaseException:
+            await self.abandon(hops)
+            raise
+        self.hops[index : index + 1] = hops
+        return hops
+
+    async def land(self, flight: Flight) -> None:
+        """All hops have computed the chunk: the line stands after it now. Raises as `_take_receipts` does."""
+        await self._take_receipts(flight, self.hops, replay=False)
+        self._log(flight, self.hops, None)
+        self.position += flight.chunk.length
+        self.step = Step(self.step + 1)
+
+    async def abandon(self, hops: Sequence[SessionHop]) -> None:
+        with trio.move_on_after(self.policy.open_timeout_s, shield=True):
+            for hop in hops:
+                await hop.close()
+
+    async def _open_hops(self, route: Route, connections: Mapping[PeerId, Connection]) -> list[SessionHop]:
+        """Raises the PeerError of one that does not open; then none is left open."""
+        hops = [SessionHop(hop, connections[hop.peer], self.form, self.policy) for hop in route]
+        try:
+            with single_error():
+                async with trio.open_nursery() as nursery:
+                    for hop in hops:
+                        nursery.start_soon(hop.open, self.model, self.max_length, self.epoch)
+        except BaseException:
+            await self.abandon(hops)
+            raise
+        return hops
+
+    async def _tell(self, chain: Sequence[SessionHop | None], *, quiet: bool = False) -> None:
+        """Tell each hop of `chain`, except its ends, its neighbours. `quiet`: nobody wants what the last puts out."""
+
+        async def tell(before: SessionHop | None, hop: SessionHop, after: SessionHop | None) -> None:
+            is_quiet = quiet and after is None
+            if not self.policy.push:
+                before = after = None
+            await hop.stand_between(before, after, self.epoch, self.step, quiet=is_quiet, introduce=self._introduce)
+
+        with single_error():
+            async with trio.open_nursery() as nursery:
+                for before, hop, after in zip(chain, chain[1:], chain[2:], strict=False):
+                    if hop is not None:
+                        nursery.start_soon(tell, before, hop, after)
+
+    def _replays(self, before: SessionHop | None, logged: PayloadLog) -> Iterator[tuple[Buffer | SessionHop, int]]:
+        """All positions of the session, in chunks: who has them, or the payload, and how many."""
+        most = self.policy.chunk_tokens
+        if before is None or not self.policy.upstream_logs:
+            yield from logged.chunks(most)
+        else:
+            for start in range(0, self.position, most):
+                yield before, min(most, self.position - start)
+
+    def _log(self, flight: Flight, hops: Sequence[SessionHop], before: SessionHop | None) -> None:
+        """Keep what `hops` were given, as far as the hop before each does not."""
+        for hop, hidden in zip(hops, flight.inputs, strict=True):
+            if before is None or not self.policy.upstream_logs:
+                assert hidden.payload is not None
+                hop.inputs.append(hidden.payload, flight.chunk.length)
+            before = hop
+
+    async def _take_receipts(self, flight: Flight, hops: Sequence[SessionHop], *, replay: bool) -> None:
+        """Raises IntegrityError, the `failure` of its hop, if it must be sure of their signatures and one is bad."""
+        if (book := self.book) is None:
+            return
+        receipts = [hop.receipt(book, flight.chunk, each.said) for hop, each in zip(hops, flight.outputs, strict=True)]
+        if self.policy.strict:
+            for hop, receipt in zip(hops, receipts, strict=True):
+                with hop.blamed():
+                    await book.check([receipt])
+        given, got = flight.inputs[0].digest, flight.output.digest
+        book.add(receipts, given, got, replay=replay, verified=self.policy.strict)
