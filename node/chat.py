@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from llmnode.errors import SessionLost
-from llmnode.node.startup import collection_paused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from types import FrameType
 
     import torch
 
     from llmnode.client.cache import SessionCache
     from llmnode.client.model import DistributedModelForCausalLM
+    from llmnode.node.access import Access
     from llmnode.node.sampling import Sampling
 
 HELP = "/reset forgets the dialogue, /quit leaves; a line that ends in \\ goes on in the next; Ctrl-C stops an answer"
@@ -29,27 +29,14 @@ WARNING = "whoever runs these servers can read this dialogue: use your own for w
 class ChatConfig:
     """What `llmnode chat` was asked for. A dialogue has room for `max_length` tokens."""
 
-    model: str | None
-    peers: Sequence[str]
-    codec: str
-    dtype: str
-    spot_check: float
+    access: Access
     sampling: Sampling
     max_length: int
 
 
 def chat(config: ChatConfig) -> None:
     """Talk until /quit or the end of the input. Raises ConfigError, PeerError or NoRoute."""
-    with collection_paused():
-        from llmnode.client.model import connect
-    with connect(
-        config.model,
-        peers=config.peers,
-        codec=config.codec,
-        dtype=config.dtype,
-        spot_check=config.spot_check,
-        report=_report,
-    ) as model:
+    with config.access.connect() as model:
         print(f"{model.info.name}\n{HELP}\nwarning: {WARNING}", file=sys.stderr)
         dialogue = Dialogue(model, config.sampling, config.max_length)
         while (message := _read_message()) is not None:
@@ -191,7 +178,3 @@ def _read_message() -> str | None:
         if not line.endswith("\\"):
             return "\n".join(lines).strip()
         prompt = prompt and "| "
-
-
-def _report(line: str) -> None:
-    print(f"llmnode: {line}", file=sys.stderr)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmnode.errors import ConfigError
-from llmnode.node.startup import collection_paused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llmnode.client.model import DistributedModelForCausalLM
+    from llmnode.node.access import Access
     from llmnode.node.sampling import Sampling
 
 
@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 class GenerateConfig:
     """What `llmnode generate` was asked for. `prompts` are generated one after another."""
 
-    model: str | None
-    peers: Sequence[str]
-    codec: str
-    dtype: str
-    spot_check: float
+    access: Access
     prompts: Sequence[str]
     sampling: Sampling
     chat: bool
@@ -37,16 +33,7 @@ class GenerateConfig:
 
 def generate(config: GenerateConfig) -> None:
     """Connect, generate, print. Raises ConfigError, PeerError, NoRoute or SessionLost."""
-    with collection_paused():
-        from llmnode.client.model import connect
-    with connect(
-        config.model,
-        peers=config.peers,
-        codec=config.codec,
-        dtype=config.dtype,
-        spot_check=config.spot_check,
-        report=_report,
-    ) as model:
+    with config.access.connect() as model:
         for number, prompt in enumerate(config.prompts, start=1):
             if len(config.prompts) > 1:
                 print(f"prompt {number} of {len(config.prompts)}", file=sys.stderr)
@@ -102,7 +89,3 @@ def _generate_one(model: DistributedModelForCausalLM, config: GenerateConfig, pr
         "text": streamer.text,
     }
     print(json.dumps(answer), flush=True)
-
-
-def _report(line: str) -> None:
-    print(f"llmnode: {line}", file=sys.stderr)

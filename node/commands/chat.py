@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from llmnode.node.commands.options import (
+    access,
     add_command,
     add_sampling,
     add_swarm,
     at_least_one,
-    check_peers,
     sampling,
-    spot_check,
 )
 
 if TYPE_CHECKING:
@@ -37,13 +36,8 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from llmnode.node.chat import ChatConfig, chat
 
-    check_peers(arguments.peers)
     config = ChatConfig(
-        model=arguments.model,
-        peers=arguments.peers,
-        codec=arguments.codec,
-        dtype=arguments.dtype,
-        spot_check=spot_check(arguments),
+        access=access(arguments),
         sampling=sampling(arguments),
         max_length=at_least_one(arguments.max_length, "--max-length"),
     )

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmnode.node.commands.options import (
+    access,
     add_command,
     add_generation,
     add_sampling,
     add_swarm,
-    check_peers,
     sampling,
-    spot_check,
 )
 
 if TYPE_CHECKING:
@@ -55,15 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
     from llmnode.errors import ConfigError
     from llmnode.node.generate import GenerateConfig, generate, read_prompts
 
-    check_peers(arguments.peers)
     if arguments.receipts and arguments.prompts:
         raise ConfigError("--receipts is of one session: give --prompt, not --prompts")
     config = GenerateConfig(
-        model=arguments.model,
-        peers=arguments.peers,
-        codec=arguments.codec,
-        dtype=arguments.dtype,
-        spot_check=spot_check(arguments),
+        access=access(arguments),
         prompts=read_prompts(arguments.prompts) if arguments.prompts else [arguments.prompt],
         sampling=sampling(arguments),
         chat=arguments.chat,

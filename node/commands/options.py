@@ -12,6 +12,7 @@ from llmnode.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from llmnode.node.access import Access
     from llmnode.node.sampling import Sampling
 
     Commands = argparse._SubParsersAction["Parser"]
@@ -177,12 +178,20 @@ def threads(arguments: argparse.Namespace) -> int | None:
     return None if arguments.threads is None else at_least_one(arguments.threads, "--threads")
 
 
-def spot_check(arguments: argparse.Namespace) -> float:
-    """--spot-check. Raises ConfigError."""
-    share: float = arguments.spot_check
-    if not 0 <= share <= 1:
-        raise ConfigError(f"--spot-check {share:g}: give a share from 0 to 1")
-    return share
+def access(arguments: argparse.Namespace) -> Access:
+    """From the options of `add_swarm`. Raises ConfigError."""
+    from llmnode.node.access import Access
+
+    check_peers(arguments.peers)
+    if not 0 <= arguments.spot_check <= 1:
+        raise ConfigError(f"--spot-check {arguments.spot_check:g}: give a share from 0 to 1")
+    return Access(
+        model=arguments.model,
+        peers=arguments.peers,
+        codec=arguments.codec,
+        dtype=arguments.dtype,
+        spot_check=arguments.spot_check,
+    )
 
 
 def at_least_one(value: int, flag: str) -> int:

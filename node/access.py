@@ -1,0 +1,39 @@
+"""How a command reaches a model: what `add_swarm` asks for, and the connection made of it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmnode.node.startup import collection_paused
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    from llmnode.client.model import DistributedModelForCausalLM
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """See `llmnode.connect`; without a `model` it is the embedded one."""
+
+    model: str | None
+    peers: Sequence[str]
+    codec: str
+    dtype: str
+    spot_check: float
+
+    def connect(self) -> AbstractContextManager[DistributedModelForCausalLM]:
+        """Open until the context ends; what takes long is told on stderr. Raises ConfigError, PeerError or NoRoute."""
+        with collection_paused():
+            from llmnode.client.model import connect
+        return connect(
+            self.model,
+            peers=self.peers,
+            codec=self.codec,
+            dtype=self.dtype,
+            spot_check=self.spot_check,
+            report=lambda line: print(f"llmnode: {line}", file=sys.stderr),
+        )
