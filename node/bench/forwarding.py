@@ -122,7 +122,7 @@ async def _open_rig(config: ForwardingBench, parts: ClientParts) -> AsyncIterato
             clients[name] = await stack.enter_async_context(aconnect(peers, parts=parts, policy=policy))
         nursery = await stack.enter_async_context(trio.open_nursery())
         stack.callback(nursery.cancel_scope.cancel)
-        await proxies.aim(SERVERS, await nursery.start(_echo))
+        proxies.aim(SERVERS, await nursery.start(_echo))
         yield _Rig(config, parts, clients, proxies)
 
 
@@ -151,7 +151,7 @@ class _Rig:
 
     async def measure_round(self, variants: Sequence[_Variant], *, discard: bool, turn_round: bool) -> None:
         for round_trip_s in dict.fromkeys(variant.round_trip_s for variant in variants):
-            await self._proxies.shape(one_way_s=round_trip_s / 2)
+            self._proxies.shape(one_way_s=round_trip_s / 2)
             both = [variant for variant in variants if variant.round_trip_s == round_trip_s]
             for variant in reversed(both) if turn_round else both:
                 await self._measure(_Variant(variant.name, round_trip_s) if discard else variant)

@@ -23,7 +23,7 @@ import trio
 from llmnode.node.processes import ServerDied
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     Address = tuple[str, int]
 
@@ -173,90 +173,64 @@ class PreciseClock(trio.abc.Clock):
 
 
 class Proxies:
-    """As many as were asked for, in their own process. Made by `open_proxies`."""
+    """As many as were asked for, in their own process, which does as told at once. Made by `open_proxies`."""
 
-    def __init__(self, process: trio.Process, addresses: Sequence[Address], answers: _Lines) -> None:
-        self.addresses = addresses
+    def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
-        self._answers = answers
-        self._lock = trio.Lock()
+        self.addresses: Sequence[Address] = [("127.0.0.1", port) for port in self._answer()["ports"]]
 
-    async def aim(self, index: int, target: Address) -> None:
+    def aim(self, index: int, target: Address) -> None:
         """From now on the proxy's connections go there."""
-        await self._order(index, target=target)
+        self._order(index, target=target)
 
-    async def shape(self, *, one_way_s: float, bytes_per_s: float = math.inf) -> None:
+    def shape(self, *, one_way_s: float, bytes_per_s: float = math.inf) -> None:
         """All proxies."""
         for index in range(len(self.addresses)):
-            await self._order(index, one_way_s=one_way_s, bytes_per_s=bytes_per_s)
+            self._order(index, one_way_s=one_way_s, bytes_per_s=bytes_per_s)
 
-    async def cut(self, index: int) -> None:
+    def cut(self, index: int) -> None:
         """See `Shape`."""
-        await self._order(index, cut=True)
+        self._order(index, cut=True)
 
-    async def heal(self, index: int) -> None:
+    def heal(self, index: int) -> None:
         """See `Shape`."""
-        await self._order(index, cut=False)
+        self._order(index, cut=False)
 
-    async def reset(self, index: int) -> int:
+    def reset(self, index: int) -> int:
         """Break all connections of a proxy; returns how many there were."""
-        return int((await self._order(index, reset=True))["broken"])
+        return int(self._order(index, reset=True)["broken"])
 
-    async def _order(self, index: int, **order: object) -> dict[str, Any]:  # Any: JSON
+    def _order(self, index: int, **order: object) -> dict[str, Any]:  # Any: JSON
         """Returns once it is carried out. Raises ServerDied."""
         assert self._process.stdin is not None
-        async with self._lock:
-            with trio.CancelScope(shield=True):  # or the next order would get this one's answer
-                with contextlib.suppress(trio.BrokenResourceError):
-                    await self._process.stdin.send_all(json.dumps({"proxy": index, **order}).encode() + b"\n")
-                answer = await self._answers.next()
-        if answer is None:
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps({"proxy": index, **order}) + "\n")
+            self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:  # Any: JSON
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
             raise ServerDied("the process of the proxies ended")
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
 
-@contextlib.asynccontextmanager
-async def open_proxies(count: int) -> AsyncIterator[Proxies]:
+@contextlib.contextmanager
+def open_proxies(count: int) -> Iterator[Proxies]:
     """Proxies on loopback that add nothing yet and lead nowhere. They end with the context, or with this process."""
-    process = await trio.lowlevel.open_process(
+    with subprocess.Popen(
         [sys.executable, "-P", "-m", __name__, str(count)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        text=True,
         start_new_session=True,  # a Ctrl-C in the terminal is ours alone
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        answers = _Lines(process.stdout)
-        ready = await answers.next()
-        if ready is None:
-            raise ServerDied("the process of the proxies did not start")
-        yield Proxies(process, [("127.0.0.1", port) for port in ready["ports"]], answers)
-    finally:
-        process.kill()
-        with trio.CancelScope(shield=True):
-            await process.wait()
-            await process.stdin.aclose()
-            await process.stdout.aclose()
-
-
-class _Lines:
-    """JSON objects, one a line."""
-
-    def __init__(self, stream: trio.abc.ReceiveStream) -> None:
-        self._stream = stream
-        self._rest = b""
-
-    async def next(self) -> dict[str, Any] | None:  # Any: JSON
-        """None at the end."""
-        while b"\n" not in self._rest:
-            data = await self._stream.receive_some()
-            if not data:
-                return None
-            self._rest += data
-        line, _, self._rest = self._rest.partition(b"\n")
-        parsed: dict[str, Any] = json.loads(line)
-        return parsed
+    ) as process:
+        try:
+            yield Proxies(process)
+        finally:
+            process.kill()
 
 
 async def _main(count: int) -> None:
@@ -265,9 +239,11 @@ async def _main(count: int) -> None:
     async with trio.open_nursery() as nursery:
         ports = [await nursery.start(proxy.run) for proxy in proxies]
         print(json.dumps({"ports": ports}), flush=True)
-        orders = _Lines(trio.lowlevel.FdStream(sys.stdin.fileno()))
-        while order := await orders.next():
-            print(json.dumps(_obey(proxies[order["proxy"]], order)), flush=True)
+        rest = b""
+        async for data in trio.lowlevel.FdStream(sys.stdin.fileno()):
+            *orders, rest = (rest + data).split(b"\n")
+            for order in map(json.loads, orders):
+                print(json.dumps(_obey(proxies[order["proxy"]], order)), flush=True)
         nursery.cancel_scope.cancel()
 
 

@@ -1,10 +1,14 @@
-"""Servers that are killed, frozen and brought back under their old name: two for each span, each a process."""
+"""Servers that are killed, frozen, cut off and brought back under their old name: two for each span, each a process.
+
+Each is behind a proxy of its own, whose address it announces.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +22,8 @@ import trio
 from llmnode.client.swarm import wall_clock_ms
 from llmnode.core.ids import PeerId
 from llmnode.core.span import split_evenly
+from llmnode.node.bench.proxy import open_proxies
+from llmnode.node.bench.starved import SIGNAL
 from llmnode.node.processes import START_TIMEOUT_S, STOP_TIMEOUT_S, ServerDied
 from llmnode.node.settings import without_settings
 
@@ -25,24 +31,33 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from llmnode.core.span import Span
+    from llmnode.node.bench.proxy import Proxies
 
 SPANS = 3
 TWINS = 2
+LOOPBACK = "127.0.0.1"
 
 
 class Replica:
-    """One server of a span. Its peer id and its port are the same in every life."""
+    """One server of a span. Its peer id and its address are the same in every life."""
 
-    def __init__(self, span: Span, identity: Path, threads: int) -> None:
+    def __init__(self, span: Span, identity: Path, threads: int, proxies: Proxies, index: int) -> None:
+        """The proxy of that `index` is its."""
         self.span = span
         self.address = ""
         self.since_ms = 0
         """When its present life began: what it announced before is not true any more."""
         self._identity = identity
         self._threads = threads
+        self._proxies = proxies
+        self._index = index
+        self._port = _free_port()
+        proxies.aim(index, (LOOPBACK, self._port))
         self._process: subprocess.Popen[str] | None = None
         self._is_ready = False
         self.is_frozen = False
+        self._is_starved = False
+        self._is_cut = False
 
     @property
     def peer(self) -> PeerId:
@@ -50,7 +65,8 @@ class Replica:
 
     @property
     def answers(self) -> bool:
-        return self._process is not None and self._process.poll() is None and self._is_ready and not self.is_frozen
+        lives = self._process is not None and self._process.poll() is None and self._is_ready
+        return lives and not self.is_frozen and not self._is_cut
 
     async def start(self, others: Sequence[Replica]) -> None:
         """Until it takes sessions; it joins those of `others` that answer. Raises ServerDied."""
@@ -69,7 +85,28 @@ class Replica:
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
-            self.is_frozen = False
+            self.is_frozen = self._is_starved = False
+
+    def starve(self) -> None:
+        """Its blocks have no memory from now on."""
+        self.signal(SIGNAL)
+        self._is_starved = True
+
+    def cut(self) -> None:
+        """Silence on all links to it that others have dialled."""
+        self._proxies.cut(self._index)
+        self._is_cut = True
+
+    def heal(self) -> None:
+        """Undo what has been done to it, if it lives."""
+        if self.is_frozen:
+            self.signal(signal.SIGCONT)
+        if self._is_starved:
+            self.signal(SIGNAL)
+            self._is_starved = False
+        if self._is_cut:
+            self._proxies.heal(self._index)
+            self._is_cut = False
 
     async def end(self) -> int:
         """Wait until it has ended by itself. Returns its exit status; who does not end in time is killed."""
@@ -80,9 +117,11 @@ class Replica:
         return self._process.returncode
 
     def _start(self, peers: Sequence[str]) -> None:
-        command = [sys.executable, "-P", "-m", "llmnode.node", "serve", "--json", "--until-stdin-closes"]
+        host, port = self._proxies.addresses[self._index]
+        command = [sys.executable, "-P", "-m", "llmnode.node.bench.starved", "serve", "--json", "--until-stdin-closes"]
         command += ["--blocks", f"{self.span.start}:{self.span.end}", "--threads", str(self._threads)]
-        command += ["--listen", self.address.partition("/p2p/")[0] or "/ip4/127.0.0.1/tcp/0"]
+        command += ["--listen", f"/ip4/{LOOPBACK}/tcp/{self._port}"]
+        command += ["--announce", f"/ip4/{host}/tcp/{port}"]
         command += ["--drain-s", "0"]  # who is told to leave does so in the middle of a session
         command += ["--identity", str(self._identity), *(["--peers", *peers] if peers else [])]
         process = self._process = subprocess.Popen(
@@ -104,14 +143,21 @@ class Replica:
         raise ServerDied(f"the server of blocks {self.span} ended before it was ready")
 
 
+def _free_port() -> int:
+    """Chosen before its server starts: others may dial a server as soon as it has said its address."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 @contextmanager
 def replicas(blocks: int, threads: int) -> Iterator[list[Replica]]:
     """Two for each of three spans, none of them started. All are dead when the context ends."""
-    with TemporaryDirectory(prefix="llmnode-failures-") as folder:
+    spans = TWINS * split_evenly(blocks, SPANS)
+    with TemporaryDirectory(prefix="llmnode-failures-") as folder, open_proxies(len(spans)) as proxies:
         servers = [
-            Replica(span, Path(folder) / f"{span.start}{twin}.key", threads)
-            for twin in range(TWINS)
-            for span in split_evenly(blocks, SPANS)
+            Replica(span, Path(folder) / f"{index}.key", threads, proxies, index) for index, span in enumerate(spans)
         ]
         try:
             yield servers

@@ -24,11 +24,11 @@ async def shaped_swarm(
 ) -> AsyncIterator[tuple[Sequence[ServerProcess], Proxies]]:
     """One server per span, ready; the proxy of the same index leads to it. `spare` more proxies lead nowhere yet."""
     async with AsyncExitStack() as stack:
-        proxies = await stack.enter_async_context(open_proxies(len(spans) + spare))
+        proxies = stack.enter_context(open_proxies(len(spans) + spare))
         announce = [f"/ip4/{host}/tcp/{port}" for host, port in proxies.addresses[: len(spans)]]
         servers = await stack.enter_async_context(private_swarm(spans, threads=threads, announce=announce))
         await all_ready(servers)
         for index, server in enumerate(servers):
             listening = Multiaddr(server.listening)
-            await proxies.aim(index, (listening.value_for_protocol("ip4"), int(listening.value_for_protocol("tcp"))))
+            proxies.aim(index, (listening.value_for_protocol("ip4"), int(listening.value_for_protocol("tcp"))))
         yield servers, proxies

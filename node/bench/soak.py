@@ -237,14 +237,13 @@ async def _disturb(servers: Sequence[ServerProcess], proxies: Proxies, record: R
         index = rng.randrange(len(servers))
         began_s, links = trio.current_time(), 0
         if rng.random() < SILENT_SHARE:
-            await proxies.cut(index)
+            proxies.cut(index)
             try:
                 await trio.sleep(SILENCE_S)
             finally:
-                with trio.CancelScope(shield=True):
-                    await proxies.heal(index)
+                proxies.heal(index)
         else:
-            links = await proxies.reset(index)
+            links = proxies.reset(index)
         record.disturbances.append(Disturbance(PeerId(servers[index].peer), began_s, trio.current_time(), links))
 
 

@@ -1,0 +1,99 @@
+"""What `llmnode bench failures` does to a session: which fault, at which moment of its dialogue, of which spans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+
+from llmnode.node.bench.replicas import SPANS
+
+PROMPT_TOKENS = 256
+CHUNK_TOKENS = 64
+EACH = [(span,) for span in range(SPANS)]
+TWO = (0, 2)
+ALL = tuple(range(SPANS))
+
+
+class Fault(StrEnum):
+    KILL = "SIGKILL"
+    FREEZE = "SIGSTOP"
+    WAKE = "SIGSTOP, SIGCONT after the failover"
+    RESTART = "SIGKILL, restart, then its twin"
+    """The session has to come back to a peer that it has lost: same identity, same address, no memory."""
+    LEAVE = "SIGTERM, leaves at once"
+    STARVE = "worker out of memory"
+    CUT = "network cut"
+    """Silence on all links to a server that others have dialled, until the cell's end."""
+    CUT_OFF = "all links cut for 7 s"
+    """The client's, and those between servers."""
+
+
+class Moment(Enum):
+    """In words, and the act of the dialogue that it belongs to: its beginning, if the words do not say otherwise."""
+
+    OPEN = "open", "open"
+    PREFILL = "prefill, in its 2nd chunk", "prefill"
+    BETWEEN = "between decodes", "decode 3"
+    DECODE = "in a decode", "decode 3"
+    PUSH = "as it pushes a late decode", "decode 6"
+    ROLLBACK = "rollback", "rollback"
+    REORDER = "beam reorder", "reorder"
+    RECOVERY = "another recovery", "decode 3"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Something goes wrong with the servers of `spans` that the session goes through."""
+
+    fault: Fault
+    moment: Moment
+    spans: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.fault.name} {self.moment.name} {'+'.join(map(str, self.spans))}".lower()
+
+    def delay_s(self, undisturbed_s: float) -> float:
+        """So long into the act, the first of the lost servers computes, or pushes."""
+        first = self.spans[0]
+        match self.moment:
+            case Moment.PREFILL:  # the second chunk: they go through the hops one behind the other
+                return (first + 1.5) / (PROMPT_TOKENS / CHUNK_TOKENS + SPANS - 1) * undisturbed_s
+            case Moment.DECODE:
+                return (first + 0.5) / SPANS * undisturbed_s
+            case Moment.PUSH:
+                return (first + 1) / SPANS * undisturbed_s
+        return 0.0
+
+
+def _full() -> list[Cell]:
+    """SIGKILL with everything; of the others each at every moment, and with every span."""
+    cells = []
+    for number, fault in enumerate(Fault):
+        for turn, moment in enumerate(Moment):
+            if fault is Fault.CUT_OFF:
+                chosen = [ALL]
+            elif fault is Fault.KILL:
+                chosen = [*EACH, TWO]
+            else:
+                chosen = [EACH[(number + turn) % SPANS], *([TWO] if (number + turn) % 2 else [])]
+            if (fault, moment) != (Fault.RESTART, Moment.RECOVERY):  # is SIGKILL's: all that died there come back
+                cells += [Cell(fault, moment, spans) for spans in chosen]
+    return cells
+
+
+FULL = _full()
+THIN = [
+    Cell(Fault.KILL, Moment.DECODE, (1,)),
+    Cell(Fault.KILL, Moment.DECODE, TWO),
+    Cell(Fault.KILL, Moment.PREFILL, (1,)),
+    Cell(Fault.KILL, Moment.PUSH, (0,)),
+    Cell(Fault.KILL, Moment.REORDER, (1,)),
+    Cell(Fault.KILL, Moment.RECOVERY, (1,)),
+    Cell(Fault.WAKE, Moment.PREFILL, (0,)),
+    Cell(Fault.RESTART, Moment.BETWEEN, (2,)),
+    Cell(Fault.LEAVE, Moment.ROLLBACK, (0,)),
+    Cell(Fault.STARVE, Moment.DECODE, (1,)),
+    Cell(Fault.CUT, Moment.BETWEEN, (2,)),
+    Cell(Fault.CUT_OFF, Moment.DECODE, ALL),
+]
+"""In less than four minutes."""
