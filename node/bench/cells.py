@@ -40,6 +40,11 @@ class Moment(Enum):
     REORDER = "beam reorder", "reorder"
     RECOVERY = "another recovery", "decode 3"
 
+    @property
+    def comes_back(self) -> str:
+        """The act before which those that were started again, or told to leave, have done so: after the failover."""
+        return {"decode 6": "decode 8", "reorder": "decode at last"}.get(self.value[1], "decode 7")
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 DECODES = 4
 """Before the rollback, and after."""
 TAKEN_BACK = 3
-COMES_BACK = "decode 7"
-"""Before this act, those that were started again, or told to leave, have done so."""
 MAX_LENGTH = 320
 CUT_OFF_S = 7.0
 """Longer than `LinkPolicy.silence_s`: everybody gives everybody up."""
@@ -142,12 +140,12 @@ class Dialogue:
                 for server in self._struck:
                     if server.is_frozen and server.peer not in route:
                         server.heal()
-            case Fault.RESTART if name == COMES_BACK:
+            case Fault.RESTART if name == self._cell.moment.comes_back:
                 await self._restarted.wait()
                 await self._rig.until_known(self._struck)
                 for server in self._struck:
                     self._rig.twin(server).kill()
-            case Fault.LEAVE if name == COMES_BACK:
+            case Fault.LEAVE if name == self._cell.moment.comes_back:
                 for server in self._struck:
                     if status := await server.end():
                         self.error = f"SIGTERM: exit status {status}"
@@ -177,7 +175,7 @@ class Dialogue:
         self._struck = twins
         self._apply(twins)
         await start_all(killed, self._rig.servers)
-        self.returned_s = max(self.returned_s, trio.current_time())
+        self.returned_s = self.returned_s or trio.current_time()
 
     def _apply(self, servers: Sequence[Replica]) -> None:
         assert self._cell is not None
@@ -208,13 +206,13 @@ class Dialogue:
         await trio.sleep(CUT_OFF_S)
         for server in self._rig.servers:
             server.heal()
-        self.returned_s = max(self.returned_s, trio.current_time())
+        self.returned_s = trio.current_time()
 
     def _what_is_missing(self) -> str:
         """A cell in which nothing was lost proves nothing."""
         if self._cell is None:
             return ""
         moved = (self._cell.moment is not Moment.OPEN) + (self._cell.fault is Fault.RESTART)
-        recoveries = len(self.sessions[0].recoveries)
-        at_least = 1 if self._cell.spans == ALL else moved * len(self._cell.spans)
+        recoveries = len(self.recoveries)
+        at_least = moved * (1 if self._cell.spans == ALL else len(self._cell.spans))
         return f"only {recoveries} recoveries" if recoveries < at_least else ""

@@ -21,7 +21,7 @@ from llmnode.client.connect import aconnect, load_parts
 from llmnode.client.join import join_swarm
 from llmnode.compute.tensors import to_bytes
 from llmnode.core.policy import ClientPolicy, LinkPolicy
-from llmnode.errors import single_error
+from llmnode.errors import ConfigError, single_error
 from llmnode.models.embedded import open_embedded
 from llmnode.node.bench.cells import CHUNK_TOKENS, FULL, PROMPT_TOKENS, THIN, Fault, Moment
 from llmnode.node.bench.dialogue import MAX_LENGTH, Dialogue
@@ -50,6 +50,8 @@ class FailuresBench:
     thin: bool
     threads: int
     json: bool
+    only: str = ""
+    """Cells whose names begin so."""
 
 
 async def bench_failures(config: FailuresBench) -> None:
@@ -57,7 +59,9 @@ async def bench_failures(config: FailuresBench) -> None:
     folder = open_embedded()
     reference = await trio.to_thread.run_sync(Reference, folder.path)
     parts = load_parts(folder)
-    cells = THIN if config.thin else FULL
+    cells = [cell for cell in (THIN if config.thin else FULL) if str(cell).startswith(config.only)]
+    if not cells:
+        raise ConfigError(f"--only {config.only!r}: no cell is called so; they are as {FULL[0]}, {FULL[-1]}")
     outcomes: list[Outcome] = []
     with replicas(folder.info.blocks, config.threads) as servers:
         await start_all(servers, servers)

@@ -48,6 +48,7 @@ def add(commands: Commands) -> None:
         "--chunks", type=int, default=32, metavar="N", help="quality: pieces of text, of 128 tokens (default 32)"
     )
     parser.add_argument("--thin", action="store_true", help="failures, forwarding, soak, table1: a part, sooner")
+    parser.add_argument("--only", default="", metavar="CELLS", help="failures: those whose names begin so, as kill")
     parser.add_argument("--minutes", type=float, metavar="M", help="soak: for so long (default 30; --thin: 0.25)")
     parser.add_argument("--saturate", action="store_true", help="soak: keep every core busy meanwhile")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads of each process (default 1)")
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         from llmnode.node.bench.failures import FailuresBench, bench_failures
 
         threads = at_least_one(arguments.threads, "--threads")
-        trio.run(bench_failures, FailuresBench(arguments.thin, threads, arguments.json))
+        trio.run(bench_failures, FailuresBench(arguments.thin, threads, arguments.json, arguments.only))
         return 0
 
     if arguments.name == "table1":

@@ -130,6 +130,22 @@ async def outlive(seed: int, trace: Callable[[str], None] | None = None) -> None
 # One by one
 
 
+@simulated
+async def test_a_server_that_is_back_takes_its_own_place_at_once_if_there_is_nobody_else() -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(20)
+        lost = session.route[1].peer
+        name = str(lost).removeprefix("peer-")
+        swarm.kill(name)
+        await swarm.start(name, SPANS[1])
+        swarm.kill({"1a": "1b", "1b": "1a"}[name])
+        await dialogue.step(1)
+        (recovery,) = session.recoveries
+        assert (recovery.lost, recovery.taken_over_by) == (lost, (lost,))
+        assert recovery.stall_s < POLICY.retry_s / 2
+
+
 @pytest.mark.parametrize("index", range(3))
 @simulated
 async def test_a_killed_server_costs_its_replay_and_no_more(index: int) -> None:

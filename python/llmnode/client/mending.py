@@ -70,14 +70,14 @@ class Mender:
         before = line.hops[index - 1] if index else None
         assert lost.failure is not None
         lost.inputs.truncate(line.position)
-        trouble.note(lost.failure, detours)
+        trouble.note_lost(lost.failure, detours)
         await line.abandon([lost])  # if it lives it may be asked to take its own place, and has no room for both
         missing: NoRoute | None = None
         hurry = False
         while line.ended is None and trio.current_time() < trouble.deadline_s:
             try:
                 with trio.fail_at(trouble.deadline_s):
-                    route, connections = await detours.find(lost.hop.span, trouble.failed, hurry=hurry)
+                    route, connections = await detours.find(lost.hop.span, trouble.avoided(hurry=hurry), hurry=hurry)
                     hops = await line.rebuild(lost, route, connections)
             except NoRoute as found:
                 missing = found
@@ -85,7 +85,7 @@ class Mender:
                     log.warning("%s; trying again for %.0f s", found, trouble.deadline_s - trio.current_time())
                     with trio.move_on_after(line.policy.retry_s):
                         await detours.wait_changed()
-                    trouble.failed.clear()  # they may be back, or have room, by now
+                    trouble.ask_all_again()  # they may be back, or have room, by now
                 hurry = not hurry
             except PeerError as failure:
                 if before is not None and before.failure is not None:

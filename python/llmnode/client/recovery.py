@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from llmnode.errors import PeerError, PeerRefused, SessionLost
+from llmnode.errors import PeerError, PeerRefused, PeerUnreachable, SessionLost
 from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
@@ -91,8 +91,25 @@ class Trouble:
     causes: list[PeerError] = field(default_factory=list)
     failed: set[PeerId] = field(default_factory=set)
     """Since everybody was asked: each is asked once, so that one who is dead and cheap does not hide one who lives."""
+    cut_off: set[PeerId] = field(default_factory=set)
+    """Lost hops that could not be reached. They may be back, and are asked before we wait for anybody."""
     failed_computations: Counter[Span | None] = field(default_factory=Counter)
     deadline_s: float = math.inf
+
+    def avoided(self, *, hurry: bool) -> set[PeerId]:
+        """Whom not to ask to take a place."""
+        return self.failed if hurry else self.failed | self.cut_off
+
+    def ask_all_again(self) -> None:
+        self.failed.clear()
+        self.cut_off.clear()
+
+    def note_lost(self, failure: PeerError, detours: Detours) -> None:
+        """A hop of the session failed. Raises as `note`."""
+        self.note(failure, detours)
+        if isinstance(failure, PeerUnreachable) and failure.peer in self.failed:
+            self.failed.remove(failure.peer)
+            self.cut_off.add(failure.peer)
 
     def note(self, error: PeerError, detours: Detours) -> None:
         """Raises SessionLost for what others would not do better."""
