@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
-from llmnode.node.bench.replicas import SPANS
+from llmnode.errors import ConfigError
 
+SPANS = 3
 PROMPT_TOKENS = 256
 CHUNK_TOKENS = 64
 EACH = [(span,) for span in range(SPANS)]
@@ -102,3 +103,11 @@ THIN = [
     Cell(Fault.CUT_OFF, Moment.DECODE, ALL),
 ]
 """In less than four minutes."""
+
+
+def choose(*, thin: bool, only: str) -> list[Cell]:
+    """Those whose names begin as `only`. Raises ConfigError if there is none."""
+    cells = [cell for cell in (THIN if thin else FULL) if str(cell).startswith(only)]
+    if not cells:
+        raise ConfigError(f"--only {only!r}: no cell is called so; they are as {FULL[0]!s}, {FULL[-1]!s}")
+    return cells

@@ -21,12 +21,12 @@ from llmnode.client.connect import aconnect, load_parts
 from llmnode.client.join import join_swarm
 from llmnode.compute.tensors import to_bytes
 from llmnode.core.policy import ClientPolicy, LinkPolicy
-from llmnode.errors import ConfigError, single_error
+from llmnode.errors import single_error
 from llmnode.models.embedded import open_embedded
-from llmnode.node.bench.cells import CHUNK_TOKENS, FULL, PROMPT_TOKENS, THIN, Fault, Moment
+from llmnode.node.bench.cells import CHUNK_TOKENS, PROMPT_TOKENS, SPANS, Fault, Moment
 from llmnode.node.bench.dialogue import MAX_LENGTH, Dialogue
 from llmnode.node.bench.exact import Reference
-from llmnode.node.bench.replicas import SPANS, replicas, start_all
+from llmnode.node.bench.replicas import replicas, start_all
 from llmnode.node.bench.report import Aim, Row, environment, print_report
 from llmnode.node.bench.rig import Rig
 
@@ -47,11 +47,9 @@ NEAR_TIE_LIMIT = 0.001
 class FailuresBench:
     """What was asked for. `threads` is torch's, in this process and in each server."""
 
-    thin: bool
+    cells: Sequence[Cell]
     threads: int
     json: bool
-    only: str = ""
-    """Cells whose names begin so."""
 
 
 async def bench_failures(config: FailuresBench) -> None:
@@ -59,16 +57,13 @@ async def bench_failures(config: FailuresBench) -> None:
     folder = open_embedded()
     reference = await trio.to_thread.run_sync(Reference, folder.path)
     parts = load_parts(folder)
-    cells = [cell for cell in (THIN if config.thin else FULL) if str(cell).startswith(config.only)]
-    if not cells:
-        raise ConfigError(f"--only {config.only!r}: no cell is called so; they are as {FULL[0]}, {FULL[-1]}")
     outcomes: list[Outcome] = []
     with replicas(folder.info.blocks, config.threads) as servers:
         await start_all(servers, servers)
         async with open_matrix(servers, parts, reference) as matrix:
-            for number, cell in enumerate(cells, 1):
+            for number, cell in enumerate(config.cells, 1):
                 outcomes.append(await matrix.play(cell))
-                print(f"{number} of {len(cells)}: {outcomes[-1]}", file=sys.stderr)
+                print(f"{number} of {len(config.cells)}: {outcomes[-1]}", file=sys.stderr)
     surroundings = environment(config.threads) | {
         "near_tie_below": reference.epsilon,
         "undisturbed_s": matrix.undisturbed.acts_s,

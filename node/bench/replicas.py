@@ -22,6 +22,7 @@ import trio
 from llmnode.client.swarm import wall_clock_ms
 from llmnode.core.ids import PeerId
 from llmnode.core.span import split_evenly
+from llmnode.node.bench.cells import SPANS
 from llmnode.node.bench.proxy import open_proxies
 from llmnode.node.bench.starved import SIGNAL
 from llmnode.node.processes import START_TIMEOUT_S, STOP_TIMEOUT_S, ServerDied
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from llmnode.core.span import Span
     from llmnode.node.bench.proxy import Proxies
 
-SPANS = 3
 TWINS = 2
 LOOPBACK = "127.0.0.1"
 

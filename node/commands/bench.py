@@ -78,10 +78,12 @@ def run(arguments: argparse.Namespace) -> int:
     import trio
 
     if arguments.name == "failures":
+        from llmnode.node.bench.cells import choose
+
+        cells, threads = choose(thin=arguments.thin, only=arguments.only), at_least_one(arguments.threads, "--threads")
         from llmnode.node.bench.failures import FailuresBench, bench_failures
 
-        threads = at_least_one(arguments.threads, "--threads")
-        trio.run(bench_failures, FailuresBench(arguments.thin, threads, arguments.json, arguments.only))
+        trio.run(bench_failures, FailuresBench(cells, threads, arguments.json))
         return 0
 
     if arguments.name == "table1":

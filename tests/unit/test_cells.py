@@ -6,8 +6,7 @@ from itertools import product
 
 import pytest
 
-from llmnode.node.bench.cells import ALL, EACH, FULL, THIN, TWO, Cell, Fault, Moment
-from llmnode.node.bench.replicas import SPANS
+from llmnode.node.bench.cells import ALL, EACH, FULL, SPANS, THIN, TWO, Cell, Fault, Moment, choose
 
 
 def test_every_fault_is_played_at_every_moment() -> None:
@@ -31,6 +30,12 @@ def test_no_cell_is_played_twice() -> None:
     assert len(set(FULL)) == len(FULL)
     assert len(set(THIN)) == len(THIN)
     assert {(cell.fault, cell.moment) for cell in THIN} <= {(cell.fault, cell.moment) for cell in FULL}
+
+
+def test_cells_are_chosen_by_the_beginning_of_their_names() -> None:
+    assert choose(thin=False, only="") == FULL
+    assert choose(thin=True, only="") == THIN
+    assert [str(cell) for cell in choose(thin=False, only="kill open 0")] == ["kill open 0", "kill open 0+2"]
 
 
 @pytest.mark.parametrize("moment", Moment, ids=lambda moment: moment.name)

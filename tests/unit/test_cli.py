@@ -66,6 +66,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "--peers", PEER, "--model", "/nowhere"], "is neither HuggingFaceTB/"),
         (["chat", "--peers", PEER, "--top-p", "0"], "--top-p 0: give more than 0"),
         (["chat", "--peers", PEER, "--max-length", "0"], "--max-length 0: give at least 1"),
+        (["bench", "failures", "--only", "nope"], "--only 'nope': no cell is called so; they are as kill open 0"),
         (["config", "sing"], "there is no command 'sing': choose from demo"),
         (["doctor", "--kv-tokens", "0"], "--kv-tokens 0: give at least 1"),
         (["verify"], "are required: FILE (see `llmnode verify --help`)"),
