@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 import trio
 
+from llmnode.client.generate import run_blocks
 from llmnode.client.pool import open_pool
 from llmnode.client.session import open_session
 from llmnode.core.policy import ClientPolicy
@@ -35,7 +37,7 @@ COMPUTE_S = HOPS * FORWARD_S
 SLACK_S = 0.001
 
 
-async def timed(work: Callable[[], Awaitable[None]]) -> float:
+async def timed(work: Callable[[], Awaitable[object]]) -> float:
     began = trio.current_time()
     await work()
     return trio.current_time() - began
@@ -60,6 +62,18 @@ async def test_hops_compute_different_chunks_of_a_prefill_at_the_same_time() -> 
         for node in swarm.nodes.values():
             node.worker.forward_s = 1.0
         took_s = await timed(lambda: Dialogue(session, random.Random(1)).step(4 * chunks))
+    assert took_s == pytest.approx((chunks + HOPS - 1) * 1.0 + (HOPS + 1) * DELAY_S, abs=SLACK_S)
+
+
+@simulated
+async def test_chunks_of_a_prompt_overlap_in_generate_too() -> None:
+    chunks = 6
+    policy = ClientPolicy(chunk_tokens=4, chunks_ahead=chunks)
+    async with pairs_of_servers() as swarm, swarm.session(policy) as (session, _):
+        for node in swarm.nodes.values():
+            node.worker.forward_s = 1.0
+        hidden = torch.zeros(4 * chunks, MODEL.hidden_size)
+        took_s = await timed(lambda: run_blocks(session, hidden))
     assert took_s == pytest.approx((chunks + HOPS - 1) * 1.0 + (HOPS + 1) * DELAY_S, abs=SLACK_S)
 
 
