@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmnode.node.startup import collection_paused
+from llmnode.compute.startup import collection_paused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,9 +21,11 @@ class Access:
 
     model: str | None
     peers: Sequence[str]
+    swarm_key: str | None
     codec: str
     dtype: str
     spot_check: float
+    relayed_prefill: str
 
     def connect(self) -> AbstractContextManager[DistributedModelForCausalLM]:
         """Open until the context ends; what takes long is told on stderr. Raises ConfigError, PeerError or NoRoute."""
@@ -32,8 +34,10 @@ class Access:
         return connect(
             self.model,
             peers=self.peers,
+            swarm_key=self.swarm_key,
             codec=self.codec,
             dtype=self.dtype,
             spot_check=self.spot_check,
+            relayed_prefill=self.relayed_prefill,
             report=lambda line: print(f"llmnode: {line}", file=sys.stderr),
         )

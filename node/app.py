@@ -4,42 +4,47 @@ from __future__ import annotations
 
 import secrets
 import statistics
-import sys
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 import trio
 
 from llmnode.client.pool import open_pool
 from llmnode.client.swarm import Swarm
+from llmnode.compute.loading import AUTO, SpanLoader, Wanted
+from llmnode.compute.supervised import ProcessLoader
+from llmnode.compute.worker import ThreadLoader
 from llmnode.core.announcement import Offer, PeerState
-from llmnode.core.ids import SESSION_ID_BYTES, SessionId
-from llmnode.core.model import DTYPES
+from llmnode.core.ids import SESSION_ID_BYTES, PeerId, SessionId
+from llmnode.core.memory import parse_memory
+from llmnode.core.model import DTYPES, QUANTS
 from llmnode.core.placement import choose_span
-from llmnode.core.policy import LinkPolicy, ServePolicy, SwarmPolicy
+from llmnode.core.policy import LinkPolicy, ReachPolicy, RelayPolicy, ServePolicy, SwarmPolicy
 from llmnode.core.span import Span, parse_span
-from llmnode.errors import ConfigError, single_error
+from llmnode.errors import ConfigError, PeerError, WorkerLost, single_error
+from llmnode.net.addresses import CIRCUIT, LISTEN_ANY_LOOPBACK, parse_peer, parse_relay
 from llmnode.net.directory import open_directory
-from llmnode.net.host import LISTEN_ANY_LOOPBACK, open_network, parse_peer
+from llmnode.net.host import open_network
+from llmnode.net.swarm_key import Entry, entry
 from llmnode.node.serve.links import serve_links, serve_view
 from llmnode.node.serve.server import Server
-from llmnode.node.startup import collection_paused
 from llmnode.ports import Piece
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
-    from llmnode.compute.executor import SpanExecutor
-    from llmnode.compute.worker import ThreadWorker
-    from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
-    from llmnode.models.folder import ModelFolder
+    from llmnode.core.nat import Reach
     from llmnode.net.host import Libp2pNetwork
+    from llmnode.ports import Worker
 
-AUTO = "auto"
+    Loader = ThreadLoader | ProcessLoader
+
 MEASURED_STEPS = 9
+THREAD, PROCESS = "thread", "process"
+WORKERS = (THREAD, PROCESS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +52,14 @@ class NodeConfig:
     """What a serving node is asked for.
 
     `blocks` is START:END, a number of blocks, or "auto" for as many as memory allows; the node then chooses those that
-    the swarm needs most. `peers` are addresses of servers or relays. `announce` is where others reach it, if that is
-    not where it listens: behind a port forward, for example. `threads` is torch's, None for its own choice;
-    `device` is torch's too, "auto" for a GPU if there is one. The node's identity is kept in the file `identity`, and
-    is a fresh one without.
+    the swarm needs most. `peers` are addresses of servers or relays; `swarm_key` is an invite to a private swarm, which
+    names peers too, or the file of its key. `announce` is where others reach it, if that is not where it listens:
+    behind a port forward, for example; through `relays` they do, if nowhere else, and then where it listens is
+    announced only by `announce`. KV is for `kv_tokens` positions, or for as many as `kv_memory` is enough for: an
+    amount ("2GiB") or a share of what is free ("20%"). `threads` is torch's, None for its own choice; `device` is
+    torch's too, "auto" for a GPU if there is one. `quant` is what weights are rounded to, "auto" for what suits the
+    device. `worker` is one of `WORKERS`: where the blocks are computed; if a process crashes, its sessions go elsewhere
+    and it is started again. The node's identity is kept in the file `identity`, and is a fresh one without.
     """
 
     model: str | None = None
@@ -58,20 +67,24 @@ class NodeConfig:
     peers: Sequence[str] = ()
     listen: Sequence[str] = (LISTEN_ANY_LOOPBACK,)
     announce: Sequence[str] = ()
+    relays: Sequence[str] = ()
+    swarm_key: str | Path | None = None
     kv_tokens: int = 32_768
+    kv_memory: str | None = None
     device: str = "auto"
     dtype: str = "float32"
+    quant: str = "none"
     threads: int | None = None
+    worker: str = THREAD
     identity: Path | None = None
 
 
 @dataclass(slots=True)
 class RunningNode:
-    """A node that takes sessions. Made by `open_node`. `addresses` are what it announces."""
+    """A node that takes sessions. Made by `open_node`."""
 
     network: Libp2pNetwork
     peer: PeerId
-    addresses: Sequence[str]
     listening: Sequence[str]
     model: ModelInfo
     span: Span
@@ -79,6 +92,32 @@ class RunningNode:
     swarm: Swarm
     server: Server
     share: Share
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """What it announces now."""
+        return self.network.addresses
+
+    async def follow_addresses(self, report: Callable[[Sequence[str]], None]) -> NoReturn:
+        """Announce, and report, when a relay through which we are reached is lost or there again."""
+        while True:
+            await self.network.wait_addresses_changed()
+            self.swarm.say(self.share.offer())
+            report(self.addresses)
+
+    async def look(self) -> Reach | None:
+        """How others reach this node, by the word of peers of the swarm that are reached directly: waits for such.
+
+        None if none of them answers.
+        """
+        while not (addresses := self._direct_peers()):
+            await self.swarm.wait_changed()
+        return await self.network.look(addresses, ReachPolicy())
+
+    def _direct_peers(self) -> list[str]:
+        others = (each for each in self.swarm.view.announcements() if each.peer != self.peer)
+        of_others = (address for each in others for address in each.addresses[:1])
+        return [each for each in (*self.swarm.contacts, *of_others) if CIRCUIT not in each]
 
     async def drain(self, patience_s: float, report: Callable[[int], None] = lambda _sessions: None) -> None:
         """Take no new sessions, say so, and wait at most so long until those that there are have ended.
@@ -92,52 +131,69 @@ class RunningNode:
 
 @asynccontextmanager
 async def open_node(
-    config: NodeConfig, report: Callable[[str], None] = lambda _line: None
+    config: NodeConfig,
+    report: Callable[[str], None] = lambda _line: None,
+    report_addresses: Callable[[Sequence[str]], None] = lambda _addresses: None,
+    report_worker: Callable[[str, bool], None] = lambda _line, _serves: None,
 ) -> AsyncIterator[RunningNode]:
     """Serve for as long as the context lasts; leaving it tells the swarm. `report` is told in a line what takes long.
 
-    Raises ConfigError (blocks, address, missing model), ModelError, or PeerError if none of `peers` can be reached.
+    `report_addresses` is told what we announce when that has changed, `report_worker` in a line that a worker process
+    was lost, or serves again.
+
+    Raises ConfigError (blocks, address, missing model), ModelError, PeerError if none of `peers`, or of `relays`, can
+    be reached, or WorkerLost if a worker process does not start time after time.
     """
     _check(config)
     with single_error():
-        async with _joined(config.listen, config.announce, config.peers, config.identity) as (network, swarm):
+        way_in = entry(config.peers, config.swarm_key)
+        async with _joined(config.listen, config.announce, way_in, config.identity, relays=config.relays) as (
+            network,
+            swarm,
+        ):
             report("loading torch")
-            folder = await trio.to_thread.run_sync(_open_model, config, report, abandon_on_cancel=True)
-            # The compute thread must not keep the event loop from its heartbeats for longer than this.
-            sys.setswitchinterval(0.0005)
-            model = replace(folder.info, dtype=config.dtype)
-            share = Share(model, await _choose_span(config, folder, swarm))
-            async with open_pool(network) as pushes, trio.open_nursery() as nursery:
-                nursery.start_soon(swarm.announce, share.offer)  # as joining: others choose other blocks
-                report(f"reading blocks {share.span} of {model.name}")
-                executor = await trio.to_thread.run_sync(_load, config, folder, share.span, abandon_on_cancel=True)
-                await share.take_sessions(executor)
-                server = Server(share.worker, model, ServePolicy(kv_tokens=config.kv_tokens), swarm, pushes)
-                nursery.start_soon(server.run, network)
-                swarm.say(share.offer())
-                yield RunningNode(
-                    network=network,
-                    peer=network.peer,
-                    addresses=network.addresses,
-                    listening=network.listening,
-                    model=model,
-                    span=share.span,
-                    tensor_bytes=executor.tensor_bytes,
-                    swarm=swarm,
-                    server=server,
-                    share=share,
-                )
-                await swarm.leave(share.offer())
-                nursery.cancel_scope.cancel()
+            async with _open_loader(config, report, report_worker) as loader:
+                model = await loader.open_model()
+                share = Share(model, await _choose_span(config, model, loader, swarm))
+                async with open_pool(network) as pushes, trio.open_nursery() as nursery:
+                    nursery.start_soon(swarm.announce, share.offer)  # as joining: others choose other blocks
+                    report(f"reading blocks {share.span} of {model.name}")
+                    await _bring_up(loader, share)
+                    server = Server(
+                        share.worker, model, ServePolicy(kv_tokens=share.worker.kv_tokens_free), swarm, pushes
+                    )
+                    nursery.start_soon(server.run, network)
+                    swarm.say(share.offer())
+                    nursery.start_soon(_keep_worker, loader, share, server, swarm, report_worker)
+                    node = RunningNode(
+                        network=network,
+                        peer=network.peer,
+                        listening=network.listening,
+                        model=model,
+                        span=share.span,
+                        tensor_bytes=loader.tensor_bytes,
+                        swarm=swarm,
+                        server=server,
+                        share=share,
+                    )
+                    nursery.start_soon(node.follow_addresses, report_addresses)
+                    yield node
+                    await swarm.leave(share.offer())
+                    nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager
 async def open_relay(
-    listen: Sequence[str], announce: Sequence[str], peers: Sequence[str], identity: Path | None
+    listen: Sequence[str], announce: Sequence[str], way_in: Entry, identity: Path | None
 ) -> AsyncIterator[Libp2pNetwork]:
-    """A node that holds no blocks and knows who does: where others join the swarm. Loads no torch."""
+    """A node that holds no blocks and knows who does: where others join the swarm, and through which they reach those
+    that cannot be dialled. Loads no torch.
+    """
     with single_error():
-        async with _joined(listen, announce, peers, identity) as (network, swarm), trio.open_nursery() as nursery:
+        async with (
+            _joined(listen, announce, way_in, identity, relay_policy=RelayPolicy()) as (network, swarm),
+            trio.open_nursery() as nursery,
+        ):
             nursery.start_soon(serve_links, network, ServePolicy().links, lambda link: serve_view(swarm, link))
             yield network
             nursery.cancel_scope.cancel()
@@ -145,23 +201,95 @@ async def open_relay(
 
 @asynccontextmanager
 async def _joined(
-    listen: Sequence[str], announce: Sequence[str], peers: Sequence[str], identity: Path | None
+    listen: Sequence[str],
+    announce: Sequence[str],
+    way_in: Entry,
+    identity: Path | None,
+    *,
+    relays: Sequence[str] = (),
+    relay_policy: RelayPolicy | None = None,
 ) -> AsyncIterator[tuple[Libp2pNetwork, Swarm]]:
     """A network that listens, and a view that is kept current."""
-    if len(announce) > SwarmPolicy().addresses:
-        raise ConfigError(
-            f"--announce is given {len(announce)} times: {SwarmPolicy().addresses} addresses are the most"
-        )
+    told, most = len(announce) + len(relays), SwarmPolicy().addresses
+    if told > most:
+        also = f" and --relay {len(relays)}" if relays else ""
+        raise ConfigError(f"--announce is given {len(announce)} times{also}: {most} addresses are the most")
     async with AsyncExitStack() as stack:
-        network = await stack.enter_async_context(open_network(listen, LinkPolicy(), identity, announce))
+        network = await stack.enter_async_context(
+            open_network(
+                listen,
+                LinkPolicy(),
+                identity,
+                announce,
+                swarm_key=way_in.key,
+                relays=relays,
+                relay_policy=relay_policy,
+            )
+        )
         directory = await stack.enter_async_context(open_directory(network, SwarmPolicy()))
         pool = await stack.enter_async_context(open_pool(network))
-        swarm = Swarm(network, pool, SwarmPolicy(), contacts=peers, directory=directory)
-        await swarm.meet_all(peers)
+        contacts = [*way_in.peers, *relays]
+        swarm = Swarm(network, pool, SwarmPolicy(), contacts=contacts, directory=directory)
+        with suppress(PeerError) if not way_in.peers else nullcontext():  # a relay need not be one of ours
+            await swarm.meet_all(contacts)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(swarm.run)
             yield network, swarm
             nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _open_loader(
+    config: NodeConfig, report: Callable[[str], None], report_worker: Callable[[str, bool], None]
+) -> AsyncIterator[Loader]:
+    """Its process, if it has one, ends with the context."""
+    wanted = Wanted(
+        model=config.model,
+        kv_tokens=config.kv_tokens,
+        kv_memory=config.kv_memory,
+        device=config.device,
+        dtype=config.dtype,
+        quant=config.quant,
+        threads=config.threads,
+    )
+    if config.worker == THREAD:
+        yield ThreadLoader(SpanLoader(wanted, report))
+        return
+    loader = ProcessLoader(wanted, report, lambda line: report_worker(line, False))
+    try:
+        yield loader
+    finally:
+        await loader.end()
+
+
+async def _bring_up(loader: Loader, share: Share) -> None:
+    """Until a worker takes sessions. Raises what makes that hopeless."""
+    while True:
+        worker = await loader.load(share.span)
+        try:
+            await share.take_sessions(worker)
+        except WorkerLost:  # in its first forward, which is when most memory is taken
+            await loader.wait_lost()
+        else:
+            loader.serves()
+            return
+
+
+async def _keep_worker(
+    loader: Loader, share: Share, server: Server, swarm: Swarm, report_worker: Callable[[str, bool], None]
+) -> NoReturn:
+    """Whenever the worker is lost say so, and have it serve again. Raises what makes that hopeless."""
+    try:
+        while True:
+            await loader.wait_lost()
+            share.lose_worker()
+            server.lose_worker()
+            swarm.say(share.offer())
+            await _bring_up(loader, share)
+            swarm.say(share.offer())
+            report_worker(f"the worker serves blocks {share.span} again", True)
+    finally:
+        loader.kill()  # sessions need not wait for what it computes: they end too
 
 
 class Share:
@@ -171,22 +299,25 @@ class Share:
         self.span = span
         self.state = PeerState.JOINING
         self._model = model
-        self._worker: ThreadWorker | None = None
-        self._block_us = 0
+        self._worker: Worker | None = None
+        self._block_us = self._kv_tokens = 0
 
     @property
-    def worker(self) -> ThreadWorker:
+    def worker(self) -> Worker:
         assert self._worker is not None, "the blocks are not loaded yet"
         return self._worker
 
-    async def take_sessions(self, executor: SpanExecutor) -> None:
+    async def take_sessions(self, worker: Worker) -> None:
         """From now on we are online, as fast as we measure now."""
-        from llmnode.compute.worker import ThreadWorker
-
-        worker = ThreadWorker(executor)
         self._block_us = max(1, await _step_us(worker, self._model.row_bytes) // len(self.span))
-        self._worker = worker
-        self.state = PeerState.ONLINE
+        self._worker, self._kv_tokens = worker, worker.kv_tokens_free
+        if self.state is PeerState.JOINING:
+            self.state = PeerState.ONLINE
+
+    def lose_worker(self) -> None:
+        """We are as one who loads its blocks for the first time, unless we are about to leave."""
+        if self.state is PeerState.ONLINE:
+            self.state = PeerState.JOINING
 
     def offer(self) -> Offer:
         return Offer(
@@ -197,97 +328,52 @@ class Share:
             span=self.span,
             state=self.state,
             block_us=self._block_us,
+            kv_tokens=self._kv_tokens,
             kv_tokens_free=0 if self._worker is None else self._worker.kv_tokens_free,
         )
 
 
-async def _step_us(worker: ThreadWorker, row_bytes: int) -> int:
+async def _step_us(worker: Worker, row_bytes: int) -> int:
     """The time of one token through the span: a median, after a first step that warms caches up."""
     session = SessionId(secrets.token_bytes(SESSION_ID_BYTES))
     steps = MEASURED_STEPS + 1
-    if not await worker.open(session, worker.span, steps):
+    if not await worker.open(session, worker.span, steps, PeerId("")):
         return 0
     times = [(await worker.forward(Piece(session, step, 1, bytes(row_bytes)))).compute_us for step in range(steps)]
     await worker.close(session)
     return int(statistics.median(times[1:]))
 
 
-async def _choose_span(config: NodeConfig, folder: ModelFolder, swarm: Swarm) -> Span:
+async def _choose_span(config: NodeConfig, model: ModelInfo, loader: Loader, swarm: Swarm) -> Span:
     """The blocks that were asked for; of a number of them, those that the swarm needs most."""
-    blocks = folder.info.blocks
     if ":" in config.blocks:
-        return parse_span(config.blocks, blocks)
-    length = int(config.blocks) if config.blocks != AUTO else await trio.to_thread.run_sync(_fitting, config, folder)
-    if not swarm.view.of_model(folder.digest):
-        await swarm.look_up(folder.digest)
+        return parse_span(config.blocks, model.blocks)
+    length = int(config.blocks) if config.blocks != AUTO else await loader.fitting_blocks()
+    if not swarm.view.of_model(model.digest):
+        await swarm.look_up(model.digest)
     others = [
         each.offer
-        for each in swarm.view.of_model(folder.digest)
-        if each.offer.dtype == config.dtype and each.offer.state is not PeerState.DRAINING
+        for each in swarm.view.of_model(model.digest)
+        if each.offer.dtype == model.dtype and each.offer.state is not PeerState.DRAINING
     ]
-    return choose_span(blocks, length, [(offer.span, offer.speed_tokens_per_s) for offer in others])
-
-
-def _fitting(config: NodeConfig, folder: ModelFolder) -> int:
-    import torch
-
-    from llmnode.models.memory import free_bytes
-    from llmnode.models.size import MEMORY_SHARE, measure_size
-
-    size = measure_size(folder, getattr(torch, config.dtype))
-    free = free_bytes(_device(config))
-    fitting = size.fitting_blocks(free, config.kv_tokens)
-    if not fitting:
-        raise ConfigError(
-            f"no block of {folder.name} fits: {free >> 20} MiB are free, of which a server takes {MEMORY_SHARE:.0%}; "
-            f"a block takes {size.block_bytes >> 20} and its KV {config.kv_tokens * size.kv_token_bytes >> 20}: "
-            "end other programs, raise the container's limit, or lower --kv-tokens"
-        )
-    return fitting
+    return choose_span(model.blocks, length, [(offer.span, offer.speed_tokens_per_s) for offer in others])
 
 
 def _check(config: NodeConfig) -> None:
     """What can be said before the seconds that loading takes. Raises ConfigError."""
     if config.dtype not in DTYPES:
         raise ConfigError(f"there is no dtype {config.dtype!r}: choose one of {', '.join(DTYPES)}")
+    if config.quant not in (*QUANTS, AUTO):
+        raise ConfigError(f"there is no quantization {config.quant!r}: choose one of {', '.join(QUANTS)}, {AUTO}")
+    if config.worker not in WORKERS:
+        raise ConfigError(f"there is no worker {config.worker!r}: choose one of {', '.join(WORKERS)}")
     if ":" in config.blocks:
         parse_span(config.blocks)
     elif config.blocks != AUTO and not (config.blocks.isascii() and config.blocks.isdigit()):
         raise ConfigError(f"--blocks {config.blocks!r}: write START:END (as 0:10), a number of blocks, or {AUTO}")
-    for address in config.peers:
+    if config.kv_memory is not None:
+        parse_memory(config.kv_memory, "--kv-memory")
+    for address in entry(config.peers, config.swarm_key).peers:
         parse_peer(address)
-
-
-def _open_model(config: NodeConfig, report: Callable[[str], None]) -> ModelFolder:
-    with collection_paused():
-        import torch
-
-        from llmnode.models.source import open_model
-
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        return open_model(config.model, report)
-
-
-def _load(config: NodeConfig, folder: ModelFolder, span: Span) -> SpanExecutor:
-    with collection_paused():
-        import torch
-
-        from llmnode.compute.executor import load_executor
-
-        return load_executor(folder, span, config.kv_tokens, getattr(torch, config.dtype), _device(config))
-
-
-def _device(config: NodeConfig) -> str:
-    """Raises ConfigError for a device that torch does not have here."""
-    import torch
-
-    if config.device == AUTO:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(config.device)
-    except RuntimeError as error:
-        raise ConfigError(f"--device {config.device!r}: write cpu, cuda or cuda:0") from error
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError(f"--device {config.device}: torch has no such device here; leave it out, or write cpu")
-    return config.device
+    for address in config.relays:
+        parse_relay(address)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 from llmnode.errors import ConfigError, LlmnodeError
 from llmnode.models.cache import cache_folder
 from llmnode.models.online import keep_libraries_offline
-from llmnode.node.commands import bench, chat, config, demo, doctor, generate, relay, serve, status, verify
+from llmnode.node.commands import bench, chat, config, demo, doctor, generate, invite, relay, serve, status, verify
 from llmnode.node.commands.options import Parser, log_to_stderr, printable
 from llmnode.node.settings import parse
 
@@ -22,7 +22,7 @@ EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
 
-COMMANDS = (demo, serve, relay, generate, chat, status, doctor, verify, config, bench)
+COMMANDS = (demo, serve, relay, generate, chat, status, doctor, invite, verify, config, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from llmnode.compute.startup import collection_paused
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
 from llmnode.node.processes import ServerDied, ServerProcess, all_ready, last_words, private_swarm, pss_mib
-from llmnode.node.startup import collection_paused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

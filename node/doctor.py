@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.policy import ClientPolicy, LinkPolicy, SwarmPolicy
+from llmnode.compute.startup import collection_paused
+from llmnode.core.model import precision
+from llmnode.core.nat import Reached
+from llmnode.core.policy import ClientPolicy, LinkPolicy, ReachPolicy, SwarmPolicy
 from llmnode.core.route import uncovered
 from llmnode.core.span import Span
 from llmnode.core.view import online
 from llmnode.errors import ConfigError, ModelError, PeerError, PeerRefused, single_error
 from llmnode.models.cache import cache_folder
-from llmnode.node.startup import collection_paused
+from llmnode.node.reach import explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -30,31 +33,40 @@ if TYPE_CHECKING:
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
+    from llmnode.core.nat import Reach
     from llmnode.models.folder import ModelFolder
     from llmnode.models.size import ModelSize
+    from llmnode.net.swarm_key import Entry
     from llmnode.ports import Network
 
 OK, WARNING, BLOCKER = "ok", "warning", "blocker"
 REINSTALL = "set it up again: `node/llmnode setup` in a checkout, else `pip install --force-reinstall llmnode`"
-PEERS_FIX = "start that server or take it out of --peers, and see that no firewall is between"
+PEERS_FIX = (
+    "start that server or take it out of --peers, see that no firewall is between, and give the --swarm-key of a "
+    "private swarm"
+)
 CLOCK_FIX = "set the clock by NTP (`timedatectl set-ntp true` where there is systemd)"
 CRC32C_CHECK = 0xE3069283
 """Of b"123456789", as the catalogues of CRCs have it."""
 SPARE_DISK_BYTES = 2 << 30
 """The embedded model takes a quarter of it, what torch compiles some more."""
+LISTEN_ANYWHERE = "/ip4/0.0.0.0/tcp/0"
+"""For the moment in which peers try to dial this machine."""
 MODELS_NAMED = 5
 """Of those that the swarm has instead of ours: strangers may announce any number."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorConfig:
-    """What `llmnode doctor` was asked for. `kv_tokens` and `dtype` are what a server would be given."""
+    """What `llmnode doctor` was asked for. `kv_tokens`, `dtype` and `quant` are what a server would be given."""
 
     model: str | None
-    peers: Sequence[str]
+    to: Entry
+    """Peers to reach, and the key of their swarm."""
     listen: Sequence[str]
     kv_tokens: int
     dtype: str
+    quant: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +171,7 @@ def _check_model(doctor: Doctor) -> ModelFolder | None:
 
     try:
         folder = open_model(doctor.config.model, doctor.working)
-        size = measure_size(folder, getattr(torch, doctor.config.dtype))
+        size = measure_size(folder, getattr(torch, doctor.config.dtype), doctor.config.quant)
     except ConfigError as error:
         fix = "give another MODEL, or none for the embedded one" if doctor.config.model else "do as that says"
         doctor.found(Finding("model", BLOCKER, str(error), fix))
@@ -208,9 +220,10 @@ async def _check_network(doctor: Doctor, folder: ModelFolder | None) -> None:
             doctor.found(
                 Finding("listen", BLOCKER, str(error), "stop what holds the address, or give another --listen")
             )
-    if not doctor.config.peers:
+    if not doctor.config.to.peers:
         return
-    await check_peers(doctor, replace(folder.info, dtype=doctor.config.dtype) if folder is not None else None)
+    asked_for = precision(doctor.config.dtype, doctor.config.quant)
+    await check_peers(doctor, replace(folder.info, dtype=asked_for) if folder is not None else None)
 
 
 async def check_peers(doctor: Doctor, model: ModelInfo | None) -> None:
@@ -219,14 +232,18 @@ async def check_peers(doctor: Doctor, model: ModelInfo | None) -> None:
 
     reached: list[str] = []
     failures: list[PeerError] = []
-    addresses = list(dict.fromkeys(doctor.config.peers))
+    addresses = list(dict.fromkeys(doctor.config.to.peers))
     doctor.working(f"asking {len(addresses)} peers")
-    async with open_network([], LinkPolicy()) as network, trio.open_nursery() as nursery:
+    async with (
+        open_network([], LinkPolicy(), swarm_key=doctor.config.to.key) as network,
+        trio.open_nursery() as nursery,
+    ):
         for address in addresses:
             nursery.start_soon(_check_peer, doctor, network, address, reached, failures)
     if len(failures) == len(addresses):  # a node goes on with those that answer
         doctor.found(Finding("peers", BLOCKER, f"no peer answers: {failures[0]}", PEERS_FIX))
     if reached:
+        await _check_reach(doctor, reached)
         await _check_swarm(doctor, reached, model)
 
 
@@ -258,13 +275,35 @@ async def _check_peer(
         doctor.found(Finding("peer", OK, f"{address} has blocks {blocks} of {description.model}; {took}"))
 
 
+async def _check_reach(doctor: Doctor, addresses: Sequence[str]) -> None:
+    """Whether a server here could be dialled, and what NAT is before it if not."""
+    from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
+    from llmnode.net.host import open_network
+
+    doctor.working("asking how they see this machine")
+    listen = doctor.config.listen if list(doctor.config.listen) != [LISTEN_ANY_LOOPBACK] else [LISTEN_ANYWHERE]
+    try:
+        async with open_network(listen, LinkPolicy(), swarm_key=doctor.config.to.key) as network:
+            doctor.found(reach_finding(await network.look(addresses, ReachPolicy())))
+    except ConfigError as error:  # what it listens at has been checked; it may be taken since
+        doctor.found(Finding("reach", WARNING, str(error), "stop what holds the address, or give another --listen"))
+
+
+def reach_finding(reach: Reach | None) -> Finding:
+    """A client needs to be reached by nobody, so it is never a blocker."""
+    if reach is None:
+        return Finding("reach", OK, "no peer says how it sees this machine")
+    text, fix = explain(reach)
+    return Finding("reach", WARNING if reach.reached is Reached.NO else OK, text, fix)
+
+
 async def _check_swarm(doctor: Doctor, addresses: Sequence[str], model: ModelInfo | None) -> None:
     """Clocks, and who has the blocks of `model`, as a client that joins through `addresses` learns it."""
     from llmnode.client.join import join_swarm
 
     doctor.working("asking what they know of their swarm")
     try:
-        async with join_swarm(addresses, LinkPolicy()) as (_pool, swarm):
+        async with join_swarm(addresses, LinkPolicy(), swarm_key=doctor.config.to.key) as (_pool, swarm):
             doctor.found(*(clocks := check_clocks(swarm.clock_offsets_ms, SwarmPolicy().clock_skew_s)))
             if model is None or blocker_of(clocks):  # with such a clock a view stays empty
                 return
@@ -306,7 +345,9 @@ def check_coverage(announcements: Sequence[Announcement], model: ModelInfo) -> F
     text = f"no server of the swarm has blocks {', '.join(map(str, missing))} of {model.name} in {model.dtype}"
     if dtypes := sorted({offer.dtype for offer in ours} - {model.dtype})[:MODELS_NAMED]:
         text = f"{text}; it has some in {', '.join(dtypes)}"
-        return Finding("peers", WARNING, text, f"give --dtype {dtypes[0]}, or start servers for them")
+        dtype, _, quant = dtypes[0].partition("+")
+        options = f"--dtype {dtype} --quant {quant or 'none'}"
+        return Finding("peers", WARNING, text, f"give {options}, or start servers for them")
     if models := sorted({offer.model for offer in offers if offer.model_digest != model.digest})[:MODELS_NAMED]:
         text = f"{text}; it serves {', '.join(models)}, of other weights"
         return Finding("peers", WARNING, text, "give the MODEL that it serves, or start servers for them")

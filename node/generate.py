@@ -1,10 +1,11 @@
-"""`llmnode generate`: one prompt, or a file of them, through the servers at given addresses."""
+"""`llmnode generate`: one text as it comes, or several at once, through the servers at given addresses."""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,30 +15,57 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llmnode.client.model import DistributedModelForCausalLM
+    from llmnode.core.traffic import Traffic
     from llmnode.node.access import Access
     from llmnode.node.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateConfig:
-    """What `llmnode generate` was asked for. `prompts` are generated one after another."""
+    """What `llmnode generate` was asked for: `samples` texts of each of `prompts`, `at_once` of them under way."""
 
     access: Access
     prompts: Sequence[str]
     sampling: Sampling
     chat: bool
     json: bool
+    samples: int = 1
+    at_once: int | None = None
     receipts: Path | None = None
     """Where the transcript of the one prompt's session goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireUse:
+    """What the hidden states of one session took of this client's links; what servers give each other is not in it."""
+
+    traffic: Traffic
+    positions: int
+
+    def line(self) -> str:
+        sent, received = self._per_token(self.traffic.sent_bytes), self._per_token(self.traffic.received_bytes)
+        return f"{sent / 1000:.1f} kB out and {received / 1000:.1f} kB in a token"
+
+    def as_json(self) -> dict[str, int | float]:
+        return {
+            "positions": self.positions,
+            **asdict(self.traffic),
+            "sent_bytes_per_token": self._per_token(self.traffic.sent_bytes),
+            "received_bytes_per_token": self._per_token(self.traffic.received_bytes),
+        }
+
+    def _per_token(self, size_bytes: int) -> float:
+        return size_bytes / max(1, self.positions)
 
 
 def generate(config: GenerateConfig) -> None:
     """Connect, generate, print. Raises ConfigError, PeerError, NoRoute or SessionLost."""
     with config.access.connect() as model:
-        for number, prompt in enumerate(config.prompts, start=1):
-            if len(config.prompts) > 1:
-                print(f"prompt {number} of {len(config.prompts)}", file=sys.stderr)
-            _generate_one(model, config, prompt)
+        encoded = [_encode(model, config, prompt) for prompt in config.prompts]
+        if len(encoded) * config.samples == 1:
+            _generate_one(model, config, config.prompts[0], encoded[0])
+        else:
+            _generate_several(model, config, encoded)
 
 
 def read_prompts(path: str) -> list[str]:
@@ -52,20 +80,29 @@ def read_prompts(path: str) -> list[str]:
     return prompts
 
 
-def _generate_one(model: DistributedModelForCausalLM, config: GenerateConfig, prompt: str) -> None:
-    import torch
-
+def _encode(model: DistributedModelForCausalLM, config: GenerateConfig, prompt: str) -> list[int]:
+    """Raises ConfigError if there is no room for what is to follow."""
     from llmnode.client.generate import check_length
-    from llmnode.node.text import ScreenStreamer
 
-    screen = sys.stderr if config.json else sys.stdout
     tokenizer = model.tokenizer
     token_ids = tokenizer.encode_dialogue([("user", prompt)]) if config.chat else tokenizer.encode(prompt)
     check_length(len(token_ids), config.sampling.max_new_tokens, model.info)
+    return token_ids
+
+
+def _generate_one(
+    model: DistributedModelForCausalLM, config: GenerateConfig, prompt: str, token_ids: list[int]
+) -> None:
+    import torch
+
+    from llmnode.node.text import ScreenStreamer
+
+    screen = sys.stderr if config.json else sys.stdout
     if not config.chat:
         screen.write(prompt)
-    streamer = ScreenStreamer(tokenizer, screen)
+    streamer = ScreenStreamer(model.tokenizer, screen)
     inputs = torch.tensor([token_ids])
+    before = model.traffic
     with model.open_cache(len(token_ids) + config.sampling.max_new_tokens) as cache:
         model.generate(
             inputs,
@@ -74,10 +111,11 @@ def _generate_one(model: DistributedModelForCausalLM, config: GenerateConfig, pr
             past_key_values=cache,
             **config.sampling.options(),
         )
+        wire = WireUse(model.traffic.since(before), cache.positions(0))
         if config.receipts is not None:
             (transcript,) = cache.transcripts()
             config.receipts.write_text(json.dumps(transcript), encoding="utf-8")
-    print(f"\n{streamer.speed_line()}", file=screen if config.json else sys.stderr)
+    print(f"\n{streamer.speed_line()}; {wire.line()}", file=screen if config.json else sys.stderr)
     if not config.json:
         print()
         return
@@ -87,5 +125,48 @@ def _generate_one(model: DistributedModelForCausalLM, config: GenerateConfig, pr
         "prompt_token_ids": token_ids,
         "token_ids": streamer.token_ids,
         "text": streamer.text,
+        "wire": wire.as_json(),
     }
     print(json.dumps(answer), flush=True)
+
+
+def _generate_several(model: DistributedModelForCausalLM, config: GenerateConfig, encoded: Sequence[list[int]]) -> None:
+    import torch
+
+    from llmnode.node.several import Prompt, all_at_once, metered
+
+    shared = [Prompt(model, token_ids, config.samples) for token_ids in encoded]
+
+    def generate_text(number: int) -> dict[str, object]:
+        index, sample = divmod(number, config.samples)
+        inputs = torch.tensor([encoded[index]])
+        name = f"prompt {index + 1}" + (f", sample {sample + 1}" if config.samples > 1 else "")
+        length = inputs.shape[1] + config.sampling.max_new_tokens
+        with (
+            meter.text(name, config.sampling.max_new_tokens) as counter,
+            shared[index].cache(length) as cache,
+        ):
+            output = model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                streamer=counter,
+                past_key_values=cache,
+                **config.sampling.options(number),
+            )
+        token_ids = output[0, inputs.shape[1] :].tolist()
+        return {
+            "model": model.info.name,
+            "prompt": config.prompts[index],
+            "sample": sample,
+            "prompt_token_ids": encoded[index],
+            "token_ids": token_ids,
+            "text": model.tokenizer.decode(token_ids),
+        }
+
+    with metered(len(encoded) * config.samples) as meter:
+        work = [partial(generate_text, number) for number in range(meter.texts)]
+        for answer in all_at_once(model, work, config.at_once):
+            if config.json:
+                print(json.dumps(answer), flush=True)
+            else:
+                print(f"{'' if config.chat else answer['prompt']}{answer['text']}\n", flush=True)

@@ -82,12 +82,16 @@ async def private_swarm(
     *,
     threads: int | None = None,
     announce: Sequence[str] | None = None,
+    program: str = "llmnode.node",
+    model: str | None = None,
+    options: Sequence[str] = (),
     on_change: Callable[[Sequence[ServerProcess]], None] = lambda _servers: None,
 ) -> AsyncIterator[list[ServerProcess]]:
     """One server on loopback per span; yields at once, before they are ready. All are gone when the context ends.
 
-    `announce` has, for each, the address that it is to tell others. `on_change` is called whenever one's state changes.
-    Await `all_ready` before using them.
+    `announce` has, for each, the address that it is to tell others; `program` is the module that is run, as `llmnode`
+    is, `model` what it serves, and `options` what else each is told. `on_change` is called whenever one's state
+    changes. Await `all_ready` before using them.
     """
     servers: list[ServerProcess] = []
     async with AsyncExitStack() as stack:
@@ -96,7 +100,8 @@ async def private_swarm(
         stack.push_async_callback(_stop_all, servers)
         for span, told in zip(spans, announce or [""] * len(spans), strict=True):
             process = await trio.lowlevel.open_process(
-                _command(span, threads, told), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                [*_command(program, model, span, threads, told), *options],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 env=without_settings(os.environ),
                 start_new_session=True,  # a Ctrl-C in the terminal is ours alone: we end them in order
             )  # fmt: skip
@@ -122,11 +127,12 @@ def last_words(server: ServerProcess) -> str:
     return server.last_lines[-1] if server.last_lines else f"exit status {server.process.returncode}, no message"
 
 
-def _command(span: Span, threads: int | None, announce: str) -> list[str]:
-    command = [sys.executable, "-P", "-m", "llmnode.node", "serve", "--blocks", f"{span.start}:{span.end}"]
-    command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--json", "--until-stdin-closes"]
+def _command(program: str, model: str | None, span: Span, threads: int | None, announce: str) -> list[str]:
+    command = [sys.executable, "-P", "-m", program, "serve", *([model] if model else [])]
+    command += ["--blocks", f"{span.start}:{span.end}", "--listen", "/ip4/127.0.0.1/tcp/0"]
     command += ["--announce", announce] if announce else []
-    return command if threads is None else [*command, "--threads", str(threads)]
+    command += ["--threads", str(threads)] if threads else []
+    return [*command, "--json", "--until-stdin-closes"]
 
 
 async def _watch(server: ServerProcess, on_change: Callable[[], None]) -> None:

@@ -20,11 +20,14 @@ SIGNAL = getattr(signal, "SIGUSR1", None)
 
 @dataclass(frozen=True, slots=True)
 class Readout:
-    """Counts of what is open. `tasks` are trio's; `peers` are those known to serve, ourselves among them."""
+    """Counts of what is open. `tasks` are trio's; `relayed` are the links that go through a relay; `peers` are those
+    known to serve, ourselves among them.
+    """
 
     sessions: int
     kv_tokens_reserved: int
     links: int
+    relayed: int
     connections: int
     streams: int
     tasks: int
@@ -38,6 +41,7 @@ def read_out(node: RunningNode) -> Readout:
         sessions=len(node.server.sessions),
         kv_tokens_reserved=node.server.policy.kv_tokens - node.server.worker.kv_tokens_free,
         links=opened.links,
+        relayed=opened.relayed,
         connections=opened.connections,
         streams=opened.streams,
         tasks=trio.lowlevel.current_statistics().tasks_living,

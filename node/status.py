@@ -9,7 +9,7 @@ from llmnode.core.route import uncovered
 from llmnode.core.view import online
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from typing import Any
 
     from llmnode.core.announcement import Announcement
@@ -29,6 +29,8 @@ class ModelStatus:
     servers: Sequence[Announcement]
     answers: Mapping[PeerId, Description]
     """What those that could be reached say of themselves."""
+    relayed: Collection[PeerId]
+    """Who of these was reached through a relay."""
 
     @property
     def holes(self) -> list[Span]:
@@ -36,7 +38,9 @@ class ModelStatus:
         return uncovered(self.blocks, [each.offer.span for each in online(self.servers)])
 
 
-def by_model(announcements: Sequence[Announcement], answers: Mapping[PeerId, Description]) -> list[ModelStatus]:
+def by_model(
+    announcements: Sequence[Announcement], answers: Mapping[PeerId, Description], relayed: Collection[PeerId]
+) -> list[ModelStatus]:
     groups: dict[tuple[bytes, str], list[Announcement]] = {}
     for each in announcements:
         groups.setdefault((each.offer.model_digest, each.offer.dtype), []).append(each)
@@ -48,6 +52,7 @@ def by_model(announcements: Sequence[Announcement], answers: Mapping[PeerId, Des
             blocks=servers[0].offer.blocks,
             servers=sorted(servers, key=lambda each: (each.offer.span, each.peer)),
             answers=answers,
+            relayed=relayed,
         )
         for (digest, dtype), servers in sorted(groups.items())
     ]
@@ -62,7 +67,7 @@ def as_json(models: Sequence[ModelStatus], now_ms: int) -> dict[str, Any]:  # An
                 "dtype": model.dtype,
                 "blocks": model.blocks,
                 "holes": [[hole.start, hole.end] for hole in model.holes],
-                "servers": [_server_json(each, model.answers.get(each.peer), now_ms) for each in model.servers],
+                "servers": [_server_json(each, model, now_ms) for each in model.servers],
             }
             for model in models
         ]
@@ -77,20 +82,27 @@ def bar(span: Span, blocks: int, columns: int, filled: str = "█") -> str:
     return "·" * first + filled * (last - first) + "·" * (columns - last)
 
 
-def _server_json(each: Announcement, answer: Description | None, now_ms: int) -> dict[str, Any]:  # Any: JSON
-    offer = each.offer
+def _server_json(each: Announcement, model: ModelStatus, now_ms: int) -> dict[str, Any]:  # Any: JSON
+    offer, answer = each.offer, model.answers.get(each.peer)
     return {
         "peer": each.peer,
         "addresses": list(each.addresses),
         "blocks": [offer.span.start, offer.span.end],
         "state": str(offer.state),
         "block_us": offer.block_us,
+        "kv_tokens": offer.kv_tokens,
         "kv_tokens_free": offer.kv_tokens_free,
         "software": each.software,
         "age_s": round((now_ms - each.sequence) / 1000, 1),
         "reached": answer is not None,
+        "relayed": answer and each.peer in model.relayed,
         "sessions": answer and answer.sessions,
         "steps": answer and answer.steps,
         "steps_given_directly": answer and answer.steps_given_directly,
         "results_pushed": answer and answer.results_pushed,
+        "positions": answer and answer.positions,
+        "sent_bytes": answer and answer.sent_bytes,
+        "sent_plain_bytes": answer and answer.sent_plain_bytes,
+        "received_bytes": answer and answer.received_bytes,
+        "received_plain_bytes": answer and answer.received_plain_bytes,
     }

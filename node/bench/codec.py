@@ -3,6 +3,8 @@
 Beside it: a copy of the same bytes, the obvious NumPy and torch code, and bitsandbytes' blockwise functions. All of
 them take turns within each round; a ratio compares the two of one round. The codec and the copy write into memory that
 is there already, the others reserve theirs. GB/s are always those of the values, not of the codes.
+
+Further rows are of packing without loss, see `packing.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 
 from llmnode import _native
+from llmnode.node.bench.packing import aims, packings
 from llmnode.node.bench.report import Aim, Row, environment, print_report, spread
 
 if TYPE_CHECKING:
@@ -63,7 +66,7 @@ class _Operation:
 
 def bench_codec(config: CodecBench) -> None:
     torch.set_num_threads(1)
-    operations = list(_operations())
+    operations, packed = list(_operations()), list(packings())
     for round_number in range(-1, config.repeats):  # round -1 warms everything up
         print(f"round {round_number + 1} of {config.repeats}", file=sys.stderr)
         for operation in operations:
@@ -71,13 +74,15 @@ def bench_codec(config: CodecBench) -> None:
                 seconds = min(_seconds(call) for _ in range(CALLS))
                 if round_number >= 0:
                     operation.seconds.setdefault(who, []).append(seconds)
+        for packing in packed:
+            packing.measure(keep=round_number >= 0)
     conditions = environment(threads=1) | {
         "bitsandbytes": importlib.metadata.version("bitsandbytes"),
         "values": VALUES,
         "block": BLOCK,
     }
-    rows = [_row(operation) for operation in operations]
-    print_report("codec", conditions, rows, _aims(operations), as_json=config.json)
+    rows = [*(_row(operation) for operation in operations), *(packing.row() for packing in packed)]
+    print_report("codec", conditions, rows, [*_aims(operations), *aims(packed)], as_json=config.json)
 
 
 def _seconds(call: Callable[[], object]) -> float:

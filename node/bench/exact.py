@@ -19,7 +19,8 @@ class Reference:
     """The whole model. Made in a thread: it is loaded, and its `epsilon` measured, for seconds."""
 
     def __init__(self, path: Path) -> None:
-        self._model: Any = AutoModelForCausalLM.from_pretrained(path, local_files_only=True).eval()  # Any: untyped
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, local_files_only=True).eval()  # Any: untyped
+        self.vocabulary: int = self.model.config.vocab_size
         self._forced: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
         self.epsilon = EPSILON_DEVIATIONS * self._deviation()
         """Two scores are tied that are closer than this: never fitted to a failure."""
@@ -39,7 +40,7 @@ class Reference:
     def _force(self, tokens: tuple[int, ...]) -> tuple[list[int], list[float]]:
         """Its choice after each position, and by how much it leads the next. Many texts are the same: scored once."""
         if tokens not in self._forced:
-            logits = self._model(torch.tensor([tokens])).logits[0]
+            logits = self.model(torch.tensor([tokens])).logits[0]
             first, second = logits.topk(2).values.T
             self._forced[tokens] = logits.argmax(dim=-1).tolist(), (first - second).tolist()
         return self._forced[tokens]
@@ -48,10 +49,10 @@ class Reference:
     def _deviation(self) -> float:
         """The largest of a score between one forward over all positions and one a position."""
         tokens = torch.arange(1000, 1000 + MEASURED_POSITIONS)[None]
-        whole = self._model(tokens).logits[0]
-        cache = DynamicCache(config=self._model.config)
+        whole = self.model(tokens).logits[0]
+        cache = DynamicCache(config=self.model.config)
         single = [
-            self._model(tokens[:, position : position + 1], past_key_values=cache, use_cache=True).logits[0, 0]
+            self.model(tokens[:, position : position + 1], past_key_values=cache, use_cache=True).logits[0, 0]
             for position in range(MEASURED_POSITIONS)
         ]
         return float((torch.stack(single) - whole).abs().max())

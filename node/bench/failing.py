@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from llmnode.client.session import InferenceSession
     from llmnode.core.ids import PeerId
+    from llmnode.core.traffic import Traffic
     from llmnode.ports import Link, Network
     from llmnode.wire.frame import Frame
 
@@ -120,6 +121,10 @@ class FailingNetwork:
         return self.network.addresses
 
     @property
+    def traffic(self) -> Traffic:
+        return self.network.traffic
+
+    @property
     def key(self) -> bytes:
         return self.network.key
 
@@ -161,6 +166,17 @@ class _FailingLink:
     @property
     def peer(self) -> PeerId:
         return self._link.peer
+
+    @property
+    def relayed(self) -> bool:
+        return self._link.relayed
+
+    @property
+    def relay_limit_bytes(self) -> int | None:
+        return self._link.relay_limit_bytes
+
+    async def wait_direct(self) -> None:
+        await self._link.wait_direct()
 
     async def send(self, frame: Frame) -> None:
         await self._network.note(self.peer, frame)

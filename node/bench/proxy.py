@@ -31,6 +31,11 @@ CHUNK_BYTES = 1 << 16
 CHUNKS = 256
 """Under way in one direction of a connection, 16 MiB at most: what is more stays with its sender."""
 
+QUEUE_S = 0.02
+"""What waits in front of a narrow link at most, in the time that it takes: as in a router's queue."""
+NARROW_BUFFER_BYTES = 1 << 16
+"""What the kernel takes for us beyond that."""
+
 CLOCK_GRAIN_S = 0.001
 
 
@@ -43,6 +48,11 @@ class Shape:
         """Of each direction of each connection."""
         self._open = trio.Event()
         self._open.set()
+
+    @property
+    def chunk_bytes(self) -> int:
+        """That come in at once: of a narrow link little, or they would all arrive late."""
+        return int(min(CHUNK_BYTES, max(1024, self.bytes_per_s * QUEUE_S / 8)))
 
     def cut(self) -> None:
         """Silence: nothing arrives any more, and nobody is told."""
@@ -95,7 +105,8 @@ async def _take_in(
     async with entrance:
         while data:
             try:
-                data = bytes(await source.receive_some(CHUNK_BYTES))
+                await trio.sleep_until(sent_s - QUEUE_S)
+                data = bytes(await source.receive_some(shape.chunk_bytes))
             except trio.BrokenResourceError:
                 data = None
             sent_s = max(sent_s, trio.current_time()) + len(data or b"") / shape.bytes_per_s
@@ -128,6 +139,8 @@ class ShapingProxy:
             self._connections.add(scope)
             try:
                 await self.shape.until_open()
+                if math.isfinite(self.shape.bytes_per_s):
+                    near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NARROW_BUFFER_BYTES)
                 assert self.target is not None
                 far = await trio.open_tcp_stream(*self.target)
                 with _broken_unless_ended(far) as far_end:
@@ -183,9 +196,9 @@ class Proxies:
         """From now on the proxy's connections go there."""
         self._order(index, target=target)
 
-    def shape(self, *, one_way_s: float, bytes_per_s: float = math.inf) -> None:
-        """All proxies."""
-        for index in range(len(self.addresses)):
+    def shape(self, *, one_way_s: float, bytes_per_s: float = math.inf, only: int | None = None) -> None:
+        """All proxies, or one."""
+        for index in range(len(self.addresses)) if only is None else (only,):
             self._order(index, one_way_s=one_way_s, bytes_per_s=bytes_per_s)
 
     def cut(self, index: int) -> None:

@@ -1,9 +1,9 @@
-"""`llmnode bench quality`: what lossy codecs and dtypes cost in tokens and likelihood, against transformers in fp32.
+"""`llmnode bench quality`: what lossy codecs, dtypes and weights cost in tokens and likelihood, against transformers.
 
-Two real server processes with uneven spans, the embedded model. Nothing is timed, and another run on the same machine
-gives the same figures. A variant is asked for three things: its own greedy text after each prompt; the token it would
-choose at each position of the *baseline's* text (teacher forcing: one early difference does not count for all that
-follow); and the likelihood of chunks of a text that every Python has.
+Two real server processes with uneven spans, the embedded model. Only the blocks of each precision are timed, at last;
+another run on the same machine gives the same figures else. A variant is asked for three things: its own greedy text
+after each prompt; the token it would choose at each position of the *baseline's* text (teacher forcing: one early
+difference does not count for all that follow); and the likelihood of chunks of a text that every Python has.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from llmnode.core.span import Span
 from llmnode.errors import ConfigError
 from llmnode.models.embedded import open_embedded
 from llmnode.models.tokenizer import load_tokenizer
+from llmnode.node.bench.decoding import decode_ratios
 from llmnode.node.bench.paired import change_percent, compare_choices, equal_prefix
 from llmnode.node.bench.report import Aim, Row, environment, print_report
 from llmnode.node.processes import START_TIMEOUT_S, STOP_TIMEOUT_S, ServerDied
@@ -72,7 +73,7 @@ class QualityBench:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """How the swarm is asked to be inexact."""
+    """How the swarm is asked to be inexact. `dtype` is a precision, as "float32+int8"."""
 
     name: str
     codec: Codec = Codec.RAW
@@ -89,6 +90,8 @@ VARIANTS = (
     _Variant("activations in int8", Codec.INT8, aim=True),
     _Variant("servers in bf16", dtype="bfloat16", aim=True),
     _Variant("servers in fp16", dtype="float16"),
+    _Variant("weights in int8", dtype="float32+int8", aim=True),
+    _Variant("weights in nf4", dtype="float32+nf4"),
 )
 
 
@@ -111,6 +114,7 @@ class _Measured:
     read: list[int] = field(default_factory=list)  # the next token at each position of the chunks
     read_gaps: list[float] = field(default_factory=list)
     nll: list[float] = field(default_factory=list)  # by chunk, summed over its tokens
+    tensor_bytes: int = 0  # of the weights of all blocks
 
 
 def bench_quality(config: QualityBench) -> None:
@@ -118,14 +122,16 @@ def bench_quality(config: QualityBench) -> None:
     folder = open_embedded()
     assert SPANS[-1].end == folder.info.blocks
     material = _material(load_tokenizer(folder), config.chunks)
-    slowness = {dtype: _slowness(dtype) for dtype in dict.fromkeys(variant.dtype for variant in VARIANTS)}
-    variants = [variant for variant in VARIANTS if slowness[variant.dtype] <= SLOWEST]
+    slowness = {dtype: _slowness(dtype) for dtype in dict.fromkeys(_plain(variant) for variant in VARIANTS)}
+    variants = [variant for variant in VARIANTS if slowness[_plain(variant)] <= SLOWEST]
 
     print("transformers in one process", file=sys.stderr)
     whole = AutoModelForCausalLM.from_pretrained(folder.path, local_files_only=True).eval()
     baseline = _measure(whole, material, config.tokens)
     del whole
     measured = _measure_swarms(variants, config, material, baseline.free)
+    print("speed of the blocks", file=sys.stderr)
+    speeds = decode_ratios(folder, SPANS[0], [variant.dtype for variant in variants])
 
     conditions = environment(config.threads) | {
         "model": folder.info.name,
@@ -144,12 +150,13 @@ def bench_quality(config: QualityBench) -> None:
     rows = [_row("transformers, fp32, 1 process", baseline, baseline)]
     for variant, each in zip(variants, measured, strict=True):
         sent_bytes = payload_bytes(variant.codec, folder.info.hidden_size)
-        rows.append(_row(variant.name, each, baseline, sent_bytes))
+        memory: Row = {"weights, MB": each.tensor_bytes / 1e6, "tokens/s, of fp32's blocks": speeds[variant.dtype]}
+        rows.append(_row(variant.name, each, baseline, sent_bytes) | memory)
     aims = list(_aims(dict(zip(variants, measured, strict=True)), baseline))
     legend = (
         f"{config.tokens} tokens after each of {len(PROMPTS)} prompts, {conditions['near_ties']} of them near ties "
         f"(lead below {NEAR_TIE:g} logits); {config.chunks} chunks of {CHUNK_TOKENS} tokens of Python's reference "
-        f"({conditions['text']}); 95 % intervals"
+        f"({conditions['text']}); 95 % intervals; speed: median (lowest-highest)"
     )
     print_report("quality", conditions, rows, aims, as_json=config.json, legend=legend)
 
@@ -160,14 +167,16 @@ def _measure_swarms(
     """In the order of `variants`; those of one dtype, which must be neighbours in it, share their servers."""
     measured: list[_Measured] = []
     with ExitStack() as stack:
-        dtype, peers = "", list[str]()
+        dtype, servers = "", list[_Ready]()
         for variant in variants:
             print(variant.name, file=sys.stderr)
             if variant.dtype != dtype:
                 stack.close()
-                dtype, peers = variant.dtype, stack.enter_context(_servers(variant.dtype, config.threads))
+                dtype, servers = variant.dtype, stack.enter_context(_servers(variant.dtype, config.threads))
+            peers = [server.address for server in servers]
             with connect(peers=peers, codec=variant.codec, dtype=variant.dtype) as model:
                 measured.append(_measure(model, material, config.tokens, texts))
+            measured[-1].tensor_bytes = sum(server.tensor_bytes for server in servers)
     return measured
 
 
@@ -254,6 +263,10 @@ def _material(tokenizer: Tokenizer, chunks: int) -> _Material:
     )
 
 
+def _plain(variant: _Variant) -> str:
+    return variant.dtype.partition("+")[0]
+
+
 @torch.inference_mode()
 def _slowness(dtype: str) -> float:
     """A product as in a prefill in `dtype`, in times of the same in fp32."""
@@ -271,22 +284,31 @@ def _slowness(dtype: str) -> float:
     return fastest_s(getattr(torch, dtype)) / fastest_s(torch.float32)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """What a server says of itself."""
+
+    address: str
+    tensor_bytes: int
+
+
 @contextmanager
-def _servers(dtype: str, threads: int) -> Iterator[list[str]]:
-    """Addresses of a server process for each of `SPANS`. Raises ServerDied; all are gone when the context ends.
+def _servers(dtype: str, threads: int) -> Iterator[list[_Ready]]:
+    """A server process for each of `SPANS`. Raises ServerDied; all are gone when the context ends.
 
     Not `private_swarm`: its servers compute in fp32.
     """
     with ExitStack() as stack:
         processes = [stack.enter_context(_process(span, dtype, threads)) for span in SPANS]
-        yield [_address(span, process) for span, process in zip(SPANS, processes, strict=True)]
+        yield [_ready(span, process) for span, process in zip(SPANS, processes, strict=True)]
 
 
 @contextmanager
 def _process(span: Span, dtype: str, threads: int) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-P", "-m", "llmnode.node", "serve", "--blocks", f"{span.start}:{span.end}"]
     command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--json", "--until-stdin-closes"]
-    command += ["--dtype", dtype, "--threads", str(threads), "--device", "cpu"]
+    plain, _, quant = dtype.partition("+")
+    command += ["--dtype", plain, "--quant", quant or "none", "--threads", str(threads), "--device", "cpu"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env=without_settings(os.environ),
@@ -303,7 +325,7 @@ def _process(span: Span, dtype: str, threads: int) -> Iterator[subprocess.Popen[
                 process.kill()
 
 
-def _address(span: Span, process: subprocess.Popen[str]) -> str:
+def _ready(span: Span, process: subprocess.Popen[str]) -> _Ready:
     """Of a server, once it takes sessions. Its errors are on our stderr."""
     assert process.stdout is not None
     timer = threading.Timer(START_TIMEOUT_S, process.kill)
@@ -312,7 +334,7 @@ def _address(span: Span, process: subprocess.Popen[str]) -> str:
         for line in process.stdout:
             event = json.loads(line)
             if event["event"] == "ready":
-                return str(event["addresses"][0])
+                return _Ready(str(event["addresses"][0]), int(event["tensor_bytes"]))
     finally:
         timer.cancel()
     raise ServerDied(f"the server of blocks {span} ended before it was ready, or was not in {START_TIMEOUT_S:g} s")

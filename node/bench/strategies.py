@@ -260,7 +260,7 @@ class Strategies:
         detours: Router | None = None,
     ) -> AsyncIterator[InferenceSession]:
         """A session without receipts; without `detours` it does not recover."""
-        route, connections = await router.find(span, avoid, hurry=True)
+        route, connections = await router.find(span, max_length, avoid, hurry=True)
         model = self.parts.model
         async with open_session(route, connections, model, max_length, Codec.RAW, self.policy, detours) as session:
             yield session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmnode.errors import ConfigError
@@ -23,14 +24,34 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "name",
-        choices=["codec", "failures", "forwarding", "quality", "soak", "swarm", "table1"],
-        help="codec: 8-bit activations against bitsandbytes and others, on one core;"
+        choices=[
+            "clients",
+            "codec",
+            "failures",
+            "forwarding",
+            "memory",
+            "pipeline",
+            "quality",
+            "soak",
+            "swarm",
+            "table1",
+            "transport",
+            "workers",
+        ],
+        help="clients: 1 to 16 clients of one server against one alone, and who decodes beside a long prompt;"
+        " codec: 8-bit activations against bitsandbytes and others, on one core, and packing without loss;"
         " failures: a session while its servers are killed, frozen and stopped, in every way and at every moment;"
         " forwarding: hidden states from server to server against by way of the client, over links of 0 to 100 ms;"
-        " quality: tokens and likelihood under lossy codecs and dtypes, against transformers in one process;"
+        " memory: what a server takes, against itself, its tensors and its KV, and while it loads;"
+        " pipeline: several texts at once through 1, 2 and more servers, against one after another;"
+        " quality: tokens and likelihood under lossy codecs, dtypes and weights, against transformers in one process;"
         " soak: what servers have open after many sessions over links that break, and whether anything grows;"
         " swarm: the speed of 1, 2 and 3 servers against transformers in one process;"
-        " table1: the Petals paper's table of speeds when stages fail, beside restarts and no cache",
+        " table1: the Petals paper's table of speeds when stages fail, beside restarts and no cache;"
+        " transport: our Noise and yamux against go-libp2p, py-libp2p's own and bare TCP: without delay, at 100 ms,"
+        " and small beside bulk at 10 MB/s;"
+        " workers: what a hop costs with the blocks in a thread of the node and in a process of their own, idle and"
+        " under load",
     )
     parser.add_argument(
         "--repeats",
@@ -42,12 +63,24 @@ def add(commands: Commands) -> None:
         "--tokens",
         type=int,
         metavar="N",
-        help="new tokens in a round, or a prompt (default 64; quality: 32, forwarding: 24)",
+        help="new tokens in a round, or a prompt (default 64; quality: 32; forwarding and pipeline: 24; workers: 400)",
     )
     parser.add_argument(
         "--chunks", type=int, default=32, metavar="N", help="quality: pieces of text, of 128 tokens (default 32)"
     )
-    parser.add_argument("--thin", action="store_true", help="failures, forwarding, soak, table1: a part, sooner")
+    parser.add_argument(
+        "--thin",
+        action="store_true",
+        help="a part, sooner: clients, failures, forwarding, memory, pipeline, soak, table1, transport, workers",
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="pipeline: draw tokens against time (.svg, .png, .pdf)"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="swarm: as for serve, or llama-34m or llama-222m, of random weights (default: the embedded one)",
+    )
     parser.add_argument("--only", default="", metavar="CELLS", help="failures: those whose names begin so, as kill")
     parser.add_argument("--minutes", type=float, metavar="M", help="soak: for so long (default 30; --thin: 0.25)")
     parser.add_argument("--saturate", action="store_true", help="soak: keep every core busy meanwhile")
@@ -55,8 +88,25 @@ def add(commands: Commands) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout's last line")
 
 
+def _plot(path: Path | None) -> Path | None:
+    """Raises ConfigError now rather than when all is measured."""
+    if path is None:
+        return None
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'llmnode[plot]'") from error
+    forms = sorted(Figure().canvas.get_supported_filetypes())
+    if path.suffix[1:] not in forms:
+        raise ConfigError(f"--plot {path}: end its name in one of {', '.join('.' + form for form in forms)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
+    return path
+
+
 def run(arguments: argparse.Namespace) -> int:
     repeats = at_least_one(5 if arguments.repeats is None else arguments.repeats, "--repeats")
+    threads = at_least_one(arguments.threads, "--threads")
     if arguments.name == "codec":
         from llmnode.node.bench.codec import CodecBench, bench_codec
 
@@ -69,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
             QualityBench(
                 tokens=at_least_one(32 if arguments.tokens is None else arguments.tokens, "--tokens"),
                 chunks=at_least_one(arguments.chunks, "--chunks"),
-                threads=at_least_one(arguments.threads, "--threads"),
+                threads=threads,
                 json=arguments.json,
             )
         )
@@ -77,10 +127,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     import trio
 
+    if arguments.name == "clients":
+        from llmnode.node.bench.clients import ClientsBench, bench_clients
+
+        tokens = 64 if arguments.tokens is None else max(2, arguments.tokens)
+        trio.run(bench_clients, ClientsBench(repeats, tokens, arguments.thin, threads, arguments.json))
+        return 0
+
     if arguments.name == "failures":
         from llmnode.node.bench.cells import choose
 
-        cells, threads = choose(thin=arguments.thin, only=arguments.only), at_least_one(arguments.threads, "--threads")
+        cells = choose(thin=arguments.thin, only=arguments.only)
         from llmnode.node.bench.failures import FailuresBench, bench_failures
 
         trio.run(bench_failures, FailuresBench(cells, threads, arguments.json))
@@ -90,7 +147,6 @@ def run(arguments: argparse.Namespace) -> int:
         from llmnode.node.bench.table1 import Table1Bench, bench_table1
 
         rounds = (1 if arguments.thin else 3) if arguments.repeats is None else repeats
-        threads = at_least_one(arguments.threads, "--threads")
         trio.run(bench_table1, Table1Bench(rounds, arguments.thin, threads, arguments.json))
         return 0
 
@@ -98,9 +154,31 @@ def run(arguments: argparse.Namespace) -> int:
         from llmnode.node.bench.forwarding import ForwardingBench, bench_forwarding
 
         tokens = 24 if arguments.tokens is None else max(2, arguments.tokens)
-        threads = at_least_one(arguments.threads, "--threads")
         trio.run(bench_forwarding, ForwardingBench(repeats, tokens, arguments.thin, threads, arguments.json))
         return 0
+
+    if arguments.name == "memory":
+        from llmnode.node.bench.memory import MemoryBench, bench_memory
+
+        trio.run(bench_memory, MemoryBench(arguments.thin, threads, arguments.json))
+        return 0
+
+    if arguments.name == "pipeline":
+        from llmnode.node.bench.pipeline import PipelineBench, bench_pipeline
+
+        tokens = 24 if arguments.tokens is None else max(2, arguments.tokens)
+        bench = PipelineBench(repeats, tokens, arguments.thin, threads, arguments.json, _plot(arguments.plot))
+        trio.run(bench_pipeline, bench)
+        return 0
+
+    if arguments.name == "transport":
+        from llmnode.node.bench.transport import TransportBench, bench_transport
+
+        trio.run(bench_transport, TransportBench(repeats, arguments.thin, arguments.json))
+        return 0
+
+    if arguments.name == "workers":
+        return _workers(arguments, repeats)
 
     if arguments.name == "soak":
         from llmnode.node.bench.soak import SoakBench, bench_soak
@@ -108,17 +186,28 @@ def run(arguments: argparse.Namespace) -> int:
         minutes = arguments.minutes or (0.25 if arguments.thin else 30.0)
         if minutes < 0:
             raise ConfigError(f"--minutes {minutes:g}: give more than 0")
-        threads = at_least_one(arguments.threads, "--threads")
         trio.run(bench_soak, SoakBench(minutes, arguments.saturate, arguments.thin, threads, arguments.json))
         return 0
 
     from llmnode.node.bench.swarm import SwarmBench, bench_swarm
 
     config = SwarmBench(
+        model=arguments.model,
         repeats=repeats,
         tokens=64 if arguments.tokens is None else max(2, arguments.tokens),
-        threads=at_least_one(arguments.threads, "--threads"),
+        threads=threads,
         json=arguments.json,
     )
     trio.run(bench_swarm, config)
+    return 0
+
+
+def _workers(arguments: argparse.Namespace, repeats: int) -> int:
+    import trio
+
+    from llmnode.node.bench.workers import WorkersBench, bench_workers
+
+    steps = (40 if arguments.thin else 400) if arguments.tokens is None else max(2, arguments.tokens)
+    threads = at_least_one(arguments.threads, "--threads")
+    trio.run(bench_workers, WorkersBench(repeats, steps, arguments.thin, threads, arguments.json))
     return 0

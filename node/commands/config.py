@@ -67,15 +67,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _as_json(of: Mapping[str, Setting]) -> dict[str, dict[str, Any]]:  # Any: values of all types
     return {
-        name: {"value": setting.value, "source": setting.source, "place": setting.place or None}
+        name: {"value": _concealed(setting.value), "source": setting.source, "place": setting.place or None}
         for name, setting in of.items()
     }
 
 
 def _lines(of: Mapping[str, Setting]) -> list[str]:
-    rows = [(name, _text(setting.value), f"{setting.source} {setting.place}".strip()) for name, setting in of.items()]
+    rows = [
+        (name, _text(_concealed(setting.value)), f"{setting.source} {setting.place}".strip())
+        for name, setting in of.items()
+    ]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return [f"  {name:{widths[0]}}  {value:{widths[1]}}  {source}" for name, value, source in rows]
+
+
+def _concealed(value: Any) -> Any:
+    """An invite is a secret."""
+    from llmnode.net.swarm_key import INVITE
+
+    return f"{INVITE}..." if isinstance(value, str) and value.startswith(INVITE) else value
 
 
 def _text(value: Any) -> str:

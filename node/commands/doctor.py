@@ -12,6 +12,7 @@ from llmnode.node.commands.options import (
     add_dtype,
     add_kv_tokens,
     add_listen,
+    add_peers,
     at_least_one,
     printable,
 )
@@ -37,10 +38,14 @@ def add(commands: Commands) -> None:
         "the last line is `ready`, or the blocker to mend first; the exit status is then 1",
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--peers", nargs="+", default=[], metavar="ADDRESS", help="servers or relays to reach")
+    add_peers(parser, "servers or relays to reach")
     add_listen(parser)
     add_kv_tokens(parser)
-    add_dtype(parser, "what blocks are to be computed in (default float32)")
+    add_dtype(
+        parser,
+        "what blocks are to be computed in (default float32)",
+        "what their weights are to be rounded to (default none)",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout; the findings go to stderr")
 
 
@@ -49,14 +54,16 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.text import Text
 
+    from llmnode.net.swarm_key import entry
     from llmnode.node.doctor import Doctor, DoctorConfig, blocker_of, diagnose
 
     config = DoctorConfig(
         model=arguments.model,
-        peers=arguments.peers,
+        to=entry(arguments.peers, arguments.swarm_key),
         listen=arguments.listen or ["/ip4/127.0.0.1/tcp/0"],
         kv_tokens=at_least_one(arguments.kv_tokens, "--kv-tokens"),
         dtype=arguments.dtype,
+        quant=arguments.quant,
     )
     console = Console(stderr=arguments.json, soft_wrap=True)
 

@@ -7,11 +7,13 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from llmnode.core.model import DTYPES, QUANTS, precision
 from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from llmnode.net.swarm_key import Entry
     from llmnode.node.access import Access
     from llmnode.node.sampling import Sampling
 
@@ -58,26 +60,27 @@ def add_generation(parser: Parser) -> argparse._MutuallyExclusiveGroup:
     return prompts
 
 
-def add_kv_tokens(parser: Parser) -> None:
-    parser.add_argument(
+def add_kv_tokens(parser: Parser) -> argparse._MutuallyExclusiveGroup:
+    """Returns its group, for what may be given instead."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
         "--kv-tokens",
         type=int,
         default=32_768,
         metavar="N",
         help="positions that all sessions of a server may hold (default 32768)",
     )
+    return group
 
 
 def add_swarm(parser: Parser) -> None:
     parser.add_argument("--model", metavar="NAME", help=MODEL_HELP)
-    parser.add_argument(
-        "--peers",
-        nargs="+",
-        required=True,
-        metavar="ADDRESS",
-        help="servers or relays: one that knows the others is enough",
+    add_peers(parser, "servers or relays: one that knows the others is enough")
+    add_dtype(
+        parser,
+        "what servers must compute in: float32 is exact (default)",
+        "what servers must have rounded their weights to: only those are used (default none, which is exact)",
     )
-    add_dtype(parser, "what servers must compute in: float32 is exact (default)")
     parser.add_argument(
         "--codec",
         default="raw",
@@ -92,10 +95,43 @@ def add_swarm(parser: Parser) -> None:
         help="have such a share of what servers compute, as 0.01, computed again by others, to find those that cheat "
         "(default 0; who checks sees the hidden states too)",
     )
+    parser.add_argument(
+        "--relayed-prefill",
+        default="wait",
+        choices=["wait", "allow", "refuse"],
+        help="a long prompt for a server that is reached through a relay: wait some seconds for a direct way, and then "
+        "use the relay all the same (default), allow that at once, or refuse it",
+    )
 
 
-def add_dtype(parser: Parser, what: str) -> None:
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help=what)
+def add_peers(parser: Parser, what: str) -> None:
+    """--peers and --swarm-key, for `way_in`."""
+    parser.add_argument("--peers", nargs="+", default=[], metavar="ADDRESS", help=what)
+    parser.add_argument(
+        "--swarm-key",
+        metavar="INVITE|FILE",
+        help="of a private swarm: an invite, which names peers too, or the file of its key (see `llmnode invite`)",
+    )
+
+
+def way_in(arguments: argparse.Namespace, *, needs_peers: bool = True) -> Entry:
+    """From the options of `add_peers`: a typing error is told before the seconds that loading takes.
+
+    Raises ConfigError, also if no peers are named and it `needs_peers`.
+    """
+    from llmnode.net.swarm_key import entry
+
+    found = entry(arguments.peers, arguments.swarm_key)
+    if needs_peers and not found.peers:
+        raise ConfigError("no peers are named: give --peers ADDRESS, as `llmnode serve` prints it, or an invite")
+    check_peers(found.peers)
+    return found
+
+
+def add_dtype(parser: Parser, what: str, quant: str, *more: str) -> None:
+    """--dtype and --quant, which has the choices of `more` besides."""
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help=what)
+    parser.add_argument("--quant", default="none", choices=[*QUANTS, *more], help=quant)
 
 
 def add_identity(parser: Parser) -> None:
@@ -123,6 +159,17 @@ def add_announce(parser: Parser) -> None:
         metavar="MULTIADDR",
         help="where others reach this node, if not where it listens, as through a port forward or a proxy: "
         "/ip4/203.0.113.7/tcp/4001 or /dns/NAME/tcp/4001; may be repeated (default: where it listens)",
+    )
+
+
+def add_relay(parser: Parser) -> None:
+    parser.add_argument(
+        "--relay",
+        nargs="+",
+        default=[],
+        metavar="ADDRESS",
+        help="relays through which others reach this node, which they cannot dial (behind a NAT): `llmnode relay`, or "
+        "any circuit relay v2 that permits it; they are announced, and where it listens only with --announce",
     )
 
 
@@ -155,8 +202,8 @@ def sampling(arguments: argparse.Namespace) -> Sampling:
 
 
 def check_peers(peers: Sequence[str]) -> None:
-    """A typing error is told before the seconds that loading takes. Raises ConfigError."""
-    from llmnode.net.host import parse_peer
+    """Raises ConfigError."""
+    from llmnode.net.addresses import parse_peer
 
     for peer in peers:
         parse_peer(peer)
@@ -182,15 +229,17 @@ def access(arguments: argparse.Namespace) -> Access:
     """From the options of `add_swarm`. Raises ConfigError."""
     from llmnode.node.access import Access
 
-    check_peers(arguments.peers)
+    way_in(arguments)
     if not 0 <= arguments.spot_check <= 1:
         raise ConfigError(f"--spot-check {arguments.spot_check:g}: give a share from 0 to 1")
     return Access(
         model=arguments.model,
         peers=arguments.peers,
+        swarm_key=arguments.swarm_key,
         codec=arguments.codec,
-        dtype=arguments.dtype,
+        dtype=precision(arguments.dtype, arguments.quant),
         spot_check=arguments.spot_check,
+        relayed_prefill=arguments.relayed_prefill,
     )
 
 

@@ -1,4 +1,4 @@
-"""`llmnode relay`: a node that holds no blocks, where others join the swarm."""
+"""`llmnode relay`: a node that holds no blocks, where others join the swarm and reach those that cannot be dialled."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from llmnode.node.commands.options import (
     add_command,
     add_identity,
     add_listen,
-    check_peers,
+    add_peers,
     log_to_stderr,
+    way_in,
 )
 
 if TYPE_CHECKING:
     import argparse
 
     from llmnode.net.host import Libp2pNetwork
+    from llmnode.net.swarm_key import Entry
     from llmnode.node.commands.options import Commands
 
 
@@ -26,16 +28,15 @@ def add(commands: Commands) -> None:
         commands,
         "relay",
         run,
-        "introduce the nodes of a swarm to each other, without serving blocks",
+        "introduce the nodes of a swarm to each other, and connect them with those that nobody can dial",
         "  llmnode relay --listen /ip4/0.0.0.0/tcp/4001 --identity relay.key\n"
         "  llmnode serve --blocks auto --peers ADDRESS     (as the relay printed it; on other machines)\n"
+        "  llmnode serve --blocks auto --peers ADDRESS --relay ADDRESS     (on one behind a NAT)\n"
         "  llmnode chat --peers ADDRESS",
     )
     add_listen(parser)
     add_announce(parser)
-    parser.add_argument(
-        "--peers", nargs="+", default=[], metavar="ADDRESS", help="other relays or servers of the same swarm"
-    )
+    add_peers(parser, "other relays or servers of the same swarm")
     add_identity(parser)
     parser.add_argument("--verbose", action="store_true", help="say on stderr which links open and end, and why")
     parser.add_argument(
@@ -49,20 +50,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.verbose:
         log_to_stderr()
-    check_peers(arguments.peers)
-    trio.run(_relay, arguments)
+    trio.run(_relay, arguments, way_in(arguments, needs_peers=False))
     return 0
 
 
-async def _relay(arguments: argparse.Namespace) -> None:
-    from llmnode.net.host import LISTEN_ANY_LOOPBACK
+async def _relay(arguments: argparse.Namespace, to: Entry) -> None:
+    from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
     from llmnode.node.app import open_relay
     from llmnode.node.stopping import stopped_by_signals
 
     listen = arguments.listen or [LISTEN_ANY_LOOPBACK]
     async with (
         stopped_by_signals(until_stdin_closes=arguments.until_stdin_closes) as stop,
-        open_relay(listen, arguments.announce or [], arguments.peers, arguments.identity) as network,
+        open_relay(listen, arguments.announce or [], to, arguments.identity) as network,
     ):
         _ready(network, arguments)
         stop.in_order()

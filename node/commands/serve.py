@@ -16,6 +16,8 @@ from llmnode.node.commands.options import (
     add_identity,
     add_kv_tokens,
     add_listen,
+    add_peers,
+    add_relay,
     at_least_one,
     log_to_stderr,
     threads,
@@ -23,6 +25,7 @@ from llmnode.node.commands.options import (
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
     from llmnode.node.app import NodeConfig, RunningNode
     from llmnode.node.commands.options import Commands
@@ -37,7 +40,8 @@ def add(commands: Commands) -> None:
         "  llmnode serve --blocks 0:15 --listen /ip4/127.0.0.1/tcp/4001\n"
         "  llmnode serve --blocks auto --peers ADDRESS      (as `llmnode serve` or `llmnode relay` printed it)\n"
         "  llmnode serve FOLDER --blocks 8 --peers ADDRESS --listen /ip4/0.0.0.0/tcp/4001 --identity node.key\n"
-        "  llmnode serve --listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/203.0.113.7/tcp/4001   (behind a port forward)",
+        "  llmnode serve --listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/203.0.113.7/tcp/4001  (behind a port forward)\n"
+        "  llmnode serve --peers RELAY --relay RELAY        (behind a NAT: the address that `llmnode relay` printed)",
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
@@ -47,23 +51,39 @@ def add(commands: Commands) -> None:
         help="START:END, END excluded; or how many, and those that the swarm needs most are chosen; "
         "or auto: as many as memory allows (default auto)",
     )
-    parser.add_argument(
-        "--peers", nargs="+", default=[], metavar="ADDRESS", help="servers or relays of the swarm to join"
-    )
+    add_peers(parser, "servers or relays of the swarm to join")
     add_listen(parser)
     add_announce(parser)
+    add_relay(parser)
     add_identity(parser)
-    add_kv_tokens(parser)
+    add_kv_tokens(parser).add_argument(
+        "--kv-memory",
+        metavar="AMOUNT",
+        help="the same as memory: 2GiB, or 20%% of what is free; refused if there is not so much",
+    )
     parser.add_argument(
         "--device", default="auto", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU if any)"
     )
-    add_dtype(parser, "what the blocks are computed in: float32 is exact (default)")
+    add_dtype(
+        parser,
+        "what the blocks are computed in: float32 is exact (default)",
+        "what their weights are rounded to, for a quarter (int8) or a seventh (nf4) of float32's memory: only clients "
+        "that ask for it come; auto is nf4 on a GPU, int8 on a CPU that is fast at it, else none (default none)",
+        "auto",
+    )
     parser.add_argument(
         "--drain-s",
         type=float,
         default=10.0,
         metavar="S",
         help="on Ctrl-C or SIGTERM, how long sessions may take to end before they have to move on (default 10)",
+    )
+    parser.add_argument(
+        "--worker",
+        default="thread",
+        choices=["thread", "process"],
+        help="where the blocks are computed: in a thread of the node (default), or in a process of its own, which may "
+        "crash or run out of memory without the node: its sessions move on, and it is started again",
     )
     parser.add_argument("--threads", type=int, metavar="N", help="torch threads (default: torch's)")
     parser.add_argument("--verbose", action="store_true", help="say on stderr which links open and end, and why")
@@ -78,7 +98,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import trio
 
-    from llmnode.net.host import LISTEN_ANY_LOOPBACK
+    from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
     from llmnode.node.app import NodeConfig
 
     if arguments.verbose:
@@ -87,12 +107,17 @@ def run(arguments: argparse.Namespace) -> int:
         model=arguments.model,
         blocks=arguments.blocks,
         peers=arguments.peers,
+        swarm_key=arguments.swarm_key,
         listen=arguments.listen or [LISTEN_ANY_LOOPBACK],
         announce=arguments.announce or [],
+        relays=arguments.relay,
         kv_tokens=at_least_one(arguments.kv_tokens, "--kv-tokens"),
+        kv_memory=arguments.kv_memory,
         device=arguments.device,
         dtype=arguments.dtype,
+        quant=arguments.quant,
         threads=threads(arguments),
+        worker=arguments.worker,
         identity=arguments.identity,
     )
     drain_s = arguments.drain_s
@@ -111,16 +136,37 @@ async def _serve(config: NodeConfig, drain_s: float, as_json: bool, until_stdin_
 
     async with (
         stopped_by_signals(until_stdin_closes=until_stdin_closes) as stop,
-        open_node(config, _report_json if as_json else _report) as node,
+        open_node(
+            config,
+            _report_json if as_json else _report,
+            _addresses_json if as_json else _addresses,
+            _worker_json if as_json else _worker,
+        ) as node,
         trio.open_nursery() as nursery,
     ):
         await nursery.start(partial(read_out_when_signalled, node, as_json=as_json))
         stop.in_order()
         (_ready_json if as_json else _ready)(node)
+        if not config.relays:
+            nursery.start_soon(_warn_if_unreached, node, as_json)
         await stop.requested.wait()
         if stop.by_signal:
             await node.drain(drain_s, _draining_json if as_json else _draining)
         nursery.cancel_scope.cancel()
+
+
+async def _warn_if_unreached(node: RunningNode, as_json: bool) -> None:
+    """A server that nobody can dial is chosen by clients all the same, and costs each of them seconds."""
+    from llmnode.core.nat import Reached
+    from llmnode.node.reach import explain
+
+    reach = await node.look()
+    if reach is not None and reach.reached is Reached.NO:
+        text, fix = explain(reach)
+        if as_json:
+            event = {"event": "unreached", "nat": str(reach.nat), "host": reach.host, "text": text, "fix": fix}
+            print(json.dumps(event), flush=True)
+        _report(f"{text}; {fix}")
 
 
 def _report(text: str) -> None:
@@ -129,6 +175,24 @@ def _report(text: str) -> None:
 
 def _report_json(text: str) -> None:
     print(json.dumps({"event": "status", "text": text}), flush=True)
+
+
+def _addresses(addresses: Sequence[str]) -> None:
+    _report(f"now reached at {' '.join(addresses)}" if addresses else "not reached any more: no relay reserves for us")
+
+
+def _addresses_json(addresses: Sequence[str]) -> None:
+    text = f"now reached at {len(addresses)} addresses"
+    print(json.dumps({"event": "addresses", "addresses": list(addresses), "text": text}), flush=True)
+
+
+def _worker(text: str, _serves: bool) -> None:
+    _report(text)
+
+
+def _worker_json(text: str, serves: bool) -> None:
+    print(json.dumps({"event": "worker", "serves": serves, "text": text}), flush=True)
+    _report(text)
 
 
 def _draining(sessions: int) -> None:
@@ -157,6 +221,7 @@ def _ready_json(node: RunningNode) -> None:
         "listening": list(node.listening),
         "model": node.model.name,
         "blocks": [node.span.start, node.span.end],
+        "dtype": node.model.dtype,
         "tensor_bytes": node.tensor_bytes,
     }
     print(json.dumps(event), flush=True)

@@ -6,7 +6,7 @@ import json
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from llmnode.node.commands.options import add_command, check_peers, printable
+from llmnode.node.commands.options import add_command, add_peers, printable, way_in
 
 if TYPE_CHECKING:
     import argparse
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
+    from llmnode.net.swarm_key import Entry
     from llmnode.node.commands.options import Commands
     from llmnode.node.status import ModelStatus
     from llmnode.wire.messages import Description
 
-BESIDE_BAR = 70
+BESIDE_BAR = 76
 """Columns of the terminal that the rest of a row takes."""
+LEAST_BAR = 4
 ASKED_AT_ONCE = 32
 STYLES = {"online": "green", "joining": "yellow"}
 
@@ -35,7 +37,7 @@ def add(commands: Commands) -> None:
         "  llmnode status --peers ADDRESS\n  llmnode status --peers ADDRESS --json\n"
         "  (exit status 1 if no model is served whole)",
     )
-    parser.add_argument("--peers", nargs="+", required=True, metavar="ADDRESS", help="servers or relays to ask")
+    add_peers(parser, "servers or relays to ask")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
@@ -45,8 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     from llmnode.client.swarm import wall_clock_ms
     from llmnode.node.status import as_json, by_model
 
-    check_peers(arguments.peers)
-    models = by_model(*trio.run(_ask, arguments.peers))
+    models = by_model(*trio.run(_ask, way_in(arguments)))
     if arguments.json:
         print(json.dumps(as_json(models, wall_clock_ms())))
     else:
@@ -54,8 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if any(not model.holes for model in models) else 1
 
 
-async def _ask(peers: Sequence[str]) -> tuple[list[Announcement], dict[PeerId, Description]]:
-    """Who is there, and what those that can be reached say of themselves."""
+async def _ask(to: Entry) -> tuple[list[Announcement], dict[PeerId, Description], set[PeerId]]:
+    """Who is there, what those that can be reached say of themselves, and who of them is behind a relay."""
     import trio
 
     from llmnode.client.join import join_swarm
@@ -63,20 +64,24 @@ async def _ask(peers: Sequence[str]) -> tuple[list[Announcement], dict[PeerId, D
     from llmnode.errors import ConfigError, PeerError
 
     answers: dict[PeerId, Description] = {}
+    relayed: set[PeerId] = set()
     limiter = trio.CapacityLimiter(ASKED_AT_ONCE)
     timeout_s = ClientPolicy().connect_timeout_s
 
     async def describe(each: Announcement) -> None:
         async with limiter:
             with suppress(PeerError, ConfigError), trio.move_on_after(timeout_s):
-                answers[each.peer] = await (await pool.connect(each.addresses)).describe(timeout_s)
+                connection = await pool.connect(each.addresses)
+                answers[each.peer] = await connection.describe(timeout_s)
+                if connection.relayed:
+                    relayed.add(each.peer)
 
-    async with join_swarm(peers, LinkPolicy()) as (pool, swarm):
+    async with join_swarm(to.peers, LinkPolicy(), swarm_key=to.key) as (pool, swarm):
         announcements = swarm.view.announcements()
         async with trio.open_nursery() as nursery:
             for each in announcements:
                 nursery.start_soon(describe, each)
-    return announcements, answers
+    return announcements, answers, relayed
 
 
 def _show(models: Sequence[ModelStatus]) -> None:
@@ -86,7 +91,7 @@ def _show(models: Sequence[ModelStatus]) -> None:
     if not models:
         console.print("nobody serves anything: start with `llmnode serve`")
     for model in models:
-        console.print(_table(model, max(8, console.width - BESIDE_BAR)))
+        console.print(_table(model, max(LEAST_BAR, console.width - BESIDE_BAR)))
         if model.holes:
             holes = ", ".join(str(hole) for hole in model.holes)
             console.print(f"nobody serves blocks {holes}", style="bold red", markup=False)
@@ -94,13 +99,18 @@ def _show(models: Sequence[ModelStatus]) -> None:
             console.print("[green]every block is served[/]")
 
 
-def _work(answer: Description | None) -> list[str]:
-    """The steps of a server; of these, what it was given by a server, and gave to one, and not through a client."""
+def _work(answer: Description | None, relayed: bool) -> list[str]:
+    """The steps of a server; of these, what it was given by a server, and gave to one, and not through a client.
+
+    And kB of hidden states that crossed its links for a token, and how we reach it.
+    """
     if answer is None:
-        return ["[yellow]unreached[/]", ""]
+        return ["[yellow]unreached[/]", "", "", ""]
     per_cent = 100 / max(answer.steps, 1)
     given, pushed = answer.steps_given_directly * per_cent, answer.results_pushed * per_cent
-    return [str(answer.steps), f"{given:.0f}/{pushed:.0f} %"]
+    tokens = max(answer.positions, 1)
+    crossed = f"{answer.received_bytes / tokens / 1000:.1f}/{answer.sent_bytes / tokens / 1000:.1f}"
+    return [str(answer.steps), f"{given:.0f}/{pushed:.0f} %", crossed, "relay" if relayed else "direct"]
 
 
 def _table(model: ModelStatus, bar_columns: int) -> Table:
@@ -110,8 +120,9 @@ def _table(model: ModelStatus, bar_columns: int) -> Table:
     from llmnode.node.status import bar
 
     title = f"{escape(printable(model.model))}, {model.dtype}, {model.blocks} blocks"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column in ("peer", "blocks", "", "state", "ms/block", "free KV", "steps", "direct"):
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    measured = ("ms per\nblock", "free\nKV", "steps", "direct\nin/out", "kB/token\nin/out", "link")
+    for column in ("peer", "blocks", "", "state", *measured):
         table.add_column(column, no_wrap=True)
     for each in model.servers:
         offer, style = each.offer, STYLES.get(each.offer.state, "default")
@@ -122,7 +133,7 @@ def _table(model: ModelStatus, bar_columns: int) -> Table:
             f"[{style}]{offer.state}[/]",
             f"{offer.block_us / 1000:.2f}" if offer.block_us else "-",
             str(offer.kv_tokens_free),
-            *_work(model.answers.get(each.peer)),
+            *_work(model.answers.get(each.peer), each.peer in model.relayed),
         )
     for hole in model.holes:
         table.add_row(

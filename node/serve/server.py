@@ -8,18 +8,22 @@ is in `session.py`; which frames it accepts, in `llmnode.wire.stage`.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import trio
 
 from llmnode.client.swarm import software
 from llmnode.core.ids import NO_SESSION
+from llmnode.core.scheduling import PRIORITIES
 from llmnode.core.span import Span
 from llmnode.core.view import serving
-from llmnode.errors import PeerRefused, PeerUnreachable, RemoteProtocolError
+from llmnode.errors import PeerRefused, RemoteProtocolError
+from llmnode.node.serve.admission import Admission
 from llmnode.node.serve.links import answer_about_swarm, serve_links
-from llmnode.node.serve.session import ServedSession, Serving, Tally, refusal_of
+from llmnode.node.serve.next_hops import NextHops
+from llmnode.node.serve.serving import Serving, Tally
+from llmnode.node.serve.session import ServedSession, refusal_of
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import (
     Description,
@@ -36,14 +40,14 @@ from llmnode.wire.payload import Codec, HiddenForm
 from llmnode.wire.stage import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
-    from llmnode.client.connection import Connection
     from llmnode.client.pool import ConnectionPool
     from llmnode.client.swarm import Swarm
     from llmnode.core.ids import PeerId, SessionId
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ServePolicy
+    from llmnode.core.traffic import Traffic
     from llmnode.ports import Link, Network, Worker
 
 log = logging.getLogger(__name__)
@@ -61,15 +65,18 @@ class Server:
     """Connections over which results go to next hops; without them every hop goes through the client."""
     sessions: dict[SessionId, ServedSession] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
-    unreached: dict[PeerId, float] = field(default_factory=dict)
-    """Until when we do not dial next hops that we could not reach: their sessions go by way of their clients."""
     is_draining: bool = False
     session_ended: trio.Event = field(default_factory=trio.Event)
     """The next one's end; then there is another event."""
+    admission: Admission = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.admission = Admission(self.worker, self.policy.room)
 
     async def run(self, network: Network) -> None:
         """Serve every link that is opened to us, until cancelled."""
-        shared = Serving(self.worker, self.model, self.policy, network, self.find_peer, self.tally)
+        next_hops = NextHops(self.pushes, self._addresses, self.policy)
+        shared = Serving(self.worker, self.admission, self.model, self.policy, network, next_hops, self.tally)
         async with trio.open_nursery() as nursery:
             await serve_links(network, self.policy.links, lambda link: _ServedLink(self, shared, link, nursery).run())
 
@@ -79,44 +86,37 @@ class Server:
         `report` is told how many are left, at first and whenever one has ended; never 0.
         """
         self.is_draining = True
+        self.admission.close()
         with trio.move_on_after(patience_s):
             while sessions := sum(session.link is not None for session in self.sessions.values()):
                 report(sessions)
                 await self.session_ended.wait()
 
-    async def find_peer(self, peer: PeerId) -> Connection:
-        """A connection to push results over. Raises PeerError for one that has announced no part of our model, or
-        that cannot be reached, which is found out once for all sessions.
-        """
+    def _addresses(self, peer: PeerId) -> Sequence[str] | None:
+        """None unless it has announced a part of our model."""
         known = self.swarm.view.of_model(self.model.digest) if self.swarm is not None else []
-        addresses = next((each.addresses for each in serving(known) if each.peer == peer), None)
-        if self.pushes is None or addresses is None:
-            raise PeerUnreachable("not known to serve this model", peer=peer)
-        now_s = trio.current_time()
-        if now_s < self.unreached.get(peer, 0.0):
-            raise PeerUnreachable("could not be reached lately", peer=peer)
-        try:
-            with trio.fail_after(self.policy.connect_timeout_s):
-                return await self.pushes.connect(addresses)
-        except (PeerUnreachable, trio.TooSlowError):
-            living = {each: until_s for each, until_s in self.unreached.items() if until_s > now_s}
-            self.unreached = {**living, peer: now_s + self.policy.redial_s}
-            raise PeerUnreachable("cannot be reached from here", peer=peer) from None
+        return next((each.addresses for each in serving(known) if each.peer == peer), None)
 
     def leave_link(self, session: ServedSession) -> None:
-        """Its client is gone. It may wait for it, if those that wait do not hold too much KV already."""
-        waiting = sum(each.stage.max_length for each in self.sessions.values() if each.link is None)
-        if waiting + session.stage.max_length > self.policy.leased_share * self.policy.kv_tokens:
+        """Its client is gone. It may wait for it, if all that do, or those of this client, do not hold too much KV."""
+        waiting = [session, *(each for each in self.sessions.values() if each.link is None)]
+        may_hold = self.policy.leased_share * self.policy.kv_tokens
+        of_client = _positions(each for each in waiting if each.client == session.client)
+        if _positions(waiting) > may_hold or of_client > self.policy.leased_client_share * may_hold:
             session.lease_s = 0.0
         session.leave_link()
         self.note_end()
+
+    def lose_worker(self) -> None:
+        """No session has any KV. Each is there until its client hears of it, and for what it has logged."""
+        self.admission.lose_all()
 
     def note_end(self) -> None:
         """A session has ended, or its client has."""
         self.session_ended.set()
         self.session_ended = trio.Event()
 
-    def describe(self) -> Description:
+    def describe(self, traffic: Traffic) -> Description:
         span = self.worker.span
         return Description(
             software=software(),
@@ -133,6 +133,8 @@ class Server:
             steps=self.tally.steps,
             steps_given_directly=self.tally.given_directly,
             results_pushed=self.tally.pushed,
+            positions=self.tally.positions,
+            **asdict(traffic),
         )
 
 
@@ -162,7 +164,7 @@ class _ServedLink:
             match frame.type:
                 case FrameType.DESCRIBE:
                     check_empty(frame.meta, "DESCRIBE")
-                    meta = pack(self._server.describe())
+                    meta = pack(self._server.describe(self._shared.network.traffic))
                     await self._link.send(Frame(FrameType.DESCRIPTION, step=frame.step, meta=meta))
                 case FrameType.OPEN:
                     self._open(frame)
@@ -191,10 +193,11 @@ class _ServedLink:
         span, request = self._check_open(frame)
         stage = Stage(frame.session, request.max_length, self._server.policy.steps_ahead, frame.epoch)
         form = HiddenForm(self._server.model.hidden_size, Codec(request.codec))
+        sessions, priority = self._server.sessions, PRIORITIES[request.priority]
         session = ServedSession(
-            stage, span, form, self._link, self._shared, self._server.sessions, keep_outputs=request.keep_outputs
+            stage, span, form, self._link, self._shared, sessions, priority, keep_outputs=request.keep_outputs
         )
-        self._server.sessions[frame.session] = session
+        sessions[frame.session] = session
         self._nursery.start_soon(self._run_session, session)
 
     def _check_open(self, frame: Frame) -> tuple[Span, Open]:
@@ -203,6 +206,8 @@ class _ServedLink:
             raise RemoteProtocolError(f"[{request.span_start}, {request.span_end}) is no span")
         if frame.session == NO_SESSION or frame.step:
             raise RemoteProtocolError("OPEN names a session, and starts at step 0")
+        if request.priority not in PRIORITIES:
+            raise RemoteProtocolError(f"there is no such priority: this server knows {', '.join(PRIORITIES)}")
         span = Span(request.span_start, request.span_end)
         if frame.session in self._server.sessions:
             raise PeerRefused(RefusalCode.CONFLICT, "a session of this name is open")
@@ -247,7 +252,7 @@ class _ServedLink:
             name = session.stage.session
             session.end()
             with trio.CancelScope(shield=True):  # KV is freed whatever ends the session
-                await self._server.worker.close(name)
+                await self._shared.admission.leave(name)
             del self._server.sessions[name]
             self._server.note_end()
 
@@ -270,3 +275,8 @@ class _ServedLink:
         if session is None or session.link is not self._link:
             raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "no such session is open over this link")
         return session
+
+
+def _positions(sessions: Iterable[ServedSession]) -> int:
+    """That they have KV for."""
+    return sum(each.stage.max_length for each in sessions)

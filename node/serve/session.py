@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import trio
 
 from llmnode import _native
 from llmnode.core.ids import PeerId, SessionId
-from llmnode.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable, RemoteProtocolError
+from llmnode.core.relaying import RelayedBudget
+from llmnode.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable, RemoteProtocolError, WorkerLost
 from llmnode.ports import Piece
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.log import PayloadLog
@@ -39,45 +40,18 @@ from llmnode.wire.receipt import Receipt, profile_digest, signed
 from llmnode.wire.stage import Answer, Compute, Copy, Refuse, Truncate, Wait
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Mapping
 
     from llmnode.client.connection import Connection
-    from llmnode.core.model import ModelInfo
-    from llmnode.core.policy import ServePolicy
+    from llmnode.core.scheduling import Priority
     from llmnode.core.span import Span
-    from llmnode.ports import Link, Network, Worker
+    from llmnode.node.serve.serving import Serving
+    from llmnode.ports import Link
     from llmnode.wire.frame import Buffer
     from llmnode.wire.payload import HiddenForm
     from llmnode.wire.stage import Action, Stage
 
-    FindPeer = Callable[[PeerId], Awaitable[Connection]]
-    """A connection to a peer that serves the same model. Raises PeerError."""
-
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Tally:
-    """What all sessions together have done since the server started."""
-
-    steps: int = 0
-    given_directly: int = 0
-    """By the hop before."""
-    pushed: int = 0
-    """Results, to the hop after."""
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """What all sessions of a server share."""
-
-    worker: Worker
-    model: ModelInfo
-    policy: ServePolicy
-    network: Network
-    """Signs receipts."""
-    find_peer: FindPeer
-    tally: Tally
 
 
 class ServedSession:
@@ -91,6 +65,7 @@ class ServedSession:
         link: Link,
         serving: Serving,
         beside: Mapping[SessionId, ServedSession],
+        priority: Priority,
         *,
         keep_outputs: bool,
     ) -> None:
@@ -103,11 +78,13 @@ class ServedSession:
         """None while it waits for its client to come back, and when it has ended."""
         self.lease_s = 0.0
         """How long it outlives its link."""
-        self.is_over = False
+        self.has_kv = False
+        """Since it was opened, until it ends."""
         self._scope = trio.CancelScope()
         self._span = span
         self._serving = serving
         self._beside = beside
+        self._priority = priority
         self._worker = serving.worker
         self._form = form
         self._profile = profile_digest(serving.model.digest, serving.model.dtype, form.codec)
@@ -115,6 +92,8 @@ class ServedSession:
         """As long as the KV, whose reservation bounds it."""
         self._receiver: tuple[Connection, SessionId] | None = None
         self._quiet = False
+        self._relayed = RelayedBudget(serving.policy.relayed)
+        self._asked_again_s: float | None = None  # since when it is to push again to whom it could not reach
         self._submitted, self._frames = trio.open_memory_channel[Frame](4 * serving.policy.steps_ahead)
 
     def submit(self, frame: Frame) -> None:
@@ -135,12 +114,14 @@ class ServedSession:
             raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "this session is being closed") from None
 
     def close(self) -> None:
-        """End the session after the frames that are queued."""
+        """End the session after the frames that are queued; at once if it waits for room."""
         self._submitted.close()
+        if not self.has_kv:
+            self._scope.cancel()
 
     def end(self) -> None:
         """Called when `run` is over: nothing of it is left for anybody."""
-        self.link, self.is_over = None, True
+        self.link, self.has_kv = None, False
         self.close()
 
     def leave_link(self) -> None:
@@ -163,17 +144,20 @@ class ServedSession:
         self._scope.deadline = math.inf
 
     async def run(self) -> None:
-        """Reserve KV and serve steps until the client closes, falls silent for too long, or has left for too long."""
+        """Wait for KV, and serve steps until the client closes, falls silent for too long, or has left for too long."""
         with self._scope:
             await self._serve()
 
     async def _serve(self) -> None:
         name = self.stage.session
         opened = Frame(FrameType.OPENED, name, self.stage.epoch)
-        if not await self._worker.open(name, self._span, self.stage.max_length):
-            reason = f"{self.stage.max_length} positions asked for, {self._worker.kv_tokens_free} free"
-            await self._send(refusal_of(opened, RefusalCode.NO_ROOM, reason))
+        try:
+            max_length = self.stage.max_length
+            await self._serving.admission.enter(name, self._span, max_length, self.client, self._priority)
+        except PeerRefused as refusal:
+            await self._send(refusal_of(opened, refusal.code, refusal.reason, refusal.retry_after_s))
             return
+        self.has_kv = True
         await self._send(opened)
         while True:
             with trio.move_on_after(self._serving.policy.session_idle_s) as idle:
@@ -198,7 +182,12 @@ class ServedSession:
         """Do what the stage says to a STEP, TRUNCATE or FORK, and to what has waited for it."""
         action = self._fork(frame) if frame.type is FrameType.FORK else self.stage.receive(frame)
         while not isinstance(action, Wait):
-            await self._act(action)
+            try:
+                await self._act(action)
+            except WorkerLost as error:  # the session is of no use any more, but for what it has logged
+                if not isinstance(action, Truncate):
+                    self.stage.failed()
+                await self._send(refusal_of(action.frame, RefusalCode.COMPUTE_FAILED, str(error)))
             action = self.stage.next_held()
 
     async def _act(self, action: Action) -> None:
@@ -237,6 +226,7 @@ class ServedSession:
             receipt = self._receipt(frame, payload)
             pushed = await self._push(frame, payload, pack(Pushed(receipt.input_digest, receipt.signature)))
             self._serving.tally.steps += 1
+            self._serving.tally.positions += frame.length
             self._serving.tally.pushed += pushed
             shown = unpack(Pushed, frame.meta) if frame.meta else None
             result = Result(
@@ -250,7 +240,7 @@ class ServedSession:
                 shown.signature if shown else b"",
             )
             wanted = not self._quiet and not (pushed and self._outputs is not None)
-            answer = _answer(FrameType.RESULT, frame, pack(result), payload if wanted else b"")
+            answer = self._answer(FrameType.RESULT, frame, pack(result), payload if wanted else b"")
             self.stage.computed(answer)
             await self._send(answer)
 
@@ -260,7 +250,7 @@ class ServedSession:
         except RemoteProtocolError as error:
             return Refuse(frame, RefusalCode.BAD_MESSAGE, error.message)
         source = self._beside.get(SessionId(request.source))
-        if source is not None and (source.client != self.client or source.is_over):
+        if source is not None and (source.client != self.client or not source.has_kv):
             source = None
         if source is not None and source._kind != self._kind:
             return Refuse(frame, RefusalCode.CONFLICT, "the session to be copied has other blocks, codec or logs")
@@ -317,7 +307,7 @@ class ServedSession:
             return
         pushed = request.push and await self._push(frame, payload, b"")
         meta = pack(Replayed(_native.blake3_digest(payload), pushed))
-        await self._send(_answer(FrameType.REPLAYED, frame, meta, b"" if pushed else payload))
+        await self._send(self._answer(FrameType.REPLAYED, frame, meta, b"" if pushed else payload))
 
     def _logged(self, frame: Frame) -> Buffer:
         """Raises RemoteProtocolError for positions that are not there, or too many for a frame."""
@@ -338,12 +328,16 @@ class ServedSession:
             if request.receiver == self._serving.network.peer:
                 raise PeerUnreachable("the next hop is this server itself")
             if request.receiver:
-                connection = await self._serving.find_peer(PeerId(request.receiver))
+                since_s = self._asked_again_s or trio.current_time()
+                self._asked_again_s = since_s if request.again else None
+                connection = await self._serving.next_hops.find(PeerId(request.receiver), self._asked_again_s)
                 self._receiver = connection, SessionId(request.receiver_session)
+                self._asked_again_s = None
         except RemoteProtocolError as error:
             await self._send(refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message))
         except PeerError as error:
-            await self._send(refusal_of(frame, RefusalCode.CANNOT_FORWARD, str(error)))
+            retry_after_s = error.retry_after_s if isinstance(error, PeerRefused) else None
+            await self._send(refusal_of(frame, RefusalCode.CANNOT_FORWARD, str(error), retry_after_s))
         else:
             await self._send(Frame(FrameType.FORWARDED, frame.session, frame.epoch, frame.step))
 
@@ -352,14 +346,27 @@ class ServedSession:
         if self._receiver is None:
             return False
         connection, session = self._receiver
-        step = Frame(FrameType.STEP, session, frame.epoch, frame.step, frame.start, frame.length, meta, payload)
+        if connection.best.relayed and not self._may_relay(frame.length, len(payload)):
+            return False
+        step = replace(self._answer(FrameType.STEP, frame, meta, payload), session=session)
         try:
-            await connection.tell(step)
+            await connection.best.tell(step)
         except PeerError as error:
             log.info("cannot push: %s", error)
             self._receiver = None
             return False
         return True
+
+    def _may_relay(self, positions: int, size_bytes: int) -> bool:
+        """Whether so much may go through a relay: else it goes by way of the client, if that is nearer."""
+        if self.link is None or self.link.relayed:
+            return True
+        return self._relayed.allows(positions, size_bytes, trio.current_time())
+
+    def _answer(self, kind: FrameType, frame: Frame, meta: bytes, payload: Buffer) -> Frame:
+        """With hidden states for the positions of `frame`."""
+        at = frame.session, frame.epoch, frame.step, frame.start, frame.length
+        return Frame(kind, *at, meta, payload, self._form.value_bytes)
 
     async def _send(self, frame: Frame) -> None:
         """To the client, if it is there: what it does not hear now it may ask for again."""
@@ -379,11 +386,7 @@ def _resumed(frame: Frame, stage: Stage) -> Frame:
     return Frame(FrameType.RESUMED, frame.session, frame.epoch, frame.step, meta=meta)
 
 
-def _answer(kind: FrameType, frame: Frame, meta: bytes, payload: Buffer) -> Frame:
-    return Frame(kind, frame.session, frame.epoch, frame.step, frame.start, frame.length, meta, payload)
-
-
-def refusal_of(frame: Frame, code: str, message: str) -> Frame:
+def refusal_of(frame: Frame, code: str, message: str, retry_after_s: float | None = None) -> Frame:
     """The typed no to `frame`."""
-    meta = pack(Refusal(code=str(code), message=message[:2000], retry_after_ms=0))
+    meta = pack(Refusal(code=str(code), message=message[:2000], retry_after_ms=int(1000 * (retry_after_s or 0))))
     return Frame(FrameType.REFUSAL, frame.session, frame.epoch, frame.step, meta=meta)

@@ -38,9 +38,11 @@ __all__ = [
     "dequantize_blockwise",
     "dequantize_blockwise_into",
     "frame_crc32c",
+    "pack",
     "quantize_blockwise",
     "quantize_blockwise_into",
     "quantized_bytes",
+    "unpack",
 ]
 
 __version__: str
@@ -106,6 +108,20 @@ def dequantize_blockwise_into(
     Raises `ValueError` too for an `out` that shares memory with `data`. After an error its contents are not specified.
     """
 
+def pack(data: _Buffer, width: int) -> bytes:
+    """`data` in fewer bytes without loss, if it is numbers of floating point of `width` bytes, 2 or 4.
+
+    Their exponents go through zstd, see `transport_rs/src/packing.rs`. What is no such number comes out some bytes
+    longer. Raises `ValueError` for another width, and from 4 GiB on.
+    """
+
+def unpack(packed: _Buffer, bytes_max: int) -> bytearray:
+    """The bytes that `pack` was given, whatever their width.
+
+    `packed` may come from anywhere. Raises `ValueError` if it is not what `pack` makes, and if it would be more than
+    `bytes_max`, before any memory is reserved. `OverflowError` for negative `bytes_max`.
+    """
+
 _Events: TypeAlias = tuple[list[int], list[int], list[int], list[int]]
 """The streams that the other side opened, that can be read (data, or their end), that can be written again, and that
 the other side reset."""
@@ -119,8 +135,12 @@ class NoiseHandshake:
     handshake is then of no use any more.
     """
 
-    def __new__(cls, static_key: bytes, *, initiator: bool) -> NoiseHandshake:
-        """`static_key`: a private X25519 key, 32 bytes. Raises `ValueError` for another length."""
+    def __new__(cls, static_key: bytes, *, initiator: bool, swarm_key: bytes | None = None) -> NoiseHandshake:
+        """`static_key`: a private X25519 key, 32 bytes. Raises `ValueError` for another length.
+
+        With the `swarm_key`, 32 bytes too, of a private swarm it is `Noise_XXpsk0_25519_ChaChaPoly_SHA256`: who has
+        another one, or none, cannot complete it.
+        """
 
     def send(self, payload: _Buffer) -> bytes:
         """The next message, to be sent as it is."""
@@ -159,10 +179,13 @@ class Connection:
     def __new__(cls, session: NoiseSession, *, initiator: bool) -> Connection:
         """`session` is taken over, and of no use to the caller any more."""
 
-    def receive(self, data: _Buffer) -> _Events:
-        """Take what the socket gave. Raises `ValueError`."""
+    def receive(self, data: _Buffer, now_s: float) -> _Events:
+        """Take what the socket gave. Raises `ValueError`.
 
-    def receive_plaintext(self, data: _Buffer) -> _Events:
+        `now_s` counts from any moment: now and then the other side is asked for a sign, to know how long the way is.
+        """
+
+    def receive_plaintext(self, data: _Buffer, now_s: float) -> _Events:
         """Take what `session` had decrypted before it came here. Raises `ValueError`."""
 
     def open_stream(self) -> int | None:
@@ -174,10 +197,11 @@ class Connection:
     def has_stream(self, stream: int) -> bool:
         """Whether the stream is open in at least one direction, or unread."""
 
-    def write(self, stream: int, data: _Buffer) -> int | None:
+    def write(self, stream: int, data: _Buffer, *, gently: bool = False) -> int | None:
         """How many bytes from the front of `data` were taken: 0 if the window is used up, or too much waits to be sent.
 
-        None if the stream was closed or is gone.
+        If `gently`, no more than the other side takes in soon; the stream is writable again when it has. None if the
+        stream was closed or is gone.
         """
 
     def read(self, stream: int, bytes_max: int, now_s: float) -> bytes | None:

@@ -33,6 +33,10 @@ class LocalProtocolError(LlmnodeError):
     """We broke our own protocol. A bug: do not catch it."""
 
 
+class WorkerLost(LlmnodeError):
+    """The process that held the blocks has ended, and with it the KV of all sessions. Another may be started."""
+
+
 class SwarmError(LlmnodeError):
     """The swarm as a whole cannot do what was asked."""
 

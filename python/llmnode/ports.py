@@ -1,7 +1,7 @@
 """The seams of a node: what can be replaced by a twin in memory.
 
-`Network` carries frames between peers, `Directory` finds a swarm, `Executor` computes a span, `Worker` runs an executor
-off the event loop. `llmnode.testing` has the twins.
+`Network` carries frames between peers, `Directory` finds a swarm, `Loader` reads a span into an `Executor`, which
+computes it, `Worker` runs an executor off the event loop. `llmnode.testing` has the twins.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from llmnode.core.scheduling import Priority
+
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from llmnode.core.announcement import SignedAnnouncement
     from llmnode.core.ids import PeerId, SessionId
+    from llmnode.core.model import ModelInfo
     from llmnode.core.span import Span
+    from llmnode.core.traffic import Traffic
     from llmnode.wire.frame import Buffer, Frame
 
 
@@ -24,6 +28,17 @@ class Link(Protocol):
 
     @property
     def peer(self) -> PeerId: ...
+
+    @property
+    def relayed(self) -> bool:
+        """Whether it goes through a relay, and not straight to the peer."""
+
+    @property
+    def relay_limit_bytes(self) -> int | None:
+        """What the relay carries at most, in each direction; None if that is not limited, or there is none."""
+
+    async def wait_direct(self) -> None:
+        """Until a new link to the peer would not go through a relay."""
 
     async def send(self, frame: Frame) -> None:
         """Queue a frame; returns before it is on the wire. Raises PeerUnreachable once the link has ended."""
@@ -45,6 +60,10 @@ class Network(Protocol):
     @property
     def addresses(self) -> Sequence[str]:
         """Where others reach us: multiaddrs that end in `/p2p/ID`."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """Of all links so far."""
 
     @property
     def key(self) -> bytes:
@@ -93,15 +112,22 @@ class Computed:
 
     hidden: Buffer
     queue_us: int
+    """The rest of the time from when it was asked for until it was there."""
     compute_us: int
+    """Of all forwards that had a part of it, whole, whoever else was in them: what it waited for, and not its share."""
 
 
-class Executor(Protocol):
-    """Computes a span for any number of sessions. Blocking, and for one thread at a time."""
+class Held(Protocol):
+    """What an executor holds, wherever it is."""
 
-    span: Span
+    @property
+    def span(self) -> Span: ...
 
     def kv_tokens_free(self) -> int: ...
+
+
+class Executor(Held, Protocol):
+    """Computes a span for any number of sessions. Blocking, and for one thread at a time."""
 
     def open(self, session: SessionId, span: Span, max_length: int) -> bool:
         """Reserve KV for `max_length` positions. False, and nothing reserved, if there is no room."""
@@ -121,8 +147,35 @@ class Executor(Protocol):
         """Free the session's KV. Closing an unknown session does nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """`tensor_bytes` are of the span's weights in memory."""
+
+    executor: Executor
+    tensor_bytes: int
+
+
+class Loader(Protocol):
+    """Opens one model, and makes an executor of a span of it. Blocking, and for one thread at a time."""
+
+    def open_model(self) -> ModelInfo:
+        """To be called first. Its dtype is what the blocks will be computed in. Raises ConfigError or ModelError."""
+
+    def fitting_blocks(self) -> int:
+        """How many there is memory for. Raises ConfigError if it is none."""
+
+    def load(self, span: Span) -> Loaded:
+        """Raises ConfigError or ModelError."""
+
+
 class Worker(Protocol):
-    """Runs one executor apart from the event loop, one call at a time, in the order in which they are made."""
+    """Runs one executor apart from the event loop, and shares it among sessions.
+
+    What is asked for one session is done in the order in which it was asked. Whatever fails for one fails for no other.
+    A call that is cancelled is not done, unless it runs already: then it is waited for.
+    Where the executor can be lost with all that it holds, every call but `close` raises WorkerLost for a session that
+    was open then, and `open` until there is another.
+    """
 
     @property
     def span(self) -> Span: ...
@@ -130,7 +183,15 @@ class Worker(Protocol):
     @property
     def kv_tokens_free(self) -> int: ...
 
-    async def open(self, session: SessionId, span: Span, max_length: int) -> bool: ...
+    async def open(
+        self,
+        session: SessionId,
+        span: Span,
+        max_length: int,
+        client: PeerId,
+        priority: Priority = Priority.INTERACTIVE,
+    ) -> bool:
+        """As `Executor.open`. `client` is on whose account its forwards go."""
 
     async def forward(self, piece: Piece) -> Computed: ...
 

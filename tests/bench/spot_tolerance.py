@@ -1,6 +1,6 @@
 """How far honest peers of one profile are apart, and how far a cheap fake: for the tolerance of `client/recompute.py`.
 
-    python tests/bench/spot_tolerance.py
+    python tests/bench/spot_tolerance.py [PRECISION ...]      (as float32, or float32+int8: then honest peers alone)
 
 The checked peer computes SmolLM2-135M as a session has it: a prefill, then position by position beside three other
 sessions. The checker computes the same positions alone, in one prefill. Every figure is a relative L2 error of one
@@ -18,6 +18,7 @@ from llmnode.client.recompute import deviations
 from llmnode.compute.executor import SpanExecutor, load_executor
 from llmnode.compute.tensors import to_bytes
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
+from llmnode.core.model import DTYPES
 from llmnode.core.span import Span
 from llmnode.models.embedded import open_embedded
 from llmnode.models.parts import load_ends
@@ -101,9 +102,10 @@ def main() -> None:
         of = rows[span.start]
         return [of[index:] + of[:index] for index in range(len(of))]
 
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    for name in sys.argv[1:] or dtypes:
-        executor = load_executor(folder, Span(0, 30), 4 * 4 * POSITIONS, dtypes[name])
+    for name in sys.argv[1:] or DTYPES:
+        dtype, _, quant = name.partition("+")
+        tokens = 4 * 4 * POSITIONS
+        executor = load_executor(folder, Span(0, 30), tokens, getattr(torch, dtype), quant=quant or "none")
         for span in SPANS:
             pairs = [(as_session(executor, span, of), as_check(executor, span, of[0])) for of in turns(span)]
             for codec in Codec:

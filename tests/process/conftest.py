@@ -63,8 +63,10 @@ def start_servers() -> Iterator[Callable[..., list[Node]]]:
     """Start a server for each span, and wait until all are ready; they are stopped after the module's tests."""
     started: list[Node] = []
 
-    def start(spans: Sequence[Span], *, threads: int = 1, peers: Sequence[str] = ()) -> list[Node]:
-        options = ["--threads", str(threads), *(["--peers", *peers] if peers else [])]
+    def start(
+        spans: Sequence[Span], *, threads: int = 1, peers: Sequence[str] = (), more: Sequence[str] = ()
+    ) -> list[Node]:
+        options = ["--threads", str(threads), *(["--peers", *peers] if peers else []), *more]
         nodes = [
             Node(
                 subprocess.Popen(

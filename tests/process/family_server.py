@@ -19,7 +19,8 @@ from llmnode.compute.worker import ThreadWorker
 from llmnode.core.policy import LinkPolicy, ServePolicy
 from llmnode.core.span import Span
 from llmnode.models.source import open_model
-from llmnode.net.host import LISTEN_ANY_LOOPBACK, open_network
+from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
+from llmnode.net.host import open_network
 from llmnode.node.serve.server import Server
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from llmnode import _native
 from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement
 from llmnode.core.ids import SESSION_ID_BYTES, Epoch, PeerId, SessionId, Step
 from llmnode.core.policy import LinkPolicy, SwarmPolicy
+from llmnode.core.scheduling import PRIORITIES
 from llmnode.core.span import Span
 from llmnode.errors import RemoteProtocolError
 from llmnode.wire.announcement import pack_announcement, pack_news, pack_sequences
@@ -94,6 +95,7 @@ class Attacker:
         for index in chance.sample(range(len(encoded) - 1), 5):
             encoded[index] = _boundary_moved(chance, encoded[index])
         spoiled += 5
+        encoded = [_in_pieces(chance, frame) if chance.random() < 0.1 else frame for frame in encoded]
         end = {Ending.ANSWERED: lambda: b"", Ending.REFUSED: self._no_frame, Ending.CUT: self._part_of_a_frame}
         return Batch(
             b"".join(encoded) + end[ending](),
@@ -116,6 +118,7 @@ class Attacker:
             max_length,
             self.target.dtype,
             codec,
+            chance.choice(list(PRIORITIES)),
             chance.random() < 0.5,
         )
         frames = [Frame(FrameType.OPEN, session, meta=pack(request))]
@@ -161,7 +164,11 @@ class Attacker:
         """Between peers that nobody has heard of, or to the client alone."""
         sender, receiver = (PeerId(self.chance.randbytes(20).hex()) for _ in range(2))
         request = Forward(
-            sender, self.chance.choice((receiver, "")), _name(self.chance), quiet=self.chance.random() < 0.5
+            sender,
+            self.chance.choice((receiver, "")),
+            _name(self.chance),
+            quiet=self.chance.random() < 0.5,
+            again=self.chance.random() < 0.5,
         )
         return Frame(FrameType.FORWARD, session, meta=pack(request))
 
@@ -180,6 +187,7 @@ class Attacker:
             Span(target.span_start, target.span_end),
             PeerState.ONLINE,
             block_us=100,
+            kv_tokens=1000,
             kv_tokens_free=1000,
         )
         address = f"/ip4/127.0.0.1/tcp/1/p2p/{peer}"
@@ -252,11 +260,21 @@ def _shuffled_a_little(chance: Random, frames: list[Frame]) -> list[Frame]:
     return frames
 
 
+# Of a frame
+
+
+def _in_pieces(chance: Random, encoded: bytes) -> bytes:
+    """As large frames come."""
+    at = chance.randrange(len(encoded))
+    return b"".join(encode(Frame(FrameType.PIECE, payload=part), POLICY) for part in (encoded[:at], encoded[at:]))
+
+
 # Of a frame, before it is encoded
 
 
 def _of_another_type(chance: Random, frame: Frame) -> Frame:
-    return replace(frame, type=chance.choice([kind for kind in FrameType if kind is not frame.type]))
+    """A piece of a frame would be none, and end the link: see `_in_pieces`."""
+    return replace(frame, type=chance.choice([kind for kind in FrameType if kind not in (frame.type, FrameType.PIECE)]))
 
 
 def _field_flipped(chance: Random, frame: Frame) -> Frame:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import llmnode
+from llmnode.client.connect import load_parts
 from llmnode.core.span import Span
 
 if TYPE_CHECKING:
@@ -27,6 +28,15 @@ def peers(start_servers: Callable[..., list[Any]]) -> list[str]:
     return [node.address for node in start_servers([Span(0, 10), Span(10, 20), Span(20, 30)])]
 
 
+@pytest.fixture(scope="module")
+def expected_scores(transformers_model: Any, folder: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each text's token ids, (1, length), and what transformers scores after each, (length, vocabulary)."""
+    tokenizer = load_parts(folder).tokenizer
+    with torch.inference_mode():
+        texts = [torch.tensor([tokenizer.encode(text)]) for text in TEXTS]
+        return [(ids, transformers_model(ids).logits[0]) for ids in texts]
+
+
 # The bounds are some three times what was measured (tests/bench/README.md).
 @pytest.mark.parametrize(
     ("codec", "least_agreement", "most_nll_change"),
@@ -34,7 +44,7 @@ def peers(start_servers: Callable[..., list[Any]]) -> list[str]:
 )
 def test_a_codec_keeps_tokens_and_likelihood(
     peers: list[str],
-    transformers_model: Any,
+    expected_scores: list[tuple[torch.Tensor, torch.Tensor]],
     codec: str,
     least_agreement: float,
     most_nll_change: float,
@@ -43,9 +53,8 @@ def test_a_codec_keeps_tokens_and_likelihood(
     same = positions = 0
     nll = expected_nll = 0.0
     with llmnode.connect(peers=peers, codec=codec) as model, torch.inference_mode():
-        for text in TEXTS:
-            ids = torch.tensor([model.tokenizer.encode(text)])
-            scores, expected = model(ids).logits[0], transformers_model(ids).logits[0]
+        for ids, expected in expected_scores:
+            scores = model(ids).logits[0]
             same += int((scores.argmax(-1) == expected.argmax(-1)).sum())
             positions += ids.shape[1]
             nll += torch.nn.functional.cross_entropy(scores[:-1], ids[0, 1:], reduction="sum").item()

@@ -10,15 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import trio
 
+from llmnode.client.connection import open_connection
+from llmnode.core.policy import LinkPolicy
 from llmnode.core.span import Span
+from llmnode.net.host import open_network
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from llmnode.net.host import Libp2pNetwork
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 LLMNODE = [sys.executable, "-P", "-m", "llmnode.node"]
+PROMPT = "A prompt that is so long that it would be a waste to compute it anew for each of its answers:"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -39,6 +46,12 @@ def test_generate_prints_the_text_and_its_json(nodes: list[Any]) -> None:
     assert summary["model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert len(summary["token_ids"]) == 6
     assert "1, 2, 3," + summary["text"] in done.stderr
+    wire = summary["wire"]
+    assert wire["positions"] == len(summary["prompt_token_ids"]) + 5
+    for way in ("sent", "received"):  # on loopback nothing is packed
+        assert wire[f"{way}_bytes"] == wire[f"{way}_plain_bytes"] == 576 * 4 * wire["positions"]
+        assert wire[f"{way}_bytes_per_token"] == 576 * 4
+    assert "2.3 kB out and 2.3 kB in a token" in done.stderr
 
 
 def test_what_the_servers_signed_for_can_be_verified(nodes: list[Any], tmp_path: Path) -> None:
@@ -76,6 +89,21 @@ def test_a_server_is_known_by_the_address_that_it_announces() -> None:
     assert server.returncode == 0
 
 
+def test_a_server_that_others_cannot_dial_is_told_so_and_what_to_do(nodes: list[Any]) -> None:
+    command = [*LLMNODE, "serve", "--blocks", "12:13", "--threads", "1", "--peers", nodes[0].address]
+    command += ["--listen", "/ip4/127.0.0.3/tcp/0"]  # it is seen at 127.0.0.1
+    with subprocess.Popen(
+        [*command, "--json", "--until-stdin-closes"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as server:  # fmt: skip
+        assert server.stdout is not None
+        told = next(event for event in map(json.loads, server.stdout) if event["event"] == "unreached")
+        assert told["host"] == "127.0.0.1"
+        assert "cannot dial it" in told["text"] and "--relay" in told["fix"]
+        _, said = server.communicate(timeout=20)
+    assert told["fix"] in said
+
+
 def test_a_server_says_what_it_has_open_when_it_is_signalled(nodes: list[Any]) -> None:
     for node in nodes:
         node.process.send_signal(signal.SIGUSR1)
@@ -83,9 +111,16 @@ def test_a_server_says_what_it_has_open_when_it_is_signalled(nodes: list[Any]) -
         assert event.pop("event") == "readout"
         assert (event["sessions"], event["kv_tokens_reserved"]) == (0, 0)
         assert set(event) == {
-            "sessions", "kv_tokens_reserved", "links", "connections", "streams", "tasks", "files", "peers",
+            "sessions", "kv_tokens_reserved", "links", "relayed", "connections", "streams", "tasks", "files", "peers",
         }  # fmt: skip
         assert event["tasks"] > 1 and event["files"] > 3 and event["peers"] >= 1
+
+
+def test_more_kv_than_there_is_memory_for_is_refused_with_numbers() -> None:
+    done = _run(*LLMNODE, "serve", "--blocks", "0:3", "--kv-memory", "90000GiB")
+    assert done.returncode == 2
+    assert "92160000 MiB of KV do not fit: " in done.stderr
+    assert "of which 3 blocks take 40" in done.stderr
 
 
 def test_too_many_tokens_are_refused_before_any_work(nodes: list[Any]) -> None:
@@ -118,6 +153,53 @@ def test_a_file_of_prompts_gives_a_json_line_each(nodes: list[Any], tmp_path: Pa
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [answer["prompt"] for answer in answers] == ["One", "Two"]
     assert all(len(answer["token_ids"]) == 3 for answer in answers)
+
+
+def test_several_texts_at_once_are_those_of_one_after_another(nodes: list[Any], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("One\nTwo, three and\n")
+    options = ["--prompts", str(prompts), "--samples", "3", "--temperature", "0.9", "--seed", "7"]
+    command = [*LLMNODE, "generate", *options, "--json", "--max-new-tokens", "6", "--peers"]
+    command += [node.address for node in nodes]
+    at_once, in_turn = _run(*command), _run(*command, "--at-once", "1")
+    assert at_once.returncode == in_turn.returncode == 0, at_once.stderr + in_turn.stderr
+    assert at_once.stdout == in_turn.stdout
+    answers = [json.loads(line) for line in at_once.stdout.splitlines()]
+    assert [(answer["prompt"], answer["sample"]) for answer in answers] == [
+        (prompt, sample) for prompt in ("One", "Two, three and") for sample in range(3)
+    ]
+    assert len({answer["text"] for answer in answers}) > 2
+    assert "6 of 6 texts" in at_once.stderr
+    assert "6 texts, 36 tokens" in at_once.stderr
+
+
+def test_a_prompt_with_several_samples_is_computed_once(nodes: list[Any]) -> None:
+    addresses, samples = [node.address for node in nodes], 4
+    before = _positions(addresses)
+    options = ["--prompt", PROMPT, "--samples", str(samples), "--max-new-tokens", "3", "--json"]
+    done = _run(*LLMNODE, "generate", *options, "--temperature", "0.9", "--seed", "7", "--peers", *addresses)
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(answers) == samples
+    prompt = len(answers[0]["prompt_token_ids"])
+    assert prompt > 10
+    # Each text runs the prompt's last token, and all of its own but the last.
+    expected = prompt - 1 + sum(len(answer["token_ids"]) for answer in answers)
+    assert [now - then for now, then in zip(_positions(addresses), before, strict=True)] == [expected] * len(nodes)
+
+
+def _positions(addresses: Sequence[str]) -> list[int]:
+    """That each server has computed since it started."""
+
+    async def ask() -> list[int]:
+        async with open_network([], LinkPolicy()) as network:
+            return [await positions_of(network, address) for address in addresses]
+
+    async def positions_of(network: Libp2pNetwork, address: str) -> int:
+        async with open_connection(await network.dial(address)) as connection:
+            return (await connection.describe(30.0)).positions
+
+    return trio.run(ask)
 
 
 class Chat:

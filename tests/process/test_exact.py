@@ -24,7 +24,7 @@ PROMPTS = (Path(__file__).parent / "prompts.txt").read_text().splitlines()
 NEW_TOKENS = 64
 NEAR_TIE_LIMIT = 0.001
 """At most this share of positions may be decided otherwise where transformers' own top two are a near tie."""
-AT_ONCE = 4
+AT_ONCE = 20
 
 
 @pytest.fixture(scope="module")

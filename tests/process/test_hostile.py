@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import resource
 import socket
 from collections import Counter
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,8 @@ SETTLE_S = 80.0
 """trio keeps a thread that nobody uses for 10 s, and a server what was leased for 60 s."""
 ANSWER_S = 30.0
 NEWCOMER_S = 10.0
-IDLE_CONNECTIONS = 300
+IDLE_CONNECTIONS = 1000
+IDLE_GROWTH_MIB = 32.0
 NEW_TOKENS = 12
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7], [1] * 20]
 
@@ -264,27 +266,50 @@ async def until(holds: Callable[[], Awaitable[bool]], what: str | Callable[[], s
 # Slow peers
 
 
-def test_idle_connections_do_not_keep_a_newcomer_out(served: Served) -> None:
-    """Peers that connect and say nothing, not even who they are."""
+@contextmanager
+def files_allowed(count: int) -> Iterator[None]:
+    """In this process, where the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, count), hard), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_thousand_idle_connections_do_not_keep_a_newcomer_out(
+    served: Served, record_property: Callable[[str, object], None]
+) -> None:
+    """From few addresses. They say nothing, not even who they are."""
     address = Multiaddr(served.address)
     place = (address.value_for_protocol("ip4"), int(address.value_for_protocol("tcp")))
+    limits = LinkPolicy()
+    hosts = limits.connections // limits.connections_per_host - 1  # with one more all slots would be taken
 
     async def check() -> None:
         await until(lambda: kv_is_free(served.address), "all KV is free")
-        before = served.server.footprint().files
+        before = served.server.footprint()
         with ExitStack() as stack:
-            for _ in range(IDLE_CONNECTIONS):
-                stack.enter_context(socket.create_connection(place, timeout=ANSWER_S))
+            stack.enter_context(files_allowed(IDLE_CONNECTIONS + 200))
+            for number in range(IDLE_CONNECTIONS):
+                source = (f"127.0.1.{1 + number % hosts}", 0)
+                stack.enter_context(socket.create_connection(place, timeout=ANSWER_S, source_address=source))
 
-            async def holds_all() -> bool:
-                return served.server.footprint().files >= before + IDLE_CONNECTIONS
+            async def holds_what_it_may() -> bool:
+                return served.server.footprint().files >= before.files + hosts * limits.connections_per_host
 
-            await until(holds_all, "every idle connection is accepted")
+            await until(holds_what_it_may, "as many as one place may have are accepted from each")
             with trio.fail_after(NEWCOMER_S):
                 await served.check_serves_exactly()
+            now = served.server.footprint()
+            assert now.files < before.files + limits.connections
+            growth_mib = now.memory_mib - before.memory_mib
+            record_property("growth_mib", growth_mib)
+            print(f"the server grew by {growth_mib:.1f} MiB")
+            assert growth_mib < IDLE_GROWTH_MIB
 
         async def is_back() -> bool:
-            return served.server.footprint().files <= before
+            return served.server.footprint().files <= before.files
 
         await until(is_back, "the server let go of connections that ended")
 

@@ -141,7 +141,7 @@ def test_position_ids_that_would_be_ignored_are_refused(model: Any, tokenizer: A
     inputs = tokenizer(TEXTS, return_tensors="pt", padding=True)
     usual = (inputs.attention_mask.cumsum(-1) - 1).clamp(min=0)
     scores = model(**inputs, position_ids=usual).logits
-    assert torch.equal(scores, model(**inputs).logits)
+    torch.testing.assert_close(scores, model(**inputs).logits, atol=1e-3, rtol=1e-4)  # rows share forwards as they come
     with pytest.raises(ConfigError, match="position_ids"):
         model(**inputs, position_ids=usual + 1)
 

@@ -149,6 +149,34 @@ def test_status_names_the_holes(start: Callable[..., Child]) -> None:
     assert "nobody serves blocks [0, 4), [6, 30)" in shown.stdout
 
 
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*LLMNODE, *arguments], capture_output=True, text=True, check=False, timeout=100)
+
+
+def test_a_private_swarm_is_for_those_who_are_invited(start: Callable[..., Child], tmp_path: Path) -> None:
+    key = str(tmp_path / "swarm.key")
+    assert "makes one" in run("relay", "--swarm-key", key).stderr
+    assert run("invite", "--swarm-key", key).returncode == 0
+    relay = start("relay", "--swarm-key", key)
+    made = run("invite", "--swarm-key", key, "--peers", relay.address, "--json")
+    invite = json.loads(made.stdout)["invite"]
+    server = start("serve", "--blocks", "0:30", "--threads", "1", "--swarm-key", invite)
+    server.ready  # noqa: B018 - so that the relay knows it
+    shown = run("status", "--swarm-key", invite, "--json")
+    assert [model["holes"] for model in json.loads(shown.stdout)["models"]] == [[]]
+    prompt = ("--max-new-tokens", "4", "--prompt", "1, 2, 3,")
+    done = run("generate", "--swarm-key", key, "--peers", relay.address, *prompt)
+    assert done.returncode == 0, done.stderr
+    refused = run("generate", "--peers", server.address, *prompt)
+    assert refused.returncode == 1
+    assert "swarm key" in refused.stderr
+    damaged = run("status", "--swarm-key", invite[:-1])
+    assert (damaged.returncode, damaged.stdout) == (2, "")
+    assert "damaged" in damaged.stderr
+    assert invite not in run("config", "status").stdout
+    assert "no peers are named" in run("generate", *prompt).stderr
+
+
 def test_servers_of_another_dtype_are_not_mixed_in_unasked(start: Callable[..., Child]) -> None:
     server = start("serve", "--blocks", "auto", "--dtype", "bfloat16", "--threads", "1")
     generate = [*LLMNODE, "generate", "--peers", server.address, "--max-new-tokens", "8", "--prompt", "1, 2, 3,"]

@@ -38,6 +38,7 @@ _SMALL = {
 }
 _GATED = {**_SMALL, "num_key_value_heads": 2, "intermediate_size": 96}
 _GPT2 = {name: value for name, value in _SMALL.items() if name != "intermediate_size"}
+_UNBOUNDED = {name: value for name, value in _SMALL.items() if name != "max_position_embeddings"}
 _PATTERN = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
 
@@ -119,6 +120,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "starcoder2": {**_GATED, "sliding_window": WINDOW},
     "cohere": {**_GATED, "logit_scale": 0.3, "use_qk_norm": True},
     "phi": {**_GATED, "partial_rotary_factor": 0.5},
+    "bloom": _UNBOUNDED,
+    "bloom-post_norm": {**_UNBOUNDED, "num_attention_heads": 8, "apply_residual_connection_post_layernorm": True},
+    "falcon": {**_SMALL, "multi_query": True},  # 7b
+    "falcon-new": {**_SMALL, "num_attention_heads": 8, "num_kv_heads": 2, "new_decoder_architecture": True},  # 40b
+    "falcon-one_norm": {
+        **_SMALL,
+        "num_kv_heads": 2,
+        "new_decoder_architecture": True,
+        "num_ln_in_parallel_attn": 1,
+        "bias": True,
+    },  # 11b
+    "falcon-alibi": {**_SMALL, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True},  # rw-1b
+    "falcon-alibi_parallel": {**_SMALL, "multi_query": True, "alibi": True},
 }
 """By the family's name, and what is special about the variant after a dash."""
 
@@ -192,9 +206,11 @@ class Cut:
         assert all(executor.kv_tokens_free() == KV_TOKENS for executor in self.executors)
 
 
-def cut(folder: ModelFolder, edges: Sequence[int], dtype: torch.dtype = torch.float32) -> Cut:
-    spans = [Span(start, end) for start, end in pairwise(edges)]
-    return Cut(load_ends(folder, dtype), [load_executor(folder, span, KV_TOKENS, dtype) for span in spans])
+def cut(folder: ModelFolder, edges: Sequence[int], dtype: torch.dtype = torch.float32, *, quant: str = "none") -> Cut:
+    executors = [
+        load_executor(folder, Span(start, end), KV_TOKENS, dtype, quant=quant) for start, end in pairwise(edges)
+    ]
+    return Cut(load_ends(folder, dtype), executors)
 
 
 def session(name: int) -> SessionId:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llmnode.models.families import FAMILIES
+from llmnode.models.size import measure_size
 from reference.small import (
     BLOCKS,
     CONFIGS,
@@ -66,6 +67,17 @@ def test_scores_are_those_of_the_whole_model(
     record_property("epsilon", epsilon)
     record_property("deviation", largest)
     assert largest < epsilon
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_position_takes_the_kv_that_was_measured(case: str, tmp_path: Path) -> None:
+    make_model(case, tied=True).save_pretrained(tmp_path)
+    folder = open_saved(tmp_path)
+    whole = cut(folder, (0, BLOCKS))
+    whole.forward({session(1): [1, 2, 3]})
+    kv = whole.executors[0]._sequences[session(1)].kv
+    slabs = [slab for pair in kv._slabs.values() for slab in pair]
+    assert sum(slab.nbytes for slab in slabs) == BLOCKS * kv.capacity * measure_size(folder).kv_token_bytes
 
 
 def test_every_supported_family_is_tested() -> None:

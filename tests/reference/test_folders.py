@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from llmnode.core.span import Span
 from llmnode.errors import ModelError
+from llmnode.models import folder as folder_module
 from llmnode.models.families import FAMILIES
 from llmnode.models.folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from llmnode.models.parts import load_ends, load_span
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.reference
 
-RENAMED = ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "gpt2", "gpt_neox", "opt", "phi3"]
+RENAMED = ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "gpt2", "gpt_neox", "opt", "phi3", "bloom", "falcon"]
 """Families whose files name tensors otherwise than the model does, or did so once."""
 
 
@@ -90,6 +91,41 @@ def test_tensors_are_found_however_they_are_stored(
     for name, tensor in held.items():
         assert torch.equal(tensor, expected[name]), name
     assert (ends.scoring.lm_head.weight is ends.embedding.get_submodule(family.tokens).weight) == tied
+
+
+def test_of_a_file_that_is_read_little_stays_in_memory_beside_the_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("llama", tied=True)
+    model.save_pretrained(tmp_path)
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    monkeypatch.setattr(folder_module, "_MAPPED_BYTES", largest)
+    mapped: list[int] = []
+
+    class Watched:
+        """As safetensors' own."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self._opened = safe_open(*arguments, **options)
+
+        def __enter__(self) -> Watched:
+            mapped.append(0)
+            return self
+
+        def __exit__(self, *_exc_info: object) -> None:
+            self._opened.__exit__(None, None, None)
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            tensor: torch.Tensor = self._opened.get_tensor(name)
+            mapped[-1] += tensor.nbytes
+            return tensor
+
+    folder, expected = open_saved(tmp_path), model.state_dict()
+    monkeypatch.setattr(folder_module, "safe_open", Watched)
+    for name, tensor in load_span(folder, Span(0, BLOCKS), "sdpa").blocks.state_dict().items():
+        assert torch.equal(tensor, expected[f"model.layers.{name}"]), name
+    assert len(mapped) > 2
+    assert max(mapped) < 2 * largest
 
 
 def test_the_classic_layout_of_mixtral_is_what_transformers_saves(tmp_path: Path) -> None:
@@ -157,6 +193,11 @@ def test_info_knows_the_size_by_whatever_name(case: str, tmp_path: Path) -> None
     assert (info.blocks, info.hidden_size, info.context_tokens) == (BLOCKS, HIDDEN_SIZE, 128)
 
 
+def test_what_bloom_was_made_for_is_known_though_its_configs_do_not_say(tmp_path: Path) -> None:
+    make_model("bloom", tied=True).save_pretrained(tmp_path)
+    assert open_saved(tmp_path).info.context_tokens == 2048
+
+
 LONGROPE = {
     "rope_theta": 10000.0,
     "short_factor": [1.0] * 8,
@@ -175,8 +216,9 @@ LONGROPE = {
         ("gemma3_text", {"use_bidirectional_attention": True}, "not causal"),
         ("gpt2", {"add_cross_attention": True}, "cross attention"),
         ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized"),
-        ("llama", {"model_type": "bloom"}, "supported are: cohere, gemma"),
-        ("llama", {"model_type": "t5"}, "supported are: cohere, gemma"),
+        ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact"),
+        ("llama", {"model_type": "mpt"}, "supported are: bloom, cohere"),
+        ("llama", {"model_type": "t5"}, "supported are: bloom, cohere"),
     ],
 )
 def test_what_we_cannot_do_right_is_refused(case: str, change: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -193,7 +235,7 @@ def test_what_we_cannot_do_right_is_refused(case: str, change: dict[str, Any], r
 
 def test_a_config_without_sizes_is_refused(tmp_path: Path) -> None:
     make_model("llama", tied=True).save_pretrained(tmp_path)
-    (tmp_path / CONFIG_FILE).write_text(json.dumps({"model_type": "bloom"}))
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({"model_type": "mpt"}))
     with pytest.raises(ModelError, match="max_position_embeddings"):
         _ = open_saved(tmp_path).info
 
@@ -220,7 +262,7 @@ def test_an_index_leads_to_files_of_the_folder_alone(weight_map: Any, reason: st
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ('{"model_type": "new9"}', "'new9' are not supported; supported are: cohere, gemma"),
+        ('{"model_type": "new9"}', "'new9' are not supported; supported are: bloom, cohere"),
         ("{}", "is not a model folder"),
         ("[]", "is not a model folder"),
         ("{", "is not a model folder"),

@@ -235,7 +235,8 @@ REFUSED: dict[str, tuple[Callable[[File], object], str]] = {
     "a tensor less": (lambda file: file.tensors.pop("blk.3.ffn_up.weight"), r"has no usable model\.layers\.3"),
     "scaled": (lambda file: file.texts.update({"llama.rope.scaling.type": "yarn"}), "embeddings scaled by yarn"),
     "factors": (lambda file: file.tensors.update({"rope_freqs.weight": np.ones(8, np.float32)}), "scaled by factors"),
-    "bloom": (_of_family("bloom"), "'bloom' are not supported; supported are: cohere, gemma"),
+    "bloom": (_of_family("bloom"), "of the family 'bloom': use the model in safetensors"),
+    "mamba": (_of_family("mamba"), "'mamba' are not supported; supported are: bloom, cohere"),
     "new": (_of_family("new9"), "architecture new9 is not supported yet.*use the model in safetensors"),
     "a base": (_of_family("starcoder2"), "rotary embeddings of the base"),
 }

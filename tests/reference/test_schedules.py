@@ -6,14 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmnode.compute.attention import ragged_attention
 from llmnode.compute.executor import load_executor
 from llmnode.compute.tensors import from_bytes, to_bytes
+from llmnode.compute.worker import ThreadWorker
+from llmnode.core.ids import PeerId
+from llmnode.core.policy import BatchPolicy
+from llmnode.core.scheduling import Priority
 from llmnode.core.span import Span
-from llmnode.errors import ModelError
+from llmnode.errors import LocalProtocolError, ModelError
+from llmnode.models.parts import Ends, load_ends
 from llmnode.ports import Piece
 from reference.small import (
     BLOCKS,
@@ -30,6 +36,8 @@ from reference.small import (
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from llmnode.compute.executor import SpanExecutor
 
 pytestmark = pytest.mark.reference
 
@@ -53,6 +61,12 @@ def tokens() -> torch.Tensor:
 @pytest.fixture(scope="module")
 def whole(saved: tuple[Any, Path]) -> Cut:
     return cut(open_saved(saved[1]), (0, 2, BLOCKS))
+
+
+@pytest.fixture(scope="module")
+def whole_span(saved: tuple[Any, Path]) -> tuple[SpanExecutor, Ends]:
+    folder = open_saved(saved[1])
+    return load_executor(folder, Span(0, BLOCKS), KV_TOKENS), load_ends(folder)
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +156,87 @@ def test_attention_sinks_are_refused() -> None:
     rows = torch.zeros(1, 1, 1, 4)
     with pytest.raises(ModelError, match="sinks"):
         ragged_attention(torch.nn.Identity(), rows, rows, rows, None, s_aux=torch.zeros(1))
+
+
+ACT = st.tuples(
+    st.integers(0, SEQUENCES - 1), st.integers(1, 12), st.integers(0, 3), st.sampled_from(["ask", "ask", "give up"])
+)
+"""Whose, how many positions, after how many turns of the event loop, and whether it is waited for."""
+
+
+@settings(settings.get_profile("reference"), max_examples=60)
+@given(
+    acts=st.lists(ACT, min_size=1, max_size=16),
+    priorities=st.lists(st.sampled_from(Priority), min_size=SEQUENCES, max_size=SEQUENCES),
+    most=st.integers(1, 16),
+)
+def test_any_schedule_of_a_worker_gives_the_same_hidden_states(
+    acts: list[tuple[int, int, int, str]],
+    priorities: list[Priority],
+    most: int,
+    whole_span: tuple[SpanExecutor, Ends],
+    tokens: torch.Tensor,
+    undisturbed: torch.Tensor,
+    epsilon: float,
+) -> None:
+    """Whatever comes when, in parts of whatever size, with whomever, and though some are cancelled before the end."""
+    executor, ends = whole_span
+    policy = BatchPolicy(decode_positions=1, unmeasured_prefill=most, most_prefill=most, least_prefill=min(8, most))
+
+    async def live(worker: ThreadWorker, row: int) -> None:
+        assert await worker.open(session(row), executor.span, MAX_LENGTH, PeerId(f"{row % 2}"), priorities[row])
+        position = 0
+        for _, length, turns, what in (act for act in acts if act[0] == row):
+            for _ in range(turns):
+                await trio.lowlevel.checkpoint()
+            if not (chunk := tokens[row, position:][:length].tolist()):
+                break
+            piece = Piece(session(row), position, len(chunk), to_bytes(ends.embed(chunk, position)))
+            with trio.CancelScope() as scope:
+                if what == "give up":
+                    scope.deadline = trio.current_time() + 0.001
+                hidden = from_bytes((await worker.forward(piece)).hidden, HIDDEN_SIZE)
+                expected = undisturbed[row, position : position + len(chunk)]
+                assert (hidden - expected).abs().max() < epsilon
+                position += len(chunk)
+        await worker.close(session(row))
+
+    async def main() -> None:
+        worker = ThreadWorker(executor, policy)
+        async with trio.open_nursery() as nursery:
+            for row in range(SEQUENCES):
+                nursery.start_soon(live, worker, row)
+
+    trio.run(main)
+    assert executor.kv_tokens_free() == KV_TOKENS
+
+
+def test_a_piece_at_a_wrong_position_fails_and_its_batch_mates_do_not(
+    whole_span: tuple[SpanExecutor, Ends], tokens: torch.Tensor, undisturbed: torch.Tensor, epsilon: float
+) -> None:
+    executor, ends = whole_span
+    outputs: dict[int, torch.Tensor] = {}
+
+    async def ask(worker: ThreadWorker, row: int, start: int) -> None:
+        piece = Piece(session(row), start, 5, to_bytes(ends.embed(tokens[row, :5].tolist(), 0)))
+        outputs[row] = from_bytes((await worker.forward(piece)).hidden, HIDDEN_SIZE)
+
+    async def ask_wrongly(worker: ThreadWorker, row: int) -> None:
+        with pytest.raises(LocalProtocolError, match="does not continue"):
+            await ask(worker, row, 7)
+
+    async def main() -> None:
+        worker = ThreadWorker(executor)
+        for row in range(SEQUENCES):
+            assert await worker.open(session(row), executor.span, MAX_LENGTH, PeerId(""))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, worker, 0, 0)
+            nursery.start_soon(ask_wrongly, worker, 1)
+            nursery.start_soon(ask, worker, 2, 0)
+        for row in range(SEQUENCES):
+            await worker.close(session(row))
+
+    trio.run(main)
+    assert sorted(outputs) == [0, 2]
+    for row, hidden in outputs.items():
+        assert (hidden - undisturbed[row, :5]).abs().max() < epsilon

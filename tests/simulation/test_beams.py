@@ -66,7 +66,7 @@ async def step_all(dialogues: list[Dialogue], positions: int = 1) -> None:
 
 
 def forwards(swarm: World) -> int:
-    return sum(node.worker.forwards for node in swarm.nodes.values())
+    return sum(node.worker.executor.forwards for node in swarm.nodes.values())
 
 
 # By a seed
@@ -162,7 +162,7 @@ async def test_only_what_is_not_shared_is_copied() -> None:
         await beams[0].fork(beams[1])
         await step_all(beams)
         for hop in beams[0].session.route:
-            copied = swarm.node(hop.peer).worker.forks
+            copied = swarm.node(hop.peer).worker.executor.forks
             assert copied == [(0, 20), (20, 21), (8, 23)], "of the prompt's chunks of 8, the second one was cut"
 
 
@@ -287,7 +287,7 @@ async def test_a_peer_that_cannot_copy_is_passed_over() -> None:
     async with pairs_of_servers() as swarm, swarm.client() as (router, _), opened(router, 2, beside=True) as beams:
         await beams[0].step(20)
         await beams[1].step(30)
-        swarm.node(beams[0].session.route[1].peer).worker.fails = 1
+        swarm.node(beams[0].session.route[1].peer).worker.executor.fails = 1
         await beams[0].fork(beams[1])
         assert beams[0].session.route[1].peer != beams[1].session.route[1].peer
         await step_all(beams, 2)
@@ -299,7 +299,7 @@ async def test_a_copy_goes_elsewhere_if_there_is_no_room_beside_its_source() -> 
     async with pairs_of_servers() as swarm, swarm.client() as (router, _), opened(router, 1) as (source,):
         await source.step(20)
         full = swarm.node(source.session.route[1].peer).worker
-        full.occupy(full.kv_tokens_free - 10)
+        full.executor.occupy(full.kv_tokens_free - 10)
         async with opened(router, 1) as (copy,):
             await copy.step(30)
             await source.fork(copy)

@@ -47,8 +47,8 @@ async def test_an_answer_that_is_wrong_by_a_bit_is_noticed() -> None:
         dialogue = Dialogue(session, random.Random(1))
         await dialogue.step(5)
         worker = world.node(session.route[1].peer).worker
-        ((name, kept),) = worker._kept.items()
-        worker._kept[name] = kept[:-1] + bytes([kept[-1] ^ 1])
+        ((name, kept),) = worker.executor._kept.items()
+        worker.executor._kept[name] = kept[:-1] + bytes([kept[-1] ^ 1])
         with pytest.raises(AssertionError, match="wrong at position 6"):
             await dialogue.step(1)
 
@@ -68,7 +68,7 @@ async def test_kv_that_is_kept_is_noticed() -> None:
             with pytest.raises(AssertionError, match="64 positions, 1 sessions"):
                 await check_kv_is_free(world)
         await check_kv_is_free(world)
-        world.nodes["0a"].worker.occupy(100)  # of which no session is to blame
+        world.nodes["0a"].worker.executor.occupy(100)  # of which no session is to blame
         await check_kv_is_free(world)
 
 
@@ -80,7 +80,7 @@ async def test_a_banned_peer_on_a_route_is_noticed_unless_it_is_all_there_is(hur
             router.report(PeerUnreachable("gone", peer=peer_named(name)))
         router._is_banned = lambda _: False  # type: ignore[method-assign]
         await trio.sleep(POLICY.ban_s / 2)
-        await router.find(SPANS[1], (), hurry=hurry)
+        await router.find(SPANS[1], 0, (), hurry=hurry)
         if hurry:
             check_no_banned_peer(router, POLICY)
         else:

@@ -31,15 +31,15 @@ BREAK = """
 from llmnode.client.session import InferenceSession
 from llmnode.testing import worker
 
-whole = worker.ExactWorker.truncate
+whole = worker.ExactExecutor.truncate
 
-async def truncate(self, session, length):
+def truncate(self, session, length):
     # What this one thinks that it still has is not what the session says it has.
-    await whole(self, session, length)
+    whole(self, session, length)
     kept = self._kept[session]
     self._kept[session] = kept[:-1] + bytes([kept[-1] ^ 1]) if kept else kept
 
-worker.ExactWorker.truncate = truncate
+worker.ExactExecutor.truncate = truncate
 """
 
 

@@ -73,12 +73,12 @@ async def test_without_detours_a_failure_ends_the_session_when_the_stages_before
         workers = [(await swarm.start(str(number), span)).worker for number, span in enumerate(SPANS)]
         await check_coverage(swarm)
         async with failing_client(swarm) as (network, router):
-            route, connections = await router.find(ALL_BLOCKS, (), hurry=True)
+            route, connections = await router.find(ALL_BLOCKS, 0, (), hurry=True)
             async with open_session(route, connections, MODEL, 64, Codec.RAW, ClientPolicy()) as session:
                 await session.step(bytes(ROW))
                 with network.failing(session, 1, [stage]), pytest.raises(SessionLost) as lost:
                     await session.step(bytes(ROW))
             assert [error.span for error in lost.value.causes] == [SPANS[stage]]
-            assert [worker.forwards for worker in workers[:stage]] == [2] * stage
-            assert {worker.forwards for worker in workers[stage + 1 :]} <= {1}
+            assert [worker.executor.forwards for worker in workers[:stage]] == [2] * stage
+            assert {worker.executor.forwards for worker in workers[stage + 1 :]} <= {1}
         await kv_is_free(swarm)

@@ -72,7 +72,7 @@ STRIKES: list[tuple[Fault, Callable[[World], bool]]] = [
     (Kill(1, 5, "0a"), lambda world: "0a" not in world.nodes),
     (Stop(1, 5, "0a"), lambda world: "0a" not in world.nodes),
     (Freeze(1, 5, "0a"), lambda world: world.nodes["0a"].network.frozen),
-    (FailForwards(1, 5, "0a", 3), lambda world: world.nodes["0a"].worker.fails == 3),
+    (FailForwards(1, 5, "0a", 3), lambda world: world.nodes["0a"].worker.executor.fails == 3),
     (SlowForwards(1, 5, "0a", 2.0), lambda world: world.nodes["0a"].worker.slower_by_s == 2.0),
     (FillKv(1, 5, "0a"), lambda world: world.nodes["0a"].worker.kv_tokens_free == 0),
     (Cut(1, 5, "0a", "1a"), lambda world: _is_cut("0a", "1a")(world) and _is_cut("1a", "0a")(world)),

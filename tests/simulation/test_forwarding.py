@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from contextlib import AsyncExitStack
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,19 +15,21 @@ import trio
 from llmnode.client.generate import run_blocks
 from llmnode.client.pool import open_pool
 from llmnode.client.session import open_session
-from llmnode.core.policy import ClientPolicy
+from llmnode.core.policy import ClientPolicy, ServePolicy
 from llmnode.core.route import Hop
 from llmnode.core.span import Span
-from llmnode.testing import check_coverage, peer_named
+from llmnode.testing import check_coverage, peer_named, seeds
 from llmnode.testing.link import MemoryLink
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.payload import Codec
 from simulation.world import DELAY_S, FORWARD_S, MODEL, ROW, SPANS, Dialogue, pairs_of_servers, simulated, world
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
+    from llmnode.client.routing import Router
     from llmnode.core.ids import PeerId
+    from llmnode.testing.world import World
     from llmnode.wire.frame import Buffer
 
 
@@ -35,6 +37,19 @@ HOPS = len(SPANS)
 RELAYED = ClientPolicy(push=False)
 COMPUTE_S = HOPS * FORWARD_S
 SLACK_S = 0.001
+DIRECT_S = COMPUTE_S + (HOPS + 1) * DELAY_S
+MAX_LENGTH = 120
+LONGEST_S = ClientPolicy().longest_push_retry_s + 2 * ServePolicy().connect_timeout_s + 5
+
+
+@asynccontextmanager
+async def swarm_of_one_each(swarm: World) -> AsyncIterator[Router]:
+    """A server of each span, named by its number, and a client."""
+    for index, span in enumerate(SPANS):
+        await swarm.start(f"{index}", span)
+    await check_coverage(swarm)
+    async with swarm.client() as (router, _):
+        yield router
 
 
 async def timed(work: Callable[[], Awaitable[object]]) -> float:
@@ -104,12 +119,8 @@ async def test_servers_that_cannot_reach_each_other_are_joined_by_the_client() -
 
 @simulated
 async def test_servers_that_cannot_reach_each_other_hold_up_no_session_for_longer_than_a_dial() -> None:
-    async with world() as swarm, AsyncExitStack() as stack:
-        for index, span in enumerate(SPANS):
-            await swarm.start(f"{index}", span)
-        await check_coverage(swarm)
+    async with world() as swarm, swarm_of_one_each(swarm) as router:
         swarm.internet.block_dials(peer_named("0"), peer_named("1"))
-        router, _ = await stack.enter_async_context(swarm.client())
 
         async def open_one() -> None:
             async with router.open_session(20, Codec.RAW) as session:
@@ -123,6 +134,67 @@ async def test_servers_that_cannot_reach_each_other_hold_up_no_session_for_longe
 
         assert await timed(open_many) < 5
         assert await timed(open_one) < 1
+
+
+@simulated
+async def test_servers_that_reach_each_other_again_are_not_joined_by_the_client_for_long() -> None:
+    async with world() as swarm, swarm_of_one_each(swarm) as router:
+        swarm.internet.block_dials(peer_named("0"), peer_named("1"))
+        async with router.open_session(20, Codec.RAW):
+            pass  # so the server finds out
+        swarm.internet.mend(peer_named("0"), peer_named("1"))
+        await trio.sleep(2)
+        async with router.open_session(20, Codec.RAW) as session:
+            step_s = await timed(lambda: Dialogue(session, random.Random(1)).step(1))
+    assert step_s == pytest.approx(COMPUTE_S + (HOPS + 1) * DELAY_S, abs=SLACK_S)
+
+
+@pytest.mark.parametrize("seed", seeds(30))
+@simulated
+async def test_servers_push_again_once_they_reach_each_other_again_and_nothing_is_lost(seed: int) -> None:
+    rng = random.Random(seed)
+    async with world(seed) as swarm, swarm_of_one_each(swarm) as router:
+        internet, number = swarm.internet, rng.choice([1, 2])
+        two = peer_named(f"{number - 1}"), peer_named(f"{number}")
+        if never := rng.random() < 0.3:
+            internet.block_dials(*two)
+        async with router.open_session(MAX_LENGTH, Codec.RAW) as session:
+            dialogue = Dialogue(session, rng)
+            await dialogue.step(rng.randrange(1, 6))
+            if not never:
+                rng.choice([internet.cut, internet.cut_one_way])(*two)
+            for _ in range(rng.randrange(1, 6)):
+                await dialogue.step(rng.choice([1, 1, 3]))
+                await trio.sleep(rng.expovariate(0.5))
+            assert not session.timings[number].direct
+            internet.mend(*two)
+            healed_s = trio.current_time()
+            while not session.timings[number].direct:
+                assert trio.current_time() < healed_s + LONGEST_S
+                await trio.sleep(rng.expovariate(1.0))
+                await dialogue.go_back(1)
+                await dialogue.step(rng.choice([1, 1, 2]))
+            assert not session.recoveries
+            assert await timed(lambda: dialogue.step(1)) == pytest.approx(DIRECT_S, abs=SLACK_S)
+
+
+@pytest.mark.parametrize("seed", seeds(10))
+@simulated
+async def test_a_hop_that_will_never_reach_the_next_is_asked_again_at_the_cost_of_few_round_trips(seed: int) -> None:
+    rng = random.Random(seed)
+    async with world(seed) as swarm, swarm_of_one_each(swarm) as router:
+        swarm.internet.block_dials(peer_named("0"), peer_named("1"))
+        async with router.open_session(MAX_LENGTH, Codec.RAW) as session:
+            dialogue, took_s = Dialogue(session, rng), []
+            await dialogue.step(1)
+            for _ in range(MAX_LENGTH - 1):
+                took_s.append(await timed(lambda: dialogue.step(1)))
+                await trio.sleep(rng.uniform(0.0, 10.0))
+            assert not session.recoveries
+    through_client_s = DIRECT_S + DELAY_S
+    asked = [each for each in took_s if each > through_client_s + SLACK_S]
+    assert max(took_s) < through_client_s + 2 * DELAY_S + SLACK_S, "a round trip, and no dial"
+    assert 5 < len(asked) < MAX_LENGTH / 4
 
 
 @simulated

@@ -292,7 +292,7 @@ async def test_when_nobody_holds_its_blocks_a_session_says_which_and_goes_on_onc
 async def test_a_step_that_no_peer_can_compute_ends_the_session_with_all_causes() -> None:
     async with pairs_of_servers() as swarm:
         for twin in "ab":
-            swarm.nodes[f"1{twin}"].worker.fails = 1000
+            swarm.nodes[f"1{twin}"].worker.executor.fails = 1000
         async with swarm.session() as (session, _):
             with pytest.raises(SessionLost) as raised:
                 await session.step(bytes(ROW))
@@ -306,10 +306,10 @@ async def test_a_server_takes_its_own_place_though_it_has_no_room_for_two() -> N
         node = await swarm.start("only", ALL_BLOCKS)
         await trio.sleep(10)
         async with swarm.client() as (router, _), router.open_session(MAX_LENGTH, Codec.RAW) as session:
-            node.worker.occupy(KV_TOKENS - MAX_LENGTH)
+            node.worker.executor.occupy(KV_TOKENS - MAX_LENGTH)
             dialogue = Dialogue(session, random.Random(1))
             await dialogue.step(20)
-            node.worker.fails = 1
+            node.worker.executor.fails = 1
             await dialogue.step(1)
             assert len(session.recoveries) == 1
 

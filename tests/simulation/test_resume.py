@@ -79,7 +79,7 @@ def name_of(peer: str) -> str:
 
 
 def forwards(swarm: World) -> int:
-    return sum(node.worker.forwards for node in swarm.nodes.values())
+    return sum(node.worker.executor.forwards for node in swarm.nodes.values())
 
 
 @simulated

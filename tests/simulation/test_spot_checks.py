@@ -14,6 +14,7 @@ import pytest
 import trio
 
 from llmnode.core.policy import ClientPolicy
+from llmnode.core.scheduling import Priority
 from llmnode.errors import IntegrityError, SessionLost
 from llmnode.testing import FaultPlan, Odds, seeds, simulate
 from llmnode.testing.faults import ALL_KINDS
@@ -179,6 +180,17 @@ async def test_a_check_never_holds_up_a_step_and_leaves_nothing_when_the_session
 
 
 @simulated
+async def test_servers_are_told_that_nobody_waits_for_a_check() -> None:
+    async with servers("ab") as swarm, swarm.session(POLICY) as (session, _):
+        await speak(session, 5)
+        used = {hop.peer for hop in session.route}
+        of_sessions = [node.worker.priorities for node in swarm.nodes.values() if node.peer in used]
+        of_checks = [each for node in swarm.nodes.values() if node.peer not in used for each in node.worker.priorities]
+        assert of_sessions == [[Priority.INTERACTIVE]] * len(used)
+        assert set(of_checks) == {Priority.BATCH}
+
+
+@simulated
 async def test_who_refuses_or_fails_as_checker_is_no_offender() -> None:
     async with (
         servers("ab") as swarm,
@@ -187,8 +199,8 @@ async def test_who_refuses_or_fails_as_checker_is_no_offender() -> None:
     ):
         used = {hop.peer for hop in session.route}
         spare = [node for node in swarm.nodes.values() if node.peer not in used]
-        spare[0].worker.occupy(spare[0].worker.kv_tokens_free)
-        spare[1].worker.fails = 1000
+        spare[0].worker.executor.occupy(spare[0].worker.kv_tokens_free)
+        spare[1].worker.executor.fails = 1000
         swarm.kill(spare[2].name)
         await speak(session, 20)
         assert session.spot_checks is not None

@@ -10,7 +10,7 @@ from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.peer.id import ID
 
 from llmnode import _native
-from llmnode.client.hop import Chunk
+from llmnode.client.chunk import Chunk
 from llmnode.client.receipts import ReceiptBook
 from llmnode.core.ids import Epoch, PeerId, SessionId, Step
 from llmnode.core.model import ModelInfo

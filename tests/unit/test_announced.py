@@ -9,7 +9,9 @@ import trio
 
 from llmnode.core.policy import LinkPolicy, SwarmPolicy
 from llmnode.errors import ConfigError
-from llmnode.net.host import LISTEN_ANY_LOOPBACK, open_network, parse_peer
+from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer
+from llmnode.net.host import open_network
+from llmnode.net.swarm_key import Entry
 from llmnode.node.app import open_relay
 from llmnode.wire.messages import ADDRESS_CHARS
 
@@ -86,7 +88,7 @@ def test_more_addresses_than_an_announcement_holds_are_refused() -> None:
     announce = [f"/ip4/203.0.113.7/tcp/{4001 + port}" for port in range(most + 1)]
 
     async def relay(announce: Sequence[str]) -> list[str]:
-        async with open_relay([LISTEN_ANY_LOOPBACK], announce, [], None) as network:
+        async with open_relay([LISTEN_ANY_LOOPBACK], announce, Entry(()), None) as network:
             return network.addresses
 
     assert len(trio.run(relay, announce[:most])) == most

@@ -27,7 +27,9 @@ from llmnode.wire.announcement import (
 
 POLICY = SwarmPolicy()
 NOW_MS = 1_700_000_000_000
-OFFER = Offer("model", b"d" * 32, 30, "float32", Span(3, 7), PeerState.ONLINE, block_us=900, kv_tokens_free=5)
+OFFER = Offer(
+    "model", b"d" * 32, 30, "float32", Span(3, 7), PeerState.ONLINE, block_us=900, kv_tokens=9, kv_tokens_free=5
+)
 
 
 def signed(peer: str = "peer", sequence: int = NOW_MS, offer: Offer = OFFER) -> SignedAnnouncement:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWHatDJpvRfD7CvXhA3hg2Pc115M26JP2Zph8nShom4ESy"
-COMMANDS = ["demo", "serve", "relay", "generate", "chat", "status", "doctor", "verify", "config", "bench"]
+COMMANDS = ["demo", "serve", "relay", "generate", "chat", "status", "doctor", "invite", "verify", "config", "bench"]
 
 
 @pytest.fixture(autouse=True)
@@ -48,11 +48,20 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "are required: COMMAND (see `llmnode --help`)"),
         (["sing"], "invalid choice: 'sing'"),
-        (["chat"], "are required: --peers (see `llmnode chat --help`)"),
+        (["chat"], "no peers are named: give --peers ADDRESS"),
+        (["status"], "no peers are named: give --peers ADDRESS"),
+        (["chat", "--peers", PEER, "--swarm-key", "/nowhere"], "there is no swarm key /nowhere: `llmnode invite"),
+        (["serve", "--swarm-key", "/dev/null"], "the swarm key /dev/null can be read by others"),
+        (["relay", "--swarm-key", "llmnode-invite-AAAA"], "this invite is damaged: copy the whole line"),
+        (["invite"], "are required: --swarm-key"),
+        (["invite", "--swarm-key", "/proc/none/swarm.key"], "cannot write the swarm key /proc/none/swarm.key"),
+        (["invite", "--swarm-key", "/nowhere", "--peers", "nonsense"], "is not the address of a peer"),
         (["serve", "--blocks", "0:5", "--kv-tokens", "many"], "argument --kv-tokens: invalid int value: 'many'"),
         (["generate", "--peers", PEER, "--prompt", "A", "--prompts", "B"], "not allowed with argument --prompt"),
         (["serve", "--blocks", "five"], "write START:END (as 0:10), a number of blocks, or auto"),
         (["serve", "--blocks", "5:5"], "write START:END"),
+        (["serve", "--blocks", "0:5", "--quant", "int3"], "argument --quant: invalid choice: 'int3'"),
+        (["generate", "--peers", PEER, "--quant", "auto"], "argument --quant: invalid choice: 'auto'"),
         (["serve", "--blocks", "0:5", "--threads", "0"], "--threads 0: give at least 1"),
         (["serve", "--blocks", "0:5", "--kv-tokens", "-1"], "--kv-tokens -1: give at least 1"),
         (["serve", "--blocks", "0:5", "--announce", "here"], "write where others reach you, as /ip4/ADDRESS/tcp/PORT"),
@@ -63,10 +72,18 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "--peers", "nonsense"], "is not the address of a peer"),
         (["generate", "--peers", PEER, "--temperature", "-1"], "--temperature -1: give 0 or more"),
         (["generate", "--peers", PEER, "--prompts", "/nowhere"], "--prompts /nowhere: cannot be read"),
+        (["generate", "--peers", PEER, "--prompts", "/dev/null"], "--prompts /dev/null: holds no prompt"),
+        (["generate", "--peers", PEER, "--samples", "2"], "would all be the same: give a --temperature"),
+        (["generate", "--peers", PEER, "--samples", "0"], "--samples 0: give at least 1"),
+        (["generate", "--peers", PEER, "--at-once", "0"], "--at-once 0: give at least 1"),
+        (["generate", "--peers", PEER, "--samples", "2", "--receipts", "/x"], "--receipts is of one session"),
+        (["generate", "--peers", PEER, "--receipts", "/nowhere/x"], "--receipts /nowhere/x: cannot be written"),
         (["generate", "--peers", PEER, "--model", "/nowhere"], "is neither HuggingFaceTB/"),
         (["chat", "--peers", PEER, "--top-p", "0"], "--top-p 0: give more than 0"),
         (["chat", "--peers", PEER, "--max-length", "0"], "--max-length 0: give at least 1"),
         (["bench", "failures", "--only", "nope"], "--only 'nope': no cell is called so; they are as kill open 0"),
+        (["bench", "pipeline", "--plot", "/tmp/x.nope"], "--plot /tmp/x.nope: end its name in one of"),
+        (["bench", "pipeline", "--plot", "/nowhere/x.svg"], "--plot /nowhere/x.svg: there is no folder /nowhere"),
         (["config", "sing"], "there is no command 'sing': choose from demo"),
         (["doctor", "--kv-tokens", "0"], "--kv-tokens 0: give at least 1"),
         (["verify"], "are required: FILE (see `llmnode verify --help`)"),
@@ -133,6 +150,17 @@ def test_config_tells_where_each_option_comes_from(
     assert f"listen /ip4/0.0.0.0/tcp/4001 file {file}" in lines
     assert "kv-tokens 7 environment LLMNODE_KV_TOKENS" in lines
     assert "warning: no option is set by LLMNODE_KVTOKENS" in lines
+
+
+def test_an_invite_is_not_shown_with_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["invite", "--swarm-key", str(tmp_path / "swarm.key"), "--peers", PEER]) == 0
+    invite = capsys.readouterr().out.strip()
+    monkeypatch.setenv("LLMNODE_SWARM_KEY", invite)
+    assert _config(capsys, "serve")["commands"]["serve"]["swarm-key"]["value"] == "llmnode-invite-..."
+    assert main(["config", "serve"]) == 0
+    assert invite not in capsys.readouterr().out
 
 
 def test_a_command_is_run_with_its_settings(

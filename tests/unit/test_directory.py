@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import trio
 
 from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement
 from llmnode.core.policy import LinkPolicy, SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
+from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.directory import DhtDirectory, _AnnouncementValidator, _peer_key, open_directory
-from llmnode.net.host import LISTEN_ANY_LOOPBACK, Libp2pNetwork, open_network
+from llmnode.net.host import Libp2pNetwork, open_network
 from llmnode.wire.announcement import SIGNING_CONTEXT, pack_announcement
+from unit.in_trio import in_trio
 
-DEADLINE_S = 60.0
 POLICY = SwarmPolicy()
 DIGEST = b"m" * 32
-OFFER = Offer("exact", DIGEST, 30, "float32", Span(0, 10), PeerState.ONLINE, block_us=1000, kv_tokens_free=64)
-
-
-def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(**fixtures: Any) -> None:
-        async def bounded() -> None:
-            with trio.fail_after(DEADLINE_S):
-                await test(**fixtures)
-
-        trio.run(bounded)
-
-    return run
+OFFER = Offer(
+    "exact", DIGEST, 30, "float32", Span(0, 10), PeerState.ONLINE, block_us=1000, kv_tokens=64, kv_tokens_free=64
+)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from llmnode.core.model import ModelInfo
 from llmnode.core.policy import LinkPolicy, SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.models.size import ModelSize
-from llmnode.net.host import LISTEN_ANY_LOOPBACK, open_network
+from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
+from llmnode.net.host import open_network
+from llmnode.net.swarm_key import Entry
 from llmnode.node.doctor import (
     BLOCKER,
     OK,
@@ -46,7 +48,7 @@ DEADLINE_S = 30.0
 
 
 def _offer(start: int, end: int, model: str = "ours", dtype: str = "float32") -> Offer:
-    return Offer(model, model[:1].encode() * 32, 10, dtype, Span(start, end), PeerState.ONLINE, 1000, 64)
+    return Offer(model, model[:1].encode() * 32, 10, dtype, Span(start, end), PeerState.ONLINE, 1000, 64, 64)
 
 
 def _announced(*offers: Offer) -> list[Announcement]:
@@ -85,9 +87,10 @@ def test_a_swarm_that_holds_all_is_well() -> None:
         ([_offer(5, 9)], "[3, 5), [9, 10)", "start servers"),
         ([replace(_offer(3, 10), state=PeerState.JOINING)], "[3, 10)", "start servers"),
         ([_offer(3, 10, "theirs")], "[3, 10)", "give the MODEL that it serves"),
-        ([_offer(3, 10, "theirs"), _offer(3, 10, dtype="bfloat16")], "[3, 10)", "give --dtype bfloat16"),
+        ([_offer(3, 10, "theirs"), _offer(3, 10, dtype="bfloat16")], "[3, 10)", "give --dtype bfloat16 --quant none"),
+        ([_offer(3, 10, dtype="float32+int8")], "[3, 10)", "give --dtype float32 --quant int8"),
     ],
-    ids=["held by nobody", "not loaded yet", "of another model", "of another dtype"],
+    ids=["held by nobody", "not loaded yet", "of another model", "of another dtype", "quantized"],
 )
 def test_blocks_that_no_server_has_are_named_and_what_it_has_instead(
     others: list[Offer], missing: str, fix: str
@@ -138,7 +141,9 @@ async def _relay(now_ms: Callable[[], int] = wall_clock_ms) -> AsyncIterator[tup
 
 async def _examined(*peers: str) -> dict[str, Finding]:
     """What is found of each, by the name of the check."""
-    doctor = Doctor(DoctorConfig(None, peers, [], 64, "float32"), lambda _finding: None, lambda _text: None)
+    doctor = Doctor(
+        DoctorConfig(None, Entry(peers), [], 64, "float32", "none"), lambda _finding: None, lambda _text: None
+    )
     with trio.fail_after(DEADLINE_S):
         await check_peers(doctor, MODEL)
     return {finding.check: finding for finding in doctor.findings}

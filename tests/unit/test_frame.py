@@ -27,9 +27,10 @@ LONGEST_FRAME = HEADER_BYTES + POLICY.max_meta_bytes + POLICY.max_payload_bytes
 MOST = 2**32 - 1
 
 u32 = st.integers(0, MOST)
+WHOLE = [kind for kind in FrameType if kind is not FrameType.PIECE]
 frames = st.builds(
     Frame,
-    st.sampled_from(FrameType),
+    st.sampled_from(WHOLE),
     st.binary(min_size=16, max_size=16).map(SessionId),
     u32.map(Epoch),
     u32.map(Step),
@@ -38,6 +39,7 @@ frames = st.builds(
     st.binary(max_size=POLICY.max_meta_bytes),
     st.binary(max_size=POLICY.max_payload_bytes),
 )
+LARGE, SMALL = SessionId(b"L" * 16), SessionId(b"S" * 16)
 FRAME = Frame(FrameType.STEP, SessionId(bytes(range(16))), Epoch(1), Step(2), 3, 4, b"meta", b"some payload")
 
 
@@ -74,6 +76,19 @@ def test_the_bytes_of_a_frame_are_the_documented_ones() -> None:
     assert len(covered + checksum) == HEADER_BYTES
 
 
+def test_a_packed_frame_differs_in_one_bit_and_the_checksum_and_arrives_as_packed() -> None:
+    packed = replace(FRAME, packed=True)
+    plain, stream = encode(FRAME, POLICY), encode(packed, POLICY)
+    differ = [at for at, (one, other) in enumerate(zip(plain, stream, strict=True)) if one != other]
+    assert differ[0] == 3 and stream[3] == plain[3] | 0x80 and set(differ[1:]) <= set(range(44, HEADER_BYTES))
+    assert decoded(stream) == [packed] != [FRAME]
+
+
+def test_what_numbers_a_payload_is_does_not_cross_the_link() -> None:
+    (arrived,) = decoded(encode(replace(FRAME, value_bytes=4), POLICY))
+    assert (arrived, arrived.value_bytes) == (FRAME, 0)
+
+
 def test_the_number_of_a_frame_type_never_changes() -> None:
     assert {kind.name: kind.value for kind in FrameType} == {
         "HEARTBEAT": 0,
@@ -99,6 +114,7 @@ def test_the_number_of_a_frame_type_never_changes() -> None:
         "LEASED": 21,
         "RESUME": 22,
         "RESUMED": 23,
+        "PIECE": 24,
     }
 
 
@@ -201,6 +217,7 @@ HEADERS_REFUSED = {
     "a newer version": (header_twin(b"LN", 2, 0, 0, 0), "version 2, we speak 1"),
     "an older version": (header_twin(b"LN", 0, 0, 0, 0), "version 0, we speak 1"),
     "an unknown type": (header_twin(b"LN", 1, 99, 0, 0), "unknown frame type 99"),
+    "an unknown type, packed": (header_twin(b"LN", 1, 99 | 0x80, 0, 0), "unknown frame type 99"),
     "too much metadata": (header_twin(b"LN", 1, 5, 49, 0), "49 bytes of metadata, at most 48"),
     "too much payload": (header_twin(b"LN", 1, 5, 0, 201), "201 payload bytes, at most 200"),
     "all the metadata there can be": (header_twin(b"LN", 1, 5, MOST, 0), "metadata"),
@@ -293,3 +310,53 @@ def test_a_payload_is_writable_memory_of_its_own(first: Frame, second: Frame) ->
     one.payload[:] = bytes(byte ^ 0xFF for byte in one.payload)
     assert one.meta == first.meta
     assert other == second
+
+
+@given(st.lists(frames, max_size=5), st.lists(frames, max_size=5), st.data())
+def test_frames_in_pieces_arrive_whole_between_others(
+    large: list[Frame], small: list[Frame], data: st.DataObject
+) -> None:
+    """Two streams in one, each in order, however the pieces are cut and mixed."""
+    large, small = [replace(each, session=LARGE) for each in large], [replace(each, session=SMALL) for each in small]
+    rest, sent = stream_of(large), b""
+    waiting = list(small)
+    while rest or waiting:
+        if rest and (not waiting or data.draw(st.booleans())):
+            piece_bytes = data.draw(st.integers(1, POLICY.max_payload_bytes))
+            sent += encode(Frame(FrameType.PIECE, payload=rest[:piece_bytes]), POLICY)
+            rest = rest[piece_bytes:]
+        else:
+            sent += encode(waiting.pop(0), POLICY)
+    arrived = decoded(sent)
+    assert [frame for frame in arrived if frame.session == LARGE] == large
+    assert [frame for frame in arrived if frame.session == SMALL] == small
+
+
+@pytest.mark.parametrize(
+    ("payload", "says"),
+    [
+        (encode(Frame(FrameType.PIECE), POLICY), "within a piece"),
+        (b"x" * HEADER_BYTES, "starts with"),
+        (header_twin(b"LN", 1, 5, 0, POLICY.max_payload_bytes + 1), "payload bytes"),
+    ],
+    ids=["a piece", "no frame", "a frame that is too large"],
+)
+def test_what_may_not_be_in_pieces_is_refused(payload: bytes, says: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=says):
+        decoded(encode(Frame(FrameType.PIECE, payload=payload), POLICY))
+
+
+def test_a_piece_that_is_too_large_or_packed_is_refused() -> None:
+    piece = Frame(FrameType.PIECE, payload=encode(FRAME, POLICY))
+    policy = replace(POLICY, piece_bytes=len(piece.payload))
+    assert list(FrameDecoder(policy).feed(encode(piece, policy))) == [FRAME]
+    with pytest.raises(RemoteProtocolError, match="at most"):
+        list(FrameDecoder(replace(policy, piece_bytes=policy.piece_bytes - 1)).feed(encode(piece, policy)))
+    with pytest.raises(RemoteProtocolError, match="packed"):
+        list(FrameDecoder(policy).feed(encode(replace(piece, packed=True), policy)))
+
+
+def test_a_stream_that_ends_within_a_frame_in_pieces_is_cut_short() -> None:
+    decoder = FrameDecoder(POLICY)
+    assert list(decoder.feed(encode(Frame(FrameType.PIECE, payload=encode(FRAME, POLICY)[:-1]), POLICY))) == []
+    assert not decoder.at_boundary()

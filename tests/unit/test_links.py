@@ -6,7 +6,6 @@ nothing of it.
 
 from __future__ import annotations
 
-import functools
 import random
 import secrets
 import socket
@@ -31,6 +30,7 @@ from libp2p.security.insecure.transport import PLAINTEXT_PROTOCOL_ID, InsecureTr
 from multiaddr import Multiaddr
 
 from llmnode.client.connection import Connection, open_connection
+from llmnode.client.pool import open_pool
 from llmnode.client.session import InferenceSession, open_session
 from llmnode.core.ids import NO_SESSION, SESSION_ID_BYTES, Epoch, SessionId, Step
 from llmnode.core.model import ModelInfo
@@ -45,35 +45,22 @@ from llmnode.errors import (
     SessionClosed,
     SessionLost,
 )
-from llmnode.net.host import ACCEPT_QUEUE, LINK_PROTOCOL, LISTEN_ANY_LOOPBACK, Libp2pNetwork, open_network
+from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
+from llmnode.net.host import ACCEPT_QUEUE, LINK_PROTOCOL, Libp2pNetwork, open_network
 from llmnode.net.link import Libp2pLink
 from llmnode.node.serve.server import Server
 from llmnode.testing import exact_output
 from llmnode.wire.frame import HEADER_BYTES, Frame, FrameDecoder, FrameType, encode
 from llmnode.wire.messages import Fork, Open, Refusal, RefusalCode, Replay, Replayed, pack, unpack
 from llmnode.wire.payload import Codec
+from unit.in_trio import DEADLINE_S, in_trio
 
-DEADLINE_S = 30.0
 MODEL = ModelInfo("exact", b"d" * 32, blocks=4, hidden_size=2, context_tokens=100, dtype="float32")
 ALL_BLOCKS = Span(0, MODEL.blocks)
 ROW = MODEL.row_bytes
 POLICY = LinkPolicy()
 IMPATIENT = LinkPolicy(heartbeat_s=0.05, silence_s=0.3)
 DESCRIBE = Frame(FrameType.DESCRIBE)
-
-
-def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run an async test, under one deadline for whatever it waits for."""
-
-    @functools.wraps(test)
-    def run(**fixtures: Any) -> None:
-        async def bounded() -> None:
-            with trio.fail_after(DEADLINE_S):
-                await test(**fixtures)
-
-        trio.run(bounded)
-
-    return run
 
 
 @dataclass(frozen=True)
@@ -143,7 +130,16 @@ def session_id() -> SessionId:
 
 
 def open_frame(session: SessionId, **changes: Any) -> Frame:
-    request = Open(MODEL.digest, 0, MODEL.blocks, max_length=16, dtype=MODEL.dtype, codec="raw", keep_outputs=False)
+    request = Open(
+        MODEL.digest,
+        0,
+        MODEL.blocks,
+        max_length=16,
+        dtype=MODEL.dtype,
+        codec="raw",
+        priority="interactive",
+        keep_outputs=False,
+    )
     return Frame(FrameType.OPEN, session, meta=pack(replace(request, **changes)))
 
 
@@ -292,7 +288,7 @@ async def test_a_cancelled_step_ends_its_session_instead_of_answering_the_next_o
         async with connected(network, swarm.address) as connection, opened(connection) as session:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(session.step, bytes([1] * ROW))
-                await exact_worker.forward_began.wait()
+                await exact_worker.executor.forward_began.wait()
                 nursery.cancel_scope.cancel()
             exact_worker.gate.set()
             with pytest.raises(SessionClosed, match="cancelled"):
@@ -323,7 +319,7 @@ async def test_the_end_of_a_link_fails_every_waiter_with_a_typed_error(exact_wor
             async with trio.open_nursery() as nursery:
                 for _ in range(3):
                     nursery.start_soon(use, connection)
-                await exact_worker.forward_began.wait()
+                await exact_worker.executor.forward_began.wait()
                 for link in list(swarm.network._links):
                     await link.end("the test says so")
             assert len(errors) == 3
@@ -355,7 +351,7 @@ async def test_a_vanished_client_leaves_no_session_and_no_kv(exact_worker: Any, 
             if computing:
                 exact_worker.gate = trio.Event()
                 await link.send(step_frame(session, 0, 0))
-                await exact_worker.forward_began.wait()
+                await exact_worker.executor.forward_began.wait()
         if computing:
             exact_worker.gate.set()
         await swarm.check_serves_and_is_empty()
@@ -574,6 +570,7 @@ REFUSED_OPENS = {
     "span not held": ({"span_end": 5}, RefusalCode.SPAN_NOT_HELD),
     "empty span": ({"span_start": 4}, RefusalCode.BAD_MESSAGE),
     "longer than the context": ({"max_length": 101}, RefusalCode.NO_ROOM),
+    "a priority of its own": ({"priority": "urgent"}, RefusalCode.BAD_MESSAGE),
     "more KV than there is": ({"max_length": 65}, RefusalCode.NO_ROOM),
 }
 
@@ -658,6 +655,25 @@ def fork_frame(session: SessionId, source: SessionId, keep: int, shared: int = 0
 
 
 @in_trio
+async def test_a_session_that_waits_for_room_is_no_source_and_ends_when_it_is_closed(exact_worker: Any) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        link = await network.dial(swarm.address)
+        session, waiting = session_id(), session_id()
+        await answer_to(link, open_frame(session, max_length=40))
+        await link.send(open_frame(waiting, max_length=40))
+        refusal = await refusal_to(link, fork_frame(session, waiting, 0))
+        assert refusal.code == RefusalCode.UNKNOWN_SESSION
+        assert set(swarm.server.sessions) == {session, waiting}
+        ended = swarm.server.session_ended
+        await link.send(Frame(FrameType.CLOSE, waiting))
+        await ended.wait()
+        assert set(swarm.server.sessions) == {session}
+        assert (await answer_to(link, step_frame(session, 0, 0))).type is FrameType.RESULT
+        await link.end("done")
+        await swarm.check_serves_and_is_empty()
+
+
+@in_trio
 async def test_a_session_is_a_copy_of_another_one_of_its_client_alone(exact_worker: Any) -> None:
     async with served(exact_worker) as swarm, open_network([], POLICY) as network, open_network([], POLICY) as others:
         link, other_link = await network.dial(swarm.address), await others.dial(swarm.address)
@@ -726,7 +742,7 @@ async def test_a_session_that_computes_is_no_source_yet(exact_worker: Any) -> No
         for name in (session, source):
             await answer_to(link, open_frame(name))
         await link.send(step_frame(source, 0, 0))
-        await exact_worker.forward_began.wait()
+        await exact_worker.executor.forward_began.wait()
         assert (await refusal_to(link, fork_frame(session, source, 0))).code == RefusalCode.BUSY
         exact_worker.gate.set()
         assert (await link.receive()).type is FrameType.RESULT
@@ -884,6 +900,11 @@ async def test_a_dial_that_nobody_answers_ends_at_its_deadline() -> None:
         async with open_network([], replace(POLICY, dial_timeout_s=0.3)) as network:
             with pytest.raises(PeerUnreachable, match="no answer"):
                 await network.dial(f"/ip4/127.0.0.1/tcp/{mute.getsockname()[1]}/p2p/{someone}")
+            accepted, _ = mute.accept()
+            with accepted:
+                accepted.settimeout(DEADLINE_S)
+                while accepted.recv(1 << 16):
+                    pass  # until we have closed our end
 
 
 @in_trio
@@ -925,3 +946,31 @@ async def test_a_port_of_another_server_is_not_shared() -> None:
         with pytest.raises(ConfigError, match="in use"):
             async with open_network([place], POLICY):
                 pass
+
+
+@in_trio
+async def test_an_address_that_accepts_and_says_nothing_does_not_keep_a_peer_from_being_reached(
+    exact_worker: Any,
+) -> None:
+    (silent,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    async with silent, served(exact_worker) as server, open_network([], POLICY) as network, open_pool(network) as pool:
+        port = silent.socket.getsockname()[1]
+        dead = f"/ip4/127.0.0.1/tcp/{port}/p2p/{server.network.peer}"
+        with trio.fail_after(POLICY.dial_timeout_s / 2):
+            connection = await pool.connect([dead, server.address])
+            await connection.describe(POLICY.dial_timeout_s)
+            async with await silent.accept() as left:
+                while await left.receive_some():
+                    pass  # until it is closed
+        assert network.count_open().connections == 1
+
+
+@in_trio
+async def test_many_that_dial_a_peer_at_once_share_a_connection(exact_worker: Any) -> None:
+    async with served(exact_worker) as server, open_network([], POLICY) as network, trio.open_nursery() as nursery:
+        for _ in range(5):
+            nursery.start_soon(network.dial, server.address)
+        with trio.fail_after(POLICY.dial_timeout_s):
+            while network.count_open().links < 5:
+                await trio.testing.wait_all_tasks_blocked(0.01)
+        assert network.count_open().connections == 1

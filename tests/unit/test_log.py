@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmnode import _native
+from llmnode.client.chunk import Chunk
 from llmnode.client.connection import open_connection
 from llmnode.client.flight import fly
-from llmnode.client.hop import Chunk, SessionHop
+from llmnode.client.hop import SessionHop
 from llmnode.core.ids import Epoch, PeerId, Step
 from llmnode.core.model import ModelInfo
 from llmnode.core.policy import ClientPolicy

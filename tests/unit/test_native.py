@@ -172,6 +172,42 @@ def test_crc32c_goes_on_from_any_split(data: bytes, draw: st.DataObject) -> None
     assert _native.crc32c(data[cut:], _native.crc32c(data[:cut])) == _native.crc32c(data)
 
 
+@pytest.mark.parametrize("buffer", BUFFERS.values(), ids=BUFFERS.keys())
+@pytest.mark.parametrize("width", [2, 4])
+def test_any_contiguous_buffer_comes_back_from_packing(buffer: Buffer, width: int) -> None:
+    flat = memoryview(buffer).tobytes()
+    packed = _native.pack(buffer, width)
+    for form in (packed, bytearray(packed), memoryview(packed)):
+        unpacked = _native.unpack(form, len(flat))
+        assert isinstance(unpacked, bytearray) and unpacked == flat
+
+
+def test_the_exponents_of_numbers_are_packed() -> None:
+    values = np.random.default_rng(0).standard_normal(10_000, dtype=np.float32)
+    for data, most in ((values, 0.87), (values.astype(np.float16), 0.88), (values.view(np.uint16)[1::2].copy(), 0.72)):
+        assert len(_native.pack(data, data.itemsize)) < most * data.nbytes
+
+
+@pytest.mark.parametrize("width", [0, 1, 3, 8])
+def test_numbers_of_other_widths_are_not_packed(width: int) -> None:
+    with pytest.raises(ValueError, match=f"{width} bytes: only"):
+        _native.pack(bytes(16), width)
+
+
+def test_what_would_be_more_than_allowed_is_not_unpacked() -> None:
+    packed = _native.pack(bytes(1000), 4)
+    assert len(packed) < 400
+    assert _native.unpack(packed, 1000) == bytes(1000)
+    with pytest.raises(ValueError, match="1000 bytes are packed, at most 999"):
+        _native.unpack(packed, 999)
+
+
+@given(st.binary(max_size=100))
+def test_noise_does_not_unpack(noise: bytes) -> None:
+    with pytest.raises(ValueError, match="packed"):
+        _native.unpack(b"\x03" + noise, 1 << 20)
+
+
 @pytest.fixture
 def no_forced_switches() -> Iterator[None]:
     """Threads change only where the running one releases the GIL by itself."""
@@ -209,12 +245,15 @@ def another_thread_runs_during(call: Callable[[], object], most_calls: int) -> b
 
 LONG = bytes(LONG_BYTES)
 QUANTIZED = bytes(_native.quantized_bytes(LONG_BYTES // 4))
+PACKED = _native.pack(LONG, 4)
 LONG_CALLS: dict[str, Callable[[], object]] = {
     "crc32c": lambda: _native.crc32c(LONG),
     "frame_crc32c": lambda: _native.frame_crc32c([b"head", LONG]),
     "blake3_digest": lambda: _native.blake3_digest(LONG),
     "blake3_digest_parts": lambda: _native.blake3_digest_parts([b"head", LONG]),
     "quantize_blockwise": lambda: _native.quantize_blockwise(LONG, "float32"),
+    "pack": lambda: _native.pack(LONG, 4),
+    "unpack": lambda: _native.unpack(PACKED, LONG_BYTES),
     "dequantize_blockwise": lambda: _native.dequantize_blockwise(QUANTIZED, "float32", LONG_BYTES // 4),
 }
 

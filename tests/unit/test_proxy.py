@@ -12,8 +12,7 @@ import trio
 from trio.testing import MockClock, lockstep_stream_pair, memory_stream_pair, wait_all_tasks_blocked
 
 from llmnode.node.bench.proxy import CHUNKS, Shape, ShapingProxy, join
-
-DEADLINE_S = 30.0
+from unit.in_trio import in_trio
 
 Stream = trio.StapledStream[Any, Any]  # Any: a memory stream's halves are private types
 
@@ -24,18 +23,6 @@ def on_mock_clock(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
     @functools.wraps(test)
     def run() -> None:
         trio.run(test, clock=MockClock(autojump_threshold=0))
-
-    return run
-
-
-def in_trio(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-    @functools.wraps(test)
-    def run() -> None:
-        async def bounded() -> None:
-            with trio.fail_after(DEADLINE_S):
-                await test()
-
-        trio.run(bounded)
 
     return run
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from llmnode import _native
 from llmnode.client.saved import MAGIC, SavedHop, SavedSession, pack, parse, read, write
 from llmnode.core.ids import Epoch, PeerId, SessionId
+from llmnode.core.model import PRECISIONS
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
 from llmnode.net.identity import fresh_identity, identity_of
@@ -78,6 +79,12 @@ def test_what_was_saved_is_read_back(codec: Codec) -> None:
     read_back = parse(pack(saved))
     assert replace(read_back, log=()) == replace(saved, log=())
     assert [(bytes(each), length) for each, length in read_back.log] == list(saved.log)
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_a_session_of_any_precision_is_read_back(dtype: str) -> None:
+    saved = replace(SAVED, dtype=dtype)
+    assert parse(pack(saved)).dtype == dtype
 
 
 def test_a_session_of_no_positions_is_read_back() -> None:

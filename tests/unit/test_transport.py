@@ -5,11 +5,11 @@ What the protocol machines do with bytes alone is tested in Rust (`transport_rs/
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import socket
 import struct
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -41,28 +41,17 @@ from multiaddr import Multiaddr
 
 from llmnode._native import NoiseHandshake, NoiseSession
 from llmnode.net.secure import NoiseConnection, NoiseTransport, noise_transport
-from llmnode.net.yamux import UNACKNOWLEDGED_S, YamuxConnection, YamuxStream, use_yamux
+from llmnode.net.sockets import socket_of
+from llmnode.net.yamux import UNACKNOWLEDGED_S, UNSENT_BYTES, YamuxConnection, use_yamux
+from llmnode.net.yamux_stream import YamuxStream
+from unit.in_trio import in_trio
 
-DEADLINE_S = 30.0
+CANCELLED = 10_000
 ECHO: Any = "/echo/1"
 LOOPBACK = Multiaddr("/ip4/127.0.0.1/tcp/0")
 MIB = 1 << 20
 DATA, WINDOW_UPDATE, PING = 0, 1, 2
 SYN, ACK, FIN, RST = 1, 2, 4, 8
-
-
-def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run an async test, under one deadline for whatever it waits for."""
-
-    @functools.wraps(test)
-    def run(**fixtures: Any) -> None:
-        async def bounded() -> None:
-            with trio.fail_after(DEADLINE_S):
-                await test(**fixtures)
-
-        trio.run(bounded)
-
-    return run
 
 
 async def read_exactly(stream: Any, count: int) -> bytes:
@@ -307,10 +296,10 @@ async def test_a_connection_that_breaks_under_its_sending_task_ends_and_harms_no
 
 
 @in_trio
-async def test_thousands_of_cancelled_calls_lose_no_byte_of_any_other_stream() -> None:
+async def test_ten_thousand_cancelled_calls_lose_no_byte_of_any_other_stream() -> None:
     chance = random.Random(0)  # seeded: the same moments in every run, as far as the machine allows
     async with connections() as (ours, theirs), trio.open_nursery() as nursery:
-        steady, far_steady = await opened(ours, theirs)
+        steady = [await opened(ours, theirs) for _ in range(8)]
         read_from, far_read_from = await opened(ours, theirs)
         written_to, far_written_to = await opened(ours, theirs)
         done = trio.Event()
@@ -323,11 +312,11 @@ async def test_thousands_of_cancelled_calls_lose_no_byte_of_any_other_stream() -
             cancelled[name] += moment.cancelled_caught
             return None
 
-        async def be_steady() -> None:
+        async def be_steady(stream: YamuxStream) -> None:
             while not done.is_set():
                 sent = chance.randbytes(chance.choice((1, 2000, 100_000)))
-                await steady.write(sent)
-                assert await read_exactly(steady, len(sent)) == sent
+                await stream.write(sent)
+                assert await read_exactly(stream, len(sent)) == sent
 
         async def read() -> None:
             got = bytearray()
@@ -336,11 +325,11 @@ async def test_thousands_of_cancelled_calls_lose_no_byte_of_any_other_stream() -
             assert got == flow
 
         async def write() -> None:
-            while cancelled["write"] < 700:
+            while cancelled["write"] < CANCELLED // 3:
                 await within_a_moment("write", lambda: written_to.write(bytes(300_000)))
 
         async def open_some() -> None:
-            while cancelled["open"] < 700:
+            while cancelled["open"] < CANCELLED // 3:
                 if stream := await within_a_moment("open", ours.open_stream):
                     await stream.reset()
 
@@ -349,20 +338,23 @@ async def test_thousands_of_cancelled_calls_lose_no_byte_of_any_other_stream() -
                 while True:
                     await stream.read()
 
-        nursery.start_soon(echo, far_steady)
+        for _, far in steady:
+            nursery.start_soon(echo, far)
         nursery.start_soon(swallow, far_written_to)
         nursery.start_soon(far_read_from.write, flow)
         async with trio.open_nursery() as beside:
-            beside.start_soon(be_steady)
+            for near, _ in steady:
+                beside.start_soon(be_steady, near)
             async with trio.open_nursery() as cancelling:
                 for task in (read, write, open_some):
                     cancelling.start_soon(task)
-            while cancelled["read"] < 700:
+            while sum(cancelled.values()) < CANCELLED:
                 await within_a_moment("read", read_from.read)
             done.set()
         assert ours.is_established
         assert theirs.is_established
-        await steady.reset()
+        for near, _ in steady:
+            await near.reset()
         await written_to.reset()
 
 
@@ -385,14 +377,134 @@ async def attacked() -> AsyncIterator[tuple[YamuxConnection, NoiseConnection]]:
         await ours.close()
 
 
+async def answers(attacker: NoiseConnection, count: int) -> bytes:
+    """So many frames from our side, pings aside."""
+    frames = b""
+    while len(frames) < 12 * count:
+        answer = await attacker.read(12)
+        if answer[:4] != frame(PING, SYN, 0, 0)[:4]:
+            frames += answer
+    return frames
+
+
 @in_trio
 async def test_a_flood_of_streams_is_reset_at_the_limit() -> None:
     async with attacked() as (ours, attacker):
         await attacker.write(b"".join(frame(WINDOW_UPDATE, SYN, 2 * index + 1, 0) for index in range(2000)))
-        answers = await attacker.read(2000 * 12)
-        flags = [struct.unpack("!H", answers[at + 2 : at + 4])[0] for at in range(0, len(answers), 12)]
+        told = await answers(attacker, 2000)
+        flags = [struct.unpack("!H", told[at + 2 : at + 4])[0] for at in range(0, len(told), 12)]
         assert flags == [ACK] * 256 + [RST] * 1744
         assert len(ours._streams) == len(ours._opened) == 256
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_NOTSENT_LOWAT"), reason="this system has no TCP_NOTSENT_LOWAT")
+@in_trio
+async def test_the_kernel_is_given_little_ahead_of_what_is_on_the_wire() -> None:
+    async with hosts("ours", "ours") as (ours, theirs):
+        for one, other in ((ours, theirs), (theirs, ours)):
+            (connection,) = one.get_network().get_connections(other.get_id())
+            assert (
+                connection.muxed_conn._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == UNSENT_BYTES
+            )
+
+
+@in_trio
+async def test_a_small_message_goes_out_before_all_that_waits_for_the_socket() -> None:
+    window, streams = bytes(1 << 18), 100
+    async with attacked() as (ours, attacker), trio.open_nursery() as nursery:
+        begun: list[int] = []
+
+        async def write(stream: YamuxStream) -> None:
+            await stream.write(window)
+            begun.append(stream.number)
+
+        for _ in range(streams):
+            nursery.start_soon(write, await ours.open_stream())
+        small = await ours.open_stream()
+        await trio.testing.wait_all_tasks_blocked()
+        assert ours.is_congested
+        sent = len(begun)
+        assert sent < streams / 2
+        nursery.start_soon(small.write, b"small")
+        before = set()
+        while (number := (await next_data(attacker))[0]) != small.number:
+            before.add(number)
+        assert len(before) <= sent + 2, "one was half sent, and one half taken"
+        nursery.cancel_scope.cancel()
+
+
+@in_trio
+async def test_a_small_message_has_little_ahead_of_it_on_a_slow_line() -> None:
+    ahead = {bytes_per_s: await bytes_ahead_of_a_small_message(bytes_per_s) for bytes_per_s in (1e9, 1e6)}
+    assert ahead[1e6] < ahead[1e9] / 4
+
+
+async def bytes_ahead_of_a_small_message(bytes_per_s: float) -> int:
+    """Over a socket that has been as fast as that, and takes nothing more for now."""
+    async with attacked() as (ours, attacker), trio.open_nursery() as nursery:
+        far = socket_of(attacker.raw)
+        assert far is not None
+        far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        for size_bytes, seconds in ((1, 0.0), (10 * bytes_per_s, 10.0)):
+            ours._drain.note(int(size_bytes), trio.current_time() - 10 + seconds, is_full=True)
+        bulk, small = await ours.open_stream(), await ours.open_stream()
+        await attacker.write(frame(WINDOW_UPDATE, 0, bulk.number, 16 * MIB))
+        nursery.start_soon(bulk.write, bytes(16 * MIB))
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert ours.is_congested
+        nursery.start_soon(small.write, b"small")
+        ahead = 0
+        while (data := await next_data(attacker))[0] != small.number:
+            ahead += data[1]
+        nursery.cancel_scope.cancel()
+    return ahead
+
+
+@in_trio
+async def test_a_bulk_amid_which_something_small_was_sent_waits_until_it_is_taken_in() -> None:
+    async with attacked() as (ours, attacker), trio.open_nursery() as nursery:
+        bulk, small = await ours.open_stream(), await ours.open_stream()
+        taken, marks = Counter[int](), list[int]()
+
+        async def take() -> None:
+            while True:
+                _, kind, flags, number, length = struct.unpack("!BBHII", await attacker.read(12))
+                if kind == DATA:
+                    taken[number] += len(await attacker.read(length))
+                elif kind == PING and flags == SYN and length >= 1 << 31:
+                    marks.append(length)
+                elif kind == PING and flags == SYN:
+                    await attacker.write(frame(PING, ACK, 0, length))
+
+        async def taken_of(written: int) -> int:
+            before = taken[bulk.number]
+            nursery.start_soon(bulk.write, bytes(written))
+            while not (marks or taken[bulk.number] == before + written):
+                await trio.testing.wait_all_tasks_blocked(0.01)
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            return taken[bulk.number] - before
+
+        nursery.start_soon(take)
+        await attacker.write(frame(WINDOW_UPDATE, 0, bulk.number, 32 * MIB))
+        assert await taken_of(4 * MIB) == 4 * MIB, "nothing small is about"
+        await small.write(b"small")
+        held = await taken_of(4 * MIB)
+        assert held <= MIB / 4, "nobody has answered a mark"
+        while taken[bulk.number] < 8 * MIB:
+            for mark in marks[:]:
+                marks.remove(mark)
+                await attacker.write(frame(PING, ACK, 0, mark))
+            await trio.testing.wait_all_tasks_blocked(0.01)
+        nursery.cancel_scope.cancel()
+
+
+async def next_data(attacker: NoiseConnection) -> tuple[int, int]:
+    """The stream of the next frame with data, and how many bytes that is."""
+    while True:
+        _, kind, _, number, length = struct.unpack("!BBHII", await attacker.read(12))
+        if kind == DATA:
+            await attacker.read(length)
+            return int(number), int(length)
 
 
 @in_trio
@@ -401,7 +513,7 @@ async def test_streams_that_are_reset_before_anyone_takes_them_leave_nothing() -
         for index in range(1000):
             await attacker.write(frame(DATA, SYN, 2 * index + 1, 4) + b"data" + frame(DATA, RST, 2 * index + 1, 0))
         await attacker.write(frame(PING, SYN, 0, 5))
-        assert (await attacker.read(1001 * 12))[-12:] == frame(PING, ACK, 0, 5)
+        assert (await answers(attacker, 1001))[-12:] == frame(PING, ACK, 0, 5)
         assert not ours._streams
         assert not ours._opened
 
@@ -440,14 +552,15 @@ async def test_a_forged_message_ends_the_connection() -> None:
 
 @in_trio
 async def test_a_stream_that_the_other_side_never_closes_is_given_up_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmnode.net.yamux.LINGER_S", 0.0)
+    for module in ("yamux", "yamux_stream"):
+        monkeypatch.setattr(f"llmnode.net.{module}.LINGER_S", 0.0)
     async with attacked() as (ours, attacker):
         await attacker.write(frame(WINDOW_UPDATE, SYN, 1, 0))
         await (await ours.accept_stream()).close()
         await attacker.write(frame(PING, SYN, 0, 0))
         closed = frame(WINDOW_UPDATE, ACK, 1, 0) + frame(WINDOW_UPDATE, FIN, 1, 0)
         given_up = frame(WINDOW_UPDATE, RST, 1, 0) + frame(PING, ACK, 0, 0)
-        assert await attacker.read(48) == closed + given_up
+        assert await answers(attacker, 4) == closed + given_up
         assert not ours._streams
 
 
@@ -467,7 +580,8 @@ async def test_a_dialler_refuses_another_identity() -> None:
 async def test_a_proof_for_another_noise_key_is_refused(impostor_dials: bool) -> None:
     """Who has seen a proof cannot use it: it says which Noise key its owner has."""
     (honest, honest_id), (victim, victim_id) = new_transport(), new_transport()
-    impostor = NoiseTransport(create_new_key_pair(), create_noise_key_pair().private_key.to_bytes(), victim._proof)
+    noise_key = create_noise_key_pair().private_key.to_bytes()
+    impostor = NoiseTransport(create_new_key_pair(), noise_key, victim._proof, None)
     sides = (impostor, honest, honest_id) if impostor_dials else (honest, impostor, victim_id)
     async with tcp_pair() as raw:
         with pytest.RaisesGroup(InvalidSignature, flatten_subgroups=True):

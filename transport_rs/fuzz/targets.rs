@@ -4,6 +4,7 @@
 
 use llmnode_transport::codec::{self, Code, Dtype, Format};
 use llmnode_transport::noise::{Handshake, NoiseError, Role, Session};
+use llmnode_transport::packing;
 use llmnode_transport::yamux::{Events, Limits, ReadResult, Yamux};
 
 pub const KEYS: [[u8; 32]; 2] = [[1; 32], [2; 32]];
@@ -29,7 +30,7 @@ pub fn noise_open(data: &[u8]) {
 pub fn noise_handshake(data: &[u8]) {
     let Some((first, bytes)) = data.split_first() else { return };
     let role = if first % 2 == 0 { Role::Initiator } else { Role::Responder };
-    let mut handshake = Handshake::new(role, &KEYS[0]).expect("the system has randomness");
+    let mut handshake = Handshake::new(role, &KEYS[0], None).expect("the system has randomness");
     if role == Role::Initiator {
         handshake.send(b"").expect("it is our turn");
     }
@@ -51,6 +52,7 @@ pub fn yamux_receive(data: &[u8]) {
     let mut out = [0; 1000];
     for (round, part) in bytes.chunks(usize::from(*first).max(1)).enumerate() {
         let mut events = Events::default();
+        session.tell_time(0.3 * f64::from(u32::try_from(round).unwrap_or(0)));
         let result = session.receive(part, &mut events);
         assert!(session.streams() <= limits.streams_inbound + limits.streams_outbound);
         assert!(session.output().len() <= limits.out_data_bytes + limits.out_control_bytes + 100);
@@ -64,7 +66,7 @@ pub fn yamux_receive(data: &[u8]) {
             }
         }
         for stream in events.writable {
-            session.write(stream, &out);
+            session.write(stream, &out, false);
         }
         match (round + usize::from(*first)) % 7 {
             0 => drop(session.open()),
@@ -87,5 +89,18 @@ pub fn dequantize(data: &[u8]) {
     for count in count.into_iter().flat_map(|count| [count, count + 1]) {
         let mut out = vec![0; format.decoded_bytes(count).expect("a small number")];
         let _ = codec::decode(format, encoded, &mut out, 1);
+    }
+}
+
+/// Packed values; the first byte is not used. What unpacks can be packed again.
+pub fn unpack(data: &[u8]) {
+    let Some((_, packed)) = data.split_first() else { return };
+    let Ok(size) = packing::unpacked_bytes(packed) else { return };
+    assert!(size <= 4 * packed.len(), "a bomb");
+    let mut out = vec![0; size];
+    if packing::unpack(packed, &mut out).is_ok() {
+        let width = usize::from(packed[0]);
+        let again = packing::pack(&out, width).expect("of a width that there is");
+        assert_eq!(packing::unpacked_bytes(&again), Ok(size));
     }
 }

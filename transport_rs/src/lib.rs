@@ -11,6 +11,7 @@ pub mod codec;
 pub mod connection;
 pub mod digest;
 pub mod noise;
+pub mod packing;
 mod simd;
 pub mod yamux;
 

@@ -1,4 +1,5 @@
 //! Noise as libp2p speaks it: `Noise_XX_25519_ChaChaPoly_SHA256`, then messages of a 16-bit length and a ciphertext.
+//! Members of a private swarm mix its key into the handshake first (`XXpsk0`), which libp2p's own peers do not.
 //!
 //! The spec: <https://github.com/libp2p/specs/blob/master/noise/README.md>. The payloads of the handshake, in which each
 //! side proves its identity key, are opaque here: whoever drives the handshake must verify what `receive` returns against
@@ -18,6 +19,7 @@ pub const MESSAGE_BYTES_MAX: usize = u16::MAX as usize;
 pub const PLAINTEXT_BYTES_MAX: usize = MESSAGE_BYTES_MAX - TAG_BYTES;
 
 const PATTERN: &str = "Noise_XX_25519_ChaChaPoly_SHA256";
+const PRIVATE_PATTERN: &str = "Noise_XXpsk0_25519_ChaChaPoly_SHA256";
 const LENGTH_BYTES: usize = 2;
 const TAG_BYTES: usize = 16;
 
@@ -54,12 +56,21 @@ pub struct Handshake {
 }
 
 impl Handshake {
-    /// `static_key`: the private X25519 key whose public half the identity key has signed.
+    /// `static_key`: the private X25519 key whose public half the identity key has signed. `swarm_key`: that of a private
+    /// swarm. Who has another one, or none, neither completes the handshake nor learns who we are.
     ///
     /// # Errors
     /// `Handshake` if the system gives no randomness.
-    pub fn new(role: Role, static_key: &[u8; KEY_BYTES]) -> Result<Self, NoiseError> {
-        let builder = snow::Builder::new(PATTERN.parse()?).local_private_key(static_key)?;
+    pub fn new(
+        role: Role,
+        static_key: &[u8; KEY_BYTES],
+        swarm_key: Option<&[u8; KEY_BYTES]>,
+    ) -> Result<Self, NoiseError> {
+        let builder = match swarm_key {
+            None => snow::Builder::new(PATTERN.parse()?),
+            Some(key) => snow::Builder::new(PRIVATE_PATTERN.parse()?).psk(0, key)?,
+        };
+        let builder = builder.local_private_key(static_key)?;
         let state = match role {
             Role::Initiator => builder.build_initiator()?,
             Role::Responder => builder.build_responder()?,

@@ -21,6 +21,7 @@ use pyo3::types::{PyByteArray, PyBytes};
 use buffers::{ByteView, ByteViews, WritableView};
 
 use crate::codec::{self, Code, CodecError, Dtype, Format};
+use crate::packing::{self, PackError};
 use crate::{checksum, digest};
 
 /// From this many bytes on, a call releases the GIL.
@@ -42,6 +43,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(self::quantize_blockwise_into, module)?)?;
     module.add_function(wrap_pyfunction!(self::dequantize_blockwise, module)?)?;
     module.add_function(wrap_pyfunction!(self::dequantize_blockwise_into, module)?)?;
+    module.add_function(wrap_pyfunction!(self::pack, module)?)?;
+    module.add_function(wrap_pyfunction!(self::unpack, module)?)?;
     module.add_class::<transport::NoiseHandshake>()?;
     module.add_class::<transport::NoiseSession>()?;
     module.add_class::<transport::Connection>()
@@ -153,6 +156,23 @@ fn dequantize_blockwise_into(
     Ok(detach_if_long(py, out.len(), || codec::decode(format, encoded, out, threads))?)
 }
 
+#[pyfunction]
+fn pack(py: Python<'_>, data: ByteView, width: usize) -> PyResult<Bound<'_, PyBytes>> {
+    let values = data.bytes();
+    let packed = detach_if_long(py, values.len(), || packing::pack(values, width))?;
+    Ok(PyBytes::new(py, &packed))
+}
+
+#[pyfunction]
+fn unpack(py: Python<'_>, packed: ByteView, bytes_max: usize) -> PyResult<Bound<'_, PyByteArray>> {
+    let packed = packed.bytes();
+    let len_bytes = packing::unpacked_bytes(packed)?;
+    if len_bytes > bytes_max {
+        return Err(PyValueError::new_err(format!("{len_bytes} bytes are packed, at most {bytes_max} allowed")));
+    }
+    PyByteArray::new_with(py, len_bytes, |out| Ok(detach_if_long(py, len_bytes, || packing::unpack(packed, out))?))
+}
+
 fn format(dtype: &str, code: &str, block: usize) -> PyResult<Format> {
     let dtype = match dtype {
         "float32" => Dtype::F32,
@@ -174,6 +194,12 @@ fn too_many(count: usize) -> PyErr {
 
 impl From<CodecError> for PyErr {
     fn from(error: CodecError) -> Self {
+        PyValueError::new_err(error.to_string())
+    }
+}
+
+impl From<PackError> for PyErr {
+    fn from(error: PackError) -> Self {
         PyValueError::new_err(error.to_string())
     }
 }

@@ -4,6 +4,7 @@
 mod targets;
 
 use llmnode_transport::noise::{Handshake, Role, Session};
+use llmnode_transport::packing;
 use llmnode_transport::yamux::{FIN, Header, Kind, RST, SYN};
 use targets::KEYS;
 
@@ -70,8 +71,8 @@ fn noise_messages() {
 
 #[test]
 fn noise_handshakes() {
-    let mut initiator = Handshake::new(Role::Initiator, &KEYS[1]).unwrap();
-    let mut responder = Handshake::new(Role::Responder, &KEYS[1]).unwrap();
+    let mut initiator = Handshake::new(Role::Initiator, &KEYS[1], None).unwrap();
+    let mut responder = Handshake::new(Role::Responder, &KEYS[1], None).unwrap();
     let hello = initiator.send(b"").unwrap();
     responder.receive(&hello).unwrap();
     let proof = responder.send(b"proof").unwrap();
@@ -96,11 +97,21 @@ fn yamux_frames() {
         }
         bytes
     };
-    run(3, 2 * ROUNDS, input, targets::yamux_receive);
+    run(3, 5 * ROUNDS, input, targets::yamux_receive);
 }
 
 #[test]
 fn quantized_values() {
     let input = |chance: &mut Chance| (0..chance.below(300)).map(|_| chance.byte()).collect();
     run(4, ROUNDS, input, targets::dequantize);
+}
+
+#[test]
+fn packed_values() {
+    let input = |chance: &mut Chance| {
+        let spread = 1 + chance.below(256);
+        let values: Vec<u8> = (0..chance.below(600)).map(|_| u8::try_from(chance.below(spread)).unwrap()).collect();
+        packing::pack(&values, [2, 4][chance.below(2)]).unwrap()
+    };
+    run(5, ROUNDS, input, targets::unpack);
 }

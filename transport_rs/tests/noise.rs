@@ -57,7 +57,7 @@ fn receive(handshake: &mut Handshake, bytes: &[u8]) -> Option<Vec<u8>> {
 #[test]
 fn the_handshake_and_the_messages_after_it_are_those_of_snow_in_either_role() {
     for role in [Role::Initiator, Role::Responder] {
-        let mut ours = Handshake::new(role, &OURS).unwrap();
+        let mut ours = Handshake::new(role, &OURS, None).unwrap();
         let mut theirs = snow_side(role == Role::Responder);
         let mut read = vec![0; 65535];
         let sends = [role == Role::Initiator, role == Role::Responder, role == Role::Initiator];
@@ -103,8 +103,8 @@ fn snow_public_key() -> [u8; 32] {
 
 #[test]
 fn bytes_that_follow_the_handshake_at_once_are_not_lost() {
-    let mut initiator = Handshake::new(Role::Initiator, &OURS).unwrap();
-    let mut responder = Handshake::new(Role::Responder, &THEIRS).unwrap();
+    let mut initiator = Handshake::new(Role::Initiator, &OURS, None).unwrap();
+    let mut responder = Handshake::new(Role::Responder, &THEIRS, None).unwrap();
     responder.receive(&initiator.send(b"").unwrap()).unwrap().unwrap();
     initiator.receive(&responder.send(b"proof").unwrap()).unwrap().unwrap();
     let mut bytes = initiator.send(b"proof").unwrap();
@@ -117,10 +117,10 @@ fn bytes_that_follow_the_handshake_at_once_are_not_lost() {
 
 #[test]
 fn a_handshake_out_of_turn_or_unfinished_is_an_error() {
-    let mut responder = Handshake::new(Role::Responder, &OURS).unwrap();
+    let mut responder = Handshake::new(Role::Responder, &OURS, None).unwrap();
     assert!(matches!(responder.send(b""), Err(NoiseError::Handshake(_))));
     assert!(matches!(responder.finish(), Err(NoiseError::Handshake(_))));
-    let mut initiator = Handshake::new(Role::Initiator, &OURS).unwrap();
+    let mut initiator = Handshake::new(Role::Initiator, &OURS, None).unwrap();
     assert!(matches!(initiator.receive(&[0, 0]), Err(NoiseError::Handshake(_))));
     assert!(matches!(initiator.send(&vec![0; 70_000]), Err(NoiseError::Handshake(_))));
 }
@@ -172,5 +172,26 @@ proptest! {
         // A length that became larger may swallow what follows and still wait for more.
         let opened = open(&mut theirs, &bytes, &cuts);
         prop_assert!(opened.is_err() || opened == Ok(vec![]), "{:?}", opened);
+    }
+}
+
+/// A whole handshake between sides with these swarm keys, in memory; what the responder proved, if it got that far.
+fn shaken(initiator: Option<&[u8; 32]>, responder: Option<&[u8; 32]>) -> Result<Vec<u8>, NoiseError> {
+    let mut initiator = Handshake::new(Role::Initiator, &OURS, initiator)?;
+    let mut responder = Handshake::new(Role::Responder, &THEIRS, responder)?;
+    responder.receive(&initiator.send(b"")?)?;
+    let proof = initiator.receive(&responder.send(b"who I am")?)?.ok_or(NoiseError::Forged)?;
+    responder.receive(&initiator.send(b"and I")?)?;
+    initiator.finish()?;
+    responder.finish()?;
+    Ok(proof)
+}
+
+#[test]
+fn only_members_of_a_private_swarm_shake_hands() {
+    assert_eq!(shaken(Some(&[1; 32]), Some(&[1; 32])).unwrap(), b"who I am");
+    assert_eq!(shaken(None, None).unwrap(), b"who I am");
+    for (initiator, responder) in [(Some(&[1; 32]), Some(&[2; 32])), (Some(&[1; 32]), None), (None, Some(&[1; 32]))] {
+        assert!(matches!(shaken(initiator, responder), Err(NoiseError::Handshake(_))));
     }
 }

@@ -50,7 +50,7 @@ impl Side {
         let first = self.sent.get(&stream).map_or(0, Vec::len);
         let [.., salt] = stream.to_be_bytes();
         let bytes: Vec<u8> = (0..251).map(|byte: u8| byte ^ salt).cycle().skip(first % 251).take(length).collect();
-        if let Some(taken) = self.session.write(stream, &bytes) {
+        if let Some(taken) = self.session.write(stream, &bytes, false) {
             self.sent.entry(stream).or_default().extend_from_slice(&bytes[..taken]);
         }
     }
@@ -227,7 +227,7 @@ fn nothing_is_sent_beyond_the_window_and_the_rest_follows_its_update() {
     let mut session = opened();
     let data = vec![0; 1 << 20];
     let mut sent = 0;
-    while let Some(taken @ 1..) = session.write(1, &data) {
+    while let Some(taken @ 1..) = session.write(1, &data, false) {
         sent += taken;
         session.clear_output();
     }
@@ -235,7 +235,40 @@ fn nothing_is_sent_beyond_the_window_and_the_rest_follows_its_update() {
     let mut events = Events::default();
     session.receive(&frame(Kind::WindowUpdate, 0, 1, 1000), &mut events).unwrap();
     assert_eq!(events.writable, [1]);
-    assert_eq!(session.write(1, &data), Some(1000));
+    assert_eq!(session.write(1, &data, false), Some(1000));
+}
+
+/// Has `to` receive what `from` sends.
+fn pass(from: &mut Yamux, to: &mut Yamux) -> Events {
+    let mut events = Events::default();
+    to.receive(from.output(), &mut events).unwrap();
+    from.clear_output();
+    events
+}
+
+#[test]
+fn who_writes_gently_waits_until_the_other_side_has_taken_in_what_is_under_way() {
+    let mut near = Yamux::new(Role::Initiator, Limits::default());
+    let mut far = Yamux::new(Role::Responder, Limits::default());
+    near.tell_time(0.0);
+    let stream = near.open().unwrap();
+    pass(&mut near, &mut far);
+    near.tell_time(0.001);
+    pass(&mut far, &mut near); // it knows how long a round trip is
+    near.receive(&frame(Kind::WindowUpdate, 0, stream, 16 << 20), &mut Events::default()).unwrap();
+    far.clear_output();
+
+    let (data, mut wire, mut sent) = (vec![0; 16 << 20], Vec::new(), 0);
+    while let Some(taken @ 1..) = near.write(stream, &data[..16 << 10], true) {
+        sent += taken;
+        wire.extend_from_slice(near.output());
+        near.clear_output();
+    }
+    assert!((64 << 10..=128 << 10).contains(&sent), "{sent}");
+    far.receive(&wire[..wire.len() / 2], &mut Events::default()).unwrap();
+    assert_eq!(pass(&mut far, &mut near).writable, [stream]);
+    assert!(matches!(near.write(stream, &data, true), Some(1..=0x1_0000)));
+    assert!(matches!(near.write(stream, &data, false), Some(0x1_0000..)), "who need not does not");
 }
 
 #[test]
@@ -269,9 +302,53 @@ fn window_after(rounds: usize, seconds_a_round: f64) -> u32 {
 
 #[test]
 fn a_window_grows_for_a_fast_stream_alone_and_never_beyond_its_limit() {
-    assert_eq!(window_after(20, 5.0), INITIAL_WINDOW_BYTES);
-    assert_eq!(window_after(5, 0.1), INITIAL_WINDOW_BYTES << 4);
+    assert_eq!(window_after(20, 5.0), 4 * INITIAL_WINDOW_BYTES);
+    assert_eq!(window_after(2, 0.1), 16 * INITIAL_WINDOW_BYTES);
     assert_eq!(window_after(20, 0.1), 16 << 20);
+}
+
+/// Answers the pings of `session`, each after `seconds`.
+fn be_pinged(session: &mut Yamux, seconds: f64) {
+    let mut now_s = 0.0;
+    loop {
+        session.tell_time(now_s);
+        let Some(ping) = answers(session).pop() else { return };
+        assert_eq!((ping.kind, ping.flags), (Kind::Ping, SYN));
+        now_s += seconds;
+        session.tell_time(now_s);
+        session.receive(&frame(Kind::Ping, ACK, 0, ping.length), &mut Events::default()).unwrap();
+    }
+}
+
+#[test]
+fn a_window_grows_with_the_round_trip() {
+    // Half of the window every 20 ms: of which nothing waits in 1 ms, and all waits in 100 ms.
+    for (round_trip_s, grows) in [(0.001, false), (0.1, true)] {
+        let mut session = opened();
+        be_pinged(&mut session, round_trip_s);
+        let mut given = 0;
+        for round in 0..20_u32 {
+            session.receive(&frame(Kind::Data, 0, 1, INITIAL_WINDOW_BYTES), &mut Events::default()).unwrap();
+            session.receive(&vec![0; INITIAL_WINDOW_BYTES as usize], &mut Events::default()).unwrap();
+            session.read(1, &mut vec![0; 1 << 20], 1.0 + 0.02 * f64::from(round));
+            given += answers(&mut session).iter().map(|update| update.length).sum::<u32>();
+        }
+        let grown = given.saturating_sub(20 * INITIAL_WINDOW_BYTES);
+        assert_eq!(grown > 4 * INITIAL_WINDOW_BYTES, grows, "{grown} at {round_trip_s} s");
+    }
+}
+
+#[test]
+fn pings_are_few_and_an_answer_that_was_not_asked_for_counts_for_nothing() {
+    let mut session = opened();
+    session.receive(&frame(Kind::Ping, ACK, 0, 1), &mut Events::default()).unwrap();
+    let mut pings = 0;
+    for round in 0..1000_u32 {
+        session.tell_time(f64::from(round) * 0.01);
+        pings += answers(&mut session).len();
+    }
+    assert_eq!(pings, 10, "one a second, as nobody answers");
+    be_pinged(&mut session, 0.01);
 }
 
 #[test]
@@ -308,7 +385,7 @@ fn after_a_farewell_no_stream_is_opened_from_either_side() {
     let mut session = opened();
     session.receive(&frame(Kind::GoAway, 0, 0, 0), &mut Events::default()).unwrap();
     assert_eq!(session.open(), Err(OpenError::GoingAway));
-    assert_eq!(session.write(1, b"still"), Some(5));
+    assert_eq!(session.write(1, b"still", false), Some(5));
     session.clear_output();
     session.receive(&frame(Kind::Data, SYN, 3, 0), &mut Events::default()).unwrap();
     assert_eq!(answers(&mut session)[0].flags, RST);

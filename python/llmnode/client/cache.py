@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from llmnode.client.connect import Client, Resumed
     from llmnode.client.portal import Portal
     from llmnode.client.session import InferenceSession
+    from llmnode.core.scheduling import Priority
 
 
 class SessionCache(Cache):
@@ -34,8 +35,20 @@ class SessionCache(Cache):
     first ones are not in its session.
     """
 
-    def __init__(self, portal: Portal, client: Client, rows: int, max_length: int, alike: int = 1) -> None:
-        """Of `alike` rows that follow each other, copies will be made of one another. Raises PeerRefused or NoRoute."""
+    def __init__(
+        self,
+        portal: Portal,
+        client: Client,
+        rows: int,
+        max_length: int,
+        alike: int = 1,
+        priority: Priority | None = None,
+        copied: SessionCache | None = None,
+    ) -> None:
+        """Of `alike` rows that follow each other, copies will be made of one another. Raises PeerRefused or NoRoute.
+
+        With `copied` the only row is to be a copy of the only one there.
+        """
         super().__init__(layers=[])
         self.columns = 0
         self.paddings: list[int] = [0] * rows
@@ -43,13 +56,15 @@ class SessionCache(Cache):
         """Of a resumed one, those that it was exported with."""
         self._portal = portal
         self._client = client
+        self._priority = priority
         self._sessions: list[InferenceSession] = []
         with ExitStack() as stack:
             for row in range(rows):
                 beside = self._sessions[row - row % alike] if row % alike else None
+                beside = copied._sessions[row] if copied is not None else beside
+                opening = client.inference_session(max_length, beside, priority=priority, waits=not row)
                 with _told_of_rows(row, rows):
-                    session = stack.enter_context(portal.enter(client.inference_session(max_length, beside)))
-                self._sessions.append(session)
+                    self._sessions.append(stack.enter_context(portal.enter(opening)))
             self._stack = stack.pop_all()
 
     @classmethod
@@ -61,6 +76,17 @@ class SessionCache(Cache):
         cache.token_ids = resumed.token_ids
         cache._sessions = [resumed.session]
         cache._stack.callback(cache._end, resumed.session)
+        return cache
+
+    def copy(self, max_length: int) -> SessionCache:
+        """Another cache, whose one row goes on from where our one row stands: the servers copy its KV."""
+        (source,) = self._sessions
+        cache = SessionCache(self._portal, self._client, 1, max_length, priority=self._priority, copied=self)
+        with ExitStack() as stack:
+            stack.enter_context(cache)
+            self._portal.call(lambda: source.fork(cache._sessions))
+            cache.columns, cache.paddings = self.columns, list(self.paddings)
+            stack.pop_all()
         return cache
 
     def __enter__(self) -> SessionCache:

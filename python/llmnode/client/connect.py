@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from llmnode.client.generate import Generation, check_length, generate_greedy
+from llmnode.client.holding import check_choice
 from llmnode.client.join import join_swarm
 from llmnode.client.routing import Router
 from llmnode.client.saved import read
 from llmnode.compute.worker import ComputeThread
-from llmnode.core.model import DTYPES
+from llmnode.core.model import PRECISIONS
 from llmnode.core.policy import ClientPolicy, LinkPolicy
 from llmnode.errors import ConfigError, single_error
 from llmnode.models.embedded import open_embedded
 from llmnode.models.parts import load_ends
 from llmnode.models.tokenizer import load_tokenizer
-from llmnode.net.host import parse_peer
+from llmnode.net.addresses import parse_peer
+from llmnode.net.swarm_key import Entry, entry
 from llmnode.wire.payload import Codec
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from llmnode.client.swarm import Swarm
     from llmnode.core.model import ModelInfo
     from llmnode.core.route import Route
+    from llmnode.core.scheduling import Priority
+    from llmnode.core.traffic import Traffic
     from llmnode.models.folder import ModelFolder
     from llmnode.models.parts import Ends
     from llmnode.models.tokenizer import Tokenizer
@@ -63,20 +67,34 @@ class Client:
         return self.router.swarm
 
     @property
+    def traffic(self) -> Traffic:
+        """What has crossed our links so far."""
+        return self.router.traffic
+
+    @property
     def route(self) -> Route:
         """The hops of the session that was opened last; before that, those that one would take."""
         return self.router.route
 
     @asynccontextmanager
     async def inference_session(
-        self, max_length: int, beside: InferenceSession | None = None
+        self,
+        max_length: int,
+        beside: InferenceSession | None = None,
+        *,
+        priority: Priority | None = None,
+        waits: bool = True,
     ) -> AsyncIterator[InferenceSession]:
         """A session with KV for `max_length` positions: `async with client.inference_session(64) as session`.
 
-        It goes through the peers of `beside` if they have room: to become a copy of it costs least then.
-        Raises NoRoute, or the PeerError of a peer without which there is no route.
+        It goes through the peers of `beside` if they have room: to become a copy of it costs least then. `priority` is
+        what it is for, None as the policy has it. If servers have no room, it `waits` for some, as long as the policy
+        says: not for room that the caller's other sessions hold. Raises NoRoute, or the PeerError of a peer without
+        which there is no route.
         """
-        async with self.router.open_session(max_length, self.codec, beside) as session:
+        policy = self.policy if priority is None else replace(self.policy, priority=priority)
+        policy = policy if waits else replace(policy, room_patience_s=0)
+        async with self.router.open_session(max_length, self.codec, beside, policy) as session:
             yield session
 
     async def transcript(self, session: InferenceSession) -> dict[str, Any]:  # Any: JSON
@@ -127,8 +145,9 @@ def load_parts(folder: ModelFolder | None = None) -> ClientParts:
 
 @asynccontextmanager
 async def aconnect(
-    peers: Sequence[str],
+    peers: Sequence[str] = (),
     *,
+    swarm_key: str | Path | None = None,
     parts: ClientParts | None = None,
     codec: str = "raw",
     dtype: str = "float32",
@@ -137,22 +156,25 @@ async def aconnect(
 ) -> AsyncIterator[Client]:
     """Connect to the swarm of the peers at the multiaddrs `peers`: servers, or relays, that know the others.
 
+    If it is private, `swarm_key` is an invite, which names peers too, or the file of its key (`llmnode invite`).
+
     `parts` come from `load_parts`, and are those of the embedded model by default. `codec` is how hidden states cross
-    the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Blocks are computed in `dtype`: only
-    "float32" is exact, and only servers of that dtype are used. Raises ConfigError (an address, a name), PeerError (no
-    peer can be reached) or NoRoute (blocks that nobody holds).
+    the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Blocks are computed in `dtype`, as
+    "float32", the only one that is exact, or "float32+int8" where weights are quantized: only servers of that dtype are
+    used. Raises ConfigError (an address, a name), PeerError (no peer can be reached) or NoRoute (blocks that nobody
+    holds).
     """
     policy = policy or ClientPolicy()
     if codec not in list(Codec):
         raise ConfigError(f"there is no codec {codec!r}: choose one of {', '.join(Codec)}")
-    if dtype not in DTYPES:
-        raise ConfigError(f"there is no dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    if dtype not in PRECISIONS:
+        raise ConfigError(f"there is no dtype {dtype!r}: choose one of {', '.join(PRECISIONS)}")
     if not 0 <= policy.spot_check <= 1:
         raise ConfigError(f"spot_check={policy.spot_check:g}: give a share from 0 to 1")
-    for address in peers:
-        parse_peer(address)  # a typing error is told before the seconds that loading takes
+    check_choice(policy.relayed.prefill, "relayed_prefill")
+    way_in = _way_in(peers, swarm_key)  # a typing error is told before the seconds that loading takes
     parts = await _parts_in(dtype, parts)
-    async with join_swarm(peers, link_policy or LinkPolicy()) as (pool, swarm):
+    async with join_swarm(way_in.peers, link_policy or LinkPolicy(), swarm_key=way_in.key) as (pool, swarm):
         router = Router(parts.model, pool, swarm, policy)
         with single_error():
             await router.find_any()
@@ -164,6 +186,7 @@ async def aresume(
     path: str | Path,
     *,
     peers: Sequence[str] = (),
+    swarm_key: str | Path | None = None,
     parts: ClientParts | None = None,
     link_policy: LinkPolicy | None = None,
     policy: ClientPolicy | None = None,
@@ -171,21 +194,30 @@ async def aresume(
     """Go on with the session that `InferenceSession.export` has saved in the file at `path`, where it stood.
 
     Servers that still have its KV give it to us, who have its key from the file; what they do not have is replayed. The
-    swarm is that of the peers named in the file, and `peers`. `parts` must be those of the session's model. Raises
+    swarm is that of the peers named in the file, and `peers`; its key, if it is private, is not in the file: see
+    `aconnect` for `swarm_key`. `parts` must be those of the session's model. Raises
     ConfigError (the file, another model), PeerError, NoRoute or SessionLost; the file stays as it is.
     """
     policy = policy or ClientPolicy()
     saved = await trio.to_thread.run_sync(read, Path(path))
-    contacts = [*peers, *saved.contacts]
-    for address in contacts:
-        parse_peer(address)
+    way_in = _way_in([*peers, *saved.contacts], swarm_key)
     parts = await _parts_in(saved.dtype, parts)
     _check_model(saved, parts.model)
-    async with join_swarm(contacts, link_policy or LinkPolicy(), saved.key) as (pool, swarm):
+    async with join_swarm(way_in.peers, link_policy or LinkPolicy(), saved.key, way_in.key) as (pool, swarm):
         router = Router(parts.model, pool, swarm, policy)
         with single_error():
             async with router.resume_session(saved) as session:
                 yield Resumed(Client(parts, router, saved.codec, policy), session, saved.token_ids)
+
+
+def _way_in(peers: Sequence[str], swarm_key: str | Path | None) -> Entry:
+    """Raises ConfigError, also for an address that is malformed, and if there is none."""
+    way_in = entry(peers, swarm_key)
+    if not way_in.peers:
+        raise ConfigError("no peers are named: give the addresses of servers or relays, or an invite that names some")
+    for address in way_in.peers:
+        parse_peer(address)
+    return way_in
 
 
 async def _parts_in(dtype: str, parts: ClientParts | None) -> ClientParts:

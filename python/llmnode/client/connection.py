@@ -37,14 +37,66 @@ class Connection:
         self._ended: PeerError | None = None
         self._has_ended = trio.Event()
         self._questions = 0  # that belong to no session; each has its own step
+        self._told_s = trio.current_time()
+        self.sessions: set[SessionId] = set()
+        """Those that answer over it: it stays open for them."""
+        self._better: Connection | None = None
+        self._has_better = trio.Event()
 
     @property
     def peer(self) -> PeerId:
         return self._link.peer
 
     @property
+    def relayed(self) -> bool:
+        """Whether it goes through a relay, and not straight to the peer."""
+        return self._link.relayed
+
+    @property
+    def relay_limit_bytes(self) -> int | None:
+        return self._link.relay_limit_bytes
+
+    @property
+    def better(self) -> Connection | None:
+        """To the same peer, and direct, while this is relayed; what goes over this may move there."""
+        return self._better
+
+    @better.setter
+    def better(self, better: Connection | None) -> None:
+        self._better = better
+        if better is None:
+            self._has_better = trio.Event()
+        else:
+            self._has_better.set()
+
+    async def wait_better(self) -> None:
+        """Until there is one, or this has ended."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._cancel_when_ended, nursery.cancel_scope)
+            await self._has_better.wait()
+            nursery.cancel_scope.cancel()
+
+    async def _cancel_when_ended(self, scope: trio.CancelScope) -> None:
+        await self._has_ended.wait()
+        scope.cancel()
+
+    @property
+    def best(self) -> Connection:
+        """What is `better`, or else this."""
+        return self if self.better is None or self.better.has_ended else self.better
+
+    @property
     def has_ended(self) -> bool:
         return self._ended is not None
+
+    async def wait_direct(self) -> None:
+        """Until a new connection to the peer would not go through a relay."""
+        await self._link.wait_direct()
+
+    async def wait_unused(self, idle_s: float) -> None:
+        """Until no session answers over it, and nothing was sent for so long: all that was has arrived."""
+        while self.sessions or self._waiting or trio.current_time() < self._told_s + idle_s:  # noqa: ASYNC110
+            await trio.sleep(idle_s)
 
     async def describe(self, timeout_s: float) -> Description:
         answer = await self.ask_peer(FrameType.DESCRIBE, FrameType.DESCRIPTION, timeout_s)
@@ -90,6 +142,7 @@ class Connection:
 
     async def tell(self, frame: Frame) -> None:
         """Send a frame that has no answer."""
+        self._told_s = trio.current_time()
         await self._link.send(frame)
 
     async def run(self) -> None:

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.client.hop import Hidden, SessionHop
+from llmnode.client.chunk import Hidden
+from llmnode.client.hop import SessionHop
 from llmnode.client.recovery import ALL_WOULD_REFUSE
 from llmnode.errors import IntegrityError, PeerError, PeerRefused, PeerTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llmnode.client.hop import Chunk, ExpectedOutput, HopOutput
+    from llmnode.client.chunk import Chunk, HopOutput
+    from llmnode.client.hop import ExpectedOutput
     from llmnode.core.policy import ClientPolicy
     from llmnode.wire.frame import Buffer
     from llmnode.wire.messages import Result
@@ -120,7 +122,7 @@ class _Leg:
     policy: ClientPolicy
 
     def is_direct(self, hidden: Hidden) -> bool:
-        return hidden.pushed and self.upstream is not None and self.upstream.hop.may_push
+        return hidden.pushed and self.upstream is not None and self.upstream.hop.pushing.works
 
     async def give(self, hidden: Hidden) -> Hidden:
         """Give the hop its input by way of us."""
@@ -138,7 +140,7 @@ class _Leg:
             try:
                 answer = await self.output.receive(self._push_patience_s(self.upstream))
             except PeerTimeout:  # it may be slow, or the push got lost: it is safe to give it the same again
-                self.upstream.hop.may_push = False
+                self.upstream.hop.note_not_pushed()
                 hidden = await self.give(hidden)
             except PeerError as error:
                 if isinstance(error, PeerRefused) and error.code in ALL_WOULD_REFUSE:  # was it given something else?
@@ -156,7 +158,7 @@ class _Leg:
             return answer
 
     def _contradiction(self, upstream: _Upstream, shown: Result | None) -> IntegrityError:
-        upstream.hop.may_push = False
+        upstream.hop.pushing.is_trusted = False
         if upstream.computed is None:
             peers = upstream.hop.hop.peer, self.hop.hop.peer
             return IntegrityError(f"{peers[1]} did not get what {peers[0]} has logged", suspects=peers)

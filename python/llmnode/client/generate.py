@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from llmnode.client.hop import HopTiming
+    from llmnode.client.chunk import HopTiming
     from llmnode.client.session import InferenceSession
     from llmnode.compute.worker import ComputeThread
     from llmnode.core.model import ModelInfo

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import secrets
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import trio
 
 from llmnode import _native
+from llmnode.client.chunk import Hidden, HopOutput, HopTiming
+from llmnode.client.pushing import Pushing
 from llmnode.client.saved import SavedHop
-from llmnode.core.ids import NO_SESSION, SESSION_ID_BYTES, Epoch, SessionId, Step
+from llmnode.core.ids import NO_SESSION, SESSION_ID_BYTES, Epoch, PeerId, SessionId, Step
 from llmnode.core.pace import Pace
 from llmnode.errors import PeerError, PeerRefused, PeerUnreachable, RemoteProtocolError
 from llmnode.wire.frame import Frame, FrameType
@@ -34,71 +36,18 @@ from llmnode.wire.messages import (
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
+    from llmnode.client.chunk import Chunk
     from llmnode.client.connection import Connection, Expected
     from llmnode.client.receipts import ReceiptBook, TakenIn
-    from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ClientPolicy
     from llmnode.core.route import Hop
-    from llmnode.core.span import Span
     from llmnode.wire.frame import Buffer
     from llmnode.wire.payload import HiddenForm
     from llmnode.wire.receipt import Receipt
 
     Introduce = Callable[[Connection, PeerId], Awaitable[None]]
     """Tells who is at a connection of another peer."""
-
-
-@dataclass(frozen=True, slots=True)
-class HopTiming:
-    """Where one hop's part of a step went, in microseconds.
-
-    `round_trip_us` is from the output of the hop before, or our sending, or its output of the chunk before, to its own;
-    the rest is the peer's word.
-    """
-
-    peer: PeerId
-    span: Span
-    round_trip_us: int
-    queue_us: int
-    compute_us: int
-    direct: bool
-    """Its input came from the hop before, not by way of us."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Positions that go through all hops together, and their number in the session."""
-
-    epoch: Epoch
-    step: Step
-    start: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Hidden:
-    """Hidden states between two hops, in the session's codec."""
-
-    digest: bytes
-    payload: Buffer | None
-    """Unless they were pushed, and stayed where they are logged."""
-    pushed: bool
-    """By the hop that put them out, to the next one."""
-
-    @staticmethod
-    def of(payload: Buffer) -> Hidden:
-        """As we give them."""
-        return Hidden(_native.blake3_digest(payload), payload, pushed=False)
-
-
-@dataclass(frozen=True, slots=True)
-class HopOutput:
-    """What a hop puts out, and what it says of it."""
-
-    hidden: Hidden
-    said: Result
-    timing: HopTiming
 
 
 class SessionHop:
@@ -122,8 +71,7 @@ class SessionHop:
         self.failure: PeerError | None = None
         if connection is None:
             self.failure = PeerUnreachable("cannot be reached", peer=hop.peer, span=hop.span)
-        self.may_push = True
-        """False once a push of its went wrong."""
+        self.pushing = Pushing(policy)
         self.pace = Pace()
         self.one_by_one = trio.Lock()
         """Held by the chunk whose output is waited for."""
@@ -132,9 +80,10 @@ class SessionHop:
         self._form = form
         self._policy = policy
         self._session = session or SessionId(secrets.token_bytes(SESSION_ID_BYTES))
-        self._neighbours: Forward | None = None  # as it was told
+        self._neighbours: Forward | None = None  # as it was told, and does
         self._keeps_outputs = False
         self._is_leased = False
+        self._declined: Connection | None = None  # a better way that the peer did not let us go
 
     @property
     def connection(self) -> Connection:
@@ -158,9 +107,11 @@ class SessionHop:
             max_length=max_length,
             dtype=model.dtype,
             codec=self._form.codec,
+            priority=self._policy.priority.word,
             keep_outputs=self._keeps_outputs,
         )
         frame = Frame(FrameType.OPEN, self._session, epoch, meta=pack(request))
+        self.connection.sessions.add(self._session)
         with self.blamed():
             await self.connection.ask(frame, FrameType.OPENED, self._policy.open_timeout_s)
         self._is_open = True
@@ -171,6 +122,7 @@ class SessionHop:
         It must have stayed in `epoch`, where it only grew, and stand at `position` or beyond.
         """
         self._keeps_outputs = self._policy.upstream_logs and self.hop.span.end < model.blocks
+        self.connection.sessions.add(self._session)
         with self.blamed():
             frame = Frame(FrameType.RESUME, self._session, asked_in)
             answer = await self.connection.ask(frame, FrameType.RESUMED, self._policy.open_timeout_s)
@@ -178,6 +130,36 @@ class SessionHop:
             self._is_open = True
             if stands.epoch != epoch or stands.position < position:
                 raise PeerRefused(RefusalCode.UNKNOWN_SESSION, f"has gone back, to {stands.position} or before")
+
+    @property
+    def has_better_way(self) -> bool:
+        """Its connection is relayed, and there is a direct one by now."""
+        if self._reached is None or self.failure is not None:
+            return False
+        return self._reached.best not in (self._reached, self._declined)
+
+    async def take_better_way(self, epoch: Epoch, step: Step, position: int) -> None:
+        """Go on over the better connection. Nothing is under way: the session stands at `position` of `epoch`.
+
+        A peer that refuses, as for want of room, is asked no more. Raises PeerError if the session is not as it was.
+        """
+        former, better = self.connection, self.connection.best
+        better.sessions.add(self._session)
+        with self.blamed():
+            try:
+                frame = Frame(FrameType.RESUME, self._session, epoch, step)
+                answer = await better.ask(frame, FrameType.RESUMED, self._policy.open_timeout_s)
+            except PeerRefused:
+                better.sessions.discard(self._session)
+                self._declined = better
+                return
+            self._reached = better
+            former.sessions.discard(self._session)
+            stands = unpack(Resumed, answer.meta)
+            if (stands.epoch, stands.position) != (epoch, position):
+                raise RemoteProtocolError(f"stands at {stands.position} of epoch {stands.epoch} all of a sudden")
+            if self._is_leased:
+                await self.lease(epoch, step)
 
     async def lease(self, epoch: Epoch, step: Step) -> float:
         """Ask that the session outlive our connection. Returns for how long it will, in seconds. Raises PeerError."""
@@ -240,24 +222,46 @@ class SessionHop:
         If `quiet`, the results of this hop are wanted by nobody: they are but logged where they are. `introduce` has
         this hop's server hear of the next one first, for it pushes to nobody that it does not know.
         """
+        receiver = after if after is not None and self.pushing.is_wanted_to(after.hop.peer) else None
         request = Forward(
             sender=before.hop.peer if before else "",
-            receiver=after.hop.peer if after and self.may_push else "",
-            receiver_session=after._session if after and self.may_push else NO_SESSION,
+            receiver=receiver.hop.peer if receiver else "",
+            receiver_session=receiver._session if receiver else NO_SESSION,
             quiet=quiet,
+            again=False,
         )
         if request == self._neighbours:
             return
-        frame = Frame(FrameType.FORWARD, self._session, epoch, step, meta=pack(request))
+        self.pushing.receiver = None
         with self.blamed():
-            if introduce is not None and after is not None and self.may_push:
-                await introduce(self.connection, after.hop.peer)
-            try:
-                await self.connection.ask(frame, FrameType.FORWARDED, self._policy.step_timeout_s)
-            except PeerRefused as refusal:  # then its results come by way of us
-                if refusal.code != RefusalCode.CANNOT_FORWARD:
-                    raise
-        self._neighbours = request
+            if introduce is not None and receiver is not None:
+                await introduce(self.connection, receiver.hop.peer)
+            self._neighbours = await self._tell_neighbours(request, epoch, step)
+        self.pushing.receiver = PeerId(self._neighbours.receiver) if self._neighbours.receiver else None
+
+    async def _tell_neighbours(self, request: Forward, epoch: Epoch, step: Step) -> Forward:
+        """Returns what it does."""
+        meta = pack(replace(request, again=self.pushing.has_failed_to(request.receiver)))
+        frame = Frame(FrameType.FORWARD, self._session, epoch, step, meta=meta)
+        try:
+            await self.connection.ask(frame, FrameType.FORWARDED, self._policy.step_timeout_s)
+        except PeerRefused as refusal:
+            if refusal.code != RefusalCode.CANNOT_FORWARD:
+                raise
+            self.pushing.fail(PeerId(request.receiver), refusal.retry_after_s)
+            return replace(request, receiver="", receiver_session=NO_SESSION)
+        return request
+
+    def note_not_pushed(self) -> None:
+        """A push of its got lost, or was not made. From now on, and for a while, its results come by way of us."""
+        if self.pushing.receiver is not None:
+            self.pushing.fail(self.pushing.receiver)
+            self._neighbours = None  # it may go on pushing until it is told something else
+
+    @property
+    def most_step_positions(self) -> int:
+        """Of more, servers do not push all through relays."""
+        return self._policy.relayed.step_positions
 
     @contextmanager
     def expect(self, chunk: Chunk) -> Iterator[ExpectedOutput]:
@@ -277,6 +281,9 @@ class SessionHop:
             await self.connection.tell(goodbye)
         except PeerError:
             return
+        finally:
+            if self._reached is not None:
+                self._reached.sessions.discard(self._session)
 
     def _lease_frame(self, epoch: Epoch, step: Step, *, leaves: bool) -> Frame:
         request = Lease(int(1000 * self._policy.lease_s), leaves)
@@ -319,7 +326,7 @@ class SessionHop:
     async def ask(self, kind: FrameType, chunk: Chunk, meta: bytes = b"", payload: Buffer = b"") -> None:
         """Send a frame about `chunk`."""
         header = chunk.epoch, chunk.step, chunk.start, chunk.length
-        await self.connection.tell(Frame(kind, self._session, *header, meta, payload))
+        await self.connection.tell(Frame(kind, self._session, *header, meta, payload, self._form.value_bytes))
 
     def read(self, chunk: Chunk, answer: Frame, output_digest: bytes, *, pushed: bool) -> Hidden:
         """What the hop puts out. Raises RemoteProtocolError."""
@@ -358,6 +365,8 @@ class ExpectedOutput:
             since_s = trio.current_time()
             answer = await self._answer.receive(FrameType.RESULT, timeout_s)
         result = unpack(Result, answer.meta)
+        if not result.pushed and self.chunk.length <= self._hop.most_step_positions:
+            self._hop.note_not_pushed()
         hidden = self._hop.read(self.chunk, answer, result.output_digest, pushed=result.pushed)
         trip_us = int(1e6 * (trio.current_time() - since_s))
         hop = self._hop.hop

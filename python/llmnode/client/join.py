@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def join_swarm(
-    peers: Sequence[str], link_policy: LinkPolicy, key: bytes | None = None
+    peers: Sequence[str], link_policy: LinkPolicy, key: bytes | None = None, swarm_key: bytes | None = None
 ) -> AsyncIterator[tuple[ConnectionPool, Swarm]]:
     """As a client, without serving: know what the peers at the addresses `peers` know, and stay up to date.
 
-    Our identity is that of `key`, by default a fresh one.
+    Our identity is that of `key`, by default a fresh one; `swarm_key` is that of a private swarm.
 
     Peers that do not answer are left out. Raises PeerError if none answers, ConfigError for a malformed address.
     """
     with single_error():
         async with AsyncExitStack() as stack:
-            network = await stack.enter_async_context(open_network([], link_policy, key))
+            network = await stack.enter_async_context(open_network([], link_policy, key, swarm_key=swarm_key))
             directory = await stack.enter_async_context(open_directory(network, SwarmPolicy()))
             pool = await stack.enter_async_context(open_pool(network))
             nursery = await stack.enter_async_context(trio.open_nursery())

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode.client.chunk import Chunk
 from llmnode.client.flight import fly
-from llmnode.client.hop import Chunk, SessionHop
+from llmnode.client.hop import SessionHop
 from llmnode.core.ids import Epoch, Step
 from llmnode.errors import LocalProtocolError, SessionClosed, single_error
 from llmnode.wire.payload import HiddenForm
@@ -103,6 +104,21 @@ class Line:
                         nursery.start_soon(hop.align, self.epoch, self.step, self.position)
             await self.line_up()
             self.is_settled = True
+
+    async def take_better_ways(self) -> None:
+        """Have hops that were reached through relays go on over direct connections, and those that could not push be
+        asked again, from time to time. Nothing is under way.
+
+        Raises the PeerError of a hop that is lost by that.
+        """
+        moving = [hop for hop in self.hops if hop.has_better_way]
+        if moving and (self.spot is None or not self.spot.is_busy):  # a check asks over what it found
+            with single_error():
+                async with trio.open_nursery() as nursery:
+                    for hop in moving:
+                        nursery.start_soon(hop.take_better_way, self.epoch, self.step, self.position)
+        if any(hop.pushing.has_failed for hop in self.hops):
+            await self.line_up()
 
     async def become(self, source: Line) -> None:
         """Be a copy of `source`, at its peers, but for who does not copy itself: that is a `failure` of the hop.

@@ -77,13 +77,15 @@ class Mender:
         while line.ended is None and trio.current_time() < trouble.deadline_s:
             try:
                 with trio.fail_at(trouble.deadline_s):
-                    route, connections = await detours.find(lost.hop.span, trouble.avoided(hurry=hurry), hurry=hurry)
+                    avoided = trouble.avoided(hurry=hurry)
+                    route, connections = await detours.find(lost.hop.span, line.max_length, avoided, hurry=hurry)
                     hops = await line.rebuild(lost, route, connections)
             except NoRoute as found:
                 missing = found
                 if hurry:  # everybody has been asked
                     log.warning("%s; trying again for %.0f s", found, trouble.deadline_s - trio.current_time())
-                    with trio.move_on_after(line.policy.retry_s):
+                    pause_s = max(line.policy.retry_s, trouble.room_in_s)
+                    with trio.move_on_at(min(trio.current_time() + pause_s, trouble.deadline_s)):
                         await detours.wait_changed()
                     trouble.ask_all_again()  # they may be back, or have room, by now
                 hurry = not hurry

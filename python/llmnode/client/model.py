@@ -15,7 +15,8 @@ from llmnode.client.cache import SessionCache
 from llmnode.client.connect import aconnect, aresume, load_parts
 from llmnode.client.portal import open_portal
 from llmnode.core.beams import first_alike
-from llmnode.core.policy import ClientPolicy
+from llmnode.core.policy import ClientPolicy, RelayedPolicy
+from llmnode.core.scheduling import PRIORITIES
 from llmnode.errors import ConfigError
 from llmnode.models.source import open_model
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from llmnode.client.connect import Client
     from llmnode.client.portal import Portal
     from llmnode.core.model import ModelInfo
+    from llmnode.core.route import Route
+    from llmnode.core.traffic import Traffic
     from llmnode.models.folder import ModelFolder
     from llmnode.models.parts import Ends
     from llmnode.models.tokenizer import Tokenizer
@@ -37,27 +40,34 @@ _opened_for_generate: ContextVar[ExitStack | None] = ContextVar("_opened_for_gen
 def connect(
     name: str | None = None,
     *,
-    peers: Sequence[str],
+    peers: Sequence[str] = (),
+    swarm_key: str | Path | None = None,
     codec: str = "raw",
     dtype: str = "float32",
     spot_check: float = 0.0,
+    relayed_prefill: str = "wait",
     report: Callable[[str], None] = lambda _line: None,
 ) -> DistributedModelForCausalLM:
     """The model `name` (by default the embedded one), its blocks in the swarm of `peers`, as a transformers model.
 
+    If the swarm is private, `swarm_key` is an invite, which names peers too, or the file of its key.
+
     `codec` is how hidden states cross the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Only
-    servers that compute in `dtype` are used: "float32" is exact. `spot_check` is the share of what they compute that
-    others compute again (`client/spot.py`); a session that so finds a cheat ends with SessionLost. `report` is told in
-    a line what takes long, as a download does. What is returned is a context manager; or call `close()` when done.
-    Raises ConfigError, PeerError or NoRoute.
+    servers that compute in `dtype` are used: "float32" is exact, "float32+int8" and the like have quantized weights
+    (`core.model.PRECISIONS`). `spot_check` is the share of what they compute that others compute again
+    (`client/spot.py`); a session that so finds a cheat ends with SessionLost. `relayed_prefill` is
+    for long prompts to servers that are reached through a relay: "wait" some seconds for a direct way and then use the
+    relay, "allow" that at once, or "refuse" it with ConfigError. `report` is told in a line what takes long, as a
+    download does. What is returned is a context manager; or call `close()` when done. Raises ConfigError, PeerError or
+    NoRoute.
     """
-    policy = ClientPolicy(spot_check=spot_check)
+    policy = ClientPolicy(spot_check=spot_check, relayed=RelayedPolicy(prefill=relayed_prefill))
     folder = open_model(name, report)
     parts = load_parts(folder)
     with ExitStack() as stack:
         portal = stack.enter_context(open_portal())
         client = stack.enter_context(
-            portal.enter(aconnect(peers, parts=parts, codec=codec, dtype=dtype, policy=policy))
+            portal.enter(aconnect(peers, swarm_key=swarm_key, parts=parts, codec=codec, dtype=dtype, policy=policy))
         )
         return DistributedModelForCausalLM(folder, parts.ends, client, portal, stack.pop_all())
 
@@ -67,18 +77,20 @@ def resume(
     name: str | None = None,
     *,
     peers: Sequence[str] = (),
+    swarm_key: str | Path | None = None,
     report: Callable[[str], None] = lambda _line: None,
 ) -> DistributedModelForCausalLM:
     """Go on with what `SessionCache.export` has saved in the file at `path`: it is the model's `resumed`.
 
     `name` and `report` are as for `connect`; codec and dtype are the session's. The swarm is that of the peers named in
-    the file, and `peers`. Raises as `connect`, ConfigError if the file is not a session of this model, and SessionLost.
+    the file, and `peers`; `swarm_key` is as for `connect`. Raises as `connect`, ConfigError if the file is no session
+    of this model, and SessionLost.
     """
     folder = open_model(name, report)
     parts = load_parts(folder)
     with ExitStack() as stack:
         portal = stack.enter_context(open_portal())
-        entered = stack.enter_context(portal.enter(aresume(path, peers=peers, parts=parts)))
+        entered = stack.enter_context(portal.enter(aresume(path, peers=peers, swarm_key=swarm_key, parts=parts)))
         model = DistributedModelForCausalLM(folder, parts.ends, entered.client, portal, stack.pop_all())
     model.resumed = SessionCache.resumed(portal, entered)
     return model
@@ -129,21 +141,35 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         """Leave the swarm: end every session and connection. Safe to call twice."""
         self._stack.close()
 
-    def open_cache(self, max_length: int, rows: int = 1, alike: int = 1) -> SessionCache:
+    @property
+    def route(self) -> Route:
+        """The hops of the session that was opened last; before that, those that one would take."""
+        return self._client.route
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of hidden states that have crossed our links so far, for all of this model's sessions."""
+        return self._client.traffic
+
+    def open_cache(self, max_length: int, rows: int = 1, alike: int = 1, priority: str | None = None) -> SessionCache:
         """A cache to pass as `past_key_values`, kept between calls of `generate`; close it when done.
 
         `rows` are as many as there are prompts times beams or answers of each, and `alike` are those of one prompt.
+        `priority` tells servers what they are for: "interactive" (default), "batch" or "training".
         Raises ConfigError if `max_length` exceeds the model's context, PeerRefused if a server has no room.
         """
+        if priority is not None and priority not in PRIORITIES:
+            raise ConfigError(f"there is no priority {priority!r}: choose one of {', '.join(PRIORITIES)}")
         context_tokens = self._client.model.context_tokens
         if not 1 <= max_length <= context_tokens:
             raise ConfigError(f"{max_length} positions do not fit the model's context: ask for 1 to {context_tokens}")
-        return SessionCache(self._portal, self._client, rows, max_length, alike)
+        of_priority = None if priority is None else PRIORITIES[priority]
+        return SessionCache(self._portal, self._client, rows, max_length, alike, of_priority)
 
     @contextmanager
-    def inference_session(self, max_length: int, rows: int = 1) -> Iterator[HiddenSession]:
-        """Petals' primitive: `session.step(hidden)` runs hidden states through all blocks."""
-        with self.open_cache(max_length, rows) as cache:
+    def inference_session(self, max_length: int, rows: int = 1, priority: str | None = None) -> Iterator[HiddenSession]:
+        """Petals' primitive: `session.step(hidden)` runs hidden states through all blocks. See `open_cache`."""
+        with self.open_cache(max_length, rows, priority=priority) as cache:
             yield HiddenSession(cache)
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:  # Any: transformers' own signature

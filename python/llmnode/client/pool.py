@@ -1,7 +1,12 @@
-"""The connections that a node has opened: at most one to a peer, dialled when first needed and again after it ended."""
+"""The connections that a node has opened: one to a peer, dialled when first needed and again after it ended.
+
+One through a relay is followed by a direct one as soon as there can be one. What is opened later goes over that; the
+relayed one stays until what goes over it has moved, and takes its place again if the direct one ends before.
+"""
 
 from __future__ import annotations
 
+import logging
 from contextlib import asynccontextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -11,13 +16,16 @@ import trio
 
 from llmnode.client.connection import open_connection
 from llmnode.core.ids import PeerId
-from llmnode.errors import ConfigError, PeerError, PeerUnreachable
+from llmnode.core.policy import PoolPolicy
+from llmnode.errors import ConfigError, PeerError, PeerUnreachable, single_error
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from llmnode.client.connection import Connection
     from llmnode.ports import Network
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -31,11 +39,11 @@ class _Dial:
 
 
 @asynccontextmanager
-async def open_pool(network: Network) -> AsyncIterator[ConnectionPool]:
+async def open_pool(network: Network, policy: PoolPolicy | None = None) -> AsyncIterator[ConnectionPool]:
     """All of the pool's connections end with the context."""
     async with trio.open_nursery() as nursery:
         try:
-            yield ConnectionPool(network, nursery)
+            yield ConnectionPool(network, nursery, policy or PoolPolicy())
         finally:
             nursery.cancel_scope.cancel()
 
@@ -43,9 +51,10 @@ async def open_pool(network: Network) -> AsyncIterator[ConnectionPool]:
 class ConnectionPool:
     """Made by `open_pool`."""
 
-    def __init__(self, network: Network, nursery: trio.Nursery) -> None:
+    def __init__(self, network: Network, nursery: trio.Nursery, policy: PoolPolicy) -> None:
         self.network = network
         self._nursery = nursery
+        self._policy = policy
         self._opened: dict[PeerId, Connection] = {}
         self._dialling: dict[PeerId, _Dial] = {}
 
@@ -97,12 +106,38 @@ class ConnectionPool:
         return connection
 
     async def _dial(self, addresses: Sequence[str]) -> Connection:
-        for address in addresses[:-1]:
-            try:
-                return await self._open(address)
-            except (PeerError, ConfigError):
-                continue
-        return await self._open(addresses[-1])
+        """The first that is opened. Each address is tried while those before it still are (RFC 8305, in spirit)."""
+        in_order = sorted(addresses, key=_is_relayed)
+        opened: list[Connection] = []
+        errors: dict[str, PeerError | ConfigError] = {}
+        try:
+            with single_error():
+                async with trio.open_nursery() as nursery:
+
+                    async def attempt(address: str, over: trio.Event) -> None:
+                        try:
+                            opened.append(await self._open(address))
+                            nursery.cancel_scope.cancel()
+                        except (PeerError, ConfigError) as error:
+                            errors[address] = error
+                        over.set()
+
+                    over: trio.Event | None = None
+                    for address in in_order:
+                        if over is not None:
+                            with trio.move_on_after(self._stagger_s(address)):
+                                await over.wait()
+                        nursery.start_soon(attempt, address, over := trio.Event())
+        except BaseException:
+            await _end_all(opened)
+            raise
+        if not opened:
+            raise errors[in_order[-1]]
+        await _end_all(opened[1:])  # that were opened in the same moment
+        return opened[0]
+
+    def _stagger_s(self, address: str) -> float:
+        return self._policy.relay_stagger_s if _is_relayed(address) else self._policy.stagger_s
 
     async def _open(self, address: str) -> Connection:
         connection: Connection = await self._nursery.start(self._hold, address)
@@ -112,6 +147,52 @@ class ConnectionPool:
         link = await self.network.dial(address)
         async with open_connection(link) as connection:
             task_status.started(connection)
-            await connection.wait_ended()
+            async with trio.open_nursery() as nursery:
+                if connection.relayed:
+                    nursery.start_soon(self._better, connection, address)
+                await connection.wait_ended()
+                nursery.cancel_scope.cancel()
         if self._opened.get(connection.peer) is connection:
             del self._opened[connection.peer]
+
+    async def _better(self, connection: Connection, address: str) -> None:
+        """Have a direct connection follow a relayed one, which ends when nothing uses it any more."""
+        while True:
+            await connection.wait_direct()
+            with suppress(PeerError, ConfigError):
+                better = await self._open(address)
+                if better.relayed:  # it was direct for a moment
+                    await better.end()
+                else:
+                    await self._follow(connection, better)
+            if self._opened.get(connection.peer) is not connection:  # another was opened meanwhile
+                return await self._end_unused(connection)
+            await trio.sleep(self._policy.retry_s)
+
+    async def _follow(self, connection: Connection, better: Connection) -> None:
+        """Until the better one has ended."""
+        peer = connection.peer
+        connection.better = better
+        if self._opened.get(peer) is connection:
+            self._opened[peer] = better
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._end_unused, connection)
+            await better.wait_ended()
+            nursery.cancel_scope.cancel()
+        connection.better = None
+        if self._opened.get(peer) in (None, better):
+            self._opened[peer] = connection
+
+    async def _end_unused(self, connection: Connection) -> None:
+        await connection.wait_unused(self._policy.idle_s)
+        await connection.end()
+
+
+def _is_relayed(address: str) -> bool:
+    return "/p2p-circuit/" in address
+
+
+async def _end_all(connections: Sequence[Connection]) -> None:
+    for connection in connections:
+        with trio.CancelScope(shield=True):  # ends without waiting for anybody
+            await connection.end()

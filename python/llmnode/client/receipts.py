@@ -21,7 +21,7 @@ from llmnode.wire.receipt import Conviction, Receipt, is_proof, is_valid, profil
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from llmnode.client.hop import Chunk
+    from llmnode.client.chunk import Chunk
     from llmnode.core.ids import PeerId, SessionId
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ClientPolicy

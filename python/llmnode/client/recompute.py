@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode import _native
+from llmnode.client.chunk import Chunk
 from llmnode.client.flight import fly
-from llmnode.client.hop import Chunk, SessionHop
+from llmnode.client.hop import SessionHop
 from llmnode.core.ids import Epoch, Step
+from llmnode.core.scheduling import Priority
 from llmnode.errors import IntegrityError, NoRoute, PeerError, PeerRefused
 from llmnode.wire.log import PayloadLog
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
@@ -22,7 +24,7 @@ from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llmnode.client.hop import Hidden
+    from llmnode.client.chunk import Hidden
     from llmnode.client.receipts import ReceiptBook, Run, TakenIn
     from llmnode.client.recovery import Detours
     from llmnode.core.ids import PeerId
@@ -40,6 +42,10 @@ _TOLERANCE = {
 
 For float32 and raw that was 2e-6; it is 1e-4, for processors of other kinds. A mixture of experts was not measured:
 where its router is near a tie, honest peers may differ by more.
+"""
+_INT8_TOLERANCE = 0.5
+"""Of weights of 8 bits, in any dtype and codec: inputs are rounded to 8 bits too, and one that is half-way between two
+steps goes to either by the last bit of a sum. Most positions are then alike to the bit, and some 0.1 apart.
 """
 _LAST_STEP = 2**32 - 1
 _MOST_ASKED = 4
@@ -93,7 +99,8 @@ class Recomputer:
         self._model = model
         self._form = HiddenForm(model.hidden_size, codec)
         self._policy = policy
-        self._alone = replace(policy, push=False, upstream_logs=False)  # for a hop without neighbours
+        # For a hop without neighbours, which nobody waits for.
+        self._alone = replace(policy, push=False, upstream_logs=False, priority=Priority.BATCH)
         self._others = others
         self._book = book
         self._run = run
@@ -186,7 +193,10 @@ class Recomputer:
 
 def tolerance(dtype: str, codec: Codec) -> float:
     """What honest peers may be apart: `deviations` of what they compute in `dtype` and send in `codec`."""
-    return _TOLERANCE.get(dtype, _TOLERANCE["bfloat16"])[codec]
+    plain, _, quant = dtype.partition("+")
+    if quant == "int8":
+        return _INT8_TOLERANCE
+    return _TOLERANCE.get(plain, _TOLERANCE["bfloat16"])[codec]
 
 
 def deviations(one: Buffer, other: Buffer, hidden_size: int) -> list[float]:

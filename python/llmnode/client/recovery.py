@@ -40,15 +40,17 @@ class Detours(Protocol):
     """Who else holds a span: what a session asks when it has lost a peer."""
 
     def report(self, error: PeerError) -> None:
-        """A peer failed; others are preferred to it for a while. A refusal is no failure."""
+        """A peer failed; others are preferred to it for a while. A refusal is no failure: no room lasts as it says."""
 
     def suspect(self, peers: Collection[PeerId]) -> None:
         """One of these lied, and it is not known which."""
 
     async def find(
-        self, span: Span, avoid: Collection[PeerId], *, hurry: bool
+        self, span: Span, positions: int, avoid: Collection[PeerId], *, hurry: bool
     ) -> tuple[Route, Mapping[PeerId, Connection]]:
         """Hops that cover `span`, over peers not in `avoid`; in a `hurry` also over peers that have failed lately.
+
+        If possible they have room for so many `positions`.
 
         Raises NoRoute, or the PeerError of who could not be reached.
         """
@@ -95,6 +97,8 @@ class Trouble:
     """Lost hops that could not be reached. They may be back, and are asked before we wait for anybody."""
     failed_computations: Counter[Span | None] = field(default_factory=Counter)
     deadline_s: float = math.inf
+    room_in_s: float = 0.0
+    """The shortest wait for room that anybody named since everybody was asked; 0 if nobody did."""
 
     def avoided(self, *, hurry: bool) -> set[PeerId]:
         """Whom not to ask to take a place."""
@@ -103,6 +107,7 @@ class Trouble:
     def ask_all_again(self) -> None:
         self.failed.clear()
         self.cut_off.clear()
+        self.room_in_s = 0.0
 
     def note_lost(self, failure: PeerError, detours: Detours) -> None:
         """A hop of the session failed. Raises as `note`."""
@@ -118,6 +123,8 @@ class Trouble:
         if error.peer is not None:
             self.failed.add(error.peer)
         if isinstance(error, PeerRefused):
+            if error.retry_after_s is not None:
+                self.room_in_s = min(self.room_in_s or math.inf, error.retry_after_s)
             self.failed_computations[error.span] += error.code == RefusalCode.COMPUTE_FAILED
             if error.code in ALL_WOULD_REFUSE or self.failed_computations[error.span] > FAILED_COMPUTATIONS:
                 raise SessionLost(self.causes) from error

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ClientPolicy
     from llmnode.core.span import Span
+    from llmnode.core.traffic import Traffic
     from llmnode.wire.payload import Codec
 
 log = logging.getLogger(__name__)
@@ -59,21 +60,31 @@ class Router:
         self._model = model
         self._pool = pool
         self._policy = policy
-        self._bans = Bans(policy)
+        self._bans = Bans(policy.ban_s, policy.longest_ban_s)
         self._suspicion = Suspicion(policy)
+        self._full_until_s: dict[PeerId, float] = {}  # who had no room for a session, by its own estimate
         self._run = run
         self._rng = rng or random.Random()
 
+    @property
+    def traffic(self) -> Traffic:
+        return self._pool.network.traffic
+
     @asynccontextmanager
     async def open_session(
-        self, max_length: int, codec: Codec, beside: InferenceSession | None = None
+        self,
+        max_length: int,
+        codec: Codec,
+        beside: InferenceSession | None = None,
+        policy: ClientPolicy | None = None,
     ) -> AsyncIterator[InferenceSession]:
         """A session over the best route of peers that take it, or that of `beside`, if its peers do.
 
+        `policy` is for it alone, instead of the router's.
         Raises NoRoute or the PeerError that leaves none.
         """
         async with AsyncExitStack() as stack:
-            yield await self._open_session(stack, max_length, codec, beside)
+            yield await self._open_session(stack, max_length, codec, beside, policy or self._policy)
 
     @asynccontextmanager
     async def resume_session(self, saved: SavedSession) -> AsyncIterator[InferenceSession]:
@@ -94,36 +105,46 @@ class Router:
     async def find_any(self) -> Route:
         """A route whose peers answer; asks the directory if the view has none. Raises as `open_session` does."""
         try:
-            self.route, _ = await self._connected_route({})
+            self.route, _ = await self._connected_route({}, 0)
         except NoRoute:
             await self.swarm.look_up(self._model.digest)
-            self.route, _ = await self._connected_route({})
+            self.route, _ = await self._connected_route({}, 0)
         return self.route
 
     async def _open_session(
-        self, stack: AsyncExitStack, max_length: int, codec: Codec, beside: InferenceSession | None
+        self,
+        stack: AsyncExitStack,
+        max_length: int,
+        codec: Codec,
+        beside: InferenceSession | None,
+        policy: ClientPolicy,
     ) -> InferenceSession:
         def opening(
             route: Route, connections: Mapping[PeerId, Connection]
         ) -> AbstractAsyncContextManager[InferenceSession]:
             network = self._pool.network
-            book = ReceiptBook(network.peer, self._model, codec, self._policy, network.verify, self._run)
+            book = ReceiptBook(network.peer, self._model, codec, policy, network.verify, self._run)
             spot = self._spot_checks(codec, book)
-            return open_session(route, connections, self._model, max_length, codec, self._policy, self, book, spot)
+            return open_session(route, connections, self._model, max_length, codec, policy, self, book, spot)
 
-        if beside is not None:
-            with suppress(PeerError):
-                return await stack.enter_async_context(opening(beside.route, beside.connections))
         failed: dict[PeerId, PeerError] = {}
-        deadline_s = trio.current_time() + self._policy.open_patience_s
+        began_s = trio.current_time()
+        if beside is not None:
+            try:
+                return await stack.enter_async_context(opening(beside.route, beside.connections))
+            except PeerError as error:
+                self.report(error)
+                failed[error.peer or beside.route[0].peer] = error
         while True:
             try:
-                route, connections = await self._connected_route(failed)
+                route, connections = await self._connected_route(failed, max_length)
             except PeerError as error:
-                if isinstance(error, PeerRefused) or trio.current_time() > deadline_s:
+                pause_s = self._pause_s(error, failed, trio.current_time() - began_s, policy)
+                if pause_s is None:
                     raise
-                failed.clear()  # those that the view still counts on may be back
-                await trio.sleep(self._policy.retry_s)
+                log.info("asking again in %.1f s: %s", pause_s, error)
+                failed.clear()  # those that the view still counts on may be back, or have room
+                await trio.sleep(pause_s)
                 continue
             try:
                 session = await stack.enter_async_context(opening(route, connections))
@@ -145,11 +166,29 @@ class Router:
         start_soon = self._pool.start_soon
         return SpotChecks(self._model, codec, self._policy, self, book, self._rng, start_soon, self._run)
 
+    def _pause_s(
+        self, error: PeerError, failed: Mapping[PeerId, PeerError], waited_s: float, policy: ClientPolicy
+    ) -> float | None:
+        """How long to wait before those that have `failed` are asked again; None if that is of no use."""
+        refusals = [each.retry_after_s for each in failed.values() if isinstance(each, PeerRefused)]
+        if retries_s := [each for each in refusals if each]:
+            left_s = policy.room_patience_s - waited_s
+            pause_s = min(retries_s) * self._rng.uniform(1, 1.5)  # those that were refused together come apart
+            return min(pause_s, left_s) if left_s > policy.retry_s else None
+        is_hopeless = isinstance(error, PeerRefused) or waited_s > policy.open_patience_s
+        return None if is_hopeless else policy.retry_s
+
     # What a session asks that has lost a peer
 
     def report(self, error: PeerError) -> None:
         """See `Detours`."""
-        if error.peer is None or isinstance(error, PeerRefused):
+        if error.peer is None:
+            return
+        if isinstance(error, PeerRefused):
+            if error.retry_after_s is not None:
+                now_s = trio.current_time()
+                still = {each: until_s for each, until_s in self._full_until_s.items() if until_s > now_s}
+                self._full_until_s = {**still, error.peer: now_s + error.retry_after_s}
             return
         if isinstance(error, IntegrityError) and error.proof is not None:
             self._suspicion.convict(error.peer, trio.current_time())
@@ -160,13 +199,15 @@ class Router:
         self._suspicion.suspect(peers, trio.current_time())
 
     async def find(
-        self, span: Span, avoid: Collection[PeerId], *, hurry: bool
+        self, span: Span, positions: int, avoid: Collection[PeerId], *, hurry: bool
     ) -> tuple[Route, Mapping[PeerId, Connection]]:
         """See `Detours`."""
         usable = [
-            each for each in self._candidates() if each.peer not in avoid and (hurry or not self._is_banned(each))
+            each
+            for each in self._candidates(positions)
+            if each.peer not in avoid and (hurry or not self._is_banned(each))
         ]
-        route = find_detour(span, _held(usable), self._costs(usable))
+        route = find_detour(span, _held(usable), self._costs(usable, positions))
         connections = await self._connect(route, usable)
         self._warm_standbys(route)
         return route, connections
@@ -226,30 +267,35 @@ class Router:
                 nursery.start_soon(reach, peer)
         return connections
 
-    async def _connected_route(self, failed: dict[PeerId, PeerError]) -> tuple[Route, Mapping[PeerId, Connection]]:
-        """A route over peers that have not `failed`, each with a living connection; who cannot be reached is added."""
+    async def _connected_route(
+        self, failed: dict[PeerId, PeerError], positions: int
+    ) -> tuple[Route, Mapping[PeerId, Connection]]:
+        """A route for so many positions over peers that have not `failed`, each with a living connection.
+
+        Who cannot be reached is added to them.
+        """
         while True:
-            usable = [each for each in self._candidates() if each.peer not in failed]
-            route = self._route(usable, failed)
+            usable = [each for each in self._candidates(positions) if each.peer not in failed]
+            route = self._route(usable, failed, positions)
             try:
                 return route, await self._connect(route, usable)
             except PeerError as error:
                 self.report(error)
                 failed[error.peer or route[0].peer] = error
 
-    def _route(self, usable: Sequence[Announcement], failed: dict[PeerId, PeerError]) -> Route:
+    def _route(self, usable: Sequence[Announcement], failed: dict[PeerId, PeerError], positions: int) -> Route:
         """Over peers that are not banned, if that will do."""
         good = [each for each in usable if not self._is_banned(each)]
         try:
-            return find_route(self._model.blocks, _held(good), self._costs(good))
+            return find_route(self._model.blocks, _held(good), self._costs(good, positions))
         except NoRoute:
             pass
         try:
-            return find_route(self._model.blocks, _held(usable), self._costs(usable))
+            return find_route(self._model.blocks, _held(usable), self._costs(usable, positions))
         except NoRoute as error:
             if failed:
                 raise next(reversed(failed.values())) from error
-            raise NoRoute(error.missing, self._hint()) from None
+            raise NoRoute(error.missing, self._hint(error.missing, positions)) from None
 
     async def _connect(self, route: Sequence[Hop], usable: Sequence[Announcement]) -> Mapping[PeerId, Connection]:
         """Raises the PeerError of the first hop that cannot be reached."""
@@ -283,34 +329,48 @@ class Router:
     def _is_banned(self, announcement: Announcement) -> bool:
         return self._bans.is_banned(announcement.peer, trio.current_time())
 
-    def _costs(self, announcements: Sequence[Announcement]) -> dict[PeerId, HopCost]:
-        """By what peers say of themselves, dearer for the suspected. How long the way to each takes is not known."""
+    def _costs(self, announcements: Sequence[Announcement], positions: int = 0) -> dict[PeerId, HopCost]:
+        """By what peers say of themselves, dearer for the suspected and those without room for so many positions.
+
+        How long the way to each takes is not known.
+        """
         default, now_s = HopCost(), trio.current_time()
         costs = {}
         for each in announcements:
             penalty = self._suspicion.penalty(each.peer, now_s)
             block_s = each.offer.block_us / 1e6 or default.block_s
-            costs[each.peer] = HopCost(penalty * default.hop_s, penalty * block_s)
+            is_full = each.offer.kv_tokens_free < positions or self._full_until_s.get(each.peer, 0.0) > now_s
+            wait_s = self._policy.room_cost_s if is_full else 0.0
+            costs[each.peer] = HopCost(penalty * default.hop_s + wait_s, penalty * block_s)
         return costs
 
-    def _candidates(self) -> list[Announcement]:
+    def _candidates(self, positions: int = 0) -> list[Announcement]:
+        """Those whose KV is large enough for so many, when all of it is free."""
         model = self._model
         holders = online(self.swarm.view.of_model(model.digest))
         now_s = trio.current_time()
         usable = [
             each
             for each in holders
-            if each.offer.dtype == model.dtype and not self._suspicion.is_excluded(each.peer, now_s)
+            if each.offer.dtype == model.dtype
+            and each.offer.kv_tokens >= positions
+            and not self._suspicion.is_excluded(each.peer, now_s)
         ]
         self._rng.shuffle(usable)  # of equal peers, clients take different ones
         return usable
 
-    def _hint(self) -> str:
+    def _hint(self, missing: Sequence[Span], positions: int) -> str:
         """What the swarm has instead, if anything."""
+        offers = [each.offer for each in self._candidates()]
+        budgets = [each.kv_tokens for each in offers if any(_overlap(each.span, span) for span in missing)]
+        if budgets:
+            largest = f"{positions} positions are asked for, and the KV of those that hold some is for {max(budgets)}"
+            return f"{largest} at most: ask for fewer, or start servers with more --kv-tokens"
         others = self.swarm.view.announcements()
         ours = [each for each in others if each.offer.model_digest == self._model.digest]
         if dtypes := sorted({each.offer.dtype for each in ours} - {self._model.dtype}):
-            return f"some are held in {', '.join(dtypes)}, and {self._model.dtype} is asked for: choose with --dtype"
+            held = f"some are held in {', '.join(dtypes)}, and {self._model.dtype} is asked for"
+            return f"{held}: choose with --dtype and --quant"
         if models := sorted({each.offer.model for each in others if each not in ours}):
             return f"the peers serve {', '.join(models)}, of other weights than our {self._model.name}"
         return ""
@@ -318,3 +378,7 @@ class Router:
 
 def _held(announcements: Sequence[Announcement]) -> list[Hop]:
     return [Hop(each.peer, each.offer.span) for each in announcements]
+
+
+def _overlap(one: Span, other: Span) -> bool:
+    return one.start < other.end and other.start < one.end

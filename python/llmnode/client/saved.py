@@ -20,7 +20,7 @@ import msgpack
 
 from llmnode import _native
 from llmnode.core.ids import SESSION_ID_BYTES, Epoch, PeerId, SessionId
-from llmnode.core.model import DTYPES
+from llmnode.core.model import PRECISIONS
 from llmnode.core.policy import LinkPolicy
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
@@ -128,7 +128,7 @@ def parse(content: bytes) -> SavedSession:
         fields.binary("model_digest", _DIGEST_BYTES),
         blocks,
         hidden_size,
-        fields.choice("dtype", DTYPES),
+        fields.choice("dtype", PRECISIONS),
         codec,
         max_length,
         position,

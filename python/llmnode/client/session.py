@@ -17,6 +17,7 @@ import trio
 
 from llmnode.client import handover
 from llmnode.client.flight import fly
+from llmnode.client.holding import RelayedHold
 from llmnode.client.line import Line
 from llmnode.client.mending import Mender
 from llmnode.client.recovery import Trouble
@@ -30,15 +31,15 @@ from llmnode.errors import (
     SessionLost,
     single_error,
 )
-from llmnode.wire.payload import decode_hidden
+from llmnode.wire.payload import decode_hidden, payload_bytes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from llmnode.client.chunk import Chunk, HopTiming
     from llmnode.client.connection import Connection
     from llmnode.client.flight import Flight
-    from llmnode.client.hop import Chunk, HopTiming
     from llmnode.client.receipts import ReceiptBook
     from llmnode.client.recovery import Detours, Recovery
     from llmnode.client.saved import SavedSession
@@ -79,6 +80,7 @@ class InferenceSession:
         introduce = detours.introduce if detours is not None else None
         self._line = Line(model, max_length, codec, policy, introduce=introduce, book=book, spot=spot)
         self._mender = Mender(self._line, detours)
+        self._relayed = RelayedHold(policy.relayed)
         self._is_exported = False
 
     @property
@@ -123,7 +125,8 @@ class InferenceSession:
         Returns the same shape, as it leaves the last block. What crosses the wire is in the session's codec, in chunks
         of the policy's size, several under way at once. Peers that fail are replaced meanwhile. Raises SessionLost if
         that is of no use, after which only closing is left, as it is after a step that was cancelled; and NoRoute if
-        nobody holds a lost peer's blocks: the session stands where it stood, and the same step may be tried again.
+        nobody holds a lost peer's blocks: the session stands where it stood, and the same step may be tried again; and
+        so does ConfigError, if so much may not go through a relay.
         """
         self._line.check_open()
         row_bytes = self._line.model.row_bytes
@@ -132,6 +135,8 @@ class InferenceSession:
             raise LocalProtocolError(
                 f"{len(hidden)} bytes ({row_bytes} a position) at position {self.position} of {self.max_length}"
             )
+        size_bytes = payload_bytes(self._line.form.codec, length * self._line.model.hidden_size)
+        await self._relayed.pass_when_allowed(self._line.hops, length, size_bytes)
         waiting = deque(self._chunks(hidden))
         outputs: list[Buffer] = []
         with single_error():
@@ -235,6 +240,7 @@ class InferenceSession:
                     if (lost := self._line.lost) is not None:
                         raise lost.failure or LocalProtocolError("who is lost has failed")
                     await self._line.settle()
+                    await self._line.take_better_ways()
                     return await work()
                 except PeerError as error:
                     self._line.is_settled = False

@@ -93,6 +93,11 @@ class SpotChecks:
         self._end, self._scope, self._over = end, trio.CancelScope(), trio.Event()
         self._start_soon(partial(self._check, sample))
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a check is under way."""
+        return not self._over.is_set()
+
     def truncate(self, position: int) -> None:
         """Positions from `position` on are void: from now on nobody has to have them any more."""
         if position < self._end:

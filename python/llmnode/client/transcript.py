@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from llmnode.core.ids import SESSION_ID_BYTES, Epoch, PeerId, SessionId, Step
-from llmnode.core.model import DTYPES
+from llmnode.core.model import PRECISIONS
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
 from llmnode.wire.payload import Codec
@@ -133,7 +133,7 @@ def parse(text: bytes) -> Transcript:
     client = top.peer("client")
     model = top.object("model")
     name, digest, blocks = model.text("name", _LONGEST_NAME), model.digest("digest"), model.number("blocks", 1)
-    dtype, codec = model.choice("dtype", DTYPES), Codec(model.choice("codec", list(Codec)))
+    dtype, codec = model.choice("dtype", PRECISIONS), Codec(model.choice("codec", list(Codec)))
     model.end()
     reading = _Reading(client, profile_digest(digest, dtype, codec), _read_stages(top.objects("stages")))
     transcript = Transcript(

@@ -1,1 +1,1 @@
-"""The torch side: attention over many sequences, their KV, and the worker that runs it. Knows no network."""
+"""The torch side: attention over many sequences, their KV, and the worker, a thread or process. Knows no network."""

@@ -26,7 +26,9 @@ ATTENTION = "llmnode"
 class SequenceKV:
     """Keys and values of one sequence, per block, in slabs of `capacity` positions of which `length` are filled.
 
-    A slab is reserved address space; the system backs it with memory as positions are written.
+    A slab is reserved address space; the system backs it with memory as positions are written. Of a session for 8192
+    that had used 20, the 20 took twice what they hold, as each head has pages of its own (`llmnode bench memory`).
+    Smaller pages of ours would save that alone, and attention would have to gather them at every step.
     """
 
     capacity: int
@@ -38,10 +40,10 @@ class SequenceKV:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write (1, heads, new, head_dim) at position `start` and return all of (1, heads, start + new, head_dim)."""
         slabs = self._slabs_of(layer, (keys, values))
-        end = start + keys.shape[2]
-        for slab, new in zip(slabs, (keys, values), strict=True):
-            slab[:, :, start:end] = new
-        return slabs[0][:, :, :end], slabs[1][:, :, :end]
+        length = keys.shape[2]
+        slabs[0].narrow(2, start, length).copy_(keys)
+        slabs[1].narrow(2, start, length).copy_(values)
+        return slabs[0].narrow(2, 0, start + length), slabs[1].narrow(2, 0, start + length)
 
     def copy(self, other: SequenceKV, start: int, end: int) -> None:
         """Have the positions [start, end) be those of `other`, in all blocks, and be the last ones."""
@@ -69,6 +71,7 @@ class Segment:
     start: int
     length: int
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # by window: blocks of one kind share it
+    _biased: list[torch.Tensor] = field(default_factory=list)  # shared by all blocks, once there is one
 
     def seen_from(self, window: int | None) -> int:
         """The first position that any token of the segment looks at; with a window each sees that many, itself too."""
@@ -91,6 +94,14 @@ class Segment:
             self._masks[window] = mask
         return mask
 
+    def biased_mask(self, key_bias: torch.Tensor) -> torch.Tensor:
+        """(heads, length or 1, positions) to be added to scores; `key_bias` is the same in all blocks."""
+        if not self._biased:
+            biased = key_bias[:, None, : self.start + self.length]
+            mask = self.mask(None, key_bias.device)
+            self._biased.append(biased if mask is None else biased.masked_fill(~mask, float("-inf")))
+        return self._biased[0]
+
 
 segments_of_forward: ContextVar[Sequence[Segment]] = ContextVar("segments_of_forward")
 """What the row of the running forward consists of. Set around each forward, in the thread that runs it."""
@@ -106,24 +117,34 @@ def ragged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    key_bias: torch.Tensor | None = None,
     **_unused: Any,  # Any: transformers passes what some family needs
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention of each segment over its own KV. query: (1, heads, tokens, head_dim), key and value likewise."""
+    """Causal attention of each segment over its own KV. query: (1, heads, tokens, head_dim), key and value likewise.
+
+    `key_bias`, (heads, positions), is added to scores by what is looked at: ALiBi, for which there is no window.
+    """
     if s_aux is not None:
         raise ModelError("this model has attention sinks, which are not supported")
     layer: int = module.layer_idx  # type: ignore[assignment]  # set by transformers on every attention module
     outputs: list[torch.Tensor] = []
-    offset = 0
-    for segment in segments_of_forward.get():
-        row = slice(offset, offset + segment.length)
-        keys, values = segment.kv.extend(layer, segment.start, key[:, :, row], value[:, :, row])
-        seen = slice(segment.seen_from(sliding_window), None)
-        attended = query[:, :, row], keys[:, :, seen], values[:, :, seen]
-        if softcap is None:
-            outputs.append(_attend(*attended, segment, sliding_window, scaling))
+    segments = segments_of_forward.get()
+    lengths = [segment.length for segment in segments]
+    of_segments = (each.split(lengths, dim=2) for each in (query, key, value))
+    for segment, new_query, new_keys, new_values in zip(segments, *of_segments, strict=True):
+        keys, values = segment.kv.extend(layer, segment.start, new_keys, new_values)
+        if seen_from := segment.seen_from(sliding_window):
+            keys, values = keys[:, :, seen_from:], values[:, :, seen_from:]
+        if key_bias is not None:
+            mask, gqa = segment.biased_mask(key_bias)[None], query.shape[1] != keys.shape[1]
+            outputs.append(
+                scaled_dot_product_attention(new_query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=gqa)
+            )
+        elif softcap is None:
+            outputs.append(_attend(new_query, keys, values, segment, sliding_window, scaling))
         else:
-            outputs.append(_attend_softcapped(*attended, segment.mask(sliding_window, query.device), scaling, softcap))
-        offset += segment.length
+            mask = segment.mask(sliding_window, query.device)
+            outputs.append(_attend_softcapped(new_query, keys, values, mask, scaling, softcap))
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return output.transpose(1, 2).contiguous(), None
 

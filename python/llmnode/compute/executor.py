@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from llmnode.compute.attention import ATTENTION, Segment, SequenceKV, register, segments_of_forward
+from llmnode.compute.heap import give_back
+from llmnode.compute.own_attention import replace_own_attention
 from llmnode.compute.tensors import from_bytes, to_bytes
 from llmnode.errors import LocalProtocolError
 from llmnode.models.parts import load_span, tensor_bytes
@@ -56,6 +58,7 @@ class SpanExecutor:
             raise LocalProtocolError("this session is open already")
         if max_length > self._kv_tokens_free:
             return False
+        give_back()
         self._kv_tokens_free -= max_length
         self._sequences[session] = _Sequence(SequenceKV(max_length), span)
         return True
@@ -92,6 +95,8 @@ class SpanExecutor:
         sequence = self._sequences.pop(session, None)
         if sequence is not None:
             self._kv_tokens_free += sequence.kv.capacity
+            del sequence
+            give_back()
 
     def _segment(self, piece: Piece) -> Segment:
         kv = self._sequences[piece.session].kv
@@ -112,12 +117,19 @@ class SpanExecutor:
 
 
 def load_executor(
-    folder: ModelFolder, span: Span, kv_tokens: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    folder: ModelFolder,
+    span: Span,
+    kv_tokens: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    quant: str = "none",
 ) -> SpanExecutor:
     """Read the span's tensors and make its executor. Takes seconds: run it off the event loop.
 
-    Weights and KV are of `dtype`, whatever it is on disk, and on torch's `device`.
+    Weights and KV are of `dtype`, whatever it is on disk, and on torch's `device`; `quant` is for the weights of linear
+    layers, one of `core.model.QUANTS`.
     """
     register()
-    model = load_span(folder, span, ATTENTION, dtype).to(device)
+    model = load_span(folder, span, ATTENTION, dtype, device, quant)
+    replace_own_attention(model)
     return SpanExecutor(model, folder.info.hidden_size, kv_tokens, device)

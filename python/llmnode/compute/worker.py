@@ -1,20 +1,24 @@
-"""Runs torch off the event loop, one call at a time."""
+"""Runs torch off the event loop, one call at a time, or a batch."""
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
-from llmnode.ports import Computed
+from llmnode.compute.batching import BatchingWorker
+from llmnode.compute.work import do
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from llmnode.core.ids import SessionId
+    from llmnode.compute.work import Done, Work
+    from llmnode.core.model import ModelInfo
+    from llmnode.core.policy import BatchPolicy
     from llmnode.core.span import Span
-    from llmnode.ports import Executor, Piece
+    from llmnode.ports import Executor, Loader
 
 T = TypeVar("T")
 
@@ -30,40 +34,52 @@ class ComputeThread:
         return await trio.to_thread.run_sync(call, limiter=self._limiter)
 
 
-class ThreadWorker:
-    """The `Worker` port: an executor in a thread of this process."""
+class ThreadLoader:
+    """Loads blocks in a thread of this process, which is what can be lost only with it: see `ProcessLoader`."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, loader: Loader) -> None:
+        self.tensor_bytes = 0
+        self._loader = loader
+
+    async def open_model(self) -> ModelInfo:
+        model = await trio.to_thread.run_sync(self._loader.open_model, abandon_on_cancel=True)
+        # The compute thread must not keep the event loop from its heartbeats for longer than this.
+        sys.setswitchinterval(0.0005)
+        return model
+
+    async def fitting_blocks(self) -> int:
+        return await trio.to_thread.run_sync(self._loader.fitting_blocks)
+
+    async def load(self, span: Span) -> ThreadWorker:
+        loaded = await trio.to_thread.run_sync(self._loader.load, span, abandon_on_cancel=True)
+        self.tensor_bytes = loaded.tensor_bytes
+        return ThreadWorker(loaded.executor)
+
+    def serves(self) -> None:
+        """Nobody needs to know."""
+
+    async def wait_lost(self) -> None:
+        await trio.sleep_forever()
+
+    def kill(self) -> None:
+        """A forward that runs has to be waited for."""
+
+    async def end(self) -> None:
+        """The thread is trio's."""
+
+
+class ThreadWorker(BatchingWorker):
+    """The `Worker` port: an executor in a thread of this process, one hop to it and back for each batch."""
+
+    def __init__(self, executor: Executor, policy: BatchPolicy | None = None) -> None:
         self._executor = executor
         self._thread = ComputeThread()
+        super().__init__(executor, self._run_in_thread, time.perf_counter, policy)
 
-    @property
-    def span(self) -> Span:
-        return self._executor.span
+    async def _run_in_thread(self, work: Work) -> tuple[Done, float, float]:
+        def timed() -> tuple[Done, float, float]:
+            began_s = time.perf_counter()
+            done = do(self._executor, work)
+            return done, began_s, time.perf_counter()
 
-    @property
-    def kv_tokens_free(self) -> int:
-        return self._executor.kv_tokens_free()
-
-    async def open(self, session: SessionId, span: Span, max_length: int) -> bool:
-        return await self._thread.run(lambda: self._executor.open(session, span, max_length))
-
-    async def forward(self, piece: Piece) -> Computed:
-        asked = time.perf_counter_ns()
-
-        def compute() -> Computed:
-            started = time.perf_counter_ns()
-            (hidden,) = self._executor.forward([piece])
-            done = time.perf_counter_ns()
-            return Computed(hidden, queue_us=(started - asked) // 1000, compute_us=(done - started) // 1000)
-
-        return await self._thread.run(compute)
-
-    async def truncate(self, session: SessionId, length: int) -> None:
-        await self._thread.run(lambda: self._executor.truncate(session, length))
-
-    async def fork(self, session: SessionId, source: SessionId, shared: int, length: int) -> None:
-        await self._thread.run(lambda: self._executor.fork(session, source, shared, length))
-
-    async def close(self, session: SessionId) -> None:
-        await self._thread.run(lambda: self._executor.close(session))
+        return await self._thread.run(timed)

@@ -40,6 +40,8 @@ class Offer:
     span: Span
     state: PeerState
     block_us: int
+    kv_tokens: int
+    """Positions that all its sessions together may hold: a longer one will never have room. 0 while it is joining."""
     kv_tokens_free: int
 
     @property

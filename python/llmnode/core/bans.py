@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
-    from llmnode.core.policy import ClientPolicy
 
 
 @dataclass(slots=True)
@@ -22,19 +21,20 @@ class Bans:
     Who has not failed again for the longest time after its ban is as good as new, and nothing is kept of it.
     """
 
-    def __init__(self, policy: ClientPolicy) -> None:
-        self._policy = policy
+    def __init__(self, first_s: float, longest_s: float) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
         self._bans: dict[PeerId, _Ban] = {}
 
     def report(self, peer: PeerId, now_s: float) -> None:
         """`peer` failed. What it did before a ban ended counts once: a dozen sessions may notice one death."""
-        forgotten_s = now_s - self._policy.longest_ban_s
+        forgotten_s = now_s - self._longest_s
         self._bans = {each: ban for each, ban in self._bans.items() if ban.until_s > forgotten_s}
         ban = self._bans.get(peer)
         if ban is None:
-            self._bans[peer] = _Ban(now_s + self._policy.ban_s, self._policy.ban_s)
+            self._bans[peer] = _Ban(now_s + self._first_s, self._first_s)
         elif ban.until_s <= now_s:
-            ban.length_s = min(2 * ban.length_s, self._policy.longest_ban_s)
+            ban.length_s = min(2 * ban.length_s, self._longest_s)
             ban.until_s = now_s + ban.length_s
 
     def is_banned(self, peer: PeerId, now_s: float) -> bool:

@@ -7,6 +7,16 @@ from dataclasses import dataclass
 FP32_BYTES = 4
 DTYPES = ("float32", "bfloat16", "float16")
 """What blocks are computed in. Only float32 is exact (design section 7)."""
+QUANTS = ("none", "int8", "nf4")
+"""What the weights of their linear layers are rounded to, in memory alone."""
+
+
+def precision(dtype: str, quant: str) -> str:
+    """Both in one word, which is what peers call the dtype: another is another profile, to older peers too."""
+    return dtype if quant == "none" else f"{dtype}+{quant}"
+
+
+PRECISIONS = tuple(precision(dtype, quant) for dtype in DTYPES for quant in QUANTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +24,8 @@ class ModelInfo:
     """Two peers serve the same model if their `digest`s are equal; the rest is for people and for limits.
 
     `digest` is 32 bytes over name, revision, config and tensor index (`llmnode.models.folder`).
-    `dtype` is what the blocks are computed in; hidden states between them are fp32 whatever it is. `context_tokens` is
-    the longest sequence that the model was made for.
+    `dtype`, one of `PRECISIONS`, is what the blocks are computed in, and what their weights are rounded to; hidden
+    states between them are fp32 whatever it is. `context_tokens` is the longest sequence that the model was made for.
     """
 
     name: str

@@ -31,6 +31,8 @@ class Family:
     enter: tuple[str, ...] = ()  # what else comes before the blocks
     multiplier: str | None = None  # a factor for what enters the blocks, embedded here or elsewhere
     leave: tuple[str, ...] = ("norm",)
+    own_attention: bool = False  # code of its own, which `compute/own_attention.py` replaces
+    context_tokens: int | None = None  # that it was made for, where its configs do not say
 
     @property
     def block_prefix(self) -> str:
@@ -39,7 +41,17 @@ class Family:
 
 
 FAMILIES = {
+    "bloom": Family(
+        "transformer",
+        blocks="h",
+        tokens="word_embeddings",
+        enter=("word_embeddings_layernorm",),
+        leave=("ln_f",),
+        own_attention=True,
+        context_tokens=2048,
+    ),
     "cohere": Family(),
+    "falcon": Family("transformer", blocks="h", tokens="word_embeddings", leave=("ln_f",), own_attention=True),
     "gemma": Family(),
     "gemma2": Family(),
     "gemma3_text": Family(),
@@ -84,11 +96,21 @@ def family_of(config: PreTrainedConfig) -> Family:
     return family
 
 
+def kv_heads(config: Any) -> int:  # Any: each family's config has attributes of its own
+    """Heads of keys and values in a block."""
+    if config.model_type == "falcon":
+        shared = config.multi_query and not config.new_decoder_architecture
+        return 1 if shared else int(config.num_kv_heads)
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
 def _refused_options(config: Any) -> Iterator[str]:  # Any: each family's config has attributes of its own
     if getattr(config, "quantization_config", None) is not None:
         yield "quantized weights"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         yield "attention that is not causal"
+    if getattr(config, "slow_but_exact", False) and config.pretraining_tp > 1:
+        yield "slow_but_exact, products cut as they were in training"
     if getattr(config, "add_cross_attention", False):
         yield "cross attention"
     parameters = getattr(config, "rope_parameters", None) or {}

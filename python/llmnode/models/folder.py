@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import ExitStack
+from collections import deque
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+
+_MAPPED_BYTES = 64 << 20
+"""Of a file that is read, so much is in memory beside the copies: then it is opened anew."""
 
 Header = dict[str, tuple[str, list[int]]]
 """What a safetensors file says of its tensors: by name, dtype and shape."""
@@ -62,9 +65,13 @@ class ModelFolder:
             digest=self.digest,
             blocks=self._size("num_hidden_layers"),
             hidden_size=self._size("hidden_size"),
-            context_tokens=self._size("max_position_embeddings"),
+            context_tokens=self._context_tokens(),
             dtype="float32",
         )
+
+    def _context_tokens(self) -> int:
+        family = FAMILIES.get(self.config.model_type)
+        return (family and family.context_tokens) or self._size("max_position_embeddings")
 
     def _size(self, attribute: str) -> int:
         """By the name that transformers gives it; families that name it otherwise (`n_layer`) are mapped there."""
@@ -81,15 +88,10 @@ class ModelFolder:
         files = {name: self._file_of(name) for name in names}
         self.obtain(sorted(set(files.values())))
         tensors: dict[str, torch.Tensor] = {}
-        with ExitStack() as stack:
-            opened: dict[Path, Any] = {}  # Any: safetensors publishes no type for an open file
-            for name, file in files.items():
-                try:
-                    if file not in opened:
-                        opened[file] = stack.enter_context(safe_open(file, framework="pt"))
-                    tensors[name] = opened[file].get_tensor(name).to(dtype, copy=True)
-                except (OSError, SafetensorError) as error:
-                    raise ModelError(f"cannot read {name} from {file}: {error}") from error
+        for file in sorted(set(files.values())):
+            waiting = deque(name for name in files if files[name] == file)
+            while waiting:
+                tensors |= _read_some(file, waiting, dtype)
         return tensors
 
     def _file_of(self, name: str) -> Path:
@@ -97,6 +99,22 @@ class ModelFolder:
         if file is None:
             raise ModelError(f"{self.path} has no tensor {name!r}: the folder is incomplete")
         return file
+
+
+def _read_some(file: Path, names: deque[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Copies of the first of `names`, which are removed: at least one, and until enough of the file is mapped."""
+    tensors: dict[str, torch.Tensor] = {}
+    mapped = 0
+    try:
+        with safe_open(file, framework="pt") as opened:
+            while names and mapped < _MAPPED_BYTES:
+                stored = opened.get_tensor(names[0])
+                mapped += stored.nbytes
+                tensors[names.popleft()] = stored.to(dtype, copy=True)
+                del stored  # the map is let go when nothing refers to it
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot read {names[0]} from {file}: {error}") from error
+    return tensors
 
 
 def open_folder(path: Path, name: str, revision: str) -> ModelFolder:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _MAGIC = b"GGUF"
+_UNPROVEN = ("bloom", "falcon")  # they fuse queries, keys and values, in an order that GGUF has its own of
 _EXTRA_BYTES = 16 << 20  # config and tokenizer, beside the tensors
 _MEMORY_FACTOR = 2.5  # measured on the embedded model: the file's tensors, the model's, and what is being written
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -119,6 +120,8 @@ def _check(gguf: Path) -> int:
         raise ModelError(f"{gguf} is one of {parts} parts of a model: merge them with `llama-gguf-split --merge`")
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     family_of(_unquantized(config))
+    if config.model_type in _UNPROVEN:
+        raise ModelError(f"{gguf} is of the family {config.model_type!r}: use the model in safetensors")
     if option := _left_out(reader, config):
         raise ModelError(
             f"{gguf} has {option}, which transformers does not read from GGUF: use the model in safetensors"

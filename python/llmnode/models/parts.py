@@ -16,6 +16,7 @@ import torch
 from llmnode.core.span import Span
 from llmnode.errors import ModelError
 from llmnode.models.families import Family, family_of
+from llmnode.models.quantized import check_quantizable, quantize_block
 from llmnode.models.stored import read_parameters
 
 if TYPE_CHECKING:
@@ -91,30 +92,44 @@ class Ends:
         return scores
 
 
-def load_span(folder: ModelFolder, span: Span, attention: str, dtype: torch.dtype = torch.float32) -> SpanModel:
+def load_span(
+    folder: ModelFolder,
+    span: Span,
+    attention: str,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    quant: str = "none",
+) -> SpanModel:
     """Read the tensors of the blocks of `span`, and of no other, whatever their dtype on disk.
 
-    `attention` names an attention function registered with transformers.
+    `attention` names an attention function registered with transformers. If they are to be quantized, it is done block
+    by block, on torch's `device`: never more than one is there in `dtype`.
     Raises ModelError for an unsupported model or an incomplete folder.
     """
     family = family_of(folder.config)
-    model = _without_weights(folder, attention, dtype)
-    _load(folder, model, _of_blocks(model, family, span), dtype)
+    model = _without_weights(folder, family, attention, dtype)
     decoder = model.get_submodule(family.decoder)
     blocks = getattr(decoder, family.blocks)
+    if quant == "none":
+        _load(folder, model, _of_blocks(model, family, span), dtype)
+    else:
+        check_quantizable(blocks)
+        for block in range(span.start, span.end):
+            _load(folder, model, _of_blocks(model, family, Span(block, block + 1)), dtype)
+            quantize_block(blocks[block], quant, device)
     _remove_entry(decoder, family)
     _remove_exit(decoder, family)
     _remove_blocks(decoder, family)
     _check_transparent(folder, decoder, dtype)
     setattr(decoder, family.blocks, blocks[span.start : span.end])
-    return SpanModel(decoder, family, span, dtype).requires_grad_(False)
+    return SpanModel(decoder, family, span, dtype).requires_grad_(False).to(device)
 
 
 def load_ends(folder: ModelFolder, dtype: torch.dtype = torch.float32) -> Ends:
     """Embeddings, final norm and head. Tied embeddings are read once. Raises ModelError as `load_span`."""
     family = family_of(folder.config)
     _register_no_attention()
-    model = _without_weights(folder, _NO_ATTENTION, dtype)
+    model = _without_weights(folder, family, _NO_ATTENTION, dtype)
     names = {name for name in model.state_dict() if not name.startswith(family.block_prefix)}
     _load(folder, model, names, dtype)
     model.requires_grad_(False)
@@ -140,16 +155,20 @@ class _NoPositions(torch.nn.Module):
         return torch.zeros(())
 
 
-def _without_weights(folder: ModelFolder, attention: str, dtype: torch.dtype) -> Any:  # Any: as transformers types them
+def _without_weights(
+    folder: ModelFolder, family: Family, attention: str, dtype: torch.dtype
+) -> Any:  # Any: as transformers types them
     """The causal LM with parameters of no storage; buffers, which no file holds, are computed."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(folder.config)  # transformers writes into it
     with init_empty_weights(include_buffers=False):
+        known = "eager" if family.own_attention else attention
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+            config, dtype=dtype, attn_implementation=known, trust_remote_code=False
         )
+    model.config._attn_implementation = attention  # by which the decoder knows whether to make a mask
     return model.eval()  # dropout is for training
 
 
@@ -172,7 +191,7 @@ def _load(folder: ModelFolder, model: Any, names: set[str], dtype: torch.dtype) 
 def _remove_entry(decoder: Any, family: Family) -> None:
     setattr(decoder, family.tokens, None)
     for name in family.enter:
-        setattr(decoder, name, None)
+        setattr(decoder, name, torch.nn.Identity())
     if family.positions is not None:
         setattr(decoder, family.positions, _NoPositions())
     if family.multiplier is not None:

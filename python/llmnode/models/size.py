@@ -8,31 +8,59 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llmnode.models.families import family_of
+from llmnode.errors import ConfigError
+from llmnode.models.families import family_of, kv_heads
+from llmnode.models.parts import tensor_bytes
+from llmnode.models.quantized import quantized_bytes
 
 if TYPE_CHECKING:
     from llmnode.models.folder import ModelFolder
 
+_MOST_POSITIONS = 2**32 - 1
+"""What an announcement can say."""
 MEMORY_SHARE = 0.8
 """Of what is free, a server takes this much: other programs grow too."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """In the dtype that it was asked for. `kv_token_bytes` are of one position in one block."""
+    """In the dtype that it was asked for. `kv_token_bytes` are of one position in one block.
+
+    `log_token_bytes` are of what a server puts out for one position, in float32, and logs for as long as it has the KV.
+    """
 
     blocks: int
     block_bytes: int
     ends_bytes: int
     kv_token_bytes: int
+    log_token_bytes: int = 0
 
     def fitting_blocks(self, free_bytes: int, kv_tokens: int) -> int:
         """How many blocks a server has room for in its share of what is free, with all its KV in use."""
         return min(self.blocks, int(MEMORY_SHARE * free_bytes) // (self.block_bytes + kv_tokens * self.kv_token_bytes))
 
+    def fitting_blocks_beside(self, free_bytes: int, kv_bytes: int) -> int:
+        """As `fitting_blocks`, where all KV together takes so much."""
+        return max(0, min(self.blocks, (int(MEMORY_SHARE * free_bytes) - kv_bytes) // self.block_bytes))
 
-def measure_size(folder: ModelFolder, dtype: torch.dtype = torch.float32) -> ModelSize:
-    """Reads no tensor. Raises ModelError for a family that is not supported."""
+    def kv_tokens(self, free_bytes: int, kv_bytes: int, blocks: int) -> int:
+        """For how many positions of so many blocks, with what is logged of each, `kv_bytes` are enough.
+
+        Raises ConfigError if it is none, or if there is not so much beside the blocks, of what is free.
+        """
+        weights, token_bytes = blocks * self.block_bytes, blocks * self.kv_token_bytes + self.log_token_bytes
+        if weights + kv_bytes > free_bytes:
+            raise ConfigError(
+                f"{kv_bytes >> 20} MiB of KV do not fit: {free_bytes >> 20} MiB are free, of which {blocks} blocks "
+                f"take {weights >> 20}: lower --kv-memory, or serve fewer --blocks"
+            )
+        if kv_bytes < token_bytes:
+            raise ConfigError(f"{kv_bytes} bytes of KV hold no position of {blocks} blocks, which takes {token_bytes}")
+        return min(kv_bytes // token_bytes, _MOST_POSITIONS)
+
+
+def measure_size(folder: ModelFolder, dtype: torch.dtype = torch.float32, quant: str = "none") -> ModelSize:
+    """Reads no tensor. Raises ModelError for a family that is not supported, or not with its weights quantized."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -40,13 +68,13 @@ def measure_size(folder: ModelFolder, dtype: torch.dtype = torch.float32) -> Mod
     config = copy.deepcopy(folder.config)  # transformers writes into it
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    blocks = [0] * folder.info.blocks
-    ends = 0
-    for name, parameter in model.named_parameters():
-        if name.startswith(family.block_prefix):
-            blocks[int(name.removeprefix(family.block_prefix).partition(".")[0])] += parameter.nbytes
-        else:
-            ends += parameter.nbytes
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    blocks = [
+        tensor_bytes(block) if quant == "none" else quantized_bytes(block, quant)
+        for block in getattr(model.get_submodule(family.decoder), family.blocks)
+    ]
+    ends = sum(
+        parameter.nbytes for name, parameter in model.named_parameters() if not name.startswith(family.block_prefix)
+    )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return ModelSize(len(blocks), max(blocks), ends, kv_token_bytes=2 * heads * head_dim * dtype.itemsize)
+    kv_token_bytes = 2 * kv_heads(config) * head_dim * dtype.itemsize
+    return ModelSize(len(blocks), max(blocks), ends, kv_token_bytes, 4 * config.hidden_size)

@@ -6,28 +6,46 @@ Knows nothing of models and sessions.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
-import socket
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
-import psutil
 import trio
 from libp2p.custom_types import TProtocol
 from libp2p.exceptions import BaseLibp2pError
 from libp2p.network.exceptions import SwarmException
 from libp2p.network.stream.exceptions import StreamError
 from libp2p.peer.id import ID
-from libp2p.peer.peerinfo import InvalidAddrError, info_from_p2p_addr
 from multiaddr import Multiaddr
-from multiaddr.exceptions import Error as MultiaddrError
 
 from llmnode.core.ids import PeerId
-from llmnode.errors import ConfigError, PeerUnreachable
+from llmnode.core.nat import judge
+from llmnode.core.policy import CircuitPolicy, ReachPolicy
+from llmnode.core.traffic import Traffic
+from llmnode.errors import PeerUnreachable
+from llmnode.net.addresses import (
+    all_reachable,
+    check_bindable,
+    of_peer,
+    own_ips,
+    parse_announced,
+    parse_listen,
+    parse_peer,
+    parse_relay,
+    peer_at_ip,
+    relay_of,
+    tcp_address,
+    with_peer,
+)
+from llmnode.net.circuit import Circuits
+from llmnode.net.circuit_relay import Relay, RelayCounts
+from llmnode.net.circuit_wire import HOP, STOP, limit_bytes_of
+from llmnode.net.connections import HeldConnections, connection_of, innermost, is_relayed
 from llmnode.net.identity import fresh_identity, identity_of, is_signed, open_identity
 from llmnode.net.libp2p_host import open_host
 from llmnode.net.link import Libp2pLink
-from llmnode.wire.messages import ADDRESS_CHARS
+from llmnode.net.punch import Puncher
+from llmnode.net.reach import AUTONAT, DialBacks, look
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
@@ -39,38 +57,62 @@ if TYPE_CHECKING:
     from libp2p.network.swarm import Swarm
     from libp2p.peer.peerinfo import PeerInfo
 
-    from llmnode.core.policy import LinkPolicy
+    from llmnode.core.nat import Reach
+    from llmnode.core.policy import LinkPolicy, RelayPolicy
+    from llmnode.net.yamux import YamuxConnection
 
 LINK_PROTOCOL = TProtocol("/llmnode/link/1")
-LISTEN_ANY_LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-
-ANNOUNCED_HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6")
-
 ACCEPT_QUEUE = 16
 """Links opened to us that nobody has taken yet; more are refused."""
 
 
 @contextlib.asynccontextmanager
 async def open_network(
-    listen: Sequence[str], policy: LinkPolicy, identity: Path | bytes | None = None, announce: Sequence[str] = ()
+    listen: Sequence[str],
+    policy: LinkPolicy,
+    identity: Path | bytes | None = None,
+    announce: Sequence[str] = (),
+    swarm_key: bytes | None = None,
+    relays: Sequence[str] = (),
+    relay_policy: RelayPolicy | None = None,
+    circuit_policy: CircuitPolicy | None = None,
 ) -> AsyncIterator[Libp2pNetwork]:
     """Run a host that listens at the multiaddrs `listen`; none means that it only dials.
 
     Others are told that it is at `announce`, by default where it listens. Its identity is that in the file `identity`,
-    or of that key, by default a fresh one. Raises ConfigError for an address that is malformed, of another transport,
-    or taken, and for a file that holds no identity.
+    or of that key, by default a fresh one. With the `swarm_key` of a private swarm it links with its members alone (see
+    `swarm_key.py`). Who is reached through `relays` announces these and `announce`, not where it listens: others would
+    first try that in vain. With a `relay_policy` it is a relay itself.
+
+    Raises ConfigError for an address that is malformed, of another transport, or taken, and for a file that holds no
+    identity; PeerUnreachable if none of `relays` reserves for us at first.
     """
-    addresses = [_parse_listen(address) for address in listen]
+    addresses = [parse_listen(address) for address in listen]
     for address in addresses:
-        _check_bindable(address)
+        check_bindable(address)
     announced = [parse_announced(address) for address in announce]
+    reserving = {relay.peer_id: relay for relay in map(parse_relay, relays)}
     key_pair = _identity(identity)
     peer = PeerId(ID.from_pubkey(key_pair.public_key).to_base58())
-    told = [_of_peer(address, peer) for address in announced]
-    async with open_host(key_pair, addresses, policy, told) as host, trio.open_nursery() as nursery:
-        network = Libp2pNetwork(host, nursery, policy, listens=bool(addresses), announced=[str(each) for each in told])
+    told = [of_peer(address, peer) for address in announced]
+    async with open_host(key_pair, addresses, policy, told, swarm_key) as host, trio.open_nursery() as nursery:
+        network = Libp2pNetwork(
+            host,
+            nursery,
+            policy,
+            circuit_policy or CircuitPolicy(),
+            listens=bool(addresses),
+            announced=[str(each) for each in told],
+            reserves=bool(reserving),
+        )
         host.set_stream_handler(LINK_PROTOCOL, network.take_stream)
+        if addresses:
+            host.set_stream_handler(AUTONAT, DialBacks(cast("Swarm", host.get_network()), ReachPolicy()).take_request)
         try:
+            if relay_policy is not None:
+                network.serve_circuits(relay_policy)
+            if reserving:
+                await network.reserve(list(reserving.values()))
             yield network
         finally:
             nursery.cancel_scope.cancel()
@@ -84,9 +126,15 @@ def _identity(identity: Path | bytes | None) -> KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class OpenCounts:
-    """What a network has open now. `streams` are of all protocols: links, and libp2p's own."""
+    """What a network has open now; `relayed` of the links are through a relay, and `circuits` go through us.
+
+    `streams` are of all protocols: links, and libp2p's own.
+    """
 
     links: int
+    relayed: int
+    circuits: int
+    reservations: int
     connections: int
     streams: int
 
@@ -95,15 +143,31 @@ class Libp2pNetwork:
     """The `Network` port over a running libp2p host. Made by `open_network`."""
 
     def __init__(
-        self, host: IHost, nursery: trio.Nursery, policy: LinkPolicy, *, listens: bool, announced: Sequence[str] = ()
+        self,
+        host: IHost,
+        nursery: trio.Nursery,
+        policy: LinkPolicy,
+        circuit_policy: CircuitPolicy,
+        *,
+        listens: bool,
+        announced: Sequence[str] = (),
+        reserves: bool = False,
     ) -> None:
         self.host = host
         self._nursery = nursery
         self._policy = policy
         self._listens = listens
         self._announced = announced
+        self._reserves = reserves
+        self._traffic = Traffic()
         self._links: dict[Libp2pLink, IMuxedConn] = {}
         self._opened, self._accepted = trio.open_memory_channel[Libp2pLink](ACCEPT_QUEUE)
+        self._held = HeldConnections(host, policy, lambda connection: connection in self._links.values())
+        self._circuits = Circuits(host, nursery, policy, circuit_policy, self._held)
+        self._puncher = Puncher(host, nursery, circuit_policy.punch, self._held)
+        self._puncher.start(host)
+        self._relay: Relay | None = None
+        self._dialling: dict[tuple[ID, Multiaddr], trio.Lock] = {}
 
     @property
     def peer(self) -> PeerId:
@@ -111,21 +175,37 @@ class Libp2pNetwork:
 
     @property
     def addresses(self) -> list[str]:
-        if self._announced:
-            return list(self._announced)
-        return _all_reachable(self.host.get_addrs()) if self._listens else []
+        if self._announced or self._reserves:
+            return [*self._announced, *self._circuits.addresses]
+        return all_reachable(self.host.get_addrs()) if self._listens else []
+
+    async def wait_addresses_changed(self) -> None:
+        """Until a relay through which we are reached is lost or there again."""
+        await self._circuits.wait_changed()
 
     @property
     def listening(self) -> list[str]:
         """Where it listens, whatever it announces: multiaddrs that end in `/p2p/ID`."""
         if not self._listens:
             return []
-        return _all_reachable([_with_peer(each, self.peer) for each in self.host.get_transport_addrs()])
+        return all_reachable([with_peer(each, self.peer) for each in self.host.get_transport_addrs()])
 
     def count_open(self) -> OpenCounts:
         connections = cast("Swarm", self.host.get_network()).get_connections()
         streams = sum(len(connection.get_streams()) for connection in connections)
-        return OpenCounts(links=len(self._links), connections=len(connections), streams=streams)
+        granted = RelayCounts(0, 0) if self._relay is None else self._relay.count()
+        return OpenCounts(
+            links=len(self._links),
+            relayed=sum(link.relayed for link in self._links),
+            circuits=granted.circuits,
+            reservations=granted.reservations,
+            connections=len(connections),
+            streams=streams,
+        )
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._traffic
 
     @property
     def key(self) -> bytes:
@@ -140,23 +220,97 @@ class Libp2pNetwork:
     async def dial(self, address: str) -> Libp2pLink:
         info = parse_peer(address)
         peer = PeerId(info.peer_id.to_base58())
+        link = None
         try:
             with trio.fail_after(self._policy.dial_timeout_s):
                 await self._until_ended_links_are_gone(peer)
-                await self.host.connect(info)
-                stream = cast("NetStream", await self.host.new_stream(info.peer_id, [LINK_PROTOCOL]))
-        except trio.Cancelled:
-            await self._forget_unused_connections(info.peer_id)
-            raise
+                with self._held.hold(info.peer_id):
+                    await self._connect(info)
+                    stream = cast("NetStream", await self.host.new_stream(info.peer_id, [LINK_PROTOCOL]))
+                    link = self._link(stream, peer)
+                    self._links[link] = stream.muxed_conn
         except trio.TooSlowError:
-            await self._forget_unused_connections(info.peer_id)
             raise PeerUnreachable(f"no answer from {address} in {self._policy.dial_timeout_s:g} s", peer=peer) from None
+        except PeerUnreachable as error:
+            raise PeerUnreachable(f"cannot connect to {address}: {error.message}", peer=peer) from error
         except (BaseLibp2pError, SwarmException, StreamError, OSError) as error:
-            await self._forget_unused_connections(info.peer_id)
-            raise PeerUnreachable(f"cannot connect to {address} ({_innermost(error)})", peer=peer) from error
-        link = self._link(stream, peer)
+            raise PeerUnreachable(f"cannot connect to {address} ({innermost(error)})", peer=peer) from error
+        finally:
+            if link is None:
+                # A connection over which no stream could be opened would be given to the next dial as well.
+                await self._held.close_unused(info.peer_id)
         self._nursery.start_soon(self._run, link, stream.muxed_conn)
+        await self._held.close_superseded(info.peer_id)
         return link
+
+    async def _connect(self, info: PeerInfo) -> None:
+        """Have a connection, a direct one for a direct address: links go over that, whatever else there is.
+
+        Raises PeerUnreachable, or an error of libp2p.
+        """
+        relay = relay_of(info)
+        if relay is not None:
+            if not self._held.living(info.peer_id):
+                await self._circuits.connect(relay, info.peer_id)
+            return
+        async with self._one_dial(info):
+            if self._held.direct(info.peer_id) is None:
+                # `connect` would find a relayed one enough, and dial the first address that it has ever heard of.
+                await cast("Swarm", self.host.get_network()).dial_addr(info.addrs[0], info.peer_id)
+
+    @contextlib.asynccontextmanager
+    async def _one_dial(self, info: PeerInfo) -> AsyncIterator[None]:
+        """Nobody else dials this peer at this address meanwhile."""
+        place = info.peer_id, info.addrs[0]
+        lock = self._dialling.setdefault(place, trio.Lock())
+        try:
+            async with lock:
+                yield
+        finally:
+            if not lock.locked():
+                self._dialling.pop(place, None)
+
+    async def look(self, addresses: Iterable[str], policy: ReachPolicy) -> Reach | None:
+        """How the peers at `addresses` see us, and whether they can dial us where we listen, or say that we do.
+
+        Those that are not at an IP address, but behind a relay or nowhere, are not asked. None if nobody answers.
+        """
+        peers = [info for address in addresses if (info := peer_at_ip(address)) is not None]
+        ports = {int(Multiaddr(each).value_for_protocol("tcp")) for each in (*self._announced, *self.listening)}
+        sights = await look(
+            cast("Swarm", self.host.get_network()),
+            self._held,
+            peers[: policy.peers],
+            lambda host: [tcp_address(host, port) for port in sorted(ports)],
+            policy,
+        )
+        return judge(sights, {str(ip) for ip in own_ips()})
+
+    async def reserve(self, relays: Sequence[PeerInfo]) -> None:
+        """From now on be reached through `relays`, all different.
+
+        Raises PeerUnreachable if none of them reserves for us at first.
+        """
+        self.host.set_stream_handler(STOP, self._circuits.take_circuit)
+        attempts: dict[ID, PeerUnreachable | None] = {}
+        all_tried = trio.Event()
+
+        def note(relay: PeerInfo, error: PeerUnreachable | None) -> None:
+            attempts.setdefault(relay.peer_id, error)
+            if len(attempts) == len(relays):
+                all_tried.set()
+
+        for relay in relays:
+            self._circuits.start_reserving(relay, partial(note, relay))
+        await all_tried.wait()
+        first, *_ = attempts.values()
+        if first is not None and all(attempts.values()):
+            raise first
+
+    def serve_circuits(self, policy: RelayPolicy) -> None:
+        """Be a relay for whoever asks, within `policy`."""
+        self._relay = Relay(self._nursery, policy, self._held, lambda: self.addresses)
+        self.host.set_stream_handler(HOP, self._relay.take_request)
 
     @contextlib.asynccontextmanager
     async def accept(self) -> AsyncIterator[Libp2pLink]:
@@ -187,6 +341,9 @@ class Libp2pNetwork:
         finally:
             del self._links[link]
 
+    def _count(self, traffic: Traffic) -> None:
+        self._traffic += traffic
+
     def _links_with(self, peer: PeerId) -> list[Libp2pLink]:
         return [link for link in self._links if link.peer == peer]
 
@@ -196,127 +353,30 @@ class Libp2pNetwork:
             if link.has_ended:
                 await link.wait_closed()
 
-    async def _forget_unused_connections(self, peer: ID) -> None:
-        """A connection over which no stream could be opened would be given to the next dial as well."""
-        if not self._links_with(PeerId(peer.to_base58())):
-            with trio.move_on_after(self._policy.farewell_s, shield=True):
-                await self.host.disconnect(peer)
-
     def _link(self, stream: NetStream, peer: PeerId) -> Libp2pLink:
         async def drop() -> None:
-            """A connection goes with its last link. This one alone: the peer may have dialled again already."""
+            """A connection goes with its last link, if nothing else holds it; or if it is silent: who holds it would
+            find that out too late. This one alone: the peer may have dialled again already.
+            """
             with trio.move_on_after(self._policy.farewell_s, shield=True):
-                if list(self._links.values()).count(stream.muxed_conn) > 1:
+                muxed = cast("YamuxConnection", stream.muxed_conn)
+                used = list(self._links.values()).count(muxed) > 1 or self._held.is_held(muxed)
+                if used and not muxed.is_silent(2 * self._policy.heartbeat_s):
                     await stream.reset()
                 else:
-                    assert stream.swarm_conn is not None
-                    await stream.swarm_conn.close()
+                    await connection_of(stream).close()
 
-        return Libp2pLink(stream, peer, self._policy, drop)
+        async def wait_direct() -> None:
+            await self._puncher.wait_direct(stream.muxed_conn.peer_id)
 
-
-def _all_reachable(addresses: Iterable[Multiaddr]) -> list[str]:
-    return list(dict.fromkeys(each for address in addresses for each in _reachable(address)))
-
-
-def _reachable(address: Multiaddr) -> list[str]:
-    """A host that listens everywhere names the addresses of its interfaces; of the loopback only if it has no other."""
-    version = next(iter(address.protocols())).name
-    ip = ipaddress.ip_address(address.value_for_protocol(version))
-    if not ip.is_unspecified:
-        return [str(address)]
-    own = [
-        ipaddress.ip_address(each.address.partition("%")[0])
-        for interface in psutil.net_if_addrs().values()
-        for each in interface
-        if each.family in (socket.AF_INET, socket.AF_INET6)
-    ]
-    usable = [each for each in own if each.version == ip.version and not each.is_link_local]
-    others = [each for each in usable if not each.is_loopback] or usable
-    return [str(address).replace(f"/{ip}/", f"/{each}/", 1) for each in others]
-
-
-def _check_bindable(address: Multiaddr) -> None:
-    """libp2p would share a port that another process holds (SO_REUSEPORT), and is silent where it cannot listen.
-
-    Raises ConfigError.
-    """
-    version, port = (protocol.name for protocol in address.protocols())
-    ip = address.value_for_protocol(version)
-    with socket.socket(socket.AF_INET if version == "ip4" else socket.AF_INET6) as probe:
-        try:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((ip, int(address.value_for_protocol(port))))
-        except OSError as error:
-            raise ConfigError(f"cannot listen at {address} ({error.strerror}): choose another --listen") from error
-
-
-def _parse_listen(address: str) -> Multiaddr:
-    try:
-        parsed = Multiaddr(address)
-        protocols = [protocol.name for protocol in parsed.protocols()]
-    except (MultiaddrError, ValueError) as error:
-        raise ConfigError(
-            f"--listen {address!r} is not a multiaddr ({error}): write for example {LISTEN_ANY_LOOPBACK}"
-        ) from error
-    if len(protocols) != 2 or protocols[0] not in ("ip4", "ip6") or protocols[1] != "tcp":
-        raise ConfigError(f"--listen {address!r}: only /ip4/ADDRESS/tcp/PORT and /ip6/ADDRESS/tcp/PORT are supported")
-    return parsed
-
-
-def parse_announced(address: str) -> Multiaddr:
-    """Raises ConfigError for what nobody could dial."""
-    form = "write where others reach you, as /ip4/ADDRESS/tcp/PORT, /ip6/ADDRESS/tcp/PORT or /dns/NAME/tcp/PORT"
-    try:
-        parsed = Multiaddr(address)
-        protocols = [protocol.name for protocol in parsed.protocols()]
-    except (MultiaddrError, ValueError) as error:
-        raise ConfigError(f"--announce {address!r} is not a multiaddr ({error}): {form}") from error
-    if protocols[:1] not in ([name] for name in ANNOUNCED_HOSTS) or protocols[1:] not in (["tcp"], ["tcp", "p2p"]):
-        raise ConfigError(f"--announce {address!r}: {form}")
-    host, port = parsed.value_for_protocol(protocols[0]), int(parsed.value_for_protocol("tcp"))
-    if protocols[0] in ("ip4", "ip6") and ipaddress.ip_address(host).is_unspecified:
-        raise ConfigError(f"--announce {address!r}: nobody can dial {host}; {form}")
-    if not port:
-        raise ConfigError(f"--announce {address!r}: nobody can dial port 0; give the one that is forwarded to you")
-    return parsed
-
-
-def _of_peer(address: Multiaddr, peer: PeerId) -> Multiaddr:
-    """What `parse_announced` returned, ending in `/p2p/PEER`. Raises ConfigError if it names another peer."""
-    if "p2p" not in (protocol.name for protocol in address.protocols()):
-        address = _with_peer(address, peer)
-    elif (named := address.value_for_protocol("p2p")) != peer:
-        raise ConfigError(
-            f"--announce {address}: this node is {peer}, and not {named}; leave /p2p/{named} out,"
-            " or give the file of that peer's key with --identity"
+        connection = connection_of(stream)
+        return Libp2pLink(
+            stream,
+            peer,
+            self._policy,
+            drop,
+            self._count,
+            relayed=is_relayed(connection),
+            relay_limit_bytes=limit_bytes_of(connection),
+            wait_direct=wait_direct,
         )
-    if len(str(address)) > ADDRESS_CHARS:
-        raise ConfigError(
-            f"--announce {address}: at most {ADDRESS_CHARS} characters are told to others; name it shorter"
-        )
-    return address
-
-
-def _with_peer(address: Multiaddr, peer: PeerId) -> Multiaddr:
-    return address.encapsulate(Multiaddr(f"/p2p/{peer}"))
-
-
-def parse_peer(address: str) -> PeerInfo:
-    """Peer id and address in a multiaddr that ends in `/p2p/ID`. Raises ConfigError with the form that is right."""
-    try:
-        return info_from_p2p_addr(Multiaddr(address))
-    except (MultiaddrError, InvalidAddrError, ValueError) as error:
-        raise ConfigError(
-            f"{address!r} is not the address of a peer ({error}): write /ip4/ADDRESS/tcp/PORT/p2p/PEER_ID, "
-            "as `llmnode serve` prints it"
-        ) from error
-
-
-def _innermost(error: BaseException) -> str:
-    """The root cause in a few words; libp2p wraps an OSError in several layers."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    while (cause := error.__cause__ or error.__context__) is not None:
-        error = cause
-    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

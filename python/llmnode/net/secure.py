@@ -27,6 +27,7 @@ from libp2p.security.noise.messages import (
 )
 
 from llmnode._native import NoiseHandshake, NoiseSession
+from llmnode.net.sockets import remote_address
 
 if TYPE_CHECKING:
     from libp2p.connection_types import ConnectionType
@@ -36,25 +37,29 @@ if TYPE_CHECKING:
 READ_BYTES = 1 << 16
 
 
-def noise_transport(key_pair: KeyPair) -> ISecureTransport:
-    """What belongs under `/noise` in the `sec_opt` of a host with the identity `key_pair`, of whatever key type."""
+def noise_transport(key_pair: KeyPair, swarm_key: bytes | None = None) -> ISecureTransport:
+    """What belongs under `/noise` in the `sec_opt` of a host with the identity `key_pair`, of whatever key type.
+
+    With the `swarm_key` of a private swarm only its members can connect, either way.
+    """
     noise_keys = create_noise_key_pair()
     signature = make_handshake_payload_sig(key_pair.private_key, noise_keys.public_key)
     proof = NoiseHandshakePayload(key_pair.public_key, signature).serialize()
-    return NoiseTransport(key_pair, noise_keys.private_key.to_bytes(), proof)
+    return NoiseTransport(key_pair, noise_keys.private_key.to_bytes(), proof, swarm_key)
 
 
 class NoiseTransport(ISecureTransport):
     """Made by `noise_transport`. One Noise key for all connections of a host, signed once."""
 
-    def __init__(self, key_pair: KeyPair, noise_key: bytes, proof: bytes) -> None:
+    def __init__(self, key_pair: KeyPair, noise_key: bytes, proof: bytes, swarm_key: bytes | None) -> None:
         self._key_pair = key_pair
         self._noise_key = noise_key
         self._proof = proof
+        self._swarm_key = swarm_key
 
     async def secure_inbound(self, conn: IRawConnection) -> NoiseConnection:
         """Raises NoiseFailure if the other side does not prove who it is."""
-        handshake = NoiseHandshake(self._noise_key, initiator=False)
+        handshake = NoiseHandshake(self._noise_key, initiator=False, swarm_key=self._swarm_key)
         try:
             await _receive(conn, handshake)
             await conn.write(handshake.send(self._proof))
@@ -65,7 +70,7 @@ class NoiseTransport(ISecureTransport):
 
     async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> NoiseConnection:
         """Raises PeerIDMismatchesPubkey if somebody else answers, NoiseFailure if it does not prove who it is."""
-        handshake = NoiseHandshake(self._noise_key, initiator=True)
+        handshake = NoiseHandshake(self._noise_key, initiator=True, swarm_key=self._swarm_key)
         try:
             await conn.write(handshake.send(b""))
             identity = _proved(handshake, await _receive(conn, handshake))
@@ -73,8 +78,9 @@ class NoiseTransport(ISecureTransport):
                 raise PeerIDMismatchesPubkey(f"{found} answers, not {peer_id}")
             await conn.write(handshake.send(self._proof))
             return self._secured(conn, handshake, identity, initiator=True)
-        except (ValueError, IOException) as error:
-            raise NoiseFailure(str(error)) from error
+        except (ValueError, IOException, HandshakeHasNotFinished) as error:
+            another = "another swarm key" if self._swarm_key else "a swarm key, and you gave none"
+            raise NoiseFailure(f"no handshake: {error}; perhaps it has {another}") from error
 
     def _secured(
         self, conn: IRawConnection, handshake: NoiseHandshake, identity: PublicKey, *, initiator: bool
@@ -167,7 +173,7 @@ class NoiseConnection(ISecureConn):
         return self._remote_key
 
     def get_remote_address(self) -> tuple[str, int] | None:
-        return self.raw.get_remote_address()
+        return remote_address(self.raw)
 
     def get_transport_addresses(self) -> list[Multiaddr]:
         return self.raw.get_transport_addresses()

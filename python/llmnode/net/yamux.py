@@ -11,29 +11,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 from typing import TYPE_CHECKING, cast
 
 import trio
-from libp2p.abc import IMuxedConn, IMuxedStream
+from libp2p.abc import IMuxedConn
 from libp2p.custom_types import TProtocol
 from libp2p.io.exceptions import IOException
-from libp2p.io.trio import TrioTCPStream
-from libp2p.network.connection.raw_connection import RawConnection
-from libp2p.stream_muxer.exceptions import (
-    MuxedConnUnavailable,
-    MuxedStreamClosed,
-    MuxedStreamEOF,
-    MuxedStreamReset,
-)
+from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 
 from llmnode._native import Connection
+from llmnode.core.flow import AMID_S, GENTLE_S, SMALL_BYTES, DrainRate, part_bytes
 from llmnode.net.secure import NoiseConnection
+from llmnode.net.sockets import local_address, socket_of
+from llmnode.net.yamux_stream import LINGER_S, YamuxStream
 
 if TYPE_CHECKING:
-    from libp2p.abc import IHost, IRawConnection, ISecureConn
+    from libp2p.abc import IHost, ISecureConn
     from libp2p.connection_types import ConnectionType
     from libp2p.network.swarm import Swarm
     from libp2p.peer.id import ID
@@ -46,20 +43,21 @@ PROTOCOL = TProtocol("/yamux/1.0.0")
 READ_BYTES = 1 << 18
 """One read takes what the kernel has, up to this."""
 
-UNREAD_BYTES_MAX = 1 << 30
-"""More than any window: a read without a limit."""
-
 YIELD_AFTER_BYTES = 1 << 18
 """What may pass through a connection before the task that moves it lets the others run."""
 
 CALL_BYTES = 512
 """What a call counts for that moves next to nothing."""
 
+UNSENT_BYTES = 1 << 17
+"""What the kernel may hold of bytes that it cannot send yet: a small message would wait behind them, megabytes else.
+Of a slow line less (`core/flow.py`)."""
+
+PART_BYTES = 1 << 18
+"""What a stream gives us at once to be encrypted, of a slow line less: nothing passes it from then on."""
+
 UNACKNOWLEDGED_S = 30
 """How long the kernel resends to a host that is gone before the connection breaks."""
-
-LINGER_S = 60.0
-"""How long the other side may keep a stream open that we have closed and do not read."""
 
 
 def use_yamux(host: IHost) -> None:
@@ -87,7 +85,9 @@ class YamuxConnection(IMuxedConn):
         self.negotiated_muxer_protocol = PROTOCOL
         self.machine = Connection(conn.session, initiator=conn.is_initiator)
         self.drained = trio.lowlevel.ParkingLot()  # who waits until the socket has taken what waits to be sent
-        self._socket = _socket(conn.raw)
+        self._socket = socket_of(conn.raw)  # read from directly: that saves two task switches a message
+        self._drain = DrainRate()
+        self._unsent_bytes = UNSENT_BYTES  # as the kernel was told
         self._unsent = memoryview(b"")  # encrypted; while there is any, only the sending task writes to the socket
         self._to_send = trio.lowlevel.ParkingLot()  # the sending task
         self._streams: dict[int, YamuxStream] = {}
@@ -97,6 +97,8 @@ class YamuxConnection(IMuxedConn):
         self._lingering: dict[YamuxStream, float] = {}  # until when; the oldest first
         self._ended = False
         self._moved_bytes = 0
+        self._bulk_s = self._gentle_until_s = -math.inf
+        self._heard_s = trio.current_time()
 
     # What py-libp2p asks of a connection
 
@@ -160,6 +162,10 @@ class YamuxConnection(IMuxedConn):
     def get_remote_address(self) -> tuple[str, int] | None:
         return self.secured_conn.get_remote_address()
 
+    def get_local_address(self) -> tuple[str, int] | None:
+        """The IP address and port of our end; None if it is no socket, or not any more."""
+        return local_address(self.secured_conn.raw)
+
     def get_transport_addresses(self) -> list[Multiaddr]:
         return self.secured_conn.get_transport_addresses()
 
@@ -172,10 +178,29 @@ class YamuxConnection(IMuxedConn):
     def has_ended(self) -> bool:
         return self._ended
 
+    def is_silent(self, silence_s: float) -> bool:
+        """Whether nothing has come for so long."""
+        return trio.current_time() >= self._heard_s + silence_s
+
     @property
     def is_congested(self) -> bool:
         """The socket does not take more for now: wait for `drained`."""
         return bool(self._unsent)
+
+    @property
+    def part_bytes(self) -> int:
+        """What a stream may write at once."""
+        return part_bytes(self._drain.bytes_per_s, PART_BYTES)
+
+    def note_write(self, size_bytes: int) -> bool:
+        """A part of so much is written. Whether gently: something small came amid the bulk, and the next may soon."""
+        now_s = trio.current_time()
+        if size_bytes > SMALL_BYTES:
+            self._bulk_s = now_s
+            return now_s < self._gentle_until_s
+        if now_s < self._bulk_s + AMID_S:
+            self._gentle_until_s = now_s + GENTLE_S
+        return False
 
     def flush(self) -> None:
         """Send what is to be sent, as far as the socket takes it; the sending task does the rest. Never waits."""
@@ -216,14 +241,16 @@ class YamuxConnection(IMuxedConn):
     async def _receive(self) -> None:
         machine, buffer = self.machine, memoryview(bytearray(READ_BYTES))
         with contextlib.suppress(trio.ClosedResourceError, OSError, IOException):
-            self._tell(machine.receive_plaintext(self.secured_conn.take_unread()))
+            self._tell(machine.receive_plaintext(self.secured_conn.take_unread(), trio.current_time()))
+            self.flush()
             while not self._ended:
                 data = await self._read_raw(buffer)
                 if not data:
                     return
                 self._reset_lingering()
+                self._heard_s = trio.current_time()
                 try:
-                    events = machine.receive(data)
+                    events = machine.receive(data, self._heard_s)
                 except ValueError as error:
                     log.info("connection to %s ends: %s", self.peer_id, error)
                     return
@@ -263,6 +290,7 @@ class YamuxConnection(IMuxedConn):
                     await self._to_send.park()
                 elif self._socket is None:
                     await self.secured_conn.raw.write(bytes(self._unsent))
+                    self._drain.note(len(self._unsent), trio.current_time(), is_full=True)
                     self._unsent = memoryview(b"")
                 else:
                     await trio.lowlevel.wait_writable(self._socket)
@@ -270,12 +298,19 @@ class YamuxConnection(IMuxedConn):
         self.end()
 
     def _send_now(self, sock: trio.socket.SocketType) -> None:
+        taken = 0
         try:
-            self._unsent = self._unsent[os.write(sock.fileno(), self._unsent) :]
+            taken = os.write(sock.fileno(), self._unsent)
         except BlockingIOError:
             pass
         except OSError:
-            self.end()
+            return self.end()
+        self._unsent = self._unsent[taken:]
+        self._drain.note(taken, trio.current_time(), is_full=bool(self._unsent))
+        if (unsent_bytes := part_bytes(self._drain.bytes_per_s, UNSENT_BYTES)) != self._unsent_bytes:
+            self._unsent_bytes = unsent_bytes
+            _limit_unsent(sock, unsent_bytes)
+        return None
 
     # The end
 
@@ -309,148 +344,18 @@ class YamuxConnection(IMuxedConn):
                 stream.give_up()
 
 
-class YamuxStream(IMuxedStream):
-    """One stream. Made by its connection."""
-
-    def __init__(self, connection: YamuxConnection, number: int) -> None:
-        self.muxed_conn: IMuxedConn = connection
-        self.number = number
-        self.readers = trio.lowlevel.ParkingLot()
-        self.writers = trio.lowlevel.ParkingLot()
-        self._connection = connection
-        self._machine = connection.machine
-        self._closed = False
-        self._reset = False
-        self._read_at_s = 0.0
-
-    async def __aenter__(self) -> YamuxStream:
-        return self
-
-    async def read(self, n: int | None = None) -> bytes:
-        """What has arrived, up to `n` bytes.
-
-        Raises MuxedStreamEOF at the end, MuxedStreamReset if the stream or the connection ended without one.
-        """
-        await trio.lowlevel.checkpoint_if_cancelled()
-        if n == 0:
-            return b""
-        bytes_max = UNREAD_BYTES_MAX if n is None or n < 0 else n
-        connection = self._connection
-        while not self._reset:
-            self._read_at_s = trio.current_time()
-            data = self._machine.read(self.number, bytes_max, self._read_at_s)
-            if data:
-                connection.flush()
-                await connection.let_others_run(len(data))
-                return data
-            if data is not None:
-                self.forget_if_over()
-                raise MuxedStreamEOF("the other side has closed the stream")
-            if connection.has_ended:
-                break
-            await self.readers.park()
-            connection.has_waited()
-        raise MuxedStreamReset("the stream was reset" if self._reset else "the connection is closed")
-
-    async def write(self, data: bytes) -> None:
-        """Returns when the kernel has everything. If it is cancelled, the beginning of `data` may have been sent.
-
-        Raises MuxedStreamReset if the stream or the connection has ended, MuxedStreamClosed if we have closed it.
-        """
-        await trio.lowlevel.checkpoint_if_cancelled()
-        connection, rest = self._connection, memoryview(data)
-        while rest:
-            if connection.is_congested:
-                await self._wait(connection.drained)
-                continue
-            taken = self._machine.write(self.number, rest)
-            if taken is None:
-                self._check_alive()
-                raise MuxedStreamClosed("the stream was closed")
-            connection.flush()
-            rest = rest[taken:]
-            if rest and not taken and not connection.is_congested:
-                await self._wait(self.writers)
-        self._check_alive()
-        if connection.is_congested:
-            await self._wait(connection.drained)
-        await connection.let_others_run(len(data))
-
-    async def close(self) -> None:
-        """Send no more. What the other side sends can still be read."""
-        await trio.lowlevel.checkpoint()
-        if not self._closed and not self._reset:
-            self._closed = True
-            self._machine.close_stream(self.number)
-            self._connection.flush()
-            self._connection.linger(self)
-            self.forget_if_over()
-
-    async def reset(self) -> None:
-        await trio.lowlevel.checkpoint()
-        self.give_up()
-
-    def set_deadline(self, ttl: int) -> None:
-        raise NotImplementedError("put a deadline around the call: cancelling it is safe")
-
-    def get_remote_address(self) -> tuple[str, int] | None:
-        return self._connection.get_remote_address()
-
-    # What its connection asks of it
-
-    @property
-    def is_closed(self) -> bool:
-        return self._closed or self._reset
-
-    @property
-    def is_read_from(self) -> bool:
-        return bool(self.readers) or trio.current_time() - self._read_at_s < LINGER_S
-
-    def give_up(self) -> None:
-        """Both directions, now, and say so."""
-        self._machine.reset_stream(self.number)
-        self._connection.flush()
-        self.end_by_reset()
-
-    def end_by_reset(self) -> None:
-        self._reset = True
-        self._connection.forget(self)
-        self.wake()
-
-    def forget_if_over(self) -> None:
-        if self._closed and not self._machine.has_stream(self.number):
-            self._connection.forget(self)
-
-    def wake(self) -> None:
-        self.readers.unpark_all()
-        self.writers.unpark_all()
-
-    async def _wait(self, for_what: trio.lowlevel.ParkingLot) -> None:
-        self._check_alive()
-        await for_what.park()
-        self._connection.has_waited()
-        self._check_alive()
-
-    def _check_alive(self) -> None:
-        if self._reset:
-            raise MuxedStreamReset("the stream was reset")
-        if self._connection.has_ended:
-            raise MuxedStreamReset("the connection is closed")
-
-
-def _socket(raw: IRawConnection) -> trio.socket.SocketType | None:
-    """The socket below a TCP connection: reading from it directly saves two task switches a message.
-
-    None for anything else, such as a connection through a relay.
-    """
-    if isinstance(raw, RawConnection) and isinstance(raw.stream, TrioTCPStream):
-        return raw.stream.stream.socket
-    return None
-
-
 def _set_options(sock: trio.socket.SocketType | None) -> None:
     if sock is not None:
         with contextlib.suppress(OSError):  # it may be closed already
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # others may be dialled from its port, too
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes(8))  # see `punch.ABORT`
             if hasattr(socket, "TCP_USER_TIMEOUT"):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_S * 1000)
+            _limit_unsent(sock, UNSENT_BYTES)
+
+
+def _limit_unsent(sock: trio.socket.SocketType, size_bytes: int) -> None:
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, size_bytes)

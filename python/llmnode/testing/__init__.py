@@ -19,7 +19,7 @@ from llmnode.testing.directory import MemoryDirectory
 from llmnode.testing.faults import Cast, Fault, FaultPlan, Odds, shrunk
 from llmnode.testing.network import MemoryInternet, MemoryNetwork, open_internet, peer_named
 from llmnode.testing.simulate import inline, seeds, simulate, simulated, simulated_ms
-from llmnode.testing.worker import EXACT_MODEL, ExactWorker, exact_output
+from llmnode.testing.worker import EXACT_MODEL, ExactExecutor, ExactWorker, exact_output
 from llmnode.testing.world import ServingNode, SimulatedClient, SimulatedNode, World, open_world
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Cast",
     "Conditions",
     "Dialogue",
+    "ExactExecutor",
     "ExactWorker",
     "Fault",
     "FaultPlan",

@@ -124,10 +124,10 @@ class WatchedRouter(Router):
             self.failures.append((trio.current_time(), error.peer))
 
     async def find(
-        self, span: Span, avoid: Collection[PeerId], *, hurry: bool
+        self, span: Span, positions: int, avoid: Collection[PeerId], *, hurry: bool
     ) -> tuple[Route, Mapping[PeerId, Connection]]:
         asked_s, failures = trio.current_time(), len(self.failures)
-        route, connections = await super().find(span, avoid, hurry=hurry)
+        route, connections = await super().find(span, positions, avoid, hurry=hurry)
         if not hurry:
             self.detours.append((asked_s, failures, route))
         return route, connections

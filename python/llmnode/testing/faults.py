@@ -130,10 +130,10 @@ class FailForwards(_OfNode):
     async def strike(self, world: World) -> Undo | None:
         if (node := world.nodes.get(self.node)) is None:
             return None
-        node.worker.fails = self.forwards
+        node.worker.executor.fails = self.forwards
 
         async def recover() -> None:
-            node.worker.fails = 0
+            node.worker.executor.fails = 0
 
         return recover
 
@@ -167,10 +167,10 @@ class FillKv(_OfNode):
         node = world.nodes.get(self.node)
         if node is None or not node.worker.kv_tokens_free:
             return None
-        node.worker.occupy(node.worker.kv_tokens_free)
+        node.worker.executor.occupy(node.worker.kv_tokens_free)
 
         async def free() -> None:
-            node.worker.occupy(0)
+            node.worker.executor.occupy(0)
 
         return free
 

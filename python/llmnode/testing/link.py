@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode.core.ids import NO_SESSION
+from llmnode.core.traffic import Traffic
 from llmnode.errors import PeerError, PeerUnreachable
 from llmnode.wire.frame import Frame, FrameType
 
@@ -27,6 +29,8 @@ class MemoryLink:
         self.own = own
         self.other = other
         self.peer = other.peer
+        self.relayed = internet.is_relayed(own.peer, other.peer)
+        self.relay_limit_bytes = internet.relay_limit_bytes if self.relayed else None
         self._internet = internet
         self._frames = internet.policy.queue_frames
         self._delivered, self._incoming = trio.open_memory_channel[Frame](self._frames)
@@ -40,6 +44,9 @@ class MemoryLink:
         self._silent_since_s: float | None = None
         self._keeps_alive = False
         self._wrote = False
+
+    async def wait_direct(self) -> None:
+        await self._internet.until_direct(self.own.peer, self.peer)
 
     async def send(self, frame: Frame) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -95,6 +102,9 @@ class MemoryLink:
         began_s = sent_s = max(now_s, self._busy_until_s)
         if frame is not None:
             self._wrote = True
+            if frame.session != NO_SESSION:
+                size_bytes = len(frame.payload)
+                self.own.traffic += Traffic(sent_bytes=size_bytes, sent_plain_bytes=size_bytes)
             sent_s = self._busy_until_s = began_s + frame.size_bytes / conditions.bytes_per_s
             if sent_s - began_s > (timeout_s := internet.policy.write_timeout_s):
                 error = PeerUnreachable(f"took no data for {timeout_s:g} s")
@@ -140,6 +150,9 @@ class MemoryLink:
             return self.fail(PeerUnreachable("closed the stream"))
         if frame.type is FrameType.HEARTBEAT or self._error is not None:
             return None
+        if frame.session != NO_SESSION:
+            size_bytes = len(frame.payload)
+            self.own.traffic += Traffic(received_bytes=size_bytes, received_plain_bytes=size_bytes)
         internet = self._internet
         duplication = internet.between(self.peer, self.own.peer).duplication
         again = duplication and frame.type not in ASKED_ONCE and internet.rng.random() < duplication

@@ -19,6 +19,7 @@ import trio
 
 from llmnode.core.ids import NO_SESSION, PeerId, SessionId
 from llmnode.core.policy import LinkPolicy
+from llmnode.core.traffic import Traffic
 from llmnode.errors import ConfigError, PeerUnreachable
 from llmnode.testing.conditions import Conditions
 from llmnode.testing.link import MemoryLink
@@ -64,6 +65,12 @@ class MemoryInternet:
         self._special: dict[tuple[PeerId, PeerId], Conditions] = {}
         self._cut: set[tuple[PeerId, PeerId]] = set()
         self._no_dial: set[tuple[PeerId, PeerId]] = set()
+        self._relayed: set[frozenset[PeerId]] = set()
+        self.relay_limit_bytes: int | None = None
+        """What relays say that they carry at most, for links opened from now on. They do not cut them."""
+        self.black_holes: set[str] = set()
+        """Addresses from which no answer comes to a dial."""
+        self._direct = trio.Event()  # two that were not
         self._mended = trio.Event()
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
@@ -135,6 +142,17 @@ class MemoryInternet:
         self.note(f"block dials {dialler} -> {listener}")
         self._no_dial.add((dialler, listener))
 
+    def relay(self, one: PeerId, other: PeerId) -> None:
+        """Links between them that are opened from now on say that they go through a relay."""
+        self._relayed.add(frozenset((one, other)))
+
+    def punch(self, one: PeerId, other: PeerId) -> None:
+        """They do not any more: links that are opened from now on are direct."""
+        self.note(f"direct {one} - {other}")
+        self._relayed.discard(frozenset((one, other)))
+        self._direct.set()
+        self._direct = trio.Event()
+
     def set_conditions(self, sender: PeerId, receiver: PeerId, conditions: Conditions | None) -> None:
         """For frames in this direction, sent from now on; None for those of all others."""
         self.note(f"{sender} -> {receiver}: {conditions}")
@@ -173,6 +191,14 @@ class MemoryInternet:
     def holds_back(self, sender: MemoryNetwork, receiver: MemoryNetwork) -> bool:
         """Whether what is due has to wait."""
         return receiver.frozen or (sender.peer, receiver.peer) in self._cut
+
+    def is_relayed(self, one: PeerId, other: PeerId) -> bool:
+        return frozenset((one, other)) in self._relayed
+
+    async def until_direct(self, one: PeerId, other: PeerId) -> None:
+        await trio.lowlevel.checkpoint()
+        while self.is_relayed(one, other):
+            await self._direct.wait()
 
     async def until_dialled(self, dialler: MemoryNetwork, listener: MemoryNetwork) -> None:
         """Until a handshake of three ways has succeeded."""
@@ -230,6 +256,7 @@ class MemoryNetwork:
         self.peer = peer
         self.links: list[MemoryLink] = []
         self.frozen = False
+        self.traffic = Traffic()
         self._internet = internet
         self._opened, self._accepted = trio.open_memory_channel[MemoryLink](ACCEPT_QUEUE)
 
@@ -246,6 +273,8 @@ class MemoryNetwork:
         other = internet.find(address)
         peer = PeerId(address.rpartition("/p2p/")[2])
         with trio.move_on_after(internet.policy.dial_timeout_s):
+            if address in internet.black_holes:
+                await trio.sleep_forever()
             if other is None:
                 conditions = internet.between(self.peer, peer)
                 await trio.sleep(2 * conditions.delay_s)

@@ -101,6 +101,7 @@ class ServingNode(SimulatedNode):
             worker.span,
             self.state,
             SAID_BLOCK_US,
+            KV_TOKENS,
             worker.kv_tokens_free,
         )
 

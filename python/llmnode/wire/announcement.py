@@ -57,6 +57,7 @@ def pack_announcement(announcement: Announcement) -> bytes:
             span_end=offer.span.end,
             state=offer.state,
             block_us=offer.block_us,
+            kv_tokens=offer.kv_tokens,
             kv_tokens_free=offer.kv_tokens_free,
         )
     )
@@ -79,6 +80,7 @@ def unpack_announcement(body: Buffer, signature: Buffer) -> SignedAnnouncement:
         span=Span(fields.span_start, fields.span_end),
         state=PeerState(fields.state),
         block_us=fields.block_us,
+        kv_tokens=fields.kv_tokens,
         kv_tokens_free=fields.kv_tokens_free,
     )
     announcement = Announcement(

@@ -2,8 +2,10 @@
 
     magic 2 | version 1 | type 1 | session 16 | epoch 4 | step 4 | start 4 | length 4 | meta 4 | payload 4 | crc32c 4
 
-All integers are little-endian and unsigned. `start` and `length` are positions. The checksum covers the header (with
-the checksum left out), metadata and payload: it finds accidents; digests and signatures are for adversaries.
+The upper bit of the type says that the payload is packed (`_native.pack`), for this link alone: digests and signatures
+are of what it is unpacked. All integers are little-endian and unsigned. `start` and `length` are positions. The
+checksum covers the header (with the checksum left out), metadata and payload as they cross: it finds accidents; digests
+and signatures are for adversaries.
 
 Knows no message: what the metadata says is `messages.py`'s.
 """
@@ -11,7 +13,7 @@ Knows no message: what the metadata says is `messages.py`'s.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,7 @@ VERSION = 1
 _COVERED = struct.Struct(f"<2sBB{SESSION_ID_BYTES}sIIIIII")  # what the checksum covers of the header
 _CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = _COVERED.size + _CHECKSUM.size
+_PACKED = 0x80
 
 
 class FrameType(IntEnum):
@@ -64,6 +67,8 @@ class FrameType(IntEnum):
     RESUME = 22
     """Moves a session of the same client from another link to this one."""
     RESUMED = 23
+    PIECE = 24
+    """The payload is the next piece of a second stream of frames, of the large ones: others pass between the pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,11 @@ class Frame:
     length: int = 0
     meta: Buffer = b""
     payload: Buffer = b""
+    value_bytes: int = field(default=0, compare=False)
+    """Of the numbers of floating point that the payload is, 2 or 4; 0 for others. It says what may be packed, and does
+    not cross the link."""
+    packed: bool = False
+    """The payload is packed. Only links see such frames."""
 
     @property
     def size_bytes(self) -> int:
@@ -94,7 +104,7 @@ def encode(frame: Frame, policy: LinkPolicy) -> bytes:
         covered = _COVERED.pack(
             MAGIC,
             VERSION,
-            frame.type,
+            frame.type | _PACKED if frame.packed else frame.type,
             frame.session,
             frame.epoch,
             frame.step,
@@ -115,8 +125,9 @@ class FrameDecoder:
     After an error the stream's framing is lost for good: drop the decoder and the connection with it.
     """
 
-    def __init__(self, policy: LinkPolicy) -> None:
+    def __init__(self, policy: LinkPolicy, *, of_pieces: bool = False) -> None:
         self._policy = policy
+        self._pieces = None if of_pieces else FrameDecoder(policy, of_pieces=True)
         self._header = bytearray()
         self._body = bytearray()
         self._body_bytes = 0
@@ -130,11 +141,17 @@ class FrameDecoder:
             else:
                 rest = self._take_body(rest)
             if len(self._header) == HEADER_BYTES and len(self._body) == self._body_bytes:
-                yield self._finish()
+                frame = self._finish()
+                if frame.type is not FrameType.PIECE:
+                    yield frame
+                elif self._pieces is not None:
+                    yield from self._pieces.feed(frame.payload)
+                else:
+                    raise RemoteProtocolError("a piece of a frame within a piece")
 
     def at_boundary(self) -> bool:
         """Whether the stream may end here without cutting a frame in two."""
-        return not self._header
+        return not self._header and (self._pieces is None or self._pieces.at_boundary())
 
     def _take_header(self, chunk: memoryview) -> memoryview:
         wanted = HEADER_BYTES - len(self._header)
@@ -156,14 +173,15 @@ class FrameDecoder:
             raise RemoteProtocolError(f"a frame starts with {magic!r}, not {MAGIC!r}")
         if version != VERSION:
             raise RemoteProtocolError(f"speaks frame version {version}, we speak {VERSION}: one side needs an update")
-        if kind not in _TYPES:
-            raise RemoteProtocolError(f"unknown frame type {kind}")
+        if kind & ~_PACKED not in _TYPES:
+            raise RemoteProtocolError(f"unknown frame type {kind & ~_PACKED}")
+        if kind == FrameType.PIECE | _PACKED:
+            raise RemoteProtocolError("a piece of a frame is packed: only whole frames are")
         if meta_bytes > self._policy.max_meta_bytes:
             raise RemoteProtocolError(f"{meta_bytes} bytes of metadata, at most {self._policy.max_meta_bytes} allowed")
-        if payload_bytes > self._policy.max_payload_bytes:
-            raise RemoteProtocolError(
-                f"{payload_bytes} payload bytes, at most {self._policy.max_payload_bytes} allowed"
-            )
+        most = self._policy.piece_bytes if kind == FrameType.PIECE else self._policy.max_payload_bytes
+        if payload_bytes > most:
+            raise RemoteProtocolError(f"{payload_bytes} payload bytes, at most {most} allowed")
         return int(meta_bytes + payload_bytes)
 
     def _finish(self) -> Frame:
@@ -172,9 +190,9 @@ class FrameDecoder:
         _, _, kind, session, epoch, step, start, length, meta_bytes, _ = _COVERED.unpack_from(header)
         (expected,) = _CHECKSUM.unpack_from(header, _COVERED.size)
         if _native.frame_crc32c([memoryview(header)[: _COVERED.size], body]) != expected:
-            raise RemoteProtocolError(f"checksum of a {FrameType(kind).name} frame does not match its bytes")
+            raise RemoteProtocolError(f"checksum of a {FrameType(kind & ~_PACKED).name} frame does not match its bytes")
         return Frame(
-            FrameType(kind),
+            FrameType(kind & ~_PACKED),
             SessionId(session),
             Epoch(epoch),
             Step(step),
@@ -182,6 +200,7 @@ class FrameDecoder:
             length,
             body[:meta_bytes],
             body[meta_bytes:],
+            packed=bool(kind & _PACKED),
         )
 
 

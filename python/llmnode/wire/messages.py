@@ -88,7 +88,8 @@ class RefusalCode(StrEnum):
 class Description:
     """What a server holds, and what it has done since it started (the answer to DESCRIBE).
 
-    Of its steps, so many were given to it by a hop before, and so many results it gave to a hop after.
+    Of its steps, so many were given to it by a hop before, and so many results it gave to a hop after. They were of so
+    many `positions`, whose hidden states were so many bytes as they crossed its links, and `plain` without packing.
     """
 
     software: Name
@@ -105,14 +106,20 @@ class Description:
     steps: Total
     steps_given_directly: Total
     results_pushed: Total
+    positions: Total
+    sent_bytes: Total
+    sent_plain_bytes: Total
+    received_bytes: Total
+    received_plain_bytes: Total
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
     """Ask for a session over a part of the server's span, with KV for `max_length` positions.
 
-    `codec` says how hidden states cross the wire in it (`payload.Codec`). With `keep_outputs` the server logs its
-    results, to be asked for by REPLAY, and what it pushes to a next hop it does not send to the client as well.
+    `codec` says how hidden states cross the wire in it (`payload.Codec`), and `priority` what it is for as its client
+    has it (`core.scheduling.PRIORITIES`). With `keep_outputs` the server logs its results, to be asked for by REPLAY,
+    and what it pushes to a next hop it does not send to the client as well.
     """
 
     model_digest: Digest
@@ -121,6 +128,7 @@ class Open:
     max_length: Count
     dtype: Name
     codec: Name
+    priority: Name
     keep_outputs: Flag
 
 
@@ -175,13 +183,15 @@ class Forward:
 
     `sender` may push steps to this session. Results go to the session `receiver_session` at `receiver`, whom the server
     knows by its announcement. Empty where there is nobody; the session is then all zeros. If `quiet`, the client does
-    not want the results themselves.
+    not want the results themselves. `again`: pushes to this receiver have failed, so the server answers at once, and
+    yes only if it has reached it since it was first asked so.
     """
 
     sender: PeerName
     receiver: PeerName
     receiver_session: SessionName
     quiet: Flag
+    again: Flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +264,7 @@ class AnnouncementBody:
     span_end: Count
     state: Name
     block_us: U32
+    kv_tokens: U32
     kv_tokens_free: U32
 
 

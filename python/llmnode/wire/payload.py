@@ -86,6 +86,17 @@ class HiddenForm:
     hidden_size: int
     codec: Codec
 
+    @property
+    def value_bytes(self) -> int:
+        """Of a number of floating point in a payload; 0 where it is something else. See `Frame`."""
+        match self.codec:
+            case Codec.RAW:
+                return FP32_BYTES
+            case Codec.FP16 | Codec.BF16:
+                return 2
+            case Codec.INT8:
+                return 0
+
     def check(self, frame: Frame) -> None:
         """Require the payload to be hidden states (length, hidden_size) in this codec, with length >= 1."""
         expected = payload_bytes(self.codec, frame.length * self.hidden_size)

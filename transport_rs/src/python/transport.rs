@@ -19,9 +19,9 @@ pub(super) struct NoiseHandshake(Option<noise::Handshake>);
 #[pymethods]
 impl NoiseHandshake {
     #[new]
-    #[pyo3(signature = (static_key, *, initiator))]
-    fn new(static_key: [u8; KEY_BYTES], initiator: bool) -> PyResult<Self> {
-        Ok(Self(Some(noise::Handshake::new(role(initiator), &static_key)?)))
+    #[pyo3(signature = (static_key, *, initiator, swarm_key=None))]
+    fn new(static_key: [u8; KEY_BYTES], initiator: bool, swarm_key: Option<[u8; KEY_BYTES]>) -> PyResult<Self> {
+        Ok(Self(Some(noise::Handshake::new(role(initiator), &static_key, swarm_key.as_ref())?)))
     }
 
     fn send<'py>(&mut self, py: Python<'py>, payload: ByteView) -> PyResult<Bound<'py, PyBytes>> {
@@ -91,15 +91,17 @@ impl Connection {
         Ok(Self(connection::Connection::new(session, streams)))
     }
 
-    fn receive(&mut self, py: Python<'_>, data: ByteView) -> PyResult<EventLists> {
+    fn receive(&mut self, py: Python<'_>, data: ByteView, now_s: f64) -> PyResult<EventLists> {
         let bytes = data.bytes();
         let mut events = Events::default();
+        self.0.streams.tell_time(now_s);
         detach_if_long(py, bytes.len(), || self.0.receive(bytes, &mut events))?;
         Ok(lists(events))
     }
 
-    fn receive_plaintext(&mut self, data: ByteView) -> PyResult<EventLists> {
+    fn receive_plaintext(&mut self, data: ByteView, now_s: f64) -> PyResult<EventLists> {
         let mut events = Events::default();
+        self.0.streams.tell_time(now_s);
         self.0.receive_plaintext(data.bytes(), &mut events)?;
         Ok(lists(events))
     }
@@ -117,8 +119,9 @@ impl Connection {
         self.0.streams.has(stream)
     }
 
-    fn write(&mut self, stream: u32, data: ByteView) -> Option<usize> {
-        self.0.streams.write(stream, data.bytes())
+    #[pyo3(signature = (stream, data, *, gently=false))]
+    fn write(&mut self, stream: u32, data: ByteView, gently: bool) -> Option<usize> {
+        self.0.streams.write(stream, data.bytes(), gently)
     }
 
     fn read<'py>(

@@ -4,12 +4,16 @@
 //! is bounded, whatever the other side sends: `Limits` say by how much.
 
 mod frame;
+mod marks;
+mod round_trip;
 mod stream;
 
 use std::collections::HashMap;
 use std::fmt;
 
 pub use frame::{ACK, FIN, HEADER_BYTES, Header, Kind, RST, SYN};
+use marks::Marks;
+use round_trip::RoundTrip;
 use stream::Stream;
 
 pub use crate::noise::Role;
@@ -20,7 +24,9 @@ pub const INITIAL_WINDOW_BYTES: u32 = 256 * 1024;
 /// The most data of one frame: with its header it fills one Noise message.
 pub const DATA_BYTES_MAX: usize = crate::noise::PLAINTEXT_BYTES_MAX - HEADER_BYTES;
 
-/// A window of which half is used up faster than this is too small. Longer than half of any round trip.
+/// A window of which half is used up within so many round trips is too small: its stream waits for it.
+const GROW_WITHIN_ROUND_TRIPS: f64 = 1.5;
+/// The same while nobody knows how long a round trip is.
 const GROW_WITHIN_S: f64 = 1.0;
 
 /// What `GoAway` says: nothing is wrong.
@@ -122,6 +128,11 @@ pub struct Yamux {
     streams_inbound: usize,
     grown_bytes: u64,
     next_stream: u32,
+    round_trip: RoundTrip,
+    marks: Marks,
+    /// Streams that wait for an answer to a mark.
+    held: Vec<u32>,
+    now_s: f64,
     going_away: bool,
     failed: Option<YamuxError>,
     header: Vec<u8>,
@@ -147,11 +158,26 @@ impl Yamux {
             streams_inbound: 0,
             grown_bytes: 0,
             next_stream: if role == Role::Initiator { 1 } else { 2 },
+            round_trip: RoundTrip::default(),
+            marks: Marks::default(),
+            held: Vec::new(),
+            now_s: 0.0,
             going_away: false,
             failed: None,
             header: Vec::with_capacity(HEADER_BYTES),
             body: None,
             out: Vec::new(),
+        }
+    }
+
+    /// Says what time it is, counted from any moment, before bytes are received. Now and then a ping goes out, whose
+    /// answer says how long a round trip is: windows grow with that. Who never calls this sends no pings.
+    pub fn tell_time(&mut self, now_s: f64) {
+        self.now_s = now_s;
+        if self.out.len() < self.limits.out_data_bytes
+            && let Some(number) = self.round_trip.ping(now_s)
+        {
+            self.push(Kind::Ping, SYN, 0, number);
         }
     }
 
@@ -189,16 +215,27 @@ impl Yamux {
     }
 
     /// Puts the beginning of `bytes` among what is to be sent: as much as the window and `Limits::out_data_bytes` allow.
-    /// None if the stream is gone or its end was sent.
-    pub fn write(&mut self, stream: u32, bytes: &[u8]) -> Option<usize> {
-        let room = self.room_bytes();
+    /// If `gently`, no more than the other side takes in soon: what is written next is not to wait for long. The stream
+    /// is writable again when some of it has been. None if the stream is gone or its end was sent.
+    pub fn write(&mut self, stream: u32, bytes: &[u8], gently: bool) -> Option<usize> {
+        let mut room = self.room_bytes();
+        if gently {
+            room = room.min(self.marks.room_bytes(self.round_trip.shortest_s()));
+        }
         let state = self.streams.get_mut(&stream).filter(|state| !state.local_closed)?;
         let len_bytes = bytes.len().min(room).min(state.send_credit as usize);
         let (now, _) = bytes.split_at_checked(len_bytes)?;
         state.send_credit -= u32::try_from(len_bytes).ok()?;
         for part in now.chunks(DATA_BYTES_MAX) {
-            self.push(Kind::Data, 0, stream, u32::try_from(part.len()).ok()?);
+            let len_bytes = u32::try_from(part.len()).ok()?;
+            self.push(Kind::Data, 0, stream, len_bytes);
             self.out.extend_from_slice(part);
+            if gently && let Some(number) = self.marks.send(len_bytes, self.now_s) {
+                self.push(Kind::Ping, SYN, 0, number);
+            }
+        }
+        if gently && len_bytes < bytes.len() && !self.held.contains(&stream) {
+            self.held.push(stream);
         }
         Some(len_bytes)
     }
@@ -212,7 +249,8 @@ impl Yamux {
         }
         let before = state.grown_bytes();
         let room = self.limits.grown_windows_bytes.saturating_sub(self.grown_bytes);
-        let update = state.window_update(now_s, self.limits.window_bytes, room);
+        let within_s = self.round_trip.shortest_s().map_or(GROW_WITHIN_S, |rtt_s| GROW_WITHIN_ROUND_TRIPS * rtt_s);
+        let update = state.window_update(now_s, within_s, self.limits.window_bytes, room);
         self.grown_bytes += state.grown_bytes() - before;
         if update > 0 {
             self.push(Kind::WindowUpdate, 0, stream, update);
@@ -308,7 +346,15 @@ impl Yamux {
     fn take_header(&mut self, header: Header, events: &mut Events) -> Result<(), YamuxError> {
         match header.kind {
             Kind::Ping if header.has(SYN) => return self.answer(Kind::Ping, ACK, 0, header.length),
-            Kind::Ping => return Ok(()),
+            Kind::Ping => {
+                self.round_trip.pong(header.length, self.now_s);
+                if self.marks.pong(header.length, self.now_s) {
+                    for stream in self.held.drain(..) {
+                        note(&mut events.writable, stream);
+                    }
+                }
+                return Ok(());
+            }
             Kind::GoAway => {
                 self.going_away = true;
                 return Ok(());

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::io::Read;
 
-use super::{GROW_WITHIN_S, INITIAL_WINDOW_BYTES, YamuxError};
+use super::{INITIAL_WINDOW_BYTES, YamuxError};
 
 /// A stream that is open in at least one direction, or holds bytes that nobody has read.
 ///
@@ -18,7 +18,7 @@ pub(super) struct Stream {
     inbox: VecDeque<u8>,
     window: u32,
     credit: u32,
-    updated_at_s: f64,
+    updated_at_s: Option<f64>,
 }
 
 impl Stream {
@@ -31,7 +31,7 @@ impl Stream {
             inbox: VecDeque::new(),
             window: INITIAL_WINDOW_BYTES,
             credit: INITIAL_WINDOW_BYTES,
-            updated_at_s: f64::NEG_INFINITY,
+            updated_at_s: None,
         }
     }
 
@@ -77,20 +77,21 @@ impl Stream {
 
     /// The credit to give back now, or 0: at most two updates a window, however small the reads are.
     ///
-    /// A window of which half went in less than `GROW_WITHIN_S` is doubled, while `room` lasts: so it settles at what the
-    /// stream carries in a second or two, and a stream that waits for its window waits a round trip, which is shorter.
-    pub fn window_update(&mut self, now_s: f64, window_max: u32, room: u64) -> u32 {
+    /// A window of which half went in less than `within_s` is made four times as large, while `room` lasts; and once in
+    /// any case, for a stream that carries so much: the ramp of a transfer is a round trip shorter for it.
+    pub fn window_update(&mut self, now_s: f64, within_s: f64, window_max: u32, room: u64) -> u32 {
         let unread = u32::try_from(self.inbox.len()).unwrap_or(u32::MAX);
         let mut update = self.window.saturating_sub(self.credit.saturating_add(unread));
         if self.remote_closed || update < self.window / 2 {
             return 0;
         }
-        let more = self.window.min(window_max.saturating_sub(self.window));
-        if now_s - self.updated_at_s < GROW_WITHIN_S && u64::from(more) <= room {
+        if self.updated_at_s.is_none_or(|before_s| now_s - before_s < within_s) {
+            let more = self.window.saturating_mul(3).min(window_max.saturating_sub(self.window));
+            let more = more.min(u32::try_from(room).unwrap_or(u32::MAX));
             self.window += more;
             update += more;
         }
-        self.updated_at_s = now_s;
+        self.updated_at_s = Some(now_s);
         self.credit += update;
         update
     }

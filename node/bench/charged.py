@@ -1,0 +1,41 @@
+"""`llmnode serve` for `llmnode bench pipeline`: a block does not compute, it costs the time that it would take.
+
+So more servers than there are cores can be tried on one machine: all else, from links to scheduling, is the real thing.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, NoReturn
+
+from llmnode.compute.executor import SpanExecutor
+from llmnode.node.cli import run
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from llmnode.compute.attention import Segment
+    from llmnode.core.span import Span
+
+BLOCK_S = 52e-3 / 30
+"""Of one text's step through a block of SmolLM2-135M, on one core (`notes/compute.md`): a token, or a short prompt.
+Two that are computed together cost twice as much: what batching gains is not in it.
+"""
+
+
+def main() -> NoReturn:
+    def charge(
+        _executor: SpanExecutor, span: Span, segments: Sequence[Segment], row: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        time.sleep(BLOCK_S * len(span) * len(segments))
+        parts: Sequence[torch.Tensor] = row.split([segment.length for segment in segments])
+        return parts
+
+    setattr(SpanExecutor, "_run", charge)  # noqa: B010 - mypy takes it for a bound method
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""`llmnode bench clients`: 1 to 16 clients of one server of the whole model, and somebody who decodes beside a prefill.
+
+Every client is a peer of its own, with its own connection, session and compute thread; all of them are in this process,
+since the cores of a small machine are the server's and ours. A ratio is to one client alone in the same round.
+The scheduler's choice between those who decode and those who prefill is measured without a network, see `sharing.py`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from pydoc_data.topics import topics
+from typing import TYPE_CHECKING
+
+import torch
+import trio
+
+from llmnode.client.connect import aconnect, load_parts
+from llmnode.compute.tensors import to_bytes
+from llmnode.core.policy import ClientPolicy
+from llmnode.core.span import Span
+from llmnode.errors import single_error
+from llmnode.models.embedded import open_embedded
+from llmnode.node.bench.exact import Reference
+from llmnode.node.bench.report import Aim, Row, environment, print_report, spread
+from llmnode.node.bench.sharing import Sharing, load_workers, measure_sharing, p95, row_of, workers
+from llmnode.node.processes import all_ready, private_swarm
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+    from llmnode.client.connect import Client, ClientParts
+
+COUNTS = (1, 2, 4, 8, 16)
+PROMPT_TOKENS = 32
+PREFILL_TOKENS = 2000
+CHUNKS = (512, 128)
+STEPS, END_TO_END = "session.step", "end to end"
+LEAST_TIMES = {STEPS: 3.0, END_TO_END: 2.2}
+OF_CLIENTS = 8
+MOST_DECODE, MOST_PREFILL = 2.5, 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClientsBench:
+    """What was asked for. `threads` is torch's, in this process and in the server."""
+
+    repeats: int
+    tokens: int
+    thin: bool
+    threads: int
+    json: bool
+
+
+@dataclass(slots=True)
+class _Variant:
+    """So many clients at one level, round by round."""
+
+    level: str
+    clients: int
+    per_s: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    """Of what one client has in the same round."""
+    slow_ms: list[float] = field(default_factory=list)
+    """The 95th percentile of the time between two tokens of one client."""
+
+
+async def bench_clients(config: ClientsBench) -> None:
+    torch.set_num_threads(config.threads)
+    folder = open_embedded()
+    parts = load_parts(folder)
+    counts = (1, OF_CLIENTS) if config.thin else COUNTS
+    variants = [_Variant(level, clients) for level in LEAST_TIMES for clients in counts]
+    shared = [Sharing(f"server, chunks of {chunk}") for chunk in CHUNKS]
+    alone = workers(thin=config.thin)
+    with single_error():
+        async with AsyncExitStack() as stack:
+            servers = await stack.enter_async_context(
+                private_swarm([Span(0, folder.info.blocks)], threads=config.threads)
+            )
+            await all_ready(servers)
+            clients = [
+                await stack.enter_async_context(aconnect([servers[0].address], parts=parts)) for _ in range(counts[-1])
+            ]
+            prefilling = [
+                await stack.enter_async_context(
+                    aconnect([servers[0].address], parts=parts, policy=ClientPolicy(chunk_tokens=chunk))
+                )
+                for chunk in CHUNKS
+            ]
+            rig = _Rig(config, parts, clients, prefilling)
+            for number in range(-1, config.repeats):  # round -1 warms everything up
+                print(f"round {number + 1} of {config.repeats}", file=sys.stderr)
+                await rig.measure_round(variants, shared, discard=number < 0)
+        loaded = await trio.to_thread.run_sync(load_workers, rig.prefill, config.tokens)
+        for number in range(config.repeats):
+            print(f"workers, round {number + 1} of {config.repeats}", file=sys.stderr)
+            for sharing in alone:
+                await loaded.measure(sharing)
+    reference = await trio.to_thread.run_sync(Reference, folder.path)
+    judged = [reference.judge(text, range(PROMPT_TOKENS, len(text))) for text in sorted(rig.texts)]
+    conditions = environment(config.threads) | {
+        "tokens": config.tokens,
+        "prompt": PROMPT_TOKENS,
+        "prefill": rig.prefill_tokens,
+        "clients": "each a peer of its own, all in one process",
+        "texts": len(judged),
+        "near_ties": sum(ties for ties, _ in judged),
+    }
+    rows = [*(_row(variant) for variant in variants), *(row_of(sharing) for sharing in [*shared, *alone])]
+    wrong = sum(wrong for _, wrong in judged)
+    print_report("clients", conditions, rows, _aims(variants, shared[0], wrong), as_json=config.json)
+
+
+class _Rig:
+    """`texts` are all that was generated, token ids from the prompt on."""
+
+    def __init__(
+        self, config: ClientsBench, parts: ClientParts, clients: Sequence[Client], prefilling: Sequence[Client]
+    ) -> None:
+        self.prefill_tokens = PREFILL_TOKENS // 4 if config.thin else PREFILL_TOKENS
+        self.texts: set[tuple[int, ...]] = set()
+        words = parts.tokenizer.encode(topics["types"] + topics["specialnames"])
+        self._prompts = [words[at * PROMPT_TOKENS :][:PROMPT_TOKENS] for at in range(len(clients))]
+        self._hidden = [to_bytes(parts.ends.embed(prompt, 0)) for prompt in self._prompts]
+        self.prefill = to_bytes(parts.ends.embed(words[: self.prefill_tokens], 0))
+        self.row = to_bytes(parts.ends.embed(words[:1], 0))
+        self._tokens = config.tokens
+        self._clients = clients
+        self._prefilling = prefilling
+
+    async def measure_round(self, variants: Sequence[_Variant], shared: Sequence[Sharing], *, discard: bool) -> None:
+        if discard:
+            variants = [replace(variant, per_s=[], times=[], slow_ms=[]) for variant in variants]
+            shared = [Sharing(sharing.name) for sharing in shared]
+        for variant in variants:
+            act = self._step if variant.level == STEPS else self._generate
+            stamps = await _all_at_once(act, variant.clients)
+            variant.per_s.append(_rate(stamps))
+            alone = next(each for each in variants if each.level == variant.level and each.clients == 1)
+            variant.times.append(variant.per_s[-1] / alone.per_s[-1])
+            variant.slow_ms.append(1e3 * p95([later - at for each in stamps for at, later in pairwise(each)]))
+        for sharing, client in zip(shared, self._prefilling, strict=True):
+            await measure_sharing(sharing, self._decoder, partial(self._prefill, client), self._tokens)
+
+    async def _step(self, number: int, start: Callable[[], Awaitable[None]]) -> list[float]:
+        stamps = []
+        async with self._clients[number].inference_session(PROMPT_TOKENS + self._tokens) as session:
+            await session.step(self._hidden[number])
+            await start()
+            for _ in range(self._tokens):
+                await session.step(self.row)
+                stamps.append(time.perf_counter())
+        return stamps
+
+    async def _generate(self, number: int, start: Callable[[], Awaitable[None]]) -> list[float]:
+        stamps: list[float] = []
+        await start()
+        generation = await self._clients[number].generate(
+            self._prompts[number],
+            self._tokens + 1,
+            on_token=lambda _: stamps.append(time.perf_counter()),
+            stop_at_eos=False,
+        )
+        self.texts.add((*self._prompts[number], *generation.token_ids))
+        return stamps
+
+    @asynccontextmanager
+    async def _decoder(self) -> AsyncIterator[Callable[[], Awaitable[object]]]:
+        client = self._clients[0]
+        async with client.inference_session(client.model.context_tokens) as session:
+            await session.step(self._hidden[0])
+            yield lambda: session.step(self.row)
+
+    async def _prefill(self, client: Client) -> None:
+        async with client.inference_session(self.prefill_tokens) as session:
+            await session.step(self.prefill)
+
+
+async def _all_at_once(
+    act: Callable[[int, Callable[[], Awaitable[None]]], Awaitable[list[float]]], clients: int
+) -> list[list[float]]:
+    """What each client's `act` returns; it awaits its second argument, and goes on when all do."""
+    stamps: list[list[float]] = []
+    ready, everybody = 0, trio.Event()
+
+    async def start() -> None:
+        nonlocal ready
+        ready += 1
+        if ready == clients:
+            everybody.set()
+        await everybody.wait()
+
+    async def one(number: int) -> None:
+        stamps.append(await act(number, start))
+
+    async with trio.open_nursery() as nursery:
+        for number in range(clients):
+            nursery.start_soon(one, number)
+    return stamps
+
+
+def _rate(stamps: Sequence[Sequence[float]]) -> float:
+    """Tokens per second, of all together, from when all had one until one had its last."""
+    since, until = max(each[0] for each in stamps), min(each[-1] for each in stamps)
+    return sum(since < at <= until for each in stamps for at in each) / (until - since)
+
+
+def _row(variant: _Variant) -> Row:
+    return {
+        "level": variant.level,
+        "variant": f"{variant.clients} client{'s' * (variant.clients > 1)}",
+        "tokens/s": spread(variant.per_s),
+        "of one client": spread(variant.times),
+        "p95, ms": spread(variant.slow_ms),
+    }
+
+
+def _aims(variants: Sequence[_Variant], shared: Sharing, wrong: int) -> list[Aim]:
+    aims = [Aim("tokens that are not transformers', and no near tie", wrong, "= 0", wrong == 0)]
+    for variant in variants:
+        if variant.clients == OF_CLIENTS:
+            times, least = statistics.median(variant.times), LEAST_TIMES[variant.level]
+            name = f"{OF_CLIENTS} clients, {variant.level}: tokens/s, of one client's"
+            aims.append(Aim(name, times, f">= {least:g}", times >= least))
+    decode, prefill = statistics.median(shared.decode_times), statistics.median(shared.prefill_times)
+    beside = "decodes beside a prefill"
+    return [
+        *aims,
+        Aim(f"{beside}: p95, of alone", decode, f"<= {MOST_DECODE:g}", decode <= MOST_DECODE),
+        Aim(f"{beside}: the prefill, of alone", prefill, f"<= {MOST_PREFILL:g}", prefill <= MOST_PREFILL),
+    ]

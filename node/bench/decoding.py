@@ -1,0 +1,55 @@
+"""How fast blocks of one precision decode against the same in fp32: in turn in one process, so that noise is shared."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from llmnode.compute.executor import SpanExecutor, load_executor
+from llmnode.compute.tensors import to_bytes
+from llmnode.core.ids import SESSION_ID_BYTES, SessionId
+from llmnode.node.bench.report import Spread, spread
+from llmnode.ports import Piece
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llmnode.core.span import Span
+    from llmnode.models.folder import ModelFolder
+
+ROUNDS = 5
+PREFILL = 32
+STEPS = 8
+FP32 = "float32"
+
+
+def decode_ratios(folder: ModelFolder, span: Span, precisions: Sequence[str]) -> dict[str, Spread]:
+    """Tokens a second through the blocks of `span` in each precision, in those of fp32; one sequence at a time.
+
+    A round takes the median step of each; a first round warms up. Torch's threads are as the caller has set them.
+    """
+    executors = {name: _load(folder, span, name) for name in dict.fromkeys((FP32, *precisions))}
+    hidden = torch.randn(PREFILL + STEPS, folder.info.hidden_size, generator=torch.Generator().manual_seed(0))
+    rounds = [{name: _step_s(executor, hidden) for name, executor in executors.items()} for _ in range(ROUNDS + 1)]
+    return {name: spread([each[FP32] / each[name] for each in rounds[1:]]) for name in executors}
+
+
+def _load(folder: ModelFolder, span: Span, precision: str) -> SpanExecutor:
+    dtype, _, quant = precision.partition("+")
+    return load_executor(folder, span, PREFILL + STEPS, getattr(torch, dtype), quant=quant or "none")
+
+
+def _step_s(executor: SpanExecutor, hidden: torch.Tensor) -> float:
+    session = SessionId(bytes(SESSION_ID_BYTES))
+    assert executor.open(session, executor.span, len(hidden))
+    executor.forward([Piece(session, 0, PREFILL, to_bytes(hidden[:PREFILL]))])
+    seconds = []
+    for at in range(PREFILL, len(hidden)):
+        started = time.perf_counter()
+        executor.forward([Piece(session, at, 1, to_bytes(hidden[at : at + 1]))])
+        seconds.append(time.perf_counter() - started)
+    executor.close(session)
+    return statistics.median(seconds)

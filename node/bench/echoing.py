@@ -1,0 +1,67 @@
+"""A worker process for `llmnode bench workers` that computes nothing: what it takes is the way there and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llmnode.compute.child import serve_node
+from llmnode.core.model import ModelInfo
+from llmnode.core.span import Span
+from llmnode.ports import Loaded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from llmnode.compute.loading import Wanted
+    from llmnode.core.ids import SessionId
+    from llmnode.ports import Piece
+    from llmnode.wire.frame import Buffer
+
+HIDDEN_SIZE = 576
+"""SmolLM2-135M's."""
+KV_TOKENS = 1 << 30
+ECHO = ModelInfo("echo", bytes(32), blocks=1, hidden_size=HIDDEN_SIZE, context_tokens=KV_TOKENS, dtype="float32")
+
+
+class EchoExecutor:
+    """The `Executor` port, without blocks and KV."""
+
+    span = Span(0, ECHO.blocks)
+
+    def kv_tokens_free(self) -> int:
+        return KV_TOKENS
+
+    def open(self, session: SessionId, span: Span, max_length: int) -> bool:
+        return True
+
+    def forward(self, pieces: Sequence[Piece]) -> Sequence[Buffer]:
+        return [piece.hidden for piece in pieces]
+
+    def truncate(self, session: SessionId, length: int) -> None:
+        pass
+
+    def fork(self, session: SessionId, source: SessionId, shared: int, length: int) -> None:
+        pass
+
+    def close(self, session: SessionId) -> None:
+        pass
+
+
+class EchoLoader:
+    """The `Loader` port."""
+
+    def __init__(self, _wanted: Wanted, _report: Callable[[str], None]) -> None:
+        pass
+
+    def open_model(self) -> ModelInfo:
+        return ECHO
+
+    def fitting_blocks(self) -> int:
+        return ECHO.blocks
+
+    def load(self, span: Span) -> Loaded:
+        return Loaded(EchoExecutor(), tensor_bytes=0)
+
+
+if __name__ == "__main__":
+    serve_node(EchoLoader)

@@ -1,0 +1,257 @@
+"""`llmnode bench pipeline`: texts one after another, and several at once through 1, 2 and 3 servers (MDI-LLM's thesis).
+
+All variants take turns within each round. While so many texts are under way as were asked for, each new one beginning
+when one ends, a speed is counted; its bound is that of a pipeline that never waits: one token in the time of the
+slowest stage, or of the ends, each measured just before with one text after another. Servers compute texts together
+that reach them together, so that the bound, of one text at a time, may be passed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from pydoc_data.topics import topics
+from typing import TYPE_CHECKING, cast
+
+import torch
+import trio
+
+from llmnode.client.connect import aconnect, load_parts
+from llmnode.core.span import split_evenly
+from llmnode.errors import single_error
+from llmnode.models.embedded import open_embedded
+from llmnode.node.bench.report import Aim, Row, environment, print_report, spread
+from llmnode.node.processes import all_ready, private_swarm, pss_mib
+from llmnode.node.several import AT_ONCE_PER_STAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from llmnode.client.connect import Client, ClientParts
+    from llmnode.client.generate import Generation
+    from llmnode.models.parts import Ends
+
+PROMPT_TOKENS = 24
+TEXTS_PER_PLACE = 3
+"""Of those that are under way together: the first and the last have less company, and are not counted."""
+SERVE, CHARGED = "llmnode.node", "llmnode.node.bench.charged"
+REAL_NODES = (1, 2)
+"""Each on a thread of its own; the client's ends take a fifth of what the blocks take, on the same two cores."""
+EMULATED_NODES = (1, 2, 3, 4)
+LEAST_OF_BOUND = 0.9
+THESIS_GAIN = 1.95
+"""Of 3 nodes over 1 (MDI-LLM's thesis, TinyLlama)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineBench:
+    """What was asked for. `threads` is torch's, in this process and in each server."""
+
+    repeats: int
+    tokens: int
+    thin: bool
+    threads: int
+    json: bool
+    plot: Path | None = None
+
+
+@dataclass(slots=True)
+class _Variant:
+    """So many nodes, and texts under way; of each round what was measured."""
+
+    nodes: int
+    at_once: int
+    is_emulated: bool
+    client: Client
+    mib_per_node: float
+    speeds: list[float] = field(default_factory=list)
+    of_one: list[float] = field(default_factory=list)
+    of_bound: list[float] = field(default_factory=list)
+    stage_ms: list[float] = field(default_factory=list)
+    ends_ms: list[float] = field(default_factory=list)
+    differing: int = 0
+    """Texts that are not those of the first variant, of which there is a near tie in a thousand tokens."""
+    times_s: list[float] = field(default_factory=list)
+    """Of each token, since the beginning of the last round."""
+
+    @property
+    def name(self) -> str:
+        nodes = f"{self.nodes} node{'s' * (self.nodes > 1)}{', emulated' if self.is_emulated else ''}"
+        return f"{nodes}: {'one text after another' if self.at_once == 1 else f'{self.at_once} texts at once'}"
+
+
+class TimedEnds:
+    """`Ends` that note how long each call computes."""
+
+    def __init__(self, ends: Ends) -> None:
+        self._ends = ends
+        self.seconds: list[float] = []
+
+    def embed(self, token_ids: list[int], start: int) -> torch.Tensor:
+        began_s = time.perf_counter()
+        hidden = self._ends.embed(token_ids, start)
+        self.seconds.append(time.perf_counter() - began_s)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        began_s = time.perf_counter()
+        scores = self._ends.logits(hidden)
+        self.seconds.append(time.perf_counter() - began_s)
+        return scores
+
+
+async def bench_pipeline(config: PipelineBench) -> None:
+    torch.set_num_threads(config.threads)
+    parts = load_parts(open_embedded())
+    ends = TimedEnds(parts.ends)
+    with single_error():
+        async with AsyncExitStack() as stack:
+            variants = await _variants(config, replace(parts, ends=cast("Ends", ends)), stack)
+            await _measure(config, variants, ends, _prompts(parts))
+    if config.plot is not None:
+        plot(variants, config.plot)
+    rows = [_row(variant) for variant in variants]
+    conditions = environment(config.threads) | {"tokens": config.tokens, "rounds": config.repeats}
+    print_report("pipeline", conditions, rows, _aims(variants), as_json=config.json)
+
+
+def _prompts(parts: ClientParts) -> list[list[int]]:
+    token_ids = parts.tokenizer.encode(topics["types"])
+    return [token_ids[start : start + PROMPT_TOKENS] for start in range(0, len(token_ids), PROMPT_TOKENS)]
+
+
+async def _variants(config: PipelineBench, parts: ClientParts, stack: AsyncExitStack) -> list[_Variant]:
+    variants: list[_Variant] = []
+    real, emulated = ((), EMULATED_NODES[::2]) if config.thin else (REAL_NODES, EMULATED_NODES)
+    for is_emulated, counts in ((False, real), (True, emulated)):
+        for nodes in counts:
+            spans = split_evenly(parts.model.blocks, nodes)
+            program = CHARGED if is_emulated else SERVE
+            servers = await stack.enter_async_context(private_swarm(spans, threads=config.threads, program=program))
+            await all_ready(servers)
+            mib = statistics.mean(pss_mib(server.pid) for server in servers)
+            client = await stack.enter_async_context(aconnect([server.address for server in servers], parts=parts))
+            at_once = 1, AT_ONCE_PER_STAGE * nodes
+            variants += [_Variant(nodes, texts, is_emulated, client, mib) for texts in at_once]
+    return variants
+
+
+async def _measure(
+    config: PipelineBench, variants: Sequence[_Variant], ends: TimedEnds, prompts: Sequence[list[int]]
+) -> None:
+    expected: dict[bool, list[Generation]] = {}
+    for number in range(-1, config.repeats):  # round -1 warms everything up
+        base: dict[bool, float] = {}
+        stage_s = ends_s = 0.0
+        for variant in variants:
+            print(f"round {number + 1} of {config.repeats}: {variant.name}", file=sys.stderr)
+            texts = TEXTS_PER_PLACE * variant.at_once
+            ends.seconds.clear()
+            run = await _run(variant, [prompts[index % len(prompts)] for index in range(texts)], config.tokens)
+            if number < 0:
+                continue
+            speed = run.speed
+            if variant.at_once == 1:
+                stage_s, ends_s = max(run.stage_s()), sum(ends.seconds) / sum(map(len, run.times_s))
+            variant.speeds.append(speed)
+            variant.of_one.append(speed / base.setdefault(variant.is_emulated, speed))
+            variant.of_bound.append(speed * max(stage_s, ends_s))
+            variant.stage_ms.append(1e3 * stage_s)
+            variant.ends_ms.append(1e3 * ends_s)
+            variant.times_s = sorted(time_s for times_s in run.times_s for time_s in times_s)
+            first = expected.setdefault(variant.is_emulated, run.generations)
+            variant.differing += sum(
+                one.token_ids != other.token_ids for one, other in zip(first, run.generations, strict=False)
+            )
+
+
+@dataclass(slots=True)
+class Run:
+    """Texts of one variant: when each token came, and what came."""
+
+    at_once: int
+    times_s: list[list[float]]
+    generations: list[Generation]
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second while `at_once` texts are under way."""
+        begins_s = sorted(times_s[0] for times_s in self.times_s)[self.at_once - 1]
+        ends_s = sorted(times_s[-1] for times_s in self.times_s)[-self.at_once]
+        counted = sum(begins_s < time_s <= ends_s for times_s in self.times_s for time_s in times_s)
+        return counted / (ends_s - begins_s)
+
+    def stage_s(self) -> list[float]:
+        """What a token takes at each stage, on average."""
+        decodes = [timing for generation in self.generations for timing in generation.timings[1:]]
+        by_hop = zip(*(timing.hops for timing in decodes), strict=True)
+        return [statistics.mean(hop.compute_us for hop in hops) / 1e6 for hops in by_hop]
+
+
+async def _run(variant: _Variant, prompts: Sequence[list[int]], tokens: int) -> Run:
+    run = Run(variant.at_once, [[] for _ in prompts], [])
+    generations: dict[int, Generation] = {}
+    places = trio.CapacityLimiter(variant.at_once)
+    began_s = trio.current_time()
+
+    async def generate(index: int) -> None:
+        async with places:
+            generations[index] = await variant.client.generate(
+                prompts[index],
+                tokens,
+                stop_at_eos=False,
+                on_token=lambda _token: run.times_s[index].append(trio.current_time() - began_s),
+            )
+
+    async with trio.open_nursery() as nursery:
+        for index in range(len(prompts)):
+            nursery.start_soon(generate, index)
+    run.generations = [generations[index] for index in range(len(prompts))]
+    return run
+
+
+def _row(variant: _Variant) -> Row:
+    return {
+        "variant": variant.name,
+        "tokens/s": spread(variant.speeds),
+        "of 1 node, in turn": spread(variant.of_one),
+        "of the bound": spread(variant.of_bound),
+        "slowest stage, ms": spread(variant.stage_ms),
+        "ends, ms": spread(variant.ends_ms),
+        "MiB per node": variant.mib_per_node,
+        "texts that differ": variant.differing,
+    }
+
+
+def _aims(variants: Sequence[_Variant]) -> list[Aim]:
+    aims: list[Aim] = []
+    for variant in variants:
+        if variant.at_once == 1 or variant.nodes == 1:
+            continue
+        value = statistics.median(variant.of_bound)
+        aims.append(Aim(f"of the bound, {variant.name}", value, f">= {LEAST_OF_BOUND}", value >= LEAST_OF_BOUND))
+        if variant.nodes == 3:
+            gain = statistics.median(variant.of_one)
+            name = "3 nodes, emulated, of 1 node in turn (thesis: 1.95)"
+            aims.append(Aim(name, gain, f">= {THESIS_GAIN}", gain >= THESIS_GAIN))
+    memory = [variant.mib_per_node for variant in variants if variant.is_emulated]
+    falls = memory == sorted(memory, reverse=True)
+    aims.append(Aim("MiB of a node, of most nodes, of 1 node's", memory[-1] / memory[0], "falls", falls))
+    return aims
+
+
+def plot(variants: Sequence[_Variant], path: Path) -> None:
+    """Tokens against time, as in the thesis's figures 10 to 19. Its form is that of the file's name."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot(xlabel="s", ylabel="tokens", title="llmnode bench pipeline")
+    for variant in variants:
+        style = "--" if variant.is_emulated else "-"
+        axes.plot(variant.times_s, range(1, len(variant.times_s) + 1), style, label=variant.name)
+    axes.legend()
+    figure.savefig(path)

@@ -1,0 +1,52 @@
+"""Llamas of random weights, of the sizes for which others have published how fast they are."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from llmnode.models.embedded import open_embedded
+from llmnode.models.source import open_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from llmnode.models.folder import ModelFolder
+
+SIZES = {"llama-34m": (8, 512), "llama-222m": (16, 1024)}
+"""Blocks and hidden size."""
+VOCABULARY = 8192
+HEAD_SIZE = 64
+CONTEXT_TOKENS = 2048
+
+
+@contextmanager
+def opened(name: str | None) -> Iterator[ModelFolder]:
+    """The model `name`: one of `SIZES`, made anew and gone with the context, or whatever `open_model` knows."""
+    if name not in SIZES:
+        yield open_model(name)
+        return
+    with TemporaryDirectory(prefix="llmnode-") as folder:
+        path = Path(folder) / name
+        _make(path, *SIZES[name])
+        yield open_model(str(path))
+
+
+def _make(path: Path, blocks: int, hidden_size: int) -> None:
+    """With the embedded model's tokenizer, of whose tokens it knows the first: enough to write down what it says."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=blocks,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 11 // 4,
+        num_attention_heads=hidden_size // HEAD_SIZE,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=CONTEXT_TOKENS,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(path)
+    AutoTokenizer.from_pretrained(open_embedded().path, local_files_only=True).save_pretrained(path)

@@ -1,0 +1,163 @@
+"""For `llmnode bench clients`: who decodes beside who prefills, each compared with itself alone.
+
+`BatchPolicy.stretch` says how the two share a forward: what it trades is measured on a worker, without a network.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.compute.executor import load_executor
+from llmnode.compute.worker import ThreadWorker
+from llmnode.core.ids import PeerId, SessionId
+from llmnode.core.policy import BatchPolicy
+from llmnode.core.span import Span
+from llmnode.models.embedded import open_embedded
+from llmnode.node.bench.report import Row, spread
+from llmnode.ports import Piece
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    from llmnode.compute.executor import SpanExecutor
+    from llmnode.wire.frame import Buffer
+
+    Act = Callable[[], Awaitable[object]]
+
+BEFORE = 5
+"""Decodes, before the prefill begins beside them."""
+CHUNK = 512
+MOST_POSITIONS = 2000
+STRETCHES = (1.5, 2.0, 3.0)
+WHOLE = BatchPolicy(stretch=1e6, prefill_s=1e6, unmeasured_prefill=CHUNK)
+"""Chunks are computed as they come."""
+
+
+@dataclass(slots=True)
+class Sharing:
+    """One way to share, round by round."""
+
+    name: str
+    policy: BatchPolicy = field(default_factory=BatchPolicy)
+    decode_ms: list[float] = field(default_factory=list)
+    """95th percentiles: alone, and beside the prefill."""
+    beside_ms: list[float] = field(default_factory=list)
+    slowest_ms: list[float] = field(default_factory=list)
+    prefill_s: list[float] = field(default_factory=list)
+    slower_s: list[float] = field(default_factory=list)
+    """The prefill, beside the decodes."""
+
+    @property
+    def decode_times(self) -> list[float]:
+        return [beside / alone for alone, beside in zip(self.decode_ms, self.beside_ms, strict=True)]
+
+    @property
+    def prefill_times(self) -> list[float]:
+        return [beside / alone for alone, beside in zip(self.prefill_s, self.slower_s, strict=True)]
+
+
+def p95(values: Sequence[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(0.95 * len(values)))]
+
+
+async def measure_sharing(
+    sharing: Sharing, open_decoder: Callable[[], AbstractAsyncContextManager[Act]], prefill: Act, decodes: int
+) -> None:
+    """The prefill alone, before anybody decodes; so many decodes alone; and both at once."""
+    prefill_s = await _seconds(prefill)
+    async with open_decoder() as decode:
+        alone = [await _seconds(decode) for _ in range(decodes)]
+        beside: list[float] = []
+        async with trio.open_nursery() as nursery:
+            prefilling = trio.Event()
+
+            async def decode_on() -> None:
+                for number in count():
+                    began_s = time.perf_counter()
+                    await decode()
+                    if number >= BEFORE:
+                        beside.append(time.perf_counter() - began_s)
+                    if number == BEFORE - 1:
+                        prefilling.set()
+
+            nursery.start_soon(decode_on)
+            await prefilling.wait()
+            slower_s = await _seconds(prefill)
+            nursery.cancel_scope.cancel()
+    sharing.prefill_s.append(prefill_s)
+    sharing.slower_s.append(slower_s)
+    sharing.decode_ms.append(1e3 * p95(alone))
+    sharing.beside_ms.append(1e3 * p95(beside))
+    sharing.slowest_ms.append(1e3 * max(beside))
+
+
+def row_of(sharing: Sharing) -> Row:
+    return {
+        "level": "decodes beside a prefill",
+        "variant": sharing.name,
+        "p95, ms": spread(sharing.beside_ms),
+        "slowest, ms": spread(sharing.slowest_ms),
+        "p95, of alone": spread(sharing.decode_times),
+        "prefill, s": spread(sharing.slower_s),
+        "prefill, of alone": spread(sharing.prefill_times),
+    }
+
+
+def workers(*, thin: bool) -> list[Sharing]:
+    """One for each policy."""
+    stretches = STRETCHES[1:2] if thin else STRETCHES
+    stretched = [Sharing(f"worker, stretch {stretch:g}", BatchPolicy(stretch=stretch)) for stretch in stretches]
+    return [*stretched, Sharing("worker, chunks whole", WHOLE)]
+
+
+class Workers:
+    """One executor of the whole model, which the workers use in turn. Made by `load_workers`."""
+
+    def __init__(self, executor: SpanExecutor, hidden: Buffer, row_bytes: int, decodes: int) -> None:
+        """`hidden` are the prefill's, `row_bytes` a position."""
+        self._executor = executor
+        self._hidden = memoryview(hidden)
+        self._row_bytes = row_bytes
+        self._decodes = decodes
+
+    async def measure(self, sharing: Sharing) -> None:
+        worker = ThreadWorker(self._executor, sharing.policy)
+        await measure_sharing(sharing, lambda: self._open_decoder(worker), lambda: self._prefill(worker), self._decodes)
+
+    @asynccontextmanager
+    async def _open_decoder(self, worker: ThreadWorker) -> AsyncIterator[Act]:
+        session, positions = SessionId(b"decoder".ljust(16)), count()
+        assert await worker.open(session, worker.span, MOST_POSITIONS, PeerId("decoder"))
+        row = self._hidden[: self._row_bytes]
+        yield lambda: worker.forward(Piece(session, next(positions), 1, row))
+        await worker.close(session)
+
+    async def _prefill(self, worker: ThreadWorker) -> None:
+        session = SessionId(b"prefill".ljust(16))
+        length = len(self._hidden) // self._row_bytes
+        assert await worker.open(session, worker.span, length, PeerId("prefill"))
+        for start in range(0, length, CHUNK):
+            end = min(start + CHUNK, length)
+            hidden = self._hidden[start * self._row_bytes : end * self._row_bytes]
+            await worker.forward(Piece(session, start, end - start, hidden))
+        await worker.close(session)
+
+
+def load_workers(hidden: Buffer, decodes: int) -> Workers:
+    """Takes seconds."""
+    folder = open_embedded()
+    executor = load_executor(folder, Span(0, folder.info.blocks), kv_tokens=3 * MOST_POSITIONS)
+    return Workers(executor, hidden, folder.info.row_bytes, decodes)
+
+
+async def _seconds(act: Act) -> float:
+    began_s = time.perf_counter()
+    await act()
+    return time.perf_counter() - began_s

@@ -1,0 +1,29 @@
+"""What others say of how they reach this node, in words for who runs it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llmnode.core.nat import Nat, Reached
+
+if TYPE_CHECKING:
+    from llmnode.core.nat import Reach
+
+FORWARD = "forward a port to it and --announce /ip4/{host}/tcp/PORT"
+FIXES = {
+    Nat.NONE: "open its port for TCP in the firewall, and listen there (--listen /ip4/0.0.0.0/tcp/PORT), or serve with "
+    "--relay ADDRESS",
+    Nat.STEADY: f"serve with --relay ADDRESS: peers then meet by hole punching; or {FORWARD}",
+    Nat.SYMMETRIC: f"serve with --relay ADDRESS, through which all will go; or {FORWARD}",
+    Nat.SOME: f"serve with --relay ADDRESS, or {FORWARD}; with --peers at two hosts `llmnode doctor` names the kind",
+}
+
+
+def explain(reach: Reach) -> tuple[str, str]:
+    """What it is, and what to do about it, which is nothing if others reach the node."""
+    seen = f"others see this node at {reach.host}"
+    where = f"{seen}, its own address" if reach.nat is Nat.NONE else f"{seen}, behind {reach.nat}"
+    if reach.reached is Reached.YES:
+        return f"{where}, and can dial it at {reach.reached_at}", ""
+    verdict = "and cannot dial it" if reach.reached is Reached.NO else "and have not tried to dial it"
+    return f"{where}, {verdict}", FIXES[reach.nat].format(host=reach.host)

@@ -1,0 +1,94 @@
+"""Gives sessions KV in the order that `core/room.py` says, and a typed no to those that would wait for too long."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.room import Room
+from llmnode.errors import PeerRefused, WorkerLost
+from llmnode.wire.messages import RefusalCode
+
+if TYPE_CHECKING:
+    from llmnode.core.ids import PeerId, SessionId
+    from llmnode.core.policy import RoomPolicy
+    from llmnode.core.scheduling import Priority
+    from llmnode.core.span import Span
+    from llmnode.ports import Worker
+
+
+class Admission:
+    """To all KV that `worker` has free now. Nobody else is to open sessions there."""
+
+    def __init__(self, worker: Worker, policy: RoomPolicy) -> None:
+        self._worker = worker
+        self._policy = policy
+        self._room = Room(worker.kv_tokens_free, policy)
+        self._waiting: dict[SessionId, trio.Event] = {}
+        self._is_closed = False
+
+    async def enter(self, session: SessionId, span: Span, positions: int, client: PeerId, priority: Priority) -> None:
+        """Reserve KV, when it is the session's turn. Raises PeerRefused. Whatever comes of it, `leave` is due."""
+        self._check(positions, client)
+        came_in = self._waiting[session] = trio.Event()
+        self._room.add(session, client, priority, positions, trio.current_time())
+        self._admit()
+        try:
+            with trio.move_on_after(self._policy.wait_s):
+                await came_in.wait()
+        finally:
+            del self._waiting[session]
+            if self._is_closed or not came_in.is_set():
+                self._forget(session)
+        self._check_open()
+        if not came_in.is_set():
+            raise self._refusal(positions, f"not free within {self._policy.wait_s:g} s")
+        try:
+            is_open = await self._worker.open(session, span, positions, client, priority)
+        except WorkerLost as error:
+            raise PeerRefused(RefusalCode.BUSY, str(error)) from error
+        if not is_open:
+            raise self._refusal(positions, "taken by others than sessions")
+
+    async def leave(self, session: SessionId) -> None:
+        """Free its KV, if it has any, and let others in."""
+        await self._worker.close(session)
+        self._forget(session)
+
+    def lose_all(self) -> None:
+        """The worker has lost all that sessions held."""
+        self._room.clear(trio.current_time())
+        self._admit()
+
+    def close(self) -> None:
+        """Let nobody in any more, nor wait."""
+        self._is_closed = True
+        for came_in in self._waiting.values():
+            came_in.set()
+
+    def _forget(self, session: SessionId) -> None:
+        self._room.remove(session, trio.current_time())
+        self._admit()
+
+    def _admit(self) -> None:
+        for session in self._room.admit(trio.current_time()):
+            self._waiting[session].set()
+
+    def _check(self, positions: int, client: PeerId) -> None:
+        """Raises PeerRefused if waiting is of no use, or too many do already."""
+        self._check_open()
+        if positions > self._room.positions:
+            reason = f"{positions} positions asked for, and this server has {self._room.positions} in all"
+            raise PeerRefused(RefusalCode.NO_ROOM, reason)
+        if not self._room.has_place(client):
+            raise self._refusal(positions, f"{self._room.line} sessions wait already")
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise PeerRefused(RefusalCode.BUSY, "this server is draining")
+
+    def _refusal(self, positions: int, why: str) -> PeerRefused:
+        reason = f"{positions} positions asked for, {self._worker.kv_tokens_free} free: {why}"
+        retry_after_s = self._room.retry_after_s(positions, trio.current_time())
+        return PeerRefused(RefusalCode.NO_ROOM, reason, retry_after_s=retry_after_s)

@@ -1,0 +1,143 @@
+"""A worker's own process: `python -m llmnode.compute.child SOCKET REQUESTS RESULTS`, started by `process.py` alone.
+
+It does what the node asks over the socket, one thing after another, and ends with the node, however that ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from llmnode.compute.crossing import (
+    ANSWER,
+    FAILED,
+    FITTING_BLOCKS,
+    HELLO,
+    LOAD,
+    OPEN_MODEL,
+    SAID,
+    WORK,
+    Message,
+    Messages,
+    pack_error,
+    pack_message,
+    put_done,
+    take_work,
+)
+from llmnode.compute.loading import SpanLoader, Wanted
+from llmnode.compute.shared import SharedMemory
+from llmnode.compute.work import do
+from llmnode.core.span import Span
+from llmnode.errors import LlmnodeError
+from llmnode.models.online import keep_libraries_offline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from llmnode.compute.work import Done
+    from llmnode.ports import Executor, Loader
+
+    MakeLoader = Callable[[Wanted, Callable[[str], None]], Loader]
+
+RECEIVE_BYTES = 1 << 16
+
+log = logging.getLogger(__name__)
+
+
+def serve_node(make_loader: MakeLoader) -> NoReturn:
+    """The whole life of the process."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the node, which may have sessions to end before
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_node, daemon=True).start()
+    node, requests, results = map(int, sys.argv[1:])
+    _Child(socket.socket(fileno=node), SharedMemory(requests), SharedMemory(results), make_loader).run()
+    sys.exit()
+
+
+def _end_with_node() -> NoReturn:
+    """The node holds our stdin open; however it ends, so do we, in the middle of a forward too."""
+    while os.read(0, 1):
+        pass
+    os._exit(0)
+
+
+class _Child:
+    def __init__(
+        self, node: socket.socket, requests: SharedMemory, results: SharedMemory, make_loader: MakeLoader
+    ) -> None:
+        self._node = node
+        self._requests = requests
+        self._results = results
+        self._make_loader = make_loader
+        self._loader: Loader | None = None
+        self._executor: Executor | None = None
+
+    def run(self) -> None:
+        self._send(HELLO)
+        for word, *arguments in self._messages():
+            if word == WORK:
+                self._work(*arguments)
+            else:
+                self._send(*self._answer(word, arguments))
+
+    def _messages(self) -> Iterator[Message]:
+        messages = Messages()
+        while data := self._node.recv(RECEIVE_BYTES):
+            messages.feed(data)
+            yield from messages
+
+    def _send(self, *message: Any) -> None:  # Any: what msgpack can hold
+        self._node.sendall(pack_message(*message))
+
+    def _answer(self, word: str, arguments: Message) -> Message:
+        try:
+            return [ANSWER, self._ask(word, *arguments)]
+        except Exception as error:  # noqa: BLE001  it is raised in the node
+            _log_if_unforeseen(error)
+            return [FAILED, *pack_error(error)]
+
+    def _ask(self, word: str, *arguments: Any) -> Any:  # Any: as each question has them
+        if word == OPEN_MODEL:
+            self._loader = self._make_loader(Wanted(**arguments[0]), lambda line: self._send(SAID, line))
+            return asdict(self._loader.open_model())
+        assert self._loader is not None, "the model is opened first"
+        if word == FITTING_BLOCKS:
+            return self._loader.fitting_blocks()
+        assert word == LOAD
+        loaded = self._loader.load(Span(*arguments))
+        self._executor = loaded.executor
+        return [loaded.tensor_bytes, loaded.executor.kv_tokens_free()]
+
+    def _work(self, chores: Message, parts: Message, size: int) -> None:
+        assert self._executor is not None, "blocks are loaded first"
+        work = take_work(chores, parts, self._requests.view(size))
+        began_s = time.perf_counter()
+        done = do(self._executor, work)
+        took_s = time.perf_counter() - began_s
+        _log_unforeseen(done)
+        answer = put_done(done, self._results.view(size))
+        self._send(ANSWER, [*answer, took_s, self._executor.kv_tokens_free()])
+
+
+def _log_unforeseen(done: Done) -> None:
+    for outcome in (*done.chores, *done.outputs):
+        if isinstance(outcome, Exception):
+            _log_if_unforeseen(outcome)
+
+
+def _log_if_unforeseen(error: Exception) -> None:
+    """The node tells of others, but does not know where in here they happened."""
+    if not isinstance(error, (LlmnodeError, RuntimeError, MemoryError)):
+        log.error("in the worker process", exc_info=error)
+
+
+if __name__ == "__main__":
+    keep_libraries_offline()
+    serve_node(SpanLoader)

@@ -1,0 +1,133 @@
+"""From what a node is asked to hold to an executor that holds it. All that needs torch or transformers is in here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from llmnode.compute.startup import collection_paused
+from llmnode.core.memory import parse_memory
+from llmnode.core.model import QUANTS, precision
+from llmnode.errors import ConfigError
+from llmnode.ports import Loaded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llmnode.core.model import ModelInfo
+    from llmnode.core.span import Span
+    from llmnode.models.folder import ModelFolder
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a worker is to hold, but for the span, which is chosen when the model is known. As in `NodeConfig`."""
+
+    model: str | None = None
+    kv_tokens: int = 32_768
+    kv_memory: str | None = None
+    device: str = AUTO
+    dtype: str = "float32"
+    quant: str = "none"
+    threads: int | None = None
+
+
+class SpanLoader:
+    """The `Loader` port over models on disk. Importing torch, converting and reading take seconds to minutes."""
+
+    def __init__(self, wanted: Wanted, report: Callable[[str], None]) -> None:
+        """`report` is told in a line what takes long."""
+        self._wanted = wanted
+        self._report = report
+        self._folder: ModelFolder | None = None
+
+    def open_model(self) -> ModelInfo:
+        with collection_paused():
+            import torch
+
+            from llmnode.models.source import open_model
+
+            if self._wanted.threads is not None:
+                torch.set_num_threads(self._wanted.threads)
+            self._folder = open_model(self._wanted.model, self._report)
+        self._wanted = replace(self._wanted, device=_device(self._wanted.device))
+        self._wanted = replace(self._wanted, quant=_quant(self._wanted))
+        return replace(self._folder.info, dtype=precision(self._wanted.dtype, self._wanted.quant))
+
+    def fitting_blocks(self) -> int:
+        import torch
+
+        from llmnode.models.memory import free_bytes
+        from llmnode.models.size import MEMORY_SHARE, measure_size
+
+        wanted, folder = self._wanted, self._opened
+        size = measure_size(folder, getattr(torch, wanted.dtype), wanted.quant)
+        free = free_bytes(wanted.device)
+        if wanted.kv_memory is None:
+            fitting, kv = size.fitting_blocks(free, wanted.kv_tokens), wanted.kv_tokens * size.kv_token_bytes
+        else:
+            kv = parse_memory(wanted.kv_memory).of(free)
+            fitting = size.fitting_blocks_beside(free, kv)
+        if not fitting:
+            raise ConfigError(
+                f"no block of {folder.name} fits: {free >> 20} MiB are free, of which a server takes "
+                f"{MEMORY_SHARE:.0%}; a block takes {size.block_bytes >> 20} and its KV {kv >> 20}: "
+                "end other programs, raise the container's limit, or lower --kv-tokens or --kv-memory"
+            )
+        return fitting
+
+    def load(self, span: Span) -> Loaded:
+        with collection_paused():
+            import torch
+
+            from llmnode.compute.executor import load_executor
+
+            wanted, dtype = self._wanted, getattr(torch, self._wanted.dtype)
+            kv_tokens = _kv_tokens(wanted, self._opened, span)
+            executor = load_executor(self._opened, span, kv_tokens, dtype, wanted.device, wanted.quant)
+        return Loaded(executor, executor.tensor_bytes)
+
+    @property
+    def _opened(self) -> ModelFolder:
+        assert self._folder is not None, "the model is opened first"
+        return self._folder
+
+
+def _kv_tokens(wanted: Wanted, folder: ModelFolder, span: Span) -> int:
+    """Raises ConfigError if there is not so much memory."""
+    if wanted.kv_memory is None:
+        return wanted.kv_tokens
+    import torch
+
+    from llmnode.models.memory import free_bytes
+    from llmnode.models.size import measure_size
+
+    free = free_bytes(wanted.device)
+    size = measure_size(folder, getattr(torch, wanted.dtype), wanted.quant)
+    return size.kv_tokens(free, parse_memory(wanted.kv_memory).of(free), len(span))
+
+
+def _quant(wanted: Wanted) -> str:
+    if wanted.quant != AUTO:
+        assert wanted.quant in QUANTS
+        return wanted.quant
+    from llmnode.models.quantized import fast_quant
+
+    return fast_quant(wanted.device)
+
+
+def _device(device: str) -> str:
+    """Raises ConfigError for a device that torch does not have here."""
+    import torch
+
+    if device == AUTO:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise ConfigError(f"--device {device!r}: write cpu, cuda or cuda:0") from error
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(f"--device {device}: torch has no such device here; leave it out, or write cpu")
+    return device

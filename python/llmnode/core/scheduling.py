@@ -1,0 +1,290 @@
+"""Which of the pieces that wait are computed next, and together. Knows no clock: it is told the time.
+
+A batch is what is ready when the executor is free: every decode, and of the prefills as many positions as leave the
+decodes beside them fast. Before it, those are waited for who decode in step with the others and are just about to
+come back (`waits_until_s`): else two halves of the clients would take turns, at nearly the price of two wholes each.
+
+Clients share what there is by virtual token counters (Sheng et al., Fairness in Serving Large Language Models, OSDI
+2024, algorithm 2): whoever was given the fewest positions is next, and who comes back starts level with the least of
+those that are here, so that nobody saves up turns while away, nor pays for what nobody else wanted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from enum import IntEnum
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llmnode.core.ids import PeerId, SessionId
+    from llmnode.core.policy import BatchPolicy
+
+_THINK_KEEPS = 0.5
+_HOPE = 2
+"""Who is usually away for so many times our patience may be back sooner if no forward slows its answer down."""
+_PAUSE, _MISSED = 4, 16
+"""A longer pause, and not to have come when it was waited for, count as so many times our patience."""
+_PACE_KEEPS = 0.7
+
+
+class Priority(IntEnum):
+    """What a session is for. Of higher ones one piece goes before all of lower ones, until those have waited long."""
+
+    INTERACTIVE = 0
+    BATCH = 1
+    TRAINING = 2
+
+    @property
+    def word(self) -> str:
+        """What it is called, by users and on the wire."""
+        return self.name.lower()
+
+
+PRIORITIES = {each.word: each for each in Priority}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`length` positions of a piece, from its own position `start` on."""
+
+    ticket: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What the executor does next: chores, in this order, and then all parts in one forward."""
+
+    chores: Sequence[int]
+    parts: Sequence[Part]
+
+
+class _Lane(NamedTuple):
+    """Pieces that are served in the order in which they came, but for those that their sessions hold back."""
+
+    client: PeerId
+    priority: Priority
+    is_decode: bool
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A piece, or without a lane a chore, that is not done yet. `given` are its positions in batches so far."""
+
+    ticket: int
+    sessions: Sequence[SessionId]
+    lane: _Lane | None = None
+    length: int = 0
+    given: int = 0
+
+
+@dataclass(slots=True)
+class _Session:
+    """`answered_s` is when its latest decode was done, None if a prefill came after; `think_s` how long it is usually
+    away between two decodes.
+    """
+
+    client: PeerId
+    priority: Priority
+    answered_s: float | None = None
+    think_s: float = inf
+    line: deque[int] = field(default_factory=deque)
+    """Tickets of what it has here, in order: the first is done before the second begins."""
+
+
+class Scheduler:
+    """Of one executor, which runs one batch at a time: `take`, and `done` before the next `take`.
+
+    Tickets name pieces and chores, and rise in the order of arrival.
+    """
+
+    def __init__(self, policy: BatchPolicy) -> None:
+        self._policy = policy
+        self._pace = _ForwardPace(policy)
+        self._sessions: dict[SessionId, _Session] = {}
+        self._entries: dict[int, _Entry] = {}
+        self._given: dict[PeerId, int] = {}  # the virtual token counters
+        self._queued: Counter[PeerId] = Counter()  # pieces of each client
+        self._level = 0  # the counter of who was the last to have nothing queued
+        self._done_s = -inf  # when the latest forward was
+        self._since_s: dict[_Lane, float] = {}  # waiting lanes: the latest batch with something of it, or its first add
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def admit(self, session: SessionId, client: PeerId, priority: Priority) -> None:
+        """From now on there may be pieces and chores of it."""
+        self._sessions[session] = _Session(client, priority)
+
+    def dismiss(self, session: SessionId) -> None:
+        """There is nothing more to come, and nothing left of it. An unknown one does nothing."""
+        left = self._sessions.pop(session, None)
+        if left is not None and all(each.client != left.client for each in self._sessions.values()):
+            self._given.pop(left.client, None)
+
+    def knows(self, session: SessionId) -> bool:
+        return session in self._sessions
+
+    def add(self, ticket: int, session: SessionId, length: int, now_s: float) -> None:
+        """A piece of a session that is admitted."""
+        of = self._sessions[session]
+        lane = _Lane(of.client, of.priority, length <= self._policy.decode_positions)
+        if not self._queued[of.client]:
+            here = [self._given[client] for client, pieces in self._queued.items() if pieces]
+            self._given[of.client] = max(self._given.get(of.client, 0), min(here, default=self._level))
+        if not any(entry.lane == lane for entry in self._entries.values()):
+            self._since_s[lane] = now_s
+        self._queued[of.client] += 1
+        self._note_return(of, lane, now_s)
+        self._enter(_Entry(ticket, (session,), lane, length))
+
+    def add_chore(self, ticket: int, sessions: Sequence[SessionId]) -> None:
+        """Something else to be done for sessions, after what they have here and before what they add later.
+
+        Those that are not admitted have nothing here.
+        """
+        self._enter(_Entry(ticket, [session for session in sessions if session in self._sessions]))
+
+    def remove(self, ticket: int) -> None:
+        """Whether it is done, has failed, or is not wanted any more. Not between `take` and `done`."""
+        entry = self._entries.pop(ticket)
+        for session in entry.sessions:
+            self._sessions[session].line.remove(ticket)
+        if entry.lane is not None:
+            client = entry.lane.client
+            self._queued[client] -= 1
+            if not self._queued[client]:
+                del self._queued[client]
+                self._level = self._given[client]
+            if not any(each.lane == entry.lane for each in self._entries.values()):
+                del self._since_s[entry.lane]
+
+    def waits_until_s(self, now_s: float) -> float | None:
+        """Until when to wait, if nobody comes before. None if there is nothing to wait for."""
+        if not any(entry.lane for entry in self._entries.values()):
+            return None
+        until_s = max((answered_s for answered_s, _ in self._expected()), default=-inf) + self._patience_s
+        return until_s if until_s > now_s else None
+
+    def take(self, now_s: float) -> Batch:
+        """The next batch. Empty only if there is nothing here."""
+        for answered_s, session in self._expected():
+            if answered_s == self._done_s and answered_s + self._patience_s <= now_s:
+                session.think_s = _MISSED * self._patience_s
+        ready = [entry for entry in self._entries.values() if self._is_ready(entry)]
+        chores = [entry.ticket for entry in ready if entry.lane is None]
+        pieces = [(entry.lane, entry) for entry in ready if entry.lane is not None]
+        decodes = self._choose([each for each in pieces if each[0].is_decode], self._policy.decodes, now_s)
+        prefills = [each for each in pieces if not each[0].is_decode]
+        room = self._pace.room(beside_decodes=bool(decodes) or self._is_decoding(now_s)) if prefills else 0
+        return Batch(chores, decodes + self._choose(prefills, room, now_s))
+
+    def done(self, batch: Batch, took_s: float | None, now_s: float) -> None:
+        """The batch is computed. `took_s` is None if it was not one forward, as some part of it has failed.
+
+        Pieces stay until they are removed, those that are computed to their end too.
+        """
+        decodes = prefill = 0
+        for part in batch.parts:
+            entry = self._entries[part.ticket]
+            assert entry.lane is not None, "chores have no parts"
+            entry.given += part.length
+            if entry.lane.is_decode:
+                decodes += 1
+                self._sessions[entry.sessions[0]].answered_s = now_s
+            else:
+                prefill += part.length
+        if batch.parts:
+            self._done_s = now_s
+            if took_s is not None:
+                self._pace.note(decodes, prefill, took_s)
+
+    def _enter(self, entry: _Entry) -> None:
+        self._entries[entry.ticket] = entry
+        for session in entry.sessions:
+            self._sessions[session].line.append(entry.ticket)
+
+    def _is_ready(self, entry: _Entry) -> bool:
+        return all(self._sessions[session].line[0] == entry.ticket for session in entry.sessions)
+
+    def _note_return(self, session: _Session, lane: _Lane, now_s: float) -> None:
+        if not lane.is_decode:
+            session.answered_s, session.think_s = None, inf
+        elif session.answered_s is not None:
+            thought_s = min(now_s - session.answered_s, _PAUSE * self._patience_s)
+            before_s = thought_s if session.think_s == inf else session.think_s
+            session.think_s = _THINK_KEEPS * before_s + (1 - _THINK_KEEPS) * thought_s
+
+    @property
+    def _patience_s(self) -> float:
+        return self._policy.gather_share * self._pace.decode_s
+
+    def _expected(self) -> list[tuple[float, _Session]]:
+        """Who is likely to come back soon after it was answered, and when that was."""
+        return [
+            (each.answered_s, each)
+            for each in self._sessions.values()
+            if each.answered_s is not None and not each.line and each.think_s <= _HOPE * self._patience_s
+        ]
+
+    def _is_decoding(self, now_s: float) -> bool:
+        """Whether somebody may want a decode soon."""
+        return any(
+            each.answered_s is not None and now_s - each.answered_s < self._policy.decoding_s
+            for each in self._sessions.values()
+        )
+
+    def _choose(self, ready: Sequence[tuple[_Lane, _Entry]], room: int, now_s: float) -> list[Part]:
+        """As many positions as there is room for."""
+        lanes: dict[_Lane, deque[_Entry]] = {}
+        for lane, entry in ready:
+            lanes.setdefault(lane, deque()).append(entry)
+
+        def turn(lane: _Lane) -> tuple[int, int, int]:
+            aged = int((now_s - self._since_s[lane]) / self._policy.ageing_s)
+            return max(0, lane.priority - aged), self._given[lane.client], lanes[lane][0].ticket
+
+        parts = []
+        while lanes and room > 0:
+            lane = min(lanes, key=turn)
+            entry = lanes[lane].popleft()
+            if not lanes[lane]:
+                del lanes[lane]
+            part = Part(entry.ticket, entry.given, min(entry.length - entry.given, room))
+            parts.append(part)
+            room -= part.length
+            self._given[lane.client] += part.length
+            self._since_s[lane] = now_s
+        return parts
+
+
+class _ForwardPace:
+    """How long forwards take here, and so how many positions of prefills one may have."""
+
+    def __init__(self, policy: BatchPolicy) -> None:
+        self._policy = policy
+        self.decode_s = 0.0
+        """A forward of decodes alone; 0 until there was one."""
+        self._position_s = 0.0  # what each position of a prefill adds
+
+    def note(self, decodes: int, prefill: int, took_s: float) -> None:
+        if not prefill:
+            self.decode_s = _mixed(self.decode_s, took_s)
+        elif decodes or prefill >= self._policy.least_prefill:  # of fewer it is mostly what any forward takes
+            self._position_s = _mixed(self._position_s, max(took_s - self.decode_s, took_s / 100) / prefill)
+
+    def room(self, *, beside_decodes: bool) -> int:
+        policy = self._policy
+        if not self._position_s or (beside_decodes and not self.decode_s):
+            return policy.unmeasured_prefill
+        may_add_s = (policy.stretch - 1) * self.decode_s if beside_decodes else policy.prefill_s
+        return max(policy.least_prefill, min(policy.most_prefill, int(may_add_s / self._position_s)))
+
+
+def _mixed(before_s: float, took_s: float) -> float:
+    return _PACE_KEEPS * before_s + (1 - _PACE_KEEPS) * took_s if before_s else took_s

@@ -1,0 +1,172 @@
+"""Linear layers with weights of 8 or 4 bits, in the place of those of a block. Norms and biases stay as they are.
+
+What a row becomes does not depend on the rows beside it: each is scaled by itself, and products of integers are exact.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from llmnode.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+INT8_MAX = 127
+OUTLIER = 6.0
+"""LLM.int8 (Dettmers et al. 2022, section 3.2): larger inputs are not rounded to 8 bits, nor do they widen the steps of
+the others."""
+NF4_BLOCK = 64
+"""So many weights share a scale (QLoRA, Dettmers et al. 2023)."""
+_NF4_CODES = 16
+
+
+class Int8Linear(torch.nn.Module):
+    """Weights of 8 bits with a scale for each output; inputs are rounded to 8 bits too, with a scale for each row."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """`weight` is (outputs, inputs), of floating point."""
+        super().__init__()
+        weight = weight.float()
+        scale = _scale(weight.abs().amax(1))
+        self.weight = _fixed((weight / scale[:, None]).round_().to(torch.int8))
+        self.scale = _fixed(scale)
+        self.bias = None if bias is None else _fixed(bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1]).float()
+        largest = rows.abs().amax(1, keepdim=True)
+        # any(), not max(): a row that is no number must not decide for the others.
+        outliers = _outliers(rows) if bool((largest >= OUTLIER).any()) else None
+        if outliers is not None:
+            rows = rows - outliers
+            largest = rows.abs().amax(1, keepdim=True)
+        scale = _scale(largest)
+        product = _product((rows / scale).round_().to(torch.int8), self.weight)
+        output = product.float().mul_(scale).mul_(self.scale)
+        if outliers is not None:
+            columns = outliers.any(0).nonzero()[:, 0]
+            output += outliers[:, columns] @ (self.weight[:, columns].float() * self.scale[:, None]).T
+        output = output.to(x.dtype)
+        if self.bias is not None:
+            output += self.bias
+        return output.reshape(*x.shape[:-1], -1)
+
+    @staticmethod
+    def bytes_of(outputs: int, inputs: int) -> int:
+        return outputs * inputs + 4 * outputs
+
+
+class NF4Linear(torch.nn.Module):
+    """Weights of 4 bits, by bitsandbytes: which of 16 quantiles of a normal distribution, with a scale for each 64."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """`weight` is (outputs, inputs), of floating point."""
+        super().__init__()
+        packed, state = _bitsandbytes().functional.quantize_4bit(
+            weight.contiguous(), blocksize=NF4_BLOCK, quant_type="nf4"
+        )
+        self.packed = _fixed(packed)
+        self.absmax = _fixed(state.absmax)
+        self.code = _fixed(state.code)
+        self.bias = None if bias is None else _fixed(bias)
+        self._shape = weight.shape
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        library = _bitsandbytes()
+        state = library.functional.QuantState(
+            self.absmax, shape=self._shape, code=self.code, blocksize=NF4_BLOCK, quant_type="nf4", dtype=x.dtype
+        )
+        output: torch.Tensor = library.matmul_4bit(x, self.packed, quant_state=state, bias=self.bias)
+        return output
+
+    @staticmethod
+    def bytes_of(outputs: int, inputs: int) -> int:
+        weights = outputs * inputs
+        return (weights + 1) // 2 + 4 * (-(-weights // NF4_BLOCK) + _NF4_CODES)
+
+
+_KINDS: dict[str, type[Int8Linear] | type[NF4Linear]] = {"int8": Int8Linear, "nf4": NF4Linear}
+
+
+def quantize_block(block: torch.nn.Module, quant: str, device: str = "cpu") -> None:
+    """Replace the linear layers of `block`, one by one, by others on `device`. Raises as `check_quantizable`."""
+    check_quantizable(block)
+    for name, linear in list(_linears(block)):
+        parent, _, child = name.rpartition(".")
+        setattr(block.get_submodule(parent), child, _KINDS[quant](_weight(linear).to(device), linear.bias))
+
+
+def quantized_bytes(block: torch.nn.Module, quant: str) -> int:
+    """What `block`, which may be without storage, takes with its linear layers quantized. Raises likewise."""
+    check_quantizable(block)
+    size = sum(parameter.nbytes for parameter in block.parameters())
+    for _, linear in _linears(block):
+        weight = _weight(linear)
+        size += _KINDS[quant].bytes_of(*weight.shape) - weight.nbytes
+    return size
+
+
+def check_quantizable(block: torch.nn.Module) -> None:
+    """Raises ModelError for experts: they are one tensor of three dimensions, and no linear layers."""
+    if any(parameter.ndim > 2 for parameter in block.parameters()):
+        raise ModelError("the weights of a mixture of experts cannot be quantized: serve it without --quant")
+
+
+def fast_quant(device: str) -> str:
+    """What `--quant auto` is on torch's `device`: the smallest that is no slower than none."""
+    if torch.device(device).type == "cuda":
+        return "nf4"
+    return "int8" if _has_fast_int8() else "none"
+
+
+def _linears(block: torch.nn.Module) -> Iterator[tuple[str, Any]]:  # Any: Linear, or GPT-2's Conv1D
+    from transformers.pytorch_utils import Conv1D
+
+    for name, module in block.named_modules():
+        if isinstance(module, torch.nn.Linear | Conv1D):
+            yield name, module
+
+
+def _weight(linear: Any) -> torch.Tensor:  # Any: likewise
+    """(outputs, inputs); Conv1D has it the other way round."""
+    weight: torch.Tensor = linear.weight.detach()
+    return weight if isinstance(linear, torch.nn.Linear) else weight.T
+
+
+def _fixed(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor.detach(), requires_grad=False)
+
+
+def _scale(largest: torch.Tensor) -> torch.Tensor:
+    return largest.clamp(min=torch.finfo(torch.float32).tiny) / INT8_MAX
+
+
+def _outliers(rows: torch.Tensor) -> torch.Tensor:
+    """Those of each row, and 0 elsewhere. The paper has whole columns; by row, none depends on the others."""
+    return rows.masked_fill(rows.abs() < OUTLIER, 0)
+
+
+def _product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """(rows, inputs) times (outputs, inputs), both int8: exact, in int32. Without fast integers, within fp32's."""
+    if not rows.is_cuda and _has_fast_int8():
+        return torch._int_mm(rows, weight.t())  # what bitsandbytes takes too, without the seconds of its import
+    product: torch.Tensor = _bitsandbytes().functional.int8_linear_matmul(rows, weight)
+    return product
+
+
+def _has_fast_int8() -> bool:
+    """Elsewhere torch multiplies integers one by one (bitsandbytes/backends/cpu/ops.py)."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def _bitsandbytes() -> Any:  # Any: it publishes no types
+    """Takes seconds the first time."""
+    # It warns that it has no kernel from the hub, for a layout of weights that we do not use.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    import bitsandbytes
+
+    return bitsandbytes

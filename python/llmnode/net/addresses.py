@@ -1,0 +1,205 @@
+"""Addresses of peers: where a host listens, what it tells others, and how to reach a peer, directly or through a relay.
+
+A circuit address is that of a relay and then `/p2p-circuit/p2p/PEER`. Opens no connection.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import TYPE_CHECKING
+
+import psutil
+from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import InvalidAddrError, PeerInfo, info_from_p2p_addr
+from multiaddr import Multiaddr
+from multiaddr.exceptions import Error as MultiaddrError
+
+from llmnode.errors import ConfigError
+from llmnode.wire.messages import ADDRESS_CHARS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from llmnode.core.ids import PeerId
+
+LISTEN_ANY_LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+
+ANNOUNCED_HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6")
+
+CIRCUIT = "/p2p-circuit"
+
+
+def parse_peer(address: str) -> PeerInfo:
+    """Peer id and address in a multiaddr that ends in `/p2p/ID`. Raises ConfigError with the form that is right."""
+    try:
+        info = info_from_p2p_addr(Multiaddr(address))
+        relay_of(info)
+    except (MultiaddrError, InvalidAddrError, ValueError) as error:
+        raise ConfigError(
+            f"{address!r} is not the address of a peer ({error}): write /ip4/ADDRESS/tcp/PORT/p2p/PEER_ID, "
+            "as `llmnode serve` prints it"
+        ) from error
+    return info
+
+
+def peer_at_ip(address: str) -> PeerInfo | None:
+    """As `parse_peer`, of whatever a stranger calls an address; None for any that is not of an IP address and TCP."""
+    try:
+        info = parse_peer(address)
+    except ConfigError:
+        return None
+    return info if info.addrs and host_and_port(info.addrs[0]) else None
+
+
+def relay_of(info: PeerInfo) -> PeerInfo | None:
+    """The relay through which a peer is reached that `parse_peer` returned; None if it is reached directly.
+
+    Raises ValueError, or an error of libp2p, for a circuit through none or several.
+    """
+    relay, circuit, rest = str(info.addrs[0]).partition(CIRCUIT) if info.addrs else ("", "", "")
+    if not circuit:
+        return None
+    if rest or not relay:
+        raise ValueError(f"a circuit goes through one relay: RELAY{CIRCUIT}/p2p/PEER_ID")
+    return info_from_p2p_addr(Multiaddr(relay))
+
+
+def parse_relay(address: str) -> PeerInfo:
+    """Of a relay that is to reserve for us. Raises ConfigError."""
+    info = parse_peer(address)
+    if relay_of(info) is not None:
+        raise ConfigError(f"--relay {address!r} is itself reached through a relay: name one that is reached directly")
+    if len(circuit_address(info, info.peer_id)) > ADDRESS_CHARS:
+        raise ConfigError(f"--relay {address!r}: what others are told of it has at most {ADDRESS_CHARS} characters")
+    return info
+
+
+def circuit_address(relay: PeerInfo, peer: ID) -> str:
+    """Where `peer` is reached through `relay`."""
+    return f"{relay.addrs[0]}/p2p/{relay.peer_id}{CIRCUIT}/p2p/{peer}"
+
+
+def all_reachable(addresses: Iterable[Multiaddr]) -> list[str]:
+    return list(dict.fromkeys(each for address in addresses for each in _reachable(address)))
+
+
+def _reachable(address: Multiaddr) -> list[str]:
+    """A host that listens everywhere names the addresses of its interfaces; of the loopback only if it has no other."""
+    version = next(iter(address.protocols())).name
+    ip = ipaddress.ip_address(address.value_for_protocol(version))
+    if not ip.is_unspecified:
+        return [str(address)]
+    usable = [each for each in own_ips() if each.version == ip.version and not each.is_link_local]
+    others = [each for each in usable if not each.is_loopback] or usable
+    return [str(address).replace(f"/{ip}/", f"/{each}/", 1) for each in others]
+
+
+def own_ips() -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Of this machine's interfaces."""
+    return [
+        ipaddress.ip_address(each.address.partition("%")[0])
+        for interface in psutil.net_if_addrs().values()
+        for each in interface
+        if each.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+
+
+def tcp_address(host: str, port: int) -> Multiaddr:
+    return Multiaddr(f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}")
+
+
+def host_and_port(address: Multiaddr) -> tuple[str, int] | None:
+    """Of an IP address and a TCP port, and nothing else but the peer there; None for any other address."""
+    names = [protocol.name for protocol in address.protocols()]
+    if names[:1] not in (["ip4"], ["ip6"]) or names[1:] not in (["tcp"], ["tcp", "p2p"]):
+        return None
+    return address.value_for_protocol(names[0]), int(address.value_for_protocol("tcp"))
+
+
+def may_be_dialled(host: str, port: int, own: str) -> bool:
+    """Whether a stranger may have us, who are at the IP address `own`, dial what it says is its own.
+
+    Anything public, of the same version; in a private network, on a link or on this machine, only who is there, too.
+    """
+    theirs, ours = ipaddress.ip_address(host), ipaddress.ip_address(own)
+    scope = _scope(theirs)
+    return port > 0 and theirs.version == ours.version and scope is not None and scope in ("public", _scope(ours))
+
+
+def _scope(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
+    if ip.is_loopback:
+        return "machine"
+    if ip.is_link_local:
+        return "link"
+    if ip.is_multicast or ip.is_unspecified or ip.is_reserved or getattr(ip, "ipv4_mapped", None):
+        return None
+    return "public" if ip.is_global else "private"
+
+
+def check_bindable(address: Multiaddr) -> None:
+    """libp2p would share a port that another process holds (SO_REUSEPORT), and is silent where it cannot listen.
+
+    Raises ConfigError.
+    """
+    version, port = (protocol.name for protocol in address.protocols())
+    ip = address.value_for_protocol(version)
+    with socket.socket(socket.AF_INET if version == "ip4" else socket.AF_INET6) as probe:
+        try:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((ip, int(address.value_for_protocol(port))))
+        except OSError as error:
+            raise ConfigError(f"cannot listen at {address} ({error.strerror}): choose another --listen") from error
+
+
+def parse_listen(address: str) -> Multiaddr:
+    try:
+        parsed = Multiaddr(address)
+        protocols = [protocol.name for protocol in parsed.protocols()]
+    except (MultiaddrError, ValueError) as error:
+        raise ConfigError(
+            f"--listen {address!r} is not a multiaddr ({error}): write for example {LISTEN_ANY_LOOPBACK}"
+        ) from error
+    if len(protocols) != 2 or protocols[0] not in ("ip4", "ip6") or protocols[1] != "tcp":
+        raise ConfigError(f"--listen {address!r}: only /ip4/ADDRESS/tcp/PORT and /ip6/ADDRESS/tcp/PORT are supported")
+    return parsed
+
+
+def parse_announced(address: str) -> Multiaddr:
+    """Raises ConfigError for what nobody could dial."""
+    form = "write where others reach you, as /ip4/ADDRESS/tcp/PORT, /ip6/ADDRESS/tcp/PORT or /dns/NAME/tcp/PORT"
+    try:
+        parsed = Multiaddr(address)
+        protocols = [protocol.name for protocol in parsed.protocols()]
+    except (MultiaddrError, ValueError) as error:
+        raise ConfigError(f"--announce {address!r} is not a multiaddr ({error}): {form}") from error
+    if "p2p-circuit" in protocols:
+        raise ConfigError(f"--announce {address!r}: give the relay's own address to --relay")
+    if protocols[:1] not in ([name] for name in ANNOUNCED_HOSTS) or protocols[1:] not in (["tcp"], ["tcp", "p2p"]):
+        raise ConfigError(f"--announce {address!r}: {form}")
+    host, port = parsed.value_for_protocol(protocols[0]), int(parsed.value_for_protocol("tcp"))
+    if protocols[0] in ("ip4", "ip6") and ipaddress.ip_address(host).is_unspecified:
+        raise ConfigError(f"--announce {address!r}: nobody can dial {host}; {form}")
+    if not port:
+        raise ConfigError(f"--announce {address!r}: nobody can dial port 0; give the one that is forwarded to you")
+    return parsed
+
+
+def of_peer(address: Multiaddr, peer: PeerId) -> Multiaddr:
+    """What `parse_announced` returned, ending in `/p2p/PEER`. Raises ConfigError if it names another peer."""
+    if "p2p" not in (protocol.name for protocol in address.protocols()):
+        address = with_peer(address, peer)
+    elif (named := address.value_for_protocol("p2p")) != peer:
+        raise ConfigError(
+            f"--announce {address}: this node is {peer}, and not {named}; leave /p2p/{named} out,"
+            " or give the file of that peer's key with --identity"
+        )
+    if len(str(address)) > ADDRESS_CHARS:
+        raise ConfigError(
+            f"--announce {address}: at most {ADDRESS_CHARS} characters are told to others; name it shorter"
+        )
+    return address
+
+
+def with_peer(address: Multiaddr, peer: PeerId) -> Multiaddr:
+    return address.encapsulate(Multiaddr(f"/p2p/{peer}"))

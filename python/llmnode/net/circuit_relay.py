@@ -1,0 +1,271 @@
+"""A relay's side of circuits: it reserves for peers that cannot be dialled, and connects others with them.
+
+What goes through is encrypted from end to end: a relay sees who, when and how much. Whatever it is sent ends as a
+status, within a deadline; what it grants is in `RelayPolicy`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+import trio
+from libp2p.exceptions import BaseLibp2pError
+from libp2p.peer.id import ID
+from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
+from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
+from multiaddr import Multiaddr
+
+from llmnode.errors import PeerError, RemoteProtocolError
+from llmnode.net.circuit_wire import PIECE_BYTES, STOP, leave, name_of, receive, send
+from llmnode.net.connections import connection_of, is_relayed, open_stream
+from llmnode.net.libp2p_host import host_of
+from llmnode.net.yamux import YamuxConnection
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from libp2p.abc import IMuxedStream, INetStream
+    from libp2p.network.connection.swarm_connection import SwarmConn
+    from libp2p.network.stream.net_stream import NetStream
+
+    from llmnode.core.policy import RelayPolicy
+    from llmnode.net.connections import HeldConnections
+
+log = logging.getLogger(__name__)
+
+ADDRESSES_TOLD = 8
+PEER_ID_BYTES = 64
+"""The longest that a key of any kind makes is 34 or 42."""
+
+
+class Refused(Exception):
+    """A request is answered with this status, which is not OK."""
+
+    def __init__(self, status: pb.Status.ValueType) -> None:
+        super().__init__(name_of(status))
+        self.status = status
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """A peer that we connect others with, over this connection of it, for as long as `life` goes on."""
+
+    peer: ID
+    connection: SwarmConn
+    life: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+    @property
+    def host(self) -> str:
+        return host_of(cast("YamuxConnection", self.connection.muxed_conn))
+
+
+@dataclass(frozen=True, slots=True)
+class RelayCounts:
+    """What a relay has granted and still holds."""
+
+    reservations: int
+    circuits: int
+
+
+class Relay:
+    """Its `take_request` is the handler of HOP streams. `addresses` are what it says that it is reached at."""
+
+    def __init__(
+        self,
+        nursery: trio.Nursery,
+        policy: RelayPolicy,
+        held: HeldConnections,
+        addresses: Callable[[], Sequence[str]],
+    ) -> None:
+        self._nursery = nursery
+        self._policy = policy
+        self._held = held
+        self._addresses = addresses
+        self._reservations: dict[ID, Reservation] = {}
+        self._circuits = 0
+        self._circuits_of: Counter[ID] = Counter()
+
+    def count(self) -> RelayCounts:
+        return RelayCounts(len(self._reservations), self._circuits)
+
+    async def take_request(self, stream: INetStream) -> None:
+        """libp2p calls this, in a task of its own, for each stream that a peer opens to ask us for something."""
+        net_stream = cast("NetStream", stream)
+        in_order = False
+        try:
+            with trio.move_on_after(self._policy.handshake_s) as patience:
+                request = await self._receive(net_stream)
+                if request.type == pb.HopMessage.RESERVE:
+                    await self._reserve(net_stream)
+                    in_order = True
+                else:
+                    in_order = await self._connect(net_stream, request.peer.id, patience)
+        except Refused as refusal:
+            in_order = await self._say(net_stream, refusal.status)
+        except (PeerError, BaseLibp2pError) as error:
+            log.debug("request peer=%s ended: %s", stream.muxed_conn.peer_id, error)
+        finally:
+            await leave(net_stream, in_order=in_order)
+
+    async def _receive(self, stream: NetStream) -> pb.HopMessage:
+        """Raises Refused for what is no request, PeerUnreachable."""
+        try:
+            request = await receive(stream.muxed_stream, pb.HopMessage())
+        except RemoteProtocolError as error:
+            log.info("malformed request peer=%s: %s", stream.muxed_conn.peer_id, error.message)
+            raise Refused(pb.MALFORMED_MESSAGE) from None
+        if not request.HasField("type"):
+            raise Refused(pb.MALFORMED_MESSAGE)
+        if request.type not in (pb.HopMessage.RESERVE, pb.HopMessage.CONNECT):
+            raise Refused(pb.UNEXPECTED_MESSAGE)
+        if is_relayed(connection_of(stream)):
+            raise Refused(pb.PERMISSION_DENIED)  # a circuit within a circuit
+        return request
+
+    async def _say(self, stream: NetStream, status: pb.Status.ValueType) -> bool:
+        """Whether it could be said."""
+        with trio.move_on_after(self._policy.handshake_s), contextlib.suppress(PeerError):
+            await send(stream.muxed_stream, pb.HopMessage(type=pb.HopMessage.STATUS, status=status))
+            return True
+        return False
+
+    # Reservations
+
+    async def _reserve(self, stream: NetStream) -> None:
+        """Raises Refused, PeerUnreachable."""
+        self._grant(connection_of(stream))
+        addresses = [Multiaddr(each).to_bytes() for each in list(self._addresses())[:ADDRESSES_TOLD]]
+        expires_s = int(time.time() + self._policy.reservation_s)
+        reservation = pb.Reservation(expire=expires_s, addrs=addresses)
+        answer = pb.HopMessage(type=pb.HopMessage.STATUS, status=pb.OK, reservation=reservation, limit=self._limit())
+        await send(stream.muxed_stream, answer)
+
+    def _grant(self, connection: SwarmConn) -> None:
+        """A peer's own reservation is renewed; over another connection, it goes there. Raises Refused."""
+        peer = connection.muxed_conn.peer_id
+        found = self._reservations.get(peer)
+        if found is None or found.connection is not connection:
+            wanted = Reservation(peer, connection)
+            others = [each for each in self._reservations.values() if each is not found]
+            if len(others) >= self._policy.reservations:
+                raise Refused(pb.RESERVATION_REFUSED)
+            if sum(each.host == wanted.host for each in others) >= self._policy.reservations_per_host:
+                raise Refused(pb.RESERVATION_REFUSED)
+            if found is not None:
+                found.life.cancel()
+            found = self._reservations[peer] = wanted
+            self._nursery.start_soon(self._keep, found)
+            log.info("reservation peer=%s", peer)
+        found.life.deadline = trio.current_time() + self._policy.reservation_s
+
+    async def _keep(self, reservation: Reservation) -> None:
+        """It ends with its connection, and when it is not renewed."""
+        connection = cast("YamuxConnection", reservation.connection.muxed_conn)
+        with self._held.hold(connection), reservation.life:
+            await connection.event_ended.wait()
+        if self._reservations.get(reservation.peer) is reservation:
+            del self._reservations[reservation.peer]
+            log.info("reservation ended peer=%s", reservation.peer)
+
+    # Circuits
+
+    async def _connect(self, stream: NetStream, peer_bytes: bytes, patience: trio.CancelScope) -> bool:
+        """Until the circuit has ended: whether in order. `patience` is that of a circuit from when it stands.
+
+        Raises Refused, PeerUnreachable.
+        """
+        source = stream.muxed_conn
+        if not 0 < len(peer_bytes) <= PEER_ID_BYTES:
+            raise Refused(pb.MALFORMED_MESSAGE)
+        reservation = self._reservations.get(ID(peer_bytes))
+        if reservation is None or reservation.life.deadline <= trio.current_time():
+            raise Refused(pb.NO_RESERVATION)
+        target = reservation.connection
+        with self._slot(source.peer_id, reservation.peer), self._held.hold(source), self._held.hold(target.muxed_conn):
+            far = await self._reach(target, source.peer_id, patience)
+            in_order = False
+            try:
+                answer = pb.HopMessage(type=pb.HopMessage.STATUS, status=pb.OK, limit=self._limit())
+                await send(stream.muxed_stream, answer)
+                log.info("circuit from=%s to=%s", source.peer_id, reservation.peer)
+                patience.deadline = trio.current_time() + self._policy.circuit_s
+                in_order = await splice(stream.muxed_stream, far.muxed_stream, self._policy.circuit_bytes)
+            finally:
+                await leave(far, in_order=in_order)
+            return in_order
+
+    @contextlib.contextmanager
+    def _slot(self, source: ID, target: ID) -> Iterator[None]:
+        """Raises Refused if there are too many circuits already."""
+        most = self._policy.circuits_per_peer
+        if self._circuits >= self._policy.circuits or max(self._circuits_of[source], self._circuits_of[target]) >= most:
+            raise Refused(pb.RESOURCE_LIMIT_EXCEEDED)
+        self._circuits += 1
+        self._circuits_of.update((source, target))
+        try:
+            yield
+        finally:
+            self._circuits -= 1
+            self._circuits_of.subtract((source, target))
+            self._circuits_of = +self._circuits_of
+
+    async def _reach(self, target: SwarmConn, source: ID, patience: trio.CancelScope) -> NetStream:
+        """A stream over which a peer takes a circuit from `source`. Raises Refused: whatever fails is its fault."""
+        with trio.CancelScope() as scope:
+            # Our own refusal has to reach who waits for it, so half of the patience is for the one that is asked.
+            scope.deadline = trio.current_time() + (patience.deadline - trio.current_time()) / 2
+            with contextlib.suppress(PeerError, BaseLibp2pError):
+                far = await open_stream(target, STOP, self._policy.handshake_s)
+                if await self._is_taken(far, source):
+                    return far
+        raise Refused(pb.CONNECTION_FAILED)
+
+    async def _is_taken(self, far: NetStream, source: ID) -> bool:
+        taken = False
+        try:
+            peer = pb.PeerId(id=source.to_bytes())
+            await send(far.muxed_stream, pb.StopMessage(type=pb.StopMessage.CONNECT, peer=peer, limit=self._limit()))
+            answer = await receive(far.muxed_stream, pb.StopMessage())
+            taken = answer.type == pb.StopMessage.STATUS and answer.status == pb.OK
+        finally:
+            if not taken:
+                await leave(far, in_order=False)
+        return taken
+
+    def _limit(self) -> pb.Limit:
+        return pb.Limit(duration=int(self._policy.circuit_s), data=self._policy.circuit_bytes)
+
+
+async def splice(one: IMuxedStream, other: IMuxedStream, bytes_max: int) -> bool:
+    """Give each what the other sends, no faster than it takes it, until both have ended.
+
+    False if that was not in order: one was cut, or sent more than `bytes_max`.
+    """
+    in_order = True
+
+    async def pump(source: IMuxedStream, sink: IMuxedStream) -> None:
+        nonlocal in_order
+        left = bytes_max
+        try:
+            while data := await source.read(min(PIECE_BYTES, left + 1)):
+                left -= len(data)
+                if left < 0:
+                    break
+                await sink.write(data)
+        except MuxedStreamEOF:
+            await sink.close()
+            return
+        except MuxedStreamError:
+            pass
+        in_order = False
+        nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pump, one, other)
+        nursery.start_soon(pump, other, one)
+    return in_order

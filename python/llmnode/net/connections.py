@@ -1,0 +1,150 @@
+"""What a host's connections are used for besides links, and streams over a particular one of them.
+
+A connection goes with its last link, unless somebody holds it: a reservation, a circuit, a dial that is under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections import Counter
+from typing import TYPE_CHECKING, cast
+
+import trio
+from libp2p.connection_types import ConnectionType
+from libp2p.exceptions import BaseLibp2pError, MultiError
+from libp2p.host.ping import ID as PING
+from libp2p.host.ping import PING_LENGTH
+from libp2p.protocol_muxer.multiselect_client import MultiselectClient
+from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
+from libp2p.security.noise.exceptions import NoiseFailure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from libp2p.abc import IHost, IMuxedConn, INetConn, INetStream
+    from libp2p.custom_types import TProtocol
+    from libp2p.network.connection.swarm_connection import SwarmConn
+    from libp2p.network.stream.net_stream import NetStream
+    from libp2p.network.swarm import Swarm
+    from libp2p.peer.id import ID
+
+    from llmnode.core.policy import LinkPolicy
+
+
+class HeldConnections:
+    """Which connections are in use, by links (`has_link` says so) or by who holds them."""
+
+    def __init__(self, host: IHost, policy: LinkPolicy, has_link: Callable[[IMuxedConn], bool]) -> None:
+        self._swarm = cast("Swarm", host.get_network())
+        self._policy = policy
+        self._has_link = has_link
+        self._held: Counter[IMuxedConn | ID] = Counter()
+
+    @contextlib.contextmanager
+    def hold(self, what: IMuxedConn | ID) -> Iterator[None]:
+        """Keep a connection open, or any to a peer as long as it is not known which it will be."""
+        self._held[what] += 1
+        try:
+            yield
+        finally:
+            self._held[what] -= 1
+            if not self._held[what]:
+                del self._held[what]
+
+    def is_held(self, connection: IMuxedConn) -> bool:
+        return connection in self._held or connection.peer_id in self._held
+
+    def living(self, peer: ID) -> list[SwarmConn]:
+        """All connections to `peer`."""
+        connections = cast("list[SwarmConn]", self._swarm.get_connections(peer))
+        return [connection for connection in connections if not connection.is_closed]
+
+    def direct(self, peer: ID) -> SwarmConn | None:
+        """A connection to `peer` that goes through no relay."""
+        return next((connection for connection in self.living(peer) if not is_relayed(connection)), None)
+
+    async def close_unused(self, peer: ID) -> None:
+        """Close the connections to `peer` that are of no use to anybody."""
+        await self._close_unused(self.living(peer))
+
+    async def close_superseded(self, peer: ID) -> None:
+        """Close its relayed connections that are of no use to anybody, if there is a direct one."""
+        if self.direct(peer) is not None:
+            await self._close_unused([each for each in self.living(peer) if is_relayed(each)])
+
+    async def _close_unused(self, connections: Iterable[SwarmConn]) -> None:
+        with trio.move_on_after(self._policy.farewell_s, shield=True):
+            for connection in connections:
+                muxed = connection.muxed_conn
+                if not self._has_link(muxed) and not self.is_held(muxed):
+                    await connection.close()
+
+
+def is_relayed(connection: INetConn) -> bool:
+    return connection.get_connection_type() is ConnectionType.RELAYED
+
+
+async def open_stream(connection: SwarmConn, protocol: TProtocol, timeout_s: float) -> NetStream:
+    """A stream over this connection and no other. Raises an error of libp2p, as if there is no such protocol."""
+    stream = await connection.new_stream()
+    try:
+        await MultiselectClient().select_one_of([protocol], MultiselectCommunicator(stream), max(1, int(timeout_s)))
+    except BaseException:
+        with trio.CancelScope(shield=True):
+            await stream.reset()
+        raise
+    stream.set_protocol(protocol)
+    return stream
+
+
+def connection_of(stream: INetStream) -> SwarmConn:
+    """Over which the stream goes; libp2p types it as optional."""
+    connection = cast("NetStream", stream).swarm_conn
+    assert connection is not None
+    return connection
+
+
+async def close_when_silent(connection: SwarmConn, policy: LinkPolicy) -> None:
+    """Close a connection whose other side answers no pings any more: libp2p would never notice. Else does not return.
+
+    The pings keep a NAT from forgetting the connection, too. Returns at once if the other side knows no pings.
+    """
+    try:
+        with trio.fail_after(policy.dial_timeout_s):
+            stream = await open_stream(connection, PING, policy.dial_timeout_s)
+    except trio.TooSlowError:
+        await connection.close()
+        return
+    except BaseLibp2pError:
+        return
+    try:
+        while True:
+            with trio.fail_after(policy.silence_s):
+                await _ping(stream)
+            await trio.sleep(policy.heartbeat_s)
+    except (trio.TooSlowError, BaseLibp2pError):
+        await connection.close()
+    finally:
+        with trio.CancelScope(shield=True):
+            await stream.reset()
+
+
+async def _ping(stream: NetStream) -> None:
+    sent, left = secrets.token_bytes(PING_LENGTH), PING_LENGTH
+    await stream.write(sent)
+    while left:
+        left -= len(await stream.read(left))
+
+
+def innermost(error: BaseException) -> str:
+    """The root cause in a few words; libp2p wraps an OSError in several layers. What Noise says is one."""
+    while not isinstance(error, NoiseFailure):
+        match error:
+            case BaseExceptionGroup(exceptions=inner) | MultiError(errors=inner) if inner:
+                error = inner[0]
+            case _ if cause := error.__cause__ or error.__context__:
+                error = cause
+            case _:
+                break
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

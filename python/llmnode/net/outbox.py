@@ -1,0 +1,103 @@
+"""What a link has still to write: small frames first, and large ones in pieces between which small ones pass.
+
+Of a link that is never idle, the large ones have at least half: a piece goes after as many bytes of small ones.
+
+Knows neither streams nor time; `link.py` writes what it is given here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import TYPE_CHECKING
+
+from llmnode.wire.frame import Frame, FrameType, encode
+
+if TYPE_CHECKING:
+    from llmnode.core.ids import SessionId
+    from llmnode.core.policy import LinkPolicy
+
+
+GENTLE_PIECE_BYTES = 1 << 15
+"""No piece is larger soon after a small frame: the next one waits until it is written."""
+GENTLE_BYTES = 1 << 22
+"""So much of large frames is soon after."""
+
+
+class Outbox:
+    """Frames in the order in which they go out, which is that in which they came within each session."""
+
+    def __init__(self, policy: LinkPolicy) -> None:
+        self._policy = policy
+        self.piece_bytes = policy.piece_bytes
+        """Of a large frame at once, and of small ones between two pieces. On a slow line less than the policy's."""
+        self._small: deque[Frame] = deque()
+        self._large: deque[Frame] = deque()
+        self._behind: Counter[SessionId] = Counter()  # frames among the large ones: what follows must not pass them
+        self._is_prepared = [False, False]  # the first of the small, and of the large ones
+        self._passed_bytes = 0  # by small frames, since the last piece of a large one
+        self._gentle_bytes = 0  # of large frames, until pieces are large again
+        self._rest = memoryview(b"")  # of the first of the large ones, encoded
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._small) + len(self._large)
+
+    def add(self, frame: Frame) -> None:
+        self.size_bytes += frame.size_bytes
+        if frame.size_bytes <= self._policy.piece_bytes and frame.session not in self._behind:
+            self._small.append(frame)
+        else:
+            self._large.append(frame)
+            self._behind[frame.session] += 1
+
+    @property
+    def _next_piece_bytes(self) -> int:
+        return min(self.piece_bytes, GENTLE_PIECE_BYTES) if self._gentle_bytes > 0 else self.piece_bytes
+
+    @property
+    def _is_small_next(self) -> bool:
+        return bool(self._small) and not (self._large and self._passed_bytes >= self._next_piece_bytes)
+
+    @property
+    def next_to_prepare(self) -> Frame | None:
+        """The frame that `take` would begin, unless it is prepared already."""
+        if self._is_small_next:
+            return None if self._is_prepared[0] else self._small[0]
+        return self._large[0] if self._large and not self._is_prepared[1] else None
+
+    def prepare(self, frame: Frame, crossing: Frame) -> None:
+        """Have what was `next_to_prepare` go out as `crossing`, in its place."""
+        queue = int(not (self._small and self._small[0] is frame))
+        (self._small, self._large)[queue][0] = crossing
+        self._is_prepared[queue] = True
+        self.size_bytes += crossing.size_bytes - frame.size_bytes
+
+    def take(self) -> bytes | None:
+        """What to write next, until it is written: a whole frame or a piece of one. None if nothing waits.
+
+        Raises LocalProtocolError for a frame that no link may carry.
+        """
+        if self._is_small_next:
+            frame = self._small.popleft()
+            self._is_prepared[0] = False
+            self.size_bytes -= frame.size_bytes
+            self._passed_bytes += frame.size_bytes
+            self._gentle_bytes = GENTLE_BYTES
+            return encode(frame, self._policy)
+        if not self._large:
+            return None
+        self._passed_bytes = 0
+        self._rest = self._rest or memoryview(encode(self._large[0], self._policy))
+        size_bytes = self._next_piece_bytes
+        self._gentle_bytes -= size_bytes
+        piece, self._rest = self._rest[:size_bytes], self._rest[size_bytes:]
+        if not self._rest:
+            self._forget(self._large.popleft())
+            self._is_prepared[1] = False
+        return encode(Frame(FrameType.PIECE, payload=piece), self._policy)
+
+    def _forget(self, frame: Frame) -> None:
+        self.size_bytes -= frame.size_bytes
+        self._behind[frame.session] -= 1
+        if not self._behind[frame.session]:
+            del self._behind[frame.session]

@@ -1,0 +1,359 @@
+"""From a relayed connection to a direct one, through NATs: DCUtR over TCP.
+
+https://github.com/libp2p/specs/blob/master/relay/DCUtR.md. Two that are connected through a relay tell each other how
+they are seen from there, and dial each other at once, each from the port of its own connection to the relay: its NAT
+has opened that already, and takes what comes for an answer. Who was dialled through the relay begins; who dialled is
+the client of what comes of it, for Noise and all above. What fails leaves the two connected as they were.
+
+A stranger says what we dial, so that is little: see `PunchPolicy` and `addresses.may_be_dialled`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import struct
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+from weakref import WeakKeyDictionary
+
+import trio
+from libp2p.abc import INotifee
+from libp2p.custom_types import TProtocol
+from libp2p.exceptions import BaseLibp2pError
+from libp2p.identity.identify.identify import ID as IDENTIFY
+from libp2p.identity.identify.pb.identify_pb2 import Identify
+from libp2p.io.trio import TrioTCPStream
+from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
+from multiaddr import Multiaddr
+from multiaddr.exceptions import Error as MultiaddrError
+
+from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError
+from llmnode.net.addresses import host_and_port, may_be_dialled, tcp_address
+from llmnode.net.circuit_wire import CircuitConnection, leave, receive, send
+from llmnode.net.connections import is_relayed, open_stream
+from llmnode.net.yamux import YamuxConnection
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from libp2p.abc import IHost, IMuxedConn, INetConn, INetStream, INetwork
+    from libp2p.network.connection.swarm_connection import SwarmConn
+    from libp2p.network.stream.net_stream import NetStream
+    from libp2p.network.swarm import Swarm
+    from libp2p.peer.id import ID
+
+    from llmnode.core.policy import PunchPolicy
+    from llmnode.net.connections import HeldConnections
+
+log = logging.getLogger(__name__)
+
+PUNCH = TProtocol("/libp2p/dcutr")
+IDENTIFY_BYTES = 64 << 10
+"""Of all that a peer says of itself; go-libp2p's has at most 8 kB."""
+ABORT = struct.pack("ii", 1, 0)
+"""As SO_LINGER: a socket that is closed is gone at once, so that its two addresses can be used again."""
+
+FAILURES = (PeerError, BaseLibp2pError, MultiaddrError, OSError, ValueError, trio.TooSlowError)
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Our end of a connection to a relay: where it is here, and how it is seen from there."""
+
+    host: str
+    port: int
+    seen_host: str
+    seen_port: int
+
+
+class Puncher(INotifee):
+    """Of one host, whose connections it is told of. What it starts ends with `nursery`."""
+
+    def __init__(self, host: IHost, nursery: trio.Nursery, policy: PunchPolicy, held: HeldConnections) -> None:
+        self._swarm = cast("Swarm", host.get_network())
+        self._nursery = nursery
+        self._policy = policy
+        self._held = held
+        self._came = trio.Event()  # a direct connection, from or to anybody
+        self._beginning: set[ID] = set()
+        self._dialling: dict[ID, trio.CancelScope] = {}
+        self._tries: WeakKeyDictionary[IMuxedConn, deque[float]] = WeakKeyDictionary()
+        """When we were lately asked over a connection."""
+
+    def start(self, host: IHost) -> None:
+        """Take part when others begin, and begin with who dials us through a relay."""
+        host.set_stream_handler(PUNCH, self.take_stream)
+        self._swarm.register_notifee(self)
+
+    async def wait_direct(self, peer: ID) -> SwarmConn:
+        """Until there is a direct connection to `peer`."""
+        while (connection := self._held.direct(peer)) is None:
+            await self._came.wait()
+        return connection
+
+    # Whom we are dialled by
+
+    async def connected(self, network: INetwork, conn: INetConn) -> None:
+        connection = cast("SwarmConn", conn)
+        if not is_relayed(connection):
+            self._came.set()
+            self._came = trio.Event()
+        elif not _muxed(connection).is_initiator and self._policy.tries:
+            self._nursery.start_soon(self._keep_beginning, connection)
+
+    async def _keep_beginning(self, relayed: SwarmConn) -> None:
+        """While it lasts: one side may have been too busy, or a direct connection not known to be dead yet."""
+        ended = _muxed(relayed).event_ended
+        for pause_s in self._policy.pauses_s():
+            while (direct := self._held.direct(_muxed(relayed).peer_id)) is not None and not ended.is_set():
+                await _wait_any(_muxed(direct).event_ended, ended)
+            await self._begin(relayed)
+            with trio.move_on_after(pause_s):
+                await ended.wait()
+            if ended.is_set():
+                return
+
+    async def _begin(self, relayed: SwarmConn) -> None:
+        peer = _muxed(relayed).peer_id
+        if peer in self._beginning or self._is_busy:
+            return
+        self._beginning.add(peer)
+        try:
+            for number in range(1, self._policy.tries + 1):
+                # As go-libp2p, the last time the other way round: our dial may have been taken for that of a client.
+                is_client = number == self._policy.tries > 1
+                if await self._try(relayed, is_client=is_client):
+                    return
+                if number == 1 and await self._dial_openly(relayed):
+                    return
+        except FAILURES as error:
+            log.debug("stays relayed peer=%s: %s", peer, error)
+        finally:
+            self._beginning.remove(peer)
+
+    @property
+    def _is_busy(self) -> bool:
+        return len(self._beginning) + len(self._dialling) >= self._policy.at_once
+
+    async def _try(self, relayed: SwarmConn, *, is_client: bool) -> bool:
+        """Whether there is a direct connection then. Raises one of FAILURES if the other side does not take part."""
+        with trio.fail_after(self._policy.talk_s):
+            door = await self._door(relayed)
+            stream = await open_stream(relayed, PUNCH, self._policy.talk_s)
+            in_order = False
+            try:
+                began_s = trio.current_time()
+                await send(stream.muxed_stream, _connect(door))
+                theirs = await self._receive_addresses(stream, door)
+                half_s = (trio.current_time() - began_s) / 2
+                await send(stream.muxed_stream, HolePunch(type=HolePunch.SYNC))
+                in_order = True
+            finally:
+                await leave(stream, in_order=in_order)
+            await trio.sleep(half_s)
+        return await self._punch(relayed, door, theirs, is_client=is_client)
+
+    async def _dial_openly(self, relayed: SwarmConn) -> bool:
+        """Perhaps the other side listens where everybody reaches it; who does not takes long to say so."""
+        peer = _muxed(relayed).peer_id
+        with trio.move_on_after(self._policy.dial_s):
+            door = await self._door(relayed)
+            said = await identify(relayed, self._policy.talk_s)
+            for host, port in self._permitted(said.listen_addrs, door):
+                with contextlib.suppress(*FAILURES):
+                    direct = cast("SwarmConn", await self._swarm.dial_addr(tcp_address(host, port), peer))
+                    self._nursery.start_soon(self._settle, direct)
+                    return True
+        return False
+
+    # Whom we have dialled
+
+    async def take_stream(self, stream: INetStream) -> None:
+        """libp2p calls this for each stream over which a peer asks us to dial each other."""
+        net_stream = cast("NetStream", stream)
+        relayed, in_order = net_stream.swarm_conn, False
+        assert relayed is not None
+        try:
+            with trio.fail_after(self._policy.talk_s):
+                self._check_may_ask(relayed)
+                door = await self._door(relayed)
+                theirs = await self._receive_addresses(net_stream, door)
+                await send(net_stream.muxed_stream, _connect(door))
+                if (await receive(net_stream.muxed_stream, HolePunch())).type != HolePunch.SYNC:
+                    raise RemoteProtocolError("no SYNC where it is due")
+            in_order = True
+            self._nursery.start_soon(self._follow, relayed, door, theirs)
+        except FAILURES as error:
+            log.debug("stays relayed peer=%s: %s", stream.muxed_conn.peer_id, error)
+        finally:
+            await leave(net_stream, in_order=in_order)
+
+    def _check_may_ask(self, relayed: SwarmConn) -> None:
+        """Raises RemoteProtocolError."""
+        if not is_relayed(relayed) or not _muxed(relayed).is_initiator:
+            raise RemoteProtocolError("only who was dialled through a relay asks")
+        if self._is_busy:
+            raise PeerUnreachable("too many others ask already")
+        tries, now_s = self._tries.setdefault(relayed.muxed_conn, deque()), trio.current_time()
+        while tries and tries[0] <= now_s - self._policy.again_s:
+            tries.popleft()
+        if len(tries) >= self._policy.tries:
+            raise RemoteProtocolError(f"asks more than {self._policy.tries} times in {self._policy.again_s:g} s")
+        tries.append(now_s)
+
+    async def _follow(self, relayed: SwarmConn, door: Door, theirs: Sequence[tuple[str, int]]) -> None:
+        await self._punch(relayed, door, theirs, is_client=True)
+
+    # Both
+
+    async def _door(self, relayed: SwarmConn) -> Door:
+        """Raises one of FAILURES."""
+        circuit = _muxed(relayed).secured_conn.raw
+        assert isinstance(circuit, CircuitConnection)
+        local, relay = _muxed(circuit.to_relay).get_local_address(), _muxed(circuit.to_relay).get_remote_address()
+        said = await identify(circuit.to_relay, self._policy.talk_s)
+        seen = host_and_port(Multiaddr(said.observed_addr)) if said.observed_addr else None
+        if local is None or relay is None or seen is None or not may_be_dialled(*seen, relay[0]):
+            raise PeerUnreachable("the relay does not say how it sees us")
+        return Door(*local, *seen)
+
+    async def _receive_addresses(self, stream: NetStream, door: Door) -> list[tuple[str, int]]:
+        """Raises PeerError."""
+        message = await receive(stream.muxed_stream, HolePunch())
+        if message.type != HolePunch.CONNECT:
+            raise RemoteProtocolError("no CONNECT where it is due")
+        addresses = self._permitted(message.ObsAddrs, door)
+        if not addresses:
+            raise RemoteProtocolError("names no address that we would dial")
+        return addresses
+
+    def _permitted(self, named: Iterable[bytes], door: Door) -> list[tuple[str, int]]:
+        """What we dial of what a peer names."""
+        permitted: dict[tuple[str, int], None] = {}
+        for each in named:
+            with contextlib.suppress(MultiaddrError, ValueError):
+                place = host_and_port(Multiaddr(each))
+                if place is not None and may_be_dialled(*place, door.seen_host):
+                    permitted[place] = None
+        return list(permitted)[: self._policy.addresses]
+
+    async def _punch(
+        self, relayed: SwarmConn, door: Door, theirs: Sequence[tuple[str, int]], *, is_client: bool
+    ) -> bool:
+        """Dial, over and over, until there is a direct connection, whoever's, or the time is up; which it was."""
+        peer, direct = _muxed(relayed).peer_id, None
+        upgrades: list[trio.CancelScope] = []
+        if (former := self._dialling.get(peer)) is not None:
+            former.cancel()
+        scope = self._dialling[peer] = trio.CancelScope(deadline=trio.current_time() + self._policy.dial_s)
+        try:
+            with scope:
+                async with trio.open_nursery() as nursery:
+                    for place in theirs:
+                        nursery.start_soon(self._dial, door, place, peer if is_client else None, upgrades)
+                    direct = await self.wait_direct(peer)
+                    nursery.cancel_scope.cancel()
+        finally:
+            if direct is None:
+                for upgrade in upgrades:
+                    upgrade.cancel()
+            if self._dialling.get(peer) is scope:
+                del self._dialling[peer]
+        if direct is None:
+            return False
+        self._nursery.start_soon(self._settle, direct)
+        return True
+
+    async def _dial(
+        self, door: Door, place: tuple[str, int], server: ID | None, upgrades: list[trio.CancelScope]
+    ) -> None:
+        """Until cancelled; what has become of it goes on, until `upgrades` are. Without a `server`, that is us."""
+        while True:
+            with contextlib.suppress(OSError):
+                stream = await connect_from((door.host, door.port), place)
+                raw, over = RawConnection(TrioTCPStream(stream), initiator=server is not None), trio.Event()
+                upgrades.append(trio.CancelScope())
+                self._nursery.start_soon(self._upgrade, raw, place, server, upgrades[-1], over)
+                await over.wait()
+            await trio.sleep(self._policy.redial_s)
+
+    async def _upgrade(
+        self, raw: RawConnection, place: tuple[str, int], server: ID | None, scope: trio.CancelScope, over: trio.Event
+    ) -> None:
+        """For as long as the handshake takes; as the server, for as long as the connection lasts."""
+        try:
+            with scope, contextlib.suppress(*FAILURES):
+                if server is None:
+                    await self._swarm.upgrade_inbound_raw_conn(raw, tcp_address(*place))
+                else:
+                    await self._swarm.upgrade_outbound_raw_conn(raw, server)
+        finally:
+            over.set()
+
+    async def _settle(self, direct: SwarmConn) -> None:
+        """Keep a new connection until links have moved to it; then what is of no use goes, this or the relayed one."""
+        peer = _muxed(direct).peer_id
+        log.info("direct peer=%s", peer)
+        with self._held.hold(direct.muxed_conn):
+            await trio.sleep(self._policy.grace_s)
+        await self._held.close_unused(peer)
+
+    # What else a host tells
+
+    async def disconnected(self, network: INetwork, conn: INetConn) -> None: ...
+
+    async def opened_stream(self, network: INetwork, stream: INetStream) -> None: ...
+
+    async def closed_stream(self, network: INetwork, stream: INetStream) -> None: ...
+
+    async def listen(self, network: INetwork, multiaddr: Multiaddr) -> None: ...
+
+    async def listen_close(self, network: INetwork, multiaddr: Multiaddr) -> None: ...
+
+
+def _muxed(connection: SwarmConn) -> YamuxConnection:
+    return cast("YamuxConnection", connection.muxed_conn)
+
+
+async def _wait_any(*events: trio.Event) -> None:
+    async def wait(event: trio.Event) -> None:
+        await event.wait()
+        nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        for event in events:
+            nursery.start_soon(wait, event)
+
+
+def _connect(door: Door) -> HolePunch:
+    return HolePunch(type=HolePunch.CONNECT, ObsAddrs=[tcp_address(door.seen_host, door.seen_port).to_bytes()])
+
+
+async def identify(connection: SwarmConn, timeout_s: float) -> Identify:
+    """What the other side says of itself, and of us. Raises PeerError, or an error of libp2p."""
+    stream = await open_stream(connection, IDENTIFY, timeout_s)
+    try:
+        return await receive(stream.muxed_stream, Identify(), IDENTIFY_BYTES)
+    finally:
+        await leave(stream, in_order=False)
+
+
+async def connect_from(source: tuple[str, int], target: tuple[str, int]) -> trio.SocketStream:
+    """A connection from a port that others of ours use, too. Raises OSError."""
+    family = socket.AF_INET6 if ":" in target[0] else socket.AF_INET
+    sock = trio.socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "SO_REUSEPORT"):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
+        await sock.bind(source)
+        await sock.connect(target)
+    except BaseException:
+        sock.close()
+        raise
+    return trio.SocketStream(sock)

@@ -1,0 +1,58 @@
+"""The socket below a connection of py-libp2p, and its two ends; and the IP addresses of host names."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+import trio
+from libp2p.io.trio import TrioTCPStream
+from libp2p.network.connection.raw_connection import RawConnection
+from multiaddr import Multiaddr
+
+if TYPE_CHECKING:
+    from libp2p.abc import IRawConnection
+
+FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
+
+
+def socket_of(raw: IRawConnection) -> trio.socket.SocketType | None:
+    """Of a TCP connection; None for anything else, such as a connection through a relay."""
+    if isinstance(raw, RawConnection) and isinstance(raw.stream, TrioTCPStream):
+        return raw.stream.stream.socket
+    return None
+
+
+def local_address(raw: IRawConnection) -> tuple[str, int] | None:
+    """The IP address and port of our end; None if it is no socket, or not any more."""
+    sock = socket_of(raw)
+    try:
+        return None if sock is None else sock.getsockname()[:2]
+    except OSError:
+        return None
+
+
+def remote_address(raw: IRawConnection) -> tuple[str, int] | None:
+    """The same of the other end. py-libp2p knows it for IPv4 alone, though then also when it is closed."""
+    if (address := raw.get_remote_address()) is not None:
+        return address
+    sock = socket_of(raw)
+    try:
+        return None if sock is None else sock.getpeername()[:2]
+    except OSError:
+        return None
+
+
+async def resolved(address: Multiaddr) -> list[Multiaddr]:
+    """The same with the IP addresses of its host name, in the system's order; itself alone if it has no name.
+
+    Raises OSError for a name that the system does not know, UnicodeError for one that is none.
+    """
+    first = next(iter(address.protocols())).name
+    if first not in FAMILIES:
+        return [address]
+    name = address.value_for_protocol(first)
+    found = await trio.socket.getaddrinfo(name, None, FAMILIES[first], socket.SOCK_STREAM)
+    versions = {socket.AF_INET: "ip4", socket.AF_INET6: "ip6"}
+    places = dict.fromkeys(f"/{versions[family]}/{where[0]}" for family, *_, where in found if family in versions)
+    return [Multiaddr(str(address).replace(f"/{first}/{name}", place, 1)) for place in places]

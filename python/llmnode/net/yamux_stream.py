@@ -1,0 +1,154 @@
+"""A stream of our yamux, as py-libp2p asks for it. Its connection is in `yamux.py`, its protocol in Rust.
+
+Who reads or writes moves bytes out of or into the protocol machine and waits, if at all, for a queue: cancelling that
+wait, at any moment, leaves the connection and its other streams whole.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trio
+from libp2p.abc import IMuxedConn, IMuxedStream
+from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamReset
+
+from llmnode.core.flow import SMALL_BYTES
+
+if TYPE_CHECKING:
+    from llmnode.net.yamux import YamuxConnection
+
+UNREAD_BYTES_MAX = 1 << 30
+"""More than any window: a read without a limit."""
+
+LINGER_S = 60.0
+"""How long the other side may keep a stream open that we have closed and do not read."""
+
+
+class YamuxStream(IMuxedStream):
+    """One stream. Made by its connection."""
+
+    def __init__(self, connection: YamuxConnection, number: int) -> None:
+        self.muxed_conn: IMuxedConn = connection
+        self.number = number
+        self.readers = trio.lowlevel.ParkingLot()
+        self.writers = trio.lowlevel.ParkingLot()
+        self._connection = connection
+        self._machine = connection.machine
+        self._closed = False
+        self._reset = False
+        self._read_at_s = 0.0
+
+    async def __aenter__(self) -> YamuxStream:
+        return self
+
+    async def read(self, n: int | None = None) -> bytes:
+        """What has arrived, up to `n` bytes.
+
+        Raises MuxedStreamEOF at the end, MuxedStreamReset if the stream or the connection ended without one.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if n == 0:
+            return b""
+        bytes_max = UNREAD_BYTES_MAX if n is None or n < 0 else n
+        connection = self._connection
+        while not self._reset:
+            self._read_at_s = trio.current_time()
+            data = self._machine.read(self.number, bytes_max, self._read_at_s)
+            if data:
+                connection.flush()
+                await connection.let_others_run(len(data))
+                return data
+            if data is not None:
+                self.forget_if_over()
+                raise MuxedStreamEOF("the other side has closed the stream")
+            if connection.has_ended:
+                break
+            await self.readers.park()
+            connection.has_waited()
+        raise MuxedStreamReset("the stream was reset" if self._reset else "the connection is closed")
+
+    async def write(self, data: bytes) -> None:
+        """Returns when the kernel has everything. If it is cancelled, the beginning of `data` may have been sent.
+
+        Raises MuxedStreamReset if the stream or the connection has ended, MuxedStreamClosed if we have closed it.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        connection, rest = self._connection, memoryview(data)
+        while rest:
+            if connection.is_congested and len(data) > SMALL_BYTES:
+                await self._wait(connection.drained)
+                continue
+            part, gently = rest[: connection.part_bytes], connection.note_write(len(data))
+            taken = self._machine.write(self.number, part, gently=gently)
+            if taken is None:
+                self._check_alive()
+                raise MuxedStreamClosed("the stream was closed")
+            connection.flush()
+            rest = rest[taken:]
+            if rest and not taken:
+                await self._wait(connection.drained if connection.is_congested else self.writers)
+        self._check_alive()
+        if connection.is_congested:
+            await self._wait(connection.drained)
+        await connection.let_others_run(len(data))
+
+    async def close(self) -> None:
+        """Send no more. What the other side sends can still be read."""
+        await trio.lowlevel.checkpoint()
+        if not self._closed and not self._reset:
+            self._closed = True
+            self._machine.close_stream(self.number)
+            self._connection.flush()
+            self._connection.linger(self)
+            self.forget_if_over()
+
+    async def reset(self) -> None:
+        await trio.lowlevel.checkpoint()
+        self.give_up()
+
+    def set_deadline(self, ttl: int) -> None:
+        raise NotImplementedError("put a deadline around the call: cancelling it is safe")
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        return self._connection.get_remote_address()
+
+    # What its connection asks of it
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed or self._reset
+
+    @property
+    def is_read_from(self) -> bool:
+        return bool(self.readers) or trio.current_time() - self._read_at_s < LINGER_S
+
+    def give_up(self) -> None:
+        """Both directions, now, and say so."""
+        self._machine.reset_stream(self.number)
+        self._connection.flush()
+        self.end_by_reset()
+
+    def end_by_reset(self) -> None:
+        self._reset = True
+        self._connection.forget(self)
+        self.wake()
+
+    def forget_if_over(self) -> None:
+        if self._closed and not self._machine.has_stream(self.number):
+            self._connection.forget(self)
+
+    def wake(self) -> None:
+        self.readers.unpark_all()
+        self.writers.unpark_all()
+
+    async def _wait(self, for_what: trio.lowlevel.ParkingLot) -> None:
+        self._check_alive()
+        await for_what.park()
+        self._connection.has_waited()
+        self._check_alive()
+
+    def _check_alive(self) -> None:
+        if self._reset:
+            raise MuxedStreamReset("the stream was reset")
+        if self._connection.has_ended:
+            raise MuxedStreamReset("the connection is closed")

@@ -1,0 +1,161 @@
+"""Circuits with go-libp2p: each side is the relay, who reserves and who dials, with the other in the other parts.
+
+Skipped where its peer cannot be built: there is no Go, or its modules cannot be had.
+"""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+from libp2p.peer.id import ID
+
+from llmnode.core.nat import Nat, Reached
+from llmnode.core.policy import LinkPolicy, ReachPolicy, RelayPolicy
+from llmnode.errors import ConfigError, PeerUnreachable, single_error
+from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer, relay_of
+from llmnode.net.host import Libp2pNetwork, open_network
+from llmnode.net.identity import fresh_identity
+from llmnode.node.bench.peers import DIGEST, ECHO, Libp2pNode, _echo, _open_served, _send_all
+from llmnode.node.bench.steered import PeerFailed, SteeredPeer, go_peer, steer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(700)]
+
+TEN_MB = 10_000_000
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def go(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    try:
+        return go_peer(tmp_path_factory.mktemp("go"))
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def played(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        with single_error(), trio.fail_after(PATIENCE_S):
+            await test()
+
+    trio.run(bounded)
+
+
+@asynccontextmanager
+async def our_relay() -> AsyncIterator[str]:
+    async with open_network([LISTEN_ANY_LOOPBACK], LinkPolicy(), relay_policy=RelayPolicy()) as network:
+        yield network.addresses[0]
+
+
+@asynccontextmanager
+async def go_relay(go: list[str]) -> AsyncIterator[str]:
+    async with steer([*go, "relay"]) as relay:
+        yield relay.address
+
+
+def through(relay: str, peer: str) -> str:
+    return f"{relay}/p2p-circuit/p2p/{peer}"
+
+
+async def check_go_dials(dialler: SteeredPeer, relay: str, peer: str) -> None:
+    await dialler.tell("connect", address=through(relay, peer))
+    await dialler.tell("ping", peer=peer)
+    await dialler.tell("echo", peer=peer, bytes=1_000_001, repeats=3)
+    await dialler.tell("send", peer=peer, bytes=TEN_MB, streams=1, check=True)
+    await dialler.tell("receive", peer=peer, bytes=TEN_MB, streams=1)
+
+
+async def check_we_dial(network: Libp2pNetwork, node: Libp2pNode, relay: str, peer: str) -> None:
+    info = parse_peer(through(relay, peer))
+    over = relay_of(info)
+    assert over is not None
+    await network._circuits.connect(over, info.peer_id)
+    await _echo(await node.open(peer, ECHO), 1_000_001)
+    await _send_all([await _open_served(node, peer, DIGEST)], TEN_MB, DIGEST)
+    (connection,) = network.host.get_network().get_connections(ID.from_string(peer))
+    assert connection.get_connection_type().value == "relayed"
+
+
+@pytest.mark.parametrize("whose", ["our relay", "its relay"])
+def test_go_libp2p_reserves_and_we_dial_it(go: list[str], whose: str) -> None:
+    async def main() -> None:
+        async with (
+            our_relay() if whose == "our relay" else go_relay(go) as relay,
+            steer(go) as server,
+            open_network([], LinkPolicy()) as network,
+        ):
+            granted = await server.tell("reserve", address=relay)
+            assert granted["lifetime_s"] > 1000
+            await check_we_dial(network, served(network), relay, server.peer)
+            missing = through(relay, nobody())
+            with pytest.raises(PeerUnreachable, match="no reservation at the relay"):
+                await network.dial(missing)
+
+    played(main)
+
+
+@pytest.mark.parametrize("whose", ["our relay", "its relay"])
+def test_we_reserve_and_go_libp2p_dials_us(go: list[str], whose: str) -> None:
+    async def main() -> None:
+        async with (
+            our_relay() if whose == "our relay" else go_relay(go) as relay,
+            open_network([], LinkPolicy(), relays=[relay]) as network,
+            steer(go) as dialler,
+        ):
+            served(network)
+            assert network.addresses == [through(relay, network.peer)]
+            await check_go_dials(dialler, relay, network.peer)
+            await dialler.tell("disconnect", peer=network.peer)
+            with pytest.raises(PeerFailed, match="NO_RESERVATION"):
+                await dialler.tell("connect", address=through(relay, nobody()))
+
+    played(main)
+
+
+def test_go_libp2p_reserves_and_dials_through_our_relay(go: list[str]) -> None:
+    async def main() -> None:
+        async with our_relay() as relay, steer(go) as server, steer(go) as dialler:
+            granted = await server.tell("reserve", address=relay)
+            assert relay in granted["addresses"]
+            await check_go_dials(dialler, relay, server.peer)
+
+    played(main)
+
+
+def test_we_reserve_and_dial_through_a_relay_of_go_libp2p(go: list[str]) -> None:
+    async def main() -> None:
+        async with (
+            go_relay(go) as relay,
+            open_network([], LinkPolicy(), relays=[relay]) as network,
+            open_network([], LinkPolicy()) as dialler,
+        ):
+            link = await dialler.dial(network.addresses[0])
+            assert (link.peer, link.relayed) == (network.peer, True)
+
+    played(main)
+
+
+def served(network: Libp2pNetwork) -> Libp2pNode:
+    """What the peers of these tests serve."""
+    return Libp2pNode(network.host)
+
+
+def nobody() -> str:
+    """The id of a peer that has reserved nowhere."""
+    return ID.from_pubkey(fresh_identity().public_key).to_base58()
+
+
+def test_go_libp2p_says_how_it_sees_us(go: list[str]) -> None:
+    async def main() -> None:
+        async with go_relay(go) as relay, open_network([LISTEN_ANY_LOOPBACK], LinkPolicy()) as network:
+            reach = await network.look([relay], ReachPolicy())
+            assert reach is not None
+            # It dials no loopback address for anybody, and says so.
+            assert (reach.nat, reach.host, reach.reached) == (Nat.NONE, "127.0.0.1", Reached.NOT_TRIED)
+
+    played(main)

@@ -1,0 +1,105 @@
+"""Our transport and those of go-libp2p and rust-libp2p, each dialling the other; programs are built, told what to do.
+
+Skipped where they cannot be built: there is no Go or Rust, or its packages cannot be had.
+"""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import trio
+
+from llmnode.errors import ConfigError, single_error
+from llmnode.node.bench.peers import ECHO
+from llmnode.node.bench.steered import PeerFailed, go_peer, python_peer, rust_peer, steer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from llmnode.node.bench.steered import SteeredPeer
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(700)]
+
+HUNDRED_MB = 100_000_000
+PATIENCE_S = 100.0
+DIRECTIONS = pytest.mark.parametrize("we_dial", [True, False], ids=["ours dials", "theirs dials"])
+
+
+@pytest.fixture(scope="module", params=["go", "rust"])
+def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    try:
+        return go_peer(tmp_path_factory.mktemp("go")) if request.param == "go" else rust_peer()
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@asynccontextmanager
+async def connected(command: list[str], *, we_dial: bool) -> AsyncIterator[tuple[SteeredPeer, SteeredPeer]]:
+    """Ours and theirs, one of whom has dialled the other."""
+    async with steer(python_peer("llmnode")) as ours, steer(command) as other:
+        dialler, listener = (ours, other) if we_dial else (other, ours)
+        await dialler.tell("connect", address=listener.address)
+        await ours.tell("identify", peer=other.peer)  # who was dialled knows of it a little later
+        yield ours, other
+
+
+def played(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        with single_error(), trio.fail_after(PATIENCE_S):
+            await test()
+
+    trio.run(bounded)
+
+
+@DIRECTIONS
+def test_they_identify_and_ping_each_other(theirs: list[str], *, we_dial: bool) -> None:
+    async def main() -> None:
+        async with connected(theirs, we_dial=we_dial) as pair:
+            for one, other in (pair, pair[::-1]):
+                assert 0 < (await one.tell("ping", peer=other.peer))["seconds"] < 1
+                protocols: Any = (await one.tell("identify", peer=other.peer))["protocols"]
+                assert ECHO in protocols
+
+    played(main)
+
+
+@DIRECTIONS
+def test_bytes_go_both_ways_over_streams_of_either_side(theirs: list[str], *, we_dial: bool) -> None:
+    async def main() -> None:
+        async with connected(theirs, we_dial=we_dial) as pair:
+            for one, other in (pair, pair[::-1]):
+                for size in (0, 1, 1 << 16, 1_000_001):
+                    await one.tell("echo", peer=other.peer, bytes=size, repeats=3)
+                await one.tell("open", peer=other.peer, bytes=100, repeats=50)
+                await one.tell("send", peer=other.peer, bytes=HUNDRED_MB, streams=1, check=True)
+                await one.tell("receive", peer=other.peer, bytes=HUNDRED_MB, streams=1)
+                await one.tell("send", peer=other.peer, bytes=HUNDRED_MB // 8, streams=8, check=True)
+            ours, other = pair
+            await ours.tell("beside", peer=other.peer, bytes=HUNDRED_MB // 4, small=2304)
+
+    played(main)
+
+
+def test_who_is_not_who_was_dialled_is_refused_by_either(theirs: list[str]) -> None:
+    async def main() -> None:
+        async with steer(python_peer("llmnode")) as ours, steer(theirs) as other, steer(theirs) as third:
+            for dialler, listener in ((ours, other), (other, ours)):
+                with pytest.raises(PeerFailed):
+                    await dialler.tell("connect", address=listener.address.replace(listener.peer, third.peer))
+
+    played(main)
+
+
+@DIRECTIONS
+def test_a_connection_that_was_closed_can_be_made_again(theirs: list[str], *, we_dial: bool) -> None:
+    async def main() -> None:
+        async with connected(theirs, we_dial=we_dial) as (ours, other):
+            dialler, listener = (ours, other) if we_dial else (other, ours)
+            for _ in range(10):
+                await dialler.tell("disconnect", peer=listener.peer)
+                await dialler.tell("connect", address=listener.address)
+                await dialler.tell("echo", peer=listener.peer, bytes=1000, repeats=2)
+
+    played(main)

@@ -1,0 +1,154 @@
+"""Servers with weights of 8 bits, beside others of the same model: an answer comes from servers of one precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import trio
+
+from llmnode.client.connect import aconnect, load_parts
+from llmnode.client.recompute import tolerance
+from llmnode.compute.executor import load_executor
+from llmnode.compute.tensors import from_bytes, to_bytes
+from llmnode.core.policy import ClientPolicy
+from llmnode.core.span import Span
+from llmnode.core.view import online
+from llmnode.errors import NoRoute
+from llmnode.ports import Piece
+from llmnode.wire.payload import Codec
+from reference.small import session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from llmnode.client.connect import ClientParts
+    from llmnode.client.session import InferenceSession
+    from llmnode.compute.executor import SpanExecutor
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(400)]
+
+PROMPTS = ("The three laws of thermodynamics are", "def fibonacci(n):", "1, 2, 3, 4,")
+NEW_TOKENS = 16
+INT8 = "float32+int8"
+DEADLINE_S = 180
+"""A server starts within it."""
+
+
+@dataclass
+class Whole:
+    """The model with quantized blocks in this process."""
+
+    parts: ClientParts
+    executor: SpanExecutor
+
+    def run(self, chunks: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """What the blocks make of each of the chunks of a sequence: (tokens, hidden_size)."""
+        start, made = 0, []
+        assert self.executor.open(session(1), self.executor.span, sum(map(len, chunks)))
+        for chunk in chunks:
+            hidden = self.parts.ends.embed(list(chunk), start)
+            (output,) = self.executor.forward([Piece(session(1), start, len(chunk), to_bytes(hidden))])
+            made.append(from_bytes(output, self.parts.model.hidden_size))
+            start += len(chunk)
+        self.executor.close(session(1))
+        return made
+
+
+@dataclass
+class Greedy:
+    """Chooses tokens over a session, and keeps what it was given and what came back."""
+
+    parts: ClientParts
+    session: InferenceSession
+    chunks: list[list[int]]
+    outputs: list[torch.Tensor]
+
+    async def choose(self, steps: int) -> None:
+        for _ in range(steps):
+            chunk = self.chunks[len(self.outputs)]
+            output = await self.session.step(to_bytes(self.parts.ends.embed(chunk, self.session.position)))
+            self.outputs.append(from_bytes(output, self.parts.model.hidden_size))
+            self.chunks.append([int(self.parts.ends.logits(self.outputs[-1][-1:]).argmax())])
+
+    @property
+    def given(self) -> list[list[int]]:
+        return self.chunks[: len(self.outputs)]
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Any) -> Whole:
+    torch.set_num_threads(1)
+    return Whole(load_parts(folder), load_executor(folder, Span(0, 30), 1000, quant="int8"))
+
+
+@pytest.fixture(scope="module")
+def servers(start_servers: Callable[..., list[Any]]) -> list[Any]:
+    """One of all blocks as they are, whom all know, and two with weights of 8 bits."""
+    (plain,) = start_servers([Span(0, 30)])
+    return [plain, *start_servers([Span(0, 11), Span(11, 30)], peers=[plain.address], more=["--quant", "int8"])]
+
+
+def test_each_client_gets_the_servers_of_its_precision_and_the_very_output_of_their_blocks(
+    servers: list[Any], whole: Whole
+) -> None:
+    seed = [servers[0].address]
+    assert [each.ready["dtype"] for each in servers] == ["float32", INT8, INT8]
+    assert servers[2].ready["tensor_bytes"] < 0.26 * 19 / 30 * servers[0].ready["tensor_bytes"]
+
+    async def ask(dtype: str) -> list[Greedy]:
+        answers = []
+        with trio.fail_after(DEADLINE_S):
+            async with aconnect(seed, parts=whole.parts, dtype=dtype) as client:
+                for text in PROMPTS:
+                    async with client.inference_session(64) as hops:
+                        answers.append(Greedy(whole.parts, hops, [whole.parts.tokenizer.encode(text)], []))
+                        await answers[-1].choose(NEW_TOKENS)
+                held = {each.peer: each.offer.dtype for each in client.swarm.view.announcements()}
+                assert {held[hop.peer] for hop in client.route} == {dtype}
+                assert len(set(held.values())) == 2
+        return answers
+
+    for answer in trio.run(ask, INT8):
+        assert all(map(torch.equal, whole.run(answer.given), answer.outputs))
+    for answer in trio.run(ask, "float32"):
+        assert not any(map(torch.equal, whole.run(answer.given), answer.outputs))
+
+
+def test_nobody_of_another_precision_takes_the_place_of_a_lost_server(
+    start_servers: Callable[..., list[Any]], servers: list[Any], whole: Whole
+) -> None:
+    plain, first, lost = servers
+    seed = [plain.address]
+    policy = ClientPolicy(recovery_timeout_s=1)
+
+    async def ask() -> Greedy:
+        with trio.fail_after(DEADLINE_S):
+            async with (
+                aconnect(seed, parts=whole.parts, dtype=INT8, policy=policy) as client,
+                client.inference_session(64) as hops,
+            ):
+                answer = Greedy(whole.parts, hops, [whole.parts.tokenizer.encode(PROMPTS[0])], [])
+                await answer.choose(4)
+                assert [hop.peer for hop in hops.route] == [first.ready["peer"], lost.ready["peer"]]
+                lost.process.kill()
+                with pytest.raises(NoRoute, match="11"):
+                    await answer.choose(1)
+                start = partial(start_servers, [Span(9, 30)], peers=seed, more=["--quant", "int8"])
+                twin = (await trio.to_thread.run_sync(start))[0]
+                while twin.ready["peer"] not in {each.peer for each in online(client.swarm.view.announcements())}:
+                    await client.swarm.wait_changed()
+                await answer.choose(4)
+                assert [hop.peer for hop in hops.route] == [first.ready["peer"], twin.ready["peer"]]
+        return answer
+
+    answer = trio.run(ask)
+    assert len(answer.outputs) == 8
+    ours = torch.cat(whole.run(answer.given))
+    theirs = torch.cat(answer.outputs)
+    apart = (ours - theirs).norm(dim=1) / ours.norm(dim=1)
+    assert apart[:-4].max() == 0
+    assert apart.max() < tolerance(INT8, Codec.RAW)  # computed by the twin in one prefill

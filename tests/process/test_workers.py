@@ -1,0 +1,114 @@
+"""A server whose worker is a process of its own: that may be killed, and the node serves on; it ends with the node."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+import torch
+
+import llmnode
+from llmnode.core.span import Span
+from process.small_server import expected_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
+
+PROMPT = "The capital of France is"
+HALF = 8
+ALL = Span(0, 30)
+END_S = 60
+
+NODE = """
+import json, sys, trio
+from llmnode.node.app import NodeConfig, open_node
+async def main():
+    async with open_node(NodeConfig(blocks="0:1", worker="process", threads=1)) as node:
+        print(json.dumps(sorted(sys.modules)))
+trio.run(main)
+"""
+
+
+def worker_of(server: subprocess.Popen[str]) -> psutil.Process:
+    (worker,) = psutil.Process(server.pid).children()
+    return worker
+
+
+def next_event(node: Any, name: str) -> dict[str, Any]:
+    for line in node.process.stdout:
+        event: dict[str, Any] = json.loads(line)
+        if event["event"] == name:
+            return event
+    pytest.fail("the server ended")
+
+
+def test_a_session_outlives_the_worker_of_its_server_which_then_serves_again(
+    start_servers: Callable[..., list[Any]], transformers_model: Any
+) -> None:
+    (mortal,) = start_servers([ALL], more=["--worker", "process"])
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
+    with llmnode.connect(peers=[mortal.address]) as model:
+        prompt = model.tokenizer.encode(PROMPT)
+        ids = torch.tensor([prompt])
+        with model.open_cache(64) as cache:
+            ids = model.generate(ids, past_key_values=cache, max_new_tokens=HALF, **options)
+            (other,) = start_servers([ALL], peers=[mortal.address])
+            worker_of(mortal.process).kill()
+            lost = next_event(mortal, "worker")
+            ids = model.generate(ids, past_key_values=cache, max_new_tokens=HALF, **options)
+            (session,) = cache._sessions
+            assert session.route[-1].peer == other.ready["peer"]
+            assert ids[0].tolist() == [*prompt, *expected_tokens(transformers_model, prompt, 2 * HALF)]
+        again = next_event(mortal, "worker")
+        other.stop()
+        ids = model.generate(torch.tensor([prompt]), max_new_tokens=HALF, **options)
+        assert ids[0].tolist() == [*prompt, *expected_tokens(transformers_model, prompt, HALF)]
+    assert (lost["serves"], again["serves"]) == (False, True)
+    assert "killed (SIGKILL)" in lost["text"]
+
+
+def test_a_node_imports_no_torch_for_a_worker_of_its_own_process() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", NODE], capture_output=True, text=True, check=True, timeout=END_S)
+    loaded = set(json.loads(done.stdout))
+    assert "libp2p" in loaded
+    assert not loaded & {"accelerate", "bitsandbytes", "huggingface_hub", "numpy", "torch", "transformers"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_worker_ends_with_its_node_however_that_ends(
+    number: signal.Signals, start_servers: Callable[..., list[Any]]
+) -> None:
+    (node,) = start_servers([Span(0, 1)], more=["--worker", "process"])
+    worker = worker_of(node.process)
+    node.process.send_signal(number)
+    gone, _ = psutil.wait_procs([worker], timeout=END_S)
+    assert gone
+    node.process.wait(END_S)
+    assert node.process.returncode == (0 if number == signal.SIGINT else -signal.SIGKILL)
+
+
+def test_what_a_worker_of_its_own_process_cannot_load_is_told_in_a_line() -> None:
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "llmnode.node",
+        "serve",
+        "/nowhere",
+        "--blocks",
+        "0:1",
+        "--worker",
+        "process",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=END_S, check=False)
+    assert done.returncode == 2
+    loading, said = done.stderr.splitlines()
+    assert "loading torch" in loading
+    assert "'/nowhere' is neither" in said

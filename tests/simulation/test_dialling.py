@@ -1,0 +1,97 @@
+"""Peers with several addresses: how long it takes until one that answers is found, and what stays of the others."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from llmnode.client.pool import open_pool
+from llmnode.core.policy import LinkPolicy, PoolPolicy
+from llmnode.errors import PeerUnreachable
+from llmnode.testing import Conditions, open_internet
+from simulation.world import simulated
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from llmnode.client.pool import ConnectionPool
+    from llmnode.testing.network import MemoryInternet, MemoryNetwork
+
+DELAY_S = 0.3
+SLACK_S = 0.01
+DIAL_S = 3 * DELAY_S
+POLICY = PoolPolicy()
+GOOD, OTHER, HOLE = (f"/memory/{name}/p2p/peer-server" for name in ("good", "other", "hole"))
+RELAYED = "/memory/relay/p2p-circuit/p2p/peer-server"
+
+
+@asynccontextmanager
+async def dialling(policy: PoolPolicy = POLICY) -> AsyncIterator[tuple[MemoryInternet, MemoryNetwork, ConnectionPool]]:
+    """A server, and the pool of who dials it."""
+    async with open_internet(Conditions(delay_s=DELAY_S)) as internet:
+        internet.black_holes.add(HOLE)
+        server = internet.network("server")
+        async with open_pool(internet.network("client"), policy) as pool:
+            yield internet, server, pool
+
+
+async def timed_connect(pool: ConnectionPool, *addresses: str) -> float:
+    began_s = trio.current_time()
+    connection = await pool.connect(addresses)
+    assert pool.living() == [connection]
+    return trio.current_time() - began_s
+
+
+@pytest.mark.parametrize("holes", [0, 1, 2, 3])
+@simulated
+async def test_addresses_without_an_answer_cost_a_fifth_of_a_second_each(holes: int) -> None:
+    async with dialling() as (_, server, pool):
+        took_s = await timed_connect(pool, *holes * [HOLE], GOOD)
+        assert took_s == pytest.approx(DIAL_S + holes * POLICY.stagger_s, abs=SLACK_S)
+        await trio.sleep(2 * LinkPolicy().dial_timeout_s)
+        assert len(server.links) == 1
+
+
+@simulated
+async def test_the_first_that_answers_is_taken_and_of_the_others_nothing_stays() -> None:
+    async with dialling() as (_, server, pool):
+        assert await timed_connect(pool, GOOD, OTHER, HOLE) == pytest.approx(DIAL_S, abs=SLACK_S)
+        await trio.sleep(2 * LinkPolicy().dial_timeout_s)
+        assert len(server.links) == 1
+
+
+@simulated
+async def test_two_that_answer_in_the_same_moment_leave_one() -> None:
+    async with dialling(PoolPolicy(stagger_s=0.0)) as (_, server, pool):
+        await timed_connect(pool, GOOD, OTHER)
+        await trio.sleep(2 * DELAY_S)
+        assert len(server.links) == 1
+
+
+@simulated
+async def test_an_address_where_nobody_is_has_the_next_tried_at_once() -> None:
+    async with dialling() as (_, _, pool):
+        nobody = GOOD.replace("server", "nobody")
+        took_s = await timed_connect(pool, nobody, GOOD)
+        assert took_s == pytest.approx(min(2 * DELAY_S, POLICY.stagger_s) + DIAL_S, abs=SLACK_S)
+
+
+@simulated
+async def test_a_relay_is_tried_last_and_later() -> None:
+    async with dialling() as (_, _, pool):
+        took_s = await timed_connect(pool, RELAYED, HOLE)
+        assert took_s == pytest.approx(POLICY.relay_stagger_s + DIAL_S, abs=SLACK_S)
+
+
+@simulated
+async def test_if_none_answers_all_have_had_their_time() -> None:
+    async with dialling() as (internet, _, pool):
+        internet.black_holes |= {GOOD, OTHER}
+        began_s = trio.current_time()
+        with pytest.raises(PeerUnreachable):
+            await pool.connect([GOOD, OTHER, HOLE])
+        patience_s = LinkPolicy().dial_timeout_s + 2 * POLICY.stagger_s
+        assert trio.current_time() - began_s == pytest.approx(patience_s, abs=SLACK_S)

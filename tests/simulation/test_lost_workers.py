@@ -1,0 +1,149 @@
+"""Worker processes that end, and are there again a while later: sessions go on at others, right to the bit."""
+
+from __future__ import annotations
+
+import random
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from llmnode.compute.supervised import ProcessWorker
+from llmnode.compute.work import failed
+from llmnode.errors import WorkerLost
+from llmnode.testing import ExactWorker, seeds
+from llmnode.testing import world as worlds
+from simulation.world import KV_TOKENS, MODEL, SPANS, Dialogue, World, kv_is_free, pairs_of_servers, simulated
+
+if TYPE_CHECKING:
+    from llmnode.compute.work import Done, Work
+    from llmnode.core.span import Span
+    from llmnode.testing.worker import ExactExecutor
+    from llmnode.testing.world import ServingNode
+
+STEPS = 40
+LENGTH = 64
+
+
+class ExactLife(ExactWorker):
+    """What runs when it is lost is lost, and all that comes after."""
+
+    is_lost = False
+
+    async def _run_inline(self, work: Work) -> tuple[Done, float, float]:
+        done, began_s, ended_s = await super()._run_inline(work)
+        return failed(work, WorkerLost("as told")) if self.is_lost else done, began_s, ended_s
+
+
+class MortalWorker(ProcessWorker):
+    """In place of the `ExactWorker` of a node."""
+
+    gate = None
+
+    def __init__(self, span: Span, row_bytes: int, kv_tokens: int, *, forward_s: float) -> None:
+        super().__init__(span)
+        self._new = lambda: ExactLife(span, row_bytes, kv_tokens, forward_s=forward_s)
+        self.begin()
+
+    def begin(self) -> None:
+        self.exact = self._new()
+        self.live(self.exact)
+
+    def lose(self) -> None:
+        self.exact.is_lost = True
+        self.live(None)
+
+    @property
+    def executor(self) -> ExactExecutor:
+        return self.exact.executor
+
+    @property
+    def reserved(self) -> int:
+        return 0 if self.exact.is_lost else self.exact.reserved
+
+
+@pytest.fixture(autouse=True)
+def workers_are_mortal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worlds, "ExactWorker", MortalWorker)
+
+
+def lose(node: ServingNode) -> None:
+    assert isinstance(node.worker, MortalWorker)
+    node.worker.lose()
+    node.server.lose_worker()
+
+
+def begin(node: ServingNode) -> None:
+    assert isinstance(node.worker, MortalWorker)
+    node.worker.begin()
+
+
+async def lose_workers(swarm: World, rng: random.Random) -> None:
+    """One after the other, so that of each span there is always one that serves."""
+    while True:
+        await trio.sleep(rng.uniform(0, 2))
+        node = swarm.nodes[rng.choice(sorted(swarm.nodes))]
+        lose(node)
+        await trio.sleep(rng.uniform(0, 2))
+        begin(node)
+
+
+@pytest.mark.parametrize("seed", seeds(100))
+@simulated
+async def test_sessions_outlive_the_workers_of_their_servers(seed: int) -> None:
+    rng = random.Random(seed)
+    async with pairs_of_servers(seed) as swarm:
+        async with swarm.session(max_length=LENGTH) as (session, _), trio.open_nursery() as nursery:
+            nursery.start_soon(lose_workers, swarm, rng)
+            dialogue = Dialogue(session, rng)
+            for _ in range(STEPS):
+                await dialogue.step(rng.choice([1, 1, 1, 5]))
+                if session.position > LENGTH - 6 or rng.random() < 0.1:
+                    await dialogue.go_back(rng.randint(6, session.position) if session.position > 6 else 1)
+                await trio.sleep(rng.choice([0, 0, 0.5]))
+            nursery.cancel_scope.cancel()
+        await kv_is_free(swarm)
+
+
+@pytest.mark.parametrize("stage", range(len(SPANS)))
+@simulated
+async def test_a_worker_that_is_lost_between_two_steps_costs_one_recovery_and_no_waiting(stage: int) -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(20)
+        node = swarm.node(session.route[stage].peer)
+        lose(node)
+        began_s = trio.current_time()
+        await dialogue.step(1)
+        assert trio.current_time() - began_s < 1.0, "who was to push to it need not find out by waiting"
+        (recovery,) = session.recoveries
+        assert recovery.lost == node.peer
+
+
+@simulated
+async def test_a_server_whose_worker_is_lost_takes_no_sessions_and_then_takes_them_again() -> None:
+    async with pairs_of_servers() as swarm:
+        first, second = (swarm.nodes[f"1{twin}"] for twin in "ab")
+        for lost, other in ((first, second), (second, first)):
+            lose(lost)
+            async with swarm.session() as (session, _):
+                assert session.route[1].peer == other.peer
+                await Dialogue(session, random.Random(1)).step(20)
+            begin(lost)
+
+
+@simulated
+async def test_what_idle_sessions_have_lost_is_room_for_others() -> None:
+    async with pairs_of_servers() as swarm, AsyncExitStack() as stack:
+        longest = MODEL.context_tokens
+        for _ in range(2 * (KV_TOKENS // longest)):  # two servers hold each span
+            await stack.enter_async_context(swarm.session(max_length=longest))
+        assert {node.worker.kv_tokens_free for node in swarm.nodes.values()} == {0}
+        for node in swarm.nodes.values():
+            lose(node)
+            begin(node)
+        began_s = trio.current_time()
+        async with swarm.session(max_length=longest) as (session, _):
+            assert trio.current_time() - began_s < 1.0, "it need not wait for room"
+            await Dialogue(session, random.Random(1)).step(20)

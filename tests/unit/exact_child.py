@@ -1,0 +1,71 @@
+"""A worker process without torch, which fails as it is told: by the model's name, or a position's first byte."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+from llmnode.compute.child import serve_node
+from llmnode.core.span import Span
+from llmnode.errors import ConfigError
+from llmnode.ports import Loaded
+from llmnode.testing import ExactExecutor
+from llmnode.testing.worker import EXACT_MODEL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from llmnode.compute.loading import Wanted
+    from llmnode.core.model import ModelInfo
+    from llmnode.ports import Piece
+    from llmnode.wire.frame import Buffer
+
+FAIL, STUMBLE, DIE, HANG = 250, 251, 252, 253
+"""Raise what torch raises, raise what nobody foresaw, be killed, never answer."""
+UNKNOWN, ABORT = "unknown", "abort"
+
+
+class TroubledExecutor(ExactExecutor):
+    def forward(self, pieces: Sequence[Piece]) -> Sequence[Buffer]:
+        told = {piece.hidden[0] for piece in pieces}
+        if HANG in told:
+            signal.pause()
+        if DIE in told:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if FAIL in told:
+            raise RuntimeError("out of memory, as told")
+        if STUMBLE in told:
+            raise KeyError("as told")
+        return super().forward(pieces)
+
+
+class TroubledLoader:
+    def __init__(self, wanted: Wanted, report: Callable[[str], None]) -> None:
+        self._wanted = wanted
+        self._report = report
+
+    def open_model(self) -> ModelInfo:
+        if self._wanted.model == UNKNOWN:
+            raise ConfigError("no such model, as told")
+        if self._wanted.model == ABORT:
+            os.abort()
+        self._report("opening")
+        return EXACT_MODEL
+
+    def fitting_blocks(self) -> int:
+        return 3
+
+    def load(self, span: Span) -> Loaded:
+        self._report("loading")
+        # "As much as is free", which is something else in each process.
+        kv_tokens = self._wanted.kv_tokens if self._wanted.kv_memory is None else os.getpid()
+        executor: Any = TroubledExecutor(span, EXACT_ROW, kv_tokens)
+        return Loaded(executor, tensor_bytes=12)
+
+
+EXACT_ROW = 2
+
+
+if __name__ == "__main__":
+    serve_node(TroubledLoader)

@@ -1,0 +1,339 @@
+"""What is computed next: everything, once, in order; decodes first; nobody starves; clients get equal shares."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from llmnode.core.ids import PeerId, SessionId
+from llmnode.core.policy import BatchPolicy
+from llmnode.core.scheduling import Batch, Priority, Scheduler
+
+POLICY = BatchPolicy()
+PREFILL = 512
+FORWARD_S, POSITION_S = 0.050, 0.003
+
+
+def name(session: int) -> SessionId:
+    return SessionId(session.to_bytes(16, "big"))
+
+
+def client(number: int) -> PeerId:
+    return PeerId(f"client {number}")
+
+
+def seconds(batch: Batch, lengths: dict[int, int]) -> float:
+    """What a forward takes here."""
+    decodes = [part for part in batch.parts if lengths[part.ticket] <= POLICY.decode_positions]
+    rest = sum(part.length for part in batch.parts) - len(decodes)
+    return FORWARD_S + FORWARD_S / 10 * max(0, len(decodes) - 1) + POSITION_S * rest
+
+
+@dataclass
+class Shop:
+    """A scheduler, and what has come of all that it was asked for."""
+
+    scheduler: Scheduler = field(default_factory=lambda: Scheduler(POLICY))
+    now_s: float = 0.0
+    owners: dict[int, int] = field(default_factory=dict)
+    lengths: dict[int, int] = field(default_factory=dict)
+    computed: dict[int, int] = field(default_factory=dict)
+    ended: list[int] = field(default_factory=list)
+    _tickets: int = 0
+
+    def open(self, session: int, of: int, priority: Priority = Priority.INTERACTIVE) -> None:
+        self.scheduler.admit(name(session), client(of), priority)
+        self.owners[session] = of
+
+    def ask(self, session: int, length: int, at_s: float | None = None) -> int:
+        self._tickets += 1
+        self.scheduler.add(self._tickets, name(session), length, self.now_s if at_s is None else at_s)
+        self.lengths[self._tickets] = length
+        self.computed[self._tickets] = 0
+        return self._tickets
+
+    def chore(self, *sessions: int) -> int:
+        self._tickets += 1
+        self.scheduler.add_chore(self._tickets, [name(session) for session in sessions])
+        return self._tickets
+
+    def run(self) -> Batch:
+        """The next batch, at once."""
+        batch = self.scheduler.take(self.now_s)
+        took_s = seconds(batch, self.lengths)
+        self.now_s += took_s
+        self.scheduler.done(batch, took_s, self.now_s)
+        for chore in batch.chores:
+            self._end(chore)
+        for part in batch.parts:
+            assert part.start == self.computed[part.ticket]
+            self.computed[part.ticket] += part.length
+            if self.computed[part.ticket] == self.lengths[part.ticket]:
+                self._end(part.ticket)
+        return batch
+
+    def finish(self, ticket: int) -> None:
+        while ticket not in self.ended:
+            self.run()
+
+    def _end(self, ticket: int) -> None:
+        self.ended.append(ticket)
+        self.scheduler.remove(ticket)
+
+
+SESSIONS = 6
+ASKED = st.one_of(
+    st.tuples(st.just("piece"), st.integers(0, SESSIONS - 1), st.sampled_from([1, 1, 8, 9, 100, 512])),
+    st.tuples(st.just("chore"), st.integers(0, SESSIONS - 1), st.integers(0, SESSIONS - 1)),
+    st.tuples(st.just("run"), st.just(0), st.just(0)),
+    st.tuples(st.just("leave"), st.integers(0, 99), st.just(0)),
+)
+
+
+@given(script=st.lists(ASKED, max_size=60), priorities=st.lists(st.sampled_from(Priority), min_size=6, max_size=6))
+def test_everything_is_done_once_and_in_the_order_of_its_sessions(
+    script: list[tuple[str, int, int]], priorities: list[Priority]
+) -> None:
+    shop = Shop()
+    of_session: dict[int, list[int]] = {session: [] for session in range(SESSIONS)}
+    for session in range(SESSIONS):
+        shop.open(session, session // 2, priorities[session])
+    asked: list[int] = []
+    for what, one, other in script:
+        if what == "piece":
+            asked.append(shop.ask(one, other))
+            of_session[one].append(asked[-1])
+        elif what == "chore":
+            asked.append(shop.chore(*{one, other}))
+            for session in {one, other}:
+                of_session[session].append(asked[-1])
+        elif what == "run":
+            shop.run()
+        elif left := [ticket for ticket in asked if ticket not in shop.ended]:
+            shop.scheduler.remove(gone := left[one % len(left)])
+            asked.remove(gone)
+            for tickets in of_session.values():
+                if gone in tickets:
+                    tickets.remove(gone)
+    while len(shop.scheduler):
+        assert shop.run() != Batch([], []), "something is left, and nothing is done"
+    assert sorted(shop.ended) == sorted(asked)
+    for tickets in of_session.values():
+        assert [ticket for ticket in shop.ended if ticket in tickets] == tickets
+    assert shop.run() == Batch([], [])
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from([1, 8, 9, 512])), max_size=200))
+def test_whatever_decodes_are_ready_are_in_the_next_batch_as_far_as_it_goes(pieces: list[tuple[int, int]]) -> None:
+    shop = Shop()
+    for session, (of, length) in enumerate(pieces):
+        shop.open(session, of)
+        shop.ask(session, length)
+    decodes = sum(length for _, length in pieces if length <= POLICY.decode_positions)
+    batch = shop.run()
+    in_batch = sum(part.length for part in batch.parts if shop.lengths[part.ticket] <= POLICY.decode_positions)
+    assert in_batch == min(decodes, POLICY.decodes)
+    prefills = [part for part in batch.parts if shop.lengths[part.ticket] > POLICY.decode_positions]
+    assert bool(prefills) == any(length > POLICY.decode_positions for _, length in pieces), "they are not held up"
+
+
+def test_a_prefill_hardly_slows_who_reads_along_and_has_the_forward_to_itself_if_nobody_does() -> None:
+    shop = Shop()
+    shop.open(0, 0)
+    shop.open(1, 1)
+    for length in (1, 1, 64):  # so it is known what they take
+        shop.finish(shop.ask(length > 1, length))
+    prefill = shop.ask(1, PREFILL)
+    while prefill not in shop.ended:
+        decode, asked_s = shop.ask(0, 1), shop.now_s
+        shop.run()
+        assert decode in shop.ended
+        assert shop.now_s - asked_s <= POLICY.stretch * FORWARD_S
+    shop.now_s += 2 * POLICY.decoding_s
+    shop.ask(1, PREFILL)
+    (part,) = shop.run().parts
+    assert 0.9 * POLICY.prefill_s <= part.length * POSITION_S <= POLICY.prefill_s
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([9, 40, 512])), min_size=1, max_size=40))
+def test_nothing_of_low_priority_waits_for_ever(rivals: list[tuple[int, int]]) -> None:
+    """However many sessions of others have the next piece ready when one is done, and new clients come all the time."""
+    shop = Shop()
+    shop.open(999, 999, Priority.TRAINING)
+    lengths = {}
+    for session, (of, length) in enumerate(rivals):
+        shop.open(session, of)
+        lengths[shop.ask(session, length)] = session
+    shop.run()
+    patient, asked_s, newcomer, given_since = shop.ask(999, PREFILL), shop.now_s, 1000, 0
+    while not shop.computed[patient]:
+        shop.open(newcomer, newcomer)
+        lengths[shop.ask(newcomer, PREFILL)] = newcomer
+        newcomer += 1
+        batch = shop.run()
+        if shop.now_s - asked_s > Priority.TRAINING * POLICY.ageing_s:
+            given_since += sum(part.length for part in batch.parts)
+        for part in batch.parts:
+            if part.ticket in shop.ended and part.ticket != patient:
+                session = lengths[part.ticket]
+                lengths[shop.ask(session, shop.lengths[part.ticket])] = session
+        assert given_since <= (len({of for of, _ in rivals}) + 2) * POLICY.most_prefill
+
+
+def test_low_priority_waits_for_high_one_at_first() -> None:
+    shop = Shop()
+    for session, priority in enumerate((Priority.TRAINING, Priority.BATCH, Priority.INTERACTIVE)):
+        shop.open(session, session, priority)
+    training, batch, interactive = (shop.ask(session, 200) for session in range(3))
+    shop.run()  # with so many positions as it takes to see how long they take
+    while interactive not in shop.ended:
+        assert not shop.computed[training]
+        assert not shop.computed[batch]
+        shop.run()
+    while batch not in shop.ended:
+        assert not shop.computed[training]
+        shop.run()
+
+
+@given(
+    st.lists(st.sampled_from([9, 40, 300, 512]), min_size=1, max_size=8),
+    st.lists(st.sampled_from([9, 40, 300, 512]), min_size=1, max_size=8),
+)
+def test_clients_get_equal_shares_however_many_sessions_they_have_and_however_long_their_pieces_are(
+    one: list[int], other: list[int]
+) -> None:
+    """As long as either wants all that there is."""
+    shop = Shop()
+    owner_of = {}
+    wanted = [lengths * math.ceil(2 * POLICY.most_prefill / sum(lengths)) for lengths in (one, other)]
+    both = [(0, length) for length in wanted[0]] + [(1, length) for length in wanted[1]]
+    for session, (of, length) in enumerate(both):
+        shop.open(session, of)
+        owner_of[shop.ask(session, length)] = session
+    shares = [0, 0]
+    for _ in range(40):
+        for part in shop.run().parts:
+            session = owner_of[part.ticket]
+            shares[shop.owners[session]] += part.length
+            if part.ticket in shop.ended:
+                owner_of[shop.ask(session, shop.lengths[part.ticket])] = session
+        assert abs(shares[0] - shares[1]) <= POLICY.most_prefill
+
+
+def test_who_comes_back_has_saved_up_nothing_and_who_was_alone_owes_nothing() -> None:
+    shop = Shop()
+    for session in range(3):
+        shop.open(session, session)
+    shop.finish(shop.ask(0, PREFILL))
+    for _ in range(20):
+        shop.finish(shop.ask(1, PREFILL))  # it is alone: nobody else wants anything
+    long_served, newcomer, back = shop.ask(1, PREFILL), shop.ask(2, PREFILL), shop.ask(0, PREFILL)
+    while len(shop.scheduler):
+        shop.run()
+        computed = [shop.computed[ticket] for ticket in (long_served, newcomer, back)]
+        assert max(computed) - min(computed) <= POLICY.prefill_s / POSITION_S + 1
+
+
+@dataclass(frozen=True)
+class Served:
+    """Decodes of clients who each send the next `think_s` after the former is answered."""
+
+    per_s: float
+    slowest_s: float
+
+
+def serve_decoders(thinks_s: list[float], policy: BatchPolicy, for_s: float = 8.0) -> Served:
+    shop = Shop(Scheduler(policy))
+    coming: list[tuple[float, int]] = []
+    session_of: dict[int, int] = {}
+    asked_s: dict[int, float] = {}
+    took_s: list[float] = []
+    for session, think_s in enumerate(thinks_s):
+        shop.open(session, session)
+        heapq.heappush(coming, (think_s, session))
+    while shop.now_s < for_s:
+        until_s = shop.scheduler.waits_until_s(shop.now_s)
+        if not len(shop.scheduler) or (until_s is not None and coming and coming[0][0] <= until_s):
+            shop.now_s = max(shop.now_s, coming[0][0])
+        elif until_s is not None:
+            shop.now_s = until_s
+        while coming and coming[0][0] <= shop.now_s:
+            at_s, session = heapq.heappop(coming)
+            ticket = shop.ask(session, 1, at_s)
+            session_of[ticket], asked_s[ticket] = session, at_s
+        if len(shop.scheduler) and shop.scheduler.waits_until_s(shop.now_s) is None:
+            for part in shop.run().parts:
+                took_s.append(shop.now_s - asked_s[part.ticket])
+                session = session_of[part.ticket]
+                heapq.heappush(coming, (shop.now_s + thinks_s[session], session))
+    return Served(len(took_s) / for_s, max(took_s[len(took_s) // 2 :]))
+
+
+NO_WAIT = BatchPolicy(gather_share=0.0)
+
+
+@pytest.mark.parametrize("clients", [2, 4, 8])
+def test_waiting_for_who_decodes_in_step_answers_more_and_sooner(clients: int) -> None:
+    thinks_s = [0.002 + 0.001 * number for number in range(clients)]
+    waits, does_not = serve_decoders(thinks_s, POLICY), serve_decoders(thinks_s, NO_WAIT)
+    assert waits.per_s > 1.25 * does_not.per_s
+    assert waits.slowest_s < 0.8 * does_not.slowest_s
+
+
+@given(st.lists(st.floats(0.0, 0.5), min_size=1, max_size=8))
+@example([0.0, 1.5 * POLICY.gather_share * FORWARD_S])  # who could be expected, and never is in time
+@example([0.0] + 3 * [1.9 * POLICY.gather_share * FORWARD_S])
+def test_waiting_never_costs_much(thinks_s: list[float]) -> None:
+    waits, does_not = serve_decoders(thinks_s, POLICY), serve_decoders(thinks_s, NO_WAIT)
+    assert waits.per_s > 0.9 * does_not.per_s
+
+
+def test_a_client_alone_never_waits() -> None:
+    shop = Shop()
+    shop.open(0, 0)
+    for length in (PREFILL, 1, 1, 1, 8, PREFILL, 1, 1):
+        ticket = shop.ask(0, length)
+        while ticket not in shop.ended:
+            assert shop.scheduler.waits_until_s(shop.now_s) is None
+            shop.run()
+        shop.now_s += 0.001
+
+
+def test_who_has_gone_is_waited_for_once_and_shortly() -> None:
+    shop = Shop()
+    for session in range(2):
+        shop.open(session, session)
+    for _ in range(5):
+        both = [shop.ask(session, 1) for session in range(2)]
+        shop.run()
+        assert set(both) <= set(shop.ended)
+        shop.now_s += 0.001
+    shop.ask(0, 1)
+    until_s = shop.scheduler.waits_until_s(shop.now_s)
+    assert until_s is not None
+    assert 0 < until_s - shop.now_s <= POLICY.gather_share * 1.2 * FORWARD_S
+    shop.now_s = until_s
+    for _ in range(5):
+        assert shop.scheduler.waits_until_s(shop.now_s) is None
+        shop.run()
+        shop.now_s += 0.001
+        shop.ask(0, 1)
+
+
+def test_a_session_that_is_dismissed_is_not_waited_for() -> None:
+    shop = Shop()
+    for session in range(2):
+        shop.open(session, session)
+    for _ in range(5):
+        for session in range(2):
+            shop.ask(session, 1)
+        shop.run()
+        shop.now_s += 0.001
+    shop.scheduler.dismiss(name(1))
+    shop.ask(0, 1)
+    assert shop.scheduler.waits_until_s(shop.now_s) is None

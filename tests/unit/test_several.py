@@ -1,0 +1,97 @@
+"""Texts that are generated at once: in order, none left behind, and each as if it were alone."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmnode.node.sampling import Sampling
+from llmnode.node.several import AT_ONCE_PER_STAGE, all_at_once, metered
+
+WAIT_S = 20
+
+
+class Model:
+    """What `all_at_once` asks of one: it has two hops, and ends what is under way when it is closed."""
+
+    route = ("hop", "hop")
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+@given(texts=st.integers(1, 12), at_once=st.none() | st.integers(1, 20))
+def test_what_is_made_comes_in_order(texts: int, at_once: int | None) -> None:
+    model: Any = Model()
+    assert list(all_at_once(model, [partial(int, number) for number in range(texts)], at_once)) == list(range(texts))
+    assert not model.closed.is_set()
+
+
+def test_every_stage_has_one_to_compute_and_one_that_waits() -> None:
+    model: Any = Model()
+    together = threading.Barrier(AT_ONCE_PER_STAGE * len(model.route))
+    places = list(all_at_once(model, together.parties * [lambda: together.wait(WAIT_S)], None))
+    assert sorted(places) == list(range(together.parties)), "all were under way at the same time"
+
+
+def test_one_that_fails_ends_the_others() -> None:
+    model: Any = Model()
+    begun: list[int] = []
+
+    def wait_for_the_end(number: int) -> None:
+        begun.append(number)
+        assert model.closed.wait(WAIT_S)
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    work = [fail, *(partial(wait_for_the_end, number) for number in range(10))]
+    with pytest.raises(ValueError, match="no"):
+        list(all_at_once(model, work, 3))
+    assert len(begun) <= 3, "those that waited have not begun"
+
+
+def test_a_meter_counts_tokens_but_not_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    with metered(2) as meter:
+        for name, tokens in (("prompt 1", 3), ("prompt 2", 4)):
+            with meter.text(name, max_new_tokens=8) as counter:
+                for _ in range(1 + tokens):  # transformers hands over the prompt first
+                    counter.put(torch.tensor([1]))
+                counter.end()
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[:2] == ["prompt 1: 3 tokens; 1 of 2 texts", "prompt 2: 4 tokens; 2 of 2 texts"]
+    assert printed[2].startswith("2 texts, 7 tokens in ")
+
+
+def drawn(sampling: Sampling, scores: torch.Tensor, number: int = 0) -> list[int]:
+    """scores: (rows, vocabulary). What `generate` takes of each row: the highest of what it is handed back."""
+    choices: list[int] = sampling.options(number)["logits_processor"](None, scores).argmax(dim=-1).tolist()
+    return choices
+
+
+def test_tokens_are_drawn_from_the_softmax_of_what_top_p_leaves() -> None:
+    shares = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    sampling = Sampling(max_new_tokens=1, temperature=1.0, top_p=0.9, seed=3)
+    rows = 20_000
+    found = torch.bincount(torch.tensor(drawn(sampling, shares.log().repeat(rows, 1))), minlength=4) / rows
+    left = torch.tensor([0.5, 0.3, 0.15, 0.0]) / 0.95
+    assert found[3] == 0
+    assert (found - left).abs().max() < 5 * 0.5 / rows**0.5, "five standard deviations"
+
+
+def test_each_text_is_drawn_with_a_seed_of_its_own_and_repeats() -> None:
+    sampling = Sampling(max_new_tokens=1, temperature=0.7, top_p=1.0, seed=11)
+    scores = torch.zeros(64, 1000)
+    first, second = drawn(sampling, scores), drawn(sampling, scores, number=1)
+    assert first == drawn(sampling, scores)
+    assert first != second
+    assert drawn(Sampling(1, 0.7, 1.0, None), scores) != drawn(Sampling(1, 0.7, 1.0, None), scores)

@@ -1,0 +1,45 @@
+"""What `llmnode status` prints fits a terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from llmnode.core.announcement import Announcement, Offer, PeerState
+from llmnode.core.ids import PeerId
+from llmnode.core.span import Span
+from llmnode.node.commands.status import BESIDE_BAR, LEAST_BAR, _table
+from llmnode.node.status import ModelStatus
+from llmnode.wire.messages import Description
+
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def announcement(name: str, span: Span, state: PeerState) -> Announcement:
+    offer = Offer(
+        model=MODEL, model_digest=b"d" * 32, blocks=30, dtype="float32", span=span, state=state,
+        block_us=3190, kv_tokens=32768, kv_tokens_free=32768,
+    )  # fmt: skip
+    return Announcement(PeerId(f"12D3KooW{name}"), ("/ip4/192.0.2.1/tcp/1",), 1, 1, "llmnode/1", offer)
+
+
+@pytest.mark.parametrize("columns", [80, 100, 200])
+def test_a_table_of_busy_servers_is_not_cut_short(columns: int) -> None:
+    busy = announcement("T5CStntA", Span(0, 12), PeerState.ONLINE)
+    silent = announcement("T5CStntB", Span(15, 30), PeerState.DRAINING)
+    positions = 12_345
+    answer = Description(
+        **dict.fromkeys(Description.__dataclass_fields__, 0)
+        | {"steps": positions, "steps_given_directly": positions, "results_pushed": positions, "positions": positions}
+        | {"received_bytes": 2304 * positions, "sent_bytes": 2304 * positions}
+    )
+    model = ModelStatus(MODEL, "d", "float32", 30, [busy, silent], {busy.peer: answer}, {busy.peer})
+    console = Console(width=columns, file=io.StringIO(), color_system=None)
+    with console.capture() as captured:
+        console.print(_table(model, max(LEAST_BAR, columns - BESIDE_BAR)))
+    printed = captured.get()
+    assert "…" not in printed
+    for shown in ("T5CStntA", "[15, 30)", "draining", "12345", "100/100 %", "2.3/2.3", "relay", "unreached", "nobody"):
+        assert shown in printed

@@ -1,0 +1,122 @@
+"""Keys of private swarms: in files and invites, right and wrong; and that strangers cannot link with members."""
+
+from __future__ import annotations
+
+import base64
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmnode.core.policy import LinkPolicy
+from llmnode.errors import ConfigError, PeerUnreachable, single_error
+from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
+from llmnode.net.host import open_network
+from llmnode.net.swarm_key import INVITE, INVITED_PEERS, KEY_BYTES, entry, make_key, read_invite, read_key, write_invite
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEY, OTHER = bytes(range(KEY_BYTES)), bytes(KEY_BYTES)
+PEER = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWKpvmGGLEexnXcwVTK1arfQUgcW9Zz8iWam5sDLFREniY"
+
+
+def test_a_key_is_made_once_for_its_owner_alone_and_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "swarm.key"
+    key = make_key(path)
+    assert read_key(path) == key
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match="cannot write the swarm key"):
+        make_key(path)
+    assert read_key(path) == key
+
+
+def test_the_key_files_of_other_programs_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "swarm.key"
+    path.write_bytes(b"/key/swarm/psk/1.0.0/\n/base16/\n" + KEY.hex().upper().encode())
+    path.chmod(0o600)
+    assert read_key(path) == KEY
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"/key/swarm/psk/1.0.0/\n/base16/\n", b"x" * 5000, KEY, b"/key/swarm/psk/1.0.0/\n/base64/\n" + b"0" * 64,
+     b"/key/swarm/psk/1.0.0/\n/base16/\n" + b"0" * 62, b"/key/swarm/psk/1.0.0/\n/base16/\n" + b"\xff" * 64],
+)  # fmt: skip
+def test_a_file_that_is_no_key_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "swarm.key"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="is no swarm key"):
+        read_key(path)
+
+
+def test_a_file_that_is_not_there_open_to_others_or_a_folder_is_refused_with_the_fix(tmp_path: Path) -> None:
+    path = tmp_path / "swarm.key"
+    with pytest.raises(ConfigError, match="makes one"):
+        entry([], path)
+    make_key(path)
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        entry([], str(path))
+    os.chmod(tmp_path, 0o700)
+    with pytest.raises(ConfigError, match="cannot read the swarm key"):
+        entry([], tmp_path)
+
+
+def test_an_invite_adds_its_peers() -> None:
+    invited = entry([PEER, "a"], write_invite(KEY, ["b", PEER]))
+    assert (invited.peers, invited.key) == ((PEER, "a", "b"), KEY)
+    assert entry([PEER], None) == entry((PEER,), None)
+    assert KEY.hex() not in repr(invited)
+    assert repr(KEY) not in repr(invited)
+
+
+@given(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), st.lists(st.text(max_size=20), max_size=INVITED_PEERS))
+def test_an_invite_says_what_was_put_in(key: bytes, peers: list[str]) -> None:
+    invited = read_invite(write_invite(key, peers))
+    assert (invited.key, invited.peers) == (key, tuple(peers))
+
+
+@given(st.integers(0, 10_000), st.sampled_from("aZ_-=+/ \n\0é"))
+def test_a_damaged_invite_is_refused(at: int, instead: str) -> None:
+    invite = write_invite(KEY, [PEER])
+    at %= len(invite)
+    for damaged in (invite[:at], invite[:at] + instead + invite[at + 1 :], invite + instead):
+        if damaged != invite:
+            with pytest.raises(ConfigError, match="damaged"):
+                read_invite(damaged)
+
+
+@given(st.binary(max_size=200))
+def test_an_invite_of_any_bytes_is_refused(data: bytes) -> None:
+    with pytest.raises(ConfigError, match="damaged"):
+        read_invite(INVITE + base64.urlsafe_b64encode(data).decode())
+
+
+def test_an_invite_names_a_few_peers() -> None:
+    with pytest.raises(ConfigError, match="at most"):
+        write_invite(KEY, [PEER] * (INVITED_PEERS + 1))
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(KEY, OTHER), (KEY, None), (None, KEY)], ids=["other", "none", "public"])
+def test_who_has_another_key_or_none_cannot_link(theirs: bytes | None, ours: bytes | None) -> None:
+    async def main() -> None:
+        async with (
+            open_network([LISTEN_ANY_LOOPBACK], LinkPolicy(), swarm_key=theirs) as member,
+            open_network([], LinkPolicy(), swarm_key=ours) as stranger,
+            open_network([], LinkPolicy(), swarm_key=theirs) as other,
+        ):
+            with pytest.raises(PeerUnreachable, match="swarm key"):
+                await stranger.dial(member.addresses[0])
+            link = await other.dial(member.addresses[0])  # the member goes on
+            assert link.peer == member.peer
+
+    async def alone() -> None:
+        with single_error(), trio.fail_after(20):
+            await main()
+
+    trio.run(alone)

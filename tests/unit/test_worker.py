@@ -1,0 +1,111 @@
+"""A worker in a thread: a batch is one hop there and back, and who is alone pays for no company."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
+
+import trio
+import trio.testing
+
+from llmnode.compute.worker import ComputeThread, ThreadWorker
+from llmnode.core.ids import PeerId, SessionId
+from llmnode.core.span import Span
+from llmnode.ports import Piece
+from llmnode.testing import ExactExecutor, exact_output
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from _pytest.monkeypatch import MonkeyPatch
+
+SPAN = Span(0, 2)
+ROW = 2
+DEADLINE_S = 20.0
+
+
+def name(number: int) -> SessionId:
+    return SessionId(number.to_bytes(16, "big"))
+
+
+def piece(session: int, start: int) -> Piece:
+    return Piece(name(session), start, 1, bytes(ROW))
+
+
+class HeldExecutor(ExactExecutor):
+    """Its forwards begin, and end when they are let."""
+
+    def __init__(self) -> None:
+        super().__init__(SPAN, ROW, kv_tokens=1000)
+        self.may_end = threading.Event()
+
+    def forward(self, pieces):  # type: ignore[no-untyped-def]  # as its own
+        outputs = super().forward(pieces)
+        assert self.may_end.wait(DEADLINE_S)
+        return outputs
+
+
+class Steps(trio.abc.Instrument):
+    """How often a task is given its turn."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.count += task.name.endswith("counted")
+
+
+async def steps_of(call: Callable[[], Awaitable[object]]) -> int:
+    async def counted() -> None:
+        await call()
+
+    trio.lowlevel.add_instrument(steps := Steps())
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(counted)
+    trio.lowlevel.remove_instrument(steps)
+    return steps.count
+
+
+def test_who_is_alone_has_as_many_turns_and_thread_hops_as_a_plain_call(monkeypatch: MonkeyPatch) -> None:
+    hops: list[object] = []
+    to_thread = trio.to_thread.run_sync
+
+    async def counting(call, **options):  # type: ignore[no-untyped-def]  # as trio's
+        hops.append(call)
+        return await to_thread(call, **options)
+
+    monkeypatch.setattr(trio.to_thread, "run_sync", counting)
+
+    async def main() -> None:
+        worker, plain = ThreadWorker(ExactExecutor(SPAN, ROW, kv_tokens=1000)), ComputeThread()
+        assert await worker.open(name(0), SPAN, 100, PeerId("client"))
+        hops.clear()
+        for start in range(20):
+            turns = await steps_of(partial(worker.forward, piece(0, start)))
+            assert turns == await steps_of(partial(plain.run, lambda: None))
+        assert len(hops) == 2 * 20
+
+    trio.run(main)
+
+
+def test_all_that_waits_goes_to_the_thread_together() -> None:
+    async def main() -> None:
+        worker = ThreadWorker(executor := HeldExecutor())
+        answers: dict[int, bytes] = {}
+
+        async def ask(session: int) -> None:
+            answers[session] = bytes((await worker.forward(piece(session, 0))).hidden)
+
+        with trio.fail_after(DEADLINE_S):
+            for session in range(5):
+                assert await worker.open(name(session), SPAN, 10, PeerId(f"client {session}"))
+            async with trio.open_nursery() as nursery:
+                for session in range(5):
+                    nursery.start_soon(ask, session)
+                await trio.testing.wait_all_tasks_blocked()
+                executor.may_end.set()
+        assert sorted(len(batch) for batch in executor.batches) == [1, 4]
+        assert set(answers.values()) == {exact_output(bytes(ROW), SPAN)}
+
+    trio.run(main)

@@ -1,0 +1,345 @@
+"""A worker in a process of its own: right to the bit, and whatever becomes of that process is told and got over."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+import trio
+import trio.testing
+
+from llmnode.compute import shared
+from llmnode.compute.loading import Wanted
+from llmnode.compute.supervised import ProcessLoader
+from llmnode.core.ids import PeerId, SessionId
+from llmnode.core.policy import WorkerPolicy
+from llmnode.core.span import Span
+from llmnode.errors import ConfigError, LocalProtocolError, WorkerLost
+from llmnode.ports import Piece
+from llmnode.testing import exact_output
+from llmnode.testing.worker import EXACT_MODEL
+from unit.exact_child import ABORT, DIE, EXACT_ROW, FAIL, HANG, STUMBLE, UNKNOWN
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from llmnode.compute.supervised import ProcessWorker
+
+CHILD = (sys.executable, str(Path(__file__).with_name("exact_child.py")))
+SPAN = Span(1, 4)
+LENGTH = 2000
+DEADLINE_S = 60.0
+
+
+@dataclass
+class Told:
+    lines: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def open_loader(
+    told: Told | None = None, model: str | None = None, kv_memory: str | None = None, **policy: float | int
+) -> AsyncIterator[ProcessLoader]:
+    told = told or Told()
+    loader = ProcessLoader(
+        Wanted(model, kv_tokens=10 * LENGTH, kv_memory=kv_memory),
+        told.lines.append,
+        told.lost.append,
+        CHILD,
+        WorkerPolicy(pause_s=0.0, **policy),  # type: ignore[arg-type]
+    )
+    with trio.fail_after(DEADLINE_S):
+        try:
+            yield loader
+        finally:
+            await loader.end()
+
+
+@asynccontextmanager
+async def open_worker(**policy: float | int) -> AsyncIterator[tuple[ProcessLoader, ProcessWorker]]:
+    async with open_loader(**policy) as loader:  # type: ignore[arg-type]
+        await loader.open_model()
+        yield loader, await loader.load(SPAN)
+
+
+def name(number: int) -> SessionId:
+    return SessionId(number.to_bytes(16, "big"))
+
+
+def piece(session: int, start: int, length: int, value: int = 1) -> Piece:
+    return Piece(name(session), start, length, bytes([value]) * (EXACT_ROW * length))
+
+
+async def open_sessions(worker: ProcessWorker, *sessions: int) -> None:
+    for session in sessions:
+        assert await worker.open(name(session), SPAN, LENGTH, PeerId(f"client {session}"))
+
+
+async def together(*calls: Callable[[], Awaitable[object]]) -> None:
+    async with trio.open_nursery() as nursery:
+        for call in calls:
+            nursery.start_soon(call)
+
+
+def test_it_says_what_it_opens_and_holds() -> None:
+    async def main() -> None:
+        told = Told()
+        async with open_loader(told) as loader:
+            assert await loader.open_model() == EXACT_MODEL
+            assert await loader.fitting_blocks() == 3
+            worker = await loader.load(SPAN)
+            assert worker.span == SPAN
+            assert worker.kv_tokens_free == 10 * LENGTH
+            assert loader.tensor_bytes == 12
+        assert told == Told(["opening", "loading"])
+
+    trio.run(main)
+
+
+def test_another_process_has_room_for_as_many_whatever_is_free_by_then() -> None:
+    async def main() -> None:
+        async with open_loader(kv_memory="20%") as loader:
+            await loader.open_model()
+            room = (await loader.load(SPAN)).kv_tokens_free
+            assert room == loader.pid
+            psutil.Process(loader.pid).kill()
+            await loader.wait_lost()
+            assert (await loader.load(SPAN)).kv_tokens_free == room
+            assert room != loader.pid
+
+    trio.run(main)
+
+
+def test_all_that_a_worker_does_comes_out_as_in_this_process() -> None:
+    async def main() -> None:
+        async with open_worker() as (_, worker):
+            await open_sessions(worker, 0, 1)
+            assert worker.kv_tokens_free == 8 * LENGTH
+            assert not await worker.open(name(2), SPAN, 9 * LENGTH, PeerId("client 2")), "there is no room for it"
+            whole = exact_output(bytes([1] * 3 + [2]) * EXACT_ROW, SPAN)
+            for start, length in ((0, 3), (3, 1)):
+                await worker.forward(piece(0, start, length))
+            await worker.truncate(name(0), 3)
+            assert await worker.forward(Piece(name(0), 3, 1, bytes([2] * EXACT_ROW))) != whole
+            await worker.fork(name(1), name(0), 0, 3)
+            computed = await worker.forward(piece(1, 3, 2, 7))
+            expected = exact_output(bytes([1] * 3 * EXACT_ROW + [7] * 2 * EXACT_ROW), SPAN)
+            assert computed.hidden == expected[3 * EXACT_ROW :]
+            assert computed.compute_us > 0
+            assert computed.queue_us > 0, "the crossing is in it"
+            await worker.close(name(0))
+            await worker.close(name(1))
+            assert worker.kv_tokens_free == 10 * LENGTH
+
+    trio.run(main)
+
+
+def test_what_fails_for_one_fails_for_no_other_of_its_batch() -> None:
+    async def main() -> None:
+        async with open_worker() as (_, worker):
+            await open_sessions(worker, *range(6))
+            answers: dict[int, object] = {}
+
+            async def ask(session: int, value: int) -> None:
+                try:
+                    answers[session] = (await worker.forward(piece(session, 0, 2, value))).hidden
+                except RuntimeError as error:
+                    answers[session] = str(error)
+
+            await together(*(partial(ask, each, value) for each, value in enumerate((1, FAIL, 1, STUMBLE, 1, 1))))
+            assert answers.pop(1) == "out of memory, as told"
+            assert answers.pop(3) == "KeyError: 'as told'"
+            assert set(answers.values()) == {exact_output(bytes([1] * 2 * EXACT_ROW), SPAN)}
+            await worker.forward(piece(1, 0, 2))
+
+    trio.run(main)
+
+
+def test_shared_memory_grows_to_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "LEAST_BYTES", 1)
+
+    async def main() -> None:
+        async with open_worker() as (_, worker):
+            await open_sessions(worker, 0, 1)
+            for length in (1, 3, 500, 2000, 2):
+                computed = await worker.forward(piece(0, 0, length, 3))
+                assert computed.hidden == exact_output(bytes([3] * length * EXACT_ROW), SPAN)
+                await worker.truncate(name(0), 0)
+
+    trio.run(main)
+
+
+def test_a_forward_that_is_cancelled_while_it_runs_leaves_no_answer_for_the_next() -> None:
+    async def main() -> None:
+        async with open_worker() as (_, worker):
+            await open_sessions(worker, 0)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(worker.forward, piece(0, 0, 1000))
+                await trio.testing.wait_all_tasks_blocked()
+                nursery.cancel_scope.cancel()
+            await worker.truncate(name(0), 0)
+            assert (await worker.forward(piece(0, 0, 1, 9))).hidden == exact_output(bytes([9] * EXACT_ROW), SPAN)
+
+    trio.run(main)
+
+
+def test_a_process_that_is_killed_fails_its_sessions_and_another_serves_new_ones() -> None:
+    async def main() -> None:
+        told = Told()
+        async with open_loader(told) as loader:
+            await loader.open_model()
+            worker = await loader.load(SPAN)
+            loader.serves()
+            await open_sessions(worker, 0, 1, 2)
+            lost = []
+
+            async def ask(session: int, value: int) -> None:
+                with pytest.raises(WorkerLost, match=r"killed \(SIGKILL\)"):
+                    await worker.forward(piece(session, 0, 1, value))
+                lost.append(session)
+
+            await together(partial(ask, 0, DIE), partial(ask, 1, DIE), loader.wait_lost)
+            assert sorted(lost) == [0, 1]
+            assert worker.kv_tokens_free == 0
+            with pytest.raises(WorkerLost, match="being started again"):
+                await worker.open(name(3), SPAN, LENGTH, PeerId("client 3"))
+            assert await loader.load(SPAN) is worker
+            await open_sessions(worker, 3)
+            for call in (
+                partial(worker.forward, piece(2, 0, 1)),
+                partial(worker.truncate, name(2), 0),
+                partial(worker.fork, name(2), name(1), 0, 0),
+                partial(worker.fork, name(3), name(2), 0, 0),
+            ):
+                with pytest.raises(WorkerLost):
+                    await call()
+            for session in range(3):
+                await worker.close(name(session))
+            await worker.forward(piece(3, 0, 1))
+            assert worker.kv_tokens_free == 9 * LENGTH
+            with pytest.raises(LocalProtocolError):
+                await worker.forward(piece(2, 0, 1))
+        assert told.lines == ["opening", "loading"] * 2
+        assert len(told.lost) == 1
+        assert told.lost[0].endswith("; its sessions are lost, and another is started in 0 s")
+
+    trio.run(main)
+
+
+def test_a_process_that_does_not_answer_is_one_that_has_crashed() -> None:
+    async def main() -> None:
+        async with open_worker(answer_s=0.3) as (loader, worker):
+            await open_sessions(worker, 0)
+            with pytest.raises(WorkerLost, match=r"not answered in 0\.3 s"):
+                await worker.forward(piece(0, 0, 1, HANG))
+            await loader.wait_lost()
+            await loader.load(SPAN)
+            await open_sessions(worker, 1)
+            await worker.forward(piece(1, 0, 1))
+
+    trio.run(main)
+
+
+def test_a_process_that_never_comes_up_is_given_up() -> None:
+    async def main() -> None:
+        told = Told()
+        async with open_loader(told, ABORT, failed_starts=3) as loader:
+            with pytest.raises(WorkerLost, match=r"crashed \(SIGABRT\), 3 times in a row .* lower --kv-tokens"):
+                await loader.open_model()
+        assert [line.endswith("(SIGABRT); another is started in 0 s") for line in told.lost] == [True, True]
+
+    trio.run(main)
+
+
+def test_a_process_that_says_nothing_at_first_is_given_up() -> None:
+    async def main() -> None:
+        command = (sys.executable, "-c", "import time; time.sleep(1000)")
+        loader = ProcessLoader(Wanted(), print, print, command, WorkerPolicy(hello_s=0.1, pause_s=0.0, failed_starts=2))
+        with pytest.raises(WorkerLost, match=r"not started in 0\.1 s, 2 times"):
+            await loader.open_model()
+        await loader.end()
+
+    trio.run(main)
+
+
+def test_what_the_user_can_mend_is_told_as_it_is_and_tried_once() -> None:
+    async def main() -> None:
+        told = Told()
+        async with open_loader(told, UNKNOWN) as loader:
+            with pytest.raises(ConfigError, match="no such model, as told"):
+                await loader.open_model()
+        assert told == Told()
+
+    trio.run(main)
+
+
+def test_nothing_of_it_is_left_when_it_is_ended() -> None:
+    async def main() -> None:
+        async with open_worker() as (_, worker):  # trio and python open what they need once
+            await open_sessions(worker, 0)
+        files = psutil.Process().num_fds()
+        async with open_worker() as (loader, worker):
+            await open_sessions(worker, 0)
+            await worker.forward(piece(0, 0, 1000))
+            pid = loader.pid
+        assert not psutil.pid_exists(pid)
+        assert psutil.Process().num_fds() == files
+
+    trio.run(main)
+
+
+def test_a_forward_that_hangs_does_not_outlive_the_node_that_is_ended() -> None:
+    async def main() -> None:
+        async with open_worker() as (loader, worker):
+            await open_sessions(worker, 0)
+            async with trio.open_nursery() as nursery:
+
+                async def ask() -> None:
+                    with pytest.raises(WorkerLost, match="ended with its node"):
+                        await worker.forward(piece(0, 0, 1, HANG))
+
+                nursery.start_soon(ask)
+                await trio.testing.wait_all_tasks_blocked()
+                loader.kill()
+
+    trio.run(main)
+
+
+NODE = """
+import sys, trio
+sys.path.insert(0, {tests!r})
+from unit.test_worker_process import HANG, open_sessions, open_worker, piece
+async def main():
+    async with open_worker() as (loader, worker):
+        await open_sessions(worker, 0)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(worker.forward, piece(0, 0, 1, HANG))
+            print("ready", flush=True)
+trio.run(main)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_process_ends_with_its_node_in_the_middle_of_a_forward(number: signal.Signals) -> None:
+    """The child has the node's stderr: that ends when both have."""
+    code = NODE.format(tests=str(Path(__file__).parent.parent))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as node:
+        assert node.stdout is not None
+        assert node.stdout.readline() == b"ready\n"
+        (child,) = psutil.Process(node.pid).children()
+        node.send_signal(number)
+        if number == signal.SIGINT:  # trio waits for the forward, as for any in a thread
+            child.kill()
+        node.communicate(timeout=DEADLINE_S)
+        assert node.returncode != 0
+        psutil.wait_procs([child], timeout=DEADLINE_S)
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

@@ -1,0 +1,49 @@
+//! How long a round trip is, as pings find it.
+
+/// So many at once to begin with, one after the other: the first ones meet a side that is still busy with the handshake.
+const FIRST_PINGS: u32 = 4;
+/// Then no more often than this, and an unanswered one is given up.
+const PING_EVERY_S: f64 = 1.0;
+/// Of what a longer one is longer than the shortest, this share is added: what is slow now, behind much data, says little;
+/// but a way that got longer is believed some time.
+const CREEP: f64 = 1.0 / 64.0;
+
+/// The shortest round trip of late.
+#[derive(Default)]
+pub(super) struct RoundTrip {
+    shortest_s: Option<f64>,
+    pings: u32,
+    asked_at_s: f64,
+    is_waiting: bool,
+}
+
+impl RoundTrip {
+    pub fn shortest_s(&self) -> Option<f64> {
+        self.shortest_s
+    }
+
+    /// The number of the ping to send now, if one is due.
+    pub fn ping(&mut self, now_s: f64) -> Option<u32> {
+        let is_soon = self.pings > 0 && now_s - self.asked_at_s < PING_EVERY_S;
+        if is_soon && (self.is_waiting || self.pings >= FIRST_PINGS) {
+            return None;
+        }
+        self.pings = self.pings.wrapping_add(1).max(1);
+        self.asked_at_s = now_s;
+        self.is_waiting = true;
+        Some(self.pings)
+    }
+
+    /// The other side has answered a ping.
+    pub fn pong(&mut self, number: u32, now_s: f64) {
+        if !self.is_waiting || number != self.pings {
+            return;
+        }
+        self.is_waiting = false;
+        let took_s = (now_s - self.asked_at_s).max(0.0);
+        self.shortest_s = Some(match self.shortest_s {
+            Some(shortest_s) if shortest_s < took_s => shortest_s + CREEP * (took_s - shortest_s),
+            _ => took_s,
+        });
+    }
+}
