@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 from llmnode.core.span import Span
 from llmnode.errors import ModelError
 from llmnode.models import folder as folder_module
-from llmnode.models.families import FAMILIES
+from llmnode.models.families import FAMILIES, Family
 from llmnode.models.folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
+from llmnode.models.fused import join_products
 from llmnode.models.parts import load_ends, load_span
 from reference.small import (
     BLOCKS,
@@ -76,7 +77,7 @@ def test_tensors_are_found_however_they_are_stored(
     save(model, tmp_path)
     folder = open_saved(tmp_path)
     family = FAMILIES[family_of_case(case)]
-    expected = model.state_dict()
+    expected = _as_loaded(model, family)
 
     span = load_span(folder, Span(2, 4), "sdpa")
     for name, tensor in span.blocks.state_dict().items():
@@ -91,6 +92,15 @@ def test_tensors_are_found_however_they_are_stored(
     for name, tensor in held.items():
         assert torch.equal(tensor, expected[name]), name
     assert (ends.scoring.lm_head.weight is ends.embedding.get_submodule(family.tokens).weight) == tied
+
+
+def _as_loaded(model: Any, family: Family) -> dict[str, torch.Tensor]:
+    """Its tensors, of which a span has some joined."""
+    if family.fused:
+        for block in getattr(model.get_submodule(family.decoder), family.blocks):
+            join_products(block)
+    state: dict[str, torch.Tensor] = model.state_dict()
+    return state
 
 
 def test_of_a_file_that_is_read_little_stays_in_memory_beside_the_copies(
@@ -120,7 +130,7 @@ def test_of_a_file_that_is_read_little_stays_in_memory_beside_the_copies(
             mapped[-1] += tensor.nbytes
             return tensor
 
-    folder, expected = open_saved(tmp_path), model.state_dict()
+    folder, expected = open_saved(tmp_path), _as_loaded(model, FAMILIES["llama"])
     monkeypatch.setattr(folder_module, "safe_open", Watched)
     for name, tensor in load_span(folder, Span(0, BLOCKS), "sdpa").blocks.state_dict().items():
         assert torch.equal(tensor, expected[f"model.layers.{name}"]), name

@@ -127,10 +127,11 @@ def ragged_attention(
     if s_aux is not None:
         raise ModelError("this model has attention sinks, which are not supported")
     layer: int = module.layer_idx  # type: ignore[assignment]  # set by transformers on every attention module
-    outputs: list[torch.Tensor] = []
     segments = segments_of_forward.get()
     lengths = [segment.length for segment in segments]
-    of_segments = (each.split(lengths, dim=2) for each in (query, key, value))
+    alone = len(segments) == 1
+    of_segments = ((each,) if alone else each.split(lengths, dim=2) for each in (query, key, value))
+    outputs: list[torch.Tensor] = []
     for segment, new_query, new_keys, new_values in zip(segments, *of_segments, strict=True):
         keys, values = segment.kv.extend(layer, segment.start, new_keys, new_values)
         if seen_from := segment.seen_from(sliding_window):
@@ -145,7 +146,7 @@ def ragged_attention(
         else:
             mask = segment.mask(sliding_window, query.device)
             outputs.append(_attend_softcapped(new_query, keys, values, mask, scaling, softcap))
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    output = outputs[0] if alone else torch.cat(outputs, dim=2)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -167,7 +168,12 @@ def _attend(
     window: int | None,
     scaling: float | None,
 ) -> torch.Tensor:
-    causal = segment.start == 0 and segment.length > 1 and (window is None or segment.length <= window)
+    heads, tokens, head_dim = query.shape[1:]
+    shared = heads // keys.shape[1]  # heads of queries that share keys and values
+    if tokens == 1 and shared > 1:  # as queries of one head, for which all that is shared is read once
+        grouped = query.reshape(1, -1, shared, head_dim)
+        return scaled_dot_product_attention(grouped, keys, values, scale=scaling).reshape(query.shape)
+    causal = segment.start == 0 and tokens > 1 and (window is None or tokens <= window)
     return scaled_dot_product_attention(
         query,
         keys,
@@ -175,7 +181,7 @@ def _attend(
         attn_mask=None if causal else segment.mask(window, query.device),
         is_causal=causal,  # the kernels have that mask built in
         scale=scaling,
-        enable_gqa=query.shape[1] != keys.shape[1],
+        enable_gqa=shared > 1,
     )
 
 

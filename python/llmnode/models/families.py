@@ -31,6 +31,7 @@ class Family:
     enter: tuple[str, ...] = ()  # what else comes before the blocks
     multiplier: str | None = None  # a factor for what enters the blocks, embedded here or elsewhere
     leave: tuple[str, ...] = ("norm",)
+    fused: bool = False  # blocks that `fused.py` has in fewer operations
     own_attention: bool = False  # code of its own, which `compute/own_attention.py` replaces
     context_tokens: int | None = None  # that it was made for, where its configs do not say
 
@@ -58,8 +59,8 @@ FAMILIES = {
     "gpt2": Family("transformer", blocks="h", tokens="wte", positions="wpe", leave=("ln_f",)),
     "gpt_neox": Family("gpt_neox", tokens="embed_in", leave=("final_layer_norm",)),
     "granite": Family(multiplier="embedding_multiplier"),
-    "llama": Family(),
-    "mistral": Family(),
+    "llama": Family(fused=True),
+    "mistral": Family(fused=True),
     "mixtral": Family(),
     "olmo2": Family(),
     "olmoe": Family(),
@@ -71,11 +72,11 @@ FAMILIES = {
     ),
     "phi": Family(leave=("final_layernorm",)),
     "phi3": Family(),
-    "qwen2": Family(),
+    "qwen2": Family(fused=True),
     "qwen2_moe": Family(),
-    "qwen3": Family(),
+    "qwen3": Family(fused=True),
     "qwen3_moe": Family(),
-    "smollm3": Family(),
+    "smollm3": Family(fused=True),
     "starcoder2": Family(),
 }
 """By `model_type` of the config."""

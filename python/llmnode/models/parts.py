@@ -1,8 +1,8 @@
 """The parts of a model that a node runs: a span of blocks, or the ends.
 
 A part is cut out of the transformers model itself: the model is built without weights, the tensors that the part needs
-are read, and everything else is removed. So a span computes bit for bit what the whole model does, and no family is
-rewritten; what differs between families is a row in `families.py`.
+are read, and everything else is removed. What differs between families is a row in `families.py`. Those of the Llama
+kind have all that remains run by `fused.py`, and none of transformers' own forwards.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from llmnode.core.span import Span
 from llmnode.errors import ModelError
 from llmnode.models.families import Family, family_of
+from llmnode.models.fused import FusedBlock, FusedEnds, join_products
 from llmnode.models.quantized import check_quantizable, quantize_block
 from llmnode.models.stored import read_parameters
 
@@ -34,11 +35,14 @@ class SpanModel(torch.nn.Module):
     Not for several threads: a forward through a part of the span moves the cut.
     """
 
-    def __init__(self, decoder: Any, family: Family, span: Span, dtype: torch.dtype) -> None:  # Any: transformers' own
+    def __init__(
+        self, decoder: Any, family: Family, span: Span, dtype: torch.dtype, attention: str
+    ) -> None:  # Any: transformers' own
         super().__init__()
         self.span = span
         self.decoder = decoder
         self.blocks = getattr(decoder, family.blocks)
+        self._fused = [FusedBlock(block, attention) for block in self.blocks] if family.fused else None
         self._family = family
         self._layer_types = getattr(decoder.config, "layer_types", None)
         self._dtype = dtype
@@ -46,12 +50,15 @@ class SpanModel(torch.nn.Module):
 
     def forward(self, span: Span, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """`hidden` (tokens, hidden_size) at `positions` (tokens), through the blocks of `span`, a part of ours."""
-        self._cut(span)
-        output = self.decoder(
-            inputs_embeds=hidden[None].to(self._dtype), position_ids=positions[None], use_cache=False
-        ).last_hidden_state[0]
-        result: torch.Tensor = output.float()
-        return result
+        states = hidden[None].to(self._dtype)
+        if self._fused is None:
+            self._cut(span)
+            states = self.decoder(inputs_embeds=states, position_ids=positions[None], use_cache=False).last_hidden_state
+        else:
+            cos, sin = (each[:, None] for each in self.decoder.rotary_emb(states, positions[None]))
+            for block in self._fused[span.start - self.span.start : span.end - self.span.start]:
+                states = block(states, cos, sin)
+        return states[0].float()
 
     def _cut(self, span: Span) -> None:
         if span == self._cut_to:
@@ -76,19 +83,26 @@ class Ends:
     embedding: torch.nn.Module
     scoring: torch.nn.Module
     dtype: torch.dtype
+    fused: FusedEnds | None
 
     @torch.inference_mode()
     def embed(self, token_ids: list[int], start: int) -> torch.Tensor:
         """Hidden states (tokens, hidden_size), in fp32, of tokens at the positions `start` and on."""
+        tokens = torch.tensor(token_ids)
+        if self.fused is not None:
+            return self.fused.embed(tokens).float()
         positions = torch.arange(start, start + len(token_ids))
-        output = self.embedding(input_ids=torch.tensor([token_ids]), position_ids=positions[None], use_cache=False)
+        output = self.embedding(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         hidden: torch.Tensor = output.last_hidden_state[0].float()
         return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores (tokens, vocabulary), in fp32, of the next token after each of `hidden` (tokens, hidden_size)."""
-        scores: torch.Tensor = _run_embedded(self.scoring, hidden.to(self.dtype)).logits[0].float()
+        hidden = hidden.to(self.dtype)
+        if self.fused is not None:
+            return self.fused.score(hidden).float()
+        scores: torch.Tensor = _run_embedded(self.scoring, hidden).logits[0].float()
         return scores
 
 
@@ -102,27 +116,28 @@ def load_span(
 ) -> SpanModel:
     """Read the tensors of the blocks of `span`, and of no other, whatever their dtype on disk.
 
-    `attention` names an attention function registered with transformers. If they are to be quantized, it is done block
-    by block, on torch's `device`: never more than one is there in `dtype`.
+    `attention` names an attention function registered with transformers. Blocks are read, fused and quantized (on
+    torch's `device`) one by one: never more than one is there twice.
     Raises ModelError for an unsupported model or an incomplete folder.
     """
     family = family_of(folder.config)
     model = _without_weights(folder, family, attention, dtype)
     decoder = model.get_submodule(family.decoder)
     blocks = getattr(decoder, family.blocks)
-    if quant == "none":
-        _load(folder, model, _of_blocks(model, family, span), dtype)
-    else:
+    if quant != "none":
         check_quantizable(blocks)
-        for block in range(span.start, span.end):
-            _load(folder, model, _of_blocks(model, family, Span(block, block + 1)), dtype)
+    for block in range(span.start, span.end):
+        _load(folder, model, _of_blocks(model, family, Span(block, block + 1)), dtype)
+        if family.fused:
+            join_products(blocks[block])
+        if quant != "none":
             quantize_block(blocks[block], quant, device)
     _remove_entry(decoder, family)
     _remove_exit(decoder, family)
     _remove_blocks(decoder, family)
     _check_transparent(folder, decoder, dtype)
     setattr(decoder, family.blocks, blocks[span.start : span.end])
-    return SpanModel(decoder, family, span, dtype).requires_grad_(False).to(device)
+    return SpanModel(decoder.requires_grad_(False).to(device), family, span, dtype, attention)
 
 
 def load_ends(folder: ModelFolder, dtype: torch.dtype = torch.float32) -> Ends:
@@ -141,7 +156,7 @@ def load_ends(folder: ModelFolder, dtype: torch.dtype = torch.float32) -> Ends:
     bare = _shallow_copy(scoring, family.decoder).get_submodule(family.decoder)
     _remove_exit(bare, family)
     _check_transparent(folder, bare, dtype)
-    return Ends(embedding, scoring, dtype)
+    return Ends(embedding, scoring, dtype, FusedEnds(model, family) if family.fused else None)
 
 
 def tensor_bytes(module: torch.nn.Module) -> int:

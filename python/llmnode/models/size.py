@@ -10,6 +10,7 @@ import torch
 
 from llmnode.errors import ConfigError
 from llmnode.models.families import family_of, kv_heads
+from llmnode.models.fused import join_products
 from llmnode.models.parts import tensor_bytes
 from llmnode.models.quantized import quantized_bytes
 
@@ -68,13 +69,14 @@ def measure_size(folder: ModelFolder, dtype: torch.dtype = torch.float32, quant:
     config = copy.deepcopy(folder.config)  # transformers writes into it
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    blocks = [
-        tensor_bytes(block) if quant == "none" else quantized_bytes(block, quant)
-        for block in getattr(model.get_submodule(family.decoder), family.blocks)
-    ]
+    blocks = getattr(model.get_submodule(family.decoder), family.blocks)
+    if family.fused:
+        for block in blocks:
+            join_products(block)
+    block_bytes = [tensor_bytes(block) if quant == "none" else quantized_bytes(block, quant) for block in blocks]
     ends = sum(
         parameter.nbytes for name, parameter in model.named_parameters() if not name.startswith(family.block_prefix)
     )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_token_bytes = 2 * kv_heads(config) * head_dim * dtype.itemsize
-    return ModelSize(len(blocks), max(blocks), ends, kv_token_bytes, 4 * config.hidden_size)
+    return ModelSize(len(blocks), max(block_bytes), ends, kv_token_bytes, 4 * config.hidden_size)
