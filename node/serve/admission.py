@@ -53,8 +53,10 @@ class Admission:
 
     async def leave(self, session: SessionId) -> None:
         """Free its KV, if it has any, and let others in."""
-        await self._worker.close(session)
-        self._forget(session)
+        try:
+            await self._worker.close(session)
+        finally:
+            self._forget(session)
 
     def lose_all(self) -> None:
         """The worker has lost all that sessions held."""

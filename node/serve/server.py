@@ -53,6 +53,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def log_bug(session: ServedSession, error: Exception) -> None:
+    log.error("a session has ended by what nobody foresaw peer=%s", session.client, exc_info=error)
+
+
 @dataclass(slots=True)
 class Server:
     """What all links share."""
@@ -66,6 +70,8 @@ class Server:
     sessions: dict[SessionId, ServedSession] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
     is_draining: bool = False
+    on_bug: Callable[[ServedSession, Exception], None] = log_bug
+    """Told what nobody foresaw, which has ended that session; what it raises ends the server."""
     session_ended: trio.Event = field(default_factory=trio.Event)
     """The next one's end; then there is another event."""
     admission: Admission = field(init=False)
@@ -247,14 +253,22 @@ class _ServedLink:
 
     async def _run_session(self, session: ServedSession) -> None:
         try:
+            await self._run_to_its_end(session)
+        except Exception as error:  # noqa: BLE001  one client's bad luck is not to cost all others their sessions
+            self._server.on_bug(session, error)
+
+    async def _run_to_its_end(self, session: ServedSession) -> None:
+        name = session.stage.session
+        try:
             await session.run()
         finally:
-            name = session.stage.session
             session.end()
-            with trio.CancelScope(shield=True):  # KV is freed whatever ends the session
-                await self._shared.admission.leave(name)
-            del self._server.sessions[name]
-            self._server.note_end()
+            try:
+                with trio.CancelScope(shield=True):  # KV is freed whatever ends the session
+                    await self._shared.admission.leave(name)
+            finally:
+                del self._server.sessions[name]
+                self._server.note_end()
 
     def _is_pushed(self, frame: Frame) -> bool:
         session = self._server.sessions.get(frame.session)

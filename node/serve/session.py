@@ -94,6 +94,7 @@ class ServedSession:
         self._quiet = False
         self._relayed = RelayedBudget(serving.policy.relayed)
         self._asked_again_s: float | None = None  # since when it is to push again to whom it could not reach
+        self._doing = Frame(FrameType.OPENED, stage.session, stage.epoch)  # what the client waits for an answer to
         self._submitted, self._frames = trio.open_memory_channel[Frame](4 * serving.policy.steps_ahead)
 
     def submit(self, frame: Frame) -> None:
@@ -146,23 +147,26 @@ class ServedSession:
     async def run(self) -> None:
         """Wait for KV, and serve steps until the client closes, falls silent for too long, or has left for too long."""
         with self._scope:
-            await self._serve()
+            try:
+                await self._serve()
+            except Exception as error:  # a bug: the client hears of it, and whoever runs this session handles it
+                reason = f"this server failed in a way that nobody foresaw: {type(error).__name__}"
+                await self._send(refusal_of(self._doing, RefusalCode.COMPUTE_FAILED, reason))
+                raise
 
     async def _serve(self) -> None:
-        name = self.stage.session
-        opened = Frame(FrameType.OPENED, name, self.stage.epoch)
+        name, length = self.stage.session, self.stage.max_length
         try:
-            max_length = self.stage.max_length
-            await self._serving.admission.enter(name, self._span, max_length, self.client, self._priority)
+            await self._serving.admission.enter(name, self._span, length, self.client, self._priority)
         except PeerRefused as refusal:
-            await self._send(refusal_of(opened, refusal.code, refusal.reason, refusal.retry_after_s))
+            await self._send(refusal_of(self._doing, refusal.code, refusal.reason, refusal.retry_after_s))
             return
         self.has_kv = True
-        await self._send(opened)
+        await self._send(self._doing)
         while True:
             with trio.move_on_after(self._serving.policy.session_idle_s) as idle:
                 try:
-                    frame = await self._frames.receive()
+                    frame = self._doing = await self._frames.receive()
                 except trio.EndOfChannel:
                     return
             if idle.cancelled_caught:
@@ -190,7 +194,8 @@ class ServedSession:
                 await self._send(refusal_of(action.frame, RefusalCode.COMPUTE_FAILED, str(error)))
             action = self.stage.next_held()
 
-    async def _act(self, action: Action) -> None:
+    async def _act(self, action: Answer | Compute | Copy | Refuse | Truncate) -> None:
+        self._doing = action.frame
         match action:
             case Compute(frame):
                 await self._compute(frame)

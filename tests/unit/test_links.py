@@ -50,6 +50,7 @@ from llmnode.net.host import ACCEPT_QUEUE, LINK_PROTOCOL, Libp2pNetwork, open_ne
 from llmnode.net.link import Libp2pLink
 from llmnode.node.serve.server import Server
 from llmnode.testing import exact_output
+from llmnode.testing.world import raise_bug
 from llmnode.wire.frame import HEADER_BYTES, Frame, FrameDecoder, FrameType, encode
 from llmnode.wire.messages import Fork, Open, Refusal, RefusalCode, Replay, Replayed, pack, unpack
 from llmnode.wire.payload import Codec
@@ -89,7 +90,7 @@ class Served:
 
 @asynccontextmanager
 async def served(worker: Any, *, link: LinkPolicy = POLICY, serve: ServePolicy | None = None) -> AsyncIterator[Served]:
-    server = Server(worker, MODEL, serve or ServePolicy())
+    server = Server(worker, MODEL, serve or ServePolicy(), on_bug=raise_bug)
     async with open_network([LISTEN_ANY_LOOPBACK], link) as network, trio.open_nursery() as nursery:
         nursery.start_soon(server.run, network)
         yield Served(server, network, worker)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.core.span import Span
+    from llmnode.node.serve.session import ServedSession
     from llmnode.testing.network import MemoryInternet, MemoryNetwork
 
 FORWARD_S = 0.01
@@ -270,7 +271,7 @@ class World:
     ) -> None:
         async with self._living(name, contacts, now_ms) as (life, nursery), open_pool(life.network) as pushes:
             worker = ExactWorker(span, model.row_bytes, KV_TOKENS, forward_s=FORWARD_S)
-            server = Server(worker, model, self._serve_policy, life.swarm, pushes)
+            server = Server(worker, model, self._serve_policy, life.swarm, pushes, on_bug=raise_bug)
             node = ServingNode(name, life.network, life.pool, life.swarm, life.scope, self.model, worker, server)
             self.nodes[name] = node
             nursery.start_soon(server.run, node.network)
@@ -305,6 +306,11 @@ class World:
                 )
                 nursery.start_soon(swarm.run)
                 yield SimulatedNode(name, network, pool, swarm, scope), nursery
+
+
+def raise_bug(_session: ServedSession, error: Exception) -> None:
+    """A simulation fails by what would cost a real server one session."""
+    raise error
 
 
 def _open_gate(worker: ExactWorker) -> None:
