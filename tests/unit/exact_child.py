@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 from typing import TYPE_CHECKING, Any
@@ -21,14 +22,16 @@ if TYPE_CHECKING:
     from llmnode.ports import Piece
     from llmnode.wire.frame import Buffer
 
-FAIL, STUMBLE, DIE, HANG = 250, 251, 252, 253
-"""Raise what torch raises, raise what nobody foresaw, be killed, never answer."""
+SEIZE, FAIL, STUMBLE, DIE, HANG = 249, 250, 251, 252, 253
+"""Never let another thread run, raise what torch raises, raise what nobody foresaw, be killed, never answer."""
 UNKNOWN, ABORT = "unknown", "abort"
 
 
 class TroubledExecutor(ExactExecutor):
     def forward(self, pieces: Sequence[Piece]) -> Sequence[Buffer]:
         told = {piece.hidden[0] for piece in pieces}
+        if SEIZE in told:
+            ctypes.PyDLL(None).pause()  # a call of C that keeps the GIL
         if HANG in told:
             signal.pause()
         if DIE in told:

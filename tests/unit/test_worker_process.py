@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from llmnode.errors import ConfigError, LocalProtocolError, WorkerLost
 from llmnode.ports import Piece
 from llmnode.testing import exact_output
 from llmnode.testing.worker import EXACT_MODEL
-from unit.exact_child import ABORT, DIE, EXACT_ROW, FAIL, HANG, STUMBLE, UNKNOWN
+from unit.exact_child import ABORT, DIE, EXACT_ROW, FAIL, HANG, SEIZE, STUMBLE, UNKNOWN
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -317,21 +317,32 @@ def test_a_forward_that_hangs_does_not_outlive_the_node_that_is_ended() -> None:
 NODE = """
 import sys, trio
 sys.path.insert(0, {tests!r})
-from unit.test_worker_process import HANG, open_sessions, open_worker, piece
+from unit.test_worker_process import open_sessions, open_worker, piece
 async def main():
     async with open_worker() as (loader, worker):
         await open_sessions(worker, 0)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(worker.forward, piece(0, 0, 1, HANG))
+            nursery.start_soon(worker.forward, piece(0, 0, 1, {what}))
             print("ready", flush=True)
 trio.run(main)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_process_ends_with_its_node_in_the_middle_of_a_forward(number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "what"),
+    [
+        (signal.SIGKILL, HANG),
+        (signal.SIGINT, HANG),
+        pytest.param(
+            signal.SIGKILL,
+            SEIZE,
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends who lets no thread run"),
+        ),
+    ],
+)
+def test_a_process_ends_with_its_node_in_the_middle_of_a_forward(number: signal.Signals, what: int) -> None:
     """The child has the node's stderr: that ends when both have."""
-    code = NODE.format(tests=str(Path(__file__).parent.parent))
+    code = NODE.format(tests=str(Path(__file__).parent.parent), what=what)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as node:
         assert node.stdout is not None
         assert node.stdout.readline() == b"ready\n"
@@ -339,7 +350,11 @@ def test_a_process_ends_with_its_node_in_the_middle_of_a_forward(number: signal.
         node.send_signal(number)
         if number == signal.SIGINT:  # trio waits for the forward, as for any in a thread
             child.kill()
-        node.communicate(timeout=DEADLINE_S)
-        assert node.returncode != 0
-        psutil.wait_procs([child], timeout=DEADLINE_S)
-        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+        try:
+            node.communicate(timeout=DEADLINE_S)
+            assert node.returncode != 0
+            psutil.wait_procs([child], timeout=DEADLINE_S)
+            assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()

@@ -5,8 +5,10 @@ It does what the node asks over the socket, one thing after another, and ends wi
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -55,14 +57,30 @@ def serve_node(make_loader: MakeLoader) -> NoReturn:
     """The whole life of the process."""
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the node, which may have sessions to end before
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_node, daemon=True).start()
+    _end_with_node()
     node, requests, results = map(int, sys.argv[1:])
     _Child(socket.socket(fileno=node), SharedMemory(requests), SharedMemory(results), make_loader).run()
     sys.exit()
 
 
-def _end_with_node() -> NoReturn:
-    """The node holds our stdin open; however it ends, so do we, in the middle of a forward too."""
+def _end_with_node() -> None:
+    """The node holds our stdin open, and writes nothing; however it ends, so do we, in the middle of a forward too.
+
+    On Linux even in one that hangs without ever letting another thread of Python's run: the kernel sees to it. (A
+    PR_SET_PDEATHSIG would come when the thread ends that has started us, and trio's threads end when they are idle.)
+    """
+    if sys.platform == "linux":
+        fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(0, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
+        has_ended_before, _, _ = select.select([0], [], [], 0)
+        if has_ended_before:
+            os._exit(0)
+    else:
+        threading.Thread(target=_wait_for_end, daemon=True).start()
+
+
+def _wait_for_end() -> NoReturn:
     while os.read(0, 1):
         pass
     os._exit(0)
