@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
 from typing import TYPE_CHECKING, Any
 
 from llmnode.compute.child import serve_node
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 SEIZE, FAIL, STUMBLE, DIE, HANG = 249, 250, 251, 252, 253
 """Never let another thread run, raise what torch raises, raise what nobody foresaw, be killed, never answer."""
-UNKNOWN, ABORT = "unknown", "abort"
+UNKNOWN, ABORT, STUCK, LONG = "unknown", "abort", "stuck", "long"
+"""Raise what the user can mend, crash, wait for ever, compute for `LONG_S`."""
+LONG_S = 0.5
 
 
 class TroubledExecutor(ExactExecutor):
@@ -53,6 +56,12 @@ class TroubledLoader:
             raise ConfigError("no such model, as told")
         if self._wanted.model == ABORT:
             os.abort()
+        if self._wanted.model == STUCK:
+            signal.pause()
+        if self._wanted.model == LONG:
+            end_s = time.process_time() + LONG_S
+            while time.process_time() < end_s:
+                pass
         self._report("opening")
         return EXACT_MODEL
 

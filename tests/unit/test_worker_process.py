@@ -26,7 +26,7 @@ from llmnode.errors import ConfigError, LocalProtocolError, WorkerLost
 from llmnode.ports import Piece
 from llmnode.testing import exact_output
 from llmnode.testing.worker import EXACT_MODEL
-from unit.exact_child import ABORT, DIE, EXACT_ROW, FAIL, HANG, SEIZE, STUMBLE, UNKNOWN
+from unit.exact_child import ABORT, DIE, EXACT_ROW, FAIL, HANG, LONG, LONG_S, SEIZE, STUCK, STUMBLE, UNKNOWN
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -267,6 +267,30 @@ def test_a_process_that_says_nothing_at_first_is_given_up() -> None:
         with pytest.raises(WorkerLost, match=r"not started in 0\.1 s, 2 times"):
             await loader.open_model()
         await loader.end()
+
+    trio.run(main)
+
+
+def test_a_process_that_does_not_get_on_with_loading_is_given_up() -> None:
+    async def main() -> None:
+        told = Told()
+        async with open_loader(told, STUCK, look_s=0.05, stuck_s=0.2, failed_starts=2) as loader:
+            with pytest.raises(WorkerLost, match=r"nor computed anything in 0\.2 s while it loaded, 2 times"):
+                await loader.open_model()
+        assert len(told.lost) == 1
+
+    trio.run(main)
+
+
+def test_a_process_may_load_for_as_long_as_it_gets_on_and_is_told_of() -> None:
+    async def main() -> None:
+        told = Told()
+        async with open_loader(told, LONG, look_s=LONG_S / 20, stuck_s=60.0) as loader:
+            assert await loader.open_model() == EXACT_MODEL
+        *still, last = told.lines
+        assert still
+        assert all("still at it" in line for line in still)
+        assert last == "opening"
 
     trio.run(main)
 

@@ -9,9 +9,11 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import trio
 
 from llmnode.compute.crossing import (
+    ANSWER,
     FAILED,
     HELLO,
     SAID,
@@ -26,6 +28,7 @@ from llmnode.compute.crossing import (
 )
 from llmnode.compute.shared import SharedMemory, make_shared_memory
 from llmnode.compute.work import Done, Work, failed
+from llmnode.core.progress import Effort, Progress
 from llmnode.errors import WorkerLost
 
 if TYPE_CHECKING:
@@ -89,16 +92,33 @@ class WorkerProcess:
         raise await self._lost()
 
     async def ask(self, word: str, *arguments: Any, report: Callable[[str], None]) -> Any:  # Any: as each has them
-        """What takes as long as it takes. Raises what was raised there, or WorkerLost."""
+        """What takes as long as it takes, if only it gets on. Raises what was raised there, or WorkerLost.
+
+        `report` is told what the process says, and in a line that it still works.
+        """
         await self._send(pack_message(word, *arguments))
+        began_s = trio.current_time()
+        progress = Progress(self._effort(), began_s)
         while True:
-            word, *rest = await self._receive()
-            if word == SAID:
+            with trio.move_on_after(self._policy.look_s):
+                word, *rest = await self._receive()
+                if word == ANSWER:
+                    return rest[0]
+                if word == FAILED:
+                    raise unpack_error(rest)
+                assert word == SAID
                 report(*rest)
-            elif word == FAILED:
-                raise unpack_error(rest)
-            else:
-                return rest[0]
+                continue
+            now_s = trio.current_time()
+            progress = progress.seen(self._effort(), now_s)
+            if progress.is_stuck(now_s, self._policy.stuck_s):
+                self.kill(f"has neither read nor computed anything in {self._policy.stuck_s:g} s while it loaded")
+                raise await self._lost()
+            effort = progress.effort
+            report(
+                f"still at it after {now_s - began_s:.0f} s: the worker has taken {effort.cpu_s:.0f} s of CPU time and "
+                f"{effort.memory_bytes >> 20} MiB"
+            )
 
     async def run(self, work: Work) -> tuple[Done, float, float]:
         """Have a batch done: when it began and ended is by `time.perf_counter`, the way back counted to neither.
@@ -138,6 +158,14 @@ class WorkerProcess:
         self._socket.close()
         self._requests.close()
         self._results.close()
+
+    def _effort(self) -> Effort:
+        try:
+            process = psutil.Process(self.pid)
+            times = process.cpu_times()
+            return Effort(times.user + times.system, process.memory_info().rss)
+        except psutil.Error:  # it has just ended
+            return Effort(0.0, 0)
 
     async def _do(self, work: Work) -> tuple[Done, float]:
         if self.has_ended:

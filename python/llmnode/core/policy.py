@@ -191,7 +191,11 @@ class WorkerPolicy:
     """A worker in a process of its own, and when that is started again."""
 
     hello_s: float = 60.0
-    """Until a new process has started python on a busy machine; loading has no deadline, as it may be a download."""
+    """Until a new process has started python on a busy machine."""
+    look_s: float = 30.0
+    """While a model is loaded, which has no deadline: whether it gets on is looked at so often, and told."""
+    stuck_s: float = 300.0
+    """Who does not get on with loading for so long counts as crashed: other disks, and downloads, come back sooner."""
     answer_s: float = 60.0
     """A batch that takes longer counts as a crash: clients wait no longer either (`ClientPolicy.step_timeout_s`)."""
     end_s: float = 5.0
