@@ -159,9 +159,7 @@ async def open_node(
                     nursery.start_soon(swarm.announce, share.offer)  # as joining: others choose other blocks
                     report(f"reading blocks {share.span} of {model.name}")
                     await _bring_up(loader, share)
-                    server = Server(
-                        share.worker, model, ServePolicy(kv_tokens=share.worker.kv_tokens_free), swarm, pushes
-                    )
+                    server = Server(share.worker, model, ServePolicy(kv_tokens=share.worker.kv_tokens), swarm, pushes)
                     nursery.start_soon(server.run, network)
                     swarm.say(share.offer())
                     nursery.start_soon(_keep_worker, loader, share, server, swarm, report_worker)
@@ -300,7 +298,7 @@ class Share:
         self.state = PeerState.JOINING
         self._model = model
         self._worker: Worker | None = None
-        self._block_us = self._kv_tokens = 0
+        self._block_us = 0
 
     @property
     def worker(self) -> Worker:
@@ -310,7 +308,7 @@ class Share:
     async def take_sessions(self, worker: Worker) -> None:
         """From now on we are online, as fast as we measure now."""
         self._block_us = max(1, await _step_us(worker, self._model.row_bytes) // len(self.span))
-        self._worker, self._kv_tokens = worker, worker.kv_tokens_free
+        self._worker = worker
         if self.state is PeerState.JOINING:
             self.state = PeerState.ONLINE
 
@@ -328,7 +326,7 @@ class Share:
             span=self.span,
             state=self.state,
             block_us=self._block_us,
-            kv_tokens=self._kv_tokens,
+            kv_tokens=0 if self._worker is None else self._worker.kv_tokens,
             kv_tokens_free=0 if self._worker is None else self._worker.kv_tokens_free,
         )
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Admission:
-    """To all KV that `worker` has free now. Nobody else is to open sessions there."""
+    """To all KV that `worker` has. Nobody else is to open sessions there."""
 
     def __init__(self, worker: Worker, policy: RoomPolicy) -> None:
         self._worker = worker
         self._policy = policy
-        self._room = Room(worker.kv_tokens_free, policy)
+        self._room = Room(worker.kv_tokens, policy)
         self._waiting: dict[SessionId, trio.Event] = {}
         self._is_closed = False
 

@@ -181,6 +181,10 @@ class Worker(Protocol):
     def span(self) -> Span: ...
 
     @property
+    def kv_tokens(self) -> int:
+        """All the KV there is for sessions, whether free or not, and whether the executor is there or lost."""
+
+    @property
     def kv_tokens_free(self) -> int: ...
 
     async def open(

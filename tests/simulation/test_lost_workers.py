@@ -42,7 +42,7 @@ class MortalWorker(ProcessWorker):
     gate = None
 
     def __init__(self, span: Span, row_bytes: int, kv_tokens: int, *, forward_s: float) -> None:
-        super().__init__(span)
+        super().__init__(span, kv_tokens)
         self._new = lambda: ExactLife(span, row_bytes, kv_tokens, forward_s=forward_s)
         self.begin()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -20,9 +21,11 @@ from llmnode.compute import shared
 from llmnode.compute.loading import Wanted
 from llmnode.compute.supervised import ProcessLoader
 from llmnode.core.ids import PeerId, SessionId
-from llmnode.core.policy import WorkerPolicy
+from llmnode.core.policy import RoomPolicy, WorkerPolicy
+from llmnode.core.scheduling import Priority
 from llmnode.core.span import Span
-from llmnode.errors import ConfigError, LocalProtocolError, WorkerLost
+from llmnode.errors import ConfigError, LocalProtocolError, PeerRefused, WorkerLost
+from llmnode.node.serve.admission import Admission
 from llmnode.ports import Piece
 from llmnode.testing import exact_output
 from llmnode.testing.worker import EXACT_MODEL
@@ -231,6 +234,23 @@ def test_a_process_that_is_killed_fails_its_sessions_and_another_serves_new_ones
         assert told.lines == ["opening", "loading"] * 2
         assert len(told.lost) == 1
         assert told.lost[0].endswith("; its sessions are lost, and another is started in 0 s")
+
+    trio.run(main)
+
+
+def test_a_server_that_is_made_when_its_worker_has_just_died_has_room_once_that_is_there_again() -> None:
+    async def main() -> None:
+        async with open_worker() as (loader, worker):
+            psutil.Process(loader.pid).kill()
+            await trio.to_thread.run_sync(os.waitid, os.P_PID, loader.pid, os.WEXITED | os.WNOWAIT)
+            assert worker.kv_tokens_free == 0
+            admission = Admission(worker, RoomPolicy())
+            await loader.wait_lost()
+            assert await loader.load(SPAN) is worker
+            for number in range(10):
+                await admission.enter(name(number), SPAN, LENGTH, PeerId("client"), Priority.INTERACTIVE)
+            with pytest.raises(PeerRefused, match="in all"):
+                await admission.enter(name(10), SPAN, 10 * LENGTH + 1, PeerId("client"), Priority.INTERACTIVE)
 
     trio.run(main)
 

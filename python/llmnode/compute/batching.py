@@ -40,6 +40,7 @@ class BatchingWorker:
     """
 
     def __init__(self, held: Held, run: Run, clock: Callable[[], float], policy: BatchPolicy | None = None) -> None:
+        self.kv_tokens = held.kv_tokens_free()
         self._held = held
         self._run = run
         self._clock = clock

@@ -36,8 +36,9 @@ T = TypeVar("T")
 class ProcessWorker:
     """The `Worker` port over one process after another: each is a life, and its sessions end with it."""
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: Span, kv_tokens: int) -> None:
         self.span = span
+        self.kv_tokens = kv_tokens
         self._life: BatchingWorker | None = None
         self._lives: dict[SessionId, BatchingWorker] = {}
 
@@ -142,7 +143,7 @@ class ProcessLoader:
             self.tensor_bytes, kv_tokens_free = await process.ask(LOAD, span.start, span.end, report=self._report)
             process.holds(span, kv_tokens_free)
             self._wanted = replace(self._wanted, kv_tokens=kv_tokens_free, kv_memory=None)  # as it has been announced
-            worker = self._worker = self._worker or ProcessWorker(span)
+            worker = self._worker = self._worker or ProcessWorker(span, kv_tokens_free)
             worker.live(BatchingWorker(process, process.run, time.perf_counter))
             return worker
 
