@@ -13,6 +13,7 @@ import trio
 from llmnode.client.pool import open_pool
 from llmnode.client.swarm import Swarm
 from llmnode.compute.loading import AUTO, SpanLoader, Wanted
+from llmnode.compute.process import can_start
 from llmnode.compute.supervised import ProcessLoader
 from llmnode.compute.worker import ThreadLoader
 from llmnode.core.announcement import Offer, PeerState
@@ -58,8 +59,9 @@ class NodeConfig:
     announced only by `announce`. KV is for `kv_tokens` positions, or for as many as `kv_memory` is enough for: an
     amount ("2GiB") or a share of what is free ("20%"). `threads` is torch's, None for its own choice; `device` is
     torch's too, "auto" for a GPU if there is one. `quant` is what weights are rounded to, "auto" for what suits the
-    device. `worker` is one of `WORKERS`: where the blocks are computed; if a process crashes, its sessions go elsewhere
-    and it is started again. The node's identity is kept in the file `identity`, and is a fresh one without.
+    device. `worker` is where the blocks are computed: in a "thread" of this program, or in a "process" of its own: that
+    may crash, its sessions go elsewhere then, and it is started again. "auto" is a process where one can be started,
+    for which the program needs no guard. The node's identity is kept in the file `identity`, and is fresh without.
     """
 
     model: str | None = None
@@ -75,7 +77,7 @@ class NodeConfig:
     dtype: str = "float32"
     quant: str = "none"
     threads: int | None = None
-    worker: str = THREAD
+    worker: str = AUTO
     identity: Path | None = None
 
 
@@ -250,7 +252,7 @@ async def _open_loader(
         quant=config.quant,
         threads=config.threads,
     )
-    if config.worker == THREAD:
+    if config.worker == THREAD or (config.worker == AUTO and not can_start()):
         yield ThreadLoader(SpanLoader(wanted, report))
         return
     loader = ProcessLoader(wanted, report, lambda line: report_worker(line, False))
@@ -363,8 +365,8 @@ def _check(config: NodeConfig) -> None:
         raise ConfigError(f"there is no dtype {config.dtype!r}: choose one of {', '.join(DTYPES)}")
     if config.quant not in (*QUANTS, AUTO):
         raise ConfigError(f"there is no quantization {config.quant!r}: choose one of {', '.join(QUANTS)}, {AUTO}")
-    if config.worker not in WORKERS:
-        raise ConfigError(f"there is no worker {config.worker!r}: choose one of {', '.join(WORKERS)}")
+    if config.worker not in (*WORKERS, AUTO):
+        raise ConfigError(f"there is no worker {config.worker!r}: choose one of {', '.join(WORKERS)}, {AUTO}")
     if ":" in config.blocks:
         parse_span(config.blocks)
     elif config.blocks != AUTO and not (config.blocks.isascii() and config.blocks.isdigit()):

@@ -134,7 +134,7 @@ def _servers_json(servers: Sequence[ServerProcess]) -> list[dict[str, object]]:
             "peer": server.peer,
             "blocks": [server.span.start, server.span.end],
             "tensor_mib": server.tensor_bytes / 2**20,
-            "pss_mib": pss_mib(server.pid),
+            "pss_mib": server.pss_mib,
         }
         for server in servers
     ]

@@ -56,6 +56,10 @@ class ServerProcess:
     def pid(self) -> int:
         return self.process.pid
 
+    @property
+    def pss_mib(self) -> float:
+        return sum(pss_mib(each.pid) for each in with_worker(self.pid))
+
     async def read_out(self) -> dict[str, Any]:  # Any: JSON
         """What it says it has open now: see `readout.py`. For one task at a time, and a server that is ready."""
         self.read = trio.Event()
@@ -65,6 +69,12 @@ class ServerProcess:
             await self.read.wait()
             return self.readout
         raise ServerDied(f"the server of blocks {self.span} says nothing: {last_words(self)}")
+
+
+def with_worker(pid: int) -> list[psutil.Process]:
+    """A server's own process, and that of its worker if it has one."""
+    server = psutil.Process(pid)
+    return [server, *server.children(recursive=True)]
 
 
 def pss_mib(pid: int | None = None) -> float:

@@ -17,7 +17,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import numpy as np
-import psutil
 import trio
 
 from llmnode.client.connection import open_connection
@@ -29,7 +28,7 @@ from llmnode.core.span import Span
 from llmnode.errors import ConfigError, single_error
 from llmnode.net.host import open_network
 from llmnode.node.bench.report import Aim, Row, environment, print_report
-from llmnode.node.processes import all_ready, private_swarm
+from llmnode.node.processes import all_ready, private_swarm, with_worker
 from llmnode.wire.payload import Codec
 
 if TYPE_CHECKING:
@@ -207,8 +206,7 @@ def _states(positions: int, model: ModelInfo) -> bytes:
 
 
 def _memory(server: ServerProcess) -> Memory:
-    main = psutil.Process(server.pid)
-    processes = [main, *main.children(recursive=True)]
+    processes = with_worker(server.pid)
     pss = sum(_kib(f"/proc/{each.pid}/smaps_rollup", "Pss") for each in processes)
     resident = sum(_kib(f"/proc/{each.pid}/status", "VmRSS") for each in processes)
     peak = sum(_kib(f"/proc/{each.pid}/status", "VmHWM") for each in processes)

@@ -24,7 +24,7 @@ from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
 from llmnode.models.embedded import open_embedded
 from llmnode.node.bench.report import Aim, Row, environment, print_report, spread
-from llmnode.node.processes import all_ready, private_swarm, pss_mib
+from llmnode.node.processes import all_ready, private_swarm
 from llmnode.node.several import AT_ONCE_PER_STAGE
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ PROMPT_TOKENS = 24
 TEXTS_PER_PLACE = 3
 """Of those that are under way together: the first and the last have less company, and are not counted."""
 SERVE, CHARGED = "llmnode.node", "llmnode.node.bench.charged"
+IN_THREAD = ["--worker", "thread"]
+"""What is charged is so in the server's own process."""
 REAL_NODES = (1, 2)
 """Each on a thread of its own; the client's ends take a fifth of what the blocks take, on the same two cores."""
 EMULATED_NODES = (1, 2, 3, 4)
@@ -130,10 +132,11 @@ async def _variants(config: PipelineBench, parts: ClientParts, stack: AsyncExitS
     for is_emulated, counts in ((False, real), (True, emulated)):
         for nodes in counts:
             spans = split_evenly(parts.model.blocks, nodes)
-            program = CHARGED if is_emulated else SERVE
-            servers = await stack.enter_async_context(private_swarm(spans, threads=config.threads, program=program))
+            program, options = (CHARGED, IN_THREAD) if is_emulated else (SERVE, [])
+            swarm = private_swarm(spans, threads=config.threads, program=program, options=options)
+            servers = await stack.enter_async_context(swarm)
             await all_ready(servers)
-            mib = statistics.mean(pss_mib(server.pid) for server in servers)
+            mib = statistics.mean(server.pss_mib for server in servers)
             client = await stack.enter_async_context(aconnect([server.address for server in servers], parts=parts))
             at_once = 1, AT_ONCE_PER_STAGE * nodes
             variants += [_Variant(nodes, texts, is_emulated, client, mib) for texts in at_once]

@@ -122,6 +122,7 @@ class Replica:
         command += ["--blocks", f"{self.span.start}:{self.span.end}", "--threads", str(self._threads)]
         command += ["--listen", f"/ip4/{LOOPBACK}/tcp/{self._port}"]
         command += ["--announce", f"/ip4/{host}/tcp/{port}"]
+        command += ["--worker", "thread"]  # `starved` takes the memory of its own process
         command += ["--drain-s", "0"]  # who is told to leave does so in the middle of a session
         command += ["--identity", str(self._identity), *(["--peers", *peers] if peers else [])]
         process = self._process = subprocess.Popen(

@@ -32,6 +32,7 @@ from llmnode.node.bench.report import Aim, Interval, Row, environment, print_rep
 from llmnode.node.bench.shaped import shaped_swarm
 from llmnode.node.bench.trend import BLOCKS, slope_an_hour
 from llmnode.node.bench.visits import Visitor, make_scripts
+from llmnode.node.processes import with_worker
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -265,16 +266,15 @@ async def _watch(config: SoakBench, servers: Sequence[ServerProcess], record: Re
 
 async def _sample(servers: Sequence[ServerProcess], time_s: float) -> Sample:
     readouts = [await server.read_out() for server in servers]
-    pids = [server.pid for server in servers]
-    memory = [_memory_mib(pid) for pid in [*pids, os.getpid()]]
+    memory = [sum(map(_memory_mib, with_worker(server.pid))) for server in servers]
     of_servers = {name: statistics.mean(readout[name] for readout in readouts) for name in ("sessions", *OPEN)}
-    of_servers[MEMORY] = statistics.mean(memory[:-1])
+    of_servers[MEMORY] = statistics.mean(memory)
     tasks = trio.lowlevel.current_statistics().tasks_living
-    return Sample(time_s, of_servers, {"tasks": tasks, "files": psutil.Process().num_fds(), MEMORY: memory[-1]})
+    own = psutil.Process()
+    return Sample(time_s, of_servers, {"tasks": tasks, "files": own.num_fds(), MEMORY: _memory_mib(own)})
 
 
-def _memory_mib(pid: int) -> float:
-    process = psutil.Process(pid)
+def _memory_mib(process: psutil.Process) -> float:
     memory = process.memory_info()
     size_bytes = memory.rss - memory.shared if hasattr(memory, "shared") else process.memory_full_info().uss
     return float(size_bytes) / 2**20

@@ -80,10 +80,11 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--worker",
-        default="thread",
-        choices=["thread", "process"],
-        help="where the blocks are computed: in a thread of the node (default), or in a process of its own, which may "
-        "crash or run out of memory without the node: its sessions move on, and it is started again",
+        default="auto",
+        choices=["auto", "thread", "process"],
+        help="where the blocks are computed: in a process of its own, which may crash or run out of memory without the "
+        "node (its sessions move on, and it is started again), or in a thread of the node (default: a process where it "
+        "can be)",
     )
     parser.add_argument("--threads", type=int, metavar="N", help="torch threads (default: torch's)")
     parser.add_argument("--verbose", action="store_true", help="say on stderr which links open and end, and why")

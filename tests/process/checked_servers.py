@@ -48,6 +48,7 @@ async def main() -> None:
                 peers=nodes[0].addresses if nodes else (),
                 kv_tokens=KV_TOKENS,
                 threads=1,
+                worker="thread",
             )
             nodes.append(await stack.enter_async_context(open_node(config)))
             if blocks.endswith("~"):

@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 import torch
 import trio
@@ -25,6 +24,7 @@ from llmnode.core.route import Hop, Route
 from llmnode.core.span import Span
 from llmnode.models.parts import Ends, load_ends
 from llmnode.net.host import open_network
+from llmnode.node.processes import with_worker
 from llmnode.wire.payload import Codec
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ run()
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a process holds. `tasks` are trio's, by name."""
+    """What a server and its worker hold. `tasks` are trio's, by name."""
 
     memory_mib: float
     files: int
@@ -83,9 +83,10 @@ class SmallServer:
     def footprint(self) -> Footprint:
         self.process.send_signal(signal.SIGUSR2)
         tasks = Counter(self._event("tasks")["tasks"])
-        process = psutil.Process(self.process.pid)
-        memory_mib = process.memory_full_info().uss / 2**20
-        return Footprint(memory_mib, process.num_fds(), process.num_threads(), tasks)
+        processes = with_worker(self.process.pid)
+        memory_mib = sum(each.memory_full_info().uss for each in processes) / 2**20
+        files, threads = sum(each.num_fds() for each in processes), sum(each.num_threads() for each in processes)
+        return Footprint(memory_mib, files, threads, tasks)
 
     def check_no_traceback(self) -> None:
         said = self.errors.read_text()

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -30,9 +31,18 @@ NODE = """
 import json, sys, trio
 from llmnode.node.app import NodeConfig, open_node
 async def main():
-    async with open_node(NodeConfig(blocks="0:1", worker="process", threads=1)) as node:
+    async with open_node(NodeConfig(blocks="0:1", threads=1)) as node:
         print(json.dumps(sorted(sys.modules)))
 trio.run(main)
+"""
+
+
+EMBEDDING = """
+import json, psutil
+from llmnode.node import Node
+with Node(blocks="0:1", threads=1) as node:
+    (worker,) = psutil.Process().children()
+    print(json.dumps([node.blocks, worker.environ()["PYTHONPATH"].partition(":")[0]]))
 """
 
 
@@ -52,7 +62,7 @@ def next_event(node: Any, name: str) -> dict[str, Any]:
 def test_a_session_outlives_the_worker_of_its_server_which_then_serves_again(
     start_servers: Callable[..., list[Any]], transformers_model: Any
 ) -> None:
-    (mortal,) = start_servers([ALL], more=["--worker", "process"])
+    (mortal,) = start_servers([ALL])
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
     with llmnode.connect(peers=[mortal.address]) as model:
         prompt = model.tokenizer.encode(PROMPT)
@@ -74,18 +84,35 @@ def test_a_session_outlives_the_worker_of_its_server_which_then_serves_again(
     assert "killed (SIGKILL)" in lost["text"]
 
 
-def test_a_node_imports_no_torch_for_a_worker_of_its_own_process() -> None:
+def test_a_node_imports_no_torch_for_its_worker_is_a_process_unless_told_otherwise() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", NODE], capture_output=True, text=True, check=True, timeout=END_S)
     loaded = set(json.loads(done.stdout))
     assert "libp2p" in loaded
     assert not loaded & {"accelerate", "bitsandbytes", "huggingface_hub", "numpy", "torch", "transformers"}
 
 
+def test_a_node_in_a_program_needs_no_guard_and_no_file_and_finds_what_the_program_has_found(tmp_path: Path) -> None:
+    """As in a notebook, whose llmnode may be where only `sys.path` says."""
+    (tmp_path / "llmnode").symlink_to(Path(llmnode.__file__).parent)
+    found = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+    done = subprocess.run(
+        [sys.executable, "-P", "-"], input=found + EMBEDDING, capture_output=True, text=True, check=True, timeout=END_S
+    )
+    blocks, child = json.loads(done.stdout)
+    assert blocks == [0, 1]
+    assert child == str(tmp_path)
+
+
+def test_a_worker_may_be_a_thread_of_the_node(start_servers: Callable[..., list[Any]]) -> None:
+    (node,) = start_servers([Span(0, 1)], more=["--worker", "thread"])
+    assert not psutil.Process(node.process.pid).children()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_worker_ends_with_its_node_however_that_ends(
     number: signal.Signals, start_servers: Callable[..., list[Any]]
 ) -> None:
-    (node,) = start_servers([Span(0, 1)], more=["--worker", "process"])
+    (node,) = start_servers([Span(0, 1)])
     worker = worker_of(node.process)
     node.process.send_signal(number)
     gone, _ = psutil.wait_procs([worker], timeout=END_S)
@@ -95,18 +122,7 @@ def test_a_worker_ends_with_its_node_however_that_ends(
 
 
 def test_what_a_worker_of_its_own_process_cannot_load_is_told_in_a_line() -> None:
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "llmnode.node",
-        "serve",
-        "/nowhere",
-        "--blocks",
-        "0:1",
-        "--worker",
-        "process",
-    ]
+    command = [sys.executable, "-P", "-m", "llmnode.node", "serve", "/nowhere", "--blocks", "0:1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=END_S, check=False)
     assert done.returncode == 2
     loading, said = done.stderr.splitlines()

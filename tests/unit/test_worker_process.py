@@ -19,6 +19,7 @@ import trio.testing
 
 from llmnode.compute import shared
 from llmnode.compute.loading import Wanted
+from llmnode.compute.process import can_start
 from llmnode.compute.supervised import ProcessLoader
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.policy import RoomPolicy, WorkerPolicy
@@ -324,6 +325,19 @@ def test_what_the_user_can_mend_is_told_as_it_is_and_tried_once() -> None:
         assert told == Told()
 
     trio.run(main)
+
+
+@pytest.mark.parametrize(
+    ("program", "is_python"),
+    [("/venv/bin/python", True), ("python3.12", True), ("/usr/bin/uwsgi", False), ("", False), (None, False)],
+)
+def test_a_process_is_started_where_a_python_runs_the_program(
+    program: str | None, is_python: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", program)
+    assert can_start() == is_python
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert not can_start()
 
 
 def test_nothing_of_it_is_left_when_it_is_ended() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -215,6 +217,12 @@ class WorkerProcess:
         return WorkerLost(f"the worker process {self._why or _how_it_ended(self._process.returncode)}")
 
 
+def can_start() -> bool:
+    """Whether `sys.executable` is a Python: in a program that embeds one, or was frozen, it is that program."""
+    is_python = Path(sys.executable or "").name.startswith(("python", "pypy"))
+    return os.name == "posix" and is_python and not getattr(sys, "frozen", False)
+
+
 async def start_process(command: Sequence[str], policy: WorkerPolicy) -> WorkerProcess:
     """It has yet to `say_hello`."""
     ours, theirs = socket.socketpair()
@@ -226,6 +234,10 @@ async def start_process(command: Sequence[str], policy: WorkerPolicy) -> WorkerP
             stdin=subprocess.PIPE,  # it ends when this does
             stdout=subprocess.DEVNULL,  # ours may be read by a program
             pass_fds=files,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path),
+            },  # as we find llmnode
             start_new_session=True,  # a Ctrl-C in the terminal is ours alone
         )
     ours.setblocking(False)
