@@ -176,6 +176,21 @@ def test_it_is_converted_once_and_known_by_its_content(llama: Path, tmp_path: Pa
     assert len(lines) == 2
 
 
+def test_it_is_parsed_once_however_often_it_is_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+    init = gguf.GGUFReader.__init__
+
+    def counted(reader: gguf.GGUFReader, path: str) -> None:
+        parsed.append(path)
+        init(reader, path)
+
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", counted)
+    before = (gguf.GGUFReader, gguf.get_tensor_name_map)
+    open_model(str(llama))
+    assert parsed == [str(llama)]
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before, "others' ways to read are as they were"
+
+
 def test_the_writers_version_of_transformers_is_not_part_of_the_identity(llama: Path) -> None:
     folder = open_model(str(llama))
     config = json.loads((folder.path / CONFIG_FILE).read_text())

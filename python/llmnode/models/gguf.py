@@ -12,9 +12,11 @@ import os
 import shutil
 import tempfile
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from filelock import FileLock
 
 from llmnode.errors import ConfigError, LlmnodeError, ModelError
@@ -65,7 +67,7 @@ def open_converted(gguf: Path, name: str, sha256: str, report: Callable[[str], N
         with FileLock(f"{folder}.lock"):
             if not (folder / CONFIG_FILE).exists():
                 _remove_left_behind(folder)
-                with _reading(gguf):
+                with _reading(gguf), _parsed_once():
                     size_bytes = _check(gguf)
                     require_room(folder.parent, size_bytes + _EXTRA_BYTES)
                     _require_memory(gguf, size_bytes)
@@ -110,12 +112,33 @@ def _reading(gguf: Path) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """transformers has a file parsed four times, and the names of its tensors listed for each part of the model.
+
+    Both take most of a conversion's time: vocabularies are long, and the package parses them number by number.
+    """
+    import gguf
+
+    class Reader(gguf.GGUFReader):
+        def __setattr__(self, name: str, value: object) -> None:
+            # A slice of a memmap takes several times as long as one of the array that it is.
+            super().__setattr__(name, np.asarray(value) if name == "data" else value)
+
+    originals = {name: vars(gguf)[name] for name in ("GGUFReader", "get_tensor_name_map")}
+    vars(gguf).update(GGUFReader=cache(Reader), get_tensor_name_map=cache(gguf.get_tensor_name_map))
+    try:
+        yield
+    finally:
+        vars(gguf).update(originals)
+
+
 def _check(gguf: Path) -> int:
     """Raises ModelError if we cannot do it right. Returns the bytes of its tensors in fp32."""
     from gguf import GGUFReader
     from transformers import AutoConfig
 
-    reader = GGUFReader(gguf)
+    reader = GGUFReader(str(gguf))
     if (parts := _value(reader, "split.count") or 1) > 1:
         raise ModelError(f"{gguf} is one of {parts} parts of a model: merge them with `llama-gguf-split --merge`")
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
