@@ -14,6 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXTENSION_STEP = "llmnode and its Rust extension"
 POSIX_TOOLS = ("cksum", "env", "find", "readlink", "sh", "sort", "xargs")
+UNOPTIMIZED = {"CARGO_PROFILE_RELEASE_OPT_LEVEL": "0", "CARGO_PROFILE_RELEASE_LTO": "off"}
+"""Nothing here is timed, and optimizing is most of a build. What all other tests use is built as users have it."""
 
 pytestmark = pytest.mark.packaging
 
@@ -26,7 +28,8 @@ def copy_checkout(place: Path) -> Path:
 def user_environment(**changes: str) -> dict[str, str]:
     # Each checkout its own target: cargo judges by time, and might hand a copy's extension to this one, or the reverse.
     unwanted = ("LLMNODE_", "VIRTUAL_ENV", "CARGO_TARGET_DIR")
-    return {name: value for name, value in os.environ.items() if not name.startswith(unwanted)} | changes
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
+    return inherited | UNOPTIMIZED | changes
 
 
 def launch(checkout: Path, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
