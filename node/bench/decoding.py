@@ -20,21 +20,20 @@ if TYPE_CHECKING:
     from llmnode.core.span import Span
     from llmnode.models.folder import ModelFolder
 
-ROUNDS = 5
 PREFILL = 32
 STEPS = 8
 FP32 = "float32"
 
 
-def decode_ratios(folder: ModelFolder, span: Span, precisions: Sequence[str]) -> dict[str, Spread]:
+def decode_ratios(folder: ModelFolder, span: Span, precisions: Sequence[str], *, rounds: int) -> dict[str, Spread]:
     """Tokens a second through the blocks of `span` in each precision, in those of fp32; one sequence at a time.
 
     A round takes the median step of each; a first round warms up. Torch's threads are as the caller has set them.
     """
     executors = {name: _load(folder, span, name) for name in dict.fromkeys((FP32, *precisions))}
     hidden = torch.randn(PREFILL + STEPS, folder.info.hidden_size, generator=torch.Generator().manual_seed(0))
-    rounds = [{name: _step_s(executor, hidden) for name, executor in executors.items()} for _ in range(ROUNDS + 1)]
-    return {name: spread([each[FP32] / each[name] for each in rounds[1:]]) for name in executors}
+    seconds = [{name: _step_s(executor, hidden) for name, executor in executors.items()} for _ in range(rounds + 1)]
+    return {name: spread([each[FP32] / each[name] for each in seconds[1:]]) for name in executors}
 
 
 def _load(folder: ModelFolder, span: Span, precision: str) -> SpanExecutor:

@@ -54,6 +54,7 @@ TOPICS = ("types", "compound", "specialnames")
 """Of Python's Language Reference as `help()` shows it (PSF licence): prose, code and lists, some 36,000 tokens."""
 CHUNK_TOKENS = 128
 SPANS = (Span(0, 11), Span(11, 30))
+WHOLE = Span(0, 30)
 NEAR_TIE = 0.1
 """The likeliest token leads the next by less than this logit: it is at most 1.1 times as likely."""
 MOST_CHANGE_PERCENT = 1.0
@@ -63,10 +64,14 @@ SLOWEST = 10.0
 
 @dataclass(frozen=True, slots=True)
 class QualityBench:
-    """What was asked for: new `tokens` a prompt, `chunks` of text. `threads` is torch's, here and in each server."""
+    """What was asked for: new `tokens` a prompt, `chunks` of text. `threads` is torch's, here and in each server.
+
+    `thin` has two servers for fp32 alone, one for each other precision, and times blocks but once.
+    """
 
     tokens: int
     chunks: int
+    thin: bool
     threads: int
     json: bool
 
@@ -131,7 +136,7 @@ def bench_quality(config: QualityBench) -> None:
     del whole
     measured = _measure_swarms(variants, config, material, baseline.free)
     print("speed of the blocks", file=sys.stderr)
-    speeds = decode_ratios(folder, SPANS[0], [variant.dtype for variant in variants])
+    speeds = decode_ratios(folder, SPANS[0], [variant.dtype for variant in variants], rounds=1 if config.thin else 5)
 
     conditions = environment(config.threads) | {
         "model": folder.info.name,
@@ -172,7 +177,9 @@ def _measure_swarms(
             print(variant.name, file=sys.stderr)
             if variant.dtype != dtype:
                 stack.close()
-                dtype, servers = variant.dtype, stack.enter_context(_servers(variant.dtype, config.threads))
+                dtype = variant.dtype
+                spans = (WHOLE,) if config.thin and variant != RAW else SPANS
+                servers = stack.enter_context(_servers(spans, dtype, config.threads))
             peers = [server.address for server in servers]
             with connect(peers=peers, codec=variant.codec, dtype=variant.dtype) as model:
                 measured.append(_measure(model, material, config.tokens, texts))
@@ -293,14 +300,14 @@ class _Ready:
 
 
 @contextmanager
-def _servers(dtype: str, threads: int) -> Iterator[list[_Ready]]:
-    """A server process for each of `SPANS`. Raises ServerDied; all are gone when the context ends.
+def _servers(spans: Sequence[Span], dtype: str, threads: int) -> Iterator[list[_Ready]]:
+    """A server process for each of `spans`. Raises ServerDied; all are gone when the context ends.
 
     Not `private_swarm`: its servers compute in fp32.
     """
     with ExitStack() as stack:
-        processes = [stack.enter_context(_process(span, dtype, threads)) for span in SPANS]
-        yield [_ready(span, process) for span, process in zip(SPANS, processes, strict=True)]
+        processes = [stack.enter_context(_process(span, dtype, threads)) for span in spans]
+        yield [_ready(span, process) for span, process in zip(spans, processes, strict=True)]
 
 
 @contextmanager

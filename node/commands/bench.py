@@ -71,7 +71,8 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--thin",
         action="store_true",
-        help="a part, sooner: clients, failures, forwarding, memory, pipeline, soak, table1, transport, workers",
+        help="a part, sooner: clients, failures, forwarding, memory, pipeline, quality, soak, table1, transport,"
+        " workers",
     )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="pipeline: draw tokens against time (.svg, .png, .pdf)"
@@ -119,6 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
             QualityBench(
                 tokens=at_least_one(32 if arguments.tokens is None else arguments.tokens, "--tokens"),
                 chunks=at_least_one(arguments.chunks, "--chunks"),
+                thin=arguments.thin,
                 threads=threads,
                 json=arguments.json,
             )

@@ -23,7 +23,7 @@ TOKENS, CHUNKS = 2, 2
 
 
 def test_quality_compares_every_variant_with_transformers() -> None:
-    command = [*QUALITY, "--tokens", str(TOKENS), "--chunks", str(CHUNKS)]
+    command = [*QUALITY, "--thin", "--tokens", str(TOKENS), "--chunks", str(CHUNKS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
