@@ -281,6 +281,21 @@ def test_a_process_that_never_comes_up_is_given_up() -> None:
     trio.run(main)
 
 
+def test_a_process_that_the_system_does_not_start_is_tried_again_and_leaves_no_file_open() -> None:
+    async def main() -> None:
+        told: list[str] = []
+        loader = ProcessLoader(
+            Wanted(), print, told.append, ("/nowhere/python",), WorkerPolicy(pause_s=0.0, failed_starts=3)
+        )
+        files = psutil.Process().num_fds()
+        with pytest.raises(WorkerLost, match=r"cannot be started: .*No such file.*, 3 times"):
+            await loader.open_model()
+        assert len(told) == 2
+        assert psutil.Process().num_fds() == files
+
+    trio.run(main)
+
+
 def test_a_process_that_says_nothing_at_first_is_given_up() -> None:
     async def main() -> None:
         command = (sys.executable, "-c", "import time; time.sleep(1000)")

@@ -224,24 +224,38 @@ def can_start() -> bool:
 
 
 async def start_process(command: Sequence[str], policy: WorkerPolicy) -> WorkerProcess:
-    """It has yet to `say_hello`."""
+    """It has yet to `say_hello`. Raises WorkerLost if the system has no room for one more process."""
     ours, theirs = socket.socketpair()
     memory = make_shared_memory(), make_shared_memory()
-    with theirs:
-        files = (theirs.fileno(), *(each.file for each in memory))
-        process = await trio.lowlevel.open_process(
-            [*command, *map(str, files)],
-            stdin=subprocess.PIPE,  # it ends when this does
-            stdout=subprocess.DEVNULL,  # ours may be read by a program
-            pass_fds=files,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path),
-            },  # as we find llmnode
-            start_new_session=True,  # a Ctrl-C in the terminal is ours alone
-        )
+    try:
+        process = await _open(command, theirs, memory)
+    except OSError as error:
+        for each in (ours, *memory):
+            each.close()
+        raise WorkerLost(f"a worker process cannot be started: {error}") from error
+    finally:
+        theirs.close()
     ours.setblocking(False)
     return WorkerProcess(process, ours, memory, policy)
+
+
+async def _open(
+    command: Sequence[str], theirs: socket.socket, memory: tuple[SharedMemory, SharedMemory]
+) -> trio.Process:
+    files = (theirs.fileno(), *(each.file for each in memory))
+    return await trio.lowlevel.open_process(
+        [*command, *map(str, files)],
+        stdin=subprocess.PIPE,  # it ends when this does
+        stdout=subprocess.DEVNULL,  # ours may be read by a program
+        pass_fds=files,
+        env=_environment(),
+        start_new_session=True,  # a Ctrl-C in the terminal is ours alone
+    )
+
+
+def _environment() -> dict[str, str]:
+    """Ours, and what has been done to `sys.path`: where this program finds llmnode, the process finds it too."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)}
 
 
 def _how_it_ended(returncode: int) -> str:
