@@ -123,7 +123,7 @@ class _Rig:
     def __init__(
         self, config: ClientsBench, parts: ClientParts, clients: Sequence[Client], prefilling: Sequence[Client]
     ) -> None:
-        self.prefill_tokens = PREFILL_TOKENS // 4 if config.thin else PREFILL_TOKENS
+        self.prefill_tokens = PREFILL_TOKENS // 8 if config.thin else PREFILL_TOKENS
         self.texts: set[tuple[int, ...]] = set()
         words = parts.tokenizer.encode(topics["types"] + topics["specialnames"])
         self._prompts = [words[at * PROMPT_TOKENS :][:PROMPT_TOKENS] for at in range(len(clients))]
