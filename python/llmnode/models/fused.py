@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import layer_norm, linear, rms_norm
 
+from llmnode.errors import ModelError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -21,11 +23,23 @@ if TYPE_CHECKING:
     Mapped = Callable[[torch.Tensor], torch.Tensor]
 
 
+_LAYERS = {"input_layernorm", "post_attention_layernorm"}
+_LAYERS |= {f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
+_LAYERS |= {f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+"""What may have parameters in a block. With any other it computes something else."""
+
+
 def join_products(block: Any) -> None:  # Any: each family's block is a class of its own
     """Queries, keys and values of one product, and the two halves of the MLP of another, in a block of transformers.
 
-    Its own forward is not for use any more.
+    Its own forward is not for use any more. Raises ModelError for a block that is not as we know it.
     """
+    unknown = {name.rpartition(".")[0] for name, _ in block.named_parameters()} - _LAYERS
+    if unknown:
+        raise ModelError(
+            f"a {type(block).__name__} has {', '.join(sorted(unknown))} in this version of transformers, "
+            "which we do not know: use another version of transformers"
+        )
     attention, mlp = block.self_attn, block.mlp
     attention.heads = [each.out_features // attention.head_dim for each in (attention.q_proj, attention.k_proj)]
     attention.qkv_proj = _joined(attention.q_proj, attention.k_proj, attention.v_proj)

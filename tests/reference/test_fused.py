@@ -1,0 +1,42 @@
+"""Families of the Llama kind run our forward alone, of blocks as we know them; `test_families.py` shows it exact."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from llmnode.errors import ModelError
+from llmnode.models.fused import join_products
+from reference.small import BLOCKS, cut, make_model, open_saved, session
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.reference
+
+FUSED = ["llama", "mistral", "qwen2", "qwen3", "smollm3"]
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_no_forward_of_transformers_runs(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(case, tied=False)
+    model.save_pretrained(tmp_path)
+    whole = cut(open_saved(tmp_path), (0, BLOCKS))
+
+    def forward(*_arguments: Any, **_options: Any) -> None:
+        raise AssertionError("a forward of transformers")
+
+    for module in {type(each) for each in model.modules() if type(each).__module__.endswith(f"modeling_{case}")}:
+        if not module.__name__.endswith("RotaryEmbedding"):  # that is theirs
+            monkeypatch.setattr(module, "forward", forward)
+    scores = whole.forward({session(0): [3, 1, 4]})[session(0)]
+    assert torch.isfinite(scores).all()
+
+
+def test_a_block_with_a_layer_that_we_do_not_know_is_refused() -> None:
+    block = make_model("llama", tied=False).model.layers[0]
+    block.post_mlp_layernorm = torch.nn.LayerNorm(8)
+    with pytest.raises(ModelError, match=r"LlamaDecoderLayer has post_mlp_layernorm .* another version of transf"):
+        join_products(block)
