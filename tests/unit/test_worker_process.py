@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,61 +17,20 @@ import trio
 import trio.testing
 
 from llmnode.compute import shared
-from llmnode.compute.loading import Wanted
-from llmnode.compute.process import can_start
-from llmnode.compute.supervised import ProcessLoader
 from llmnode.core.ids import PeerId, SessionId
-from llmnode.core.policy import RoomPolicy, WorkerPolicy
+from llmnode.core.policy import RoomPolicy
 from llmnode.core.scheduling import Priority
-from llmnode.core.span import Span
-from llmnode.errors import ConfigError, LocalProtocolError, PeerRefused, WorkerLost
+from llmnode.errors import LocalProtocolError, PeerRefused, WorkerLost
 from llmnode.node.serve.admission import Admission
 from llmnode.ports import Piece
 from llmnode.testing import exact_output
-from llmnode.testing.worker import EXACT_MODEL
-from unit.exact_child import ABORT, DIE, EXACT_ROW, FAIL, HANG, LONG, LONG_S, SEIZE, STUCK, STUMBLE, UNKNOWN
+from unit.exact_child import DIE, EXACT_ROW, FAIL, HANG, SEIZE, STUMBLE
+from unit.started_worker import DEADLINE_S, LENGTH, SPAN, Told, open_loader, open_worker
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import Awaitable, Callable
 
     from llmnode.compute.supervised import ProcessWorker
-
-CHILD = (sys.executable, str(Path(__file__).with_name("exact_child.py")))
-SPAN = Span(1, 4)
-LENGTH = 2000
-DEADLINE_S = 60.0
-
-
-@dataclass
-class Told:
-    lines: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-
-
-@asynccontextmanager
-async def open_loader(
-    told: Told | None = None, model: str | None = None, kv_memory: str | None = None, **policy: float | int
-) -> AsyncIterator[ProcessLoader]:
-    told = told or Told()
-    loader = ProcessLoader(
-        Wanted(model, kv_tokens=10 * LENGTH, kv_memory=kv_memory),
-        told.lines.append,
-        told.lost.append,
-        CHILD,
-        WorkerPolicy(pause_s=0.0, **policy),  # type: ignore[arg-type]
-    )
-    with trio.fail_after(DEADLINE_S):
-        try:
-            yield loader
-        finally:
-            await loader.end()
-
-
-@asynccontextmanager
-async def open_worker(**policy: float | int) -> AsyncIterator[tuple[ProcessLoader, ProcessWorker]]:
-    async with open_loader(**policy) as loader:  # type: ignore[arg-type]
-        await loader.open_model()
-        yield loader, await loader.load(SPAN)
 
 
 def name(number: int) -> SessionId:
@@ -92,35 +50,6 @@ async def together(*calls: Callable[[], Awaitable[object]]) -> None:
     async with trio.open_nursery() as nursery:
         for call in calls:
             nursery.start_soon(call)
-
-
-def test_it_says_what_it_opens_and_holds() -> None:
-    async def main() -> None:
-        told = Told()
-        async with open_loader(told) as loader:
-            assert await loader.open_model() == EXACT_MODEL
-            assert await loader.fitting_blocks() == 3
-            worker = await loader.load(SPAN)
-            assert worker.span == SPAN
-            assert worker.kv_tokens_free == 10 * LENGTH
-            assert loader.tensor_bytes == 12
-        assert told == Told(["opening", "loading"])
-
-    trio.run(main)
-
-
-def test_another_process_has_room_for_as_many_whatever_is_free_by_then() -> None:
-    async def main() -> None:
-        async with open_loader(kv_memory="20%") as loader:
-            await loader.open_model()
-            room = (await loader.load(SPAN)).kv_tokens_free
-            assert room == loader.pid
-            psutil.Process(loader.pid).kill()
-            await loader.wait_lost()
-            assert (await loader.load(SPAN)).kv_tokens_free == room
-            assert room != loader.pid
-
-    trio.run(main)
 
 
 def test_all_that_a_worker_does_comes_out_as_in_this_process() -> None:
@@ -268,91 +197,6 @@ def test_a_process_that_does_not_answer_is_one_that_has_crashed() -> None:
             await worker.forward(piece(1, 0, 1))
 
     trio.run(main)
-
-
-def test_a_process_that_never_comes_up_is_given_up() -> None:
-    async def main() -> None:
-        told = Told()
-        async with open_loader(told, ABORT, failed_starts=3) as loader:
-            with pytest.raises(WorkerLost, match=r"crashed \(SIGABRT\), 3 times in a row .* lower --kv-tokens"):
-                await loader.open_model()
-        assert [line.endswith("(SIGABRT); another is started in 0 s") for line in told.lost] == [True, True]
-
-    trio.run(main)
-
-
-def test_a_process_that_the_system_does_not_start_is_tried_again_and_leaves_no_file_open() -> None:
-    async def main() -> None:
-        told: list[str] = []
-        loader = ProcessLoader(
-            Wanted(), print, told.append, ("/nowhere/python",), WorkerPolicy(pause_s=0.0, failed_starts=3)
-        )
-        files = psutil.Process().num_fds()
-        with pytest.raises(WorkerLost, match=r"cannot be started: .*No such file.*, 3 times"):
-            await loader.open_model()
-        assert len(told) == 2
-        assert psutil.Process().num_fds() == files
-
-    trio.run(main)
-
-
-def test_a_process_that_says_nothing_at_first_is_given_up() -> None:
-    async def main() -> None:
-        command = (sys.executable, "-c", "import time; time.sleep(1000)")
-        loader = ProcessLoader(Wanted(), print, print, command, WorkerPolicy(hello_s=0.1, pause_s=0.0, failed_starts=2))
-        with pytest.raises(WorkerLost, match=r"not started in 0\.1 s, 2 times"):
-            await loader.open_model()
-        await loader.end()
-
-    trio.run(main)
-
-
-def test_a_process_that_does_not_get_on_with_loading_is_given_up() -> None:
-    async def main() -> None:
-        told = Told()
-        async with open_loader(told, STUCK, look_s=0.05, stuck_s=0.2, failed_starts=2) as loader:
-            with pytest.raises(WorkerLost, match=r"nor computed anything in 0\.2 s while it loaded, 2 times"):
-                await loader.open_model()
-        assert len(told.lost) == 1
-
-    trio.run(main)
-
-
-def test_a_process_may_load_for_as_long_as_it_gets_on_and_is_told_of() -> None:
-    async def main() -> None:
-        told = Told()
-        async with open_loader(told, LONG, look_s=LONG_S / 20, stuck_s=60.0) as loader:
-            assert await loader.open_model() == EXACT_MODEL
-        *still, last = told.lines
-        assert still
-        assert all("still at it" in line for line in still)
-        assert last == "opening"
-
-    trio.run(main)
-
-
-def test_what_the_user_can_mend_is_told_as_it_is_and_tried_once() -> None:
-    async def main() -> None:
-        told = Told()
-        async with open_loader(told, UNKNOWN) as loader:
-            with pytest.raises(ConfigError, match="no such model, as told"):
-                await loader.open_model()
-        assert told == Told()
-
-    trio.run(main)
-
-
-@pytest.mark.parametrize(
-    ("program", "is_python"),
-    [("/venv/bin/python", True), ("python3.12", True), ("/usr/bin/uwsgi", False), ("", False), (None, False)],
-)
-def test_a_process_is_started_where_a_python_runs_the_program(
-    program: str | None, is_python: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "executable", program)
-    assert can_start() == is_python
-    monkeypatch.setattr(sys, "frozen", True, raising=False)
-    assert not can_start()
 
 
 def test_nothing_of_it_is_left_when_it_is_ended() -> None:
