@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from llmnode.core.nat import Reach
     from llmnode.core.policy import LinkPolicy, RelayPolicy
     from llmnode.net.yamux import YamuxConnection
+    from llmnode.net.yamux_stream import YamuxStream
 
 LINK_PROTOCOL = TProtocol("/llmnode/link/1")
 ACCEPT_QUEUE = 16
@@ -371,7 +372,7 @@ class Libp2pNetwork:
 
         connection = connection_of(stream)
         return Libp2pLink(
-            stream,
+            cast("YamuxStream", stream.muxed_stream),
             peer,
             self._policy,
             drop,

@@ -1,9 +1,11 @@
 """A link: frames over one libp2p stream, kept alive and kept safe from cancellation.
 
-py-libp2p loses the whole connection when a write, or a read while data arrives, is cancelled, and reports nothing when
-a peer falls silent. So one task reads for as long as the link lives, one task writes and is shielded, and who waits
-for a frame waits on a queue, which may be cancelled at will. Heartbeats go out when nothing else does; silence ends
-the link.
+One task reads for as long as the link lives, and who waits for a frame waits on a queue, which may be cancelled at
+will. Who sends a frame gives it to the stream at once, without a switch of tasks, if nothing waits before it; what the
+stream does not take goes to a task that writes and is shielded. Heartbeats go out when nothing else does; silence,
+which libp2p does not report, ends the link.
+
+It reads and writes our muxer's stream, not py-libp2p's around it, which switches tasks for a lock in every call.
 
 Hidden states are packed where that pays (`core/packing.py`). How fast a link is its receiver tells its sender, in the
 `start` of heartbeats, in kB/s: who does so can unpack.
@@ -14,10 +16,11 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import trio
-from libp2p.network.stream.exceptions import StreamError
+from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 
 from llmnode import _native
 from llmnode.core.flow import part_bytes
@@ -31,10 +34,9 @@ from llmnode.wire.frame import Frame, FrameDecoder, FrameType
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from libp2p.abc import INetStream
-
     from llmnode.core.ids import PeerId
     from llmnode.core.policy import LinkPolicy
+    from llmnode.net.yamux_stream import YamuxStream
     from llmnode.wire.frame import Buffer
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 READ_BYTES = 1 << 20
 """One read takes what yamux has buffered, up to this."""
+AT_ONCE_BYTES = 1 << 15
+"""What is larger is left to the writing task: others run before it is encrypted."""
 
 
 class Libp2pLink:
@@ -49,7 +53,7 @@ class Libp2pLink:
 
     def __init__(
         self,
-        stream: INetStream,
+        stream: YamuxStream,
         peer: PeerId,
         policy: LinkPolicy,
         drop: Callable[[], Awaitable[None]],
@@ -70,14 +74,15 @@ class Libp2pLink:
         self._arrivals = ArrivalRate(policy.packing)
         self._packing = PackChoice(policy.packing)
         self._outbox = Outbox(policy)
-        self._writer = trio.lowlevel.ParkingLot()
+        self._unwritten = memoryview(b"")  # of what was taken from the outbox
+        self._writer = trio.lowlevel.ParkingLot()  # the writing task, when all is written
         self._received, self._incoming = trio.open_memory_channel[Frame](policy.queue_frames)
         self._received_bytes = 0
         self._room = trio.lowlevel.ParkingLot()  # in the outbox
         self._ended = trio.Event()
         self._closed = trio.Event()
         self._end_error: PeerError | None = None
-        self._silence = trio.CancelScope()  # expires when the peer has been silent for too long
+        self._heard_s = trio.current_time()
         self._wrote_since_heartbeat = False
         self._write_scope = trio.CancelScope(shield=True)
 
@@ -85,12 +90,13 @@ class Libp2pLink:
         await self._wait_direct()
 
     async def send(self, frame: Frame) -> None:
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()
         while not self.has_ended and self._is_full:
             await self._room.park()
         if self.has_ended:
             raise self._end_reason()
         self._put(frame)
+        await self._stream.let_others_run(frame.size_bytes)
 
     async def receive(self) -> Frame:
         try:
@@ -114,7 +120,7 @@ class Libp2pLink:
 
     async def run(self) -> None:
         """Move frames until the link ends, from whatever side or cause; then close the stream and its connection."""
-        self._hear()
+        self._heard_s = trio.current_time()
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._read)
@@ -150,35 +156,43 @@ class Libp2pLink:
             return PeerUnreachable("link closed", peer=self.peer)
         return type(error)(error.message, peer=error.peer, span=error.span)
 
-    def _hear(self) -> None:
-        self._silence.deadline = trio.current_time() + self._policy.silence_s
-
     async def _read(self) -> None:
         decoder = FrameDecoder(self._policy)
         try:
-            while chunk := await self._stream.read(READ_BYTES):
-                self._hear()
-                now_s = trio.current_time()
+            while True:
+                chunk = await self._stream.read(READ_BYTES)
+                self._heard_s = now_s = trio.current_time()
                 for frame in decoder.feed(chunk):
                     if frame.type is FrameType.HEARTBEAT:
                         self._take_rate(1000.0 * frame.start)
                     else:
-                        self._deliver(await self._unpacked(frame))
+                        self._deliver(await self._take(frame))
                 self._arrivals.note(len(chunk), now_s, inside=not decoder.at_boundary())
                 if self._arrivals.has_news:
                     self._beat()
-            self._fail(PeerUnreachable("closed the stream"))
         except RemoteProtocolError as error:
             self._fail(error)
         except trio.WouldBlock:
             self._fail(RemoteProtocolError("sent more than a link may hold ahead of our reading"))
-        except (StreamError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
+        except trio.ClosedResourceError:
+            assert self.has_ended, "only then nobody takes frames any more"
+        except MuxedStreamEOF:
+            self._fail(PeerUnreachable("closed the stream"))
+        except MuxedStreamError as error:
             self._fail(PeerUnreachable(f"connection lost ({type(error).__name__})"))
 
     def _take_rate(self, bytes_per_s: float) -> None:
         if bytes_per_s:
             self._packing.bytes_per_s = bytes_per_s
             self._outbox.piece_bytes = part_bytes(bytes_per_s, self._policy.piece_bytes)
+
+    async def _take(self, frame: Frame) -> Frame:
+        crossing_bytes = len(frame.payload)
+        if frame.packed:
+            frame = await self._in_thread_if_long(partial(self._unpacked, frame), crossing_bytes)
+        if frame.session != NO_SESSION:
+            self._count(Traffic(received_bytes=crossing_bytes, received_plain_bytes=len(frame.payload)))
+        return frame
 
     def _deliver(self, frame: Frame) -> None:
         if self._received_bytes + frame.size_bytes > self._policy.queue_bytes:
@@ -192,13 +206,26 @@ class Libp2pLink:
 
     def _put(self, frame: Frame) -> None:
         self._outbox.add(frame)
-        self._writer.unpark()
+        if self._writer:
+            if frame.size_bytes <= AT_ONCE_BYTES:
+                self._write_at_once(frame)
+            if self._unwritten or self._outbox:
+                self._writer.unpark()
+
+    def _write_at_once(self, frame: Frame) -> None:
+        """The only one there is, as far as the stream takes it."""
+        self._outbox.prepare(frame, self._counted(frame, self._packed(frame)))
+        data = self._outbox.take()
+        assert data is not None
+        self._unwritten = memoryview(data)[self._stream.write_at_once(data) :]
+        self._wrote_since_heartbeat = True
 
     async def _write(self) -> None:
         while not self.has_ended:
-            while (frame := self._outbox.next_to_prepare) is not None:
-                self._outbox.prepare(frame, await self._crossing(frame))
-            data = self._outbox.take()
+            while not self._unwritten and (frame := self._outbox.next_to_prepare) is not None:
+                packed = await self._in_thread_if_long(partial(self._packed, frame), len(frame.payload))
+                self._outbox.prepare(frame, self._counted(frame, packed))
+            data = self._unwritten or self._outbox.take()
             if data is None:
                 await self._writer.park()
             elif not await self._write_some(data):
@@ -206,14 +233,15 @@ class Libp2pLink:
             elif not self._is_full:
                 self._room.unpark_all()
 
-    async def _write_some(self, data: bytes) -> bool:
+    async def _write_some(self, data: Buffer) -> bool:
         self._wrote_since_heartbeat = True
+        self._unwritten = memoryview(b"")
         timeout_s = self._policy.farewell_s if self.has_ended else self._policy.write_timeout_s
         self._write_scope = trio.CancelScope(shield=True, deadline=trio.current_time() + timeout_s)
         try:
             with self._write_scope:
                 await self._stream.write(data)
-        except (StreamError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
+        except MuxedStreamError as error:
             self._fail(PeerUnreachable(f"connection lost ({type(error).__name__})"))
             return False
         if self._write_scope.cancelled_caught:
@@ -221,52 +249,40 @@ class Libp2pLink:
             return False
         return True
 
-    async def _crossing(self, frame: Frame) -> Frame:
-        """As it crosses the link."""
-        crossing = await self._packed(frame)
+    def _counted(self, frame: Frame, crossing: Frame) -> Frame:
+        """`crossing` is how `frame` crosses the link."""
         if frame.session != NO_SESSION:
             self._count(Traffic(sent_bytes=len(crossing.payload), sent_plain_bytes=len(frame.payload)))
         return crossing
 
-    async def _packed(self, frame: Frame) -> Frame:
+    def _packed(self, frame: Frame) -> Frame:
+        """Or as it is, if that pays more."""
         choice, kind, size = self._packing, frame.value_bytes, len(frame.payload)
         if choice.wants_sample(kind, size):
             for _ in range(2):  # the first finds cold caches
-                await self._pack(frame, memoryview(frame.payload)[: self._policy.packing.sample_bytes])
+                self._pack(frame, memoryview(frame.payload)[: self._policy.packing.sample_bytes])
         if not choice.pays(kind, size):
             return frame
-        packed = await self._pack(frame, frame.payload)
+        packed = self._pack(frame, frame.payload)
         return replace(frame, payload=packed, packed=True) if len(packed) < size else frame
 
-    async def _pack(self, frame: Frame, part: Buffer) -> bytes:
+    def _pack(self, frame: Frame, part: Buffer) -> bytes:
         """Its time is the processor's: on a busy machine a thread that has to wait would make packing seem dear."""
-
-        def pack() -> tuple[bytes, float]:
-            began_s = time.thread_time()
-            return _native.pack(part, frame.value_bytes), time.thread_time() - began_s
-
-        packed, took_s = await self._in_thread_if_long(pack, len(part))
+        began_s = time.thread_time()
+        packed = _native.pack(part, frame.value_bytes)
+        took_s = time.thread_time() - began_s
         self._packing.note(frame.value_bytes, len(frame.payload), len(part), len(packed), took_s)
         return packed
 
-    async def _unpacked(self, frame: Frame) -> Frame:
+    def _unpacked(self, frame: Frame) -> Frame:
         """As its sender gave it to the link. Raises RemoteProtocolError."""
-        crossing_bytes = len(frame.payload)
-        if frame.packed:
-
-            def unpack() -> tuple[bytearray, float]:
-                began_s = time.thread_time()
-                return _native.unpack(frame.payload, self._policy.max_payload_bytes), time.thread_time() - began_s
-
-            try:
-                payload, took_s = await self._in_thread_if_long(unpack, crossing_bytes)
-            except ValueError as error:
-                raise RemoteProtocolError(f"{frame.type.name}: {error}") from error
-            self._packing.note_unpacked(len(payload), took_s)
-            frame = replace(frame, payload=memoryview(payload), packed=False)
-        if frame.session != NO_SESSION:
-            self._count(Traffic(received_bytes=crossing_bytes, received_plain_bytes=len(frame.payload)))
-        return frame
+        began_s = time.thread_time()
+        try:
+            payload = _native.unpack(frame.payload, self._policy.max_payload_bytes)
+        except ValueError as error:
+            raise RemoteProtocolError(f"{frame.type.name}: {error}") from error
+        self._packing.note_unpacked(len(payload), time.thread_time() - began_s)
+        return replace(frame, payload=memoryview(payload), packed=False)
 
     async def _in_thread_if_long(self, work: Callable[[], T], size_bytes: int) -> T:
         return await trio.to_thread.run_sync(work) if size_bytes >= self._policy.packing.in_thread_bytes else work()
@@ -283,6 +299,6 @@ class Libp2pLink:
                 self._beat()
 
     async def _notice_silence(self) -> None:
-        with self._silence:
-            await trio.sleep_forever()
+        while (until_s := self._heard_s + self._policy.silence_s) > trio.current_time():  # noqa: ASYNC110
+            await trio.sleep_until(until_s)
         self._fail(PeerUnreachable(f"silent for {self._policy.silence_s:g} s"))

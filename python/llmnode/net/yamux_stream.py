@@ -16,6 +16,7 @@ from llmnode.core.flow import SMALL_BYTES
 
 if TYPE_CHECKING:
     from llmnode.net.yamux import YamuxConnection
+    from llmnode.wire.frame import Buffer
 
 UNREAD_BYTES_MAX = 1 << 30
 """More than any window: a read without a limit."""
@@ -67,7 +68,7 @@ class YamuxStream(IMuxedStream):
             connection.has_waited()
         raise MuxedStreamReset("the stream was reset" if self._reset else "the connection is closed")
 
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: Buffer) -> None:
         """Returns when the kernel has everything. If it is cancelled, the beginning of `data` may have been sent.
 
         Raises MuxedStreamReset if the stream or the connection has ended, MuxedStreamClosed if we have closed it.
@@ -91,6 +92,19 @@ class YamuxStream(IMuxedStream):
         if connection.is_congested:
             await self._wait(connection.drained)
         await connection.let_others_run(len(data))
+
+    def write_at_once(self, data: bytes) -> int:
+        """As `write`, but of as much as the socket is likely to take now. Returns how much; 0 also at the end."""
+        connection = self._connection
+        if self.is_closed or connection.is_congested:
+            return 0
+        taken = self._machine.write(self.number, data, gently=connection.note_write(len(data)))
+        connection.flush()
+        return taken or 0
+
+    async def let_others_run(self, moved_bytes: int) -> None:
+        """After `write_at_once`, now and then."""
+        await self._connection.let_others_run(moved_bytes)
 
     async def close(self) -> None:
         """Send no more. What the other side sends can still be read."""
