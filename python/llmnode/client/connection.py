@@ -33,7 +33,7 @@ class Connection:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._waiting: dict[Question, trio.MemorySendChannel[Frame]] = {}
+        self._waiting: dict[Question, Expected] = {}
         self._ended: PeerError | None = None
         self._has_ended = trio.Event()
         self._questions = 0  # that belong to no session; each has its own step
@@ -133,10 +133,9 @@ class Connection:
             raise LocalProtocolError("this step is waiting for its answer already")
         if self._ended is not None:
             raise _again(self._ended)
-        answers, arrived = trio.open_memory_channel[Frame](1)
-        self._waiting[question] = answers
+        expected = self._waiting[question] = Expected(self)
         try:
-            yield Expected(self, arrived)
+            yield expected
         finally:
             self._waiting.pop(question, None)
 
@@ -150,10 +149,9 @@ class Connection:
         try:
             while True:
                 frame = await self._link.receive()
-                if (waiter := self._waiting.get(_question(frame))) is None:
-                    continue  # the late answer to a question that was given up
-                with contextlib.suppress(trio.WouldBlock):  # a second answer to one question
-                    waiter.send_nowait(frame)
+                if (waiter := self._waiting.get(_question(frame))) is not None:
+                    waiter.arrive(frame)
+                # else it is the late answer to a question that was given up
         except PeerError as error:
             self._ended = error
         finally:
@@ -161,7 +159,7 @@ class Connection:
                 self._ended = PeerUnreachable("connection closed", peer=self.peer)
             self._has_ended.set()
             for waiter in self._waiting.values():
-                waiter.close()
+                waiter.arrive(None)
 
     async def wait_ended(self) -> None:
         await self._has_ended.wait()
@@ -191,19 +189,28 @@ class Connection:
 class Expected:
     """An answer on its way. Made by `Connection.expect`."""
 
-    def __init__(self, connection: Connection, arrived: trio.MemoryReceiveChannel[Frame]) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._arrived = arrived
+        self._answer: Frame | None = None
+        self._arrived = trio.Event()
+
+    def arrive(self, answer: Frame | None) -> None:
+        """None if there will be none, for the connection has ended. Of several the first counts, until it is taken."""
+        self._answer = self._answer or answer
+        self._arrived.set()
 
     async def receive(self, answer_type: FrameType, timeout_s: float) -> Frame:
         """Raises PeerTimeout if it does not come in time; it may be waited for again."""
-        try:
-            with trio.fail_after(timeout_s):
-                return self._connection.checked(await self._arrived.receive(), answer_type)
-        except trio.TooSlowError:
-            raise PeerTimeout(f"no {answer_type.name} in {timeout_s:g} s", peer=self._connection.peer) from None
-        except trio.EndOfChannel:
-            raise self._connection.error from None
+        with trio.CancelScope(deadline=trio.current_time() + timeout_s) as patience:
+            await self._arrived.wait()
+        if patience.cancelled_caught:
+            raise PeerTimeout(f"no {answer_type.name} in {timeout_s:g} s", peer=self._connection.peer)
+        if (answer := self._answer) is None:
+            raise self._connection.error
+        self._answer, self._arrived = None, trio.Event()
+        if self._connection.has_ended:
+            self._arrived.set()
+        return self._connection.checked(answer, answer_type)
 
 
 @contextlib.asynccontextmanager
