@@ -103,7 +103,10 @@ async def _next_token(
 ) -> tuple[int, TokenTiming]:
     started = trio.current_time()
     start = session.position
-    hidden = await thread.run(lambda: ends.embed(fresh, start))
+    if len(fresh) == 1:  # it is one row to look up: less than the way to another thread and back
+        hidden = ends.embed(fresh, start)
+    else:
+        hidden = await thread.run(lambda: ends.embed(fresh, start))
     embedded = trio.current_time()
     output = await run_blocks(session, hidden)
     stepped = trio.current_time()
