@@ -133,9 +133,9 @@ def _generate_one(
 def _generate_several(model: DistributedModelForCausalLM, config: GenerateConfig, encoded: Sequence[list[int]]) -> None:
     import torch
 
-    from llmnode.node.several import Prompt, all_at_once, metered
+    from llmnode.node.several import all_at_once, beginnings, metered
 
-    shared = [Prompt(model, token_ids, config.samples) for token_ids in encoded]
+    begun = beginnings(model, encoded, config.samples)
 
     def generate_text(number: int) -> dict[str, object]:
         index, sample = divmod(number, config.samples)
@@ -144,7 +144,7 @@ def _generate_several(model: DistributedModelForCausalLM, config: GenerateConfig
         length = inputs.shape[1] + config.sampling.max_new_tokens
         with (
             meter.text(name, config.sampling.max_new_tokens) as counter,
-            shared[index].cache(length) as cache,
+            begun[index].cache(length) as cache,
         ):
             output = model.generate(
                 inputs,

@@ -15,18 +15,22 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.generation.streamers import BaseStreamer
 
+from llmnode.core.beginnings import shared_beginnings
+from llmnode.errors import PeerRefused
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    import torch
     from rich.progress import TaskID
 
     from llmnode.client.cache import SessionCache
     from llmnode.client.model import DistributedModelForCausalLM
+    from llmnode.core.route import Route
 
 T = TypeVar("T")
 AT_ONCE_PER_STAGE = 2
@@ -65,40 +69,103 @@ class Meter:
         return f"{self.texts} texts, {self.tokens} tokens in {took_s:.1f} s: {self.tokens / took_s:.1f} tokens/s"
 
 
-class Prompt:
-    """What several texts begin with. It is run once, and the servers copy its KV for each; of one text it is not."""
+class Beginning:
+    """Tokens that several texts begin with. They are run once for all texts of a route, whose servers copy their KV.
 
-    def __init__(self, model: DistributedModelForCausalLM, token_ids: Sequence[int], texts: int) -> None:
+    What holds that KV meanwhile takes room beside the texts. If there is none, each text runs all of it.
+    """
+
+    def __init__(
+        self,
+        model: DistributedModelForCausalLM,
+        token_ids: Sequence[int],
+        takers: int,
+        within: Beginning | None = None,
+    ) -> None:
+        """Of so many `takers`; `within` is what it begins with itself, of which it is one taker."""
         self._model = model
         self._token_ids = token_ids
-        self._left = texts
-        self._source: SessionCache | None = None
+        self._takers = takers
+        self._within = within
+        self._is_shared = takers > 1 and len(token_ids) > 0
+        self._sources: dict[tuple[Route, ...], SessionCache] = {}
         self._lock = threading.Lock()
-        if texts == 1 or len(token_ids) == 1:  # the last token is run by each: what follows it is theirs
-            self._left = 0
 
     def cache(self, max_length: int) -> SessionCache:
-        """For one of the texts. Who comes while the prompt is run waits for that."""
-        with self._lock:
-            if not self._left:
-                return self._model.open_cache(max_length, priority="batch")
-            if self._source is None:
-                self._source = self._run()
-            cache = self._source.copy(max_length)
-            self._left -= 1
-            if not self._left:
-                self._source.close()
-            return cache
-
-    def _run(self) -> SessionCache:
-        import torch
-
-        given = torch.tensor([self._token_ids[:-1]])
+        """For one of the takers, and to be closed by it. Who comes while the tokens are run waits for that."""
         with ExitStack() as stack:
-            source = stack.enter_context(self._model.open_cache(given.shape[1], priority="batch"))
-            self._model(given, past_key_values=source, logits_to_keep=1)
+            try:
+                cache = self._model.open_cache(max_length, priority="batch", waits=not self._takes_room())
+            except PeerRefused:
+                self._give_up()
+                cache = self._model.open_cache(max_length, priority="batch")
+            stack.enter_context(cache)
+            self._fill(cache)
             stack.pop_all()
+        self._count_taker()
+        return cache
+
+    def _fill(self, cache: SessionCache) -> None:
+        """Have an empty cache stand after these tokens; or after those that are not left to it."""
+        with self._lock:
+            source = self._source_for(cache) if self._is_shared else None
+            if source is not None:
+                cache.become(source)
+            elif self._within is not None:
+                self._within._fill(cache)
+
+    def _source_for(self, cache: SessionCache) -> SessionCache | None:
+        """What stands after them at the peers of `cache`, run now if it is the first there; None without room."""
+        if cache.routes in self._sources:
+            return self._sources[cache.routes]
+        try:
+            source = cache.open_beside(len(self._token_ids))
+        except PeerRefused:
+            self._is_shared = False
+            self._close_sources()
+            return None
+        with ExitStack() as stack:
+            stack.enter_context(source)
+            if self._within is not None:
+                self._within._fill(source)
+            rest = torch.tensor([self._token_ids[source.columns :]])
+            if rest.numel():
+                self._model(rest, past_key_values=source, logits_to_keep=1)
+            stack.pop_all()
+        self._sources[cache.routes] = source
         return source
+
+    def _takes_room(self) -> bool:
+        return bool(self._sources) or (self._within is not None and self._within._takes_room())
+
+    def _give_up(self) -> None:
+        with self._lock:
+            self._is_shared = False
+            self._close_sources()
+        if self._within is not None:
+            self._within._give_up()
+
+    def _count_taker(self) -> None:
+        with self._lock:
+            self._takers -= 1
+            if self._takers:
+                return
+            self._close_sources()
+        if self._within is not None:
+            self._within._count_taker()
+
+    def _close_sources(self) -> None:
+        while self._sources:
+            self._sources.popitem()[1].close()
+
+
+def beginnings(model: DistributedModelForCausalLM, prompts: Sequence[Sequence[int]], samples: int) -> list[Beginning]:
+    """For each prompt, what its texts go on from: all but its last token, after which each is on its own."""
+    found: list[Beginning] = []
+    for run in shared_beginnings(prompts):
+        together = Beginning(model, prompts[run.texts.start][: run.tokens], len(run.texts))
+        found += [Beginning(model, prompts[text][:-1], samples, together) for text in run.texts]
+    return found
 
 
 class TokenCounter(BaseStreamer):

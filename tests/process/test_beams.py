@@ -14,6 +14,7 @@ from llmnode.client.cache import SessionCache
 from llmnode.core.span import Span
 from llmnode.errors import PeerRefused
 from llmnode.node.bench.replicas import replicas, start_all
+from llmnode.node.several import beginnings
 from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
@@ -169,4 +170,53 @@ def test_beams_outlive_a_server_that_is_killed_in_the_middle(
         ours, theirs = both(model, transformers_model, inputs, **options, logits_processor=killer)
     check_beams(ours, theirs)
     assert len(killed) == 1
+    trio.run(start_all, killed, servers)
+
+
+SHARED = "You are a clerk in the town hall, who answers what people ask in a few simple words. Somebody asks:"
+ASKED = [f"{SHARED} {question}" for question in ("Where is the door?", "Who is the mayor of this town?", "What now?")]
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_rows_that_begin_alike_outlive_a_server_that_is_killed(
+    tokens: int, servers: list[Replica], transformers_model: Any, tokenizer: Any
+) -> None:
+    """What is replayed for it holds what they share, too."""
+    inputs = tokenizer(ASKED, return_tensors="pt", padding=True)
+    killed: list[Replica] = []
+
+    def kill() -> None:
+        victim = model._client.route[1].peer
+        killed.extend(server for server in servers if server.peer == victim)
+        killed[0].kill()
+
+    with llmnode.connect(peers=[server.address for server in servers if server.answers]) as model:
+        killer = LogitsProcessorList([KillAt(tokens, kill)])
+        options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+        chosen = model.generate(**inputs, **options, logits_processor=killer)
+    assert chosen.tolist() == transformers_model.generate(**inputs, **options).tolist()
+    assert len(killed) == 1
+    trio.run(start_all, killed, servers)
+
+
+def test_texts_go_on_from_a_beginning_whose_server_was_killed(
+    servers: list[Replica], transformers_model: Any, tokenizer: Any
+) -> None:
+    prompts = tokenizer(ASKED).input_ids
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    killed: list[Replica] = []
+    with llmnode.connect(peers=[server.address for server in servers if server.answers]) as model:
+        for begun, prompt in zip(beginnings(model, prompts, 1), prompts, strict=True):
+            inputs = torch.tensor([prompt])
+            with begun.cache(len(prompt) + NEW_TOKENS) as cache:
+                assert cache.columns > 20
+                if not killed:
+                    (route,) = cache.routes
+                    killed.extend(server for server in servers if server.peer == route[1].peer)
+                    killed[0].kill()
+                chosen = model.generate(
+                    inputs, attention_mask=torch.ones_like(inputs), past_key_values=cache, **options
+                )
+            expected = transformers_model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
+            assert chosen.tolist() == expected.tolist()
     trio.run(start_all, killed, servers)

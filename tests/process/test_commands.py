@@ -10,17 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import trio
 
-from llmnode.client.connection import open_connection
-from llmnode.core.policy import LinkPolicy
 from llmnode.core.span import Span
-from llmnode.net.host import open_network
+from process.described import positions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from llmnode.net.host import Libp2pNetwork
+    from collections.abc import Callable
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -175,7 +170,7 @@ def test_several_texts_at_once_are_those_of_one_after_another(nodes: list[Any], 
 
 def test_a_prompt_with_several_samples_is_computed_once(nodes: list[Any]) -> None:
     addresses, samples = [node.address for node in nodes], 4
-    before = _positions(addresses)
+    before = positions(addresses)
     options = ["--prompt", PROMPT, "--samples", str(samples), "--max-new-tokens", "3", "--json"]
     done = _run(*LLMNODE, "generate", *options, "--temperature", "0.9", "--seed", "7", "--peers", *addresses)
     assert done.returncode == 0, done.stderr
@@ -185,21 +180,7 @@ def test_a_prompt_with_several_samples_is_computed_once(nodes: list[Any]) -> Non
     assert prompt > 10
     # Each text runs the prompt's last token, and all of its own but the last.
     expected = prompt - 1 + sum(len(answer["token_ids"]) for answer in answers)
-    assert [now - then for now, then in zip(_positions(addresses), before, strict=True)] == [expected] * len(nodes)
-
-
-def _positions(addresses: Sequence[str]) -> list[int]:
-    """That each server has computed since it started."""
-
-    async def ask() -> list[int]:
-        async with open_network([], LinkPolicy()) as network:
-            return [await positions_of(network, address) for address in addresses]
-
-    async def positions_of(network: Libp2pNetwork, address: str) -> int:
-        async with open_connection(await network.dial(address)) as connection:
-            return (await connection.describe(30.0)).positions
-
-    return trio.run(ask)
+    assert [now - then for now, then in zip(positions(addresses), before, strict=True)] == [expected] * len(nodes)
 
 
 class Chat:

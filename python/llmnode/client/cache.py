@@ -17,14 +17,16 @@ from transformers import Cache
 
 from llmnode.client.generate import run_blocks
 from llmnode.core.beams import sessions_of_rows
+from llmnode.core.beginnings import shared_beginnings
 from llmnode.errors import ConfigError, LocalProtocolError, PeerRefused, SessionClosed, single_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from llmnode.client.connect import Client, Resumed
     from llmnode.client.portal import Portal
     from llmnode.client.session import InferenceSession
+    from llmnode.core.route import Route
     from llmnode.core.scheduling import Priority
 
 
@@ -43,11 +45,12 @@ class SessionCache(Cache):
         max_length: int,
         alike: int = 1,
         priority: Priority | None = None,
-        copied: SessionCache | None = None,
+        beside: SessionCache | None = None,
+        waits: bool = True,
     ) -> None:
-        """Of `alike` rows that follow each other, copies will be made of one another. Raises PeerRefused or NoRoute.
+        """Of `alike` rows that follow each other, copies will be made of one another; or of the rows of `beside`.
 
-        With `copied` the only row is to be a copy of the only one there.
+        If there is no room, it `waits` for some. Raises PeerRefused or NoRoute.
         """
         super().__init__(layers=[])
         self.columns = 0
@@ -60,9 +63,9 @@ class SessionCache(Cache):
         self._sessions: list[InferenceSession] = []
         with ExitStack() as stack:
             for row in range(rows):
-                beside = self._sessions[row - row % alike] if row % alike else None
-                beside = copied._sessions[row] if copied is not None else beside
-                opening = client.inference_session(max_length, beside, priority=priority, waits=not row)
+                original = self._sessions[row - row % alike] if row % alike else None
+                original = beside._sessions[row] if beside is not None else original
+                opening = client.inference_session(max_length, original, priority=priority, waits=waits and not row)
                 with _told_of_rows(row, rows):
                     self._sessions.append(stack.enter_context(portal.enter(opening)))
             self._stack = stack.pop_all()
@@ -78,16 +81,20 @@ class SessionCache(Cache):
         cache._stack.callback(cache._end, resumed.session)
         return cache
 
-    def copy(self, max_length: int) -> SessionCache:
-        """Another cache, whose one row goes on from where our one row stands: the servers copy its KV."""
-        (source,) = self._sessions
-        cache = SessionCache(self._portal, self._client, 1, max_length, priority=self._priority, copied=self)
-        with ExitStack() as stack:
-            stack.enter_context(cache)
-            self._portal.call(lambda: source.fork(cache._sessions))
-            cache.columns, cache.paddings = self.columns, list(self.paddings)
-            stack.pop_all()
-        return cache
+    def open_beside(self, max_length: int) -> SessionCache:
+        """An empty cache of as many rows, at the peers of ours where they have room. Raises PeerRefused or NoRoute.
+
+        It does not wait for room, which may be what we hold.
+        """
+        return SessionCache(
+            self._portal, self._client, self.rows, max_length, priority=self._priority, beside=self, waits=False
+        )
+
+    def become(self, source: SessionCache) -> None:
+        """Go on from where `source`, of as many rows, stands: the servers copy its KV. Raises as `run_rows`."""
+        forks = [(one, [copy]) for one, copy in zip(source._sessions, self._sessions, strict=True)]
+        self._portal.call(lambda: self._fork(forks))
+        self.columns, self.paddings = source.columns, list(source.paddings)
 
     def __enter__(self) -> SessionCache:
         return self
@@ -107,6 +114,11 @@ class SessionCache(Cache):
     def is_empty(self) -> bool:
         return not any(session.position for session in self._sessions)
 
+    @property
+    def routes(self) -> tuple[Route, ...]:
+        """Of each row, the hops that it goes through now."""
+        return tuple(session.route for session in self._sessions)
+
     def positions(self, row: int) -> int:
         """Positions in the row's session."""
         return self._sessions[row].position
@@ -121,6 +133,35 @@ class SessionCache(Cache):
         A row of None has nothing new. Raises SessionLost.
         """
         return self._portal.call(lambda: self._run_rows(hidden))
+
+    def run_first(
+        self, hidden: Sequence[torch.Tensor | None], tokens: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor | None]:
+        """As `run_rows`, of an empty cache whose rows are given these `tokens`.
+
+        What rows of the same route begin with is run for one of them, and their servers copy its KV for the others.
+        """
+        runs = self._rows_alike([row for row, states in enumerate(hidden) if states is not None], tokens)
+        if not runs:
+            return self.run_rows(hidden)
+        firsts = list(hidden)
+        rests: list[torch.Tensor | None] = [None] * self.rows
+        origins = list(range(self.rows))
+        for (first, *copies), shared in runs:
+            for row in (first, *copies):
+                states = hidden[row]
+                assert states is not None, "rows without are in no run"
+                firsts[row], rests[row] = (states[:shared] if row == first else None), states[shared:]
+                origins[row] = first
+        begun = self.run_rows(firsts)
+        sessions = self._sessions
+        forks = [(sessions[first], [sessions[row] for row in copies]) for (first, *copies), _ in runs]
+        self._portal.call(lambda: self._fork(forks))
+        outputs: list[torch.Tensor | None] = []
+        for origin, rest in zip(origins, self.run_rows(rests), strict=True):
+            parts = [part for part in (begun[origin], rest) if part is not None]
+            outputs.append(torch.cat(parts) if parts else None)
+        return outputs
 
     def export(self, path: str | Path, token_ids: Sequence[int] = ()) -> float:
         """Save it in the file at `path`, for `llmnode.resume` in another process; see `InferenceSession.export`.
@@ -168,6 +209,18 @@ class SessionCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         raise ConfigError("a cache keeps its number of rows: open it with as many as will be needed")
+
+    def _rows_alike(self, rows: Iterable[int], tokens: Sequence[Sequence[int]]) -> list[tuple[list[int], int]]:
+        """Those of `rows` that go the same route and begin with the same tokens, and with how many."""
+        by_route: dict[Route, list[int]] = {}
+        for row in sorted(rows, key=lambda row: tuple(tokens[row])):
+            by_route.setdefault(self._sessions[row].route, []).append(row)
+        return [
+            ([beside[text] for text in run.texts], run.tokens)
+            for beside in by_route.values()
+            for run in shared_beginnings([tokens[row] for row in beside])
+            if run.tokens
+        ]
 
     async def _fork(self, forks: Sequence[tuple[InferenceSession, list[InferenceSession]]]) -> None:
         with single_error():

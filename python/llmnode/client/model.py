@@ -151,12 +151,15 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         """Bytes of hidden states that have crossed our links so far, for all of this model's sessions."""
         return self._client.traffic
 
-    def open_cache(self, max_length: int, rows: int = 1, alike: int = 1, priority: str | None = None) -> SessionCache:
+    def open_cache(
+        self, max_length: int, rows: int = 1, alike: int = 1, priority: str | None = None, *, waits: bool = True
+    ) -> SessionCache:
         """A cache to pass as `past_key_values`, kept between calls of `generate`; close it when done.
 
         `rows` are as many as there are prompts times beams or answers of each, and `alike` are those of one prompt.
         `priority` tells servers what they are for: "interactive" (default), "batch" or "training".
-        Raises ConfigError if `max_length` exceeds the model's context, PeerRefused if a server has no room.
+        Raises ConfigError if `max_length` exceeds the model's context, PeerRefused if a server has no room, also after
+        some time; without `waits` sooner.
         """
         if priority is not None and priority not in PRIORITIES:
             raise ConfigError(f"there is no priority {priority!r}: choose one of {', '.join(PRIORITIES)}")
@@ -164,7 +167,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         if not 1 <= max_length <= context_tokens:
             raise ConfigError(f"{max_length} positions do not fit the model's context: ask for 1 to {context_tokens}")
         of_priority = None if priority is None else PRIORITIES[priority]
-        return SessionCache(self._portal, self._client, rows, max_length, alike, of_priority)
+        return SessionCache(self._portal, self._client, rows, max_length, alike, of_priority, waits=waits)
 
     @contextmanager
     def inference_session(self, max_length: int, rows: int = 1, priority: str | None = None) -> Iterator[HiddenSession]:
@@ -252,12 +255,13 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         tokens = _unpadded(cache, input_ids, attention_mask)
         if position_ids is not None:
             _check_positions(cache, tokens, position_ids)
-        firsts = first_alike([row.tolist() for row in tokens]) if cache.is_empty else list(range(rows))
+        given = [row.tolist() for row in tokens]
+        firsts = first_alike(given) if cache.is_empty else list(range(rows))
         hidden = [
-            self._ends.embed(row.tolist(), cache.positions(index)) if len(row) and first == index else None
-            for index, (row, first) in enumerate(zip(tokens, firsts, strict=True))
+            self._ends.embed(row, cache.positions(index)) if row and first == index else None
+            for index, (row, first) in enumerate(zip(given, firsts, strict=True))
         ]
-        outputs = cache.run_rows(hidden)
+        outputs = cache.run_first(hidden, given) if cache.is_empty else cache.run_rows(hidden)
         cache.reorder(firsts)  # a prompt with several beams or answers has been run once
         cache.columns += columns
         kept = min(keep, columns) if keep else columns

@@ -1,0 +1,143 @@
+"""Texts of one client that begin alike: what they share is computed once, and each is what transformers makes of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from transformers import AutoTokenizer
+
+import llmnode
+from llmnode.core.span import Span
+from llmnode.node.several import beginnings
+from process.described import described, positions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+GENERATE = [sys.executable, "-P", "-m", "llmnode.node", "generate", "--json"]
+SHARED = (
+    "You are a clerk in the town hall, who answers what people ask in a few friendly and simple words. Somebody asks:"
+)
+QUESTIONS = ["Where is the door?", "Who is the mayor of this town, and since when?", "What is the time?"]
+PROMPTS = [f"{SHARED} {question} You answer:" for question in QUESTIONS]
+OTHER = "Once upon a time"
+NEW_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def addresses(start_servers: Callable[..., list[Any]]) -> list[str]:
+    return [node.address for node in start_servers([Span(0, 12), Span(12, 30)])]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Any) -> Any:
+    return AutoTokenizer.from_pretrained(folder.path, padding_side="left")
+
+
+def generated(addresses: Sequence[str], prompts: Path, *options: str) -> list[dict[str, Any]]:
+    """What `llmnode generate` prints of each text."""
+    command = [*GENERATE, "--prompts", str(prompts), "--max-new-tokens", str(NEW_TOKENS), *options, "--peers"]
+    done = subprocess.run([*command, *addresses], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
+    """How many all of them begin with."""
+    return next(column for column, ids in enumerate(zip(*prompts, strict=False)) if len(set(ids)) > 1)
+
+
+def greedy(transformers_model: Any, tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
+    texts = []
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        output = transformers_model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+        texts.append(output[0, inputs.input_ids.shape[1] :].tolist())
+    return texts
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join([*PROMPTS, OTHER]))
+    return prompts
+
+
+def test_prompts_of_a_file_that_begin_alike_are_run_from_where_they_part(
+    addresses: list[str], file: Path, transformers_model: Any, tokenizer: Any
+) -> None:
+    before = described(addresses)
+    answers = generated(addresses, file)
+    after = described(addresses)
+    texts = [answer["token_ids"] for answer in answers]
+    assert texts == greedy(transformers_model, tokenizer, [*PROMPTS, OTHER])
+    prompts = [answer["prompt_token_ids"] for answer in answers]
+    shared = shared_tokens(prompts[:-1])
+    assert shared > 20
+    expected = sum(map(len, prompts)) - (len(PROMPTS) - 1) * shared + sum(len(text) - 1 for text in texts)
+    assert [now.positions - then.positions for now, then in zip(after, before, strict=True)] == [expected] * 2
+    assert [each.kv_tokens_free for each in after] == [each.kv_tokens_free for each in before]
+
+
+def test_samples_go_on_from_their_prompt_and_that_from_what_prompts_share(addresses: list[str], file: Path) -> None:
+    before = positions(addresses)
+    options = ["--samples", "2", "--temperature", "0.9", "--seed", "3"]
+    answers = generated(addresses, file, *options)
+    prompts = [answer["prompt_token_ids"] for answer in answers[::2]]
+    own = [len(prompt) - shared_tokens(prompts[:-1]) for prompt in prompts[:-1]]
+    runs = shared_tokens(prompts[:-1]) + sum(own) + len(prompts[-1]) + len(PROMPTS) + 1  # each runs the last token
+    expected = runs + sum(len(answer["token_ids"]) - 1 for answer in answers)
+    assert [now - then for now, then in zip(positions(addresses), before, strict=True)] == [expected] * 2
+    assert answers == generated(addresses, file, *options, "--at-once", "1")
+
+
+def test_texts_share_nothing_where_there_is_no_room_for_what_they_share(
+    start_servers: Callable[..., list[Any]], tokenizer: Any
+) -> None:
+    prompts = tokenizer(PROMPTS).input_ids
+    shared, (first, second, _) = shared_tokens(prompts), map(len, prompts)
+    room = first + second + shared - 1
+    (server,) = start_servers([Span(0, 30)], more=["--kv-tokens", str(room)])
+    with llmnode.connect(peers=[server.address]) as model:
+        with ExitStack() as stack:
+            begun = beginnings(model, prompts, 1)
+            caches = [
+                stack.enter_context(each.cache(len(prompt))) for each, prompt in zip(begun[:2], prompts, strict=False)
+            ]
+            assert [cache.columns for cache in caches] == [shared, 0], "the first one's was given up for the second"
+        with model.open_cache(room - shared + 1), beginnings(model, prompts, 1)[0].cache(shared - 1) as cache:
+            assert cache.columns == 0, "nothing is shared"
+
+
+def test_what_a_batch_of_rows_begins_with_is_run_once(
+    addresses: list[str], transformers_model: Any, tokenizer: Any
+) -> None:
+    texts = [PROMPTS[0], OTHER, *PROMPTS[1:], PROMPTS[0]]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True)
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    with llmnode.connect(peers=addresses) as model:
+        before = positions(addresses)
+        chosen = model.generate(**inputs, **options)
+        computed = [now - then for now, then in zip(positions(addresses), before, strict=True)]
+    assert chosen.tolist() == transformers_model.generate(**inputs, **options).tolist()
+    prompts = tokenizer(PROMPTS).input_ids
+    once = sum(map(len, prompts)) - (len(PROMPTS) - 1) * shared_tokens(prompts) + len(tokenizer(OTHER).input_ids)
+    assert computed == [once + len(texts) * (NEW_TOKENS - 1)] * 2
+
+
+def test_scores_of_all_positions_are_those_of_rows_that_share_none(
+    addresses: list[str], transformers_model: Any, tokenizer: Any
+) -> None:
+    inputs = tokenizer([*PROMPTS, OTHER], return_tensors="pt", padding=True)
+    with llmnode.connect(peers=addresses) as model:
+        scores = model(**inputs).logits
+    real = inputs.attention_mask.bool()
+    assert (scores[real] - transformers_model(**inputs).logits[real]).abs().max() < 1e-3
