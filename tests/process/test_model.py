@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import trio.testing
 from transformers import AutoTokenizer, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 import llmnode
+from llmnode.client import cache
 from llmnode.client.cache import SessionCache
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, SessionClosed
@@ -162,6 +164,28 @@ def test_a_turn_of_a_dialogue_runs_only_what_is_new(model: Any, monkeypatch: pyt
     whole_prompt = len(model.tokenizer.encode_dialogue(dialogue.turns[:-1]))
     dialogue.reset()
     assert ran[0] < first_prompt < whole_prompt, "the first turn was not run again"
+
+
+def test_of_a_batch_of_long_rows_few_are_under_way_together(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, long = 4, cache.POSITIONS_PER_HOP
+    under_way, most = 0, 0
+
+    async def counted(_session: Any, states: torch.Tensor) -> torch.Tensor:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await trio.testing.wait_all_tasks_blocked()
+        under_way -= 1
+        return states
+
+    monkeypatch.setattr(cache, "run_blocks", counted)
+    with model.open_cache(1, rows) as opened:
+        for positions, at_once in ((long, len(model.route)), (10 * long, 1), (1, rows)):
+            most = 0
+            hidden = torch.randn(rows, positions, 1)
+            outputs = opened.run_rows(list(hidden))
+            assert torch.equal(torch.stack(outputs), hidden)
+            assert most == at_once
 
 
 def test_it_works_in_a_notebook_and_closes_for_good(peers: list[str], tokenizer: Any) -> None:

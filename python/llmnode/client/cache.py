@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from llmnode.core.route import Route
     from llmnode.core.scheduling import Priority
 
+POSITIONS_PER_HOP = 1024
+"""Of a batch, so many are under way together: one chunk that a hop computes, and one that waits. With more, the last of
+many long rows would only wait in a server's memory, until its step counts as lost."""
+
 
 class SessionCache(Cache):
     """`rows` sessions of `max_length` positions, opened at once. A context manager; `close` frees the servers' KV.
@@ -234,9 +238,13 @@ class SessionCache(Cache):
 
     async def _run_rows(self, hidden: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         outputs: list[torch.Tensor | None] = [None] * self.rows
+        longest = max((len(states) for states in hidden if states is not None), default=1)
+        positions = POSITIONS_PER_HOP * max(len(session.route) for session in self._sessions)
+        under_way = trio.CapacityLimiter(max(1, positions // longest))
 
         async def run_row(row: int, states: torch.Tensor) -> None:
-            outputs[row] = await run_blocks(self._sessions[row], states)
+            async with under_way:
+                outputs[row] = await run_blocks(self._sessions[row], states)
 
         with single_error():
             async with trio.open_nursery() as nursery:
