@@ -28,6 +28,7 @@ def add(commands: Commands) -> None:
             "clients",
             "codec",
             "failures",
+            "forward",
             "forwarding",
             "memory",
             "pipeline",
@@ -41,6 +42,7 @@ def add(commands: Commands) -> None:
         help="clients: 1 to 16 clients of one server against one alone, and who decodes beside a long prompt;"
         " codec: 8-bit activations against bitsandbytes and others, on one core, and packing without loss;"
         " failures: a session while its servers are killed, frozen and stopped, in every way and at every moment;"
+        " forward: batches of 1, 16 and 64 rows through two servers against one process;"
         " forwarding: hidden states from server to server against by way of the client, over links of 0 to 100 ms;"
         " memory: what a server takes, against itself, its tensors and its KV, and while it loads;"
         " pipeline: several texts at once through 1, 2 and more servers, against one after another;"
@@ -71,8 +73,8 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--thin",
         action="store_true",
-        help="a part, sooner: clients, failures, forwarding, memory, pipeline, quality, soak, table1, transport,"
-        " workers",
+        help="a part, sooner: clients, failures, forward, forwarding, memory, pipeline, quality, soak, table1,"
+        " transport, workers",
     )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="pipeline: draw tokens against time (.svg, .png, .pdf)"
@@ -150,6 +152,12 @@ def run(arguments: argparse.Namespace) -> int:
 
         rounds = (1 if arguments.thin else 3) if arguments.repeats is None else repeats
         trio.run(bench_table1, Table1Bench(rounds, arguments.thin, threads, arguments.json))
+        return 0
+
+    if arguments.name == "forward":
+        from llmnode.node.bench.forward import ForwardBench, bench_forward
+
+        trio.run(bench_forward, ForwardBench(repeats, arguments.thin, threads, arguments.json))
         return 0
 
     if arguments.name == "forwarding":

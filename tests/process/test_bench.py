@@ -95,6 +95,22 @@ def test_clients_are_compared_with_one_alone_and_are_exact() -> None:
     assert report["environment"]["texts"] == 8
 
 
+def test_a_forward_of_a_batch_is_compared_with_one_process_and_is_exact() -> None:
+    command = [*BENCH, "forward", "--thin", "--repeats", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    report = json.loads(line)
+    assert [row["batch"] for row in report["rows"]] == ["1 x 128", "4 x 128"]
+    for row in report["rows"]:
+        one, both = (row[f"of 1 process, threads of {servers}"]["median"] for servers in ("one server", "both"))
+        assert row["positions/s"]["median"] > 0 and one > 0 and both > 0
+    exact, speed = report["aims"]
+    assert exact["holds"] and exact["value"] == 0
+    assert speed["aim"] == ">= 0.95"
+    assert report["environment"]["positions"] == 4 * 128
+
+
 @pytest.mark.timeout(620)  # some 90 s of nothing else, but eight servers want more than two cores
 def test_table1_is_exact_whatever_fails_and_counts_what_was_drawn() -> None:
     done = subprocess.run(
