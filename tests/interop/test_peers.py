@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import trio
 
-from llmnode.errors import ConfigError, single_error
+from llmnode.errors import single_error
 from llmnode.node.bench.peers import ECHO
-from llmnode.node.bench.steered import PeerFailed, go_peer, python_peer, rust_peer, steer
+from llmnode.node.bench.steered import PeerFailed, python_peer, steer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -25,14 +25,6 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(700)]
 HUNDRED_MB = 100_000_000
 PATIENCE_S = 100.0
 DIRECTIONS = pytest.mark.parametrize("we_dial", [True, False], ids=["ours dials", "theirs dials"])
-
-
-@pytest.fixture(scope="module", params=["go", "rust"])
-def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    try:
-        return go_peer(tmp_path_factory.mktemp("go")) if request.param == "go" else rust_peer()
-    except ConfigError as error:
-        pytest.skip(str(error))
 
 
 @asynccontextmanager

@@ -1,0 +1,177 @@
+//! The task that owns the swarm: nothing happens to its connections but here.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use futures::StreamExt;
+use libp2p::core::transport::ListenerId;
+use libp2p::multiaddr::Protocol;
+use libp2p::swarm::behaviour::toggle::Toggle;
+use libp2p::swarm::{NetworkBehaviour, SwarmEvent};
+use libp2p::{Multiaddr, PeerId, Swarm, identify, identity, noise, ping, relay, tcp, yamux};
+use tokio::sync::{mpsc, oneshot};
+
+use crate::PATIENCE;
+use crate::streams::Result;
+
+#[derive(NetworkBehaviour)]
+pub struct Behaviour {
+    identify: identify::Behaviour,
+    ping: ping::Behaviour,
+    pub stream: libp2p_stream::Behaviour,
+    circuits: relay::client::Behaviour,
+    relay: Toggle<relay::Behaviour>,
+}
+
+/// What only this task can do, and where its answer goes.
+pub enum Request {
+    Connect(Multiaddr, oneshot::Sender<Result<()>>),
+    Disconnect(PeerId, oneshot::Sender<()>),
+    /// Have a relay connect others with us: its addresses, of which it says that others reach it there.
+    Reserve(Multiaddr, oneshot::Sender<Result<Vec<String>>>),
+    /// The protocols that a peer says it speaks, once it has said so.
+    Identify(PeerId, oneshot::Sender<Vec<String>>),
+    /// The next round trip that is measured.
+    Ping(PeerId, oneshot::Sender<f64>),
+}
+
+/// One that listens, and where. It is a circuit relay too if `relays`.
+pub async fn listening(relays: bool) -> Result<(Swarm<Behaviour>, Multiaddr)> {
+    let mut swarm = libp2p::SwarmBuilder::with_new_identity()
+        .with_tokio()
+        .with_tcp(tcp::Config::default(), noise::Config::new, yamux::Config::default)?
+        .with_relay_client(noise::Config::new, yamux::Config::default)?
+        .with_behaviour(|key, circuits| behaviour(key, circuits, relays))?
+        .with_swarm_config(|config| config.with_idle_connection_timeout(PATIENCE))
+        .build();
+    swarm.listen_on("/ip4/127.0.0.1/tcp/0".parse()?)?;
+    loop {
+        if let SwarmEvent::NewListenAddr { address, .. } = swarm.select_next_some().await {
+            swarm.add_external_address(address.clone()); // a relay names these alone to who reserves
+            return Ok((swarm, address));
+        }
+    }
+}
+
+fn behaviour(key: &identity::Keypair, circuits: relay::client::Behaviour, relays: bool) -> Behaviour {
+    let peer = key.public().to_peer_id();
+    // By default a circuit carries 128 KiB, for two minutes.
+    let limits = relay::Config { max_circuit_bytes: 1 << 30, max_circuit_duration: PATIENCE, ..Default::default() };
+    Behaviour {
+        identify: identify::Behaviour::new(identify::Config::new("/llmnode-test".to_owned(), key.public())),
+        ping: ping::Behaviour::new(ping::Config::new().with_interval(Duration::from_millis(100))),
+        stream: libp2p_stream::Behaviour::new(),
+        circuits,
+        relay: relays.then(|| relay::Behaviour::new(peer, limits)).into(),
+    }
+}
+
+/// Does what it is asked until nobody can ask any more.
+pub async fn drive(mut swarm: Swarm<Behaviour>, mut told: mpsc::Receiver<Request>) {
+    let mut waiting = Waiting::default();
+    loop {
+        tokio::select! {
+            request = told.recv() => match request {
+                None => return,
+                Some(request) => waiting.ask(&mut swarm, request),
+            },
+            event = swarm.select_next_some() => waiting.hear(event),
+        }
+    }
+}
+
+/// Who has asked for what has not happened yet.
+#[derive(Default)]
+struct Waiting {
+    dialled: HashMap<PeerId, oneshot::Sender<Result<()>>>,
+    left: HashMap<PeerId, oneshot::Sender<()>>,
+    reserved: HashMap<ListenerId, oneshot::Sender<Result<Vec<String>>>>,
+    asked: HashMap<PeerId, oneshot::Sender<Vec<String>>>,
+    pinged: HashMap<PeerId, oneshot::Sender<f64>>,
+    /// What has been heard, and not only once.
+    identified: HashMap<PeerId, Vec<String>>,
+}
+
+impl Waiting {
+    fn ask(&mut self, swarm: &mut Swarm<Behaviour>, request: Request) {
+        match request {
+            Request::Connect(address, answer) => match (last_peer(&address), swarm.dial(address)) {
+                (Some(peer), Ok(())) => drop(self.dialled.insert(peer, answer)),
+                (None, _) => drop(answer.send(Err("the address names no peer".into()))),
+                (_, Err(error)) => drop(answer.send(Err(error.into()))),
+            },
+            Request::Disconnect(peer, answer) => {
+                if swarm.disconnect_peer_id(peer).is_ok() {
+                    self.left.insert(peer, answer);
+                } else {
+                    let _ = answer.send(());
+                }
+            }
+            Request::Reserve(relay, answer) => match swarm.listen_on(relay.with(Protocol::P2pCircuit)) {
+                Ok(listener) => drop(self.reserved.insert(listener, answer)),
+                Err(error) => drop(answer.send(Err(error.into()))),
+            },
+            Request::Identify(peer, answer) => match self.identified.get(&peer) {
+                Some(protocols) => drop(answer.send(protocols.clone())),
+                None => drop(self.asked.insert(peer, answer)),
+            },
+            Request::Ping(peer, answer) => drop(self.pinged.insert(peer, answer)),
+        }
+    }
+
+    fn hear(&mut self, event: SwarmEvent<BehaviourEvent>) {
+        match event {
+            SwarmEvent::ConnectionEstablished { peer_id, .. } => {
+                if let Some(answer) = self.dialled.remove(&peer_id) {
+                    let _ = answer.send(Ok(()));
+                }
+            }
+            SwarmEvent::OutgoingConnectionError { peer_id: Some(peer), error, .. } => {
+                if let Some(answer) = self.dialled.remove(&peer) {
+                    let _ = answer.send(Err(error.into()));
+                }
+            }
+            SwarmEvent::ConnectionClosed { peer_id, .. } => {
+                if let Some(answer) = self.left.remove(&peer_id) {
+                    let _ = answer.send(());
+                }
+            }
+            SwarmEvent::NewListenAddr { listener_id, address } => {
+                if let Some(answer) = self.reserved.remove(&listener_id) {
+                    let relay = address.iter().take_while(|part| *part != Protocol::P2pCircuit);
+                    let _ = answer.send(Ok(vec![relay.collect::<Multiaddr>().to_string()]));
+                }
+            }
+            SwarmEvent::ListenerClosed { listener_id, reason, .. } => {
+                if let Some(answer) = self.reserved.remove(&listener_id) {
+                    let _ = answer.send(Err(format!("the relay does not reserve ({reason:?})").into()));
+                }
+            }
+            SwarmEvent::Behaviour(event) => self.hear_behaviour(event),
+            _ => {}
+        }
+    }
+
+    fn hear_behaviour(&mut self, event: BehaviourEvent) {
+        match event {
+            BehaviourEvent::Identify(identify::Event::Received { peer_id, info, .. }) => {
+                let protocols: Vec<String> = info.protocols.iter().map(ToString::to_string).collect();
+                if let Some(answer) = self.asked.remove(&peer_id) {
+                    let _ = answer.send(protocols.clone());
+                }
+                self.identified.insert(peer_id, protocols);
+            }
+            BehaviourEvent::Ping(ping::Event { peer, result: Ok(took), .. }) => {
+                if let Some(answer) = self.pinged.remove(&peer) {
+                    let _ = answer.send(took.as_secs_f64());
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Whom an address leads to; the relay on the way there comes before.
+fn last_peer(address: &Multiaddr) -> Option<PeerId> {
+    address.iter().filter_map(|part| if let Protocol::P2p(peer) = part { Some(peer) } else { None }).last()
+}
