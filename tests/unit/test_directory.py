@@ -2,72 +2,34 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from libp2p.peer.id import ID
 
-from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement
-from llmnode.core.policy import LinkPolicy, SwarmPolicy
+from llmnode.core.announcement import SignedAnnouncement
+from llmnode.core.policy import LinkPolicy
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
-from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
-from llmnode.net.directory import DhtDirectory, _AnnouncementValidator, _peer_key, open_directory
-from llmnode.net.host import Libp2pNetwork, open_network
-from llmnode.wire.announcement import SIGNING_CONTEXT, pack_announcement
+from llmnode.net.directory import _AnnouncementValidator, _peer_key
+from llmnode.net.host import open_network
+from llmnode.wire.announcement import SIGNING_CONTEXT
+from unit.dht_members import DIGEST, OFFER, POLICY, member
 from unit.in_trio import in_trio
-
-POLICY = SwarmPolicy()
-DIGEST = b"m" * 32
-OFFER = Offer(
-    "exact", DIGEST, 30, "float32", Span(0, 10), PeerState.ONLINE, block_us=1000, kv_tokens=64, kv_tokens_free=64
-)
-
-
-@dataclass(frozen=True)
-class Member:
-    """A host in the DHT."""
-
-    network: Libp2pNetwork
-    directory: DhtDirectory
-
-    def announcement(self, *, age_s: float = 0.0, **changes: Any) -> SignedAnnouncement:
-        made_ms = int((time.time() - age_s) * 1000)
-        announcement = Announcement(
-            self.network.peer,
-            tuple(self.network.addresses),
-            made_ms,
-            made_ms + int(1000 * POLICY.lifetime_s),
-            "llmnode/test",
-            replace(OFFER, **changes),
-        )
-        body = pack_announcement(announcement)
-        return SignedAnnouncement(announcement, body, self.network.sign(SIGNING_CONTEXT + body))
-
-
-@asynccontextmanager
-async def member(contact: Member | None = None, *, listens: bool = True) -> AsyncIterator[Member]:
-    listen = [LISTEN_ANY_LOOPBACK] if listens else []
-    async with open_network(listen, LinkPolicy()) as network, open_directory(network, POLICY) as directory:
-        if contact is not None:
-            await network.dial(contact.network.addresses[0])
-        yield Member(network, directory)
 
 
 @in_trio
 async def test_who_serves_a_model_is_found_through_a_relay_that_holds_nothing() -> None:
     async with AsyncExitStack() as stack:
         relay = await stack.enter_async_context(member())
-        servers = [await stack.enter_async_context(member(relay)) for _ in range(3)]
+        servers = [await stack.enter_async_context(member(relay.address)) for _ in range(3)]
         for server in servers:
             await server.directory.publish(server.announcement())
-        other = await stack.enter_async_context(member(relay))
+        other = await stack.enter_async_context(member(relay.address))
         await other.directory.publish(other.announcement(model_digest=b"o" * 32))
-        client = await stack.enter_async_context(member(relay, listens=False))
+        client = await stack.enter_async_context(member(relay.address, listens=False))
 
         found = await client.directory.find(DIGEST)
         assert {each.announcement.peer for each in found} == {server.network.peer for server in servers}
@@ -79,8 +41,17 @@ async def test_who_serves_a_model_is_found_through_a_relay_that_holds_nothing() 
 
 
 @in_trio
+async def test_peers_of_the_dht_lead_on_to_who_may_keep_an_announcement() -> None:
+    async with member() as between, member(between.address) as keeper, member(between.address) as client:
+        await keeper.directory.publish(keeper.announcement())  # so that who is between knows it for a server
+        routing, key = client.directory._dht.peer_routing, _peer_key(keeper.network.peer).encode()
+        led_to = await routing._query_peer_for_closest(ID.from_string(between.network.peer), key)
+        assert keeper.network.peer in {str(peer) for peer in led_to}
+
+
+@in_trio
 async def test_nothing_is_found_of_a_model_that_nobody_serves_or_in_no_swarm_at_all() -> None:
-    async with member() as relay, member(relay, listens=False) as client, member(listens=False) as hermit:
+    async with member() as relay, member(relay.address, listens=False) as client, member(listens=False) as hermit:
         assert await client.directory.find(DIGEST) == []
         assert await hermit.directory.find(DIGEST) == []
         await hermit.directory.publish(hermit.announcement())

@@ -1,7 +1,8 @@
 """The directory over libp2p's Kademlia DHT: provider records say who, an announcement under each peer's key says what.
 
 A DHT key has one value and not a set, hence the two. The library's own lifetimes are a day or two, so an announcement
-carries its own, and what is found is as old as its last publication at most.
+carries its own, and what is found is as old as its last publication at most. DHT servers of go-libp2p and rust-libp2p
+keep both kinds too, if they speak `/ipfs/kad/1.0.0` (py-libp2p has no other) and take values under our namespace.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import msgpack
 import trio
 from libp2p.exceptions import BaseLibp2pError
 from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
+from libp2p.kad_dht.pb.kademlia_pb2 import Message
 from libp2p.records.pubkey import PublicKeyValidator
 from libp2p.records.validator import NamespacedValidator, Validator
 from libp2p.tools.anyio_service import background_trio_service
@@ -27,6 +29,8 @@ from llmnode.wire.announcement import SIGNING_CONTEXT, unpack_announcement
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+    from libp2p.abc import INetStream
+
     from llmnode.core.announcement import SignedAnnouncement
     from llmnode.core.policy import SwarmPolicy
     from llmnode.net.host import Libp2pNetwork
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 NAMESPACE = "llmnode"
 MOST_PROVIDERS = 20
 """Enough to meet a swarm; its members know the others."""
+_DIGEST_CHARACTERS = 40
 
 
 @contextlib.asynccontextmanager
@@ -44,7 +49,7 @@ async def open_directory(network: Libp2pNetwork, policy: SwarmPolicy) -> AsyncIt
     """
     mode = DHTMode.SERVER if network.addresses else DHTMode.CLIENT
     validator = NamespacedValidator({"pk": PublicKeyValidator(), NAMESPACE: _AnnouncementValidator(policy)})
-    dht = KadDHT(network.host, mode, validator=validator, strict_validation=True)
+    dht = _Kademlia(network.host, mode, validator=validator, strict_validation=True)
     async with background_trio_service(dht), trio.open_nursery() as nursery:
         try:
             yield DhtDirectory(dht, nursery, policy)
@@ -123,6 +128,33 @@ class DhtDirectory:
             await done.wait()
 
 
+class _Kademlia(KadDHT):
+    """The library's, but who provides is not answered: it would take that for the answer to its next request."""
+
+    async def _do_handle_stream(self, stream: INetStream) -> None:
+        await super()._do_handle_stream(cast("INetStream", _Answers(stream)))
+
+
+class _Answers:
+    """A stream that swallows answers to ADD_PROVIDER. go-libp2p waits for none, and can crash over one."""
+
+    def __init__(self, stream: INetStream) -> None:
+        self._stream = stream
+        self._length = b""
+
+    async def write(self, data: bytes) -> None:
+        """A message's length, or after that the message."""
+        if not self._length:
+            self._length = data
+            return
+        length, self._length = self._length, b""
+        if Message.FromString(data).type != Message.ADD_PROVIDER:
+            await self._stream.write(length + data)
+
+    def __getattr__(self, name: str) -> Any:  # Any: all else is the stream's
+        return getattr(self._stream, name)
+
+
 class _AnnouncementValidator(Validator):
     """What the DHT's peers keep under our namespace: announcements that hold, each by the peer of its key."""
 
@@ -167,7 +199,8 @@ def _read_record(record: bytes, policy: SwarmPolicy) -> SignedAnnouncement:
 
 
 def _peer_key(peer: PeerId) -> str:
-    return f"/{NAMESPACE}/{peer}"
+    """Of a digest, since py-libp2p's servers look for no key of more than 50 bytes."""
+    return f"/{NAMESPACE}/{hashlib.sha256(peer.encode()).hexdigest()[:_DIGEST_CHARACTERS]}"
 
 
 def _model_key(digest: bytes) -> str:

@@ -1,7 +1,7 @@
 // A go-libp2p peer for the interop tests and for `llmnode bench transport`: TCP, Noise and yamux alone.
 //
 // It says on stdout where it listens, then does what it is told on stdin; a JSON object a line, both ways. It ends with
-// its stdin. With the argument "relay" it is a circuit relay too.
+// its stdin. With the argument "relay" it is a circuit relay too, with "dht" a server of our DHT.
 package main
 
 import (
@@ -17,10 +17,12 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"syscall"
 	"time"
 
 	"github.com/libp2p/go-libp2p"
+	dht "github.com/libp2p/go-libp2p-kad-dht"
 	"github.com/libp2p/go-libp2p/core/host"
 	"github.com/libp2p/go-libp2p/core/network"
 	"github.com/libp2p/go-libp2p/core/peer"
@@ -51,6 +53,8 @@ type order struct {
 	Streams int    `json:"streams"`
 	Small   int    `json:"small"`
 	Check   bool   `json:"check"`
+	Key     string `json:"key"`
+	Value   string `json:"value"`
 }
 
 type answer map[string]any
@@ -71,7 +75,7 @@ func run() error {
 		libp2p.Muxer(yamux.ID, yamux.DefaultTransport),
 		libp2p.ResourceManager(&network.NullResourceManager{}),
 	}
-	if len(os.Args) > 1 && os.Args[1] == "relay" {
+	if slices.Contains(os.Args, "relay") {
 		service := libp2p.EnableRelayService(relay.WithInfiniteLimits())
 		options = append(options, service, libp2p.EnableNATService(), libp2p.ForceReachabilityPublic())
 	}
@@ -81,6 +85,12 @@ func run() error {
 	}
 	defer node.Close()
 	serve(node)
+	var table *dht.IpfsDHT
+	if slices.Contains(os.Args, "dht") {
+		if table, err = newDHT(context.Background(), node); err != nil {
+			return err
+		}
+	}
 	out := json.NewEncoder(os.Stdout)
 	address := fmt.Sprintf("%s/p2p/%s", node.Addrs()[0], node.ID())
 	if err := out.Encode(answer{"address": address, "peer": node.ID().String()}); err != nil {
@@ -92,7 +102,7 @@ func run() error {
 		result := answer{}
 		err := json.Unmarshal(orders.Bytes(), &told)
 		if err == nil {
-			result, err = obey(node, told)
+			result, err = obey(node, table, told)
 		}
 		if err != nil {
 			result = answer{"error": err.Error()}
@@ -198,7 +208,7 @@ func give(stream io.Writer, count int, beside io.Writer) error {
 
 // What it does when it is told to
 
-func obey(node host.Host, told order) (answer, error) {
+func obey(node host.Host, table *dht.IpfsDHT, told order) (answer, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	defer cancel()
 	ctx = network.WithAllowLimitedConn(ctx, "a relay may say that a circuit does not last for ever")
@@ -207,6 +217,8 @@ func obey(node host.Host, told order) (answer, error) {
 		return connect(ctx, node, told.Address)
 	case "reserve":
 		return reserve(ctx, node, told.Address)
+	case "put", "get", "provide", "providers", "find":
+		return lookUp(ctx, table, told)
 	case "cpu":
 		var usage syscall.Rusage
 		err := syscall.Getrusage(syscall.RUSAGE_SELF, &usage)

@@ -1,8 +1,9 @@
 //! A rust-libp2p peer for the interop tests: TCP, Noise and yamux alone.
 //!
 //! It says on stdout where it listens, then does what it is told on stdin; a JSON object a line, both ways. It ends with
-//! its stdin. With the argument "relay" it is a circuit relay too.
+//! its stdin. With the argument "relay" it is a circuit relay too, with "dht" a server of our DHT.
 
+mod dht;
 mod streams;
 mod swarm;
 
@@ -16,8 +17,9 @@ use serde_json::{Value, json};
 use tokio::io::AsyncBufReadExt;
 use tokio::sync::{mpsc, oneshot};
 
+use crate::dht::{Query, unhex};
 use crate::streams::{Result, echo_repeatedly, open_repeatedly, receive, send, serve_all};
-use crate::swarm::{Request, drive, listening};
+use crate::swarm::{Request, Roles, drive, listening};
 
 const PATIENCE: Duration = Duration::from_secs(300);
 
@@ -34,6 +36,8 @@ struct Order {
     #[serde(default = "one")]
     streams: usize,
     check: bool,
+    key: String,
+    value: String,
 }
 
 fn one() -> usize {
@@ -42,7 +46,8 @@ fn one() -> usize {
 
 #[tokio::main]
 async fn main() -> Result<()> {
-    let (swarm, address) = listening(std::env::args().any(|argument| argument == "relay")).await?;
+    let is = |role| std::env::args().any(|argument| argument == role);
+    let (swarm, address) = listening(Roles { relay: is("relay"), dht: is("dht") }).await?;
     let (peer, control) = (*swarm.local_peer_id(), swarm.behaviour().stream.new_control());
     serve_all(&control)?;
     let (requests, told) = mpsc::channel(8);
@@ -72,6 +77,10 @@ async fn obey(line: &str, requests: &mpsc::Sender<Request>, control: &Control) -
             let reserve = ask(requests, |answer| Ok(Request::Reserve(told.address.parse()?, answer)));
             return Ok(json!({"addresses": reserve.await??}));
         }
+        "put" => return query(requests, Query::Put(unhex(&told.key)?, unhex(&told.value)?)).await,
+        "get" => return query(requests, Query::Get(unhex(&told.key)?)).await,
+        "provide" => return query(requests, Query::Provide(unhex(&told.key)?)).await,
+        "providers" => return query(requests, Query::Providers(unhex(&told.key)?)).await,
         _ => {}
     }
     let peer: PeerId = told.peer.parse()?;
@@ -84,6 +93,7 @@ async fn obey(line: &str, requests: &mpsc::Sender<Request>, control: &Control) -
             let protocols = ask(requests, |answer| Ok(Request::Identify(peer, answer))).await?;
             Ok(json!({"protocols": protocols}))
         }
+        "find" => query(requests, Query::Find(peer)).await,
         "ping" => Ok(json!({"seconds": ask(requests, |answer| Ok(Request::Ping(peer, answer))).await?})),
         "open" => Ok(json!({"seconds": open_repeatedly(control, peer, told.bytes, told.repeats).await?})),
         "echo" => Ok(json!({"seconds": echo_repeatedly(control, peer, told.bytes, told.repeats).await?})),
@@ -97,6 +107,10 @@ async fn obey(line: &str, requests: &mpsc::Sender<Request>, control: &Control) -
         }
         unknown => Err(format!("unknown order {unknown:?}").into()),
     }
+}
+
+async fn query(requests: &mpsc::Sender<Request>, query: Query) -> Result<Value> {
+    ask(requests, |answer| Ok(Request::Query(query, answer))).await?
 }
 
 /// What the task that owns the swarm answers.

@@ -5,13 +5,16 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use libp2p::core::transport::ListenerId;
+use libp2p::kad::store::MemoryStore;
 use libp2p::multiaddr::Protocol;
 use libp2p::swarm::behaviour::toggle::Toggle;
 use libp2p::swarm::{NetworkBehaviour, SwarmEvent};
-use libp2p::{Multiaddr, PeerId, Swarm, identify, identity, noise, ping, relay, tcp, yamux};
+use libp2p::{Multiaddr, PeerId, Swarm, identify, identity, kad, noise, ping, relay, tcp, yamux};
+use serde_json::Value;
 use tokio::sync::{mpsc, oneshot};
 
 use crate::PATIENCE;
+use crate::dht::{self, Queries, Query};
 use crate::streams::Result;
 
 #[derive(NetworkBehaviour)]
@@ -21,6 +24,7 @@ pub struct Behaviour {
     pub stream: libp2p_stream::Behaviour,
     circuits: relay::client::Behaviour,
     relay: Toggle<relay::Behaviour>,
+    dht: Toggle<kad::Behaviour<MemoryStore>>,
 }
 
 /// What only this task can do, and where its answer goes.
@@ -33,15 +37,25 @@ pub enum Request {
     Identify(PeerId, oneshot::Sender<Vec<String>>),
     /// The next round trip that is measured.
     Ping(PeerId, oneshot::Sender<f64>),
+    Query(Query, oneshot::Sender<Result<Value>>),
 }
 
-/// One that listens, and where. It is a circuit relay too if `relays`.
-pub async fn listening(relays: bool) -> Result<(Swarm<Behaviour>, Multiaddr)> {
+/// What it is besides.
+#[derive(Clone, Copy)]
+pub struct Roles {
+    /// A circuit relay.
+    pub relay: bool,
+    /// A server of our DHT.
+    pub dht: bool,
+}
+
+/// One that listens, and where.
+pub async fn listening(roles: Roles) -> Result<(Swarm<Behaviour>, Multiaddr)> {
     let mut swarm = libp2p::SwarmBuilder::with_new_identity()
         .with_tokio()
         .with_tcp(tcp::Config::default(), noise::Config::new, yamux::Config::default)?
         .with_relay_client(noise::Config::new, yamux::Config::default)?
-        .with_behaviour(|key, circuits| behaviour(key, circuits, relays))?
+        .with_behaviour(|key, circuits| behaviour(key, circuits, roles))?
         .with_swarm_config(|config| config.with_idle_connection_timeout(PATIENCE))
         .build();
     swarm.listen_on("/ip4/127.0.0.1/tcp/0".parse()?)?;
@@ -53,7 +67,7 @@ pub async fn listening(relays: bool) -> Result<(Swarm<Behaviour>, Multiaddr)> {
     }
 }
 
-fn behaviour(key: &identity::Keypair, circuits: relay::client::Behaviour, relays: bool) -> Behaviour {
+fn behaviour(key: &identity::Keypair, circuits: relay::client::Behaviour, roles: Roles) -> Behaviour {
     let peer = key.public().to_peer_id();
     // By default a circuit carries 128 KiB, for two minutes.
     let limits = relay::Config { max_circuit_bytes: 1 << 30, max_circuit_duration: PATIENCE, ..Default::default() };
@@ -62,7 +76,8 @@ fn behaviour(key: &identity::Keypair, circuits: relay::client::Behaviour, relays
         ping: ping::Behaviour::new(ping::Config::new().with_interval(Duration::from_millis(100))),
         stream: libp2p_stream::Behaviour::new(),
         circuits,
-        relay: relays.then(|| relay::Behaviour::new(peer, limits)).into(),
+        relay: roles.relay.then(|| relay::Behaviour::new(peer, limits)).into(),
+        dht: roles.dht.then(|| dht::behaviour(peer)).into(),
     }
 }
 
@@ -75,7 +90,7 @@ pub async fn drive(mut swarm: Swarm<Behaviour>, mut told: mpsc::Receiver<Request
                 None => return,
                 Some(request) => waiting.ask(&mut swarm, request),
             },
-            event = swarm.select_next_some() => waiting.hear(event),
+            event = swarm.select_next_some() => waiting.hear(&mut swarm, event),
         }
     }
 }
@@ -90,6 +105,7 @@ struct Waiting {
     pinged: HashMap<PeerId, oneshot::Sender<f64>>,
     /// What has been heard, and not only once.
     identified: HashMap<PeerId, Vec<String>>,
+    queries: Queries,
 }
 
 impl Waiting {
@@ -116,10 +132,14 @@ impl Waiting {
                 None => drop(self.asked.insert(peer, answer)),
             },
             Request::Ping(peer, answer) => drop(self.pinged.insert(peer, answer)),
+            Request::Query(query, answer) => match swarm.behaviour_mut().dht.as_mut() {
+                Some(table) => self.queries.ask(table, query, answer),
+                None => drop(answer.send(Err("it takes no part in the DHT".into()))),
+            },
         }
     }
 
-    fn hear(&mut self, event: SwarmEvent<BehaviourEvent>) {
+    fn hear(&mut self, swarm: &mut Swarm<Behaviour>, event: SwarmEvent<BehaviourEvent>) {
         match event {
             SwarmEvent::ConnectionEstablished { peer_id, .. } => {
                 if let Some(answer) = self.dialled.remove(&peer_id) {
@@ -147,14 +167,17 @@ impl Waiting {
                     let _ = answer.send(Err(format!("the relay does not reserve ({reason:?})").into()));
                 }
             }
-            SwarmEvent::Behaviour(event) => self.hear_behaviour(event),
+            SwarmEvent::Behaviour(event) => self.hear_behaviour(swarm, event),
             _ => {}
         }
     }
 
-    fn hear_behaviour(&mut self, event: BehaviourEvent) {
+    fn hear_behaviour(&mut self, swarm: &mut Swarm<Behaviour>, event: BehaviourEvent) {
         match event {
             BehaviourEvent::Identify(identify::Event::Received { peer_id, info, .. }) => {
+                if let Some(table) = swarm.behaviour_mut().dht.as_mut() {
+                    dht::add(table, peer_id, &info.listen_addrs);
+                }
                 let protocols: Vec<String> = info.protocols.iter().map(ToString::to_string).collect();
                 if let Some(answer) = self.asked.remove(&peer_id) {
                     let _ = answer.send(protocols.clone());
@@ -166,6 +189,7 @@ impl Waiting {
                     let _ = answer.send(took.as_secs_f64());
                 }
             }
+            BehaviourEvent::Dht(event) => self.queries.hear(event),
             _ => {}
         }
     }

@@ -1,0 +1,118 @@
+"""Our directory with go-libp2p's and rust-libp2p's Kademlia: each keeps records for the others, and leads to peers.
+
+Skipped where they cannot be built: there is no Go or Rust, or its packages cannot be had.
+"""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import msgpack
+import pytest
+import trio
+from libp2p.peer.id import ID
+
+from llmnode.errors import single_error
+from llmnode.net.directory import _model_key, _peer_key
+from llmnode.node.bench.steered import steer
+from unit.dht_members import DIGEST, member
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from llmnode.node.bench.steered import SteeredPeer
+    from unit.dht_members import Member
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(700)]
+
+PATIENCE_S = 60.0
+MODEL_KEY = _model_key(DIGEST)
+
+
+def played(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        with single_error(), trio.fail_after(PATIENCE_S):
+            await test()
+
+    trio.run(bounded)
+
+
+@asynccontextmanager
+async def their_member(theirs: list[str], contact: Member | None = None) -> AsyncIterator[SteeredPeer]:
+    """A server of the DHT, that has met `contact`."""
+    async with steer([*theirs, "dht"]) as peer:
+        if contact is not None:
+            await peer.tell("connect", address=contact.address)
+            await peer.tell("identify", peer=contact.network.peer)
+        yield peer
+
+
+def peer_key(member: Member) -> str:
+    return _peer_key(member.network.peer).encode().hex()
+
+
+def test_they_keep_what_our_servers_announce_for_our_clients(theirs: list[str]) -> None:
+    async def main() -> None:
+        async with their_member(theirs) as keeper:
+            async with member(keeper.address) as server, member(keeper.address) as other:
+                announced = server.announcement(), other.announcement()
+                await server.directory.publish(server.announcement(age_s=1))
+                await server.directory.publish(announced[0])
+                await other.directory.publish(announced[1])
+            # Who announced is gone: nobody else has it.
+            async with member(keeper.address, listens=False) as client:
+                found = await client.directory.find(DIGEST)
+            assert {each.body for each in found} == {each.body for each in announced}
+
+    played(main)
+
+
+def test_they_find_what_our_servers_announce_in_what_we_keep(theirs: list[str]) -> None:
+    async def main() -> None:
+        async with member() as keeper:
+            async with member(keeper.address) as server:
+                signed = server.announcement()
+                await server.directory.publish(signed)
+            async with their_member(theirs, keeper) as client:
+                assert await client.tell("providers", key=MODEL_KEY) == {"peers": [server.network.peer]}
+                got = await client.tell("get", key=peer_key(server))
+                assert bytes.fromhex(got["value"]) == msgpack.packb((signed.body, signed.signature))
+
+    played(main)
+
+
+def test_we_keep_what_they_announce_and_they_go_on_over_the_same_stream(theirs: list[str]) -> None:
+    async def main() -> None:
+        async with member() as keeper, member(listens=False) as author:
+            signed = author.announcement()
+            record = msgpack.packb((signed.body, signed.signature))
+            async with their_member(theirs, keeper) as server:
+                for _ in range(2):
+                    await server.tell("provide", key=MODEL_KEY)
+                    assert (await server.tell("providers", key=MODEL_KEY))["peers"] == [server.peer]
+                await server.tell("put", key=peer_key(author), value=record.hex())
+                got = await server.tell("get", key=peer_key(author))
+                assert bytes.fromhex(got["value"]) == record
+            async with member(keeper.address, listens=False) as client:
+                dht = client.directory._dht
+                await client.directory._meet_connected()
+                assert {str(each.peer_id) for each in await dht.find_providers(MODEL_KEY)} == {server.peer}
+                assert await dht.get_value(_peer_key(author.network.peer)) == record
+
+    played(main)
+
+
+def test_peers_are_found_through_theirs_and_by_theirs(theirs: list[str]) -> None:
+    async def main() -> None:
+        async with member() as known, their_member(theirs, known) as between, member(between.address) as other:
+            await known.directory._meet_connected()
+            await other.directory._meet_connected()
+            found = None
+            while found is None:  # theirs takes a moment to believe that one is a server
+                found = await other.directory._dht.find_peer(ID.from_string(known.network.peer))
+            assert known.network.addresses[0].startswith(str(found.addrs[0]))
+            async with their_member(theirs, other) as stranger:
+                assert known.network.peer in (await stranger.tell("find", peer=known.network.peer))["peers"]
+
+    played(main)
