@@ -31,40 +31,42 @@ class NextHops:
         self._addresses = addresses
         self._policy = policy
         self._unreached = Bans(policy.redial_s, policy.longest_redial_s)
-        self._proving: set[PeerId] = set()
+        self._proving: dict[PeerId, trio.Event] = {}
         self._proved: dict[PeerId, tuple[Connection, float]] = {}
 
-    async def find(self, peer: PeerId, since_s: float | None) -> Connection:
-        """A connection to `peer`; with `since_s`, at once, and one over which it has answered since then.
+    async def find(self, peer: PeerId, since_s: float, *, again: bool) -> Connection:
+        """A connection to `peer`: one that is there, or, if it is asked for `again`, over which it has answered since.
 
-        Raises PeerError for one that has announced no part of our model, or that cannot be reached, which is found out
-        once for all sessions. It says when to ask again if that is being found out.
+        Raises PeerUnreachable for one that has announced no part of our model, or that cannot be reached, which is
+        found out once for all sessions; PeerRefused if that takes longer than its client should wait: it says when to
+        ask again.
         """
-        addresses = self._addresses(peer)
-        if self._pool is None or addresses is None:
+        addresses, pool = self._addresses(peer), self._pool
+        if pool is None or addresses is None:
             raise PeerUnreachable("not known to serve this model", peer=peer)
-        if since_s is not None:
-            return self._find_again(self._pool, peer, addresses, since_s)
-        if self._unreached.is_banned(peer, trio.current_time()):
-            raise PeerUnreachable("could not be reached lately", peer=peer)
-        try:
-            with trio.fail_after(self._policy.connect_timeout_s):
-                return await self._pool.connect(addresses)
-        except (PeerUnreachable, ConfigError, trio.TooSlowError):  # of what the peer says of itself, and not the user
-            self._unreached.report(peer, trio.current_time())
-            raise PeerUnreachable("cannot be reached from here", peer=peer) from None
-
-    def _find_again(self, pool: ConnectionPool, peer: PeerId, addresses: Sequence[str], since_s: float) -> Connection:
-        connection, proved_s = self._proved.get(peer, (None, 0.0))
-        if connection is not None and proved_s >= since_s and not connection.has_ended:
+        if (connection := self._known(pool, peer, since_s if again else None)) is not None:
             return connection
         if self._unreached.is_banned(peer, trio.current_time()):
             raise PeerUnreachable("could not be reached lately", peer=peer)
         if peer not in self._proving:
-            self._proving.add(peer)
+            self._proving[peer] = trio.Event()
             pool.start_soon(partial(self._prove, pool, peer, addresses))
-        patience_s = self._policy.connect_timeout_s
-        raise PeerRefused(RefusalCode.CANNOT_FORWARD, "is being dialled", retry_after_s=patience_s, peer=peer)
+        if not again:
+            with trio.move_on_after(self._policy.dial_patience_s):
+                await self._proving[peer].wait()
+            if (connection := self._known(pool, peer, since_s)) is not None:
+                return connection
+            if self._unreached.is_banned(peer, trio.current_time()):
+                raise PeerUnreachable("cannot be reached from here", peer=peer)
+        retry_after_s = self._policy.connect_timeout_s
+        raise PeerRefused(RefusalCode.CANNOT_FORWARD, "is being dialled", retry_after_s=retry_after_s, peer=peer)
+
+    def _known(self, pool: ConnectionPool, peer: PeerId, since_s: float | None) -> Connection | None:
+        """Over which it has answered since then; by None, any that is there."""
+        if since_s is None:
+            return next((each for each in pool.living() if each.peer == peer), None)
+        connection, proved_s = self._proved.get(peer, (None, 0.0))
+        return connection if connection is not None and proved_s >= since_s and not connection.has_ended else None
 
     async def _prove(self, pool: ConnectionPool, peer: PeerId, addresses: Sequence[str]) -> None:
         """A connection that is there may be dead without anybody knowing yet: it has to answer."""
@@ -74,9 +76,9 @@ class NextHops:
             with trio.fail_after(timeout_s):
                 connection = await pool.connect(addresses)
                 await connection.best.describe(timeout_s)
-        except (PeerError, ConfigError, trio.TooSlowError):
+        except (PeerError, ConfigError, trio.TooSlowError):  # of what the peer says of itself, and not the user
             self._unreached.report(peer, trio.current_time())
         else:
             self._proved[peer] = connection, trio.current_time()
         finally:
-            self._proving.discard(peer)
+            self._proving.pop(peer).set()

@@ -93,7 +93,7 @@ class ServedSession:
         self._receiver: tuple[Connection, SessionId] | None = None
         self._quiet = False
         self._relayed = RelayedBudget(serving.policy.relayed)
-        self._asked_again_s: float | None = None  # since when it is to push again to whom it could not reach
+        self._asked_s: float | None = None  # since when it is to push to a next hop that it has not found
         self._doing = Frame(FrameType.OPENED, stage.session, stage.epoch)  # what the client waits for an answer to
         self._submitted, self._frames = trio.open_memory_channel[Frame](4 * serving.policy.steps_ahead)
 
@@ -333,11 +333,12 @@ class ServedSession:
             if request.receiver == self._serving.network.peer:
                 raise PeerUnreachable("the next hop is this server itself")
             if request.receiver:
-                since_s = self._asked_again_s or trio.current_time()
-                self._asked_again_s = since_s if request.again else None
-                connection = await self._serving.next_hops.find(PeerId(request.receiver), self._asked_again_s)
+                if not request.again or self._asked_s is None:
+                    self._asked_s = trio.current_time()
+                peer = PeerId(request.receiver)
+                connection = await self._serving.next_hops.find(peer, self._asked_s, again=request.again)
                 self._receiver = connection, SessionId(request.receiver_session)
-                self._asked_again_s = None
+                self._asked_s = None
         except RemoteProtocolError as error:
             await self._send(refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message))
         except PeerError as error:

@@ -118,7 +118,7 @@ async def test_servers_that_cannot_reach_each_other_are_joined_by_the_client() -
 
 
 @simulated
-async def test_servers_that_cannot_reach_each_other_hold_up_no_session_for_longer_than_a_dial() -> None:
+async def test_servers_that_cannot_reach_each_other_hold_up_no_session_for_long() -> None:
     async with world() as swarm, swarm_of_one_each(swarm) as router:
         swarm.internet.block_dials(peer_named("0"), peer_named("1"))
 
@@ -132,8 +132,27 @@ async def test_servers_that_cannot_reach_each_other_hold_up_no_session_for_longe
                 for _ in range(9):
                     nursery.start_soon(open_one)
 
-        assert await timed(open_many) < 5
+        assert await timed(open_many) < 2
         assert await timed(open_one) < 1
+
+
+@simulated
+async def test_a_session_begins_while_its_servers_still_dial_each_other_and_they_push_as_soon_as_they_can() -> None:
+    async with world() as swarm, swarm_of_one_each(swarm) as router:
+        two = peer_named("0"), peer_named("1")
+        swarm.internet.block_dials(*two)
+        began_s = trio.current_time()
+        async with router.open_session(20, Codec.RAW) as session:
+            dialogue = Dialogue(session, random.Random(1))
+            await dialogue.step(1)
+            assert trio.current_time() - began_s < ServePolicy().dial_patience_s + 1
+            assert [timing.direct for timing in session.timings] == [False, False, True], "the client relays meanwhile"
+            await trio.sleep(began_s + 2 - trio.current_time())
+            swarm.internet.mend(*two)  # the answer to what was dialled at first
+            await trio.sleep(ServePolicy().connect_timeout_s)
+            await dialogue.step(1)
+            assert [timing.direct for timing in session.timings] == [False, True, True], "asked again once"
+            assert not session.recoveries
 
 
 @simulated

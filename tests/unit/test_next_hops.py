@@ -35,7 +35,7 @@ async def test_an_address_that_is_none_is_that_of_a_peer_that_cannot_be_reached(
     async with next_hops(f"garbage/p2p/{LIAR}") as hops:
         for reason in ("cannot be reached", "could not be reached lately"):
             with pytest.raises(PeerUnreachable, match=reason):
-                await hops.find(LIAR, since_s=None)
+                await hops.find(LIAR, trio.current_time(), again=False)
 
 
 @in_trio
@@ -43,14 +43,14 @@ async def test_nor_is_it_reached_when_it_is_asked_for_again() -> None:
     async with next_hops(f"garbage/p2p/{LIAR}") as hops:
         asked_s = trio.current_time()
         with pytest.raises(PeerRefused, match="being dialled"):
-            await hops.find(LIAR, asked_s)
+            await hops.find(LIAR, asked_s, again=True)
         await trio.testing.wait_all_tasks_blocked()
         with pytest.raises(PeerUnreachable, match="could not be reached lately"):
-            await hops.find(LIAR, asked_s)
+            await hops.find(LIAR, asked_s, again=True)
 
 
 @in_trio
 async def test_who_has_announced_nothing_is_not_dialled() -> None:
     async with next_hops() as hops:
         with pytest.raises(PeerUnreachable, match="not known to serve"):
-            await hops.find(PeerId("somebody"), since_s=None)
+            await hops.find(PeerId("somebody"), trio.current_time(), again=False)

@@ -274,7 +274,9 @@ class ServePolicy:
     replay_bytes: int = 64 << 20
     """Logged results that one frame may ask for."""
     connect_timeout_s: float = 3.0
-    """To a next hop. The session waits meanwhile, and its client can stand between the two."""
+    """To a next hop, and for its first answer."""
+    dial_patience_s: float = 0.5
+    """A session waits so long for that, some round trips; then its client stands between the two until it is known."""
     redial_s: float = 2.0
     """A next hop that we could not reach, as behind a NAT, is left alone for this long; the next time twice as long."""
     longest_redial_s: float = 60.0
