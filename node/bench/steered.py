@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "tests" / "interop"
 BUILD_S = 600
+"""For the first build, that fetches hundreds of packages."""
 
 
 class PeerFailed(LlmnodeError):
@@ -90,9 +91,13 @@ def _build(tool: str, where_from: str, arguments: Sequence[str]) -> None:
         raise ConfigError(f"{tool} is not installed, so there is no such peer: see {where_from}")
     if not sources.is_dir():
         raise ConfigError(f"{sources} is not there: run this from a checkout of the repository")
-    built = subprocess.run(
-        [tool, *arguments], cwd=sources, capture_output=True, text=True, timeout=BUILD_S, check=False
-    )
+    try:
+        built = subprocess.run(
+            [tool, *arguments], cwd=sources, capture_output=True, text=True, timeout=BUILD_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        again = "what it has fetched stays, so try again"
+        raise ConfigError(f"{tool} build in {sources} took longer than {BUILD_S} s: {again}") from error
     if built.returncode:
         why = built.stderr.strip().splitlines() or ["it did not say why"]
         raise ConfigError(f"{tool} build in {sources} failed: {why[-1]}")
