@@ -74,8 +74,10 @@ class NextHops:
         timeout_s = self._policy.connect_timeout_s
         try:
             with trio.fail_after(timeout_s):
+                was_there = self._known(pool, peer, None) is not None
                 connection = await pool.connect(addresses)
-                await connection.best.describe(timeout_s)
+                if was_there:
+                    await connection.best.describe(timeout_s)
         except (PeerError, ConfigError, trio.TooSlowError):  # of what the peer says of itself, and not the user
             self._unreached.report(peer, trio.current_time())
         else:
