@@ -280,7 +280,6 @@ class ServePolicy:
     redial_s: float = 2.0
     """A next hop that we could not reach, as behind a NAT, is left alone for this long; the next time twice as long."""
     longest_redial_s: float = 60.0
-    """The most that comes to."""
     relayed: RelayedPolicy = field(default_factory=RelayedPolicy)
     """Larger prefills are not pushed through relays, if the client is reached directly."""
     session_idle_s: float = 600.0

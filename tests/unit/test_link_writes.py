@@ -1,0 +1,96 @@
+"""Who writes what a link sends: its sender at once, or the writing task; and in which order it arrives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import trio.testing
+
+from llmnode.core.ids import SESSION_ID_BYTES, SessionId, Step
+from llmnode.core.policy import LinkPolicy
+from llmnode.errors import LocalProtocolError
+from llmnode.net.host import open_network
+from llmnode.net.link import AT_ONCE_BYTES
+from llmnode.wire.frame import Frame, FrameType
+from unit.in_trio import in_trio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LISTEN = "/ip4/127.0.0.1/tcp/0"
+SESSION = SessionId(b"s" * SESSION_ID_BYTES)
+SIZES = (0, 1, 100, AT_ONCE_BYTES // 2, 2000)
+PATIENCE_S = 20
+
+
+def frames(*sizes: int) -> list[Frame]:
+    return [
+        Frame(FrameType.STEP, SESSION, step=Step(number), length=1, payload=bytes([number]) * size)
+        for number, size in enumerate(sizes)
+    ]
+
+
+async def sent(prepare: Callable[[Any], None], given: list[Frame]) -> list[Frame]:
+    """What arrives of `given`, sent over a link for which `prepare` was called when all was quiet."""
+    async with open_network([LISTEN], LinkPolicy()) as far, open_network([], LinkPolicy()) as near:
+        link = await near.dial(far.addresses[0])
+        async with far.accept() as other:
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            prepare(link)
+            with trio.fail_after(PATIENCE_S):
+                for frame in given:
+                    await link.send(frame)
+                return [await other.receive() for _ in given]
+
+
+def without_writing_task(link: Any) -> None:
+    async def write(_data: bytes) -> None:
+        raise AssertionError("left to the writing task")
+
+    link._stream.write = write
+
+
+def taking(most: int) -> Callable[[Any], None]:
+    """A stream that takes no more than so many bytes at once."""
+
+    def prepare(link: Any) -> None:
+        write_at_once = link._stream.write_at_once
+        link._stream.write_at_once = lambda data: write_at_once(data[:most]) if most else 0
+
+    return prepare
+
+
+def same(arrived: list[Frame], given: list[Frame]) -> bool:
+    contents = [[(each.step, bytes(each.payload)) for each in some] for some in (arrived, given)]
+    return contents[0] == contents[1]
+
+
+@in_trio
+async def test_small_frames_are_written_by_who_sends_them() -> None:
+    given = frames(*SIZES)
+    assert same(await sent(without_writing_task, given), given)
+
+
+@pytest.mark.parametrize("most", [0, 1, 50])
+def test_what_the_stream_does_not_take_at_once_follows_in_order(most: int) -> None:
+    given = frames(*SIZES, 2 * AT_ONCE_BYTES, 10)
+
+    async def main() -> None:
+        assert same(await sent(taking(most), given), given)
+
+    trio.run(main)
+
+
+@in_trio
+async def test_a_frame_that_no_link_may_carry_fails_its_sender_alone() -> None:
+    async with open_network([LISTEN], LinkPolicy()) as far, open_network([], LinkPolicy()) as near:
+        link = await near.dial(far.addresses[0])
+        async with far.accept() as other:
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            with pytest.raises(LocalProtocolError):
+                await link.send(Frame(FrameType.STEP, SessionId(b"short")))
+            (given,) = frames(10)
+            await link.send(given)
+            with trio.fail_after(PATIENCE_S):
+                assert same([await other.receive()], [given])
