@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-import trio
 from libp2p.peer.id import ID
 
+from interop.played import played
 from llmnode.core.nat import Nat, Reached
 from llmnode.core.policy import LinkPolicy, ReachPolicy, RelayPolicy
-from llmnode.errors import PeerUnreachable, single_error
+from llmnode.errors import PeerUnreachable
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer, relay_of
 from llmnode.net.host import Libp2pNetwork, open_network
 from llmnode.net.identity import fresh_identity
@@ -22,20 +22,11 @@ from llmnode.node.bench.peers import DIGEST, ECHO, Libp2pNode, _echo, _open_serv
 from llmnode.node.bench.steered import PeerFailed, SteeredPeer, steer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(700)]
 
 TEN_MB = 10_000_000
-PATIENCE_S = 60.0
-
-
-def played(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        with single_error(), trio.fail_after(PATIENCE_S):
-            await test()
-
-    trio.run(bounded)
 
 
 @asynccontextmanager

@@ -10,32 +10,22 @@ from typing import TYPE_CHECKING
 
 import msgpack
 import pytest
-import trio
 from libp2p.peer.id import ID
 
-from llmnode.errors import single_error
+from interop.played import played
 from llmnode.net.directory import _model_key, _peer_key
 from llmnode.node.bench.steered import steer
 from unit.dht_members import DIGEST, member
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator
 
     from llmnode.node.bench.steered import SteeredPeer
     from unit.dht_members import Member
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(700)]
 
-PATIENCE_S = 60.0
 MODEL_KEY = _model_key(DIGEST)
-
-
-def played(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        with single_error(), trio.fail_after(PATIENCE_S):
-            await test()
-
-    trio.run(bounded)
 
 
 @asynccontextmanager

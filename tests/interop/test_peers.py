@@ -9,21 +9,19 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import trio
 
-from llmnode.errors import single_error
+from interop.played import played
 from llmnode.node.bench.peers import ECHO
 from llmnode.node.bench.steered import PeerFailed, python_peer, steer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator
 
     from llmnode.node.bench.steered import SteeredPeer
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(700)]
 
 HUNDRED_MB = 100_000_000
-PATIENCE_S = 100.0
 DIRECTIONS = pytest.mark.parametrize("we_dial", [True, False], ids=["ours dials", "theirs dials"])
 
 
@@ -35,14 +33,6 @@ async def connected(command: list[str], *, we_dial: bool) -> AsyncIterator[tuple
         await dialler.tell("connect", address=listener.address)
         await ours.tell("identify", peer=other.peer)  # who was dialled knows of it a little later
         yield ours, other
-
-
-def played(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        with single_error(), trio.fail_after(PATIENCE_S):
-            await test()
-
-    trio.run(bounded)
 
 
 @DIRECTIONS
