@@ -12,15 +12,16 @@ import pytest
 import trio
 
 from llmnode.core.policy import ClientPolicy, RelayedPolicy, ServePolicy
-from llmnode.errors import ConfigError
+from llmnode.errors import ConfigError, NoRoute
 from llmnode.testing import Conditions, check_coverage, open_world, peer_named
 from simulation.test_direct import ME, opened, punch_all, ways
-from simulation.world import DELAY_S, ROW, SPANS, simulated
+from simulation.world import DELAY_S, ROW, SPANS, simulated, world
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from llmnode.client.session import InferenceSession
+    from llmnode.core.span import Span
     from llmnode.testing import Dialogue, World
 
 RELAYED = RelayedPolicy(prefill_bytes=10 * ROW, step_positions=2)
@@ -135,3 +136,61 @@ async def test_servers_push_long_prompts_through_a_relay_if_the_client_is_behind
     async with relayed_session("allow") as (_, session, dialogue):
         await dialogue.step(PROMPT)
         assert [timing.direct for timing in session.timings] == [False, True, True]
+
+
+@asynccontextmanager
+async def bereaved_session(lost: Span, policy: ClientPolicy) -> AsyncIterator[tuple[World, InferenceSession, Dialogue]]:
+    """It stands at `PROMPT` positions; who held that span has just died, and its only twin is behind a relay."""
+    async with world() as swarm:
+        for index, span in enumerate(SPANS):
+            await swarm.start(f"{index}", span)
+        async with opened(swarm, policy) as (session, dialogue):
+            await dialogue.step(PROMPT)
+            for peer in [ME, *(node.peer for node in swarm.nodes.values())]:
+                swarm.internet.relay(peer, peer_named("twin"))
+            await swarm.start("twin", lost)
+            await check_coverage(swarm)
+            swarm.kill(f"{SPANS.index(lost)}")
+            yield swarm, session, dialogue
+            assert [recovery.taken_over_by for recovery in session.recoveries] == [(peer_named("twin"),)]
+
+
+FIRST_OR_FETCHED = [(SPANS[0], True), (SPANS[1], False), (SPANS[2], False)]
+"""Of these the client gives the replay: what was lost, and whether servers push."""
+
+
+@pytest.mark.parametrize(("lost", "push"), FIRST_OR_FETCHED)
+@simulated
+async def test_a_replay_waits_for_a_direct_way_and_goes_over_it(lost: Span, push: bool) -> None:
+    async with bereaved_session(lost, replace(POLICY, push=push)) as (swarm, session, dialogue):
+        async with trio.open_nursery() as nursery:
+
+            async def punch_later() -> None:
+                await trio.sleep(SOON_S)
+                punch_all(swarm)
+
+            nursery.start_soon(punch_later)
+            assert SOON_S < await timed(lambda: dialogue.step(1)) < RELAYED.patience_s
+        assert ways(session) == {False}
+
+
+@pytest.mark.parametrize(("lost", "push"), FIRST_OR_FETCHED)
+@simulated
+async def test_without_a_direct_way_a_replay_goes_through_the_relay_after_a_while(lost: Span, push: bool) -> None:
+    async with bereaved_session(lost, replace(POLICY, push=push)) as (_, session, dialogue):
+        assert RELAYED.patience_s < await timed(lambda: dialogue.step(1)) < RELAYED.patience_s + 2 * SOON_S
+        assert ways(session) == {True, False}
+
+
+@simulated
+async def test_a_replay_that_may_not_go_through_a_relay_waits_for_others_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    policy = replace(POLICY, relayed=replace(RELAYED, prefill="refuse"))
+    async with bereaved_session(SPANS[0], policy) as (swarm, session, dialogue):
+        with pytest.raises(NoRoute):
+            await session.step(bytes(ROW))
+        assert any("--relayed-prefill allow" in record.message for record in caplog.records)
+        punch_all(swarm)
+        await dialogue.step(1)
+        assert ways(session) == {False}

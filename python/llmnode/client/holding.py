@@ -1,8 +1,9 @@
-"""Prefills that wait for direct connections: a relay is for small messages, and others use it too."""
+"""Prefills and replays that wait for direct connections: a relay is for small messages, and others use it too."""
 
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import trio
@@ -37,21 +38,21 @@ class RelayedHold:
         self._budget = RelayedBudget(policy)
         self._waited: set[Connection] = set()
 
-    async def pass_when_allowed(self, hops: Sequence[SessionHop], positions: int, size_bytes: int) -> None:
-        """Before so much is sent through `hops`: wait for direct connections, once for each that is relayed.
+    async def pass_when_allowed(self, chain: Sequence[SessionHop | None], positions: int, size_bytes: int) -> None:
+        """Before so much goes along `chain`, where None is us: wait for direct connections, once for each relayed one.
 
         Raises ConfigError if it may not go through a relay, or the relay would end the circuit.
         """
         if positions <= self._policy.step_positions or self._policy.prefill == "allow":
             return
-        if not (relayed := _relayed(hops)):
+        if not (relayed := _relayed(chain)):
             return
         if not _cut(relayed, size_bytes) and self._budget.allows(positions, size_bytes, trio.current_time()):
             return
         if new := [connection for connection in relayed if connection not in self._waited]:
             self._waited.update(new)
             await self._wait(new)
-            if not (relayed := _relayed(hops)):
+            if not (relayed := _relayed(chain)):
                 return
         cut = _cut(relayed, size_bytes)
         peers = ", ".join(str(connection.peer) for connection in relayed)
@@ -75,11 +76,8 @@ def _cut(connections: Sequence[Connection], size_bytes: int) -> bool:
     return any(would_cut(connection.relay_limit_bytes, size_bytes) for connection in connections)
 
 
-def _relayed(hops: Sequence[SessionHop]) -> list[Connection]:
-    """Connections through relays that hidden states of a step go over: those that hops push do not come here."""
-    ends = {0, len(hops) - 1}
-    for index, hop in enumerate(hops[:-1]):
-        if not hop.pushing.works:
-            ends |= {index, index + 1}
-    ways = [hops[index].connection.best for index in sorted(ends) if hops[index].failure is None]
+def _relayed(chain: Sequence[SessionHop | None]) -> list[Connection]:
+    """Connections through relays that hidden states go over: those that one hop pushes to the next do not come here."""
+    here = [hop for pair in pairwise(chain) if pair[0] is None or not pair[0].pushing.works for hop in pair]
+    ways = [hop.connection.best for hop in here if hop is not None and hop.failure is None]
     return [way for way in dict.fromkeys(ways) if way.relayed]

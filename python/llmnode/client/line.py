@@ -5,16 +5,18 @@ What the session does with them is in `session.py`; how one that is lost is repl
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import trio
 
 from llmnode.client.chunk import Chunk
 from llmnode.client.flight import fly
+from llmnode.client.holding import RelayedHold
 from llmnode.client.hop import SessionHop
 from llmnode.core.ids import Epoch, Step
-from llmnode.errors import LocalProtocolError, SessionClosed, single_error
-from llmnode.wire.payload import HiddenForm
+from llmnode.errors import ConfigError, LocalProtocolError, PeerUnreachable, SessionClosed, single_error
+from llmnode.wire.payload import HiddenForm, payload_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from llmnode.wire.frame import Buffer
     from llmnode.wire.log import PayloadLog
     from llmnode.wire.payload import Codec
+
+log = logging.getLogger(__name__)
 
 
 class Line:
@@ -63,6 +67,7 @@ class Line:
         self.ended: LlmnodeError | None = None
         """Why nothing more can be done with it."""
         self._introduce = introduce
+        self._relayed = RelayedHold(policy.relayed)
 
     @property
     def lost(self) -> SessionHop | None:
@@ -111,12 +116,8 @@ class Line:
 
         Raises the PeerError of a hop that is lost by that.
         """
-        moving = [hop for hop in self.hops if hop.has_better_way]
-        if moving and (self.spot is None or not self.spot.is_busy):  # a check asks over what it found
-            with single_error():
-                async with trio.open_nursery() as nursery:
-                    for hop in moving:
-                        nursery.start_soon(hop.take_better_way, self.epoch, self.step, self.position)
+        if self.spot is None or not self.spot.is_busy:  # a check asks over what it found
+            await self._move(self.hops, self.step, self.position)
         if any(hop.pushing.has_failed for hop in self.hops):
             await self.line_up()
 
@@ -162,6 +163,7 @@ class Line:
         try:
             if self.policy.upstream_logs:
                 await self._tell([*until_lost[-2:], *hops, None], quiet=True)
+            await self._hold_replay(until_lost[-1], hops)
             start = 0
             flights: list[Flight] = []
             for step, (origin, length) in enumerate(self._replays(until_lost[-1], lost.inputs)):
@@ -178,6 +180,14 @@ class Line:
         self.hops[index : index + 1] = hops
         return hops
 
+    async def hold_from_relays(self, chain: Sequence[SessionHop | None], positions: int) -> None:
+        """Wait with so many positions that are to go along `chain`, where None is us, see `holding.py`.
+
+        Raises ConfigError.
+        """
+        size_bytes = payload_bytes(self.form.codec, positions * self.model.hidden_size)
+        await self._relayed.pass_when_allowed(chain, positions, size_bytes)
+
     async def land(self, flight: Flight) -> None:
         """All hops have computed the chunk: the line stands after it now. Raises as `_take_receipts` does."""
         await self._take_receipts(flight, self.hops, replay=False)
@@ -189,6 +199,24 @@ class Line:
         with trio.move_on_after(self.policy.open_timeout_s, shield=True):
             for hop in hops:
                 await hop.close()
+
+    async def _hold_replay(self, before: SessionHop | None, hops: Sequence[SessionHop]) -> None:
+        """Before all positions go through new `hops`, which stand at their first. Raises PeerError."""
+        try:
+            await self.hold_from_relays([before if self.policy.upstream_logs else None, *hops], self.position)
+        except ConfigError as error:  # of the way there: others may be nearer
+            log.warning("%s", error)
+            relayed = next((hop for hop in hops if hop.connection.best.relayed), hops[0])
+            raise PeerUnreachable(str(error), peer=relayed.hop.peer, span=relayed.hop.span) from error
+        await self._move(hops, Step(0), 0)
+
+    async def _move(self, hops: Sequence[SessionHop], step: Step, position: int) -> None:
+        """Have those that there is a direct connection to by now go on over it. Raises PeerError."""
+        if moving := [hop for hop in hops if hop.has_better_way]:
+            with single_error():
+                async with trio.open_nursery() as nursery:
+                    for hop in moving:
+                        nursery.start_soon(hop.take_better_way, self.epoch, step, position)
 
     async def _open_hops(self, route: Route, connections: Mapping[PeerId, Connection]) -> list[SessionHop]:
         """Raises the PeerError of one that does not open; then none is left open."""

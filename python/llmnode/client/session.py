@@ -17,7 +17,6 @@ import trio
 
 from llmnode.client import handover
 from llmnode.client.flight import fly
-from llmnode.client.holding import RelayedHold
 from llmnode.client.line import Line
 from llmnode.client.mending import Mender
 from llmnode.client.recovery import Trouble
@@ -31,7 +30,7 @@ from llmnode.errors import (
     SessionLost,
     single_error,
 )
-from llmnode.wire.payload import decode_hidden, payload_bytes
+from llmnode.wire.payload import decode_hidden
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -80,7 +79,6 @@ class InferenceSession:
         introduce = detours.introduce if detours is not None else None
         self._line = Line(model, max_length, codec, policy, introduce=introduce, book=book, spot=spot)
         self._mender = Mender(self._line, detours)
-        self._relayed = RelayedHold(policy.relayed)
         self._is_exported = False
 
     @property
@@ -135,8 +133,7 @@ class InferenceSession:
             raise LocalProtocolError(
                 f"{len(hidden)} bytes ({row_bytes} a position) at position {self.position} of {self.max_length}"
             )
-        size_bytes = payload_bytes(self._line.form.codec, length * self._line.model.hidden_size)
-        await self._relayed.pass_when_allowed(self._line.hops, length, size_bytes)
+        await self._line.hold_from_relays([None, *self._line.hops, None], length)
         waiting = deque(self._chunks(hidden))
         outputs: list[Buffer] = []
         with single_error():
