@@ -106,7 +106,7 @@ def _joined(*linears: torch.nn.Linear) -> torch.nn.Linear:
 
 
 def _product(module: torch.nn.Module) -> Mapped:
-    if isinstance(module, torch.nn.Linear):
+    if isinstance(module, torch.nn.Linear) and "forward" not in vars(module):  # else it is by `products.py`
         return partial(linear, weight=module.weight, bias=module.bias)
     return module.forward
 

@@ -17,6 +17,7 @@ from llmnode.core.span import Span
 from llmnode.errors import ModelError
 from llmnode.models.families import Family, family_of
 from llmnode.models.fused import FusedBlock, FusedEnds, join_products
+from llmnode.models.products import use_fastest
 from llmnode.models.quantized import check_quantizable, quantize_block
 from llmnode.models.stored import read_parameters
 
@@ -137,7 +138,9 @@ def load_span(
     _remove_blocks(decoder, family)
     _check_transparent(folder, decoder, dtype)
     setattr(decoder, family.blocks, blocks[span.start : span.end])
-    return SpanModel(decoder.requires_grad_(False).to(device), family, span, dtype, attention)
+    decoder.requires_grad_(False).to(device)
+    use_fastest(decoder)
+    return SpanModel(decoder, family, span, dtype, attention)
 
 
 def load_ends(folder: ModelFolder, dtype: torch.dtype = torch.float32) -> Ends:

@@ -1,0 +1,138 @@
+"""Products with the weights of linear layers on a CPU, for a few rows at a time: decodes of several sessions, and parts
+of prefills beside them.
+
+For one row BLAS reads the weight and is done. For a few it first lays the weight out anew, which takes longer than the
+product itself: 8 rows cost 2.4 times one. The same product in another form, over the weight as it is stored, does
+without much of that: 1.5 times. Which form is the fastest for how many rows depends on shape, dtype, threads and
+machine, so it is measured when the weights have been read. The numbers are the same but for the order of sums.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import time
+from collections import defaultdict
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import linear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    Form = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    """Of rows (..., inputs), a weight (outputs, inputs) and perhaps a bias (outputs), to (..., outputs)."""
+    Kind = tuple[torch.Size, torch.dtype]
+    """Of weights that are alike."""
+
+LEAST_BYTES = 1 << 18
+"""Smaller weights stay in a cache, and all forms are alike."""
+MOST_PART = 128
+"""Outputs of a part: enough for a call to BLAS, few enough for its copy of them to stay in a cache."""
+LEAST_PART = 32
+LEAST_BITS, MOST_BITS = 3, 4
+"""Of a number of rows that has a choice of forms: 4 to 15. Fewer and more are best as they are."""
+ROUNDS = 3
+"""So often each form is measured for a number of rows."""
+PASS_BYTES = 100 << 20
+"""Of weights in a round: more than a cache keeps until the next one."""
+GAIN = 0.9
+"""Another form must take less than this part of the time of the usual one."""
+
+
+def turned(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The weight times the rows as columns."""
+    columns = rows.reshape(-1, rows.shape[-1]).t()
+    product = torch.mm(weight, columns) if bias is None else torch.addmm(bias[:, None], weight, columns)
+    return product.t().reshape(*rows.shape[:-1], -1)
+
+
+def in_parts(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Some outputs after the other, all in one call. Not for weights that have no `part_of`."""
+    size = part_of(len(weight))
+    assert size is not None
+    parts = weight.view(-1, size, weight.shape[1]).transpose(1, 2)
+    flat = rows.reshape(-1, rows.shape[-1])
+    product = torch.bmm(flat.expand(len(parts), *flat.shape), parts).transpose(0, 1).reshape(*rows.shape[:-1], -1)
+    return product if bias is None else product.add_(bias)
+
+
+@cache
+def part_of(outputs: int) -> int | None:
+    """How many of so many outputs are a part, if they can be divided."""
+    return next((size for size in range(MOST_PART, LEAST_PART - 1, -1) if outputs % size == 0), None)
+
+
+def use_fastest(blocks: torch.nn.Module, clock: Callable[[], float] = time.thread_time) -> None:
+    """Have all linear layers in `blocks` multiply in the forms that are fastest here. Takes some tenths of a second."""
+    layers = [each for each in blocks.modules() if isinstance(each, torch.nn.Linear) and _has_choice(each.weight)]
+    if layers:
+        forms = fastest([layer.weight for layer in layers], clock)
+        for layer in layers:
+            layer.forward = Product(layer, forms[_kind(layer.weight)])  # type: ignore[method-assign]
+
+
+class Product:
+    """What a linear layer does, in the form for as many rows as there are: `forms` are by their number's bit length."""
+
+    __slots__ = ("_bias", "_forms", "_weight")
+
+    def __init__(self, layer: torch.nn.Linear, forms: Sequence[Form]) -> None:
+        self._weight, self._bias, self._forms = layer.weight, layer.bias, forms
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:  # as torch names it
+        bits = (input.numel() // input.shape[-1]).bit_length()
+        form = self._forms[bits] if bits <= MOST_BITS else linear
+        return form(input, self._weight, self._bias)
+
+
+@torch.inference_mode()
+def fastest(weights: Sequence[torch.Tensor], clock: Callable[[], float]) -> Mapping[Kind, Sequence[Form]]:
+    """For each kind of `weights`, the form for products with rows of so many bits in length.
+
+    All are multiplied in turn, as in a forward: one that was just used is still in a cache.
+    """
+    ends = [*itertools.accumulate(weight.nbytes for weight in weights)]
+    passed = weights[: bisect.bisect_left(ends, PASS_BYTES) + 1]
+    chosen: dict[Kind, list[Form]] = {_kind(weight): [linear] * LEAST_BITS for weight in weights}
+    for bits in range(LEAST_BITS, MOST_BITS + 1):
+        took_s = _measured(passed, 3 << bits - 2, clock)  # in the middle of those with so many bits
+        for kind, forms in chosen.items():
+            of_kind = {form: took_s[kind, form] for form in _forms() if (kind, form) in took_s}
+            best = min(of_kind, key=lambda form: of_kind[form], default=linear)
+            forms.append(best if of_kind and of_kind[best] < GAIN * of_kind[linear] else linear)
+    return chosen
+
+
+def _measured(
+    weights: Sequence[torch.Tensor], rows: int, clock: Callable[[], float]
+) -> Mapping[tuple[Kind, Form], float]:
+    """The least time that all of a kind took in one pass."""
+    inputs = {_kind(weight): weight.new_ones(rows, weight.shape[1]) for weight in weights}
+    took_s: dict[tuple[Kind, Form], float] = {}
+    for _, form in itertools.product(range(ROUNDS), _forms()):
+        of_pass: dict[Kind, float] = defaultdict(float)
+        for weight in weights:
+            if form is in_parts and part_of(len(weight)) is None:
+                continue
+            since_s = clock()
+            form(inputs[_kind(weight)], weight, None)
+            of_pass[_kind(weight)] += clock() - since_s
+        for kind, seconds in of_pass.items():
+            took_s[kind, form] = min(took_s.get((kind, form), math.inf), seconds)
+    return took_s
+
+
+def _forms() -> Sequence[Form]:
+    return linear, turned, in_parts
+
+
+def _kind(weight: torch.Tensor) -> Kind:
+    return weight.shape, weight.dtype
+
+
+def _has_choice(weight: torch.Tensor) -> bool:
+    return weight.is_cpu and weight.is_floating_point() and weight.is_contiguous() and weight.nbytes >= LEAST_BYTES
