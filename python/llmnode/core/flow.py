@@ -5,8 +5,8 @@ On a fast line as much as makes few calls, on a slow one no more than passes in 
 
 from __future__ import annotations
 
-SMALL_BYTES = 1 << 14
-"""What is no larger goes out before all that still waits for the socket."""
+SMALL_BYTES = 3 << 13
+"""What is no larger, as 16 KiB of hidden states with their headers, goes out before all that waits for the socket."""
 GENTLE_S = 1.0
 """After something small amid a bulk, so long no more of the bulk is on its way than the other side takes in soon."""
 AMID_S = 0.5
