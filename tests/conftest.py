@@ -1,6 +1,38 @@
-"""What holds for all tests."""
+"""What holds for all tests, and what transformers says of the embedded model."""
+
+from __future__ import annotations
 
 import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from llmnode.models.folder import ModelFolder
+    from llmnode.node.bench.exact import Reference
 
 # A shell has what it starts in the background ignore Ctrl-C, and so would the processes that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def folder() -> ModelFolder:
+    from llmnode.models.embedded import open_embedded  # which imports torch: few tests ask for it
+
+    return open_embedded()
+
+
+@pytest.fixture(scope="session")
+def reference(folder: ModelFolder) -> Reference:
+    import torch
+
+    from llmnode.node.bench.exact import Reference
+
+    torch.set_num_threads(1)
+    return Reference(folder.path)
+
+
+@pytest.fixture(scope="session")
+def transformers_model(reference: Reference) -> Any:  # Any: as transformers types it
+    """The whole model in this process, as transformers loads it."""
+    return reference.model

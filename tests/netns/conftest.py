@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from netns.internet import Internet
 
-folder, no_settings, transformers_model = of_processes.folder, of_processes.no_settings, of_processes.transformers_model
+no_settings = of_processes.no_settings
 CROSSINGS = pytest.StashKey[list[Crossing]]()
 
 

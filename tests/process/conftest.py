@@ -1,4 +1,4 @@
-"""Real nodes on loopback, started as a user would start them, and what transformers says of the same model."""
+"""Real nodes on loopback, started as a user would start them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
+import llmnode
 from llmnode.core.span import Span
 from llmnode.node.settings import without_settings
 
@@ -37,12 +37,15 @@ class Node:
         return address
 
     def wait_ready(self) -> None:
+        self.ready = self.next_event("ready")
+
+    def next_event(self, name: str) -> dict[str, Any]:
+        """What it says under this name, when it does."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            event = json.loads(line)
-            if event["event"] == "ready":
-                self.ready = event
-                return
+            event: dict[str, Any] = json.loads(line)
+            if event.pop("event") == name:
+                return event
         pytest.fail(f"the server ended: {self.process.stderr.read() if self.process.stderr else ''}")
 
     def stop(self) -> None:
@@ -58,9 +61,9 @@ def no_settings() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def start_servers() -> Iterator[Callable[..., list[Node]]]:
-    """Start a server for each span, and wait until all are ready; they are stopped after the module's tests."""
+@contextlib.contextmanager
+def serving() -> Iterator[Callable[..., list[Node]]]:
+    """To start a server for each span, and wait until all are ready; they are stopped when the context ends."""
     started: list[Node] = []
 
     def start(
@@ -75,6 +78,7 @@ def start_servers() -> Iterator[Callable[..., list[Node]]]:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
                     text=True,
+                    env=without_settings(os.environ),
                 )
             )
             for span in spans
@@ -89,17 +93,35 @@ def start_servers() -> Iterator[Callable[..., list[Node]]]:
         node.stop()
 
 
+@pytest.fixture(scope="module")
+def start_servers() -> Iterator[Callable[..., list[Node]]]:
+    """For servers of a module's own."""
+    with serving() as start:
+        yield start
+
+
 @pytest.fixture(scope="session")
-def folder() -> Any:  # Any: torch and transformers are imported by what asks for it
-    from llmnode.models.embedded import open_embedded
-
-    return open_embedded()
+def nodes() -> Iterator[list[Node]]:
+    """Two unequal servers, the second of which knows the first, for all tests that leave them as they were."""
+    with serving() as start:
+        (first,) = start([Span(0, 12)])
+        yield [first, *start([Span(12, 30)], peers=[first.address])]
 
 
 @pytest.fixture(scope="session")
-def transformers_model(folder: Any) -> Any:
-    """The whole model in this process, as transformers loads it."""
-    from transformers import AutoModelForCausalLM
+def peers(nodes: list[Node]) -> list[str]:
+    return [node.address for node in nodes]
 
-    torch.set_num_threads(1)
-    return AutoModelForCausalLM.from_pretrained(folder.path, local_files_only=True).eval()
+
+@pytest.fixture(scope="module")
+def model(peers: list[str]) -> Iterator[llmnode.DistributedModelForCausalLM]:
+    with llmnode.connect(peers=peers) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="session")
+def tokenizer(folder: Any) -> Any:
+    """As transformers loads it, for batches."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder.path, padding_side="left")

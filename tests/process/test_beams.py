@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import trio
-from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import llmnode
 from llmnode.client.cache import SessionCache
-from llmnode.core.span import Span
 from llmnode.errors import PeerRefused
 from llmnode.node.bench.replicas import replicas, start_all
 from llmnode.node.several import beginnings
@@ -27,18 +26,6 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 NEW_TOKENS = 12
 TEXTS = ["Once upon a time there was a king who", "The capital of France is"]
 """Of unequal lengths."""
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Any) -> Any:
-    return AutoTokenizer.from_pretrained(folder.path, padding_side="left")
-
-
-@pytest.fixture(scope="module")
-def model(start_servers: Callable[..., list[Any]]) -> Iterator[llmnode.DistributedModelForCausalLM]:
-    peers = [node.address for node in start_servers([Span(0, 11), Span(11, 30)])]
-    with llmnode.connect(peers=peers) as connected:
-        yield connected
 
 
 def check_beams(ours: Any, theirs: Any) -> None:

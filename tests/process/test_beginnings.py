@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from transformers import AutoTokenizer
 
 import llmnode
 from llmnode.core.span import Span
@@ -32,20 +31,10 @@ OTHER = "Once upon a time"
 NEW_TOKENS = 8
 
 
-@pytest.fixture(scope="module")
-def addresses(start_servers: Callable[..., list[Any]]) -> list[str]:
-    return [node.address for node in start_servers([Span(0, 12), Span(12, 30)])]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Any) -> Any:
-    return AutoTokenizer.from_pretrained(folder.path, padding_side="left")
-
-
-def generated(addresses: Sequence[str], prompts: Path, *options: str) -> list[dict[str, Any]]:
+def generated(peers: Sequence[str], prompts: Path, *options: str) -> list[dict[str, Any]]:
     """What `llmnode generate` prints of each text."""
     command = [*GENERATE, "--prompts", str(prompts), "--max-new-tokens", str(NEW_TOKENS), *options, "--peers"]
-    done = subprocess.run([*command, *addresses], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*command, *peers], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -72,11 +61,11 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_prompts_of_a_file_that_begin_alike_are_run_from_where_they_part(
-    addresses: list[str], file: Path, transformers_model: Any, tokenizer: Any
+    peers: list[str], file: Path, transformers_model: Any, tokenizer: Any
 ) -> None:
-    before = described(addresses)
-    answers = generated(addresses, file)
-    after = described(addresses)
+    before = described(peers)
+    answers = generated(peers, file)
+    after = described(peers)
     texts = [answer["token_ids"] for answer in answers]
     assert texts == greedy(transformers_model, tokenizer, [*PROMPTS, OTHER])
     prompts = [answer["prompt_token_ids"] for answer in answers]
@@ -87,16 +76,16 @@ def test_prompts_of_a_file_that_begin_alike_are_run_from_where_they_part(
     assert [each.kv_tokens_free for each in after] == [each.kv_tokens_free for each in before]
 
 
-def test_samples_go_on_from_their_prompt_and_that_from_what_prompts_share(addresses: list[str], file: Path) -> None:
-    before = positions(addresses)
+def test_samples_go_on_from_their_prompt_and_that_from_what_prompts_share(peers: list[str], file: Path) -> None:
+    before = positions(peers)
     options = ["--samples", "2", "--temperature", "0.9", "--seed", "3"]
-    answers = generated(addresses, file, *options)
+    answers = generated(peers, file, *options)
     prompts = [answer["prompt_token_ids"] for answer in answers[::2]]
     own = [len(prompt) - shared_tokens(prompts[:-1]) for prompt in prompts[:-1]]
     runs = shared_tokens(prompts[:-1]) + sum(own) + len(prompts[-1]) + len(PROMPTS) + 1  # each runs the last token
     expected = runs + sum(len(answer["token_ids"]) - 1 for answer in answers)
-    assert [now - then for now, then in zip(positions(addresses), before, strict=True)] == [expected] * 2
-    assert answers == generated(addresses, file, *options, "--at-once", "1")
+    assert [now - then for now, then in zip(positions(peers), before, strict=True)] == [expected] * 2
+    assert answers == generated(peers, file, *options, "--at-once", "1")
 
 
 def test_texts_share_nothing_where_there_is_no_room_for_what_they_share(
@@ -118,15 +107,15 @@ def test_texts_share_nothing_where_there_is_no_room_for_what_they_share(
 
 
 def test_what_a_batch_of_rows_begins_with_is_run_once(
-    addresses: list[str], transformers_model: Any, tokenizer: Any
+    peers: list[str], transformers_model: Any, tokenizer: Any
 ) -> None:
     texts = [PROMPTS[0], OTHER, *PROMPTS[1:], PROMPTS[0]]
     inputs = tokenizer(texts, return_tensors="pt", padding=True)
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-    with llmnode.connect(peers=addresses) as model:
-        before = positions(addresses)
+    with llmnode.connect(peers=peers) as model:
+        before = positions(peers)
         chosen = model.generate(**inputs, **options)
-        computed = [now - then for now, then in zip(positions(addresses), before, strict=True)]
+        computed = [now - then for now, then in zip(positions(peers), before, strict=True)]
     assert chosen.tolist() == transformers_model.generate(**inputs, **options).tolist()
     prompts = tokenizer(PROMPTS).input_ids
     once = sum(map(len, prompts)) - (len(PROMPTS) - 1) * shared_tokens(prompts) + len(tokenizer(OTHER).input_ids)
@@ -134,10 +123,10 @@ def test_what_a_batch_of_rows_begins_with_is_run_once(
 
 
 def test_scores_of_all_positions_are_those_of_rows_that_share_none(
-    addresses: list[str], transformers_model: Any, tokenizer: Any
+    peers: list[str], transformers_model: Any, tokenizer: Any
 ) -> None:
     inputs = tokenizer([*PROMPTS, OTHER], return_tensors="pt", padding=True)
-    with llmnode.connect(peers=addresses) as model:
+    with llmnode.connect(peers=peers) as model:
         scores = model(**inputs).logits
     real = inputs.attention_mask.bool()
     assert (scores[real] - transformers_model(**inputs).logits[real]).abs().max() < 1e-3

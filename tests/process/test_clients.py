@@ -7,20 +7,21 @@ import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import trio
 
-from llmnode.core.policy import LinkPolicy
-from llmnode.core.span import Span
+from llmnode.core.policy import LinkPolicy, ServePolicy
 from llmnode.net.host import open_network
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Description, unpack
-from process.test_exact import NEAR_TIE_LIMIT, PROMPTS, _count_near_ties, _generate, epsilon, prompts  # noqa: F401 - fixtures, for a token that differs
+from process.test_exact import NEAR_TIE_LIMIT, PROMPTS, check
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from llmnode.node.bench.exact import Reference
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -33,12 +34,6 @@ ENDLESS = "3000"
 """Tokens; nobody waits for them."""
 MARGIN_S = 2.0
 """Beyond the link's silence, for a machine that is busy."""
-
-
-@pytest.fixture(scope="module")
-def peers(start_servers: Callable[..., list[Any]]) -> list[str]:
-    """Unevenly cut."""
-    return [node.address for node in start_servers([Span(0, 11), Span(11, 30)])]
 
 
 @pytest.fixture
@@ -60,22 +55,22 @@ def start_client(peers: list[str]) -> Iterator[Callable[..., subprocess.Popen[st
 
 
 def test_five_clients_at_once_are_each_exact(
-    start_client: Callable[..., subprocess.Popen[str]], transformers_model: Any, request: pytest.FixtureRequest
+    start_client: Callable[..., subprocess.Popen[str]], reference: Reference
 ) -> None:
     clients = [start_client(prompt, NEW_TOKENS) for prompt in CLIENTS]
-    near_ties = positions = 0
+    prompts, chosen = [], []
     for prompt, client in zip(CLIENTS, clients, strict=True):
         out, said = client.communicate()
         assert client.returncode == 0, said
         answer = json.loads(out)
         assert answer["prompt"] == prompt
-        ids, chosen = answer["prompt_token_ids"], answer["token_ids"]
-        reference = _generate(transformers_model, ids)[: len(chosen)]  # a client stops at the end of the text
-        assert len(chosen) == NEW_TOKENS or chosen[-1] == transformers_model.generation_config.eos_token_id
-        positions += len(chosen)
-        if chosen != reference:
-            near_ties += _count_near_ties(transformers_model, ids, chosen, request.getfixturevalue("epsilon"))
-    assert near_ties <= NEAR_TIE_LIMIT * positions
+        prompts.append(answer["prompt_token_ids"])
+        chosen.append(answer["token_ids"])
+        ended = chosen[-1][-1] == reference.model.generation_config.eos_token_id
+        assert len(chosen[-1]) == NEW_TOKENS or ended
+    near_ties, wrong = check(reference, prompts, chosen)
+    assert wrong == 0
+    assert near_ties <= NEAR_TIE_LIMIT * sum(map(len, chosen))
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
@@ -83,7 +78,8 @@ def test_a_client_that_vanishes_in_the_middle_leaves_no_kv(
     end: signal.Signals, peers: list[str], start_client: Callable[..., subprocess.Popen[str]]
 ) -> None:
     """Killed, the system ends its connections; frozen, they stay open, and only its silence tells."""
-    full = trio.run(_kv_tokens_free, peers)
+    full = [ServePolicy().kv_tokens] * len(peers)
+    trio.run(_until_free, peers, full)
     client = start_client(PROMPTS[0], ENDLESS)
     assert client.stderr is not None
     shown = client.stderr.read(len(PROMPTS[0]) + 20)  # the prompt, and words that came through the servers

@@ -24,11 +24,6 @@ PROMPT = "A prompt that is so long that it would be a waste to compute it anew f
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.fixture(scope="module")
-def nodes(start_servers: Callable[..., list[Any]]) -> list[Any]:
-    return start_servers([Span(0, 12), Span(12, 30)])
-
-
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
@@ -102,8 +97,7 @@ def test_a_server_that_others_cannot_dial_is_told_so_and_what_to_do(nodes: list[
 def test_a_server_says_what_it_has_open_when_it_is_signalled(nodes: list[Any]) -> None:
     for node in nodes:
         node.process.send_signal(signal.SIGUSR1)
-        event = json.loads(node.process.stdout.readline())
-        assert event.pop("event") == "readout"
+        event = node.next_event("readout")
         assert (event["sessions"], event["kv_tokens_reserved"]) == (0, 0)
         assert set(event) == {
             "sessions", "kv_tokens_reserved", "links", "relayed", "connections", "streams", "tasks", "files", "peers",

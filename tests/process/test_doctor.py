@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llmnode.core.span import Span
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -42,13 +40,6 @@ def nobody() -> str:
     """An address where nothing listens any more."""
     with closing(socket.create_server(("127.0.0.1", 0))) as ended:
         return f"/ip4/127.0.0.1/tcp/{ended.getsockname()[1]}/p2p/{NOBODY}"
-
-
-@pytest.fixture(scope="module")
-def nodes(start_servers: Callable[..., list[Any]]) -> list[Any]:
-    """The second knows the first."""
-    first = start_servers([Span(0, 12)])
-    return [*first, *start_servers([Span(12, 30)], peers=[first[0].address])]
 
 
 def test_all_is_well_and_the_peers_of_the_file_are_asked(nodes: list[Any], tmp_path: Path) -> None:

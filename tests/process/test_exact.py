@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 import trio
 
 from llmnode.client.connect import aconnect, load_parts
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from llmnode.client.connect import Client
+    from llmnode.node.bench.exact import Reference
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -34,22 +34,6 @@ def prompts(folder: Any) -> list[list[int]]:
     return [parts.tokenizer.encode(text) for text in PROMPTS]
 
 
-@pytest.fixture(scope="module")
-def epsilon(transformers_model: Any, prompts: list[list[int]]) -> float:
-    """4 x the largest deviation of a score between one forward over all positions and one a position."""
-    sequence = torch.tensor([prompts[0] + _generate(transformers_model, prompts[0])])
-    with torch.inference_mode():
-        whole = transformers_model(sequence).logits[0]
-        cache = None
-        deviation = 0.0
-        for position in range(sequence.shape[1]):
-            output = transformers_model(sequence[:, position : position + 1], past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            deviation = max(deviation, (output.logits[0, 0] - whole[position]).abs().max().item())
-    assert 0 < deviation < 0.01
-    return 4 * deviation
-
-
 @pytest.mark.parametrize(
     "edges",
     [(0, 30), (0, 7, 30), (0, 14, 19, 30), (0, 3, 11, 12, 25, 30)],
@@ -58,9 +42,8 @@ def epsilon(transformers_model: Any, prompts: list[list[int]]) -> float:
 def test_greedy_tokens_are_those_of_transformers(
     edges: tuple[int, ...],
     start_servers: Callable[..., list[Any]],
-    transformers_model: Any,
+    reference: Reference,
     prompts: list[list[int]],
-    epsilon: float,
     record_property: Callable[[str, object], None],
 ) -> None:
     nodes = start_servers([Span(start, end) for start, end in pairwise(edges)])
@@ -69,12 +52,20 @@ def test_greedy_tokens_are_those_of_transformers(
     finally:
         for node in nodes:
             node.stop()
-    near_ties = sum(
-        _count_near_ties(transformers_model, prompt, tokens, epsilon)
-        for prompt, tokens in zip(prompts, chosen, strict=True)
-    )
+    assert all(len(tokens) == NEW_TOKENS for tokens in chosen)
+    near_ties, wrong = check(reference, prompts, chosen)
     record_property("near_ties", near_ties)
+    assert wrong == 0
     assert near_ties <= NEAR_TIE_LIMIT * NEW_TOKENS * len(prompts)
+
+
+def check(reference: Reference, prompts: Sequence[list[int]], chosen: Sequence[list[int]]) -> tuple[int, int]:
+    """Of the tokens chosen after each prompt, those that transformers decides otherwise: near ties, and others."""
+    judged = [
+        reference.judge([*prompt, *tokens], range(len(prompt), len(prompt) + len(tokens)))
+        for prompt, tokens in zip(prompts, chosen, strict=True)
+    ]
+    return sum(ties for ties, _ in judged), sum(wrong for _, wrong in judged)
 
 
 async def _generate_all(addresses: Sequence[str], prompts: Sequence[list[int]]) -> list[list[int]]:
@@ -97,33 +88,3 @@ async def _generate_all(addresses: Sequence[str], prompts: Sequence[list[int]]) 
                 nursery.start_soon(generate_one, client, index)
     assert went_direct > len(prompts) / 2, "servers that have just started hear of each other while the first ones run"
     return [chosen[index] for index in range(len(prompts))]
-
-
-@torch.inference_mode()
-def _generate(model: Any, prompt: list[int]) -> list[int]:
-    output = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=None,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return [int(token) for token in output[0, len(prompt) :]]
-
-
-@torch.inference_mode()
-def _count_near_ties(model: Any, prompt: list[int], tokens: list[int], epsilon: float) -> int:
-    """Positions at which transformers, given the tokens before, takes another: each must be a near tie to it.
-
-    No such position means that it generates these very tokens.
-    """
-    scores = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    ties = 0
-    for position, (row, token) in enumerate(zip(scores, tokens, strict=True)):
-        if int(row.argmax()) != token:
-            first, second = row.topk(2).values
-            assert first - second < epsilon, f"token {position} differs, and not by a near tie"
-            ties += 1
-    return ties

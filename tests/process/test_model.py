@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,34 +13,14 @@ from transformers import AutoTokenizer, StoppingCriteria, StoppingCriteriaList, 
 import llmnode
 from llmnode.client import cache
 from llmnode.client.cache import SessionCache
-from llmnode.core.span import Span
 from llmnode.errors import ConfigError, SessionClosed
 from llmnode.node.chat import Dialogue, StopFlag
 from llmnode.node.sampling import Sampling
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 NEW_TOKENS = 16
 TEXTS = ["Hello, my name is", "Once upon a time there was a king who", "1 2 3"]
-
-
-@pytest.fixture(scope="module")
-def peers(start_servers: Callable[..., list[Any]]) -> list[str]:
-    return [node.address for node in start_servers([Span(0, 11), Span(11, 30)])]
-
-
-@pytest.fixture(scope="module")
-def model(peers: list[str]) -> Iterator[llmnode.DistributedModelForCausalLM]:
-    with llmnode.connect(peers=peers) as connected:
-        yield connected
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Any) -> Any:
-    return AutoTokenizer.from_pretrained(folder.path, padding_side="left")
 
 
 def test_greedy_generation_of_a_batch_with_padding(model: Any, transformers_model: Any, tokenizer: Any) -> None:

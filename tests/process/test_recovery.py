@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 import trio
 
 from llmnode.client.connect import load_parts
 from llmnode.node.bench.cells import THIN
-from llmnode.node.bench.exact import Reference
 from llmnode.node.bench.failures import Undisturbed, open_matrix
 from llmnode.node.bench.replicas import replicas, start_all
 
@@ -18,16 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from llmnode.node.bench.cells import Cell
+    from llmnode.node.bench.exact import Reference
     from llmnode.node.bench.failures import Outcome
     from llmnode.node.bench.replicas import Replica
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Any) -> Reference:
-    torch.set_num_threads(1)
-    return Reference(folder.path)
 
 
 @pytest.fixture(scope="module")

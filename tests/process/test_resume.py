@@ -65,11 +65,10 @@ def expected(transformers_model: Any, folder: Any) -> list[int]:
 
 
 def test_another_process_goes_on_where_one_that_died_stood(
-    start_servers: Callable[..., list[Any]], expected: list[int], tmp_path: Path
+    peers: list[str], expected: list[int], tmp_path: Path
 ) -> None:
-    nodes = start_servers([Span(0, 15), Span(15, 30)])
     path = str(tmp_path / "session")
-    (lease_s,) = run(BEGIN, path, *(node.address for node in nodes))
+    (lease_s,) = run(BEGIN, path, *peers)
     assert lease_s == 60
     recoveries, ids = run(GO_ON, path)
     assert recoveries == 0, "the servers still had the KV"
