@@ -19,7 +19,7 @@ from llmnode.compute.worker import ThreadLoader
 from llmnode.core.announcement import Offer, PeerState
 from llmnode.core.ids import SESSION_ID_BYTES, PeerId, SessionId
 from llmnode.core.memory import parse_memory
-from llmnode.core.model import DTYPES, QUANTS
+from llmnode.core.model import DTYPES, KV_DTYPES, QUANTS, SAME
 from llmnode.core.placement import choose_span
 from llmnode.core.policy import LinkPolicy, ReachPolicy, RelayPolicy, ServePolicy, SwarmPolicy
 from llmnode.core.span import Span, parse_span
@@ -57,11 +57,12 @@ class NodeConfig:
     names peers too, or the file of its key. `announce` is where others reach it, if that is not where it listens:
     behind a port forward, for example; through `relays` they do, if nowhere else, and then where it listens is
     announced only by `announce`. KV is for `kv_tokens` positions, or for as many as `kv_memory` is enough for: an
-    amount ("2GiB") or a share of what is free ("20%"). `threads` is torch's, None for its own choice; `device` is
-    torch's too, "auto" for a GPU if there is one. `quant` is what weights are rounded to, "auto" for what suits the
-    device. `worker` is where the blocks are computed: in a "thread" of this program, or in a "process" of its own: that
-    may crash, its sessions go elsewhere then, and it is started again. "auto" is a process where one can be started,
-    for which the program needs no guard. The node's identity is kept in the file `identity`, and is fresh without.
+    amount ("2GiB") or a share of what is free ("20%"); it is rounded to `kv_dtype`, and on `kv_device`: "cpu", or None
+    for where the blocks are. `threads` is torch's, None for its own choice; `device` is torch's too, "auto" for a GPU
+    if there is one. `quant` is what weights are rounded to, "auto" for what suits the device. `worker` is where the
+    blocks are computed: in a "thread" of this program, or in a "process" of its own: that may crash, its sessions go
+    elsewhere then, and it is started again. "auto" is a process where one can be started, for which the program needs
+    no guard. The node's identity is kept in the file `identity`, and is fresh without.
     """
 
     model: str | None = None
@@ -73,6 +74,8 @@ class NodeConfig:
     swarm_key: str | Path | None = None
     kv_tokens: int = 32_768
     kv_memory: str | None = None
+    kv_dtype: str = SAME
+    kv_device: str | None = None
     device: str = "auto"
     dtype: str = "float32"
     quant: str = "none"
@@ -247,6 +250,8 @@ async def _open_loader(
         model=config.model,
         kv_tokens=config.kv_tokens,
         kv_memory=config.kv_memory,
+        kv_dtype=config.kv_dtype,
+        kv_device=config.kv_device,
         device=config.device,
         dtype=config.dtype,
         quant=config.quant,
@@ -365,6 +370,8 @@ def _check(config: NodeConfig) -> None:
         raise ConfigError(f"there is no dtype {config.dtype!r}: choose one of {', '.join(DTYPES)}")
     if config.quant not in (*QUANTS, AUTO):
         raise ConfigError(f"there is no quantization {config.quant!r}: choose one of {', '.join(QUANTS)}, {AUTO}")
+    if config.kv_dtype not in KV_DTYPES:
+        raise ConfigError(f"there is no KV in {config.kv_dtype!r}: choose one of {', '.join(KV_DTYPES)}")
     if config.worker not in (*WORKERS, AUTO):
         raise ConfigError(f"there is no worker {config.worker!r}: choose one of {', '.join(WORKERS)}, {AUTO}")
     if ":" in config.blocks:

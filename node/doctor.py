@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.compute.startup import collection_paused
-from llmnode.core.model import precision
+from llmnode.core.model import PRECISIONS, Precision
 from llmnode.core.nat import Reached
 from llmnode.core.policy import ClientPolicy, LinkPolicy, ReachPolicy, SwarmPolicy
 from llmnode.core.route import uncovered
@@ -58,15 +58,14 @@ MODELS_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class DoctorConfig:
-    """What `llmnode doctor` was asked for. `kv_tokens`, `dtype` and `quant` are what a server would be given."""
+    """What `llmnode doctor` was asked for. `kv_tokens` and `precision` are what a server would be given."""
 
     model: str | None
     to: Entry
     """Peers to reach, and the key of their swarm."""
     listen: Sequence[str]
     kv_tokens: int
-    dtype: str
-    quant: str
+    precision: Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +168,10 @@ def _check_model(doctor: Doctor) -> ModelFolder | None:
     from llmnode.models.size import measure_size
     from llmnode.models.source import open_model
 
+    asked = doctor.config.precision
     try:
         folder = open_model(doctor.config.model, doctor.working)
-        size = measure_size(folder, getattr(torch, doctor.config.dtype), doctor.config.quant)
+        size = measure_size(folder, getattr(torch, asked.dtype), asked.quant, asked.kv_dtype)
     except ConfigError as error:
         fix = "give another MODEL, or none for the embedded one" if doctor.config.model else "do as that says"
         doctor.found(Finding("model", BLOCKER, str(error), fix))
@@ -222,8 +222,8 @@ async def _check_network(doctor: Doctor, folder: ModelFolder | None) -> None:
             )
     if not doctor.config.to.peers:
         return
-    asked_for = precision(doctor.config.dtype, doctor.config.quant)
-    await check_peers(doctor, replace(folder.info, dtype=asked_for) if folder is not None else None)
+    dtype = doctor.config.precision.name
+    await check_peers(doctor, replace(folder.info, dtype=dtype) if folder is not None else None)
 
 
 async def check_peers(doctor: Doctor, model: ModelInfo | None) -> None:
@@ -345,8 +345,9 @@ def check_coverage(announcements: Sequence[Announcement], model: ModelInfo) -> F
     text = f"no server of the swarm has blocks {', '.join(map(str, missing))} of {model.name} in {model.dtype}"
     if dtypes := sorted({offer.dtype for offer in ours} - {model.dtype})[:MODELS_NAMED]:
         text = f"{text}; it has some in {', '.join(dtypes)}"
-        dtype, _, quant = dtypes[0].partition("+")
-        options = f"--dtype {dtype} --quant {quant or 'none'}"
+        if (held := PRECISIONS.get(dtypes[0])) is None:
+            return Finding("peers", WARNING, text, "get a newer llmnode, or start servers for them")
+        options = f"--dtype {held.dtype} --quant {held.quant} --kv-dtype {held.kv_dtype}"
         return Finding("peers", WARNING, text, f"give {options}, or start servers for them")
     if models := sorted({offer.model for offer in offers if offer.model_digest != model.digest})[:MODELS_NAMED]:
         text = f"{text}; it serves {', '.join(models)}, of other weights"

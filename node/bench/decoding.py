@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from llmnode.compute.executor import SpanExecutor, load_executor
+from llmnode.compute.kv import KVForm
 from llmnode.compute.tensors import to_bytes
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
+from llmnode.core.model import PRECISIONS
 from llmnode.node.bench.report import Spread, spread
 from llmnode.ports import Piece
 
@@ -30,15 +32,17 @@ def decode_ratios(folder: ModelFolder, span: Span, precisions: Sequence[str], *,
 
     A round takes the median step of each; a first round warms up. Torch's threads are as the caller has set them.
     """
-    executors = {name: _load(folder, span, name) for name in dict.fromkeys((FP32, *precisions))}
+    executors = {name: load_in(name, folder, span, PREFILL + STEPS) for name in dict.fromkeys((FP32, *precisions))}
     hidden = torch.randn(PREFILL + STEPS, folder.info.hidden_size, generator=torch.Generator().manual_seed(0))
     seconds = [{name: _step_s(executor, hidden) for name, executor in executors.items()} for _ in range(rounds + 1)]
     return {name: spread([each[FP32] / each[name] for each in seconds[1:]]) for name in executors}
 
 
-def _load(folder: ModelFolder, span: Span, precision: str) -> SpanExecutor:
-    dtype, _, quant = precision.partition("+")
-    return load_executor(folder, span, PREFILL + STEPS, getattr(torch, dtype), quant=quant or "none")
+def load_in(name: str, folder: ModelFolder, span: Span, kv_tokens: int) -> SpanExecutor:
+    """`name` is one of `PRECISIONS`."""
+    each = PRECISIONS[name]
+    dtype: torch.dtype = getattr(torch, each.dtype)
+    return load_executor(folder, span, kv_tokens, dtype, quant=each.quant, kv=KVForm(each.kv_dtype))
 
 
 def _step_s(executor: SpanExecutor, hidden: torch.Tensor) -> float:

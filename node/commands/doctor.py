@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from llmnode.node.commands.options import (
     MODEL_HELP,
     add_command,
-    add_dtype,
     add_kv_tokens,
     add_listen,
     add_peers,
+    add_precision,
     at_least_one,
+    precision,
     printable,
 )
 
@@ -41,10 +42,11 @@ def add(commands: Commands) -> None:
     add_peers(parser, "servers or relays to reach")
     add_listen(parser)
     add_kv_tokens(parser)
-    add_dtype(
+    add_precision(
         parser,
         "what blocks are to be computed in (default float32)",
         "what their weights are to be rounded to (default none)",
+        "what keys and values are to be kept in (default same: as --dtype)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout; the findings go to stderr")
 
@@ -62,8 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         to=entry(arguments.peers, arguments.swarm_key),
         listen=arguments.listen or ["/ip4/127.0.0.1/tcp/0"],
         kv_tokens=at_least_one(arguments.kv_tokens, "--kv-tokens"),
-        dtype=arguments.dtype,
-        quant=arguments.quant,
+        precision=precision(arguments),
     )
     console = Console(stderr=arguments.json, soft_wrap=True)
 

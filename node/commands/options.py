@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from llmnode.core.model import DTYPES, QUANTS, precision
+from llmnode.core.model import DTYPES, KV_DTYPES, QUANTS, SAME, Precision
 from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,10 +76,11 @@ def add_kv_tokens(parser: Parser) -> argparse._MutuallyExclusiveGroup:
 def add_swarm(parser: Parser) -> None:
     parser.add_argument("--model", metavar="NAME", help=MODEL_HELP)
     add_peers(parser, "servers or relays: one that knows the others is enough")
-    add_dtype(
+    add_precision(
         parser,
         "what servers must compute in: float32 is exact (default)",
         "what servers must have rounded their weights to: only those are used (default none, which is exact)",
+        "what servers must keep keys and values in, likewise (default same, as --dtype, which is exact)",
     )
     parser.add_argument(
         "--codec",
@@ -128,10 +129,16 @@ def way_in(arguments: argparse.Namespace, *, needs_peers: bool = True) -> Entry:
     return found
 
 
-def add_dtype(parser: Parser, what: str, quant: str, *more: str) -> None:
-    """--dtype and --quant, which has the choices of `more` besides."""
+def add_precision(parser: Parser, what: str, quant: str, kv_dtype: str, *more: str) -> None:
+    """--dtype, --kv-dtype, and --quant, which has the choices of `more` besides."""
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help=what)
     parser.add_argument("--quant", default="none", choices=[*QUANTS, *more], help=quant)
+    parser.add_argument("--kv-dtype", default=SAME, choices=KV_DTYPES, help=kv_dtype)
+
+
+def precision(arguments: argparse.Namespace) -> Precision:
+    """From the options of `add_precision`, of which none is `more`."""
+    return Precision(arguments.dtype, arguments.quant, arguments.kv_dtype)
 
 
 def add_identity(parser: Parser) -> None:
@@ -237,7 +244,7 @@ def access(arguments: argparse.Namespace) -> Access:
         peers=arguments.peers,
         swarm_key=arguments.swarm_key,
         codec=arguments.codec,
-        dtype=precision(arguments.dtype, arguments.quant),
+        dtype=precision(arguments).name,
         spot_check=arguments.spot_check,
         relayed_prefill=arguments.relayed_prefill,
     )

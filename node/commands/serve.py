@@ -12,11 +12,11 @@ from llmnode.node.commands.options import (
     MODEL_HELP,
     add_announce,
     add_command,
-    add_dtype,
     add_identity,
     add_kv_tokens,
     add_listen,
     add_peers,
+    add_precision,
     add_relay,
     at_least_one,
     log_to_stderr,
@@ -64,11 +64,19 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--device", default="auto", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU if any)"
     )
-    add_dtype(
+    parser.add_argument(
+        "--kv-device",
+        metavar="DEVICE",
+        help="where keys and values are: cpu has room for longer sessions than a GPU beside the blocks, but is slower, "
+        "as they go there at every step (default: where the blocks are)",
+    )
+    add_precision(
         parser,
         "what the blocks are computed in: float32 is exact (default)",
         "what their weights are rounded to, for a quarter (int8) or a seventh (nf4) of float32's memory: only clients "
         "that ask for it come; auto is nf4 on a GPU, int8 on a CPU that is fast at it, else none (default none)",
+        "what keys and values are kept in: int8 takes about a quarter of float32's memory, and is lossy: only clients "
+        "that ask for it come (default same: as --dtype)",
         "auto",
     )
     parser.add_argument(
@@ -114,6 +122,8 @@ def run(arguments: argparse.Namespace) -> int:
         relays=arguments.relay,
         kv_tokens=at_least_one(arguments.kv_tokens, "--kv-tokens"),
         kv_memory=arguments.kv_memory,
+        kv_dtype=arguments.kv_dtype,
+        kv_device=arguments.kv_device,
         device=arguments.device,
         dtype=arguments.dtype,
         quant=arguments.quant,

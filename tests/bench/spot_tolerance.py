@@ -23,6 +23,7 @@ from llmnode.core.span import Span
 from llmnode.models.embedded import open_embedded
 from llmnode.models.parts import load_ends
 from llmnode.models.tokenizer import load_tokenizer
+from llmnode.node.bench.decoding import load_in
 from llmnode.ports import Piece
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
 
@@ -103,9 +104,7 @@ def main() -> None:
         return [of[index:] + of[:index] for index in range(len(of))]
 
     for name in sys.argv[1:] or DTYPES:
-        dtype, _, quant = name.partition("+")
-        tokens = 4 * 4 * POSITIONS
-        executor = load_executor(folder, Span(0, 30), tokens, getattr(torch, dtype), quant=quant or "none")
+        executor = load_in(name, folder, Span(0, 30), 4 * 4 * POSITIONS)
         for span in SPANS:
             pairs = [(as_session(executor, span, of), as_check(executor, span, of[0])) for of in turns(span)]
             for codec in Codec:

@@ -1,4 +1,4 @@
-"""Servers with weights of 8 bits, beside others of the same model: an answer comes from servers of one precision."""
+"""Servers with weights or KV of 8 bits, beside others of their model: an answer comes from servers of one precision."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import trio
 
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.client.recompute import tolerance
-from llmnode.compute.executor import load_executor
 from llmnode.compute.tensors import from_bytes, to_bytes
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.span import Span
 from llmnode.core.view import online
 from llmnode.errors import NoRoute
+from llmnode.node.bench.decoding import load_in
 from llmnode.ports import Piece
 from llmnode.wire.payload import Codec
 from reference.small import session
@@ -33,15 +33,16 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(400)]
 
 PROMPTS = ("The three laws of thermodynamics are", "def fibonacci(n):", "1, 2, 3, 4,")
 NEW_TOKENS = 16
-INT8 = "float32+int8"
+OPTIONS = {"float32+int8": ("--quant", "int8"), "float32+kv-int8": ("--kv-dtype", "int8")}
 DEADLINE_S = 180
 """A server starts within it."""
 
 
 @dataclass
 class Whole:
-    """The model with quantized blocks in this process."""
+    """The model in `dtype` in this process."""
 
+    dtype: str
     parts: ClientParts
     executor: SpanExecutor
 
@@ -79,25 +80,27 @@ class Greedy:
         return self.chunks[: len(self.outputs)]
 
 
-@pytest.fixture(scope="module")
-def whole(folder: Any) -> Whole:
+@pytest.fixture(scope="module", params=OPTIONS)
+def whole(request: pytest.FixtureRequest, folder: Any) -> Whole:
     torch.set_num_threads(1)
-    return Whole(load_parts(folder), load_executor(folder, Span(0, 30), 1000, quant="int8"))
+    return Whole(request.param, load_parts(folder), load_in(request.param, folder, Span(0, 30), 1000))
 
 
 @pytest.fixture(scope="module")
-def servers(start_servers: Callable[..., list[Any]]) -> list[Any]:
-    """One of all blocks as they are, whom all know, and two with weights of 8 bits."""
+def servers(start_servers: Callable[..., list[Any]], whole: Whole) -> list[Any]:
+    """One of all blocks as they are, whom all know, and two of that precision."""
     (plain,) = start_servers([Span(0, 30)])
-    return [plain, *start_servers([Span(0, 11), Span(11, 30)], peers=[plain.address], more=["--quant", "int8"])]
+    options = OPTIONS[whole.dtype]
+    return [plain, *start_servers([Span(0, 11), Span(11, 30)], peers=[plain.address], more=options)]
 
 
 def test_each_client_gets_the_servers_of_its_precision_and_the_very_output_of_their_blocks(
     servers: list[Any], whole: Whole
 ) -> None:
     seed = [servers[0].address]
-    assert [each.ready["dtype"] for each in servers] == ["float32", INT8, INT8]
-    assert servers[2].ready["tensor_bytes"] < 0.26 * 19 / 30 * servers[0].ready["tensor_bytes"]
+    assert [each.ready["dtype"] for each in servers] == ["float32", whole.dtype, whole.dtype]
+    if "--quant" in OPTIONS[whole.dtype]:
+        assert servers[2].ready["tensor_bytes"] < 0.26 * 19 / 30 * servers[0].ready["tensor_bytes"]
 
     async def ask(dtype: str) -> list[Greedy]:
         answers = []
@@ -112,7 +115,7 @@ def test_each_client_gets_the_servers_of_its_precision_and_the_very_output_of_th
                 assert len(set(held.values())) == 2
         return answers
 
-    for answer in trio.run(ask, INT8):
+    for answer in trio.run(ask, whole.dtype):
         assert all(map(torch.equal, whole.run(answer.given), answer.outputs))
     for answer in trio.run(ask, "float32"):
         assert not any(map(torch.equal, whole.run(answer.given), answer.outputs))
@@ -128,7 +131,7 @@ def test_nobody_of_another_precision_takes_the_place_of_a_lost_server(
     async def ask() -> Greedy:
         with trio.fail_after(DEADLINE_S):
             async with (
-                aconnect(seed, parts=whole.parts, dtype=INT8, policy=policy) as client,
+                aconnect(seed, parts=whole.parts, dtype=whole.dtype, policy=policy) as client,
                 client.inference_session(64) as hops,
             ):
                 answer = Greedy(whole.parts, hops, [whole.parts.tokenizer.encode(PROMPTS[0])], [])
@@ -137,7 +140,7 @@ def test_nobody_of_another_precision_takes_the_place_of_a_lost_server(
                 lost.process.kill()
                 with pytest.raises(NoRoute, match="11"):
                     await answer.choose(1)
-                start = partial(start_servers, [Span(9, 30)], peers=seed, more=["--quant", "int8"])
+                start = partial(start_servers, [Span(9, 30)], peers=seed, more=OPTIONS[whole.dtype])
                 twin = (await trio.to_thread.run_sync(start))[0]
                 while twin.ready["peer"] not in {each.peer for each in online(client.swarm.view.announcements())}:
                     await client.swarm.wait_changed()
@@ -151,4 +154,4 @@ def test_nobody_of_another_precision_takes_the_place_of_a_lost_server(
     theirs = torch.cat(answer.outputs)
     apart = (ours - theirs).norm(dim=1) / ours.norm(dim=1)
     assert apart[:-4].max() == 0
-    assert apart.max() < tolerance(INT8, Codec.RAW)  # computed by the twin in one prefill
+    assert apart.max() < tolerance(whole.dtype, Codec.RAW)  # computed by the twin in one prefill

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmnode.compute.executor import SpanExecutor, load_executor
+from llmnode.compute.kv import KVForm
 from llmnode.compute.tensors import from_bytes, to_bytes
 from llmnode.core.ids import SessionId
 from llmnode.core.span import Span
@@ -25,6 +26,7 @@ HIDDEN_SIZE = 64
 VOCABULARY = 211
 WINDOW = 8
 KV_TOKENS = 1000
+SESSION_TOKENS = 64
 
 _SMALL = {
     "hidden_size": HIDDEN_SIZE,
@@ -136,6 +138,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """By the family's name, and what is special about the variant after a dash."""
 
+OF_EACH_KIND = ("llama", "gpt2", "mistral", "gemma2", "gemma3_text", "bloom", "falcon-new", "falcon-alibi")
+"""Of attention: heads that share KV or not, windows, softcapped scores, ALiBi, and families with code of their own."""
+CPU = torch.device("cpu")
+OTHER_KV = (KVForm("int8"), KVForm(device=CPU), KVForm("int8", CPU))
+"""In 8 bits, and as if the blocks were elsewhere."""
+
 
 def family_of_case(case: str) -> str:
     return case.partition("-")[0]
@@ -176,7 +184,7 @@ class Cut:
             if session not in self._positions:
                 self._positions[session] = 0
                 for executor in self.executors:
-                    assert executor.open(session, executor.span, 64)
+                    assert executor.open(session, executor.span, SESSION_TOKENS)
             start = self._positions[session]
             pieces.append(Piece(session, start, len(tokens), to_bytes(self.ends.embed(list(tokens), start))))
             self._positions[session] += len(tokens)
@@ -206,11 +214,24 @@ class Cut:
         assert all(executor.kv_tokens_free() == KV_TOKENS for executor in self.executors)
 
 
-def cut(folder: ModelFolder, edges: Sequence[int], dtype: torch.dtype = torch.float32, *, quant: str = "none") -> Cut:
+def cut(
+    folder: ModelFolder,
+    edges: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    *,
+    quant: str = "none",
+    kv: KVForm | None = None,
+) -> Cut:
     executors = [
-        load_executor(folder, Span(start, end), KV_TOKENS, dtype, quant=quant) for start, end in pairwise(edges)
+        load_executor(folder, Span(start, end), KV_TOKENS, dtype, quant=quant, kv=kv) for start, end in pairwise(edges)
     ]
     return Cut(load_ends(folder, dtype), executors)
+
+
+def kv_bytes(executor: SpanExecutor, name: SessionId) -> int:
+    """That the session has reserved by now."""
+    blocks = executor._sequences[name].kv._blocks.values()
+    return sum(slab.states.nbytes for block in blocks for slab in block.slabs)
 
 
 def session(name: int) -> SessionId:

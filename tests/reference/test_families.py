@@ -12,11 +12,13 @@ from llmnode.models.size import measure_size
 from reference.small import (
     BLOCKS,
     CONFIGS,
+    SESSION_TOKENS,
     VOCABULARY,
     Cut,
     cut,
     deviation,
     family_of_case,
+    kv_bytes,
     make_model,
     open_saved,
     session,
@@ -75,9 +77,7 @@ def test_a_position_takes_the_kv_that_was_measured(case: str, tmp_path: Path) ->
     folder = open_saved(tmp_path)
     whole = cut(folder, (0, BLOCKS))
     whole.forward({session(1): [1, 2, 3]})
-    kv = whole.executors[0]._sequences[session(1)].kv
-    slabs = [slab for pair in kv._slabs.values() for slab in pair]
-    assert sum(slab.nbytes for slab in slabs) == BLOCKS * kv.capacity * measure_size(folder).kv_token_bytes
+    assert kv_bytes(whole.executors[0], session(1)) == BLOCKS * SESSION_TOKENS * measure_size(folder).kv_token_bytes
 
 
 def test_every_supported_family_is_tested() -> None:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from llmnode.compute.kv import KVForm
 from llmnode.core.span import Span
 from llmnode.errors import LocalProtocolError
-from reference.small import BLOCKS, CONFIGS, VOCABULARY, Cut, cut, make_model, open_saved, session
+from reference.small import (
+    BLOCKS,
+    CONFIGS,
+    OF_EACH_KIND,
+    OTHER_KV,
+    VOCABULARY,
+    Cut,
+    cut,
+    make_model,
+    open_saved,
+    session,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,10 +41,11 @@ NEW = [3, 1, 4, 1, 5]
 SOURCE, COPY, FRESH = session(0), session(1), session(2)
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=[(case, KVForm()) for case in CASES] + list(product(OF_EACH_KIND, OTHER_KV)), ids=str)
 def through(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cut]:
-    make_model(request.param, tied=False).save_pretrained(tmp_path)
-    sliced = cut(open_saved(tmp_path), (0, 2, BLOCKS))
+    case, kv = request.param
+    make_model(case, tied=False).save_pretrained(tmp_path)
+    sliced = cut(open_saved(tmp_path), (0, 2, BLOCKS), kv=kv)
     yield sliced
     sliced.close()
 

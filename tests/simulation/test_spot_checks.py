@@ -20,7 +20,7 @@ from llmnode.testing import FaultPlan, Odds, seeds, simulate
 from llmnode.testing.faults import ALL_KINDS
 from llmnode.wire.payload import Codec
 from simulation.test_recovery import CAST, WEATHERS, open_at_last, talk
-from simulation.world import ROW, SPANS, Dialogue, World, kv_is_free, pairs_of_servers, simulated, world
+from simulation.world import MODEL, ROW, SPANS, Dialogue, World, kv_is_free, pairs_of_servers, simulated, world
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -110,6 +110,29 @@ async def test_a_checker_that_lies_is_outvoted_and_the_session_goes_on() -> None
         assert router._suspicion.is_excluded(liar, trio.current_time())
         assert not any(router._suspicion.is_excluded(peer, trio.current_time()) for peer in used)
         assert not session.recoveries
+
+
+@simulated
+async def test_peers_of_another_precision_are_not_asked_and_outvote_nobody() -> None:
+    """What they compute is a little different, whether that is right or not."""
+    rounded = replace(MODEL, dtype="float32+kv-int8")
+    async with servers("a") as swarm:
+        for twin in "bcd":
+            other = await swarm.start(f"1{twin}", SPANS[1], rounded)
+            if twin != "d":  # who announces what it does not serve refuses
+                other.model = rounded
+                other.swarm.say(other.offer)
+            corrupt(swarm, other.peer)
+        await trio.sleep(10)
+        async with session_of(swarm) as (router, session):
+            await speak(session, 20)
+            checks = session.spot_checks
+            assert checks is not None
+            assert (checks.passed, checks.undecided) == (0, 0)
+            assert checks.given_up > 0
+            used = [hop.peer for hop in session.route]
+            assert used == [swarm.nodes[f"{index}a"].peer for index in range(3)]
+            assert all(router._suspicion.penalty(peer, trio.current_time()) == 1 for peer in used)
 
 
 @simulated

@@ -14,7 +14,7 @@ from llmnode.client.pool import open_pool
 from llmnode.client.swarm import Swarm, wall_clock_ms
 from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.ids import PeerId
-from llmnode.core.model import ModelInfo
+from llmnode.core.model import ModelInfo, Precision
 from llmnode.core.policy import LinkPolicy, SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.models.size import ModelSize
@@ -88,9 +88,19 @@ def test_a_swarm_that_holds_all_is_well() -> None:
         ([replace(_offer(3, 10), state=PeerState.JOINING)], "[3, 10)", "start servers"),
         ([_offer(3, 10, "theirs")], "[3, 10)", "give the MODEL that it serves"),
         ([_offer(3, 10, "theirs"), _offer(3, 10, dtype="bfloat16")], "[3, 10)", "give --dtype bfloat16 --quant none"),
-        ([_offer(3, 10, dtype="float32+int8")], "[3, 10)", "give --dtype float32 --quant int8"),
+        ([_offer(3, 10, dtype="float32+int8")], "[3, 10)", "give --dtype float32 --quant int8 --kv-dtype same"),
+        ([_offer(3, 10, dtype="float32+kv-int8")], "[3, 10)", "give --dtype float32 --quant none --kv-dtype int8"),
+        ([_offer(3, 10, dtype="float32; rm -r")], "[3, 10)", "get a newer llmnode"),
     ],
-    ids=["held by nobody", "not loaded yet", "of another model", "of another dtype", "quantized"],
+    ids=[
+        "held by nobody",
+        "not loaded yet",
+        "of another model",
+        "of another dtype",
+        "quantized",
+        "of KV in 8 bits",
+        "unknown",
+    ],
 )
 def test_blocks_that_no_server_has_are_named_and_what_it_has_instead(
     others: list[Offer], missing: str, fix: str
@@ -141,9 +151,7 @@ async def _relay(now_ms: Callable[[], int] = wall_clock_ms) -> AsyncIterator[tup
 
 async def _examined(*peers: str) -> dict[str, Finding]:
     """What is found of each, by the name of the check."""
-    doctor = Doctor(
-        DoctorConfig(None, Entry(peers), [], 64, "float32", "none"), lambda _finding: None, lambda _text: None
-    )
+    doctor = Doctor(DoctorConfig(None, Entry(peers), [], 64, Precision()), lambda _finding: None, lambda _text: None)
     with trio.fail_after(DEADLINE_S):
         await check_peers(doctor, MODEL)
     return {finding.check: finding for finding in doctor.findings}

@@ -1,9 +1,10 @@
-"""A server's KV as memory: amounts as people write them, and how many positions they are enough for."""
+"""A server's KV as memory: amounts as people write them, how many positions they are for, and on which device."""
 
 from __future__ import annotations
 
 import pytest
 
+from llmnode.compute.loading import Wanted, _kv_device
 from llmnode.core.memory import Memory, parse_memory
 from llmnode.errors import ConfigError
 from llmnode.models.size import MEMORY_SHARE, ModelSize
@@ -65,3 +66,41 @@ def test_blocks_are_chosen_for_what_the_kv_leaves() -> None:
     assert SIZE.fitting_blocks_beside(free, 100 * MIB) == 10
     assert SIZE.fitting_blocks_beside(free, 191 * MIB) == 0
     assert SIZE.fitting_blocks_beside(free, 300 * MIB) == 0
+
+
+def test_kv_on_another_device_leaves_the_blocks_theirs() -> None:
+    free = int(200 * MIB / MEMORY_SHARE) + 1
+    assert SIZE.kv_tokens(30 * MIB, 30 * MIB, blocks=30, apart=True) == 1024
+    with pytest.raises(ConfigError, match=r"30 MiB of KV do not fit: 29 MiB are free: lower --kv-memory"):
+        SIZE.kv_tokens(29 * MIB, 30 * MIB, blocks=30, apart=True)
+    assert SIZE.fitting_blocks_apart(free, free, kv_tokens=1024) == 20
+    assert SIZE.fitting_blocks_apart(free, free // 20, kv_tokens=1024) == 10
+    assert SIZE.fitting_blocks_apart(free // 20, free, kv_tokens=1024) == 1
+    assert SIZE.fitting_blocks(free, kv_tokens=1024) == 18
+
+
+@pytest.mark.parametrize(
+    ("asked", "blocks", "device"),
+    [
+        (None, "cuda", None),
+        ("cpu", "cpu", None),
+        ("cpu", "cuda:1", "cpu"),
+        ("cuda", "cuda:1", None),
+        ("cuda:1", "cuda:1", None),
+    ],
+)
+def test_kv_is_where_the_blocks_are_or_on_the_cpu(asked: str | None, blocks: str, device: str | None) -> None:
+    assert _kv_device(Wanted(kv_device=asked, device=blocks)) == device
+
+
+@pytest.mark.parametrize(
+    ("asked", "blocks", "fix"),
+    [
+        ("cuda", "cpu", "here cpu, or on the CPU: leave it out, write cpu, or give --device cuda$"),
+        ("cuda:0", "cuda:1", "or give --device cuda:0$"),
+        ("disk", "cpu", "leave it out, write cpu$"),
+    ],
+)
+def test_no_other_device_holds_kv(asked: str, blocks: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--kv-device {asked}: KV is kept where the blocks are, .*{fix}"):
+        _kv_device(Wanted(kv_device=asked, device=blocks))

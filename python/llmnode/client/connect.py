@@ -160,9 +160,9 @@ async def aconnect(
 
     `parts` come from `load_parts`, and are those of the embedded model by default. `codec` is how hidden states cross
     the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Blocks are computed in `dtype`, as
-    "float32", the only one that is exact, or "float32+int8" where weights are quantized: only servers of that dtype are
-    used. Raises ConfigError (an address, a name), PeerError (no peer can be reached) or NoRoute (blocks that nobody
-    holds).
+    "float32", the only one that is exact, "float32+int8" where weights are quantized, or "float32+kv-int8" where KV is:
+    only servers of that dtype are used. Raises ConfigError (an address, a name), PeerError (no peer can be reached) or
+    NoRoute (blocks that nobody holds).
     """
     policy = policy or ClientPolicy()
     if codec not in list(Codec):

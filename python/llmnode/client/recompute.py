@@ -16,6 +16,7 @@ from llmnode.client.chunk import Chunk
 from llmnode.client.flight import fly
 from llmnode.client.hop import SessionHop
 from llmnode.core.ids import Epoch, Step
+from llmnode.core.model import PRECISIONS, SAME
 from llmnode.core.scheduling import Priority
 from llmnode.errors import IntegrityError, NoRoute, PeerError, PeerRefused
 from llmnode.wire.log import PayloadLog
@@ -47,6 +48,8 @@ _INT8_TOLERANCE = 0.5
 """Of weights of 8 bits, in any dtype and codec: inputs are rounded to 8 bits too, and one that is half-way between two
 steps goes to either by the last bit of a sum. Most positions are then alike to the bit, and some 0.1 apart.
 """
+_INT8_KV_TOLERANCE = 0.1
+"""Of KV of 8 bits, in any codec, for the same reason: four times the most. Most positions are alike to the bit."""
 _LAST_STEP = 2**32 - 1
 _MOST_ASKED = 4
 """Peers that are asked for one opinion: who cannot or will not give it costs a timeout at most."""
@@ -193,10 +196,11 @@ class Recomputer:
 
 def tolerance(dtype: str, codec: Codec) -> float:
     """What honest peers may be apart: `deviations` of what they compute in `dtype` and send in `codec`."""
-    plain, _, quant = dtype.partition("+")
-    if quant == "int8":
+    precision = PRECISIONS[dtype]
+    if precision.quant == "int8":
         return _INT8_TOLERANCE
-    return _TOLERANCE.get(plain, _TOLERANCE["bfloat16"])[codec]
+    least = 0.0 if precision.kv_dtype == SAME else _INT8_KV_TOLERANCE
+    return max(least, _TOLERANCE[precision.dtype][codec])
 
 
 def deviations(one: Buffer, other: Buffer, hidden_size: int) -> list[float]:

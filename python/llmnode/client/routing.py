@@ -370,7 +370,7 @@ class Router:
         ours = [each for each in others if each.offer.model_digest == self._model.digest]
         if dtypes := sorted({each.offer.dtype for each in ours} - {self._model.dtype}):
             held = f"some are held in {', '.join(dtypes)}, and {self._model.dtype} is asked for"
-            return f"{held}: choose with --dtype and --quant"
+            return f"{held}: choose with --dtype, --quant and --kv-dtype"
         if models := sorted({each.offer.model for each in others if each not in ours}):
             return f"the peers serve {', '.join(models)}, of other weights than our {self._model.name}"
         return ""

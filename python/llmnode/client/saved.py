@@ -27,7 +27,7 @@ from llmnode.errors import ConfigError
 from llmnode.wire.payload import Codec, payload_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from llmnode.wire.frame import Buffer
 
@@ -259,7 +259,7 @@ class _Fields:
     def text(self, name: str, longest: int) -> str:
         return _text(self.take(name), name, longest)
 
-    def choice(self, name: str, choices: Sequence[str]) -> str:
+    def choice(self, name: str, choices: Collection[str]) -> str:
         if (value := self.text(name, _LONGEST_NAME)) not in choices:
             raise ConfigError(f"{name}: none of {', '.join(choices)}")
         return value

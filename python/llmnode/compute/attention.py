@@ -18,49 +18,10 @@ from llmnode.errors import ModelError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from llmnode.compute.kv import SequenceKV
+
 ATTENTION = "llmnode"
 """The name that transformers knows `ragged_attention` by."""
-
-
-@dataclass(slots=True)
-class SequenceKV:
-    """Keys and values of one sequence, per block, in slabs of `capacity` positions of which `length` are filled.
-
-    A slab is reserved address space; the system backs it with memory as positions are written. Of a session for 8192
-    that had used 20, the 20 took twice what they hold, as each head has pages of its own (`llmnode bench memory`).
-    Smaller pages of ours would save that alone, and attention would have to gather them at every step.
-    """
-
-    capacity: int
-    length: int = 0
-    _slabs: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-
-    def extend(
-        self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write (1, heads, new, head_dim) at position `start` and return all of (1, heads, start + new, head_dim)."""
-        slabs = self._slabs_of(layer, (keys, values))
-        length = keys.shape[2]
-        slabs[0].narrow(2, start, length).copy_(keys)
-        slabs[1].narrow(2, start, length).copy_(values)
-        return slabs[0].narrow(2, 0, start + length), slabs[1].narrow(2, 0, start + length)
-
-    def copy(self, other: SequenceKV, start: int, end: int) -> None:
-        """Have the positions [start, end) be those of `other`, in all blocks, and be the last ones."""
-        pairs = [(self._slabs_of(layer, slabs), slabs) for layer, slabs in other._slabs.items()]  # all before any
-        for own, theirs in pairs:
-            for slab, filled in zip(own, theirs, strict=True):
-                slab[:, :, start:end] = filled[:, :, start:end]
-        self.length = end
-
-    def _slabs_of(self, layer: int, like: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        slabs = self._slabs.get(layer)
-        if slabs is None:
-            slabs = self._slabs[layer] = (self._slab(like[0]), self._slab(like[1]))
-        return slabs
-
-    def _slab(self, like: torch.Tensor) -> torch.Tensor:
-        return like.new_empty((1, like.shape[1], self.capacity, like.shape[3]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +94,8 @@ def ragged_attention(
     of_segments = ((each,) if alone else each.split(lengths, dim=2) for each in (query, key, value))
     outputs: list[torch.Tensor] = []
     for segment, new_query, new_keys, new_values in zip(segments, *of_segments, strict=True):
-        keys, values = segment.kv.extend(layer, segment.start, new_keys, new_values)
-        if seen_from := segment.seen_from(sliding_window):
-            keys, values = keys[:, :, seen_from:], values[:, :, seen_from:]
+        seen_from = segment.seen_from(sliding_window)
+        keys, values = segment.kv.extend(layer, segment.start, new_keys, new_values, seen_from)
         if key_bias is not None:
             mask, gqa = segment.biased_mask(key_bias)[None], query.shape[1] != keys.shape[1]
             outputs.append(

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llmnode.compute.attention import ATTENTION, Segment, SequenceKV, register, segments_of_forward
+from llmnode.compute.attention import ATTENTION, Segment, register, segments_of_forward
 from llmnode.compute.heap import give_back
+from llmnode.compute.kv import KVForm, SequenceKV
 from llmnode.compute.own_attention import replace_own_attention
 from llmnode.compute.tensors import from_bytes, to_bytes
 from llmnode.errors import LocalProtocolError
@@ -37,12 +38,15 @@ class SpanExecutor:
     A session runs through the blocks that it opened; those that opened the same share a forward.
     """
 
-    def __init__(self, model: SpanModel, hidden_size: int, kv_tokens: int, device: str = "cpu") -> None:
+    def __init__(
+        self, model: SpanModel, hidden_size: int, kv_tokens: int, device: str = "cpu", kv: KVForm | None = None
+    ) -> None:
         self.span = model.span
         self.model = model
         self._device = torch.device(device)
         self._hidden_size = hidden_size
         self._kv_tokens_free = kv_tokens
+        self._kv = kv or KVForm()
         self._sequences: dict[SessionId, _Sequence] = {}
 
     @property
@@ -60,7 +64,7 @@ class SpanExecutor:
             return False
         give_back()
         self._kv_tokens_free -= max_length
-        self._sequences[session] = _Sequence(SequenceKV(max_length), span)
+        self._sequences[session] = _Sequence(SequenceKV(max_length, self._kv), span)
         return True
 
     @torch.inference_mode()
@@ -123,13 +127,14 @@ def load_executor(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     quant: str = "none",
+    kv: KVForm | None = None,
 ) -> SpanExecutor:
     """Read the span's tensors and make its executor. Takes seconds: run it off the event loop.
 
-    Weights and KV are of `dtype`, whatever it is on disk, and on torch's `device`; `quant` is for the weights of linear
-    layers, one of `core.model.QUANTS`.
+    Weights are of `dtype`, whatever it is on disk, and on torch's `device`; `quant` is for those of linear layers, one
+    of `core.model.QUANTS`. KV is likewise, unless `kv` says otherwise.
     """
     register()
     model = load_span(folder, span, ATTENTION, dtype, device, quant)
     replace_own_attention(model)
-    return SpanExecutor(model, folder.info.hidden_size, kv_tokens, device)
+    return SpanExecutor(model, folder.info.hidden_size, kv_tokens, device, kv)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from llmnode.compute.startup import collection_paused
 from llmnode.core.memory import parse_memory
-from llmnode.core.model import QUANTS, precision
+from llmnode.core.model import QUANTS, SAME, Precision
 from llmnode.errors import ConfigError
 from llmnode.ports import Loaded
 
@@ -28,6 +28,8 @@ class Wanted:
     model: str | None = None
     kv_tokens: int = 32_768
     kv_memory: str | None = None
+    kv_dtype: str = SAME
+    kv_device: str | None = None
     device: str = AUTO
     dtype: str = "float32"
     quant: str = "none"
@@ -53,8 +55,9 @@ class SpanLoader:
                 torch.set_num_threads(self._wanted.threads)
             self._folder = open_model(self._wanted.model, self._report)
         self._wanted = replace(self._wanted, device=_device(self._wanted.device))
-        self._wanted = replace(self._wanted, quant=_quant(self._wanted))
-        return replace(self._folder.info, dtype=precision(self._wanted.dtype, self._wanted.quant))
+        self._wanted = replace(self._wanted, quant=_quant(self._wanted), kv_device=_kv_device(self._wanted))
+        wanted = self._wanted
+        return replace(self._folder.info, dtype=Precision(wanted.dtype, wanted.quant, wanted.kv_dtype).name)
 
     def fitting_blocks(self) -> int:
         import torch
@@ -63,16 +66,21 @@ class SpanLoader:
         from llmnode.models.size import MEMORY_SHARE, measure_size
 
         wanted, folder = self._wanted, self._opened
-        size = measure_size(folder, getattr(torch, wanted.dtype), wanted.quant)
-        free = free_bytes(wanted.device)
-        if wanted.kv_memory is None:
-            fitting, kv = size.fitting_blocks(free, wanted.kv_tokens), wanted.kv_tokens * size.kv_token_bytes
+        size = measure_size(folder, getattr(torch, wanted.dtype), wanted.quant, wanted.kv_dtype)
+        free, kv_free = free_bytes(wanted.device), free_bytes(wanted.kv_device or wanted.device)
+        if wanted.kv_memory is not None:
+            kv = parse_memory(wanted.kv_memory).of(kv_free)
+            fitting = size.fitting_blocks_beside(free, kv if wanted.kv_device is None else 0)
         else:
-            kv = parse_memory(wanted.kv_memory).of(free)
-            fitting = size.fitting_blocks_beside(free, kv)
+            kv = wanted.kv_tokens * size.kv_token_bytes
+            if wanted.kv_device is None:
+                fitting = size.fitting_blocks(free, wanted.kv_tokens)
+            else:
+                fitting = size.fitting_blocks_apart(free, kv_free, wanted.kv_tokens)
         if not fitting:
+            apart = "" if wanted.kv_device is None else f", and {kv_free >> 20} for KV on {wanted.kv_device}"
             raise ConfigError(
-                f"no block of {folder.name} fits: {free >> 20} MiB are free, of which a server takes "
+                f"no block of {folder.name} fits: {free >> 20} MiB are free{apart}, of which a server takes "
                 f"{MEMORY_SHARE:.0%}; a block takes {size.block_bytes >> 20} and its KV {kv >> 20}: "
                 "end other programs, raise the container's limit, or lower --kv-tokens or --kv-memory"
             )
@@ -83,10 +91,12 @@ class SpanLoader:
             import torch
 
             from llmnode.compute.executor import load_executor
+            from llmnode.compute.kv import KVForm
 
             wanted, dtype = self._wanted, getattr(torch, self._wanted.dtype)
             kv_tokens = _kv_tokens(wanted, self._opened, span)
-            executor = load_executor(self._opened, span, kv_tokens, dtype, wanted.device, wanted.quant)
+            kv = KVForm(wanted.kv_dtype, None if wanted.kv_device is None else torch.device(wanted.kv_device))
+            executor = load_executor(self._opened, span, kv_tokens, dtype, wanted.device, wanted.quant, kv)
         return Loaded(executor, executor.tensor_bytes)
 
     @property
@@ -104,9 +114,10 @@ def _kv_tokens(wanted: Wanted, folder: ModelFolder, span: Span) -> int:
     from llmnode.models.memory import free_bytes
     from llmnode.models.size import measure_size
 
-    free = free_bytes(wanted.device)
-    size = measure_size(folder, getattr(torch, wanted.dtype), wanted.quant)
-    return size.kv_tokens(free, parse_memory(wanted.kv_memory).of(free), len(span))
+    free = free_bytes(wanted.kv_device or wanted.device)
+    size = measure_size(folder, getattr(torch, wanted.dtype), wanted.quant, wanted.kv_dtype)
+    kv_bytes = parse_memory(wanted.kv_memory).of(free)
+    return size.kv_tokens(free, kv_bytes, len(span), apart=wanted.kv_device is not None)
 
 
 def _quant(wanted: Wanted) -> str:
@@ -131,3 +142,16 @@ def _device(device: str) -> str:
     if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
         raise ConfigError(f"--device {device}: torch has no such device here; leave it out, or write cpu")
     return device
+
+
+def _kv_device(wanted: Wanted) -> str | None:
+    """None where the blocks are. Raises ConfigError for any other than the CPU."""
+    kv, blocks = wanted.kv_device, wanted.device
+    if kv is None or kv == blocks or (kv == "cuda" and blocks.startswith("cuda")):
+        return None
+    if kv == "cpu":
+        return kv
+    fix = f", or give --device {kv}" if kv.startswith("cuda") else ""
+    raise ConfigError(
+        f"--kv-device {kv}: KV is kept where the blocks are, here {blocks}, or on the CPU: leave it out, write cpu{fix}"
+    )

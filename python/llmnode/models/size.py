@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from llmnode.core.model import SAME
 from llmnode.errors import ConfigError
 from llmnode.models.families import family_of, kv_heads
 from llmnode.models.fused import join_products
@@ -19,13 +20,15 @@ if TYPE_CHECKING:
 
 _MOST_POSITIONS = 2**32 - 1
 """What an announcement can say."""
+_SCALE_BYTES = 4
+"""Of KV in 8 bits, for each position and head."""
 MEMORY_SHARE = 0.8
 """Of what is free, a server takes this much: other programs grow too."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """In the dtype that it was asked for. `kv_token_bytes` are of one position in one block.
+    """In the precision that it was asked for. `kv_token_bytes` are of one position in one block.
 
     `log_token_bytes` are of what a server puts out for one position, in float32, and logs for as long as it has the KV.
     """
@@ -44,23 +47,33 @@ class ModelSize:
         """As `fitting_blocks`, where all KV together takes so much."""
         return max(0, min(self.blocks, (int(MEMORY_SHARE * free_bytes) - kv_bytes) // self.block_bytes))
 
-    def kv_tokens(self, free_bytes: int, kv_bytes: int, blocks: int) -> int:
+    def fitting_blocks_apart(self, free_bytes: int, kv_free_bytes: int, kv_tokens: int) -> int:
+        """As `fitting_blocks`, where KV is on another device than the blocks."""
+        with_kv = int(MEMORY_SHARE * kv_free_bytes) // (kv_tokens * self.kv_token_bytes)
+        return min(with_kv, self.fitting_blocks_beside(free_bytes, 0))
+
+    def kv_tokens(self, free_bytes: int, kv_bytes: int, blocks: int, *, apart: bool = False) -> int:
         """For how many positions of so many blocks, with what is logged of each, `kv_bytes` are enough.
 
-        Raises ConfigError if it is none, or if there is not so much beside the blocks, of what is free.
+        Raises ConfigError if it is none, or if there is not so much of what is free where KV is: beside the blocks,
+        unless it is `apart` from them.
         """
-        weights, token_bytes = blocks * self.block_bytes, blocks * self.kv_token_bytes + self.log_token_bytes
+        weights = 0 if apart else blocks * self.block_bytes
+        token_bytes = blocks * self.kv_token_bytes + self.log_token_bytes
         if weights + kv_bytes > free_bytes:
+            taken = "" if apart else f", of which {blocks} blocks take {weights >> 20}"
             raise ConfigError(
-                f"{kv_bytes >> 20} MiB of KV do not fit: {free_bytes >> 20} MiB are free, of which {blocks} blocks "
-                f"take {weights >> 20}: lower --kv-memory, or serve fewer --blocks"
+                f"{kv_bytes >> 20} MiB of KV do not fit: {free_bytes >> 20} MiB are free{taken}: "
+                "lower --kv-memory, or serve fewer --blocks"
             )
         if kv_bytes < token_bytes:
             raise ConfigError(f"{kv_bytes} bytes of KV hold no position of {blocks} blocks, which takes {token_bytes}")
         return min(kv_bytes // token_bytes, _MOST_POSITIONS)
 
 
-def measure_size(folder: ModelFolder, dtype: torch.dtype = torch.float32, quant: str = "none") -> ModelSize:
+def measure_size(
+    folder: ModelFolder, dtype: torch.dtype = torch.float32, quant: str = "none", kv_dtype: str = SAME
+) -> ModelSize:
     """Reads no tensor. Raises ModelError for a family that is not supported, or not with its weights quantized."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
@@ -78,5 +91,6 @@ def measure_size(folder: ModelFolder, dtype: torch.dtype = torch.float32, quant:
         parameter.nbytes for name, parameter in model.named_parameters() if not name.startswith(family.block_prefix)
     )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_token_bytes = 2 * kv_heads(config) * head_dim * dtype.itemsize
+    head_bytes = head_dim * dtype.itemsize if kv_dtype == SAME else head_dim + _SCALE_BYTES
+    kv_token_bytes = 2 * kv_heads(config) * head_bytes
     return ModelSize(len(blocks), max(block_bytes), ends, kv_token_bytes, 4 * config.hidden_size)

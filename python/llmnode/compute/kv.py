@@ -1,0 +1,152 @@
+"""Keys and values of one sequence: as they are computed or in 8 bits, beside the blocks or on another device.
+
+What is read is what was stored, new positions too: so it does not depend on how a sequence was cut into chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from llmnode.core.model import SAME
+
+KVPair = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values, (1, heads, positions, head_dim) each."""
+_LARGEST = 127
+"""What stands for the largest number of a head, of either sign."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVForm:
+    """`dtype` is one of `core.model.KV_DTYPES`; `device` is where the blocks are not, None where they are."""
+
+    dtype: str = SAME
+    device: torch.device | None = None
+
+
+@dataclass(slots=True)
+class SequenceKV:
+    """Keys and values of one sequence, per block, in slabs of `capacity` positions of which `length` are filled.
+
+    A slab is reserved address space; the system backs it with memory as positions are written. Of a session for 8192
+    that had used 20, the 20 took twice what they hold, as each head has pages of its own (`llmnode bench memory`).
+    Smaller pages of ours would save that alone, and attention would have to gather them at every step.
+    """
+
+    capacity: int
+    form: KVForm = KVForm()
+    length: int = 0
+    _blocks: dict[int, _Plain | _Rounded] = field(default_factory=dict)
+
+    def extend(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor, seen_from: int = 0) -> KVPair:
+        """Write (1, heads, new, head_dim) at position `start`; returned are [seen_from, start + new) as they are kept.
+
+        They are of the dtype and on the device of `keys`.
+        """
+        block = self._block(layer, keys)
+        block.write(start, keys, values)
+        return block.read(seen_from, start + keys.shape[2])
+
+    def copy(self, other: SequenceKV, start: int, end: int) -> None:
+        """Have the positions [start, end) be those of `other`, in all blocks, and be the last ones."""
+        pairs = [(self._block(layer, block.like), block) for layer, block in other._blocks.items()]  # all before any
+        for own, theirs in pairs:
+            for slab, filled in zip(own.slabs, theirs.slabs, strict=True):
+                slab.states[:, :, start:end] = filled.states[:, :, start:end]
+        self.length = end
+
+    def _block(self, layer: int, like: torch.Tensor) -> _Plain | _Rounded:
+        block = self._blocks.get(layer)
+        if block is None:
+            kind = _Plain if self.form.dtype == SAME else _Rounded
+            block = self._blocks[layer] = kind(like, self.capacity, self.form.device)
+        return block
+
+
+class _Plain:
+    """Of one block, in the dtype of `like`, (1, heads, any, head_dim) where the blocks are."""
+
+    def __init__(self, like: torch.Tensor, capacity: int, device: torch.device | None) -> None:
+        self.like = like[:, :, :0]
+        shape = (1, like.shape[1], capacity, like.shape[3])
+        self.slabs = _slab(shape, like.dtype, like.device, device), _slab(shape, like.dtype, like.device, device)
+
+    def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.slabs[0].write(start, keys)
+        self.slabs[1].write(start, values)
+
+    def read(self, first: int, end: int) -> KVPair:
+        return self.slabs[0].read(first, end), self.slabs[1].read(first, end)
+
+
+class _Rounded:
+    """Of one block, in 8 bits: a scale for each position and head, by which its largest number is 127.
+
+    So a number is off by 1/254 of the largest at most, whatever other positions and heads have. The scale is fp32: of
+    fp16's two bytes less in 68, large keys would be infinite, small ones coarser.
+    """
+
+    def __init__(self, like: torch.Tensor, capacity: int, device: torch.device | None) -> None:
+        self.like = like[:, :, :0]
+        shape = (2, like.shape[1], capacity)  # keys and values
+        self.slabs = (
+            _slab((*shape, like.shape[3]), torch.int8, like.device, device),
+            _slab((*shape, 1), torch.float32, like.device, device),
+        )
+
+    def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        states = torch.cat((keys, values)).float()
+        # Never 0, as the scale of nothing but zeros would be.
+        scales = (states.abs().amax(3, keepdim=True) / _LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
+        self.slabs[0].write(start, (states / scales).round_().to(torch.int8))
+        self.slabs[1].write(start, scales)
+
+    def read(self, first: int, end: int) -> KVPair:
+        codes, scales = (slab.read(first, end) for slab in self.slabs)
+        states = codes.float().mul_(scales).to(self.like.dtype)
+        return states[:1], states[1:]
+
+
+class _Beside:
+    """(rows, heads, capacity, width) on the blocks' own device, in that order: what is read is no copy."""
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self.states = torch.empty(shape, dtype=dtype, device=device)
+
+    def write(self, start: int, new: torch.Tensor) -> None:
+        self.states.narrow(2, start, new.shape[2]).copy_(new)
+
+    def read(self, first: int, end: int) -> torch.Tensor:
+        return self.states.narrow(2, first, end - first)
+
+
+class _Elsewhere:
+    """(rows, heads, capacity, width) on another device than the blocks, by position, so that one piece crosses.
+
+    Copies do not wait: all are of one stream, whose end every forward waits for. From a GPU the memory is pinned, else
+    they would, and would take longer; so all of it is taken when the first position is written.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int, int], dtype: torch.dtype, blocks: torch.device, device: torch.device
+    ) -> None:
+        rows, heads, capacity, width = shape
+        pinned = blocks.type == "cuda" and device.type == "cpu"
+        self._blocks = blocks
+        self._positions = torch.empty((capacity, rows, heads, width), dtype=dtype, device=device, pin_memory=pinned)
+        self.states = self._positions.permute(1, 2, 0, 3)
+
+    def write(self, start: int, new: torch.Tensor) -> None:
+        positions = new.permute(2, 0, 1, 3).contiguous()
+        self._positions.narrow(0, start, len(positions)).copy_(positions, non_blocking=True)
+
+    def read(self, first: int, end: int) -> torch.Tensor:
+        positions = self._positions.narrow(0, first, end - first)
+        return positions.to(self._blocks, non_blocking=True).permute(1, 2, 0, 3)
+
+
+def _slab(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, blocks: torch.device, device: torch.device | None
+) -> _Beside | _Elsewhere:
+    return _Beside(shape, dtype, blocks) if device is None else _Elsewhere(shape, dtype, blocks, device)
