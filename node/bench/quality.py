@@ -24,6 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmnode.client.model import connect
+from llmnode.core.model import PRECISIONS
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
 from llmnode.models.embedded import open_embedded
@@ -97,6 +98,7 @@ VARIANTS = (
     _Variant("servers in fp16", dtype="float16"),
     _Variant("weights in int8", dtype="float32+int8", aim=True),
     _Variant("weights in nf4", dtype="float32+nf4"),
+    _Variant("KV in int8", dtype="float32+kv-int8", aim=True),
 )
 
 
@@ -271,7 +273,7 @@ def _material(tokenizer: Tokenizer, chunks: int) -> _Material:
 
 
 def _plain(variant: _Variant) -> str:
-    return variant.dtype.partition("+")[0]
+    return PRECISIONS[variant.dtype].dtype
 
 
 @torch.inference_mode()
@@ -314,8 +316,9 @@ def _servers(spans: Sequence[Span], dtype: str, threads: int) -> Iterator[list[_
 def _process(span: Span, dtype: str, threads: int) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-P", "-m", "llmnode.node", "serve", "--blocks", f"{span.start}:{span.end}"]
     command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--json", "--until-stdin-closes"]
-    plain, _, quant = dtype.partition("+")
-    command += ["--dtype", plain, "--quant", quant or "none", "--threads", str(threads), "--device", "cpu"]
+    asked = PRECISIONS[dtype]
+    command += ["--dtype", asked.dtype, "--quant", asked.quant, "--kv-dtype", asked.kv_dtype]
+    command += ["--threads", str(threads), "--device", "cpu"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env=without_settings(os.environ),

@@ -1,0 +1,74 @@
+"""What a decode takes with KV in 8 bits, against KV as it is: many positions of SmolLM2-135M on one thread.
+
+    python tests/bench/kv_dtype.py [ROUNDS]
+
+Two executors that are alike but for their KV compute the same position again and again, in turn, the first one of a
+pair in turn too.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from llmnode.compute.tensors import to_bytes
+from llmnode.core.ids import SESSION_ID_BYTES, SessionId
+from llmnode.core.span import Span
+from llmnode.models.embedded import open_embedded
+from llmnode.node.bench.decoding import load_in
+from llmnode.ports import Piece
+
+if TYPE_CHECKING:
+    from llmnode.compute.executor import SpanExecutor
+    from llmnode.models.folder import ModelFolder
+
+POSITIONS = (100, 1000, 4000)
+PREFILL = 500
+ROUNDS = 40
+SPAN = Span(0, 10)
+SESSION = SessionId(b"k" * SESSION_ID_BYTES)
+
+
+def filled(precision: str, folder: ModelFolder, positions: int) -> SpanExecutor:
+    executor = load_in(precision, folder, SPAN, positions + 1)
+    assert executor.open(SESSION, SPAN, positions + 1)
+    rows = torch.randn(positions, folder.info.hidden_size, generator=torch.Generator().manual_seed(0))
+    for start in range(0, positions, PREFILL):
+        part = rows[start : start + PREFILL]
+        executor.forward([Piece(SESSION, start, len(part), to_bytes(part))])
+    return executor
+
+
+def decode_ms(executor: SpanExecutor, position: int, hidden: bytes) -> float:
+    began_s = time.perf_counter()
+    executor.forward([Piece(SESSION, position, 1, hidden)])
+    took_s = time.perf_counter() - began_s
+    executor.truncate(SESSION, position)
+    return 1e3 * took_s
+
+
+@torch.inference_mode()
+def main(rounds: str = str(ROUNDS)) -> None:
+    torch.set_num_threads(1)
+    folder = open_embedded()
+    hidden = bytes(to_bytes(torch.randn(1, folder.info.hidden_size, generator=torch.Generator().manual_seed(1))))
+    print("| positions | as they are, ms | 8 bits, ms | of as they are |\n|---|---|---|---|")
+    for positions in POSITIONS:
+        executors = [filled(name, folder, positions) for name in ("float32", "float32+kv-int8")]
+        pairs: list[list[float]] = []
+        for number in range(int(rounds) + 2):  # the first two warm up
+            order = (0, 1) if number % 2 else (1, 0)
+            taken = {index: decode_ms(executors[index], positions, hidden) for index in order}
+            pairs.append([taken[0], taken[1]])
+        plain, rounded = zip(*pairs[2:], strict=True)
+        low, median, high = statistics.quantiles([one / other for other, one in pairs[2:]], n=4)
+        of_each = f"{statistics.median(plain):.2f} | {statistics.median(rounded):.2f}"
+        print(f"| {positions} | {of_each} | {median:.2f} ({low:.2f}-{high:.2f}) |")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
