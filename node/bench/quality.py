@@ -67,7 +67,7 @@ SLOWEST = 10.0
 class QualityBench:
     """What was asked for: new `tokens` a prompt, `chunks` of text. `threads` is torch's, here and in each server.
 
-    `thin` has two servers for fp32 alone, one for each other precision, and times blocks but once.
+    `thin` has two servers for fp32 alone, one for each other precision, two prompts, and times blocks but once.
     """
 
     tokens: int
@@ -128,7 +128,7 @@ def bench_quality(config: QualityBench) -> None:
     torch.set_num_threads(config.threads)
     folder = open_embedded()
     assert SPANS[-1].end == folder.info.blocks
-    material = _material(load_tokenizer(folder), config.chunks)
+    material = _material(load_tokenizer(folder), PROMPTS[:2] if config.thin else PROMPTS, config.chunks)
     slowness = {dtype: _slowness(dtype) for dtype in dict.fromkeys(_plain(variant) for variant in VARIANTS)}
     variants = [variant for variant in VARIANTS if slowness[_plain(variant)] <= SLOWEST]
 
@@ -143,7 +143,7 @@ def bench_quality(config: QualityBench) -> None:
     conditions = environment(config.threads) | {
         "model": folder.info.name,
         "spans": [[span.start, span.end] for span in SPANS],
-        "prompts": len(PROMPTS),
+        "prompts": len(material.prompts),
         "tokens": config.tokens,
         "text": f"pydoc_data.topics: {', '.join(TOPICS)}",
         "text_sha256": material.text_sha256,
@@ -161,8 +161,8 @@ def bench_quality(config: QualityBench) -> None:
         rows.append(_row(variant.name, each, baseline, sent_bytes) | memory)
     aims = list(_aims(dict(zip(variants, measured, strict=True)), baseline))
     legend = (
-        f"{config.tokens} tokens after each of {len(PROMPTS)} prompts, {conditions['near_ties']} of them near ties "
-        f"(lead below {NEAR_TIE:g} logits); {config.chunks} chunks of {CHUNK_TOKENS} tokens of Python's reference "
+        f"{config.tokens} tokens after each of {conditions['prompts']} prompts, {conditions['near_ties']} of them near "
+        f"ties (lead below {NEAR_TIE:g} logits); {config.chunks} chunks of {CHUNK_TOKENS} tokens of Python's reference "
         f"({conditions['text']}); 95 % intervals; speed: median (lowest-highest)"
     )
     print_report("quality", conditions, rows, aims, as_json=config.json, legend=legend)
@@ -252,7 +252,7 @@ def _aims(measured: Mapping[_Variant, _Measured], baseline: _Measured) -> Iterat
             yield Aim(name, furthest, f"<= {MOST_CHANGE_PERCENT:g}", furthest <= MOST_CHANGE_PERCENT)
 
 
-def _material(tokenizer: Tokenizer, chunks: int) -> _Material:
+def _material(tokenizer: Tokenizer, prompts: Sequence[str], chunks: int) -> _Material:
     """Chunks from all over the text. Raises ConfigError if there are not as many."""
     try:
         from pydoc_data.topics import topics
@@ -266,7 +266,7 @@ def _material(tokenizer: Tokenizer, chunks: int) -> _Material:
         raise ConfigError(f"--chunks {chunks}: the text has {most}")
     starts = [index * (len(ids) // chunks) for index in range(chunks)]
     return _Material(
-        [tokenizer.encode(prompt) for prompt in PROMPTS],
+        [tokenizer.encode(prompt) for prompt in prompts],
         [ids[start : start + CHUNK_TOKENS] for start in starts],
         hashlib.sha256(text.encode()).hexdigest(),
     )

@@ -111,27 +111,26 @@ def test_a_forward_of_a_batch_is_compared_with_one_process_and_is_exact() -> Non
     assert report["environment"]["positions"] == 4 * 128
 
 
-@pytest.mark.timeout(620)  # some 90 s of nothing else, but eight servers want more than two cores
 def test_table1_is_exact_whatever_fails_and_counts_what_was_drawn() -> None:
     done = subprocess.run(
-        [*BENCH, "table1", "--thin", "--json"], capture_output=True, text=True, timeout=600, check=False
+        [*BENCH, "table1", "--thin", "--json"], capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     report = json.loads(line)
-    assert [row["tokens"] for row in report["rows"]] == [128] * 3 + [1024] * 3
+    assert [row["tokens"] for row in report["rows"]] == [128] * 3 + [512] * 3
     ours, restarts, no_cache, ours_long, restarts_long, no_cache_long = report["rows"]
     for row in (ours, no_cache, ours_long, no_cache_long):
         assert row["at 0"]["median"] > 0
-        assert row["at 0.01"]["median"] > 0
+        assert row["at 0.02"]["median"] > 0
     for row, pauses in ((ours, 2), (ours_long, 1)):
         assert row["pauses"] == row["pause / prefill"]["repeats"] == pauses
         assert row["until replaced, ms"]["low"] > 0
         for overhead in (row["recovery costs, %"], row["with receipts, %"]):
             assert overhead["low"] <= overhead["estimate"] <= overhead["high"]
-    assert restarts["at 0.01"]["median"] < 0.2 * restarts["at 0"]["median"]
-    assert restarts["timed"].endswith("; at 0.01 calculated")
-    assert restarts_long["at 0.01"] == "-", "nobody gets through 1024 steps"
+    assert restarts["at 0.02"]["median"] < 0.2 * restarts["at 0"]["median"]
+    assert restarts["timed"].endswith("; at 0.02 calculated")
+    assert restarts_long["at 0.02"] == "-", "nobody gets through 512 steps"
     assert no_cache_long["at 0"]["median"] < ours_long["at 0"]["median"]
 
     assert report["environment"]["indirect_steps"] < 0.1 * report["environment"]["choices"]
