@@ -1,25 +1,15 @@
-"""Beam search through real servers gives the sequences and scores of transformers, also when servers die meanwhile."""
+"""Beam search through real servers gives the sequences and scores of transformers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-import trio
-from transformers import LogitsProcessor, LogitsProcessorList
 
-import llmnode
 from llmnode.client.cache import SessionCache
 from llmnode.errors import PeerRefused
-from llmnode.node.bench.replicas import replicas, start_all
-from llmnode.node.several import beginnings
 from llmnode.wire.messages import RefusalCode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from llmnode.node.bench.replicas import Replica
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -112,98 +102,3 @@ def test_beams_for_which_there_is_no_room_are_refused_before_any_work(
     with pytest.raises(PeerRefused, match=room) as refused:
         model.generate(**tokenizer(TEXTS[0], return_tensors="pt"), do_sample=False, **options)
     assert refused.value.code == code
-
-
-# Servers that die
-
-
-@pytest.fixture(scope="module")
-def servers(folder: Any) -> Iterator[list[Replica]]:
-    """Two for each third of the model."""
-    with replicas(folder.info.blocks, 1) as servers:
-        trio.run(start_all, servers, servers)
-        yield servers
-
-
-class KillAt(LogitsProcessor):  # type: ignore[misc]  # transformers is typed in part
-    """Ends a server when so many tokens have been scored."""
-
-    def __init__(self, tokens: int, kill: Callable[[], None]) -> None:
-        self._left = tokens
-        self._kill = kill
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self._left -= 1
-        if self._left == 0:
-            self._kill()
-        return scores
-
-
-@pytest.mark.parametrize("third", range(3))
-def test_beams_outlive_a_server_that_is_killed_in_the_middle(
-    third: int, servers: list[Replica], transformers_model: Any, tokenizer: Any
-) -> None:
-    inputs = tokenizer(TEXTS, return_tensors="pt", padding=True)
-    options = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False}
-    killed: list[Replica] = []
-
-    def kill() -> None:
-        peer = model._client.route[third].peer
-        killed.extend(server for server in servers if server.peer == peer)
-        killed[0].kill()
-
-    with llmnode.connect(peers=[server.address for server in servers if server.answers]) as model:
-        killer = LogitsProcessorList([KillAt(5, kill)])
-        ours, theirs = both(model, transformers_model, inputs, **options, logits_processor=killer)
-    check_beams(ours, theirs)
-    assert len(killed) == 1
-    trio.run(start_all, killed, servers)
-
-
-SHARED = "You are a clerk in the town hall, who answers what people ask in a few simple words. Somebody asks:"
-ASKED = [f"{SHARED} {question}" for question in ("Where is the door?", "Who is the mayor of this town?", "What now?")]
-
-
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_rows_that_begin_alike_outlive_a_server_that_is_killed(
-    tokens: int, servers: list[Replica], transformers_model: Any, tokenizer: Any
-) -> None:
-    """What is replayed for it holds what they share, too."""
-    inputs = tokenizer(ASKED, return_tensors="pt", padding=True)
-    killed: list[Replica] = []
-
-    def kill() -> None:
-        victim = model._client.route[1].peer
-        killed.extend(server for server in servers if server.peer == victim)
-        killed[0].kill()
-
-    with llmnode.connect(peers=[server.address for server in servers if server.answers]) as model:
-        killer = LogitsProcessorList([KillAt(tokens, kill)])
-        options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-        chosen = model.generate(**inputs, **options, logits_processor=killer)
-    assert chosen.tolist() == transformers_model.generate(**inputs, **options).tolist()
-    assert len(killed) == 1
-    trio.run(start_all, killed, servers)
-
-
-def test_texts_go_on_from_a_beginning_whose_server_was_killed(
-    servers: list[Replica], transformers_model: Any, tokenizer: Any
-) -> None:
-    prompts = tokenizer(ASKED).input_ids
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-    killed: list[Replica] = []
-    with llmnode.connect(peers=[server.address for server in servers if server.answers]) as model:
-        for begun, prompt in zip(beginnings(model, prompts, 1), prompts, strict=True):
-            inputs = torch.tensor([prompt])
-            with begun.cache(len(prompt) + NEW_TOKENS) as cache:
-                assert cache.columns > 20
-                if not killed:
-                    (route,) = cache.routes
-                    killed.extend(server for server in servers if server.peer == route[1].peer)
-                    killed[0].kill()
-                chosen = model.generate(
-                    inputs, attention_mask=torch.ones_like(inputs), past_key_values=cache, **options
-                )
-            expected = transformers_model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
-            assert chosen.tolist() == expected.tolist()
-    trio.run(start_all, killed, servers)

@@ -63,12 +63,17 @@ def start_draining() -> Iterator[Callable[..., Draining]]:
         yield start
 
 
+@pytest.fixture(scope="module")
+def first(start_servers: Callable[..., list[Any]]) -> Any:
+    return start_servers([Span(0, 15)])[0]
+
+
 def test_a_session_does_not_notice_that_its_server_was_told_to_stop(
+    first: Any,
     start_servers: Callable[..., list[Any]],
     start_draining: Callable[..., Draining],
     transformers_model: Any,
 ) -> None:
-    (first,) = start_servers([Span(0, 15)])
     stopping = start_draining("15:30", 1.0, first.address)
     stopping.wait_for("ready")
     with llmnode.connect(peers=[first.address]) as model:
@@ -85,15 +90,13 @@ def test_a_session_does_not_notice_that_its_server_was_told_to_stop(
             ids = model.generate(ids, max_new_tokens=HALF // 2, **options)
             (session,) = cache._sessions
             assert session.route[-1].peer == late.ready["peer"]
+    late.stop()
     assert ids[0].tolist() == [*prompt, *expected_tokens(transformers_model, prompt, 2 * HALF)]
     assert "draining: 1 session left" in said
     assert "Traceback" not in said
 
 
-def test_a_second_signal_ends_a_draining_server_at_once(
-    start_servers: Callable[..., list[Any]], start_draining: Callable[..., Draining]
-) -> None:
-    (first,) = start_servers([Span(0, 15)])
+def test_a_second_signal_ends_a_draining_server_at_once(first: Any, start_draining: Callable[..., Draining]) -> None:
     stopping = start_draining("15:30", 1000.0, first.address)
     stopping.wait_for("ready")
     with llmnode.connect(peers=[first.address]) as model, model.open_cache(64):

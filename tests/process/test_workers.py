@@ -51,14 +51,6 @@ def worker_of(server: subprocess.Popen[str]) -> psutil.Process:
     return worker
 
 
-def next_event(node: Any, name: str) -> dict[str, Any]:
-    for line in node.process.stdout:
-        event: dict[str, Any] = json.loads(line)
-        if event["event"] == name:
-            return event
-    pytest.fail("the server ended")
-
-
 def test_a_session_outlives_the_worker_of_its_server_which_then_serves_again(
     start_servers: Callable[..., list[Any]], transformers_model: Any
 ) -> None:
@@ -71,12 +63,12 @@ def test_a_session_outlives_the_worker_of_its_server_which_then_serves_again(
             ids = model.generate(ids, past_key_values=cache, max_new_tokens=HALF, **options)
             (other,) = start_servers([ALL], peers=[mortal.address])
             worker_of(mortal.process).kill()
-            lost = next_event(mortal, "worker")
+            lost = mortal.next_event("worker")
             ids = model.generate(ids, past_key_values=cache, max_new_tokens=HALF, **options)
             (session,) = cache._sessions
             assert session.route[-1].peer == other.ready["peer"]
             assert ids[0].tolist() == [*prompt, *expected_tokens(transformers_model, prompt, 2 * HALF)]
-        again = next_event(mortal, "worker")
+        again = mortal.next_event("worker")
         other.stop()
         ids = model.generate(torch.tensor([prompt]), max_new_tokens=HALF, **options)
         assert ids[0].tolist() == [*prompt, *expected_tokens(transformers_model, prompt, HALF)]
