@@ -16,13 +16,26 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from llmnode.client.swarm import Swarm
+    from llmnode.core.ids import PeerId
     from llmnode.ports import Link, Network
 
 log = logging.getLogger(__name__)
 
 
-async def serve_links(network: Network, most: int, serve: Callable[[Link], Awaitable[None]]) -> None:
-    """Call `serve` for every link that is opened to us, `most` at a time, until cancelled; it ends with its link."""
+def log_bug(peer: PeerId, error: Exception) -> None:
+    log.error("what peer=%s had here has ended by what nobody foresaw", peer, exc_info=error)
+
+
+async def serve_links(
+    network: Network,
+    most: int,
+    serve: Callable[[Link], Awaitable[None]],
+    on_bug: Callable[[PeerId, Exception], None] = log_bug,
+) -> None:
+    """Call `serve` for every link that is opened to us, `most` at a time, until cancelled; it ends with its link.
+
+    What nobody foresaw ends that link alone, and `on_bug` is told of it.
+    """
     slots = trio.CapacityLimiter(most)
 
     async def serve_next(slot: object, task_status: trio.TaskStatus[None]) -> None:
@@ -35,6 +48,8 @@ async def serve_links(network: Network, most: int, serve: Callable[[Link], Await
                 except* (PeerUnreachable, RemoteProtocolError) as group:
                     for error in group.exceptions:
                         log.info("link ended %s", error)
+                except* Exception as group:  # noqa: BLE001  as of a session: it costs nobody else anything
+                    on_bug(link.peer, group)
         finally:
             slots.release_on_behalf_of(slot)
 

@@ -20,7 +20,7 @@ from llmnode.core.span import Span
 from llmnode.core.view import serving
 from llmnode.errors import PeerRefused, RemoteProtocolError
 from llmnode.node.serve.admission import Admission
-from llmnode.node.serve.links import answer_about_swarm, serve_links
+from llmnode.node.serve.links import answer_about_swarm, log_bug, serve_links
 from llmnode.node.serve.next_hops import NextHops
 from llmnode.node.serve.serving import Serving, Tally
 from llmnode.node.serve.session import ServedSession, refusal_of
@@ -53,10 +53,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def log_bug(session: ServedSession, error: Exception) -> None:
-    log.error("a session has ended by what nobody foresaw peer=%s", session.client, exc_info=error)
-
-
 @dataclass(slots=True)
 class Server:
     """What all links share."""
@@ -70,8 +66,8 @@ class Server:
     sessions: dict[SessionId, ServedSession] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
     is_draining: bool = False
-    on_bug: Callable[[ServedSession, Exception], None] = log_bug
-    """Told what nobody foresaw, which has ended that session; what it raises ends the server."""
+    on_bug: Callable[[PeerId, Exception], None] = log_bug
+    """Told what nobody foresaw, which has ended a session or link of that peer; what it raises ends the server."""
     session_ended: trio.Event = field(default_factory=trio.Event)
     """The next one's end; then there is another event."""
     admission: Admission = field(init=False)
@@ -84,7 +80,12 @@ class Server:
         next_hops = NextHops(self.pushes, self._addresses, self.policy)
         shared = Serving(self.worker, self.admission, self.model, self.policy, network, next_hops, self.tally)
         async with trio.open_nursery() as nursery:
-            await serve_links(network, self.policy.links, lambda link: _ServedLink(self, shared, link, nursery).run())
+            await serve_links(
+                network,
+                self.policy.links,
+                lambda link: _ServedLink(self, shared, link, nursery).run(),
+                self.on_bug,
+            )
 
     async def drain(self, patience_s: float, report: Callable[[int], None] = lambda _sessions: None) -> None:
         """Take no sessions any more, and wait until those whose clients are here have ended, at most so long.
@@ -255,7 +256,7 @@ class _ServedLink:
         try:
             await self._run_to_its_end(session)
         except Exception as error:  # noqa: BLE001  one client's bad luck is not to cost all others their sessions
-            self._server.on_bug(session, error)
+            self._server.on_bug(session.client, error)
 
     async def _run_to_its_end(self, session: ServedSession) -> None:
         name = session.stage.session

@@ -9,8 +9,9 @@ import pytest
 
 from llmnode.client.connection import open_connection
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
-from llmnode.errors import PeerRefused
-from llmnode.node.serve.server import log_bug
+from llmnode.errors import PeerRefused, PeerUnreachable
+from llmnode.node.serve.links import log_bug
+from llmnode.node.serve.server import Server
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Open, RefusalCode, pack
 from llmnode.wire.payload import Codec
@@ -100,6 +101,32 @@ def test_one_that_cannot_be_closed_is_over_all_the_same(monkeypatch: pytest.Monk
                 await connection.ask(opening(OTHER), FrameType.OPENED, ANSWER_S)
 
     main()
+
+
+def test_in_a_links_loop_it_ends_that_link_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    @simulated
+    async def main() -> None:
+        async with world() as swarm:
+            monkeypatch.setattr("llmnode.testing.world.raise_bug", log_bug)
+            node = await swarm.start("0a", SPANS[0])
+            address = node.network.addresses[0]
+            good = await swarm.internet.network("good").dial(address)
+            bad = await swarm.internet.network("bad").dial(address)
+            async with open_connection(good) as other, open_connection(bad) as connection:
+                await other.ask(opening(OTHER), FrameType.OPENED, ANSWER_S)
+                await connection.ask(opening(NAME), FrameType.OPENED, ANSWER_S)
+                with monkeypatch.context() as patch:
+                    patch.setattr(Server, "describe", stumble)
+                    with pytest.raises(PeerUnreachable):
+                        await connection.describe(ANSWER_S)
+                await other.describe(ANSWER_S)
+                assert list(node.server.sessions) == [OTHER]
+
+    main()
+    assert "peer=peer-bad had here has ended" in caplog.text
+    assert "KeyError: 'as told'" in caplog.text
 
 
 def test_a_simulation_fails_by_it(monkeypatch: pytest.MonkeyPatch) -> None:

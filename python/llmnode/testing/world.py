@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.core.span import Span
-    from llmnode.node.serve.session import ServedSession
     from llmnode.testing.network import MemoryInternet, MemoryNetwork
 
 FORWARD_S = 0.01
@@ -283,7 +282,7 @@ class World:
         async with self._living(name, contacts, simulated_ms) as (node, nursery):
             self.relays[name] = node
             links = self._serve_policy.links
-            nursery.start_soon(serve_links, node.network, links, lambda link: serve_view(node.swarm, link))
+            nursery.start_soon(serve_links, node.network, links, lambda link: serve_view(node.swarm, link), raise_bug)
             task_status.started(node)
             await trio.sleep_forever()
 
@@ -308,8 +307,8 @@ class World:
                 yield SimulatedNode(name, network, pool, swarm, scope), nursery
 
 
-def raise_bug(_session: ServedSession, error: Exception) -> None:
-    """A simulation fails by what would cost a real server one session."""
+def raise_bug(_peer: PeerId, error: Exception) -> None:
+    """A simulation fails by what would cost a real server one session, or one link."""
     raise error
 
 
