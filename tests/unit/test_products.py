@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FORMS: list[Form] = [turned, in_parts]
 ROWS = [1, 2, 4, 7, 8, 15, 16, 40, 300]
-USUAL, OTHERS = [1, 2, 3, 16, 40, 300], [4, 5, 7, 8, 12, 15]
+USUAL, OTHERS = [1, 2, 3, 32, 40, 300], [4, 5, 7, 8, 12, 15, 16, 31]
 
 
 def layer(inputs: int, outputs: int, *, bias: bool = False, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
@@ -40,6 +40,7 @@ def test_each_form_computes_the_linear_layer(
         expected = one(rows)
         assert product.shape == expected.shape
         assert product.dtype == dtype
+        assert product.is_contiguous()
         torch.testing.assert_close(product, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -107,7 +108,7 @@ def test_layers_use_the_form_for_as_many_rows_as_there_are(monkeypatch: pytest.M
     counts: list[int] = []
     ticks = itertools.count()
     large, small = layer(256, LEAST_BYTES // 1024, bias=True), layer(8, 8)
-    forms = {(large.weight.shape, large.weight.dtype): [linear] * 3 + [counted(turned, counts)] * 2}
+    forms = {(large.weight.shape, large.weight.dtype): [linear] * 3 + [counted(turned, counts)] * 3}
     monkeypatch.setattr("llmnode.models.products.fastest", lambda _weights, _clock: forms)
     use_fastest(torch.nn.Sequential(large, small), lambda: float(next(ticks)))
     assert "forward" not in vars(small), "it stays in a cache"

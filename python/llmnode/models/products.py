@@ -33,11 +33,11 @@ LEAST_BYTES = 1 << 18
 MOST_PART = 128
 """Outputs of a part: enough for a call to BLAS, few enough for its copy of them to stay in a cache."""
 LEAST_PART = 32
-LEAST_BITS, MOST_BITS = 3, 4
-"""Of a number of rows that has a choice of forms: 4 to 15. Fewer and more are best as they are."""
-ROUNDS = 3
+LEAST_BITS, MOST_BITS = 3, 5
+"""Of a number of rows that has a choice of forms: 4 to 31. Fewer and more are best as they are."""
+ROUNDS = 2
 """So often each form is measured for a number of rows."""
-PASS_BYTES = 100 << 20
+PASS_BYTES = 64 << 20
 """Of weights in a round: more than a cache keeps until the next one."""
 GAIN = 0.9
 """Another form must take less than this part of the time of the usual one."""
@@ -47,7 +47,7 @@ def turned(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     """The weight times the rows as columns."""
     columns = rows.reshape(-1, rows.shape[-1]).t()
     product = torch.mm(weight, columns) if bias is None else torch.addmm(bias[:, None], weight, columns)
-    return product.t().reshape(*rows.shape[:-1], -1)
+    return product.t().contiguous().view(*rows.shape[:-1], -1)  # attention is slow with what lies otherwise
 
 
 def in_parts(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
