@@ -31,7 +31,7 @@ def test_quality_compares_every_variant_with_transformers() -> None:
     baseline, raw, *lossy = report["rows"]
     kept = [row["variant"] for row in lossy] + report["environment"]["left_out"]
     assert kept[:3] == ["activations in fp16", "activations in bf16", "activations in int8"]
-    assert set(kept[3:]) == {"servers in bf16", "servers in fp16", "weights in int8", "weights in nf4"}
+    assert set(kept[3:]) == {"servers in bf16", "servers in fp16", "weights in int8", "weights in nf4", "KV in int8"}
 
     assert baseline["variant"] == "transformers, fp32, 1 process"
     assert (baseline["forced: same"], baseline["free: same prefix"]) == (1, TOKENS)

@@ -49,3 +49,15 @@ def test_what_is_reserved_and_not_used_takes_no_memory_and_what_was_used_is_give
     del kv
     give_back()
     assert own_bytes() - before < SLACK_BYTES
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_nothing_is_kept_of_what_a_long_first_prefill_has_computed(dtype: str) -> None:
+    write(SequenceKV(1, KVForm(dtype)), 0, 1)
+    give_back()
+    before = own_bytes()
+    kv = SequenceKV(CAPACITY, KVForm(dtype))
+    write(kv, 0, CAPACITY)
+    give_back()
+    assert own_bytes() - before < 1.05 * CAPACITY * POSITION_BYTES[dtype] + SLACK_BYTES
+    assert kv.capacity == CAPACITY

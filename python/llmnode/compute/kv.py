@@ -68,7 +68,7 @@ class _Plain:
     """Of one block, in the dtype of `like`, (1, heads, any, head_dim) where the blocks are."""
 
     def __init__(self, like: torch.Tensor, capacity: int, device: torch.device | None) -> None:
-        self.like = like[:, :, :0]
+        self.like = _none_of(like)
         shape = (1, like.shape[1], capacity, like.shape[3])
         self.slabs = _slab(shape, like.dtype, like.device, device), _slab(shape, like.dtype, like.device, device)
 
@@ -88,7 +88,7 @@ class _Rounded:
     """
 
     def __init__(self, like: torch.Tensor, capacity: int, device: torch.device | None) -> None:
-        self.like = like[:, :, :0]
+        self.like = _none_of(like)
         shape = (2, like.shape[1], capacity)  # keys and values
         self.slabs = (
             _slab((*shape, like.shape[3]), torch.int8, like.device, device),
@@ -144,6 +144,11 @@ class _Elsewhere:
     def read(self, first: int, end: int) -> torch.Tensor:
         positions = self._positions.narrow(0, first, end - first)
         return positions.to(self._blocks, non_blocking=True).permute(1, 2, 0, 3)
+
+
+def _none_of(like: torch.Tensor) -> torch.Tensor:
+    """No positions of its kind, and none of its memory: a view would keep all that a first prefill has computed."""
+    return like.new_empty((1, like.shape[1], 0, like.shape[3]))
 
 
 def _slab(
