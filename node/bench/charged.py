@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from llmnode.core.span import Span
 
 BLOCK_S = 52e-3 / 30
-"""Of one text's step through a block of SmolLM2-135M, on one core (`notes/compute.md`): a token, or a short prompt."""
-BESIDE = 0.14
-"""What another text in the same forward adds, of the first: 2 to 8 texts on one core (`tests/bench/products.py`)."""
+"""Of one text's step through a block of SmolLM2-135M, on one core (`notes/compute.md`): a token, or a short prompt.
+Two that are computed together cost twice as much: what batching gains is not in it.
+"""
 
 
 def main() -> NoReturn:
     def charge(
         _executor: SpanExecutor, span: Span, segments: Sequence[Segment], row: torch.Tensor
     ) -> Sequence[torch.Tensor]:
-        time.sleep(BLOCK_S * len(span) * (1 + BESIDE * (len(segments) - 1)))
+        time.sleep(BLOCK_S * len(span) * len(segments))
         parts: Sequence[torch.Tensor] = row.split([segment.length for segment in segments])
         return parts
 
