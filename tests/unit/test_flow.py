@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmnode.core.flow import LEAST_BYTES, MOMENT_S, DrainRate, part_bytes
+from llmnode.core.flow import AMID_S, GENTLE_S, LEAST_BYTES, MOMENT_S, Amid, DrainRate, part_bytes
 
 MOST = 1 << 18
 FULL_BYTES = 1 << 16
+STEP_BYTES = 2304
 
 
 @given(st.floats(1.0, 1e12))
@@ -60,3 +61,27 @@ def test_a_line_that_becomes_slow_is_known_to_be_so_within_some_tenths_of_a_seco
     while part_bytes(rate.bytes_per_s, MOST) > part_bytes(2e7, MOST):
         rate.note(FULL_BYTES, now_s := now_s + FULL_BYTES / 1e7, is_full=True)
     assert now_s - began_s < 0.5
+
+
+def test_a_bulk_goes_gently_for_a_while_after_something_small_amid_it() -> None:
+    amid = Amid()
+    assert not amid.note(FULL_BYTES, 0.0)
+    assert not amid.note(STEP_BYTES, 0.1), "what is small never waits"
+    assert amid.note(FULL_BYTES, 0.1)
+    assert amid.note(FULL_BYTES, 0.1 + 0.99 * GENTLE_S)
+    assert not amid.note(FULL_BYTES, 0.1 + GENTLE_S)
+
+
+def test_a_bulk_that_nothing_small_came_amid_goes_at_once() -> None:
+    amid = Amid()
+    amid.note(STEP_BYTES, 0.0)
+    assert not amid.note(FULL_BYTES, 0.0), "before it"
+    amid.note(STEP_BYTES, AMID_S)
+    assert not amid.note(FULL_BYTES, AMID_S), "when the one before was over"
+
+
+def test_messages_of_16_kib_with_their_headers_are_no_bulk() -> None:
+    amid = Amid()
+    amid.note((16 << 10) + 200, 0.0)
+    amid.note(STEP_BYTES, 0.1)
+    assert not amid.note(FULL_BYTES, 0.2)

@@ -5,6 +5,8 @@ On a fast line as much as makes few calls, on a slow one no more than passes in 
 
 from __future__ import annotations
 
+import math
+
 SMALL_BYTES = 3 << 13
 """What is no larger, as 16 KiB of hidden states with their headers, goes out before all that waits for the socket."""
 GENTLE_S = 1.0
@@ -25,6 +27,22 @@ def part_bytes(bytes_per_s: float | None, most: int) -> int:
         return most
     passing = max(LEAST_BYTES, int(MOMENT_S * bytes_per_s))
     return min(most, 1 << passing.bit_length() - 1)
+
+
+class Amid:
+    """Whether something small came amid a bulk of a connection lately: more may come, and would wait behind it."""
+
+    def __init__(self) -> None:
+        self._bulk_s = self._gentle_until_s = -math.inf
+
+    def note(self, size_bytes: int, now_s: float) -> bool:
+        """So much is written now. Returns whether it is bulk that is to go gently."""
+        if size_bytes > SMALL_BYTES:
+            self._bulk_s = now_s
+            return now_s < self._gentle_until_s
+        if now_s < self._bulk_s + AMID_S:
+            self._gentle_until_s = now_s + GENTLE_S
+        return False
 
 
 class DrainRate:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import socket
 from typing import TYPE_CHECKING, cast
@@ -24,7 +23,7 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 
 from llmnode._native import Connection
-from llmnode.core.flow import AMID_S, GENTLE_S, SMALL_BYTES, DrainRate, part_bytes
+from llmnode.core.flow import Amid, DrainRate, part_bytes
 from llmnode.net.secure import NoiseConnection
 from llmnode.net.sockets import local_address, socket_of
 from llmnode.net.yamux_stream import LINGER_S, YamuxStream
@@ -97,7 +96,7 @@ class YamuxConnection(IMuxedConn):
         self._lingering: dict[YamuxStream, float] = {}  # until when; the oldest first
         self._ended = False
         self._moved_bytes = 0
-        self._bulk_s = self._gentle_until_s = -math.inf
+        self._amid = Amid()
         self._heard_s = trio.current_time()
 
     # What py-libp2p asks of a connection
@@ -194,13 +193,7 @@ class YamuxConnection(IMuxedConn):
 
     def note_write(self, size_bytes: int) -> bool:
         """A part of so much is written. Whether gently: something small came amid the bulk, and the next may soon."""
-        now_s = trio.current_time()
-        if size_bytes > SMALL_BYTES:
-            self._bulk_s = now_s
-            return now_s < self._gentle_until_s
-        if now_s < self._bulk_s + AMID_S:
-            self._gentle_until_s = now_s + GENTLE_S
-        return False
+        return self._amid.note(size_bytes, trio.current_time())
 
     def flush(self) -> None:
         """Send what is to be sent, as far as the socket takes it; the sending task does the rest. Never waits."""
