@@ -9,9 +9,11 @@ import torch
 
 from llmnode.errors import ModelError
 from llmnode.models.fused import join_products
+from llmnode.models.products import MOST_BITS, turned
 from reference.small import BLOCKS, cut, make_model, open_saved, session
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 pytestmark = pytest.mark.reference
@@ -33,6 +35,29 @@ def test_no_forward_of_transformers_runs(case: str, tmp_path: Path, monkeypatch:
             monkeypatch.setattr(module, "forward", forward)
     scores = whole.forward({session(0): [3, 1, 4]})[session(0)]
     assert torch.isfinite(scores).all()
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt_neox"])
+def test_a_few_rows_are_multiplied_in_the_form_that_was_found_fastest(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(case, tied=False).save_pretrained(tmp_path)
+    folder, tokens = open_saved(tmp_path), [3, 1, 4, 1, 5]
+    expected = cut(folder, (0, BLOCKS)).forward({session(0): tokens})[session(0)]
+    rows: list[int] = []
+
+    def counted(hidden: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        rows.append(hidden.shape[-2])
+        return turned(hidden, *weights)
+
+    def fastest(weights: Sequence[torch.Tensor], _clock: object) -> dict[Any, list[Any]]:
+        return {(each.shape, each.dtype): [counted] * (MOST_BITS + 1) for each in weights}
+
+    monkeypatch.setattr("llmnode.models.products.LEAST_BYTES", 0)
+    monkeypatch.setattr("llmnode.models.products.fastest", fastest)
+    scores = cut(folder, (0, BLOCKS)).forward({session(0): tokens})[session(0)]
+    assert rows == [len(tokens)] * 4 * BLOCKS, "queries, keys and values; output; up; down"
+    torch.testing.assert_close(scores, expected)
 
 
 def test_a_block_with_a_layer_that_we_do_not_know_is_refused() -> None:
