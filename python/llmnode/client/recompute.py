@@ -49,7 +49,7 @@ _INT8_TOLERANCE = 0.5
 steps goes to either by the last bit of a sum. Most positions are then alike to the bit, and some 0.1 apart.
 """
 _INT8_KV_TOLERANCE = 0.1
-"""Of KV of 8 bits, in any codec, for the same reason: four times the most. Most positions are alike to the bit."""
+"""Of KV of 8 bits, in any codec, for the same reason: four times the most."""
 _LAST_STEP = 2**32 - 1
 _MOST_ASKED = 4
 """Peers that are asked for one opinion: who cannot or will not give it costs a timeout at most."""
