@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,10 +11,19 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 settings.register_profile(
     "reference", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+
+
+@pytest.fixture(autouse=True, scope="package")
+def blueprints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where those of the small models are kept: apart from the user's."""
+    folder = tmp_path_factory.mktemp("blueprints")
+    with patch("llmnode.models.blueprint.cache_folder", lambda: folder):
+        yield folder
 
 
 @pytest.fixture(autouse=True, scope="package")

@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from llmnode.errors import ModelError
+from llmnode.models.skeleton import ATTENTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,14 +111,7 @@ def ragged_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def register() -> None:
-    """Make `ATTENTION` known to transformers, which then makes no mask: the segments have their own.
-
-    Calling it again changes nothing.
-    """
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION, ragged_attention)
+ATTENTIONS[ATTENTION] = ragged_attention  # which makes no mask: the segments have their own
 
 
 def _attend(

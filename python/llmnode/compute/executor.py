@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llmnode.compute.attention import ATTENTION, Segment, register, segments_of_forward
+from llmnode.compute.attention import ATTENTION, Segment, segments_of_forward
 from llmnode.compute.heap import give_back
 from llmnode.compute.kv import KVForm, SequenceKV
 from llmnode.compute.own_attention import replace_own_attention
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from llmnode.core.ids import SessionId
     from llmnode.core.span import Span
     from llmnode.models.folder import ModelFolder
+    from llmnode.models.fused import FusedSpan
     from llmnode.models.parts import SpanModel
     from llmnode.ports import Piece
     from llmnode.wire.frame import Buffer
@@ -39,7 +40,12 @@ class SpanExecutor:
     """
 
     def __init__(
-        self, model: SpanModel, hidden_size: int, kv_tokens: int, device: str = "cpu", kv: KVForm | None = None
+        self,
+        model: SpanModel | FusedSpan,
+        hidden_size: int,
+        kv_tokens: int,
+        device: str = "cpu",
+        kv: KVForm | None = None,
     ) -> None:
         self.span = model.span
         self.model = model
@@ -134,7 +140,6 @@ def load_executor(
     Weights are of `dtype`, whatever it is on disk, and on torch's `device`; `quant` is for those of linear layers, one
     of `core.model.QUANTS`. KV is likewise, unless `kv` says otherwise.
     """
-    register()
     model = load_span(folder, span, ATTENTION, dtype, device, quant)
     replace_own_attention(model)
     return SpanExecutor(model, folder.info.hidden_size, kv_tokens, device, kv)

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections import deque
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from llmnode.core.model import ModelInfo
 from llmnode.errors import ModelError
+from llmnode.models.blueprint import kept_blueprint
 from llmnode.models.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ def _nothing_to_obtain(_files: Collection[Path]) -> None:
     """Of a folder that is all there."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelFolder:
     """An opened model folder. `files` tells for each tensor name the file that holds it.
 
@@ -51,23 +53,29 @@ class ModelFolder:
     path: Path
     name: str
     revision: str
-    config: PreTrainedConfig
     files: Mapping[str, Path]
     digest: bytes
     obtain: Callable[[Collection[Path]], None] = _nothing_to_obtain
 
     @property
+    def config_file(self) -> Path:
+        return self.path / CONFIG_FILE
+
+    @cached_property
+    def config(self) -> PreTrainedConfig:
+        """As transformers, which takes seconds to import, has it. Raises ModelError as `read_config`."""
+        return read_config(self.path)
+
+    @property
     def info(self) -> ModelInfo:
         """Raises ModelError if the config does not say how large the model is."""
+        if (kept := kept_blueprint(self.config_file)) is not None:
+            blocks, hidden_size, context_tokens = len(kept.blocks), kept.hidden_size, kept.context_tokens
+        else:
+            blocks, hidden_size = self._size("num_hidden_layers"), self._size("hidden_size")
+            context_tokens = self._context_tokens()
         # Hidden states travel in fp32 whatever the dtype of the weights, on disk or in memory.
-        return ModelInfo(
-            name=self.name,
-            digest=self.digest,
-            blocks=self._size("num_hidden_layers"),
-            hidden_size=self._size("hidden_size"),
-            context_tokens=self._context_tokens(),
-            dtype="float32",
-        )
+        return ModelInfo(self.name, self.digest, blocks, hidden_size, context_tokens, dtype="float32")
 
     def _context_tokens(self) -> int:
         family = FAMILIES.get(self.config.model_type)
@@ -77,7 +85,7 @@ class ModelFolder:
         """By the name that transformers gives it; families that name it otherwise (`n_layer`) are mapped there."""
         size = getattr(self.config, attribute, None)
         if not isinstance(size, int):
-            raise ModelError(f"{self.path / CONFIG_FILE} of the family {self.config.model_type!r} has no {attribute}")
+            raise ModelError(f"{self.config_file} of the family {self.config.model_type!r} has no {attribute}")
         return size
 
     def read(self, names: Iterable[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -119,9 +127,10 @@ def _read_some(file: Path, names: deque[str], dtype: torch.dtype) -> dict[str, t
 
 def open_folder(path: Path, name: str, revision: str) -> ModelFolder:
     """Read config and tensor index, but no tensor. Raises ModelError if the folder is not a whole model."""
-    config = read_config(path)
+    if kept_blueprint(path / CONFIG_FILE) is None:
+        read_config(path)
     headers = {shard: read_header(path / shard) for shard in shard_names(path)}
-    return ModelFolder(path, name, revision, config, *index_tensors(path, name, revision, headers))
+    return ModelFolder(path, name, revision, *index_tensors(path, name, revision, headers))
 
 
 def read_config(path: Path) -> PreTrainedConfig:

@@ -11,35 +11,63 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import layer_norm, linear, rms_norm
+from torch.nn.functional import gelu, layer_norm, linear, relu, rms_norm, silu
 
-from llmnode.errors import ModelError
+from llmnode.models.skeleton import ATTENTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from llmnode.core.span import Span
+    from llmnode.models.blueprint import BlockPlan
     from llmnode.models.families import Family
+    from llmnode.models.skeleton import Attention
 
     Mapped = Callable[[torch.Tensor], torch.Tensor]
 
 
-_LAYERS = {"input_layernorm", "post_attention_layernorm"}
-_LAYERS |= {f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
-_LAYERS |= {f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+LAYERS = {"input_layernorm", "post_attention_layernorm"}
+LAYERS |= {f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
+LAYERS |= {f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
 """What may have parameters in a block. With any other it computes something else."""
+ACTIVATIONS: dict[str, Mapped] = {
+    "gelu": gelu,
+    "gelu_pytorch_tanh": partial(gelu, approximate="tanh"),
+    "relu": relu,
+    "silu": silu,
+}
+"""By the names that configs have for them."""
 
 
-def join_products(block: Any) -> None:  # Any: each family's block is a class of its own
-    """Queries, keys and values of one product, and the two halves of the MLP of another, in a block of transformers.
+class Norm(torch.nn.Module):
+    """The weight of an RMS norm, without storage."""
 
-    Its own forward is not for use any more. Raises ModelError for a block that is not as we know it.
-    """
-    unknown = {name.rpartition(".")[0] for name, _ in block.named_parameters()} - _LAYERS
-    if unknown:
-        raise ModelError(
-            f"a {type(block).__name__} has {', '.join(sorted(unknown))} in this version of transformers, "
-            "which we do not know: use another version of transformers"
-        )
+    def __init__(self, size: int, epsilon: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(size, dtype=dtype, device="meta"), requires_grad=False)
+        self.variance_epsilon = epsilon
+
+
+def make_block(plan: BlockPlan, index: int, activation: str, dtype: torch.dtype) -> Any:
+    """The layers of the block `index`, without storage, under the names that transformers gives them."""
+    block: Any = torch.nn.Module()
+    block.self_attn, block.mlp = torch.nn.Module(), torch.nn.Module()
+    for name, shape in plan.shapes.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight":
+            parent, _, own_name = layer.rpartition(".")
+            has_bias = f"{layer}.bias" in plan.shapes
+            made = Norm(*shape, plan.epsilon, dtype) if len(shape) == 1 else _linear(shape, has_bias, dtype)
+            setattr(block.get_submodule(parent), own_name, made)
+    attention = block.self_attn
+    attention.layer_idx, attention.head_dim, attention.scaling = index, plan.head_dim, plan.scaling
+    attention.sliding_window, attention.use_rope = plan.window, plan.is_rotated
+    block.mlp.act_fn = ACTIVATIONS[activation]
+    return block
+
+
+def join_products(block: Any) -> None:
+    """Queries, keys and values of one product, and the two halves of the MLP of another."""
     attention, mlp = block.self_attn, block.mlp
     attention.heads = [each.out_features // attention.head_dim for each in (attention.q_proj, attention.k_proj)]
     attention.qkv_proj = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
@@ -47,19 +75,54 @@ def join_products(block: Any) -> None:  # Any: each family's block is a class of
     del attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj
 
 
+class Rotary(torch.nn.Module):
+    """Cosines and sines of rotary embeddings at given positions."""
+
+    def __init__(self, frequencies: Sequence[float], scaling: float) -> None:
+        super().__init__()
+        self.frequencies = torch.nn.Buffer(torch.tensor(frequencies), persistent=False)
+        self._scaling = scaling
+
+    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions: (..., tokens); both are (..., tokens, head_dim)."""
+        halves = positions[..., None].float() * self.frequencies
+        turns = torch.cat((halves, halves), dim=-1)
+        return (turns.cos() * self._scaling).to(dtype), (turns.sin() * self._scaling).to(dtype)
+
+
+class FusedSpan(torch.nn.Module):
+    """The blocks of `span`. Hidden states are fp32 outside, of the weights' dtype inside."""
+
+    def __init__(
+        self, blocks: torch.nn.ModuleList, rotary: Rotary, span: Span, dtype: torch.dtype, attention: str
+    ) -> None:
+        """`blocks` have their weights, and their products joined. `attention` is as in `load_span`."""
+        super().__init__()
+        self.span, self.blocks, self.rotary = span, blocks, rotary
+        self._fused = [FusedBlock(block, attention) for block in blocks]
+        self._dtype = dtype
+
+    def forward(self, span: Span, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """`hidden` (tokens, hidden_size) at `positions` (tokens), through the blocks of `span`, a part of ours."""
+        states = hidden[None].to(self._dtype)
+        cos, sin = self.rotary(positions[None, None], self._dtype)
+        for block in self._fused[span.start - self.span.start : span.end - self.span.start]:
+            states = block(states, cos, sin)
+        return states[0].float()
+
+
 class FusedBlock:
     """The forward of a block whose products are joined, and quantized or not."""
 
     def __init__(self, block: Any, attention: str) -> None:  # Any: likewise
-        """`attention` names a function that transformers knows, which makes its own masks."""
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
+        """`attention` names a function of ours, or one that transformers knows, which makes its own masks."""
         own, mlp = block.self_attn, block.mlp
-        attend: Callable[..., tuple[torch.Tensor, object]] = ALL_ATTENTION_FUNCTIONS[attention]
-        self._attend = partial(attend, own, attention_mask=None, scaling=own.scaling, sliding_window=_window(own))
+        window: int | None = own.sliding_window
+        attend = ATTENTIONS.get(attention) or _of_transformers(attention)
+        self._attend = partial(attend, own, attention_mask=None, scaling=own.scaling, sliding_window=window)
         self._head_dim: int = own.head_dim
         self._heads: tuple[int, int] = own.heads
-        self._is_rotated = bool(getattr(own, "use_rope", True))
+        self._is_rotated: bool = own.use_rope
         self._norm_heads = (_norm(own.q_norm), _norm(own.k_norm)) if hasattr(own, "q_norm") else None
         self._norm_attended, self._norm_fed = _norm(block.input_layernorm), _norm(block.post_attention_layernorm)
         self._qkv, self._output = _product(own.qkv_proj), _product(own.o_proj)
@@ -95,6 +158,11 @@ class FusedEnds:
         return self._head(self._norm(hidden))
 
 
+def _linear(shape: Sequence[int], has_bias: bool, dtype: torch.dtype) -> torch.nn.Linear:
+    outputs, inputs = shape
+    return torch.nn.Linear(inputs, outputs, has_bias, device="meta", dtype=dtype).requires_grad_(False)
+
+
 def _joined(*linears: torch.nn.Linear) -> torch.nn.Linear:
     """One linear layer, whose outputs are those of `linears`, end to end."""
     outputs = sum(each.out_features for each in linears)
@@ -126,8 +194,8 @@ def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return torch.addcmul(heads * cos, torch.cat((-second, first), dim=-1), sin)
 
 
-def _window(attention: Any) -> int | None:  # Any: likewise
-    """Mistral's attention reads it from its config at each call."""
-    holder = attention.config if attention.config.model_type == "mistral" else attention
-    window: int | None = getattr(holder, "sliding_window", None)
-    return window
+def _of_transformers(attention: str) -> Attention:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function: Attention = ALL_ATTENTION_FUNCTIONS[attention]
+    return function

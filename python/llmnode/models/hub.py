@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmnode.errors import ConfigError, ModelError
+from llmnode.models.blueprint import kept_blueprint
 from llmnode.models.cache import cache_folder, require_room
 from llmnode.models.download import Shard, download, size_of
 from llmnode.models.families import family_of
@@ -113,13 +114,11 @@ def open_hub(name: HubName, report: Callable[[str], None] = lambda _line: None) 
     with hub_access(str(name)):
         snapshot = _locate(name, offline, report)
         _fetch_small_files(snapshot)
-        config = read_config(snapshot.path)
-        family_of(config)  # before anything large
+        if kept_blueprint(snapshot.path / CONFIG_FILE) is None:
+            family_of(read_config(snapshot.path))  # before anything large
         headers = _headers(snapshot)
     files, digest = index_tensors(snapshot.path, name.repo, snapshot.commit, headers)
-    return ModelFolder(
-        snapshot.path, name.repo, snapshot.commit, config, files, digest, partial(_obtain, snapshot, report)
-    )
+    return ModelFolder(snapshot.path, name.repo, snapshot.commit, files, digest, partial(_obtain, snapshot, report))
 
 
 def _locate(name: HubName, offline: bool, report: Callable[[str], None]) -> _Snapshot:

@@ -1,29 +1,37 @@
 """The parts of a model that a node runs: a span of blocks, or the ends.
 
 A part is cut out of the transformers model itself: the model is built without weights, the tensors that the part needs
-are read, and everything else is removed. What differs between families is a row in `families.py`. Those of the Llama
-kind have all that remains run by `fused.py`, and none of transformers' own forwards.
+are read, and everything else is removed. What differs between families is a row in `families.py`. The blocks of the
+Llama kind are those of `fused.py` instead, made as `blueprint.py` says.
 """
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from llmnode.core.span import Span
-from llmnode.errors import ModelError
+from llmnode.models.blueprint import blueprint_of
 from llmnode.models.families import Family, family_of
-from llmnode.models.fused import FusedBlock, FusedEnds, join_products
+from llmnode.models.fused import FusedEnds, FusedSpan, Rotary, join_products, make_block
 from llmnode.models.products import use_fastest
 from llmnode.models.quantized import check_quantizable, quantize_block
-from llmnode.models.stored import read_parameters
+from llmnode.models.skeleton import (
+    ATTENTIONS,
+    check_transparent,
+    remove_blocks,
+    remove_entry,
+    remove_exit,
+    run_embedded,
+    without_weights,
+)
+from llmnode.models.stored import check_complete, read_block, read_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
+    from llmnode.models.blueprint import Blueprint
     from llmnode.models.folder import ModelFolder
 
 _NO_ATTENTION = "llmnode-none"
@@ -36,14 +44,11 @@ class SpanModel(torch.nn.Module):
     Not for several threads: a forward through a part of the span moves the cut.
     """
 
-    def __init__(
-        self, decoder: Any, family: Family, span: Span, dtype: torch.dtype, attention: str
-    ) -> None:  # Any: transformers' own
+    def __init__(self, decoder: Any, family: Family, span: Span, dtype: torch.dtype) -> None:  # Any: transformers' own
         super().__init__()
         self.span = span
         self.decoder = decoder
         self.blocks = getattr(decoder, family.blocks)
-        self._fused = [FusedBlock(block, attention) for block in self.blocks] if family.fused else None
         self._family = family
         self._layer_types = getattr(decoder.config, "layer_types", None)
         self._dtype = dtype
@@ -51,15 +56,11 @@ class SpanModel(torch.nn.Module):
 
     def forward(self, span: Span, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """`hidden` (tokens, hidden_size) at `positions` (tokens), through the blocks of `span`, a part of ours."""
+        self._cut(span)
         states = hidden[None].to(self._dtype)
-        if self._fused is None:
-            self._cut(span)
-            states = self.decoder(inputs_embeds=states, position_ids=positions[None], use_cache=False).last_hidden_state
-        else:
-            cos, sin = (each[:, None] for each in self.decoder.rotary_emb(states, positions[None]))
-            for block in self._fused[span.start - self.span.start : span.end - self.span.start]:
-                states = block(states, cos, sin)
-        return states[0].float()
+        output = self.decoder(inputs_embeds=states, position_ids=positions[None], use_cache=False)
+        last: torch.Tensor = output.last_hidden_state[0].float()
+        return last
 
     def _cut(self, span: Span) -> None:
         if span == self._cut_to:
@@ -103,7 +104,7 @@ class Ends:
         hidden = hidden.to(self.dtype)
         if self.fused is not None:
             return self.fused.score(hidden).float()
-        scores: torch.Tensor = _run_embedded(self.scoring, hidden).logits[0].float()
+        scores: torch.Tensor = run_embedded(self.scoring, hidden).logits[0].float()
         return scores
 
 
@@ -114,80 +115,80 @@ def load_span(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     quant: str = "none",
-) -> SpanModel:
+) -> SpanModel | FusedSpan:
     """Read the tensors of the blocks of `span`, and of no other, whatever their dtype on disk.
 
-    `attention` names an attention function registered with transformers. Blocks are read, fused and quantized (on
-    torch's `device`) one by one: never more than one is there twice.
+    `attention` names an attention function registered with transformers, or one of `ATTENTIONS`. Blocks are read,
+    fused and quantized (on torch's `device`) one by one: never more than one is there twice.
     Raises ModelError for an unsupported model or an incomplete folder.
     """
+    if (blueprint := blueprint_of(folder)) is not None:
+        return _load_fused(folder, blueprint, span, attention, dtype, device, quant)
     family = family_of(folder.config)
-    model = _without_weights(folder, family, attention, dtype)
+    model = without_weights(folder, family, attention, dtype)
     decoder = model.get_submodule(family.decoder)
     blocks = getattr(decoder, family.blocks)
     if quant != "none":
         check_quantizable(blocks)
     for block in range(span.start, span.end):
         _load(folder, model, _of_blocks(model, family, Span(block, block + 1)), dtype)
-        if family.fused:
-            join_products(blocks[block])
         if quant != "none":
             quantize_block(blocks[block], quant, device)
-    _remove_entry(decoder, family)
-    _remove_exit(decoder, family)
-    _remove_blocks(decoder, family)
-    _check_transparent(folder, decoder, dtype)
+    remove_entry(decoder, family)
+    remove_exit(decoder, family)
+    remove_blocks(decoder, family)
+    check_transparent(folder, decoder, dtype)
     setattr(decoder, family.blocks, blocks[span.start : span.end])
     decoder.requires_grad_(False).to(device)
     use_fastest(decoder)
-    return SpanModel(decoder, family, span, dtype, attention)
+    return SpanModel(decoder, family, span, dtype)
+
+
+def _load_fused(
+    folder: ModelFolder,
+    blueprint: Blueprint,
+    span: Span,
+    attention: str,
+    dtype: torch.dtype,
+    device: str,
+    quant: str,
+) -> FusedSpan:
+    """As `load_span`, without transformers."""
+    blocks = torch.nn.ModuleList()
+    for index in range(span.start, span.end):
+        block = make_block(blueprint.blocks[index], index, blueprint.activation, dtype)
+        block.load_state_dict(read_block(folder, index, block.state_dict(), dtype), assign=True)
+        join_products(block)
+        if quant != "none":
+            quantize_block(block, quant, device)
+        blocks.append(block)
+    rotary = Rotary(blueprint.frequencies, blueprint.rotary_scaling)
+    blocks.requires_grad_(False).to(device)
+    use_fastest(blocks)
+    return FusedSpan(blocks, rotary.to(device), span, dtype, attention)
 
 
 def load_ends(folder: ModelFolder, dtype: torch.dtype = torch.float32) -> Ends:
     """Embeddings, final norm and head. Tied embeddings are read once. Raises ModelError as `load_span`."""
     family = family_of(folder.config)
-    _register_no_attention()
-    model = _without_weights(folder, family, _NO_ATTENTION, dtype)
+    ATTENTIONS[_NO_ATTENTION] = _no_attention
+    model = without_weights(folder, family, _NO_ATTENTION, dtype)
     names = {name for name in model.state_dict() if not name.startswith(family.block_prefix)}
     _load(folder, model, names, dtype)
     model.requires_grad_(False)
-    _remove_blocks(model.get_submodule(family.decoder), family)
+    remove_blocks(model.get_submodule(family.decoder), family)
     embedding = _shallow_copy(model, family.decoder).get_submodule(family.decoder)
-    _remove_exit(embedding, family)
+    remove_exit(embedding, family)
     scoring = _shallow_copy(model, family.decoder)
-    _remove_entry(scoring.get_submodule(family.decoder), family)
+    remove_entry(scoring.get_submodule(family.decoder), family)
     bare = _shallow_copy(scoring, family.decoder).get_submodule(family.decoder)
-    _remove_exit(bare, family)
-    _check_transparent(folder, bare, dtype)
+    remove_exit(bare, family)
+    check_transparent(folder, bare, dtype)
     return Ends(embedding, scoring, dtype, FusedEnds(model, family) if family.fused else None)
 
 
 def tensor_bytes(module: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
-
-
-class _NoPositions(torch.nn.Module):
-    """In the place of learned position embeddings, which the ends have added already."""
-
-    def forward(self, *_args: Any, **_kwargs: Any) -> torch.Tensor:  # Any: each family's own signature
-        return torch.zeros(())
-
-
-def _without_weights(
-    folder: ModelFolder, family: Family, attention: str, dtype: torch.dtype
-) -> Any:  # Any: as transformers types them
-    """The causal LM with parameters of no storage; buffers, which no file holds, are computed."""
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-
-    config = copy.deepcopy(folder.config)  # transformers writes into it
-    with init_empty_weights(include_buffers=False):
-        known = "eager" if family.own_attention else attention
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=known, trust_remote_code=False
-        )
-    model.config._attn_implementation = attention  # by which the decoder knows whether to make a mask
-    return model.eval()  # dropout is for training
 
 
 def _of_blocks(model: Any, family: Family, span: Span) -> set[str]:
@@ -202,47 +203,7 @@ def _load(folder: ModelFolder, model: Any, names: set[str], dtype: torch.dtype) 
         # As from_pretrained: a tied head is stored once, and one that is stored and differs is not tied after all.
         model.tie_weights(missing_keys=set(model.state_dict()) - tensors.keys(), recompute_mapping=False)
     left = [name for name, tensor in model.state_dict().items() if name in names and tensor.is_meta]
-    if left:
-        raise ModelError(f"{folder.path} has no tensors for {_some(left)}: the folder is incomplete")
-
-
-def _remove_entry(decoder: Any, family: Family) -> None:
-    setattr(decoder, family.tokens, None)
-    for name in family.enter:
-        setattr(decoder, name, torch.nn.Identity())
-    if family.positions is not None:
-        setattr(decoder, family.positions, _NoPositions())
-    if family.multiplier is not None:
-        setattr(decoder, family.multiplier, 1.0)
-
-
-def _remove_exit(decoder: Any, family: Family) -> None:
-    for name in family.leave:
-        setattr(decoder, name, torch.nn.Identity())
-
-
-def _remove_blocks(decoder: Any, family: Family) -> None:
-    setattr(decoder, family.blocks, torch.nn.ModuleList())
-    # The blocks keep the whole model's config; the loop over them reads this one.
-    decoder.config = copy.deepcopy(decoder.config)
-    decoder.config.num_hidden_layers = 0
-
-
-@torch.inference_mode()
-def _check_transparent(folder: ModelFolder, decoder: Any, dtype: torch.dtype) -> None:
-    """Without entry, blocks and exit nothing may happen to what comes in, else every span would do it once more."""
-    hidden = torch.linspace(-2, 2, 3 * folder.info.hidden_size, dtype=dtype).view(3, -1)
-    if not torch.equal(_run_embedded(decoder, hidden).last_hidden_state[0], hidden):
-        raise ModelError(
-            f"the family {folder.config.model_type!r} in this version of transformers changes hidden states "
-            "before or after the blocks in a way that we do not know: use another version of transformers"
-        )
-
-
-def _run_embedded(module: torch.nn.Module, hidden: torch.Tensor) -> Any:  # Any: transformers' output
-    """Run a model without blocks; the positions do not matter."""
-    positions = torch.arange(len(hidden))
-    return module(inputs_embeds=hidden[None], position_ids=positions[None], use_cache=False)
+    check_complete(folder, left)
 
 
 def _shallow_copy(model: Any, path: str) -> Any:
@@ -255,16 +216,5 @@ def _shallow_copy(model: Any, path: str) -> Any:
     return copied
 
 
-def _register_no_attention() -> None:
-    from transformers import AttentionInterface
-
-    def attend(*_args: Any, **_kwargs: Any) -> None:
-        raise AssertionError("the ends have no blocks")
-
-    AttentionInterface.register(_NO_ATTENTION, attend)
-
-
-def _some(names: Iterable[str], shown: int = 4) -> str:
-    names = list(names)
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
+def _no_attention(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise AssertionError("the ends have no blocks")

@@ -124,10 +124,8 @@ def fast_quant(device: str) -> str:
 
 
 def _linears(block: torch.nn.Module) -> Iterator[tuple[str, Any]]:  # Any: Linear, or GPT-2's Conv1D
-    from transformers.pytorch_utils import Conv1D
-
     for name, module in block.named_modules():
-        if isinstance(module, torch.nn.Linear | Conv1D):
+        if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D":  # of transformers
             yield name, module
 
 

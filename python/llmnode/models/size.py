@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from llmnode.core.model import SAME
 from llmnode.errors import ConfigError
+from llmnode.models.blueprint import blueprint_of
 from llmnode.models.families import family_of, kv_heads
-from llmnode.models.fused import join_products
+from llmnode.models.fused import join_products, make_block
 from llmnode.models.parts import tensor_bytes
 from llmnode.models.quantized import quantized_bytes
+from llmnode.models.skeleton import without_weights
 
 if TYPE_CHECKING:
     from llmnode.models.folder import ModelFolder
@@ -75,22 +76,24 @@ def measure_size(
     folder: ModelFolder, dtype: torch.dtype = torch.float32, quant: str = "none", kv_dtype: str = SAME
 ) -> ModelSize:
     """Reads no tensor. Raises ModelError for a family that is not supported, or not with its weights quantized."""
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-
-    family = family_of(folder.config)
-    config = copy.deepcopy(folder.config)  # transformers writes into it
-    with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    blocks = getattr(model.get_submodule(family.decoder), family.blocks)
-    if family.fused:
+    if (blueprint := blueprint_of(folder)) is not None:
+        blocks = [make_block(plan, index, blueprint.activation, dtype) for index, plan in enumerate(blueprint.blocks)]
         for block in blocks:
             join_products(block)
+        ends_bytes, head_dim = blueprint.ends * dtype.itemsize, blueprint.blocks[0].head_dim
+        heads = blueprint.blocks[0].shapes["self_attn.k_proj.weight"][0] // head_dim
+    else:
+        family, config = family_of(folder.config), folder.config
+        model = without_weights(folder, family, "eager", dtype)
+        blocks = getattr(model.get_submodule(family.decoder), family.blocks)
+        ends_bytes = sum(
+            parameter.nbytes for name, parameter in model.named_parameters() if not name.startswith(family.block_prefix)
+        )
+        head_dim, heads = _head_dim(config), kv_heads(config)
     block_bytes = [tensor_bytes(block) if quant == "none" else quantized_bytes(block, quant) for block in blocks]
-    ends = sum(
-        parameter.nbytes for name, parameter in model.named_parameters() if not name.startswith(family.block_prefix)
-    )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     head_bytes = head_dim * dtype.itemsize if kv_dtype == SAME else head_dim + _SCALE_BYTES
-    kv_token_bytes = 2 * kv_heads(config) * head_bytes
-    return ModelSize(len(blocks), max(block_bytes), ends, kv_token_bytes, 4 * config.hidden_size)
+    return ModelSize(len(blocks), max(block_bytes), ends_bytes, 2 * heads * head_bytes, 4 * folder.info.hidden_size)
+
+
+def _head_dim(config: Any) -> int:  # Any: each family's config has attributes of its own
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING, Any
 from llmnode.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Set
+    from collections.abc import Iterator, Mapping, Sequence, Set
 
     import torch
 
     from llmnode.models.folder import ModelFolder
+
+_PREFIX = "model."
+_LAYERS = f"{_PREFIX}layers."
+_SHOWN = 4
 
 
 def read_parameters(
@@ -41,13 +45,44 @@ def read_parameters(
     tensors = {name: by_stored_name[stored] for name, stored in plain.items()}
     for name, conversion in converted.items():
         tensors |= conversion.run(name, folder, model, dtype)
+    _check_shapes(folder, tensors, expected)
+    return tensors
+
+
+def read_block(
+    folder: ModelFolder, index: int, expected: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The parameters of a block of the Llama kind, by their names in it: files name them with `model.`, or without.
+
+    Raises ModelError if one is missing, or not of the `expected` one's shape.
+    """
+    full = {name: f"{_LAYERS}{index}.{name}" for name in expected}
+    stored = {name: each if each in folder.files else each.removeprefix(_PREFIX) for name, each in full.items()}
+    check_complete(folder, [full[name] for name, each in stored.items() if each not in folder.files])
+    read = folder.read(stored.values(), dtype)
+    tensors = {full[name]: read[each] for name, each in stored.items()}
+    _check_shapes(folder, tensors, {full[name]: each for name, each in expected.items()})
+    return {name: tensors[full[name]] for name in expected}
+
+
+def check_complete(folder: ModelFolder, missing: Sequence[str]) -> None:
+    """Raises ModelError if any is `missing`."""
+    if missing:
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        raise ModelError(
+            f"{folder.path} has no tensors for {', '.join(missing[:_SHOWN])}{more}: the folder is incomplete"
+        )
+
+
+def _check_shapes(
+    folder: ModelFolder, tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> None:
     for name, tensor in tensors.items():
         if tensor.shape != expected[name].shape:
             raise ModelError(
                 f"{folder.path} holds {name} of shape {tuple(tensor.shape)}, "
                 f"and its config asks for {tuple(expected[name].shape)}: the folder is incomplete or mixed up"
             )
-    return tensors
 
 
 class _Conversion:

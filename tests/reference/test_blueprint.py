@@ -1,0 +1,139 @@
+"""What transformers makes of a config is asked for once, and what runs by it is exact: see `test_families.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from llmnode.errors import ModelError
+from llmnode.models.blueprint import blueprint_of, kept_blueprint, plan_of
+from llmnode.models.folder import CONFIG_FILE
+from reference.small import BLOCKS, VOCABULARY, cut, deviation, make_model, open_saved, session
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.reference
+
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+SECOND_START = """
+import sys
+from pathlib import Path
+
+import torch
+
+from llmnode.compute.executor import load_executor
+from llmnode.core.ids import SessionId
+from llmnode.core.span import Span
+from llmnode.models.folder import open_folder
+from llmnode.models.size import measure_size
+from llmnode.ports import Piece
+
+torch.set_num_threads(1)
+folder = open_folder(Path(sys.argv[1]), "small", "0")
+assert measure_size(folder, quant="int8").blocks == folder.info.blocks
+executor = load_executor(folder, Span(0, folder.info.blocks), 100)
+session = SessionId(bytes(16))
+assert executor.open(session, executor.span, 100)
+hidden = bytes.fromhex(sys.stdin.read())
+(output,) = executor.forward([Piece(session, 0, len(hidden) // folder.info.hidden_size // 4, hidden)])
+assert "transformers" not in sys.modules
+print(bytes(output).hex())
+"""
+
+
+@pytest.mark.parametrize("case", ["llama-yarn", "mistral", "qwen2", "qwen3-window", "smollm3"])
+def test_it_is_drawn_once_and_kept(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(case, tied=False).save_pretrained(tmp_path)
+    drawn, info = blueprint_of(open_saved(tmp_path)), open_saved(tmp_path).info
+    assert drawn is not None and (len(drawn.blocks), drawn.hidden_size) == (BLOCKS, info.hidden_size)
+    monkeypatch.setattr("llmnode.models.blueprint.without_weights", None)
+    assert blueprint_of(open_saved(tmp_path)) == drawn
+    assert open_saved(tmp_path).info == info
+    changed = {**json.loads((tmp_path / CONFIG_FILE).read_text()), "rms_norm_eps": 1e-3}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(changed))
+    assert kept_blueprint(tmp_path / CONFIG_FILE) is None, "of another config"
+
+
+def test_a_second_start_needs_no_transformers_and_computes_the_same(tmp_path: Path, blueprints: Path) -> None:
+    make_model("qwen3", tied=False).save_pretrained(tmp_path / "model")
+    folder = open_saved(tmp_path / "model")
+    whole = cut(folder, (0, BLOCKS))
+    expected = whole.forward({session(0): TOKENS})[session(0)]
+    given = whole.ends.embed(TOKENS, 0).numpy().tobytes()
+    done = subprocess.run(
+        [sys.executable, "-c", SECOND_START, str(folder.path)],
+        input=given.hex(),
+        env={**os.environ, "LLMNODE_CACHE": str(blueprints)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert bytes.fromhex(done.stdout) == expected.numpy().tobytes()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"blocks": []}', b'{"blocks": [{"shapes": 1}]}'])
+def test_one_that_cannot_be_read_is_drawn_anew(content: bytes, tmp_path: Path, blueprints: Path) -> None:
+    make_model("llama", tied=True, hidden_act="relu").save_pretrained(tmp_path)
+    before = {*blueprints.rglob("*.json")}
+    drawn = blueprint_of(open_saved(tmp_path))
+    for kept in {*blueprints.rglob("*.json")} - before:
+        kept.write_bytes(content)
+        assert kept_blueprint(tmp_path / CONFIG_FILE) is None
+    assert blueprint_of(open_saved(tmp_path)) == drawn == kept_blueprint(tmp_path / CONFIG_FILE)
+
+
+def test_that_of_another_version_of_transformers_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("llama", tied=True).save_pretrained(tmp_path)
+    assert blueprint_of(open_saved(tmp_path)) == kept_blueprint(tmp_path / CONFIG_FILE) is not None
+    monkeypatch.setattr("importlib.metadata.version", lambda _distribution: "6.0.0")
+    assert kept_blueprint(tmp_path / CONFIG_FILE) is None
+
+
+def test_without_a_place_to_keep_it_a_model_is_loaded_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("llama", tied=True, rms_norm_eps=1e-4).save_pretrained(tmp_path)
+    monkeypatch.setattr("llmnode.models.blueprint.cache_folder", lambda: tmp_path / CONFIG_FILE)
+    whole = cut(open_saved(tmp_path), (0, BLOCKS))
+    assert whole.forward({session(0): TOKENS})[session(0)].isfinite().all()
+    assert kept_blueprint(tmp_path / CONFIG_FILE) is None
+
+
+@torch.inference_mode()
+def test_a_model_with_an_activation_that_we_do_not_have_is_run_by_transformers(tmp_path: Path) -> None:
+    model = make_model("llama", tied=False, hidden_act="gelu_new")
+    model.save_pretrained(tmp_path)
+    folder, tokens = open_saved(tmp_path), torch.tensor([TOKENS]) % VOCABULARY
+    assert blueprint_of(folder) is None
+    whole = cut(folder, (0, 2, BLOCKS))
+    scores = whole.ends.logits(whole.forward({session(0): TOKENS})[session(0)])
+    assert (scores - model(tokens).logits[0]).abs().max() < 4 * deviation(model, tokens)
+
+
+def test_what_transformers_computes_otherwise_than_we_know_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    make_model("llama", tied=False, rms_norm_eps=1e-2).save_pretrained(tmp_path)
+    theirs: Any = LlamaRotaryEmbedding.forward
+    monkeypatch.setattr(
+        LlamaRotaryEmbedding, "forward", lambda *given, **named: [2 * each for each in theirs(*given, **named)]
+    )
+    with pytest.raises(ModelError, match=r"'llama' .* turns heads .* another version of transformers"):
+        blueprint_of(open_saved(tmp_path))
+
+
+def test_a_block_with_a_layer_that_we_do_not_know_is_refused() -> None:
+    block = make_model("llama", tied=False).model.layers[0]
+    block.post_mlp_layernorm = torch.nn.LayerNorm(8)
+    with pytest.raises(ModelError, match=r"LlamaDecoderLayer has post_mlp_layernorm .* another version of transf"):
+        plan_of(block)
