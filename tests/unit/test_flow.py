@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmnode.core.flow import AMID_S, GENTLE_S, LEAST_BYTES, MOMENT_S, Amid, DrainRate, part_bytes
+from llmnode.core.flow import AMID_S, GENTLE_S, LEAST_BYTES, MOMENT_S, OPENING_WRITES, Amid, DrainRate, part_bytes
 
 MOST = 1 << 18
 FULL_BYTES = 1 << 16
@@ -65,23 +65,31 @@ def test_a_line_that_becomes_slow_is_known_to_be_so_within_some_tenths_of_a_seco
 
 def test_a_bulk_goes_gently_for_a_while_after_something_small_amid_it() -> None:
     amid = Amid()
-    assert not amid.note(FULL_BYTES, 0.0)
-    assert not amid.note(STEP_BYTES, 0.1), "what is small never waits"
-    assert amid.note(FULL_BYTES, 0.1)
-    assert amid.note(FULL_BYTES, 0.1 + 0.99 * GENTLE_S)
-    assert not amid.note(FULL_BYTES, 0.1 + GENTLE_S)
+    assert not amid.note(FULL_BYTES, 0, 0.0)
+    assert not amid.note(STEP_BYTES, OPENING_WRITES, 0.1), "what is small never waits"
+    assert amid.note(FULL_BYTES, 0, 0.1)
+    assert amid.note(FULL_BYTES, 0, 0.1 + 0.99 * GENTLE_S)
+    assert not amid.note(FULL_BYTES, 0, 0.1 + GENTLE_S)
 
 
 def test_a_bulk_that_nothing_small_came_amid_goes_at_once() -> None:
     amid = Amid()
-    amid.note(STEP_BYTES, 0.0)
-    assert not amid.note(FULL_BYTES, 0.0), "before it"
-    amid.note(STEP_BYTES, AMID_S)
-    assert not amid.note(FULL_BYTES, AMID_S), "when the one before was over"
+    amid.note(STEP_BYTES, OPENING_WRITES, 0.0)
+    assert not amid.note(FULL_BYTES, 0, 0.0), "before it"
+    amid.note(STEP_BYTES, OPENING_WRITES, AMID_S)
+    assert not amid.note(FULL_BYTES, 0, AMID_S), "when the one before was over"
 
 
 def test_messages_of_16_kib_with_their_headers_are_no_bulk() -> None:
     amid = Amid()
-    amid.note((16 << 10) + 200, 0.0)
-    amid.note(STEP_BYTES, 0.1)
-    assert not amid.note(FULL_BYTES, 0.2)
+    amid.note((16 << 10) + 200, OPENING_WRITES, 0.0)
+    amid.note(STEP_BYTES, OPENING_WRITES, 0.1)
+    assert not amid.note(FULL_BYTES, 0, 0.2)
+
+
+def test_what_opens_a_stream_amid_a_bulk_is_no_conversation() -> None:
+    amid = Amid()
+    for writes in range(OPENING_WRITES):
+        amid.note(FULL_BYTES, 0, 0.0)
+        amid.note(STEP_BYTES, writes, 0.0)
+        assert not amid.note(FULL_BYTES, 0, 0.0)

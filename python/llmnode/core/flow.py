@@ -11,6 +11,8 @@ SMALL_BYTES = 3 << 13
 """What is no larger, as 16 KiB of hidden states with their headers, goes out before all that waits for the socket."""
 GENTLE_S = 1.0
 """After something small amid a bulk, so long no more of the bulk is on its way than the other side takes in soon."""
+OPENING_WRITES = 4
+"""A stream's first messages are of no conversation: two name its protocol, and others may say what bulk it will be."""
 AMID_S = 0.5
 """A bulk of which nothing was written for so long is over."""
 MOMENT_S = 0.004
@@ -35,12 +37,12 @@ class Amid:
     def __init__(self) -> None:
         self._bulk_s = self._gentle_until_s = -math.inf
 
-    def note(self, size_bytes: int, now_s: float) -> bool:
-        """So much is written now. Returns whether it is bulk that is to go gently."""
+    def note(self, size_bytes: int, writes: int, now_s: float) -> bool:
+        """So much is written now, by a stream that wrote so often before. Returns whether it is to go gently."""
         if size_bytes > SMALL_BYTES:
             self._bulk_s = now_s
             return now_s < self._gentle_until_s
-        if now_s < self._bulk_s + AMID_S:
+        if writes >= OPENING_WRITES and now_s < self._bulk_s + AMID_S:
             self._gentle_until_s = now_s + GENTLE_S
         return False
 

@@ -191,9 +191,9 @@ class YamuxConnection(IMuxedConn):
         """What a stream may write at once."""
         return part_bytes(self._drain.bytes_per_s, PART_BYTES)
 
-    def note_write(self, size_bytes: int) -> bool:
-        """A part of so much is written. Whether gently: something small came amid the bulk, and the next may soon."""
-        return self._amid.note(size_bytes, trio.current_time())
+    def note_write(self, size_bytes: int, writes: int) -> bool:
+        """A part of so much is written, by a stream that wrote so often before. Whether gently: see `Amid`."""
+        return self._amid.note(size_bytes, writes, trio.current_time())
 
     def flush(self) -> None:
         """Send what is to be sent, as far as the socket takes it; the sending task does the rest. Never waits."""

@@ -38,6 +38,7 @@ class YamuxStream(IMuxedStream):
         self._closed = False
         self._reset = False
         self._read_at_s = 0.0
+        self._writes = 0
 
     async def __aenter__(self) -> YamuxStream:
         return self
@@ -79,8 +80,7 @@ class YamuxStream(IMuxedStream):
             if connection.is_congested and len(data) > SMALL_BYTES:
                 await self._wait(connection.drained)
                 continue
-            part, gently = rest[: connection.part_bytes], connection.note_write(len(data))
-            taken = self._machine.write(self.number, part, gently=gently)
+            taken = self._give(rest[: connection.part_bytes], len(data))
             if taken is None:
                 self._check_alive()
                 raise MuxedStreamClosed("the stream was closed")
@@ -98,7 +98,7 @@ class YamuxStream(IMuxedStream):
         connection = self._connection
         if self.is_closed or connection.is_congested:
             return 0
-        taken = self._machine.write(self.number, data, gently=connection.note_write(len(data)))
+        taken = self._give(data, len(data))
         connection.flush()
         return taken or 0
 
@@ -154,6 +154,12 @@ class YamuxStream(IMuxedStream):
     def wake(self) -> None:
         self.readers.unpark_all()
         self.writers.unpark_all()
+
+    def _give(self, part: Buffer, size_bytes: int) -> int | None:
+        """To the machine, a part of what is so large. Returns how much of it was taken, None if we have closed."""
+        gently = self._connection.note_write(size_bytes, self._writes)
+        self._writes += 1
+        return self._machine.write(self.number, part, gently=gently)
 
     async def _wait(self, for_what: trio.lowlevel.ParkingLot) -> None:
         self._check_alive()
