@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from llmnode.core.span import Span
 
 BLOCK_S = 52e-3 / 30
-"""Of one text's step through a block of SmolLM2-135M, on one core (`notes/compute.md`): a token, or a short prompt.
-Two that are computed together cost twice as much: what batching gains is not in it.
-"""
+"""Of one text's step through a block of SmolLM2-135M, on one core (`notes/compute.md`): a token, or a short prompt."""
+COMPANION = 0.14
+"""What each other text adds that is computed with it, of the first: as decodes of 2 to 8 (`tests/bench/README.md`)."""
 
 
 def main() -> NoReturn:
     def charge(
         _executor: SpanExecutor, span: Span, segments: Sequence[Segment], row: torch.Tensor
     ) -> Sequence[torch.Tensor]:
-        time.sleep(BLOCK_S * len(span) * len(segments))
+        time.sleep(BLOCK_S * len(span) * (1 + COMPANION * (len(segments) - 1)))
         parts: Sequence[torch.Tensor] = row.split([segment.length for segment in segments])
         return parts
 

@@ -176,7 +176,7 @@ def test_workers_compares_a_thread_with_a_process_alone_and_under_load() -> None
     assert [aim["aim"] for aim in report["aims"]] == ["<= 0.3"] * 4
 
 
-def test_a_pipeline_of_three_nodes_is_faster_than_one_and_never_faster_than_its_stages(tmp_path: Path) -> None:
+def test_a_pipeline_of_three_nodes_is_faster_than_one_and_no_faster_than_its_stages_can_be(tmp_path: Path) -> None:
     drawn = tmp_path / "pipeline.svg"
     options = ["--thin", "--repeats", "1", "--tokens", "3", "--plot", str(drawn), "--json"]
     done = subprocess.run(
@@ -187,7 +187,7 @@ def test_a_pipeline_of_three_nodes_is_faster_than_one_and_never_faster_than_its_
     alone, _both, _three_in_turn, three = report["rows"]
     assert three["variant"] == "3 nodes, emulated: 6 texts at once"
     assert three["of 1 node, in turn"]["median"] > 1
-    assert 0 < three["of the bound"]["median"] < 1.2, "what is charged cannot be computed together in less time"
+    assert 0 < three["of the bound"]["median"] < 2, "six texts at three stages: two at each, for no less than one costs"
     assert three["slowest stage, ms"]["median"] < 0.5 * alone["slowest stage, ms"]["median"]
     assert {"of the bound, 3 nodes, emulated: 6 texts at once"} <= {aim["name"] for aim in report["aims"]}
     assert b"<svg" in drawn.read_bytes()
