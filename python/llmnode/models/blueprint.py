@@ -84,7 +84,7 @@ def kept_blueprint(config: Path) -> Blueprint | None:
         blocks = tuple(BlockPlan(**{**block, "shapes": _shapes(block["shapes"])}) for block in described.pop("blocks"))
         frequencies = tuple(map(float, described.pop("frequencies")))
         return Blueprint(**described, frequencies=frequencies, blocks=blocks)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):  # RuntimeError: nobody's home
         return None
 
 
@@ -146,7 +146,7 @@ def _keep(config: Path, drawn: Blueprint) -> None:
             written = Path(folder) / file.name
             written.write_text(json.dumps(asdict(drawn)))
             os.replace(written, file)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         log.info("no blueprint is kept of %s: %s", config, error)
 
 
