@@ -35,17 +35,19 @@ def prompts(folder: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "edges",
-    [(0, 30), (0, 7, 30), (0, 14, 19, 30), (0, 3, 11, 12, 25, 30)],
+    ("edges", "every"),
+    [((0, 30), 4), ((0, 7, 30), 4), ((0, 14, 19, 30), 1), ((0, 3, 11, 12, 25, 30), 4)],
     ids=["1 server", "2 servers", "3 servers", "5 servers"],
 )
 def test_greedy_tokens_are_those_of_transformers(
     edges: tuple[int, ...],
+    every: int,
     start_servers: Callable[..., list[Any]],
     reference: Reference,
     prompts: list[list[int]],
     record_property: Callable[[str, object], None],
 ) -> None:
+    prompts = prompts[::every]
     nodes = start_servers([Span(start, end) for start, end in pairwise(edges)])
     try:
         chosen = trio.run(_generate_all, [node.address for node in nodes], prompts)
@@ -56,7 +58,7 @@ def test_greedy_tokens_are_those_of_transformers(
     near_ties, wrong = check(reference, prompts, chosen)
     record_property("near_ties", near_ties)
     assert wrong == 0
-    assert near_ties <= NEAR_TIE_LIMIT * NEW_TOKENS * len(prompts)
+    assert near_ties <= max(1, NEAR_TIE_LIMIT * NEW_TOKENS * len(prompts))
 
 
 def check(reference: Reference, prompts: Sequence[list[int]], chosen: Sequence[list[int]]) -> tuple[int, int]:
