@@ -71,6 +71,8 @@ MAKE = """
 import sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from llmnode.models.blueprint import blueprint_of
+from llmnode.models.source import open_model
 folder, blocks, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 torch.manual_seed(0)
 config = LlamaConfig(
@@ -79,8 +81,10 @@ config = LlamaConfig(
     tie_word_embeddings=False,
 )
 LlamaForCausalLM(config).save_pretrained(folder)
+blueprint_of(open_model(folder))
 """
-"""In a process of its own: pages that this one shared with the servers would be counted in part alone."""
+"""In a process of its own: pages that this one shared with the servers would be counted in part alone. The blueprint is
+kept, so that the first server does without transformers as the others do."""
 
 
 @dataclass(frozen=True, slots=True)
