@@ -48,7 +48,9 @@ class Norm(torch.nn.Module):
         self.variance_epsilon = epsilon
 
 
-def make_block(plan: BlockPlan, index: int, activation: str, dtype: torch.dtype) -> Any:
+def make_block(
+    plan: BlockPlan, index: int, activation: str, dtype: torch.dtype
+) -> Any:  # Any: as transformers types one
     """The layers of the block `index`, without storage, under the names that transformers gives them."""
     block: Any = torch.nn.Module()
     block.self_attn, block.mlp = torch.nn.Module(), torch.nn.Module()
@@ -66,7 +68,7 @@ def make_block(plan: BlockPlan, index: int, activation: str, dtype: torch.dtype)
     return block
 
 
-def join_products(block: Any) -> None:
+def join_products(block: Any) -> None:  # Any: likewise
     """Queries, keys and values of one product, and the two halves of the MLP of another."""
     attention, mlp = block.self_attn, block.mlp
     attention.heads = [each.out_features // attention.head_dim for each in (attention.q_proj, attention.k_proj)]
