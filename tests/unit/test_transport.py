@@ -40,6 +40,7 @@ from libp2p.stream_muxer.yamux.yamux import YamuxStream as StockStream
 from multiaddr import Multiaddr
 
 from llmnode._native import NoiseHandshake, NoiseSession
+from llmnode.core.flow import OPENING_WRITES
 from llmnode.net.secure import NoiseConnection, NoiseTransport, noise_transport
 from llmnode.net.sockets import socket_of
 from llmnode.net.yamux import UNACKNOWLEDGED_S, UNSENT_BYTES, YamuxConnection, use_yamux
@@ -464,6 +465,8 @@ async def bytes_ahead_of_a_small_message(bytes_per_s: float) -> int:
 async def test_a_bulk_amid_which_something_small_was_sent_waits_until_it_is_taken_in() -> None:
     async with attacked() as (ours, attacker), trio.open_nursery() as nursery:
         bulk, small = await ours.open_stream(), await ours.open_stream()
+        for _ in range(OPENING_WRITES):
+            await small.write(b"what opens a stream")
         taken, marks = Counter[int](), list[int]()
 
         async def take() -> None:
