@@ -260,6 +260,5 @@ def test_memory_is_accounted_for() -> None:
         rows[f"S, 8 blocks{what}"]["resident"] for what in ("", ": 16 sessions, all KV used", ": sessions closed")
     )
     assert closed - ready < 0.3 * (full - ready), "KV that is freed is given back"
-    blocks, kv, peak, _petals = report["aims"]
-    assert blocks["holds"] and peak["holds"]
-    assert kv["value"] < 0.2, "about 0.1 on quiet cores; beside other work forwards leave more behind"
+    *ours, _petals = report["aims"]
+    assert [aim["holds"] for aim in ours] == [True] * 3
