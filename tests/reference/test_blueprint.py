@@ -25,28 +25,25 @@ pytestmark = pytest.mark.reference
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 SECOND_START = """
 import sys
-from pathlib import Path
 
-import torch
-
-from llmnode.compute.executor import load_executor
+import llmnode.compute.child
+from llmnode.compute.loading import SpanLoader, Wanted
 from llmnode.core.ids import SessionId
 from llmnode.core.span import Span
-from llmnode.models.folder import open_folder
-from llmnode.models.size import measure_size
 from llmnode.ports import Piece
 
-torch.set_num_threads(1)
-folder = open_folder(Path(sys.argv[1]), "small", "0")
-assert measure_size(folder, quant="int8").blocks == folder.info.blocks
-executor = load_executor(folder, Span(0, folder.info.blocks), 100)
+loader = SpanLoader(Wanted(sys.argv[1], kv_memory="64MiB", threads=1), print)
+model = loader.open_model()
+assert loader.fitting_blocks() == model.blocks
+executor = loader.load(Span(0, model.blocks)).executor
 session = SessionId(bytes(16))
 assert executor.open(session, executor.span, 100)
 hidden = bytes.fromhex(sys.stdin.read())
-(output,) = executor.forward([Piece(session, 0, len(hidden) // folder.info.hidden_size // 4, hidden)])
+(output,) = executor.forward([Piece(session, 0, len(hidden) // model.hidden_size // 4, hidden)])
 assert "transformers" not in sys.modules
 print(bytes(output).hex())
 """
+"""As a worker does, whatever `serve` was asked for."""
 
 
 @pytest.mark.parametrize("case", ["llama-yarn", "mistral", "qwen2", "qwen3-window", "smollm3"])

@@ -465,8 +465,6 @@ async def bytes_ahead_of_a_small_message(bytes_per_s: float) -> int:
 async def test_a_bulk_amid_which_something_small_was_sent_waits_until_it_is_taken_in() -> None:
     async with attacked() as (ours, attacker), trio.open_nursery() as nursery:
         bulk, small = await ours.open_stream(), await ours.open_stream()
-        for _ in range(OPENING_WRITES):
-            await small.write(b"what opens a stream")
         taken, marks = Counter[int](), list[int]()
 
         async def take() -> None:
@@ -490,10 +488,13 @@ async def test_a_bulk_amid_which_something_small_was_sent_waits_until_it_is_take
         nursery.start_soon(take)
         await attacker.write(frame(WINDOW_UPDATE, 0, bulk.number, 32 * MIB))
         assert await taken_of(4 * MIB) == 4 * MIB, "nothing small is about"
+        for _ in range(OPENING_WRITES):
+            await small.write(b"small")
+        assert await taken_of(4 * MIB) == 4 * MIB, "that opened a stream"
         await small.write(b"small")
         held = await taken_of(4 * MIB)
         assert held <= MIB / 4, "nobody has answered a mark"
-        while taken[bulk.number] < 8 * MIB:
+        while taken[bulk.number] < 12 * MIB:
             for mark in marks[:]:
                 marks.remove(mark)
                 await attacker.write(frame(PING, ACK, 0, mark))

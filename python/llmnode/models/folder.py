@@ -66,7 +66,7 @@ class ModelFolder:
         """As transformers, which takes seconds to import, has it. Raises ModelError as `read_config`."""
         return read_config(self.path)
 
-    @property
+    @cached_property
     def info(self) -> ModelInfo:
         """Raises ModelError if the config does not say how large the model is."""
         if (kept := kept_blueprint(self.config_file)) is not None:
