@@ -16,8 +16,9 @@ sides must know them. What is guaranteed stands in `transport_rs/src/codec/mod.r
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, TypedDict, final
 
+import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Buffer as _PythonBuffer
 
@@ -29,8 +30,10 @@ _Code: TypeAlias = Literal["linear", "dynamic"]
 
 __all__ = [
     "Connection",
+    "LlamaBlocks",
     "NoiseHandshake",
     "NoiseSession",
+    "SequenceSlabs",
     "__version__",
     "blake3_digest",
     "blake3_digest_parts",
@@ -221,3 +224,71 @@ class Connection:
 
     def seal_output(self) -> bytes:
         """Take all that is to be sent, encrypted."""
+
+class _LlamaBlock(TypedDict):
+    """The weights of a block, `(outputs, inputs)` each, which stay where they are, and what it does with them.
+
+    Products are joined: queries, keys and values; gate and up. `head_norms` are RMS norms of each head of queries and
+    of keys, `scaling` is of scores of attention. Each position looks at `window`, itself too; None: at all.
+    """
+
+    attended_norm: NDArray[np.float32]
+    qkv: NDArray[np.float32]
+    qkv_bias: NDArray[np.float32] | None
+    head_norms: tuple[NDArray[np.float32], NDArray[np.float32]] | None
+    output: NDArray[np.float32]
+    output_bias: NDArray[np.float32] | None
+    fed_norm: NDArray[np.float32]
+    gate_up: NDArray[np.float32]
+    gate_up_bias: NDArray[np.float32] | None
+    down: NDArray[np.float32]
+    down_bias: NDArray[np.float32] | None
+    scaling: float
+    is_rotated: bool
+    window: int | None
+
+@final
+class LlamaBlocks:
+    """Blocks of the Llama kind, for forwards of a few positions: RMS norms, attention, a MLP gated by SiLU.
+
+    What comes out at a position depends neither on what else is in the forward nor on the processor: not by a bit.
+    """
+
+    def __new__(
+        cls,
+        blocks: Sequence[_LlamaBlock],
+        *,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        inner: int,
+        epsilon: float,
+        frequencies: Sequence[float],
+        rotary_scaling: float,
+        threads: int,
+    ) -> LlamaBlocks:
+        """`frequencies` are of rotary embeddings, halves of a head as pairs. `threads`: 1 is the caller's own.
+
+        Raises `ValueError` for sizes that are no multiples of 16, heads of queries that do not share those of keys
+        evenly, and weights that do not fit; `TypeError`, naming the weight, for one that is not aligned `float32`.
+        """
+
+    def forward(self, first: int, pieces: Sequence[tuple[SequenceSlabs, int, _Buffer]]) -> list[bytes]:
+        """Hidden states after the last block, of each piece: positions of a sequence that follow each other.
+
+        A piece is `(slabs, start, hidden states before the block `first`)`. All sequences go through the same blocks,
+        as many as they have slabs of. The GIL is released.
+
+        Raises `ValueError` for a piece that its slabs have no room for, that is no whole number of positions, or goes
+        through blocks that are not here; `RuntimeError` if a sequence is given twice.
+        """
+
+@final
+class SequenceSlabs:
+    """Where keys and values of one sequence lie, of each block: `(kv_heads, capacity, head_dim)` of `float32`."""
+
+    def __new__(
+        cls, of_blocks: Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]], capacity: int
+    ) -> SequenceSlabs:
+        """No other `SequenceSlabs` may have the same memory. Raises `ValueError` for slabs that overlap."""

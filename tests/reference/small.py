@@ -55,7 +55,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0),
     },
     "llama-yarn": {**_GATED, "rope_parameters": _rope("yarn", factor=4.0)},
-    "qwen3": {**_GATED, "head_dim": 24},
+    "qwen3": {**_GATED, "head_dim": 32},
     "qwen3-window": {
         **_GATED,
         "head_dim": 24,

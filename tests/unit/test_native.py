@@ -291,3 +291,97 @@ def test_a_buffer_is_let_go_after_the_call() -> None:
 
 def test_the_version_is_that_of_the_crate() -> None:
     assert _native.__version__.count(".") == 2
+
+
+def llama_block(**changes: Any) -> dict[str, Any]:
+    """One for `llama`, of ones."""
+    ones = {
+        "attended_norm": 16,
+        "qkv": (48, 16),
+        "output": (16, 16),
+        "fed_norm": 16,
+        "gate_up": (32, 16),
+        "down": (16, 16),
+    }
+    none = dict.fromkeys(["qkv_bias", "head_norms", "output_bias", "gate_up_bias", "down_bias", "window"])
+    weights = {name: np.ones(shape, np.float32) for name, shape in ones.items()}
+    return {**weights, **none, "scaling": 0.25, "is_rotated": True, **changes}
+
+
+def llama(*blocks: Any, **changes: Any) -> _native.LlamaBlocks:
+    shape = {"hidden": 16, "heads": 1, "kv_heads": 1, "head_dim": 16, "inner": 16, "epsilon": 1e-5, "threads": 1}
+    return _native.LlamaBlocks(blocks, **{**shape, "frequencies": [0.5] * 8, "rotary_scaling": 1.0, **changes})
+
+
+def slabs(blocks: int = 1, capacity: int = 4) -> _native.SequenceSlabs:
+    pairs = [(np.zeros((1, capacity, 16), np.float32), np.zeros((1, capacity, 16), np.float32)) for _ in range(blocks)]
+    return _native.SequenceSlabs(pairs, capacity)
+
+
+def test_blocks_of_ones_add_up() -> None:
+    """A state of ones is normed to ones: values of 16, gated products of 16 * 16, and sums of 16 of each."""
+    state = np.ones(16, np.float32).tobytes()
+    [first], [second] = (
+        llama(llama_block()).forward(0, [(slabs(), 0, state)]),
+        llama().forward(0, [(slabs(0), 0, state)]),
+    )
+    attended = 1 + 16 * 16
+    np.testing.assert_allclose(np.frombuffer(first, np.float32), attended + 16 * 16 * 16, rtol=1e-5)
+    assert second == state
+
+
+def test_keys_and_values_are_kept_where_the_slabs_are() -> None:
+    keys, values = np.zeros((1, 4, 16), np.float32), np.zeros((1, 4, 16), np.float32)
+    llama(llama_block()).forward(
+        0, [(_native.SequenceSlabs([(keys, values)], 4), 2, np.ones(16, np.float32).tobytes())]
+    )
+    np.testing.assert_allclose(values[0], [[0] * 16, [0] * 16, [16] * 16, [0] * 16], rtol=1e-5)
+    assert keys[0, 2].any() and not keys[0, :2].any() and not keys[0, 3:].any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"qkv": np.ones((47, 16), np.float32)}, ValueError),
+        ({"qkv": np.ones((48, 16), np.float64)}, TypeError),
+        ({"qkv": np.ones((16, 48), np.float32).T}, TypeError),
+        ({"qkv": np.frombuffer(b"x" * (48 * 64 + 1), np.uint8)[1:].view(np.float32)}, TypeError),
+        ({"qkv": None}, TypeError),
+        ({"window": -1}, TypeError),
+        ({"down_bias": np.ones(15, np.float32)}, ValueError),
+    ],
+)
+def test_blocks_of_wrong_weights_are_refused(changes: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        llama(llama_block(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"hidden": 15}, {"heads": 0}, {"kv_heads": 2}, {"inner": 1 << 60}, {"head_dim": 1 << 63}, {"frequencies": [0.5]}],
+)
+def test_blocks_of_wrong_sizes_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"must be|as the shape says"):
+        llama(llama_block(), **changes)
+
+
+def test_forwards_that_do_not_fit_are_refused() -> None:
+    blocks, state, own = llama(llama_block()), np.ones(16, np.float32).tobytes(), slabs()
+    for first, pieces in [
+        (0, [(own, 4, state)]),
+        (0, [(own, 0, state[1:])]),
+        (1, [(own, 0, state)]),
+        (0, [(slabs(2), 0, state)]),
+        (0, [(own, 0, state), (slabs(0), 0, state)]),
+        (0, [(_native.SequenceSlabs([(np.zeros(48, np.float32), np.zeros(64, np.float32))], 4), 0, state)]),
+    ]:
+        with pytest.raises(ValueError, match=r"room|as many values|not here"):
+            blocks.forward(first, pieces)
+    with pytest.raises(RuntimeError, match="borrowed"):
+        blocks.forward(0, [(own, 0, state), (own, 1, state)])
+    assert blocks.forward(0, []) == []
+    one = np.zeros((1, 4, 16), np.float32)
+    with pytest.raises(ValueError, match="overlap"):
+        _native.SequenceSlabs([(one, one[:, 1:])], 4)
+    with pytest.raises(BufferError, match="read-only"):
+        _native.SequenceSlabs([(readonly(one), np.zeros((1, 4, 16), np.float32))], 4)

@@ -6,6 +6,7 @@
 // No panic on any input. Here and not in Cargo.toml, because a test may panic.
 #![warn(clippy::expect_used, clippy::indexing_slicing, clippy::panic, clippy::unwrap_used)]
 
+pub mod blocks;
 pub mod checksum;
 pub mod codec;
 pub mod connection;

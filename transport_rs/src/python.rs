@@ -11,6 +11,7 @@
 
 #![allow(clippy::needless_pass_by_value, reason = "PyO3 hands extracted arguments over by value")]
 
+mod blocks;
 mod buffers;
 mod transport;
 
@@ -45,6 +46,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(self::dequantize_blockwise_into, module)?)?;
     module.add_function(wrap_pyfunction!(self::pack, module)?)?;
     module.add_function(wrap_pyfunction!(self::unpack, module)?)?;
+    module.add_class::<blocks::LlamaBlocks>()?;
+    module.add_class::<blocks::SequenceSlabs>()?;
     module.add_class::<transport::NoiseHandshake>()?;
     module.add_class::<transport::NoiseSession>()?;
     module.add_class::<transport::Connection>()

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from llmnode._native import SequenceSlabs
 from llmnode.compute.attention import ATTENTION, Segment, segments_of_forward
 from llmnode.compute.heap import give_back
 from llmnode.compute.kv import KVForm, SequenceKV
 from llmnode.compute.own_attention import replace_own_attention
 from llmnode.compute.tensors import from_bytes, to_bytes
 from llmnode.errors import LocalProtocolError
+from llmnode.models.native import MOST_POSITIONS
 from llmnode.models.parts import load_span, tensor_bytes
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ _LARGE_TOKENS = 256
 class _Sequence:
     kv: SequenceKV
     span: Span
+    slabs: SequenceSlabs | None = None  # of its `kv`, once a few positions have come
 
 
 class SpanExecutor:
@@ -56,6 +59,7 @@ class SpanExecutor:
         self._hidden_size = hidden_size
         self._kv_tokens_free = kv_tokens
         self._kv = kv or KVForm()
+        self._native = model.native if self._kv == KVForm() else None
         self._sequences: dict[SessionId, _Sequence] = {}
 
     @property
@@ -78,20 +82,20 @@ class SpanExecutor:
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Sequence[Buffer]:
-        segments = [self._segment(piece) for piece in pieces]
+        for piece in pieces:
+            self._check(piece)
         of_span: dict[Span, list[int]] = {}
         for index, piece in enumerate(pieces):
             of_span.setdefault(self._sequences[piece.session].span, []).append(index)
-        outputs: dict[int, torch.Tensor] = {}
+        outputs: dict[int, Buffer] = {}
         for span, indices in of_span.items():
-            row = torch.cat([from_bytes(pieces[index].hidden, self._hidden_size) for index in indices])
-            parts = self._run(span, [segments[index] for index in indices], row)
+            parts = self._run(span, [pieces[index] for index in indices])
             outputs.update(zip(indices, parts, strict=True))
-        for segment in segments:
-            segment.kv.length = segment.start + segment.length
-        if sum(segment.length for segment in segments) >= _LARGE_TOKENS:
+        for piece in pieces:
+            self._sequences[piece.session].kv.length = piece.start + piece.length
+        if sum(piece.length for piece in pieces) >= _LARGE_TOKENS:
             give_back()
-        return [to_bytes(outputs[index]) for index in range(len(pieces))]
+        return [outputs[index] for index in range(len(pieces))]
 
     def truncate(self, session: SessionId, length: int) -> None:
         kv = self._sequences[session].kv
@@ -113,22 +117,34 @@ class SpanExecutor:
             del sequence
             give_back()
 
-    def _segment(self, piece: Piece) -> Segment:
+    def _check(self, piece: Piece) -> None:
         kv = self._sequences[piece.session].kv
         if piece.start != kv.length or piece.start + piece.length > kv.capacity:
             raise LocalProtocolError(f"piece [{piece.start}, +{piece.length}) does not continue a KV of {kv.length}")
-        return Segment(kv, piece.start, piece.length)
 
-    def _run(self, span: Span, segments: Sequence[Segment], row: torch.Tensor) -> Sequence[torch.Tensor]:
-        """row: (tokens, hidden_size), of all segments; returned by segment."""
+    def _run(self, span: Span, pieces: Sequence[Piece]) -> Sequence[Buffer]:
+        """The outputs of `pieces`, whose sessions all go through `span`."""
+        if self._native is not None and sum(each.length for each in pieces) < MOST_POSITIONS:
+            first, no_kv = span.start - self.span.start, self._native.no_kv
+            small = [(self._slabs(each.session, no_kv), each.start, each.hidden) for each in pieces]
+            return self._native.blocks.forward(first, small)
+        segments = [Segment(self._sequences[each.session].kv, each.start, each.length) for each in pieces]
+        row = torch.cat([from_bytes(each.hidden, self._hidden_size) for each in pieces])
         positions = torch.cat([torch.arange(s.start, s.start + s.length) for s in segments])
         token = segments_of_forward.set(segments)
         try:
             hidden: torch.Tensor = self.model(span, row.to(self._device), positions.to(self._device)).cpu()
         finally:
             segments_of_forward.reset(token)
-        parts: Sequence[torch.Tensor] = hidden.split([segment.length for segment in segments])
-        return parts
+        return [to_bytes(part) for part in hidden.split([segment.length for segment in segments])]
+
+    def _slabs(self, session: SessionId, no_kv: torch.Tensor) -> SequenceSlabs:
+        sequence = self._sequences[session]
+        if sequence.slabs is None:
+            pairs = sequence.kv.slabs(range(sequence.span.start, sequence.span.end), no_kv)
+            arrays = [(keys.numpy(), values.numpy()) for keys, values in pairs]
+            sequence.slabs = SequenceSlabs(arrays, sequence.kv.capacity)
+        return sequence.slabs
 
 
 def load_executor(

@@ -6,10 +6,14 @@ What is read is what was stored, new positions too: so it does not depend on how
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from llmnode.core.model import SAME
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 KVPair = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, (1, heads, positions, head_dim) each."""
@@ -55,6 +59,14 @@ class SequenceKV:
             for slab, filled in zip(own.slabs, theirs.slabs, strict=True):
                 slab.states[:, :, start:end] = filled.states[:, :, start:end]
         self.length = end
+
+    def slabs(self, layers: Iterable[int], like: torch.Tensor) -> list[KVPair]:
+        """What of each layer is written, and read, in place: keys and values if they are kept as they are computed.
+
+        `like` is of keys and values, of any number of positions.
+        """
+        pairs = (self._block(layer, like).slabs for layer in layers)
+        return [(first.states, second.states) for first, second in pairs]
 
     def _block(self, layer: int, like: torch.Tensor) -> _Plain | _Rounded:
         block = self._blocks.get(layer)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from llmnode.core.span import Span
     from llmnode.models.blueprint import BlockPlan
     from llmnode.models.families import Family
+    from llmnode.models.native import NativeBlocks
     from llmnode.models.skeleton import Attention
 
     Mapped = Callable[[torch.Tensor], torch.Tensor]
@@ -83,24 +84,33 @@ class Rotary(torch.nn.Module):
     def __init__(self, frequencies: Sequence[float], scaling: float) -> None:
         super().__init__()
         self.frequencies = torch.nn.Buffer(torch.tensor(frequencies), persistent=False)
-        self._scaling = scaling
+        self.scaling = scaling
 
     def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """positions: (..., tokens); both are (..., tokens, head_dim)."""
         halves = positions[..., None].float() * self.frequencies
         turns = torch.cat((halves, halves), dim=-1)
-        return (turns.cos() * self._scaling).to(dtype), (turns.sin() * self._scaling).to(dtype)
+        return (turns.cos() * self.scaling).to(dtype), (turns.sin() * self.scaling).to(dtype)
 
 
 class FusedSpan(torch.nn.Module):
     """The blocks of `span`. Hidden states are fp32 outside, of the weights' dtype inside."""
 
     def __init__(
-        self, blocks: torch.nn.ModuleList, rotary: Rotary, span: Span, dtype: torch.dtype, attention: str
+        self,
+        blocks: torch.nn.ModuleList,
+        rotary: Rotary,
+        span: Span,
+        dtype: torch.dtype,
+        attention: str,
+        native: NativeBlocks | None = None,
     ) -> None:
-        """`blocks` have their weights, and their products joined. `attention` is as in `load_span`."""
+        """`blocks` have their weights, and their products joined. `attention` is as in `load_span`.
+
+        `native` is the same, for few positions.
+        """
         super().__init__()
-        self.span, self.blocks, self.rotary = span, blocks, rotary
+        self.span, self.blocks, self.rotary, self.native = span, blocks, rotary, native
         self._fused = [FusedBlock(block, attention) for block in blocks]
         self._dtype = dtype
 

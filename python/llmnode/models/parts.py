@@ -17,6 +17,7 @@ from llmnode.core.span import Span
 from llmnode.models.blueprint import blueprint_of
 from llmnode.models.families import Family, family_of
 from llmnode.models.fused import FusedEnds, FusedSpan, Rotary, join_products, make_block
+from llmnode.models.native import native_blocks
 from llmnode.models.products import use_fastest
 from llmnode.models.quantized import check_quantizable, quantize_block
 from llmnode.models.skeleton import (
@@ -47,6 +48,7 @@ class SpanModel(torch.nn.Module):
     def __init__(self, decoder: Any, family: Family, span: Span, dtype: torch.dtype) -> None:  # Any: transformers' own
         super().__init__()
         self.span = span
+        self.native = None  # of no family that is not fused
         self.decoder = decoder
         self.blocks = getattr(decoder, family.blocks)
         self._family = family
@@ -164,8 +166,10 @@ def _load_fused(
         blocks.append(block)
     rotary = Rotary(blueprint.frequencies, blueprint.rotary_scaling)
     blocks.requires_grad_(False).to(device)
-    use_fastest(blocks)
-    return FusedSpan(blocks, rotary.to(device), span, dtype, attention)
+    native = native_blocks(blocks, rotary)
+    if native is None:
+        use_fastest(blocks)
+    return FusedSpan(blocks, rotary.to(device), span, dtype, attention, native)
 
 
 def load_ends(folder: ModelFolder, dtype: torch.dtype = torch.float32) -> Ends:

@@ -80,6 +80,56 @@ impl<'py> FromPyObject<'_, 'py> for WritableView {
     }
 }
 
+/// The memory of one Python buffer of `float32`, in this machine's byte order.
+pub(super) struct FloatView(ByteView);
+
+impl FloatView {
+    #[expect(unsafe_code, reason = "see `ByteView::bytes`")]
+    pub(super) fn floats(&self) -> &[f32] {
+        // SAFETY: every bit pattern is an `f32`.
+        let (_, floats, _) = unsafe { self.0.bytes().align_to() }; // all of it, as `extract` checked
+        floats
+    }
+}
+
+impl<'py> FromPyObject<'_, 'py> for FloatView {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let view = Self(object.extract()?);
+        if view.0.0.format().to_bytes() == b"f" && size_of_val(view.floats()) == view.0.bytes().len() {
+            Ok(view)
+        } else {
+            Err(PyBufferError::new_err("the buffer is not one of aligned float32"))
+        }
+    }
+}
+
+/// The memory of one Python buffer of `float32` that calls write to.
+pub(super) struct WritableFloats(WritableView);
+
+impl WritableFloats {
+    pub(super) fn overlaps(&self, other: &Self) -> bool {
+        self.0.refuse_overlap(&other.0.0).is_err()
+    }
+
+    #[expect(unsafe_code, reason = "see `WritableView::bytes`")]
+    pub(super) fn floats(&mut self) -> &mut [f32] {
+        // SAFETY: every bit pattern is an `f32`.
+        let (_, floats, _) = unsafe { self.0.bytes().align_to_mut() }; // all of it, as `extract` checked
+        floats
+    }
+}
+
+impl<'py> FromPyObject<'_, 'py> for WritableFloats {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        object.extract::<FloatView>()?;
+        Ok(Self(object.extract()?))
+    }
+}
+
 /// The buffers of a Python sequence, in order.
 pub(super) struct ByteViews(Vec<ByteView>);
 

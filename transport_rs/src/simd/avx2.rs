@@ -1,19 +1,20 @@
 //! AVX2 with F16C: 8 values at a time.
 
 use std::arch::x86_64::{
-    __m256, __m256i, _CMP_GE_OQ, _CMP_NEQ_OQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T0,
-    _mm_cvtsi128_si32, _mm_loadl_epi64, _mm_loadu_si128, _mm_max_epu32, _mm_prefetch, _mm_shuffle_epi32,
-    _mm_storel_epi64, _mm_storeu_si128, _mm_unpacklo_epi32, _mm256_abs_epi32, _mm256_add_epi32, _mm256_add_ps,
-    _mm256_and_ps, _mm256_and_si256, _mm256_castps_si256, _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps,
-    _mm256_cvtepi8_epi32, _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32, _mm256_cvtepu16_epi32, _mm256_cvtph_ps,
-    _mm256_cvtps_epi32, _mm256_cvtps_ph, _mm256_cvttps_epi32, _mm256_extracti128_si256, _mm256_loadu_ps,
-    _mm256_max_epi32, _mm256_max_epu32, _mm256_min_ps, _mm256_mul_ps, _mm256_mullo_epi16, _mm256_packus_epi32,
-    _mm256_permute4x64_epi64, _mm256_permutevar8x32_ps, _mm256_round_ps, _mm256_set1_epi32, _mm256_set1_ps,
-    _mm256_setzero_ps, _mm256_shuffle_epi8, _mm256_slli_epi32, _mm256_srai_epi32, _mm256_srli_epi32, _mm256_storeu_ps,
-    _mm256_sub_epi32, _mm256_xor_si256,
+    __m256, __m256i, _CMP_GE_OQ, _CMP_NEQ_OQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T0, _mm_add_ps,
+    _mm_add_ss, _mm_cvtsi128_si32, _mm_cvtss_f32, _mm_loadl_epi64, _mm_loadu_si128, _mm_max_epu32, _mm_movehl_ps,
+    _mm_prefetch, _mm_shuffle_epi32, _mm_shuffle_ps, _mm_storel_epi64, _mm_storeu_si128, _mm_unpacklo_epi32,
+    _mm256_abs_epi32, _mm256_add_epi32, _mm256_add_ps, _mm256_and_ps, _mm256_and_si256, _mm256_castps_si256,
+    _mm256_castps256_ps128, _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cvtepi8_epi32,
+    _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_cvtps_epi32,
+    _mm256_cvtps_ph, _mm256_cvttps_epi32, _mm256_extractf128_ps, _mm256_extracti128_si256, _mm256_fmadd_ps,
+    _mm256_loadu_ps, _mm256_max_epi32, _mm256_max_epu32, _mm256_min_ps, _mm256_mul_ps, _mm256_mullo_epi16,
+    _mm256_packus_epi32, _mm256_permute4x64_epi64, _mm256_permutevar8x32_ps, _mm256_round_ps, _mm256_set1_epi32,
+    _mm256_set1_ps, _mm256_setzero_ps, _mm256_shuffle_epi8, _mm256_slli_epi32, _mm256_srai_epi32, _mm256_srli_epi32,
+    _mm256_storeu_ps, _mm256_sub_epi32, _mm256_xor_si256,
 };
 
-use super::PREFETCH_BYTES;
+use super::{LANES, PREFETCH_BYTES};
 use crate::codec::levels::{BINADE_BELOW, DECADES, FIRSTS, LASTS, LINEAR_STEP, RISES, STARTS, STEPS, THRESHOLDS};
 use crate::codec::{Code, DecodeRun, Dtype, EncodeRun, Format, NotFinite, scalar};
 
@@ -180,4 +181,53 @@ fn store_codes(lanes: Ints, codes: &mut [u8; 8]) {
     let both = _mm_unpacklo_epi32(_mm256_castsi256_si128(packed), _mm256_extracti128_si256::<1>(packed));
     // SAFETY: the reference has the 8 bytes that are written; no alignment is asked for.
     unsafe { _mm_storel_epi64(codes.as_mut_ptr().cast(), both) }
+}
+
+type Sixteen = [Floats; 2];
+
+row_kernels!("avx2,fma,f16c", 2, 2);
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn zeros() -> Sixteen {
+    spread(0.0)
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn spread(value: f32) -> Sixteen {
+    [splat(value); 2]
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn load(values: *const f32) -> Sixteen {
+    // SAFETY: the caller has 16 values there; no alignment is asked for.
+    unsafe { [_mm256_loadu_ps(values), _mm256_loadu_ps(values.add(8))] }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn store(values: *mut f32, [low, high]: Sixteen) {
+    // SAFETY: the caller has 16 values there; no alignment is asked for.
+    unsafe {
+        _mm256_storeu_ps(values, low);
+        _mm256_storeu_ps(values.add(8), high);
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn multiply_add([a, a_high]: Sixteen, [b, b_high]: Sixteen, [c, c_high]: Sixteen) -> Sixteen {
+    [_mm256_fmadd_ps(a, b, c), _mm256_fmadd_ps(a_high, b_high, c_high)]
+}
+
+/// Halves onto each other, down to one.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn sum_of([low, high]: Sixteen) -> f32 {
+    let eight = _mm256_add_ps(low, high);
+    let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+    let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<0b00_00_00_01>(two, two)))
 }

@@ -5,14 +5,15 @@ use std::arch::x86_64::{
     _mm_prefetch, _mm_storeu_si128, _mm256_loadu_si256, _mm256_storeu_si256, _mm512_abs_epi32, _mm512_add_epi32,
     _mm512_add_ps, _mm512_and_si512, _mm512_andnot_si512, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask,
     _mm512_cvt_roundps_epi32, _mm512_cvtepi8_epi32, _mm512_cvtepi32_epi8, _mm512_cvtepi32_epi16, _mm512_cvtepi32_ps,
-    _mm512_cvtepu8_epi32, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_cvtps_ph, _mm512_cvttps_epi32,
-    _mm512_loadu_epi32, _mm512_loadu_ps, _mm512_mask_add_epi32, _mm512_max_epi32, _mm512_max_epu32, _mm512_max_ps,
-    _mm512_min_ps, _mm512_mul_ps, _mm512_permutex2var_epi32, _mm512_permutexvar_ps, _mm512_reduce_max_epu32,
-    _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_ps, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_ps,
-    _mm512_sub_epi32, _mm512_ternarylogic_epi32,
+    _mm512_cvtepu8_epi32, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_cvtps_ph, _mm512_cvtss_f32,
+    _mm512_cvttps_epi32, _mm512_fmadd_ps, _mm512_loadu_epi32, _mm512_loadu_ps, _mm512_mask_add_epi32, _mm512_max_epi32,
+    _mm512_max_epu32, _mm512_max_ps, _mm512_min_ps, _mm512_mul_ps, _mm512_permutex2var_epi32, _mm512_permutexvar_ps,
+    _mm512_reduce_max_epu32, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_ps, _mm512_setzero_ps,
+    _mm512_shuffle_f32x4, _mm512_shuffle_ps, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_ps, _mm512_sub_epi32,
+    _mm512_ternarylogic_epi32,
 };
 
-use super::PREFETCH_BYTES;
+use super::{LANES, PREFETCH_BYTES};
 use crate::codec::levels::{BINADE_BELOW, DECADES, FIRSTS, LASTS, LINEAR_STEP, RISES, STARTS, STEPS, THRESHOLDS};
 use crate::codec::{Code, DecodeRun, Dtype, EncodeRun, Format, NotFinite, scalar};
 
@@ -218,4 +219,50 @@ fn prefetch(address: *const u8) {
 fn store_codes(lanes: Ints, codes: &mut [u8; 16]) {
     // SAFETY: the reference has the 16 bytes that are written; no alignment is asked for.
     unsafe { _mm_storeu_si128(codes.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(lanes)) }
+}
+
+type Sixteen = __m512;
+
+row_kernels!("avx512f", 4, 4);
+
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn zeros() -> Sixteen {
+    _mm512_setzero_ps()
+}
+
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn spread(value: f32) -> Sixteen {
+    splat(value)
+}
+
+#[target_feature(enable = "avx512f")]
+#[inline]
+unsafe fn load(values: *const f32) -> Sixteen {
+    // SAFETY: the caller has 16 values there; no alignment is asked for.
+    unsafe { _mm512_loadu_ps(values) }
+}
+
+#[target_feature(enable = "avx512f")]
+#[inline]
+unsafe fn store(values: *mut f32, numbers: Sixteen) {
+    // SAFETY: the caller has 16 values there; no alignment is asked for.
+    unsafe { _mm512_storeu_ps(values, numbers) }
+}
+
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn multiply_add(a: Sixteen, b: Sixteen, c: Sixteen) -> Sixteen {
+    _mm512_fmadd_ps(a, b, c)
+}
+
+/// Halves onto each other, down to one.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn sum_of(lanes: Sixteen) -> f32 {
+    let eight = _mm512_add_ps(lanes, _mm512_shuffle_f32x4::<0b00_00_11_10>(lanes, lanes));
+    let four = _mm512_add_ps(eight, _mm512_shuffle_f32x4::<0b00_00_00_01>(eight, eight));
+    let two = _mm512_add_ps(four, _mm512_shuffle_ps::<0b00_00_11_10>(four, four));
+    _mm512_cvtss_f32(_mm512_add_ps(two, _mm512_shuffle_ps::<0b00_00_00_01>(two, two)))
 }

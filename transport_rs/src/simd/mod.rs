@@ -1,4 +1,4 @@
-//! The codec with vector instructions, and the choice among them at run time. All `unsafe` of the crate's pure part is here.
+//! Loops with vector instructions, of the codec and of blocks, and the choice among them at run time. All `unsafe` of the crate's pure part is here.
 //!
 //! A module for each instruction set gives some twenty operations on one vector; [`kernels`] makes the loops out of them.
 //! Every operation rounds as [`crate::codec::scalar`] does, in the same order, so the results are the same bits. Nothing
@@ -6,6 +6,7 @@
 
 #![expect(unsafe_code, reason = "vector instructions; each use has its SAFETY comment")]
 
+use crate::blocks::scalar as blocks;
 use crate::codec::{DecodeRun, EncodeRun, Format, NotFinite, scalar};
 
 /// So far ahead of the encoder the values are called for: a short block's second pass leaves the processor no room to look
@@ -14,6 +15,11 @@ const PREFETCH_BYTES: usize = 2048;
 
 #[macro_use]
 mod kernels;
+#[macro_use]
+mod rows;
+
+/// Values that the products of a few rows add up at a time, each kind of processor in its own number of vectors.
+pub(crate) const LANES: usize = 16;
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -37,6 +43,24 @@ enum Kind {
     Neon,
 }
 
+/// Calls the function of the instruction set's own module, or of the scalar one that is named.
+macro_rules! run_on {
+    ($isa:expr, $scalar:ident::$function:ident($($argument:expr),*)) => {
+        match $isa.0 {
+            Kind::Scalar => $scalar::$function($($argument),*),
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: `available` made this `Isa`, so the processor has AVX2, F16C and FMA.
+            Kind::Avx2 => unsafe { avx2::$function($($argument),*) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: `available` made this `Isa`, so the processor has AVX-512F.
+            Kind::Avx512 => unsafe { avx512::$function($($argument),*) },
+            #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+            // SAFETY: `available` made this `Isa`, so the processor has NEON.
+            Kind::Neon => unsafe { neon::$function($($argument),*) },
+        }
+    };
+}
+
 impl Isa {
     /// One value at a time: the specification, and what is left where nothing else is available.
     pub const SCALAR: Self = Self(Kind::Scalar);
@@ -47,7 +71,10 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             (Kind::Avx512, is_x86_feature_detected!("avx512f")),
             #[cfg(target_arch = "x86_64")]
-            (Kind::Avx2, is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c")),
+            (
+                Kind::Avx2,
+                is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") && is_x86_feature_detected!("fma"),
+            ),
             #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
             (Kind::Neon, std::arch::is_aarch64_feature_detected!("neon")),
             (Kind::Scalar, true),
@@ -63,32 +90,30 @@ impl Isa {
     }
 
     pub(crate) fn encode(self, format: Format, run: EncodeRun<'_>) -> Result<(), NotFinite> {
-        match self.0 {
-            Kind::Scalar => scalar::encode(format, run),
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: `available` made this `Isa`, so the processor has AVX2 and F16C.
-            Kind::Avx2 => unsafe { avx2::encode(format, run) },
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: `available` made this `Isa`, so the processor has AVX-512F.
-            Kind::Avx512 => unsafe { avx512::encode(format, run) },
-            #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
-            // SAFETY: `available` made this `Isa`, so the processor has NEON.
-            Kind::Neon => unsafe { neon::encode(format, run) },
-        }
+        run_on!(self, scalar::encode(format, run))
     }
 
     pub(crate) fn decode(self, format: Format, run: DecodeRun<'_>) {
-        match self.0 {
-            Kind::Scalar => scalar::decode(format, run),
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: `available` made this `Isa`, so the processor has AVX2 and F16C.
-            Kind::Avx2 => unsafe { avx2::decode(format, run) },
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: `available` made this `Isa`, so the processor has AVX-512F.
-            Kind::Avx512 => unsafe { avx512::decode(format, run) },
-            #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
-            // SAFETY: `available` made this `Isa`, so the processor has NEON.
-            Kind::Neon => unsafe { neon::decode(format, run) },
-        }
+        run_on!(self, scalar::decode(format, run));
+    }
+
+    /// The products of `rows`, `(rows, inputs)`, with `weights`, `(outputs, inputs)`: `out` is `(rows, outputs)`.
+    pub(crate) fn dots(self, weights: &[f32], rows: &[f32], inputs: usize, out: &mut [f32]) {
+        run_on!(self, blocks::dots(weights, rows, inputs, out));
+    }
+
+    /// Sums of `values`, `(positions, width)`, as `weights`, `(group, positions)`, has them: `out` is `(group, width)`.
+    pub(crate) fn weighted(self, values: &[f32], weights: &[f32], width: usize, out: &mut [f32]) {
+        run_on!(self, blocks::weighted(values, weights, width, out));
+    }
+
+    /// `e^x` of each, in place.
+    pub(crate) fn exponentials(self, values: &mut [f32]) {
+        run_on!(self, blocks::exponentials(values));
+    }
+
+    /// `SiLU` of each of `gates` times its one of `values`, in place.
+    pub(crate) fn gated(self, gates: &mut [f32], values: &[f32]) {
+        run_on!(self, blocks::gated(gates, values));
     }
 }

@@ -4,17 +4,18 @@
 #![expect(clippy::trivially_copy_pass_by_ref, reason = "four values here, more in the other modules")]
 
 use std::arch::aarch64::{
-    float32x4_t, int32x4_t, uint8x16x2_t, uint32x4_t, vabsq_f32, vabsq_s32, vaddq_f32, vaddq_s32, vaddq_u32, vandq_s32,
-    vandq_u32, vbslq_u32, vcgeq_f32, vcgeq_u32, vcltq_f32, vcvtnq_s32_f32, vcvtq_f32_s32, vcvtq_s32_f32, vdup_n_u32,
-    vdupq_n_f32, vdupq_n_s32, vdupq_n_u32, veorq_s32, veorq_u32, vget_low_s16, vget_low_u16, vgetq_lane_u32, vld1_u8,
-    vld1q_u8, vmaxq_s32, vmaxq_u32, vmaxvq_u32, vminq_f32, vmlaq_u32, vmovl_s8, vmovl_s16, vmovl_u8, vmovl_u16,
-    vmovn_u32, vmulq_f32, vmulq_s32, vorrq_u32, vqtbl1q_u8, vqtbl2q_u8, vreinterpret_s8_u32, vreinterpret_u8_u16,
-    vreinterpret_u8_u32, vreinterpret_u16_u8, vreinterpretq_f32_u32, vreinterpretq_s32_f32, vreinterpretq_s32_u32,
-    vreinterpretq_u8_u32, vreinterpretq_u32_f32, vreinterpretq_u32_s32, vreinterpretq_u32_u8, vshlq_n_u32, vshrq_n_s32,
-    vshrq_n_u32, vst1_u8, vst1q_u8, vsubq_s32, vsubq_u32, vtstq_s32,
+    float32x4_t, int32x4_t, uint8x16x2_t, uint32x4_t, vabsq_f32, vabsq_s32, vadd_f32, vaddq_f32, vaddq_s32, vaddq_u32,
+    vandq_s32, vandq_u32, vbslq_u32, vcgeq_f32, vcgeq_u32, vcltq_f32, vcvtnq_s32_f32, vcvtq_f32_s32, vcvtq_s32_f32,
+    vdup_n_u32, vdupq_n_f32, vdupq_n_s32, vdupq_n_u32, veorq_s32, veorq_u32, vfmaq_f32, vget_high_f32, vget_lane_f32,
+    vget_low_f32, vget_low_s16, vget_low_u16, vgetq_lane_u32, vld1_u8, vld1q_f32, vld1q_u8, vmaxq_s32, vmaxq_u32,
+    vmaxvq_u32, vminq_f32, vmlaq_u32, vmovl_s8, vmovl_s16, vmovl_u8, vmovl_u16, vmovn_u32, vmulq_f32, vmulq_s32,
+    vorrq_u32, vqtbl1q_u8, vqtbl2q_u8, vreinterpret_s8_u32, vreinterpret_u8_u16, vreinterpret_u8_u32,
+    vreinterpret_u16_u8, vreinterpretq_f32_u32, vreinterpretq_s32_f32, vreinterpretq_s32_u32, vreinterpretq_u8_u32,
+    vreinterpretq_u32_f32, vreinterpretq_u32_s32, vreinterpretq_u32_u8, vshlq_n_u32, vshrq_n_s32, vshrq_n_u32, vst1_u8,
+    vst1q_f32, vst1q_u8, vsubq_s32, vsubq_u32, vtstq_s32,
 };
 
-use super::PREFETCH_BYTES;
+use super::{LANES, PREFETCH_BYTES};
 use crate::codec::levels::{BINADE_BELOW, DECADES, FIRSTS, LASTS, LINEAR_STEP, RISES, STARTS, STEPS, THRESHOLDS};
 use crate::codec::{Code, DecodeRun, Dtype, EncodeRun, Format, NotFinite, scalar};
 
@@ -200,4 +201,52 @@ fn load_halves(values: &[u8; 8]) -> uint32x4_t {
 fn store_halves(lanes: uint32x4_t, values: &mut [u8; 8]) {
     // SAFETY: the reference has the 8 bytes that are written; no alignment is asked for.
     unsafe { vst1_u8(values.as_mut_ptr(), vreinterpret_u8_u16(vmovn_u32(lanes))) }
+}
+
+type Sixteen = [Floats; 4];
+
+row_kernels!("neon", 2, 2);
+
+#[target_feature(enable = "neon")]
+#[inline]
+fn zeros() -> Sixteen {
+    spread(0.0)
+}
+
+#[target_feature(enable = "neon")]
+#[inline]
+fn spread(value: f32) -> Sixteen {
+    [splat(value); 4]
+}
+
+#[target_feature(enable = "neon")]
+#[inline]
+unsafe fn load(values: *const f32) -> Sixteen {
+    // SAFETY: the caller has 16 values there; no alignment is asked for.
+    unsafe { [vld1q_f32(values), vld1q_f32(values.add(4)), vld1q_f32(values.add(8)), vld1q_f32(values.add(12))] }
+}
+
+#[target_feature(enable = "neon")]
+#[inline]
+unsafe fn store(values: *mut f32, numbers: Sixteen) {
+    for (number, four) in numbers.into_iter().enumerate() {
+        // SAFETY: the caller has 16 values there; no alignment is asked for.
+        unsafe { vst1q_f32(values.add(4 * number), four) };
+    }
+}
+
+#[target_feature(enable = "neon")]
+#[inline]
+fn multiply_add(a: Sixteen, b: Sixteen, c: Sixteen) -> Sixteen {
+    let ([a0, a1, a2, a3], [b0, b1, b2, b3], [c0, c1, c2, c3]) = (a, b, c);
+    [vfmaq_f32(c0, a0, b0), vfmaq_f32(c1, a1, b1), vfmaq_f32(c2, a2, b2), vfmaq_f32(c3, a3, b3)]
+}
+
+/// Halves onto each other, down to one.
+#[target_feature(enable = "neon")]
+#[inline]
+fn sum_of([first, second, third, fourth]: Sixteen) -> f32 {
+    let four = vaddq_f32(vaddq_f32(first, third), vaddq_f32(second, fourth));
+    let two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+    vget_lane_f32::<0>(two) + vget_lane_f32::<1>(two)
 }

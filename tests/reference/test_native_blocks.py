@@ -1,0 +1,86 @@
+"""Of the Llama kind few positions go through `models/native.py`, many through torch: over the same KV, to one end."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from llmnode.compute.kv import KVForm
+from llmnode.models.native import MOST_POSITIONS
+from reference.small import BLOCKS, VOCABULARY, Cut, cut, make_model, open_saved, session
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from llmnode.core.ids import SessionId
+
+pytestmark = pytest.mark.reference
+
+NATIVE = ["llama", "mistral", "qwen2", "qwen3", "smollm3"]
+
+
+def schedule(seed: int) -> list[dict[SessionId, list[int]]]:
+    """What each forward has of whom: decodes, and chunks short and long."""
+    random = Random(seed)
+    forwards = []
+    for _ in range(8):
+        who = random.sample(range(4), random.randint(1, 4))
+        lengths = {name: random.choice([1, 1, 1, 2, 7]) for name in who}
+        forwards.append({session(name): random.choices(range(VOCABULARY), k=lengths[name]) for name in who})
+    return forwards
+
+
+def outputs(model: Cut, forwards: list[dict[SessionId, list[int]]]) -> list[torch.Tensor]:
+    return [each for chunks in forwards for each in model.forward(chunks).values()]
+
+
+@pytest.mark.parametrize("case", NATIVE)
+def test_few_positions_and_many_agree(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(case, tied=False).save_pretrained(tmp_path)
+    folder, forwards = open_saved(tmp_path), schedule(len(case))
+    model = cut(folder, (0, 2, BLOCKS))
+    assert all(executor.model.native is not None for executor in model.executors)
+    monkeypatch.setattr("llmnode.compute.executor.MOST_POSITIONS", 7)
+    mixed = outputs(model, forwards)
+    monkeypatch.setattr("llmnode.compute.executor.MOST_POSITIONS", 0)
+    for ours, by_torch in zip(mixed, outputs(cut(folder, (0, 2, BLOCKS)), forwards), strict=True):
+        torch.testing.assert_close(ours, by_torch, atol=2e-5, rtol=1e-4)
+
+
+def test_a_decode_does_not_depend_on_its_mates_by_a_bit(tmp_path: Path) -> None:
+    make_model("llama", tied=False).save_pretrained(tmp_path)
+    folder = open_saved(tmp_path)
+    together, alone = cut(folder, (0, BLOCKS)), cut(folder, (0, BLOCKS))
+    chunks = {session(name): [name + 3, 5, name] for name in range(MOST_POSITIONS // 3)}
+    for _ in range(3):
+        for name, output in together.forward(chunks).items():
+            assert torch.equal(alone.forward({name: chunks[name]})[name], output)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "quant", "kv"),
+    [
+        ({"hidden_act": "gelu"}, torch.float32, "none", KVForm()),
+        ({"head_dim": 24}, torch.float32, "none", KVForm()),
+        ({}, torch.bfloat16, "none", KVForm()),
+        ({}, torch.float32, "int8", KVForm()),
+        ({}, torch.float32, "none", KVForm("int8")),
+    ],
+    ids=["another activation", "heads that vectors do not fit", "bf16", "int8", "KV in int8"],
+)
+def test_what_it_is_not_made_for_goes_through_torch(
+    changes: dict[str, object],
+    dtype: torch.dtype,
+    quant: str,
+    kv: KVForm,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_model("llama", tied=False, **changes).save_pretrained(tmp_path)
+    model = cut(open_saved(tmp_path), (0, BLOCKS), dtype, quant=quant, kv=kv)
+    first = model.forward({session(0): [3, 1, 4]})[session(0)]
+    monkeypatch.setattr("llmnode.compute.executor.MOST_POSITIONS", 0)
+    assert torch.equal(model.forward({session(1): [3, 1, 4]})[session(1)], first)

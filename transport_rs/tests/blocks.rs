@@ -1,0 +1,359 @@
+//! Blocks against a slow reading of what they are, in `f64`; and to the bit, whatever the processor, threads and company.
+
+#![allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "small numbers")]
+
+use llmnode_transport::blocks::{Block, BlockError, Cache, Linear, Piece, Shape, forward};
+use llmnode_transport::codec::Isa;
+use proptest::collection::vec;
+use proptest::prelude::*;
+use rayon::ThreadPoolBuilder;
+
+const CAPACITY: usize = 40;
+
+/// Numbers about 0, of a generator whose state is the seed.
+fn numbers(seed: u64, count: usize, scale: f32) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12345);
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (f32::from_bits(0x3F80_0000 | (state >> 41) as u32) - 1.5) * 2.0 * scale
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+/// All that blocks of a shape may have.
+#[derive(Clone, Debug)]
+struct Kind {
+    shape: Shape,
+    has_biases: bool,
+    has_head_norms: bool,
+    is_rotated: bool,
+    window: Option<usize>,
+}
+
+fn kinds() -> impl Strategy<Value = Kind> {
+    let sizes = (1..=2_usize, 1..=5_usize, 1..=5_usize, 1..=9_usize, 1..=5_usize);
+    let options = (any::<bool>(), any::<bool>(), any::<bool>(), proptest::option::of(1..20_usize));
+    (sizes, options).prop_map(
+        |((kv_heads, group, head, hidden, inner), (has_biases, has_head_norms, is_rotated, window))| {
+            let frequencies = (0..head * 8).map(|pair| 1.0 / (1.0 + pair as f32)).collect();
+            let shape = Shape {
+                hidden: hidden * 16,
+                heads: kv_heads * group,
+                kv_heads,
+                head_dim: head * 16,
+                inner: inner * 16,
+                epsilon: 1e-5,
+                frequencies,
+                rotary_scaling: 1.1,
+            };
+            Kind { shape, has_biases, has_head_norms, is_rotated, window }
+        },
+    )
+}
+
+/// The weights of one block.
+struct Weights {
+    qkv: (Vec<f32>, Vec<f32>),
+    output: (Vec<f32>, Vec<f32>),
+    gate_up: (Vec<f32>, Vec<f32>),
+    down: (Vec<f32>, Vec<f32>),
+    norms: [Vec<f32>; 4],
+}
+
+impl Weights {
+    fn new(seed: u64, shape: &Shape) -> Self {
+        let linear = |number: u64, outputs: usize, inputs: usize| {
+            let scale = 1.5 / (inputs as f32).sqrt();
+            (numbers(seed * 31 + number, outputs * inputs, scale), numbers(seed * 37 + number, outputs, 0.3))
+        };
+        let joined = (shape.heads + 2 * shape.kv_heads) * shape.head_dim;
+        let of_norms = [shape.hidden, shape.hidden, shape.head_dim, shape.head_dim];
+        let mut norm = 0;
+        Self {
+            qkv: linear(1, joined, shape.hidden),
+            output: linear(2, shape.hidden, shape.heads * shape.head_dim),
+            gate_up: linear(3, 2 * shape.inner, shape.hidden),
+            down: linear(4, shape.hidden, shape.inner),
+            norms: of_norms.map(|size| {
+                norm += 1;
+                numbers(seed * 41 + norm, size, 0.4).into_iter().map(|value| value + 1.0).collect()
+            }),
+        }
+    }
+
+    fn block(&self, kind: &Kind) -> Block<'_> {
+        let linear = |weight, bias| Linear { weight, bias: kind.has_biases.then_some(bias) };
+        let [attended_norm, fed_norm, queries, keys] = &self.norms;
+        Block {
+            attended_norm,
+            qkv: linear(&self.qkv.0, &self.qkv.1),
+            head_norms: kind.has_head_norms.then_some((queries, keys)),
+            output: linear(&self.output.0, &self.output.1),
+            fed_norm,
+            gate_up: linear(&self.gate_up.0, &self.gate_up.1),
+            down: linear(&self.down.0, &self.down.1),
+            scaling: 1.0 / (kind.shape.head_dim as f32).sqrt(),
+            is_rotated: kind.is_rotated,
+            window: kind.window,
+        }
+    }
+}
+
+/// A sequence through blocks: keys and values of each, and how far it is.
+#[derive(Clone)]
+struct Sequence {
+    slabs: Vec<(Vec<f32>, Vec<f32>)>,
+    length: usize,
+}
+
+impl Sequence {
+    fn new(blocks: usize, shape: &Shape) -> Self {
+        let slab = vec![f32::NAN; shape.kv_heads * CAPACITY * shape.head_dim]; // what was never written must not be read
+        Self { slabs: vec![(slab.clone(), slab); blocks], length: 0 }
+    }
+
+    fn piece(&mut self, length: usize) -> Piece<'_> {
+        let start = self.length;
+        self.length = start.wrapping_add(length);
+        let caches = self.slabs.iter_mut().map(|(keys, values)| Cache { keys, values, capacity: CAPACITY });
+        Piece { start, length, caches: caches.collect() }
+    }
+}
+
+fn run(isa: Isa, threads: usize, kind: &Kind, blocks: &[Block<'_>], pieces: Vec<(&mut Sequence, &[f32])>) -> Vec<f32> {
+    let pool = (threads > 1).then(|| ThreadPoolBuilder::new().num_threads(threads).build().unwrap());
+    let mut hidden = Vec::new();
+    let mut views = Vec::new();
+    for (sequence, states) in pieces {
+        hidden.extend_from_slice(states);
+        views.push(sequence.piece(states.len() / kind.shape.hidden));
+    }
+    forward(isa, pool.as_ref(), &kind.shape, blocks, &mut views, &mut hidden).unwrap();
+    hidden
+}
+
+/// One sequence from its beginning, as the words of the module and of `Block` say it.
+fn slowly(kind: &Kind, blocks: &[Block<'_>], hidden: &[f32]) -> Vec<f64> {
+    let shape = &kind.shape;
+    let wide = |values: &[f32]| values.iter().map(|value| f64::from(*value)).collect::<Vec<_>>();
+    let norm = |values: &[f64], weight: &[f32]| {
+        let mean = values.iter().map(|value| value * value).sum::<f64>() / values.len() as f64;
+        let root = (mean + f64::from(shape.epsilon)).sqrt();
+        values.iter().zip(weight).map(|(value, weight)| value / root * f64::from(*weight)).collect::<Vec<_>>()
+    };
+    let product = |values: &[f64], linear: Linear<'_>| {
+        let rows = linear.weight.chunks(values.len()).enumerate();
+        let outputs = rows.map(|(output, weights)| {
+            let bias = linear.bias.map_or(0.0, |bias| f64::from(bias[output]));
+            bias + weights.iter().zip(values).map(|(weight, value)| f64::from(*weight) * value).sum::<f64>()
+        });
+        outputs.collect::<Vec<_>>()
+    };
+    let turn = |head: &[f64], position: usize| {
+        let half = head.len() / 2;
+        let mut turned = vec![0.0; head.len()];
+        for pair in 0..half {
+            let angle = f64::from(position as f32 * shape.frequencies[pair]);
+            let (sine, cosine) =
+                (angle.sin() * f64::from(shape.rotary_scaling), angle.cos() * f64::from(shape.rotary_scaling));
+            turned[pair] = head[pair] * cosine - head[half + pair] * sine;
+            turned[half + pair] = head[half + pair] * cosine + head[pair] * sine;
+        }
+        turned
+    };
+    let mut rows: Vec<Vec<f64>> = hidden.chunks(shape.hidden).map(wide).collect();
+    for block in blocks {
+        let mut kept: Vec<[Vec<Vec<f64>>; 2]> = Vec::new(); // keys and values by head, of each position
+        for (position, row) in rows.iter_mut().enumerate() {
+            let joined = product(&norm(row, block.attended_norm), block.qkv);
+            let mut heads: Vec<Vec<f64>> = joined.chunks(shape.head_dim).map(<[f64]>::to_vec).collect();
+            let values = heads.split_off(shape.heads + shape.kv_heads);
+            for (number, head) in heads.iter_mut().enumerate() {
+                if let Some((of_queries, of_keys)) = block.head_norms {
+                    *head = norm(head, if number < shape.heads { of_queries } else { of_keys });
+                }
+                if block.is_rotated {
+                    *head = turn(head, position);
+                }
+            }
+            kept.push([heads.split_off(shape.heads), values]);
+            let mut attended = Vec::new();
+            for (number, query) in heads.iter().enumerate() {
+                let of_keys = number / (shape.heads / shape.kv_heads);
+                let first = block.window.map_or(0, |window| (position + 1).saturating_sub(window));
+                let weights: Vec<f64> = kept[first..]
+                    .iter()
+                    .map(|[keys, _]| keys[of_keys].iter().zip(query).map(|(key, query)| key * query).sum::<f64>())
+                    .map(|score| (score * f64::from(block.scaling)).exp())
+                    .collect();
+                for value in 0..shape.head_dim {
+                    let sum: f64 =
+                        kept[first..].iter().zip(&weights).map(|([_, values], by)| values[of_keys][value] * by).sum();
+                    attended.push(sum / weights.iter().sum::<f64>());
+                }
+            }
+            row.iter_mut().zip(product(&attended, block.output)).for_each(|(row, added)| *row += added);
+            let gates = product(&norm(row, block.fed_norm), block.gate_up);
+            let (gates, up) = gates.split_at(shape.inner);
+            let fed: Vec<f64> = gates.iter().zip(up).map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up).collect();
+            row.iter_mut().zip(product(&fed, block.down)).for_each(|(row, added)| *row += added);
+        }
+    }
+    rows.concat()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn blocks_compute_what_they_say(kind in kinds(), lengths in vec(1..6_usize, 1..5), seed in 0..1000_u64) {
+        let weights: Vec<Weights> = (0..2).map(|number| Weights::new(seed * 7 + number, &kind.shape)).collect();
+        let blocks: Vec<Block<'_>> = weights.iter().map(|weights| weights.block(&kind)).collect();
+        let hidden = numbers(seed, lengths.iter().sum::<usize>() * kind.shape.hidden, 2.0);
+        let expected = slowly(&kind, &blocks, &hidden);
+        for isa in Isa::available() {
+            let mut sequence = Sequence::new(2, &kind.shape);
+            let mut outputs = Vec::new();
+            let mut rest = hidden.as_slice();
+            for length in &lengths {
+                let (states, others) = rest.split_at(length * kind.shape.hidden);
+                rest = others;
+                outputs.extend(run(isa, 1, &kind, &blocks, vec![(&mut sequence, states)]));
+            }
+            let largest = expected.iter().fold(1.0_f64, |largest, value| largest.max(value.abs()));
+            for (output, expected) in outputs.iter().zip(&expected) {
+                prop_assert!((f64::from(*output) - expected).abs() < 2e-5 * largest, "{isa:?}: {output} for {expected}");
+            }
+        }
+    }
+
+    #[test]
+    fn neither_company_nor_threads_nor_the_processor_change_a_bit(
+        kind in kinds(), lengths in vec(1..9_usize, 2..12), seed in 0..1000_u64, threads in 2..4_usize,
+    ) {
+        let weights = Weights::new(seed, &kind.shape);
+        let blocks = [weights.block(&kind)];
+        let states: Vec<Vec<f32>> =
+            (0..).zip(&lengths).map(|(number, length)| numbers(seed + number, length * kind.shape.hidden, 2.0)).collect();
+        let empty: Vec<Sequence> = states.iter().map(|_| Sequence::new(1, &kind.shape)).collect();
+        let alone: Vec<f32> = empty.clone().iter_mut().zip(&states).flat_map(|(sequence, states)| {
+            let positions = states.chunks(kind.shape.hidden); // one after the other, one value at a time
+            positions.flat_map(|states| run(Isa::SCALAR, 1, &kind, &blocks, vec![(&mut *sequence, states)])).collect::<Vec<_>>()
+        }).collect();
+        for isa in Isa::available() {
+            let mut sequences = empty.clone();
+            let together = sequences.iter_mut().zip(&states).map(|(sequence, states)| (sequence, states.as_slice()));
+            let outputs = run(isa, threads, &kind, &blocks, together.collect());
+            prop_assert!(outputs.iter().zip(&alone).all(|(output, alone)| output.to_bits() == alone.to_bits()), "{isa:?}");
+        }
+    }
+}
+
+#[test]
+fn work_that_is_worth_several_threads_comes_out_the_same() {
+    let shape = Shape {
+        hidden: 512,
+        heads: 6,
+        kv_heads: 3,
+        head_dim: 64,
+        inner: 1040, // parts do not come out even
+        epsilon: 1e-5,
+        frequencies: vec![0.3; 32],
+        rotary_scaling: 1.0,
+    };
+    let kind = Kind { shape, has_biases: true, has_head_norms: false, is_rotated: true, window: None };
+    let weights = Weights::new(3, &kind.shape);
+    let blocks = [weights.block(&kind)];
+    for count in [1, 2, 5, 13] {
+        let states = numbers(count, 512 * 30, 1.0);
+        let outputs: Vec<Vec<f32>> = [1, 3]
+            .into_iter()
+            .map(|threads| {
+                let mut sequences = vec![Sequence::new(1, &kind.shape); count as usize];
+                let pieces = sequences.iter_mut().map(|sequence| (sequence, states.as_slice()));
+                run(Isa::best(), threads, &kind, &blocks, pieces.collect())
+            })
+            .collect();
+        assert!(outputs[0] == outputs[1]);
+    }
+}
+
+#[test]
+fn large_numbers_saturate_and_what_is_no_number_stays_with_its_own_sequence() {
+    let shape = Shape {
+        hidden: 16,
+        heads: 1,
+        kv_heads: 1,
+        head_dim: 16,
+        inner: 16,
+        epsilon: 1e-5,
+        frequencies: vec![0.5; 8],
+        rotary_scaling: 1.0,
+    };
+    let kind = Kind { shape, has_biases: false, has_head_norms: false, is_rotated: true, window: None };
+    let mut weights = Weights::new(5, &kind.shape);
+    weights.gate_up.0.iter_mut().for_each(|weight| *weight *= 1e3); // gates of several hundred, of either sign
+    let blocks = [weights.block(&kind)];
+    let (honest, bad) = (numbers(1, 16, 1.0), vec![f32::NAN; 16]);
+    for isa in Isa::available() {
+        let mut sequences = vec![Sequence::new(1, &kind.shape); 2];
+        let (first, second) = sequences.split_at_mut(1);
+        let outputs = run(isa, 1, &kind, &blocks, vec![(&mut first[0], &bad), (&mut second[0], &honest)]);
+        assert!(
+            outputs[..16].iter().all(|value| value.is_nan()) && outputs[16..].iter().all(|value| value.is_finite())
+        );
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused_before_anything_is_written() {
+    let shape = Shape {
+        hidden: 16,
+        heads: 2,
+        kv_heads: 1,
+        head_dim: 16,
+        inner: 16,
+        epsilon: 1e-5,
+        frequencies: vec![0.5; 8],
+        rotary_scaling: 1.0,
+    };
+    let kind = Kind { shape, has_biases: true, has_head_norms: true, is_rotated: true, window: None };
+    let weights = Weights::new(1, &kind.shape);
+    let block = weights.block(&kind);
+    let of = |shape: &Shape, block: Block<'_>, start: usize, length: usize, values: usize| {
+        let mut sequence = Sequence::new(1, &kind.shape);
+        sequence.length = start;
+        let result = forward(Isa::best(), None, shape, &[block], &mut [sequence.piece(length)], &mut vec![0.5; values]);
+        let untouched =
+            sequence.slabs.iter().all(|(keys, values)| keys.iter().chain(values).all(|value| value.is_nan()));
+        assert!(result.is_ok() || untouched);
+        result
+    };
+    assert_eq!(of(&kind.shape, block, 0, 2, 32), Ok(()));
+    assert_eq!(of(&kind.shape, block, CAPACITY - 1, 2, 32), Err(BlockError::Room));
+    assert_eq!(of(&kind.shape, block, usize::MAX, 2, 32), Err(BlockError::Room));
+    assert_eq!(of(&kind.shape, block, 0, 2, 31), Err(BlockError::Length("hidden states")));
+    assert_eq!(of(&Shape { head_dim: 8, ..kind.shape.clone() }, block, 0, 1, 16), Err(BlockError::Shape));
+    assert_eq!(of(&Shape { kv_heads: 0, ..kind.shape.clone() }, block, 0, 1, 16), Err(BlockError::Shape));
+    assert_eq!(of(&Shape { hidden: 0, ..kind.shape.clone() }, block, 0, 1, 16), Err(BlockError::Shape));
+    let short = &weights.qkv.0[1..];
+    let others = [
+        (Block { qkv: Linear { weight: short, ..block.qkv }, ..block }, "qkv"),
+        (Block { down: Linear { bias: Some(&short[..3]), ..block.down }, ..block }, "down"),
+        (Block { fed_norm: &short[..15], ..block }, "a norm"),
+        (Block { head_norms: Some((&short[..16], &short[..15])), ..block }, "a norm"),
+    ];
+    for (block, name) in others {
+        assert_eq!(of(&kind.shape, block, 0, 1, 16), Err(BlockError::Length(name)));
+    }
+    let missing = forward(
+        Isa::best(),
+        None,
+        &kind.shape,
+        &[block, block],
+        &mut [Sequence::new(1, &kind.shape).piece(1)],
+        &mut [0.5; 16],
+    );
+    assert_eq!(missing, Err(BlockError::Room));
+    assert_eq!(forward(Isa::best(), None, &kind.shape, &[block], &mut [], &mut []), Ok(()));
+}
