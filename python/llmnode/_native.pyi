@@ -225,24 +225,27 @@ class Connection:
     def seal_output(self) -> bytes:
         """Take all that is to be sent, encrypted."""
 
+_Floats: TypeAlias = NDArray[np.float32]
+_Weight: TypeAlias = _Floats | tuple[NDArray[np.int8], _Floats]  # (outputs, inputs); or codes, and a scale an output
+
 class _LlamaBlock(TypedDict):
-    """The weights of a block, `(outputs, inputs)` each, which stay where they are, and what it does with them.
+    """The weights of a block, which stay where they are, and what it does with them.
 
     Products are joined: queries, keys and values; gate and up. `head_norms` are RMS norms of each head of queries and
     of keys, `scaling` is of scores of attention. Each position looks at `window`, itself too; None: at all.
     """
 
-    attended_norm: NDArray[np.float32]
-    qkv: NDArray[np.float32]
-    qkv_bias: NDArray[np.float32] | None
-    head_norms: tuple[NDArray[np.float32], NDArray[np.float32]] | None
-    output: NDArray[np.float32]
-    output_bias: NDArray[np.float32] | None
-    fed_norm: NDArray[np.float32]
-    gate_up: NDArray[np.float32]
-    gate_up_bias: NDArray[np.float32] | None
-    down: NDArray[np.float32]
-    down_bias: NDArray[np.float32] | None
+    attended_norm: _Floats
+    qkv: _Weight
+    qkv_bias: _Floats | None
+    head_norms: tuple[_Floats, _Floats] | None
+    output: _Weight
+    output_bias: _Floats | None
+    fed_norm: _Floats
+    gate_up: _Weight
+    gate_up_bias: _Floats | None
+    down: _Weight
+    down_bias: _Floats | None
     scaling: float
     is_rotated: bool
     window: int | None
@@ -271,7 +274,8 @@ class LlamaBlocks:
         """`frequencies` are of rotary embeddings, halves of a head as pairs. `threads`: 1 is the caller's own.
 
         Raises `ValueError` for sizes that are no multiples of 16, heads of queries that do not share those of keys
-        evenly, and weights that do not fit; `TypeError`, naming the weight, for one that is not aligned `float32`.
+        evenly, and weights that do not fit; `TypeError`, naming the weight, for one that is neither aligned `float32`
+        nor codes and scales.
         """
 
     def forward(self, first: int, pieces: Sequence[tuple[SequenceSlabs, int, _Buffer]]) -> list[bytes]:
@@ -288,7 +292,5 @@ class LlamaBlocks:
 class SequenceSlabs:
     """Where keys and values of one sequence lie, of each block: `(kv_heads, capacity, head_dim)` of `float32`."""
 
-    def __new__(
-        cls, of_blocks: Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]], capacity: int
-    ) -> SequenceSlabs:
+    def __new__(cls, of_blocks: Sequence[tuple[_Floats, _Floats]], capacity: int) -> SequenceSlabs:
         """No other `SequenceSlabs` may have the same memory. Raises `ValueError` for slabs that overlap."""

@@ -13,15 +13,14 @@ import torch
 
 from llmnode._native import LlamaBlocks
 from llmnode.models.fused import ACTIVATIONS
+from llmnode.models.quantized import Int8Linear
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from llmnode._native import _LlamaBlock
+    from llmnode._native import _LlamaBlock, _Weight
     from llmnode.models.fused import Rotary
-
-    Floats = NDArray[np.float32]
 
 MOST_POSITIONS = 32
 """From so many on BLAS is faster, which lays weights out anew first."""
@@ -38,9 +37,10 @@ class NativeBlocks:
 def native_blocks(blocks: torch.nn.ModuleList, rotary: Rotary) -> NativeBlocks | None:
     """The same blocks over the same memory, on torch's number of threads; None if they are of another kind.
 
-    That is: not fp32 on a CPU, quantized, of another activation than SiLU, or of sizes that vectors do not fit.
+    That is: not fp32 on a CPU, nor with weights in int8; of another activation than SiLU, or of sizes that vectors do
+    not fit.
     """
-    if not all(_is_plain(each) for each in blocks):
+    if not all(_is_known(each) for each in blocks):
         return None
     first: Any = blocks[0]
     attention, norm = first.self_attn, first.input_layernorm
@@ -52,7 +52,7 @@ def native_blocks(blocks: torch.nn.ModuleList, rotary: Rotary) -> NativeBlocks |
             heads=heads,
             kv_heads=kv_heads,
             head_dim=attention.head_dim,
-            inner=first.mlp.down_proj.in_features,
+            inner=first.mlp.down_proj.weight.shape[1],
             epsilon=norm.variance_epsilon,
             frequencies=rotary.frequencies.tolist(),
             rotary_scaling=rotary.scaling,
@@ -63,37 +63,44 @@ def native_blocks(blocks: torch.nn.ModuleList, rotary: Rotary) -> NativeBlocks |
     return NativeBlocks(native, torch.empty(1, kv_heads, 0, attention.head_dim))
 
 
-def _is_plain(block: Any) -> bool:  # Any: a module has what its block has
+def _is_known(block: Any) -> bool:  # Any: a module has what its block has
     names = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
-    are_linear = all(type(block.get_submodule(name)) is torch.nn.Linear for name in names)
-    are_floats = all(each.dtype == torch.float32 and each.device.type == "cpu" for each in block.parameters())
+    are_linear = all(type(block.get_submodule(name)) in (torch.nn.Linear, Int8Linear) for name in names)
+    of_floats = (each for each in block.parameters() if each.dtype != torch.int8)
+    are_floats = all(each.dtype == torch.float32 and each.device.type == "cpu" for each in of_floats)
     return are_linear and are_floats and block.mlp.act_fn is ACTIVATIONS["silu"]
 
 
 def _weights(block: Any) -> _LlamaBlock:  # Any: likewise
     own, mlp = block.self_attn, block.mlp
     return {
-        "attended_norm": _floats(block.input_layernorm.weight),
-        "qkv": _floats(own.qkv_proj.weight),
-        "qkv_bias": _optional(own.qkv_proj.bias),
-        "head_norms": (_floats(own.q_norm.weight), _floats(own.k_norm.weight)) if hasattr(own, "q_norm") else None,
-        "output": _floats(own.o_proj.weight),
-        "output_bias": _optional(own.o_proj.bias),
-        "fed_norm": _floats(block.post_attention_layernorm.weight),
-        "gate_up": _floats(mlp.gate_up_proj.weight),
-        "gate_up_bias": _optional(mlp.gate_up_proj.bias),
-        "down": _floats(mlp.down_proj.weight),
-        "down_bias": _optional(mlp.down_proj.bias),
+        "attended_norm": _array(block.input_layernorm.weight),
+        "qkv": _weight(own.qkv_proj),
+        "qkv_bias": _bias(own.qkv_proj),
+        "head_norms": (_array(own.q_norm.weight), _array(own.k_norm.weight)) if hasattr(own, "q_norm") else None,
+        "output": _weight(own.o_proj),
+        "output_bias": _bias(own.o_proj),
+        "fed_norm": _array(block.post_attention_layernorm.weight),
+        "gate_up": _weight(mlp.gate_up_proj),
+        "gate_up_bias": _bias(mlp.gate_up_proj),
+        "down": _weight(mlp.down_proj),
+        "down_bias": _bias(mlp.down_proj),
         "scaling": own.scaling,
         "is_rotated": own.use_rope,
         "window": own.sliding_window,
     }
 
 
-def _floats(tensor: torch.Tensor) -> Floats:
-    array: Floats = tensor.detach().contiguous().numpy()
+def _weight(linear: torch.nn.Linear | Int8Linear) -> _Weight:
+    codes_or_floats = _array(linear.weight)
+    return (codes_or_floats, _array(linear.scale)) if isinstance(linear, Int8Linear) else codes_or_floats
+
+
+def _bias(linear: torch.nn.Linear | Int8Linear) -> NDArray[np.float32] | None:
+    return None if linear.bias is None else _array(linear.bias)
+
+
+def _array(tensor: torch.Tensor) -> NDArray[Any]:  # Any: of its dtype
+    """Over the same memory."""
+    array: NDArray[Any] = tensor.detach().numpy()
     return array
-
-
-def _optional(tensor: torch.Tensor | None) -> Floats | None:
-    return None if tensor is None else _floats(tensor)

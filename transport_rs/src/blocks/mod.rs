@@ -1,7 +1,7 @@
 //! A few positions of several sequences through blocks of the Llama kind: decodes, above all.
 //!
 //! Such a forward reads each weight once and does next to nothing with it, so it takes as long as the weights take from
-//! memory, if nothing is done between one product and the next. Here little is. All is `f32`.
+//! memory, if nothing is done between one product and the next. Here little is. All is `f32`, but for weights of 8 bits.
 //!
 //! A position's output does not depend on what else is in the same forward, nor on the processor's vectors or the number
 //! of threads: not by a bit. [`scalar`] is the specification of the arithmetic.
@@ -13,8 +13,10 @@ use rayon::ThreadPool;
 use rayon::prelude::*;
 
 use crate::simd::{Isa, LANES};
+use rounded::Rounded;
 
 mod attention;
+mod rounded;
 pub(crate) mod scalar;
 
 /// Work on fewer values than these (of weights, or of keys and values) is not worth another thread.
@@ -45,13 +47,33 @@ pub struct Shape {
     pub rotary_scaling: f32,
 }
 
-/// A linear layer: `(outputs, inputs)`, and `(outputs)` if it has a bias.
+/// A linear layer.
 #[derive(Clone, Copy, Debug)]
 pub struct Linear<'a> {
-    /// Its weight.
-    pub weight: &'a [f32],
-    /// Its bias.
+    /// `(outputs, inputs)`
+    pub weight: Weight<'a>,
+    /// `(outputs)`, if it has one.
     pub bias: Option<&'a [f32]>,
+}
+
+/// What inputs are multiplied with.
+#[derive(Clone, Copy, Debug)]
+pub enum Weight<'a> {
+    /// As it is.
+    Floats(&'a [f32]),
+    /// In 8 bits, with a scale for each output. Inputs are rounded to 8 bits too, see [`rounded`].
+    Codes(&'a [i8], &'a [f32]),
+}
+
+impl Weight<'_> {
+    fn fits(&self, outputs: usize, inputs: usize) -> bool {
+        match self {
+            Self::Floats(values) => values.len() == outputs * inputs,
+            Self::Codes(codes, scales) => {
+                codes.len() == outputs * inputs && scales.len() == outputs && inputs < rounded::INPUTS_END
+            }
+        }
+    }
 }
 
 /// One block. Products are joined: queries, keys and values of one; gate and up of another.
@@ -167,7 +189,7 @@ impl Block<'_> {
             ("down", self.down, shape.inner, shape.hidden),
         ];
         for (name, linear, inputs, outputs) in linears {
-            if linear.weight.len() != inputs * outputs || linear.bias.is_some_and(|bias| bias.len() != outputs) {
+            if !linear.weight.fits(outputs, inputs) || linear.bias.is_some_and(|bias| bias.len() != outputs) {
                 return Err(BlockError::Length(name));
             }
         }
@@ -256,30 +278,39 @@ struct Forward<'a> {
 
 impl Forward<'_> {
     fn through(&self, number: usize, block: &Block<'_>, pieces: &mut [Piece<'_>], hidden: &mut [f32]) {
-        let joined = self.product(&self.normed(hidden, block.attended_norm), block.qkv);
+        let joined = self.product(&self.normed(hidden, block.attended_norm), block.qkv, self.shape.joined());
         let queries = self.kept(number, block, joined, pieces);
         let attended = self.attended(number, block, &queries, pieces);
-        add(hidden, &self.product(&attended, block.output));
+        add(hidden, &self.product(&attended, block.output, self.shape.hidden));
 
-        let mut gates = self.product(&self.normed(hidden, block.fed_norm), block.gate_up);
+        let mut gates = self.product(&self.normed(hidden, block.fed_norm), block.gate_up, 2 * self.shape.inner);
         let mut fed = Vec::with_capacity(gates.len() / 2);
         for gates in gates.chunks_exact_mut(2 * self.shape.inner) {
             let (gates, up) = gates.split_at_mut(self.shape.inner);
             self.isa.gated(gates, up);
             fed.extend_from_slice(gates);
         }
-        add(hidden, &self.product(&fed, block.down));
+        add(hidden, &self.product(&fed, block.down, self.shape.hidden));
     }
 
     /// `(rows, inputs)` to `(rows, outputs)`.
-    fn product(&self, values: &[f32], linear: Linear<'_>) -> Vec<f32> {
+    fn product(&self, values: &[f32], linear: Linear<'_>, outputs: usize) -> Vec<f32> {
         let (count, inputs) = (self.rows.len(), values.len() / self.rows.len());
-        let outputs = linear.weight.len() / inputs;
         let mut parts = vec![0.0; outputs * count]; // (rows, outputs) each
-        let part = self.in_parts(&mut parts, count, inputs, |first, out| {
-            let weights = linear.weight.get(first * inputs..(first + out.len() / count) * inputs).unwrap_or_default();
-            self.isa.dots(weights, values, inputs, out);
-        });
+        let part = match linear.weight {
+            Weight::Floats(weights) => self.in_parts(&mut parts, count, inputs, |first, out| {
+                let range = first * inputs..(first + out.len() / count) * inputs;
+                self.isa.dots(weights.get(range).unwrap_or_default(), values, inputs, out);
+            }),
+            Weight::Codes(codes, scales) => {
+                let rows = Rounded::new(self.isa, values, inputs);
+                self.in_parts(&mut parts, count, inputs / size_of::<f32>(), |first, out| {
+                    let end = first + out.len() / count;
+                    let codes = codes.get(first * inputs..end * inputs).unwrap_or_default();
+                    rows.product(self.isa, codes, scales.get(first..end).unwrap_or_default(), out);
+                })
+            }
+        };
         let mut out = if part == outputs { parts } else { by_row(&parts, count, part) };
         if let Some(bias) = linear.bias {
             out.chunks_exact_mut(outputs).for_each(|row| add(row, bias));

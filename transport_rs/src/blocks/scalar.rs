@@ -53,6 +53,28 @@ pub(crate) fn weighted(values: &[f32], weights: &[f32], width: usize, out: &mut 
     }
 }
 
+/// As [`crate::simd::Isa::code_dots`].
+pub(crate) fn code_dots(codes: &[i8], rows: &[i16], inputs: usize, out: &mut [i32]) {
+    let outputs = codes.len() / inputs;
+    for (row, out) in rows.chunks_exact(inputs).zip(out.chunks_exact_mut(outputs)) {
+        for (codes, out) in codes.chunks_exact(inputs).zip(out) {
+            *out = codes.iter().zip(row).map(|(code, value)| i32::from(*code) * i32::from(*value)).sum();
+        }
+    }
+}
+
+/// As [`crate::simd::Isa::round`].
+#[expect(clippy::inline_always, reason = "to be compiled with the instructions of the function that calls it")]
+#[inline(always)]
+pub(crate) fn round(values: &[f32], scale: f32, codes: &mut [i16]) {
+    for (value, code) in values.iter().zip(codes) {
+        let shifted = value / scale + WHOLE;
+        #[expect(clippy::cast_possible_truncation, reason = "from -127 to 127")]
+        let whole = shifted.to_bits().wrapping_sub(WHOLE.to_bits()) as i16;
+        *code = whole;
+    }
+}
+
 /// As [`crate::simd::Isa::exponentials`].
 #[expect(clippy::inline_always, reason = "to be compiled with the instructions of the function that calls it")]
 #[inline(always)]

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use super::buffers::{ByteView, FloatView, WritableFloats};
+use super::buffers::{ByteView, CodeView, FloatView, WritableFloats};
 use crate::blocks::{self, BlockError, Cache, Piece, Shape};
 use crate::simd::Isa;
 
@@ -21,19 +21,26 @@ pub(super) struct LlamaBlocks {
 #[pyo3(from_item_all)]
 struct Block {
     attended_norm: FloatView,
-    qkv: FloatView,
+    qkv: Weight,
     qkv_bias: Option<FloatView>,
     head_norms: Option<(FloatView, FloatView)>,
-    output: FloatView,
+    output: Weight,
     output_bias: Option<FloatView>,
     fed_norm: FloatView,
-    gate_up: FloatView,
+    gate_up: Weight,
     gate_up_bias: Option<FloatView>,
-    down: FloatView,
+    down: Weight,
     down_bias: Option<FloatView>,
     scaling: f32,
     is_rotated: bool,
     window: Option<usize>,
+}
+
+/// As it is, or codes and their scales.
+#[derive(FromPyObject)]
+enum Weight {
+    Floats(FloatView),
+    Codes(CodeView, FloatView),
 }
 
 impl Block {
@@ -53,8 +60,12 @@ impl Block {
     }
 }
 
-fn linear<'a>(weight: &'a FloatView, bias: Option<&'a FloatView>) -> blocks::Linear<'a> {
-    blocks::Linear { weight: weight.floats(), bias: bias.map(FloatView::floats) }
+fn linear<'a>(weight: &'a Weight, bias: Option<&'a FloatView>) -> blocks::Linear<'a> {
+    let weight = match weight {
+        Weight::Floats(values) => blocks::Weight::Floats(values.floats()),
+        Weight::Codes(codes, scales) => blocks::Weight::Codes(codes.codes(), scales.floats()),
+    };
+    blocks::Linear { weight, bias: bias.map(FloatView::floats) }
 }
 
 #[pymethods]

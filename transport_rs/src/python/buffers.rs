@@ -105,6 +105,31 @@ impl<'py> FromPyObject<'_, 'py> for FloatView {
     }
 }
 
+/// The memory of one Python buffer of `int8`.
+pub(super) struct CodeView(ByteView);
+
+impl CodeView {
+    #[expect(unsafe_code, reason = "see `ByteView::bytes`")]
+    pub(super) fn codes(&self) -> &[i8] {
+        // SAFETY: every bit pattern is an `i8`, which needs no alignment.
+        let (_, codes, _) = unsafe { self.0.bytes().align_to() };
+        codes
+    }
+}
+
+impl<'py> FromPyObject<'_, 'py> for CodeView {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let view: ByteView = object.extract()?;
+        if view.0.format().to_bytes() == b"b" {
+            Ok(Self(view))
+        } else {
+            Err(PyBufferError::new_err("the buffer is not one of int8"))
+        }
+    }
+}
+
 /// The memory of one Python buffer of `float32` that calls write to.
 pub(super) struct WritableFloats(WritableView);
 

@@ -1,17 +1,18 @@
 //! AVX2 with F16C: 8 values at a time.
 
 use std::arch::x86_64::{
-    __m256, __m256i, _CMP_GE_OQ, _CMP_NEQ_OQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T0, _mm_add_ps,
-    _mm_add_ss, _mm_cvtsi128_si32, _mm_cvtss_f32, _mm_loadl_epi64, _mm_loadu_si128, _mm_max_epu32, _mm_movehl_ps,
-    _mm_prefetch, _mm_shuffle_epi32, _mm_shuffle_ps, _mm_storel_epi64, _mm_storeu_si128, _mm_unpacklo_epi32,
-    _mm256_abs_epi32, _mm256_add_epi32, _mm256_add_ps, _mm256_and_ps, _mm256_and_si256, _mm256_castps_si256,
-    _mm256_castps256_ps128, _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cvtepi8_epi32,
-    _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_cvtps_epi32,
-    _mm256_cvtps_ph, _mm256_cvttps_epi32, _mm256_extractf128_ps, _mm256_extracti128_si256, _mm256_fmadd_ps,
-    _mm256_loadu_ps, _mm256_max_epi32, _mm256_max_epu32, _mm256_min_ps, _mm256_mul_ps, _mm256_mullo_epi16,
-    _mm256_packus_epi32, _mm256_permute4x64_epi64, _mm256_permutevar8x32_ps, _mm256_round_ps, _mm256_set1_epi32,
-    _mm256_set1_ps, _mm256_setzero_ps, _mm256_shuffle_epi8, _mm256_slli_epi32, _mm256_srai_epi32, _mm256_srli_epi32,
-    _mm256_storeu_ps, _mm256_sub_epi32, _mm256_xor_si256,
+    __m256, __m256i, _CMP_GE_OQ, _CMP_NEQ_OQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T0, _mm_add_epi32,
+    _mm_add_ps, _mm_add_ss, _mm_cvtsi128_si32, _mm_cvtss_f32, _mm_loadl_epi64, _mm_loadu_si128, _mm_max_epu32,
+    _mm_movehl_ps, _mm_prefetch, _mm_shuffle_epi32, _mm_shuffle_ps, _mm_storel_epi64, _mm_storeu_si128,
+    _mm_unpacklo_epi32, _mm256_abs_epi32, _mm256_add_epi32, _mm256_add_ps, _mm256_and_ps, _mm256_and_si256,
+    _mm256_castps_si256, _mm256_castps256_ps128, _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps,
+    _mm256_cvtepi8_epi16, _mm256_cvtepi8_epi32, _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32, _mm256_cvtepu16_epi32,
+    _mm256_cvtph_ps, _mm256_cvtps_epi32, _mm256_cvtps_ph, _mm256_cvttps_epi32, _mm256_extractf128_ps,
+    _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_madd_epi16,
+    _mm256_max_epi32, _mm256_max_epu32, _mm256_min_ps, _mm256_mul_ps, _mm256_mullo_epi16, _mm256_packus_epi32,
+    _mm256_permute4x64_epi64, _mm256_permutevar8x32_ps, _mm256_round_ps, _mm256_set1_epi32, _mm256_set1_ps,
+    _mm256_setzero_ps, _mm256_shuffle_epi8, _mm256_slli_epi32, _mm256_srai_epi32, _mm256_srli_epi32, _mm256_storeu_ps,
+    _mm256_sub_epi32, _mm256_xor_si256,
 };
 
 use super::{LANES, PREFETCH_BYTES};
@@ -230,4 +231,47 @@ fn sum_of([low, high]: Sixteen) -> f32 {
     let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
     let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<0b00_00_00_01>(two, two)))
+}
+
+code_kernels!("avx2,fma,f16c");
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn no_sums() -> Ints {
+    splat_int(0)
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn no_codes() -> Ints {
+    splat_int(0)
+}
+
+/// In 16 bits each.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn load_codes(codes: *const i8) -> Ints {
+    // SAFETY: the caller has 16 codes there; no alignment is asked for.
+    _mm256_cvtepi8_epi16(unsafe { _mm_loadu_si128(codes.cast()) })
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn load_shorts(values: *const i16) -> Ints {
+    // SAFETY: the caller has 16 values there; no alignment is asked for.
+    unsafe { _mm256_loadu_si256(values.cast()) }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn add_products(sums: Ints, a: Ints, b: Ints) -> Ints {
+    _mm256_add_epi32(sums, _mm256_madd_epi16(a, b))
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn sum_of_whole(sums: Ints) -> i32 {
+    let four = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256::<1>(sums));
+    let two = _mm_add_epi32(four, _mm_shuffle_epi32::<0b00_00_11_10>(four));
+    _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32::<0b00_00_00_01>(two)))
 }

@@ -13,6 +13,7 @@ use std::arch::x86_64::{
     _mm512_ternarylogic_epi32,
 };
 
+pub(super) use super::avx2::code_dots; // every such processor has AVX2 too
 use super::{LANES, PREFETCH_BYTES};
 use crate::codec::levels::{BINADE_BELOW, DECADES, FIRSTS, LASTS, LINEAR_STEP, RISES, STARTS, STEPS, THRESHOLDS};
 use crate::codec::{Code, DecodeRun, Dtype, EncodeRun, Format, NotFinite, scalar};

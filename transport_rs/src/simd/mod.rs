@@ -107,6 +107,16 @@ impl Isa {
         run_on!(self, blocks::weighted(values, weights, width, out));
     }
 
+    /// As [`Isa::dots`], of whole numbers from -127 to 127.
+    pub(crate) fn code_dots(self, codes: &[i8], rows: &[i16], inputs: usize, out: &mut [i32]) {
+        run_on!(self, blocks::code_dots(codes, rows, inputs, out));
+    }
+
+    /// How many times `scale` each is, to the nearest whole number, the even one of two: from -127 to 127.
+    pub(crate) fn round(self, values: &[f32], scale: f32, codes: &mut [i16]) {
+        run_on!(self, blocks::round(values, scale, codes));
+    }
+
     /// `e^x` of each, in place.
     pub(crate) fn exponentials(self, values: &mut [f32]) {
         run_on!(self, blocks::exponentials(values));

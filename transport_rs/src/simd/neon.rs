@@ -4,11 +4,12 @@
 #![expect(clippy::trivially_copy_pass_by_ref, reason = "four values here, more in the other modules")]
 
 use std::arch::aarch64::{
-    float32x4_t, int32x4_t, uint8x16x2_t, uint32x4_t, vabsq_f32, vabsq_s32, vadd_f32, vaddq_f32, vaddq_s32, vaddq_u32,
-    vandq_s32, vandq_u32, vbslq_u32, vcgeq_f32, vcgeq_u32, vcltq_f32, vcvtnq_s32_f32, vcvtq_f32_s32, vcvtq_s32_f32,
-    vdup_n_u32, vdupq_n_f32, vdupq_n_s32, vdupq_n_u32, veorq_s32, veorq_u32, vfmaq_f32, vget_high_f32, vget_lane_f32,
-    vget_low_f32, vget_low_s16, vget_low_u16, vgetq_lane_u32, vld1_u8, vld1q_f32, vld1q_u8, vmaxq_s32, vmaxq_u32,
-    vmaxvq_u32, vminq_f32, vmlaq_u32, vmovl_s8, vmovl_s16, vmovl_u8, vmovl_u16, vmovn_u32, vmulq_f32, vmulq_s32,
+    float32x4_t, int16x8_t, int32x4_t, uint8x16x2_t, uint32x4_t, vabsq_f32, vabsq_s32, vadd_f32, vaddq_f32, vaddq_s32,
+    vaddq_u32, vaddvq_s32, vandq_s32, vandq_u32, vbslq_u32, vcgeq_f32, vcgeq_u32, vcltq_f32, vcvtnq_s32_f32,
+    vcvtq_f32_s32, vcvtq_s32_f32, vdup_n_u32, vdupq_n_f32, vdupq_n_s16, vdupq_n_s32, vdupq_n_u32, veorq_s32, veorq_u32,
+    vfmaq_f32, vget_high_f32, vget_high_s8, vget_high_s16, vget_lane_f32, vget_low_f32, vget_low_s8, vget_low_s16,
+    vget_low_u16, vgetq_lane_u32, vld1_u8, vld1q_f32, vld1q_s8, vld1q_s16, vld1q_u8, vmaxq_s32, vmaxq_u32, vmaxvq_u32,
+    vminq_f32, vmlal_s16, vmlaq_u32, vmovl_s8, vmovl_s16, vmovl_u8, vmovl_u16, vmovn_u32, vmulq_f32, vmulq_s32,
     vorrq_u32, vqtbl1q_u8, vqtbl2q_u8, vreinterpret_s8_u32, vreinterpret_u8_u16, vreinterpret_u8_u32,
     vreinterpret_u16_u8, vreinterpretq_f32_u32, vreinterpretq_s32_f32, vreinterpretq_s32_u32, vreinterpretq_u8_u32,
     vreinterpretq_u32_f32, vreinterpretq_u32_s32, vreinterpretq_u32_u8, vshlq_n_u32, vshrq_n_s32, vshrq_n_u32, vst1_u8,
@@ -249,4 +250,50 @@ fn sum_of([first, second, third, fourth]: Sixteen) -> f32 {
     let four = vaddq_f32(vaddq_f32(first, third), vaddq_f32(second, fourth));
     let two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
     vget_lane_f32::<0>(two) + vget_lane_f32::<1>(two)
+}
+
+code_kernels!("neon");
+
+#[target_feature(enable = "neon")]
+#[inline]
+fn no_sums() -> Ints {
+    splat_int(0)
+}
+
+#[target_feature(enable = "neon")]
+#[inline]
+fn no_codes() -> [int16x8_t; 2] {
+    [vdupq_n_s16(0); 2]
+}
+
+/// In 16 bits each.
+#[target_feature(enable = "neon")]
+#[inline]
+unsafe fn load_codes(codes: *const i8) -> [int16x8_t; 2] {
+    // SAFETY: the caller has 16 codes there; no alignment is asked for.
+    let codes = unsafe { vld1q_s8(codes) };
+    [vmovl_s8(vget_low_s8(codes)), vmovl_s8(vget_high_s8(codes))]
+}
+
+#[target_feature(enable = "neon")]
+#[inline]
+unsafe fn load_shorts(values: *const i16) -> [int16x8_t; 2] {
+    // SAFETY: the caller has 16 values there; no alignment is asked for.
+    unsafe { [vld1q_s16(values), vld1q_s16(values.add(8))] }
+}
+
+#[target_feature(enable = "neon")]
+#[inline]
+fn add_products(mut sums: Ints, a: [int16x8_t; 2], b: [int16x8_t; 2]) -> Ints {
+    for (a, b) in a.into_iter().zip(b) {
+        sums = vmlal_s16(sums, vget_low_s16(a), vget_low_s16(b));
+        sums = vmlal_s16(sums, vget_high_s16(a), vget_high_s16(b));
+    }
+    sums
+}
+
+#[target_feature(enable = "neon")]
+#[inline]
+fn sum_of_whole(sums: Ints) -> i32 {
+    vaddvq_s32(sums)
 }
