@@ -1,0 +1,104 @@
+"""How long decodes take, with all blocks of a model: by Rust, by torch, by transformers' own forward, and at the least.
+
+    python tests/bench/decodes.py [MODEL] [ROUNDS] [THREADS]      (embedded; llama-34m, llama-222m, or a folder; 40; 1)
+
+Executors that are alike but for that: each decodes for one session and for eight in every round, one after the other,
+after 100 positions. The least is the products of the linear layers alone, for one row, by torch.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+import torch
+
+from llmnode.compute.executor import SpanExecutor, load_executor
+from llmnode.compute.tensors import to_bytes
+from llmnode.core.ids import SESSION_ID_BYTES, SessionId
+from llmnode.core.span import Span
+from llmnode.node.bench.random_llama import opened
+from llmnode.ports import Piece
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llmnode.models.folder import ModelFolder
+
+POSITIONS = 100
+ROUNDS = 40
+SESSIONS = [SessionId(bytes([number]) * SESSION_ID_BYTES) for number in range(8)]
+BASELINE = "transformers' forward"
+
+
+def executor_of(folder: ModelFolder, quant: str = "none") -> SpanExecutor:
+    span = Span(0, folder.info.blocks)
+    executor = load_executor(folder, span, len(SESSIONS) * 2 * POSITIONS, quant=quant)
+    for session in SESSIONS:
+        assert executor.open(session, span, 2 * POSITIONS)
+        executor.forward([Piece(session, 0, POSITIONS, to_bytes(torch.randn(POSITIONS, folder.info.hidden_size)))])
+    return executor
+
+
+def executors_of(folder: ModelFolder) -> dict[str, SpanExecutor]:
+    with patch("llmnode.models.parts.blueprint_of", lambda _folder: None):
+        executors = {BASELINE: executor_of(folder)}
+    with patch("llmnode.models.parts.native_blocks", lambda *_: None):
+        executors["by torch, fused"] = executor_of(folder)
+        executors["by torch, fused, int8"] = executor_of(folder, "int8")
+    executors["in Rust"] = executor_of(folder)
+    executors["in Rust, int8"] = executor_of(folder, "int8")
+    return executors
+
+
+def decode_of(executor: SpanExecutor, sessions: int, hidden: bytes) -> Callable[[], None]:
+    def compute() -> None:
+        executor.forward([Piece(session, POSITIONS, 1, hidden) for session in SESSIONS[:sessions]])
+        for session in SESSIONS[:sessions]:
+            executor.truncate(session, POSITIONS)
+
+    return compute
+
+
+def products_of(executor: SpanExecutor) -> Callable[[], None]:
+    weights = [each.weight for each in executor.model.modules() if isinstance(each, torch.nn.Linear)]
+    inputs = {weight.shape[1]: torch.randn(1, weight.shape[1]) for weight in weights}
+
+    def compute() -> None:
+        for weight in weights:
+            torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+
+    return compute
+
+
+@torch.inference_mode()
+def main(model: str = "embedded", rounds: str = str(ROUNDS), threads: str = "1") -> None:
+    torch.set_num_threads(int(threads))
+    torch.manual_seed(0)
+    with opened(model if model != "embedded" else None) as folder:
+        executors = executors_of(folder)
+        hidden = bytes(to_bytes(torch.randn(1, folder.info.hidden_size)))
+    variants = {
+        (name, sessions): decode_of(executor, sessions, hidden)
+        for sessions in (1, len(SESSIONS))
+        for name, executor in executors.items()
+    }
+    variants["products alone", 1] = products_of(executors["in Rust"])
+    times_ms: dict[tuple[str, int], list[float]] = {each: [] for each in variants}
+    for _ in range(int(rounds)):
+        for each, compute in variants.items():
+            began_s = time.perf_counter()
+            compute()
+            times_ms[each].append(1e3 * (time.perf_counter() - began_s))
+    print("| sessions | variant | ms | of transformers' forward |\n|---|---|---|---|")
+    for (name, sessions), taken in times_ms.items():
+        ratios = [each / other for each, other in zip(taken, times_ms[BASELINE, sessions], strict=True)]
+        low, median, high = statistics.quantiles(ratios, n=4)
+        print(f"| {sessions} | {name} | {statistics.median(taken):.1f} | {median:.2f} ({low:.2f}-{high:.2f}) |")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
