@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from llmnode._native import LlamaBlocks
@@ -16,7 +17,6 @@ from llmnode.models.fused import ACTIVATIONS
 from llmnode.models.quantized import Int8Linear
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from llmnode._native import _LlamaBlock, _Weight
@@ -101,6 +101,5 @@ def _bias(linear: torch.nn.Linear | Int8Linear) -> NDArray[np.float32] | None:
 
 
 def _array(tensor: torch.Tensor) -> NDArray[Any]:  # Any: of its dtype
-    """Over the same memory."""
-    array: NDArray[Any] = tensor.detach().numpy()
-    return array
+    """Over the same memory; a copy of what some file has at an odd place."""
+    return np.require(tensor.detach().numpy(), requirements=["C", "A"])
