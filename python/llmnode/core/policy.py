@@ -165,9 +165,9 @@ class BatchPolicy:
     """A piece of no more counts as a decode: somebody may be reading along, and it hardly lengthens a forward."""
     decodes: int = 64
     """Positions of decodes in one forward."""
-    stretch: float = 2.0
-    """With prefills, a forward of decodes may take so many times as long as without: who reads along sees half the
-    speed, and a prefill of many chunks is done in about twice its time alone."""
+    stretch: float = 1.75
+    """With prefills, a forward of decodes may take so many times as long as without: who reads along sees a little more
+    than half the speed, and a prefill of many chunks is done in a little more than twice its time alone."""
     prefill_s: float = 0.5
     """What prefills may add to a forward while nobody decodes. A decode that comes then waits for all of it; on our
     CPU they get no faster with more."""
