@@ -1,11 +1,12 @@
-"""The Rust extension: what is measured to be hot, functions of bytes and protocol machines without I/O.
+"""The Rust extension: what is measured to be hot, functions of bytes, protocol machines
+without I/O, and forwards of a few positions.
 
 Its source is in `transport_rs/`.
 
 A buffer is anything of the buffer protocol that is C-contiguous and has a shape: `bytes`, `bytearray`, `memoryview`,
 NumPy arrays of any element type, read-only ones too. It is read in place, as the bytes that lie in memory. Do not write
-to it during a call, nor read an `out`: from 1 MiB on the GIL is released, and the result would be that of bytes which
-never stood there together.
+to it during a call, nor read an `out`: from 1 MiB on, and in a forward, the GIL is released, and the result would be
+that of bytes which never stood there together.
 
 All functions raise `TypeError` for what is no buffer, and `BufferError` for a buffer with gaps or in another order
 (`array[::2]`, `array.T`) or without a shape (a 0-d array), or for an `out` that is read-only.
@@ -254,7 +255,7 @@ class _LlamaBlock(TypedDict):
 class LlamaBlocks:
     """Blocks of the Llama kind, for forwards of a few positions: RMS norms, attention, a MLP gated by SiLU.
 
-    What comes out at a position depends neither on what else is in the forward nor on the processor: not by a bit.
+    What comes out at a position depends neither on what else is in the forward nor on threads or vectors: not by a bit.
     """
 
     def __new__(
@@ -277,6 +278,10 @@ class LlamaBlocks:
         evenly, and weights that do not fit; `TypeError`, naming the weight, for one that is neither aligned `float32`
         nor codes and scales.
         """
+
+    @staticmethod
+    def is_fast() -> bool:
+        """Whether this processor has vector instructions that we know. Without, torch is faster."""
 
     def forward(self, first: int, pieces: Sequence[tuple[SequenceSlabs, int, _Buffer]]) -> list[bytes]:
         """Hidden states after the last block, of each piece: positions of a sequence that follow each other.

@@ -31,7 +31,8 @@ SESSIONS = [SessionId(bytes([number]) * SESSION_ID_BYTES) for number in range(ma
 
 
 def executor_of(*, chooses: bool) -> SpanExecutor:
-    with nullcontext() if chooses else patch("llmnode.models.parts.use_fastest"):
+    without_rust = patch("llmnode.models.parts.native_blocks", lambda *_: None)
+    with without_rust, nullcontext() if chooses else patch("llmnode.models.parts.use_fastest"):
         executor = load_executor(open_embedded(), SPAN, (CONTEXT + 1) * len(SESSIONS))
     for session in SESSIONS:
         assert executor.open(session, SPAN, CONTEXT + 1)

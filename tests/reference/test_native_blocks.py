@@ -43,9 +43,9 @@ def test_few_positions_and_many_agree(case: str, tmp_path: Path, monkeypatch: py
     folder, forwards = open_saved(tmp_path), schedule(len(case))
     model = cut(folder, (0, 2, BLOCKS))
     assert all(executor.model.native is not None for executor in model.executors)
-    monkeypatch.setattr("llmnode.compute.executor.MOST_POSITIONS", 7)
+    monkeypatch.setattr("llmnode.models.native.MOST_POSITIONS", 7)
     mixed = outputs(model, forwards)
-    monkeypatch.setattr("llmnode.compute.executor.MOST_POSITIONS", 0)
+    monkeypatch.setattr("llmnode.compute.executor.are_few", lambda _lengths: False)
     for ours, by_torch in zip(mixed, outputs(cut(folder, (0, 2, BLOCKS)), forwards), strict=True):
         torch.testing.assert_close(ours, by_torch, atol=2e-5, rtol=1e-4)
 
@@ -57,7 +57,7 @@ def test_weights_in_8_bits_agree_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
     model = cut(folder, (0, BLOCKS), quant="int8")
     assert model.executors[0].model.native is not None
     ours = torch.cat(outputs(model, forwards))
-    monkeypatch.setattr("llmnode.compute.executor.MOST_POSITIONS", 0)
+    monkeypatch.setattr("llmnode.compute.executor.are_few", lambda _lengths: False)
     difference = (ours - torch.cat(outputs(cut(folder, (0, BLOCKS), quant="int8"), forwards))).abs()
     assert difference.median() < 1e-5
     assert difference.max() < 0.3
@@ -90,10 +90,8 @@ def test_what_it_is_not_made_for_goes_through_torch(
     quant: str,
     kv: KVForm,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make_model("llama", tied=False, **changes).save_pretrained(tmp_path)
     model = cut(open_saved(tmp_path), (0, BLOCKS), dtype, quant=quant, kv=kv)
-    first = model.forward({session(0): [3, 1, 4]})[session(0)]
-    monkeypatch.setattr("llmnode.compute.executor.MOST_POSITIONS", 0)
-    assert torch.equal(model.forward({session(1): [3, 1, 4]})[session(1)], first)
+    assert model.executors[0].model.native is None
+    assert torch.isfinite(model.forward({session(0): [3, 1, 4]})[session(0)]).all()

@@ -348,6 +348,7 @@ def test_keys_and_values_are_kept_where_the_slabs_are() -> None:
         ({"qkv": np.frombuffer(b"x" * (48 * 64 + 1), np.uint8)[1:].view(np.float32)}, TypeError),
         ({"qkv": None}, TypeError),
         ({"window": -1}, TypeError),
+        ({"window": 0}, ValueError),
         ({"down_bias": np.ones(15, np.float32)}, ValueError),
     ],
 )
@@ -363,6 +364,13 @@ def test_blocks_of_wrong_weights_are_refused(changes: dict[str, Any], error: typ
 def test_blocks_of_wrong_sizes_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"must be|as the shape says"):
         llama(llama_block(), **changes)
+
+
+@pytest.mark.usefixtures("no_forced_switches")
+def test_a_forward_of_several_threads_lets_other_threads_run() -> None:
+    blocks, state, own = llama(llama_block(), threads=2), np.ones((4, 16), np.float32).tobytes(), slabs()
+    assert another_thread_runs_during(lambda: blocks.forward(0, [(own, 0, state)]), most_calls=1000)
+    assert blocks.forward(0, [(own, 0, state)]) == llama(llama_block()).forward(0, [(slabs(), 0, state)])
 
 
 def test_forwards_that_do_not_fit_are_refused() -> None:

@@ -1,4 +1,4 @@
-//! The hot and pure part of llmnode: codecs, checksums and sans-I/O protocol machines.
+//! The hot and pure part of llmnode: codecs, checksums, sans-I/O protocol machines and forwards of a few positions.
 //!
 //! Bytes go in, bytes and values come out. Nothing here opens a socket, reads a clock, keeps a global or panics on any
 //! input. Python knows this crate as `llmnode._native`; of this crate only `python.rs` knows Python.

@@ -21,6 +21,7 @@ fn numbers(seed: u64, count: usize, scale: f32) -> Vec<f32> {
 }
 
 /// All that blocks of a shape may have.
+#[allow(clippy::struct_excessive_bools, reason = "as a block has them")]
 #[derive(Clone, Debug)]
 struct Kind {
     shape: Shape,
@@ -333,7 +334,7 @@ fn large_numbers_saturate_and_what_is_no_number_stays_with_its_own_sequence() {
         rotary_scaling: 1.0,
     };
     for is_rounded in [false, true] {
-        saturate(Kind {
+        saturate(&Kind {
             shape: shape.clone(),
             has_biases: false,
             has_head_norms: false,
@@ -344,15 +345,15 @@ fn large_numbers_saturate_and_what_is_no_number_stays_with_its_own_sequence() {
     }
 }
 
-fn saturate(kind: Kind) {
+fn saturate(kind: &Kind) {
     let mut weights = Weights::new(5, &kind.shape);
-    weights.gate_up.weight.iter_mut().for_each(|weight| *weight *= 1e3); // gates of several hundred, of either sign
-    let blocks = [weights.block(&kind)];
+    weights.gate_up.weight.iter_mut().chain(&mut weights.gate_up.scales).for_each(|weight| *weight *= 1e3); // gates of several hundred, of either sign
+    let blocks = [weights.block(kind)];
     let (honest, bad) = (numbers(1, 16, 1.0), vec![f32::NAN; 16]);
     for isa in Isa::available() {
         let mut sequences = vec![Sequence::new(1, &kind.shape); 2];
         let (first, second) = sequences.split_at_mut(1);
-        let outputs = run(isa, 1, &kind, &blocks, vec![(&mut first[0], &bad), (&mut second[0], &honest)]);
+        let outputs = run(isa, 1, kind, &blocks, vec![(&mut first[0], &bad), (&mut second[0], &honest)]);
         assert!(
             outputs[..16].iter().all(|value| value.is_nan()) && outputs[16..].iter().all(|value| value.is_finite())
         );
@@ -390,6 +391,11 @@ fn what_does_not_fit_is_refused_before_anything_is_written() {
     assert_eq!(of(&kind.shape, block, 0, 2, 31), Err(BlockError::Length("hidden states")));
     assert_eq!(of(&Shape { head_dim: 8, ..kind.shape.clone() }, block, 0, 1, 16), Err(BlockError::Shape));
     assert_eq!(of(&Shape { kv_heads: 0, ..kind.shape.clone() }, block, 0, 1, 16), Err(BlockError::Shape));
+    let wrap = Shape { heads: 1 << 19, kv_heads: 1 << 19, head_dim: 1 << 23, hidden: 1 << 22, ..kind.shape.clone() };
+    assert_eq!(of(&wrap, block, 0, 1, 16), Err(BlockError::Shape)); // its products are 0, by 64 bits
+    let unpaired = Shape { frequencies: vec![0.5; 4], ..kind.shape.clone() };
+    assert_eq!(of(&unpaired, Block { is_rotated: false, ..block }, 0, 2, 32), Err(BlockError::Shape));
+    assert_eq!(of(&kind.shape, Block { window: Some(0), ..block }, 0, 2, 32), Err(BlockError::Window));
     assert_eq!(of(&Shape { hidden: 0, ..kind.shape.clone() }, block, 0, 1, 16), Err(BlockError::Shape));
     let short = &weights.qkv.weight[1..];
     let others = [

@@ -12,9 +12,9 @@ from llmnode.compute.attention import ATTENTION, Segment, segments_of_forward
 from llmnode.compute.heap import give_back
 from llmnode.compute.kv import KVForm, SequenceKV
 from llmnode.compute.own_attention import replace_own_attention
-from llmnode.compute.tensors import from_bytes, to_bytes
+from llmnode.compute.tensors import FLOAT_BYTES, from_bytes, to_bytes
 from llmnode.errors import LocalProtocolError
-from llmnode.models.native import MOST_POSITIONS
+from llmnode.models.native import are_few
 from llmnode.models.parts import load_span, tensor_bytes
 
 if TYPE_CHECKING:
@@ -53,13 +53,13 @@ class SpanExecutor:
         device: str = "cpu",
         kv: KVForm | None = None,
     ) -> None:
+        """`model` has blocks in Rust only for KV as it is computed, beside them."""
         self.span = model.span
         self.model = model
         self._device = torch.device(device)
         self._hidden_size = hidden_size
         self._kv_tokens_free = kv_tokens
         self._kv = kv or KVForm()
-        self._native = model.native if self._kv == KVForm() else None
         self._sequences: dict[SessionId, _Sequence] = {}
 
     @property
@@ -121,13 +121,15 @@ class SpanExecutor:
         kv = self._sequences[piece.session].kv
         if piece.start != kv.length or piece.start + piece.length > kv.capacity:
             raise LocalProtocolError(f"piece [{piece.start}, +{piece.length}) does not continue a KV of {kv.length}")
+        if memoryview(piece.hidden).nbytes != piece.length * self._hidden_size * FLOAT_BYTES:
+            raise LocalProtocolError(f"hidden states of another number of positions than {piece.length}")
 
     def _run(self, span: Span, pieces: Sequence[Piece]) -> Sequence[Buffer]:
         """The outputs of `pieces`, whose sessions all go through `span`."""
-        if self._native is not None and sum(each.length for each in pieces) < MOST_POSITIONS:
-            first, no_kv = span.start - self.span.start, self._native.no_kv
-            small = [(self._slabs(each.session, no_kv), each.start, each.hidden) for each in pieces]
-            return self._native.blocks.forward(first, small)
+        native = self.model.native
+        if native is not None and are_few([each.length for each in pieces]):
+            few = [(self._slabs(each.session, native.no_kv), each.start, each.hidden) for each in pieces]
+            return native.blocks.forward(span.start - self.span.start, few)
         segments = [Segment(self._sequences[each.session].kv, each.start, each.length) for each in pieces]
         row = torch.cat([from_bytes(each.hidden, self._hidden_size) for each in pieces])
         positions = torch.cat([torch.arange(s.start, s.start + s.length) for s in segments])
@@ -161,6 +163,6 @@ def load_executor(
     Weights are of `dtype`, whatever it is on disk, and on torch's `device`; `quant` is for those of linear layers, one
     of `core.model.QUANTS`. KV is likewise, unless `kv` says otherwise.
     """
-    model = load_span(folder, span, ATTENTION, dtype, device, quant)
+    model = load_span(folder, span, ATTENTION, dtype, device, quant, in_rust=(kv or KVForm()) == KVForm())
     replace_own_attention(model)
     return SpanExecutor(model, folder.info.hidden_size, kv_tokens, device, kv)

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from llmnode.wire.frame import Buffer
 
 
+FLOAT_BYTES = 4
+"""Of a number of hidden states, in fp32."""
+
+
 def from_bytes(data: Buffer, hidden_size: int) -> torch.Tensor:
     """fp32 hidden states (tokens, hidden_size) over bytes that nobody will change. Read-only bytes are copied."""
     if memoryview(data).readonly:  # torch has no read-only tensors

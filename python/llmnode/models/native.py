@@ -13,17 +13,19 @@ import numpy as np
 import torch
 
 from llmnode._native import LlamaBlocks
-from llmnode.models.fused import ACTIVATIONS
+from llmnode.models.fused import ACTIVATIONS, Norm
 from llmnode.models.quantized import Int8Linear
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from llmnode._native import _LlamaBlock, _Weight
     from llmnode.models.fused import Rotary
 
 MOST_POSITIONS = 32
-"""From so many on BLAS is faster, which lays weights out anew first."""
+"""For more of one sequence BLAS is as fast, which lays weights out anew first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +36,19 @@ class NativeBlocks:
     no_kv: torch.Tensor
 
 
+def are_few(lengths: Sequence[int]) -> bool:
+    """Whether a forward of so many positions of each sequence is faster in Rust: all that are of decodes alone."""
+    return sum(lengths) <= MOST_POSITIONS or max(lengths) == 1
+
+
 def native_blocks(blocks: torch.nn.ModuleList, rotary: Rotary) -> NativeBlocks | None:
     """The same blocks over the same memory, on torch's number of threads; None if they are of another kind.
 
-    That is: not fp32 on a CPU, nor with weights in int8; of another activation than SiLU, or of sizes that vectors do
-    not fit.
+    That is: not fp32 on a CPU, nor with weights in int8; of another activation than SiLU, of sizes that vectors do not
+    fit, or on a processor without any that we know.
     """
-    if not all(_is_known(each) for each in blocks):
+    epsilons = {norm.variance_epsilon for norm in blocks.modules() if isinstance(norm, Norm)}
+    if not LlamaBlocks.is_fast() or len(epsilons) > 1 or not all(_is_known(each) for each in blocks):
         return None
     first: Any = blocks[0]
     attention, norm = first.self_attn, first.input_layernorm
@@ -58,7 +66,7 @@ def native_blocks(blocks: torch.nn.ModuleList, rotary: Rotary) -> NativeBlocks |
             rotary_scaling=rotary.scaling,
             threads=torch.get_num_threads(),
         )
-    except ValueError:  # a size that is no multiple of what it takes at a time
+    except ValueError:  # a size that is no multiple of what it takes at a time, or a window of none
         return None
     return NativeBlocks(native, torch.empty(1, kv_heads, 0, attention.head_dim))
 

@@ -117,15 +117,18 @@ def load_span(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     quant: str = "none",
+    *,
+    in_rust: bool = False,
 ) -> SpanModel | FusedSpan:
     """Read the tensors of the blocks of `span`, and of no other, whatever their dtype on disk.
 
     `attention` names an attention function registered with transformers, or one of `ATTENTIONS`. Blocks are read,
-    fused and quantized (on torch's `device`) one by one: never more than one is there twice.
+    fused and quantized (on torch's `device`) one by one: never more than one is there twice. If `in_rust`, there is
+    `native` too, for blocks that it can be.
     Raises ModelError for an unsupported model or an incomplete folder.
     """
     if (blueprint := blueprint_of(folder)) is not None:
-        return _load_fused(folder, blueprint, span, attention, dtype, device, quant)
+        return _load_fused(folder, blueprint, span, attention, dtype, device, quant, in_rust=in_rust)
     family = family_of(folder.config)
     model = without_weights(folder, family, attention, dtype)
     decoder = model.get_submodule(family.decoder)
@@ -154,6 +157,8 @@ def _load_fused(
     dtype: torch.dtype,
     device: str,
     quant: str,
+    *,
+    in_rust: bool,
 ) -> FusedSpan:
     """As `load_span`, without transformers."""
     blocks = torch.nn.ModuleList()
@@ -166,7 +171,7 @@ def _load_fused(
         blocks.append(block)
     rotary = Rotary(blueprint.frequencies, blueprint.rotary_scaling)
     blocks.requires_grad_(False).to(device)
-    native = native_blocks(blocks, rotary)
+    native = native_blocks(blocks, rotary) if in_rust else None
     if native is None:
         use_fastest(blocks)
     return FusedSpan(blocks, rotary.to(device), span, dtype, attention, native)

@@ -4,7 +4,8 @@
 //! memory, if nothing is done between one product and the next. Here little is. All is `f32`, but for weights of 8 bits.
 //!
 //! A position's output does not depend on what else is in the same forward, nor on the processor's vectors or the number
-//! of threads: not by a bit. [`scalar`] is the specification of the arithmetic.
+//! of threads: not by a bit. [`scalar`] is the specification of the arithmetic, but for the sines of rotary embeddings, which
+//! are the system's.
 
 use std::error::Error;
 use std::fmt;
@@ -21,8 +22,8 @@ pub(crate) mod scalar;
 
 /// Work on fewer values than these (of weights, or of keys and values) is not worth another thread.
 const VALUES_OF_PART: usize = 1 << 15;
-/// Sizes are less: `f32` has all whole numbers up to it, and their products fit a `usize`.
-const SIZES_END: usize = 1 << 24;
+/// Sizes are less: `f32` has all whole numbers up to it, and products of three fit a `usize`.
+const SIZES_END: usize = 1 << 20;
 /// Each thread gets its work in so many parts: one that is held up leaves the others to the rest.
 const PARTS_OF_THREAD: usize = 4;
 
@@ -126,10 +127,13 @@ pub struct Piece<'a> {
 /// Why a forward, or a block, was refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BlockError {
-    /// A size that vectors do not fit, or heads of queries that do not share those of keys evenly.
+    /// A size that vectors do not fit, heads of queries that do not share those of keys evenly, or frequencies for another
+    /// number of pairs than heads have.
     Shape,
     /// What is named has another number of values than its shape says.
     Length(&'static str),
+    /// A window in which a position does not see itself.
+    Window,
     /// A piece that its caches have no room for.
     Room,
 }
@@ -138,9 +142,13 @@ impl fmt::Display for BlockError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Shape => {
-                write!(f, "sizes must be multiples of {LANES}, heads of queries a multiple of those of keys")
+                write!(
+                    f,
+                    "sizes must be multiples of {LANES}, heads of queries one of those of keys; of frequencies half a head's"
+                )
             }
             Self::Length(what) => write!(f, "{what}: not as many values as the shape says"),
+            Self::Window => f.write_str("a window of no position"),
             Self::Room => f.write_str("a piece that its cache has no room for"),
         }
     }
@@ -168,7 +176,9 @@ impl Shape {
             self.kv_heads.saturating_mul(LANES),
         ];
         let are_whole = sizes.iter().all(|size| (1..SIZES_END).contains(size) && size.is_multiple_of(LANES));
-        if are_whole && self.heads.is_multiple_of(self.kv_heads) { Ok(()) } else { Err(BlockError::Shape) }
+        let are_pairs = self.frequencies.len() * 2 == self.head_dim;
+        let are_shared = are_whole && self.heads.is_multiple_of(self.kv_heads);
+        if are_pairs && are_shared { Ok(()) } else { Err(BlockError::Shape) }
     }
 
     fn joined(&self) -> usize {
@@ -193,12 +203,12 @@ impl Block<'_> {
                 return Err(BlockError::Length(name));
             }
         }
+        if self.window == Some(0) {
+            return Err(BlockError::Window);
+        }
         let of_heads = self.head_norms.is_none_or(|(queries, keys)| [queries.len(), keys.len()] == [shape.head_dim; 2]);
         if [self.attended_norm.len(), self.fed_norm.len()] != [shape.hidden; 2] || !of_heads {
             return Err(BlockError::Length("a norm"));
-        }
-        if self.is_rotated && shape.frequencies.len() * 2 != shape.head_dim {
-            return Err(BlockError::Length("frequencies"));
         }
         Ok(())
     }
@@ -221,9 +231,13 @@ pub fn forward(
 ) -> Result<(), BlockError> {
     shape.check()?;
     blocks.iter().try_for_each(|block| block.check(shape))?;
+    let count = pieces.iter().try_fold(0_usize, |count, piece| count.checked_add(piece.length));
+    if count.and_then(|count| count.checked_mul(shape.hidden)) != Some(hidden.len()) {
+        return Err(BlockError::Length("hidden states"));
+    }
     let mut rows = Vec::new();
     for (number, piece) in pieces.iter().enumerate() {
-        let size = shape.kv_heads.checked_mul(shape.head_dim).ok_or(BlockError::Room)?;
+        let size = shape.kv_heads * shape.head_dim;
         let end = piece.start.checked_add(piece.length).ok_or(BlockError::Room)?;
         let fits = |cache: &Cache<'_>| {
             let values = cache.capacity.checked_mul(size);
@@ -233,9 +247,6 @@ pub fn forward(
             return Err(BlockError::Room);
         }
         rows.extend((piece.start..end).map(|position| Row { piece: number, position }));
-    }
-    if rows.len().checked_mul(shape.hidden) != Some(hidden.len()) {
-        return Err(BlockError::Length("hidden states"));
     }
     if rows.is_empty() {
         return Ok(());
@@ -329,7 +340,7 @@ impl Forward<'_> {
         let mut squares = [0.0];
         self.isa.dots(values, values, values.len(), &mut squares);
         let [squares] = squares;
-        #[expect(clippy::cast_precision_loss, reason = "sizes are far below 2^24")]
+        #[expect(clippy::cast_precision_loss, reason = "sizes are below 2^20")]
         let factor = 1.0 / (squares / values.len() as f32 + self.shape.epsilon).sqrt();
         values.iter_mut().zip(weight).for_each(|(value, weight)| *value *= factor * weight);
     }

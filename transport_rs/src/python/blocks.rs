@@ -92,6 +92,12 @@ impl LlamaBlocks {
         Ok(Self { shape, blocks, pool: pool.map_err(|error| PyOSError::new_err(error.to_string()))? })
     }
 
+    /// Whether this processor has vectors that we know.
+    #[staticmethod]
+    fn is_fast() -> bool {
+        Isa::best() != Isa::SCALAR
+    }
+
     /// Each piece: slabs of the sequence, its first position, hidden states.
     fn forward<'py>(
         &self,
@@ -104,15 +110,19 @@ impl LlamaBlocks {
         let through = slabs.first().map_or(0, |slabs| slabs.of_blocks.len());
         let of_pieces = self.blocks.get(first..first.saturating_add(through)).ok_or_else(no_such_blocks)?;
         let mut hidden = Vec::new();
-        let mut views = Vec::new();
-        for (slabs, (_, start, data)) in slabs.iter_mut().zip(&pieces) {
-            let (floats, rest) = data.bytes().as_chunks();
-            if !rest.is_empty() || !data.bytes().len().is_multiple_of(row_bytes) {
+        let mut lengths = Vec::new();
+        for (_, _, data) in &pieces {
+            let (floats, _) = data.bytes().as_chunks();
+            if !data.bytes().len().is_multiple_of(row_bytes) {
                 return Err(BlockError::Length("hidden states").into());
             }
             hidden.extend(floats.iter().map(|bytes| f32::from_ne_bytes(*bytes)));
-            views.push(Piece { start: *start, length: data.bytes().len() / row_bytes, caches: slabs.caches() });
+            lengths.push(data.bytes().len() / row_bytes);
         }
+        let caches = slabs.iter_mut().map(|slabs| slabs.caches());
+        let views = caches.zip(&pieces).zip(lengths);
+        let mut views: Vec<_> =
+            views.map(|((caches, (_, start, _)), length)| Piece { start: *start, length, caches }).collect();
         py.detach(|| {
             let blocks: Vec<_> = of_pieces.iter().map(Block::view).collect();
             blocks::forward(Isa::best(), self.pool.as_ref(), &self.shape, &blocks, &mut views, &mut hidden)

@@ -26,6 +26,14 @@ impl ByteView {
         // alignment. That nobody writes meanwhile is the caller's part of the contract, see `python.rs`.
         unsafe { slice::from_raw_parts(self.0.buf_ptr().cast::<u8>(), len_bytes) }
     }
+
+    fn check_floats(&self) -> PyResult<()> {
+        if self.0.format().to_bytes() == b"f" && self.0.buf_ptr().cast::<f32>().is_aligned() {
+            Ok(())
+        } else {
+            Err(PyBufferError::new_err("the buffer is not one of aligned float32"))
+        }
+    }
 }
 
 impl<'py> FromPyObject<'_, 'py> for ByteView {
@@ -63,7 +71,8 @@ impl WritableView {
         }
         // SAFETY: as in `ByteView::bytes`, and the buffer is writable, as `extract` checked. No other Rust code sees this
         // memory while the slice lives: it borrows `self`, and `refuse_overlap` is called with every other view of the
-        // same call. That no other thread reads or writes it is the caller's part of the contract.
+        // same call; that slabs of different sequences are apart, and apart from weights and hidden states, and that no
+        // other thread reads or writes it, is the caller's part of the contract.
         unsafe { slice::from_raw_parts_mut(self.0.0.buf_ptr().cast::<u8>(), len_bytes) }
     }
 }
@@ -96,12 +105,9 @@ impl<'py> FromPyObject<'_, 'py> for FloatView {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let view = Self(object.extract()?);
-        if view.0.0.format().to_bytes() == b"f" && size_of_val(view.floats()) == view.0.bytes().len() {
-            Ok(view)
-        } else {
-            Err(PyBufferError::new_err("the buffer is not one of aligned float32"))
-        }
+        let view: ByteView = object.extract()?;
+        view.check_floats()?;
+        Ok(Self(view))
     }
 }
 
@@ -150,8 +156,9 @@ impl<'py> FromPyObject<'_, 'py> for WritableFloats {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        object.extract::<FloatView>()?;
-        Ok(Self(object.extract()?))
+        let view: WritableView = object.extract()?;
+        view.0.check_floats()?;
+        Ok(Self(view))
     }
 }
 

@@ -1,4 +1,4 @@
-//! AVX2 with F16C: 8 values at a time.
+//! AVX2 with F16C and FMA: 8 values at a time.
 
 use std::arch::x86_64::{
     __m256, __m256i, _CMP_GE_OQ, _CMP_NEQ_OQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T0, _mm_add_epi32,

@@ -1,8 +1,9 @@
-//! Loops with vector instructions, of the codec and of blocks, and the choice among them at run time. All `unsafe` of the crate's pure part is here.
+//! Loops with vector instructions, of the codec and of blocks, and the choice among them at run time. All `unsafe` of the
+//! crate's pure part is here.
 //!
-//! A module for each instruction set gives some twenty operations on one vector; [`kernels`] makes the loops out of them.
-//! Every operation rounds as [`crate::codec::scalar`] does, in the same order, so the results are the same bits. Nothing
-//! is fused: a multiply-add rounds once where the specification rounds twice.
+//! A module for each instruction set gives some operations on one vector; [`kernels`] makes the codec's loops out of them,
+//! [`rows`] those of blocks. Every operation rounds as [`crate::codec::scalar`] and [`crate::blocks::scalar`] do, in the
+//! same order, so the results are the same bits: the codec has no multiply-adds, which round once, and blocks have no other.
 
 #![expect(unsafe_code, reason = "vector instructions; each use has its SAFETY comment")]
 

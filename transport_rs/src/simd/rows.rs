@@ -1,7 +1,7 @@
 //! Products of a few rows with a matrix, written once for all instruction sets.
 
-/// Makes `dots`, `weighted`, `exponentials`, `gated` and `round` of the vector operations in scope: `zeros`, `load`, `store`,
-/// `spread`, `multiply_add` and `sum`, on sixteen `f32` whatever the instruction set, so that all round alike.
+/// Makes `dots`, `weighted`, `exponentials`, `gated` and `round` of the vector operations in scope: `zeros`, `load`,
+/// `store`, `spread`, `multiply_add` and `sum_of`, on sixteen `f32` whatever the instruction set, so that all round alike.
 ///
 /// A tile of `$rows` rows and `$outputs` outputs has all its sums in registers.
 macro_rules! row_kernels {
@@ -161,8 +161,8 @@ macro_rules! row_kernels {
     };
 }
 
-/// Makes `code_dots` of `no_sums`, `no_codes`, `load_codes`, `load_shorts`, `add_products` and `sum_of_whole`, on sixteen values. All
-/// is exact.
+/// Makes `code_dots` of `no_sums`, `no_codes`, `load_codes`, `load_shorts`, `add_products` and `sum_of_whole`, on sixteen
+/// values. All is exact.
 macro_rules! code_kernels {
     ($feature:literal) => {
         #[target_feature(enable = $feature)]
