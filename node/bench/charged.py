@@ -14,24 +14,20 @@ from llmnode.node.cli import run
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
-    from llmnode.compute.attention import Segment
     from llmnode.core.span import Span
+    from llmnode.ports import Piece
+    from llmnode.wire.frame import Buffer
 
 BLOCK_S = 52e-3 / 30
 """Of one text's step through a block of SmolLM2-135M, on one core (`notes/compute.md`): a token, or a short prompt."""
 COMPANION = 0.14
-"""What each other text adds that is computed with it, of the first: as decodes of 2 to 8 (`tests/bench/README.md`)."""
+"""What each other text adds that is computed with it, of the first: as decodes of 2 to 8 by torch (tests/bench)."""
 
 
 def main() -> NoReturn:
-    def charge(
-        _executor: SpanExecutor, span: Span, segments: Sequence[Segment], row: torch.Tensor
-    ) -> Sequence[torch.Tensor]:
-        time.sleep(BLOCK_S * len(span) * (1 + COMPANION * (len(segments) - 1)))
-        parts: Sequence[torch.Tensor] = row.split([segment.length for segment in segments])
-        return parts
+    def charge(_executor: SpanExecutor, span: Span, pieces: Sequence[Piece]) -> Sequence[Buffer]:
+        time.sleep(BLOCK_S * len(span) * (1 + COMPANION * (len(pieces) - 1)))
+        return [piece.hidden for piece in pieces]
 
     setattr(SpanExecutor, "_run", charge)  # noqa: B010 - mypy takes it for a bound method
     run()
