@@ -138,8 +138,10 @@ def test_a_swarm_forms_loses_a_server_and_takes_another_in(
     assert model["holes"] == []
     before, after = model["servers"]
     assert before["steps"], "the one that outlived the other"
-    assert before["steps"] == before["results_pushed"] > after["steps"], "all, first to the one that was killed"
-    assert after["steps"] == after["steps_given_directly"] > 0, "by a server that may not have heard of it before"
+    # All, unless a dial takes longer than half a second: then its client brings the first ones.
+    pushed, given = before["results_pushed"], after["steps_given_directly"]
+    assert before["steps"] >= pushed > before["steps"] / 2, "first to the one that was killed"
+    assert after["steps"] >= given > after["steps"] / 2, "by a server that may not have heard of it before"
 
 
 def test_status_names_the_holes(start: Callable[..., Child]) -> None:
