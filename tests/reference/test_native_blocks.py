@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 
 from llmnode.compute.kv import KVForm
-from llmnode.models.native import MOST_POSITIONS
-from reference.small import BLOCKS, VOCABULARY, Cut, cut, make_model, open_saved, session
+from llmnode.errors import LocalProtocolError
+from llmnode.models.fused import FusedSpan
+from llmnode.models.native import MOST_POSITIONS, NativeBlocks, are_few, native_blocks
+from llmnode.ports import Piece
+from reference.small import BLOCKS, HIDDEN_SIZE, VOCABULARY, Cut, cut, make_model, open_saved, session
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from llmnode._native import LlamaBlocks
     from llmnode.core.ids import SessionId
 
 pytestmark = pytest.mark.reference
@@ -37,14 +42,33 @@ def outputs(model: Cut, forwards: list[dict[SessionId, list[int]]]) -> list[torc
     return [each for chunks in forwards for each in model.forward(chunks).values()]
 
 
+def counted(model: Cut, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of how many sequences each forward in Rust is."""
+    taken: list[int] = []
+    for executor in model.executors:
+        native = executor.model.native
+        assert native is not None
+
+        def forward(first: int, pieces: Any, blocks: LlamaBlocks = native.blocks) -> list[bytes]:
+            taken.append(len(pieces))
+            return blocks.forward(first, pieces)
+
+        counting = NativeBlocks(cast("LlamaBlocks", SimpleNamespace(forward=forward)), native.no_kv)
+        monkeypatch.setattr(executor.model, "native", counting)
+    return taken
+
+
 @pytest.mark.parametrize("case", NATIVE)
 def test_few_positions_and_many_agree(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(case, tied=False).save_pretrained(tmp_path)
     folder, forwards = open_saved(tmp_path), schedule(len(case))
     model = cut(folder, (0, 2, BLOCKS))
-    assert all(executor.model.native is not None for executor in model.executors)
+    taken = counted(model, monkeypatch)
     monkeypatch.setattr("llmnode.models.native.MOST_POSITIONS", 7)
     mixed = outputs(model, forwards)
+    few = [len(each) for each in forwards if are_few([len(tokens) for tokens in each.values()])]
+    assert taken == [sequences for sequences in few for _ in model.executors], "and no other"
+    assert 0 < len(few) < len(forwards)
     monkeypatch.setattr("llmnode.compute.executor.are_few", lambda _lengths: False)
     for ours, by_torch in zip(mixed, outputs(cut(folder, (0, 2, BLOCKS)), forwards), strict=True):
         torch.testing.assert_close(ours, by_torch, atol=2e-5, rtol=1e-4)
@@ -55,8 +79,9 @@ def test_weights_in_8_bits_agree_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
     make_model("qwen2", tied=False).save_pretrained(tmp_path)
     folder, forwards = open_saved(tmp_path), schedule(5)
     model = cut(folder, (0, BLOCKS), quant="int8")
-    assert model.executors[0].model.native is not None
+    taken = counted(model, monkeypatch)
     ours = torch.cat(outputs(model, forwards))
+    assert taken
     monkeypatch.setattr("llmnode.compute.executor.are_few", lambda _lengths: False)
     difference = (ours - torch.cat(outputs(cut(folder, (0, BLOCKS), quant="int8"), forwards))).abs()
     assert difference.median() < 1e-5
@@ -95,3 +120,34 @@ def test_what_it_is_not_made_for_goes_through_torch(
     model = cut(open_saved(tmp_path), (0, BLOCKS), dtype, quant=quant, kv=kv)
     assert model.executors[0].model.native is None
     assert torch.isfinite(model.forward({session(0): [3, 1, 4]})[session(0)]).all()
+
+
+def test_blocks_that_differ_and_processors_without_vectors_are_left_to_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("llama", tied=False).save_pretrained(tmp_path)
+    span = cut(open_saved(tmp_path), (0, BLOCKS)).executors[0].model
+    assert isinstance(span, FusedSpan)
+    first: Any = span.blocks[0]
+    assert native_blocks(span.blocks, span.rotary) is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(first.input_layernorm, "variance_epsilon", 0.5)
+        assert native_blocks(span.blocks, span.rotary) is None
+    with monkeypatch.context() as patched:
+        patched.setattr(first.self_attn, "sliding_window", 0)
+        assert native_blocks(span.blocks, span.rotary) is None
+    monkeypatch.setattr("llmnode.models.native.LlamaBlocks", SimpleNamespace(is_fast=lambda: False))
+    assert native_blocks(span.blocks, span.rotary) is None
+
+
+def test_decodes_alone_are_few_however_many() -> None:
+    assert are_few([1] * 64) and are_few([MOST_POSITIONS]) and are_few([1, MOST_POSITIONS - 1])
+    assert not are_few([MOST_POSITIONS + 1]) and not are_few([1, MOST_POSITIONS])
+
+
+def test_a_piece_of_other_hidden_states_than_it_says_is_refused(tmp_path: Path) -> None:
+    make_model("llama", tied=False).save_pretrained(tmp_path)
+    (executor,) = cut(open_saved(tmp_path), (0, BLOCKS)).executors
+    assert executor.open(session(0), executor.span, 8)
+    with pytest.raises(LocalProtocolError, match="another number of positions"):
+        executor.forward([Piece(session(0), 0, 1, bytes(2 * 4 * HIDDEN_SIZE))])
