@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use super::buffers::{ByteView, CodeView, FloatView, WritableFloats};
+use super::buffers::{ByteView, Slab, View};
 use crate::blocks::{self, BlockError, Cache, Piece, Shape};
 use crate::simd::Isa;
 
@@ -20,17 +20,17 @@ pub(super) struct LlamaBlocks {
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct Block {
-    attended_norm: FloatView,
+    attended_norm: View<f32>,
     qkv: Weight,
-    qkv_bias: Option<FloatView>,
-    head_norms: Option<(FloatView, FloatView)>,
+    qkv_bias: Option<View<f32>>,
+    head_norms: Option<(View<f32>, View<f32>)>,
     output: Weight,
-    output_bias: Option<FloatView>,
-    fed_norm: FloatView,
+    output_bias: Option<View<f32>>,
+    fed_norm: View<f32>,
     gate_up: Weight,
-    gate_up_bias: Option<FloatView>,
+    gate_up_bias: Option<View<f32>>,
     down: Weight,
-    down_bias: Option<FloatView>,
+    down_bias: Option<View<f32>>,
     scaling: f32,
     is_rotated: bool,
     window: Option<usize>,
@@ -39,18 +39,18 @@ struct Block {
 /// As it is, or codes and their scales.
 #[derive(FromPyObject)]
 enum Weight {
-    Floats(FloatView),
-    Codes(CodeView, FloatView),
+    Floats(View<f32>),
+    Codes(View<i8>, View<f32>),
 }
 
 impl Block {
     fn view(&self) -> blocks::Block<'_> {
         blocks::Block {
-            attended_norm: self.attended_norm.floats(),
+            attended_norm: self.attended_norm.values(),
             qkv: linear(&self.qkv, self.qkv_bias.as_ref()),
-            head_norms: self.head_norms.as_ref().map(|(queries, keys)| (queries.floats(), keys.floats())),
+            head_norms: self.head_norms.as_ref().map(|(queries, keys)| (queries.values(), keys.values())),
             output: linear(&self.output, self.output_bias.as_ref()),
-            fed_norm: self.fed_norm.floats(),
+            fed_norm: self.fed_norm.values(),
             gate_up: linear(&self.gate_up, self.gate_up_bias.as_ref()),
             down: linear(&self.down, self.down_bias.as_ref()),
             scaling: self.scaling,
@@ -60,12 +60,12 @@ impl Block {
     }
 }
 
-fn linear<'a>(weight: &'a Weight, bias: Option<&'a FloatView>) -> blocks::Linear<'a> {
+fn linear<'a>(weight: &'a Weight, bias: Option<&'a View<f32>>) -> blocks::Linear<'a> {
     let weight = match weight {
-        Weight::Floats(values) => blocks::Weight::Floats(values.floats()),
-        Weight::Codes(codes, scales) => blocks::Weight::Codes(codes.codes(), scales.floats()),
+        Weight::Floats(values) => blocks::Weight::Floats(values.values()),
+        Weight::Codes(codes, scales) => blocks::Weight::Codes(codes.values(), scales.values()),
     };
-    blocks::Linear { weight, bias: bias.map(FloatView::floats) }
+    blocks::Linear { weight, bias: bias.map(View::values) }
 }
 
 #[pymethods]
@@ -144,14 +144,14 @@ impl LlamaBlocks {
 /// Keys and values of one sequence, of each block that it goes through.
 #[pyclass(module = "llmnode._native")]
 pub(super) struct SequenceSlabs {
-    of_blocks: Vec<(WritableFloats, WritableFloats)>,
+    of_blocks: Vec<(Slab<f32>, Slab<f32>)>,
     capacity: usize,
 }
 
 #[pymethods]
 impl SequenceSlabs {
     #[new]
-    fn new(of_blocks: Vec<(WritableFloats, WritableFloats)>, capacity: usize) -> PyResult<Self> {
+    fn new(of_blocks: Vec<(Slab<f32>, Slab<f32>)>, capacity: usize) -> PyResult<Self> {
         let slabs: Vec<_> = of_blocks.iter().flat_map(|(keys, values)| [keys, values]).collect();
         for (number, slab) in slabs.iter().enumerate() {
             if slabs.iter().skip(number + 1).any(|other| slab.overlaps(other)) {
@@ -166,7 +166,7 @@ impl SequenceSlabs {
     fn caches(&mut self) -> Vec<Cache<'_>> {
         let capacity = self.capacity;
         let caches = self.of_blocks.iter_mut();
-        caches.map(|(keys, values)| Cache { keys: keys.floats(), values: values.floats(), capacity }).collect()
+        caches.map(|(keys, values)| Cache { keys: keys.values(), values: values.values(), capacity }).collect()
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::slice;
 
-use pyo3::buffer::PyUntypedBuffer;
+use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PySequence;
@@ -26,14 +26,6 @@ impl ByteView {
         // alignment. That nobody writes meanwhile is the caller's part of the contract, see `python.rs`.
         unsafe { slice::from_raw_parts(self.0.buf_ptr().cast::<u8>(), len_bytes) }
     }
-
-    fn check_floats(&self) -> PyResult<()> {
-        if self.0.format().to_bytes() == b"f" && self.0.buf_ptr().cast::<f32>().is_aligned() {
-            Ok(())
-        } else {
-            Err(PyBufferError::new_err("the buffer is not one of aligned float32"))
-        }
-    }
 }
 
 impl<'py> FromPyObject<'_, 'py> for ByteView {
@@ -41,11 +33,7 @@ impl<'py> FromPyObject<'_, 'py> for ByteView {
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let buffer = PyUntypedBuffer::get(&object)?;
-        if buffer.is_c_contiguous() {
-            Ok(Self(buffer))
-        } else {
-            Err(PyBufferError::new_err("the buffer is not C-contiguous: make a contiguous copy of it first"))
-        }
+        if buffer.is_c_contiguous() { Ok(Self(buffer)) } else { Err(has_gaps()) }
     }
 }
 
@@ -71,8 +59,7 @@ impl WritableView {
         }
         // SAFETY: as in `ByteView::bytes`, and the buffer is writable, as `extract` checked. No other Rust code sees this
         // memory while the slice lives: it borrows `self`, and `refuse_overlap` is called with every other view of the
-        // same call; that slabs of different sequences are apart, and apart from weights and hidden states, and that no
-        // other thread reads or writes it, is the caller's part of the contract.
+        // same call. That no other thread reads or writes it is the caller's part of the contract.
         unsafe { slice::from_raw_parts_mut(self.0.0.buf_ptr().cast::<u8>(), len_bytes) }
     }
 }
@@ -83,82 +70,64 @@ impl<'py> FromPyObject<'_, 'py> for WritableView {
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let view: ByteView = object.extract()?;
         if view.0.readonly() {
-            return Err(PyBufferError::new_err("the buffer to write to is read-only"));
+            return Err(read_only());
         }
         Ok(Self(view))
     }
 }
 
-/// The memory of one Python buffer of `float32`, in this machine's byte order.
-pub(super) struct FloatView(ByteView);
+/// The memory of one Python buffer of `T`, aligned and in this machine's byte order.
+pub(super) struct View<T>(PyBuffer<T>);
 
-impl FloatView {
-    #[expect(unsafe_code, reason = "see `ByteView::bytes`")]
-    pub(super) fn floats(&self) -> &[f32] {
-        // SAFETY: every bit pattern is an `f32`.
-        let (_, floats, _) = unsafe { self.0.bytes().align_to() }; // all of it, as `extract` checked
-        floats
-    }
-}
-
-impl<'py> FromPyObject<'_, 'py> for FloatView {
-    type Error = PyErr;
-
-    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let view: ByteView = object.extract()?;
-        view.check_floats()?;
-        Ok(Self(view))
-    }
-}
-
-/// The memory of one Python buffer of `int8`.
-pub(super) struct CodeView(ByteView);
-
-impl CodeView {
-    #[expect(unsafe_code, reason = "see `ByteView::bytes`")]
-    pub(super) fn codes(&self) -> &[i8] {
-        // SAFETY: every bit pattern is an `i8`, which needs no alignment.
-        let (_, codes, _) = unsafe { self.0.bytes().align_to() };
-        codes
-    }
-}
-
-impl<'py> FromPyObject<'_, 'py> for CodeView {
-    type Error = PyErr;
-
-    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let view: ByteView = object.extract()?;
-        if view.0.format().to_bytes() == b"b" {
-            Ok(Self(view))
-        } else {
-            Err(PyBufferError::new_err("the buffer is not one of int8"))
+impl<T: Element> View<T> {
+    #[expect(unsafe_code, reason = "PyO3's slice is one of cells")]
+    pub(super) fn values(&self) -> &[T] {
+        let count = self.0.item_count();
+        if count == 0 {
+            return &[]; // see ByteView
         }
+        // SAFETY: as in `ByteView::bytes`: there are `count` elements, of which PyO3 says that any bits will do.
+        unsafe { slice::from_raw_parts(self.0.buf_ptr().cast::<T>(), count) }
     }
 }
 
-/// The memory of one Python buffer of `float32` that calls write to.
-pub(super) struct WritableFloats(WritableView);
+impl<'py, T: Element> FromPyObject<'_, 'py> for View<T> {
+    type Error = PyErr;
 
-impl WritableFloats {
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let buffer = PyBuffer::get(&object)?;
+        if buffer.is_c_contiguous() { Ok(Self(buffer)) } else { Err(has_gaps()) }
+    }
+}
+
+/// The memory of one Python buffer of `T` that several calls write to.
+pub(super) struct Slab<T>(View<T>);
+
+impl<T: Element> Slab<T> {
     pub(super) fn overlaps(&self, other: &Self) -> bool {
-        self.0.refuse_overlap(&other.0.0).is_err()
+        let (own, other) = (self.0.values().as_ptr_range(), other.0.values().as_ptr_range());
+        own.start < other.end && other.start < own.end
     }
 
-    #[expect(unsafe_code, reason = "see `WritableView::bytes`")]
-    pub(super) fn floats(&mut self) -> &mut [f32] {
-        // SAFETY: every bit pattern is an `f32`.
-        let (_, floats, _) = unsafe { self.0.bytes().align_to_mut() }; // all of it, as `extract` checked
-        floats
+    #[expect(unsafe_code, reason = "PyO3's slice is one of cells")]
+    pub(super) fn values(&mut self) -> &mut [T] {
+        let count = self.0.0.item_count();
+        if count == 0 {
+            return &mut []; // see ByteView
+        }
+        // SAFETY: as in `View::values`, and the buffer is writable, as `extract` checked. No other Rust code sees this
+        // memory while the slice lives: it borrows `self`. That no other slab, weight or hidden state is there too, and
+        // that no other thread reads or writes it, is the caller's part of the contract.
+        unsafe { slice::from_raw_parts_mut(self.0.0.buf_ptr().cast::<T>(), count) }
     }
 }
 
-impl<'py> FromPyObject<'_, 'py> for WritableFloats {
+impl<'py, T: Element> FromPyObject<'_, 'py> for Slab<T> {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let view: WritableView = object.extract()?;
-        view.0.check_floats()?;
-        Ok(Self(view))
+        let view: View<T> = object.extract()?;
+        if view.0.readonly() { Err(read_only()) } else { Ok(Self(view)) }
     }
 }
 
@@ -185,4 +154,12 @@ impl<'py> FromPyObject<'_, 'py> for ByteViews {
         let views = sequence.try_iter()?.map(|item| item?.extract());
         Ok(Self(views.collect::<PyResult<_>>()?))
     }
+}
+
+fn has_gaps() -> PyErr {
+    PyBufferError::new_err("the buffer is not C-contiguous: make a contiguous copy of it first")
+}
+
+fn read_only() -> PyErr {
+    PyBufferError::new_err("the buffer to write to is read-only")
 }

@@ -7,6 +7,9 @@ use llmnode_transport::codec::Isa;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use rayon::ThreadPoolBuilder;
+use slowly::slowly;
+
+mod slowly;
 
 const CAPACITY: usize = 40;
 
@@ -52,6 +55,15 @@ fn kinds() -> impl Strategy<Value = Kind> {
             Kind { shape, has_biases, has_head_norms, is_rotated, window, is_rounded }
         },
     )
+}
+
+fn smallest(heads: usize) -> Shape {
+    let frequencies = vec![0.5; 8];
+    Shape { hidden: 16, heads, kv_heads: 1, head_dim: 16, inner: 16, epsilon: 1e-5, frequencies, rotary_scaling: 1.0 }
+}
+
+fn kind_of(shape: Shape, has_head_norms: bool) -> Kind {
+    Kind { shape, has_biases: true, has_head_norms, is_rotated: true, window: None, is_rounded: false }
 }
 
 /// A linear layer, as it is and in 8 bits.
@@ -159,89 +171,6 @@ fn run(isa: Isa, threads: usize, kind: &Kind, blocks: &[Block<'_>], pieces: Vec<
     hidden
 }
 
-/// One sequence from its beginning, as the words of the module and of `Block` say it.
-fn slowly(kind: &Kind, blocks: &[Block<'_>], hidden: &[f32]) -> Vec<f64> {
-    let shape = &kind.shape;
-    let wide = |values: &[f32]| values.iter().map(|value| f64::from(*value)).collect::<Vec<_>>();
-    let norm = |values: &[f64], weight: &[f32]| {
-        let mean = values.iter().map(|value| value * value).sum::<f64>() / values.len() as f64;
-        let root = (mean + f64::from(shape.epsilon)).sqrt();
-        values.iter().zip(weight).map(|(value, weight)| value / root * f64::from(*weight)).collect::<Vec<_>>()
-    };
-    let product = |values: &[f64], linear: Linear<'_>| {
-        let (weights, inputs) = match linear.weight {
-            Weight::Floats(weights) => (wide(weights), values.to_vec()),
-            Weight::Codes(codes, scales) => {
-                let most = values.iter().map(|value| value.abs()).filter(|value| *value < 6.0).fold(0.0, f64::max);
-                let step = most / 127.0;
-                let rounded =
-                    values.iter().map(|value| if value.abs() < 6.0 { (value / step).round() * step } else { *value });
-                let rows = codes.chunks(values.len()).zip(scales);
-                let weights =
-                    rows.flat_map(|(row, scale)| row.iter().map(move |code| f64::from(*code) * f64::from(*scale)));
-                (weights.collect(), rounded.collect())
-            }
-        };
-        let rows = weights.chunks(values.len()).enumerate();
-        let outputs = rows.map(|(output, weights)| {
-            let bias = linear.bias.map_or(0.0, |bias| f64::from(bias[output]));
-            bias + weights.iter().zip(&inputs).map(|(weight, value)| weight * value).sum::<f64>()
-        });
-        outputs.collect::<Vec<_>>()
-    };
-    let turn = |head: &[f64], position: usize| {
-        let half = head.len() / 2;
-        let mut turned = vec![0.0; head.len()];
-        for pair in 0..half {
-            let angle = f64::from(position as f32 * shape.frequencies[pair]);
-            let (sine, cosine) =
-                (angle.sin() * f64::from(shape.rotary_scaling), angle.cos() * f64::from(shape.rotary_scaling));
-            turned[pair] = head[pair] * cosine - head[half + pair] * sine;
-            turned[half + pair] = head[half + pair] * cosine + head[pair] * sine;
-        }
-        turned
-    };
-    let mut rows: Vec<Vec<f64>> = hidden.chunks(shape.hidden).map(wide).collect();
-    for block in blocks {
-        let mut kept: Vec<[Vec<Vec<f64>>; 2]> = Vec::new(); // keys and values by head, of each position
-        for (position, row) in rows.iter_mut().enumerate() {
-            let joined = product(&norm(row, block.attended_norm), block.qkv);
-            let mut heads: Vec<Vec<f64>> = joined.chunks(shape.head_dim).map(<[f64]>::to_vec).collect();
-            let values = heads.split_off(shape.heads + shape.kv_heads);
-            for (number, head) in heads.iter_mut().enumerate() {
-                if let Some((of_queries, of_keys)) = block.head_norms {
-                    *head = norm(head, if number < shape.heads { of_queries } else { of_keys });
-                }
-                if block.is_rotated {
-                    *head = turn(head, position);
-                }
-            }
-            kept.push([heads.split_off(shape.heads), values]);
-            let mut attended = Vec::new();
-            for (number, query) in heads.iter().enumerate() {
-                let of_keys = number / (shape.heads / shape.kv_heads);
-                let first = block.window.map_or(0, |window| (position + 1).saturating_sub(window));
-                let weights: Vec<f64> = kept[first..]
-                    .iter()
-                    .map(|[keys, _]| keys[of_keys].iter().zip(query).map(|(key, query)| key * query).sum::<f64>())
-                    .map(|score| (score * f64::from(block.scaling)).exp())
-                    .collect();
-                for value in 0..shape.head_dim {
-                    let sum: f64 =
-                        kept[first..].iter().zip(&weights).map(|([_, values], by)| values[of_keys][value] * by).sum();
-                    attended.push(sum / weights.iter().sum::<f64>());
-                }
-            }
-            row.iter_mut().zip(product(&attended, block.output)).for_each(|(row, added)| *row += added);
-            let gates = product(&norm(row, block.fed_norm), block.gate_up);
-            let (gates, up) = gates.split_at(shape.inner);
-            let fed: Vec<f64> = gates.iter().zip(up).map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up).collect();
-            row.iter_mut().zip(product(&fed, block.down)).for_each(|(row, added)| *row += added);
-        }
-    }
-    rows.concat()
-}
-
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
@@ -250,7 +179,7 @@ proptest! {
         let weights: Vec<Weights> = (0..2).map(|number| Weights::new(seed * 7 + number, &kind.shape)).collect();
         let blocks: Vec<Block<'_>> = weights.iter().map(|weights| weights.block(&kind)).collect();
         let hidden = numbers(seed, lengths.iter().sum::<usize>() * kind.shape.hidden, 2.0);
-        let expected = slowly(&kind, &blocks, &hidden);
+        let expected = slowly(&kind.shape, &blocks, &hidden);
         let tolerance = if kind.is_rounded { 2e-2 } else { 3e-5 }; // an input may go to the next step
         for isa in Isa::available() {
             let mut sequence = Sequence::new(2, &kind.shape);
@@ -302,8 +231,7 @@ fn work_that_is_worth_several_threads_comes_out_the_same() {
         frequencies: vec![0.3; 32],
         rotary_scaling: 1.0,
     };
-    let kind =
-        Kind { shape, has_biases: true, has_head_norms: false, is_rotated: true, window: None, is_rounded: false };
+    let kind = kind_of(shape, false);
     let weights = Weights::new(3, &kind.shape);
     for (count, is_rounded) in [(1, false), (2, false), (5, true), (13, false), (1, true)] {
         let kind = Kind { is_rounded, ..kind.clone() };
@@ -323,31 +251,17 @@ fn work_that_is_worth_several_threads_comes_out_the_same() {
 
 #[test]
 fn large_numbers_saturate_and_what_is_no_number_stays_with_its_own_sequence() {
-    let shape = Shape {
-        hidden: 16,
-        heads: 1,
-        kv_heads: 1,
-        head_dim: 16,
-        inner: 16,
-        epsilon: 1e-5,
-        frequencies: vec![0.5; 8],
-        rotary_scaling: 1.0,
-    };
+    let shape = smallest(1);
+    let kind = Kind { has_biases: false, ..kind_of(shape, false) };
     for is_rounded in [false, true] {
-        saturate(&Kind {
-            shape: shape.clone(),
-            has_biases: false,
-            has_head_norms: false,
-            is_rotated: true,
-            window: None,
-            is_rounded,
-        });
+        saturate(&Kind { is_rounded, ..kind.clone() });
     }
 }
 
 fn saturate(kind: &Kind) {
     let mut weights = Weights::new(5, &kind.shape);
-    weights.gate_up.weight.iter_mut().chain(&mut weights.gate_up.scales).for_each(|weight| *weight *= 1e3); // gates of several hundred, of either sign
+    let layer = &mut weights.gate_up;
+    layer.weight.iter_mut().chain(&mut layer.scales).for_each(|weight| *weight *= 1e3); // gates of several hundred
     let blocks = [weights.block(kind)];
     let (honest, bad) = (numbers(1, 16, 1.0), vec![f32::NAN; 16]);
     for isa in Isa::available() {
@@ -362,18 +276,8 @@ fn saturate(kind: &Kind) {
 
 #[test]
 fn what_does_not_fit_is_refused_before_anything_is_written() {
-    let shape = Shape {
-        hidden: 16,
-        heads: 2,
-        kv_heads: 1,
-        head_dim: 16,
-        inner: 16,
-        epsilon: 1e-5,
-        frequencies: vec![0.5; 8],
-        rotary_scaling: 1.0,
-    };
-    let kind =
-        Kind { shape, has_biases: true, has_head_norms: true, is_rotated: true, window: None, is_rounded: false };
+    let shape = smallest(2);
+    let kind = kind_of(shape, true);
     let weights = Weights::new(1, &kind.shape);
     let block = weights.block(&kind);
     let of = |shape: &Shape, block: Block<'_>, start: usize, length: usize, values: usize| {
