@@ -10,6 +10,7 @@ import random
 import secrets
 import socket
 import struct
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -377,6 +378,14 @@ async def test_an_idle_link_lives_by_its_heartbeats(exact_worker: Any) -> None:
         with trio.move_on_after(4 * IMPATIENT.silence_s) as patience:
             await link.receive()  # nothing comes, and the link does not end either
         assert patience.cancelled_caught
+        assert (await answer_to(link, DESCRIBE)).type is FrameType.DESCRIPTION
+
+
+@in_trio
+async def test_who_stood_still_blames_no_peer_for_silence(exact_worker: Any) -> None:
+    async with served(exact_worker, link=IMPATIENT) as swarm, open_network([], IMPATIENT) as network:
+        link = await network.dial(swarm.address)
+        time.sleep(2 * IMPATIENT.silence_s)  # noqa: ASYNC251  (the whole loop, as on a machine that was suspended)
         assert (await answer_to(link, DESCRIBE)).type is FrameType.DESCRIPTION
 
 

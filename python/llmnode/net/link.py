@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+SILENCE_PARTS = 8
+"""Of silence, which are counted one by one."""
 READ_BYTES = 1 << 20
 """One read takes what yamux has buffered, up to this."""
 AT_ONCE_BYTES = 1 << 15
@@ -299,6 +301,12 @@ class Libp2pLink:
                 self._beat()
 
     async def _notice_silence(self) -> None:
-        while (until_s := self._heard_s + self._policy.silence_s) > trio.current_time():  # noqa: ASYNC110
-            await trio.sleep_until(until_s)
+        """Only time in which we could have listened counts: however long this machine was busy or suspended, what arrived
+        meanwhile is read before the next part of our patience ends.
+        """
+        parts = 0
+        while parts < SILENCE_PARTS:
+            heard_s = self._heard_s
+            await trio.sleep(self._policy.silence_s / SILENCE_PARTS)
+            parts = parts + 1 if heard_s == self._heard_s else 0
         self._fail(PeerUnreachable(f"silent for {self._policy.silence_s:g} s"))
