@@ -97,13 +97,21 @@ class Directory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of one forward: positions `start` and on of one session, through the blocks that it opened."""
+    """A part of one forward: positions `start` and on of one session, through the blocks that it opened.
+
+    Or through some of these: an executor that was given others before them has kept what came of that, and is given the
+    rest, with the same positions, before any other piece of the session.
+    """
 
     session: SessionId
     start: int
     length: int
     hidden: Buffer
-    """(length, hidden_size) of the model's dtype."""
+    """(length, hidden_size) of the model's dtype; with `first`, empty."""
+    first: int = 0
+    """Of the session's blocks, counted from its own first one."""
+    end: int | None = None
+    """Up to which of them; None for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +141,13 @@ class Executor(Held, Protocol):
         """Reserve KV for `max_length` positions. False, and nothing reserved, if there is no room."""
 
     def forward(self, pieces: Sequence[Piece]) -> Sequence[Buffer]:
-        """Run every piece, and append to its session's KV. On an error no session is changed."""
+        """Run every piece, and append to its session's KV. On an error no session is changed.
 
-    def truncate(self, session: SessionId, length: int) -> None: ...
+        Of a piece that has blocks left to go through nothing comes back yet, and KV does not count it.
+        """
+
+    def truncate(self, session: SessionId, length: int) -> None:
+        """Keep so much of its KV, and nothing of a piece that has blocks left."""
 
     def fork(self, session: SessionId, source: SessionId, shared: int, length: int) -> None:
         """Have the session's KV be the first `length` positions of `source`'s, which goes through the same blocks.

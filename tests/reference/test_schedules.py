@@ -152,6 +152,50 @@ def test_sessions_over_different_parts_of_one_span_share_a_forward(case: str, tm
     assert deviations.max() < 4 * deviation(model, ids)
 
 
+@pytest.mark.parametrize("case", ["llama", "gemma3_text", "bloom", "falcon"])
+@torch.inference_mode()
+def test_a_piece_may_go_through_its_blocks_in_several_forwards(case: str, tmp_path: Path) -> None:
+    """With others at other blocks, and once given up half way."""
+    make_model(case, tied=False).save_pretrained(tmp_path)
+    folder = open_saved(tmp_path)
+    executor, ends = load_executor(folder, Span(0, BLOCKS), KV_TOKENS), load_ends(folder)
+    ids = torch.randint(VOCABULARY, (41,), generator=torch.Generator().manual_seed(4)).tolist()
+    prefill, decode = to_bytes(ends.embed(ids[:40], 0)), to_bytes(ends.embed(ids[40:], 40))
+    whole, cut_up, late = session(0), session(1), session(2)
+    for name, span in ((whole, Span(0, BLOCKS)), (cut_up, Span(0, BLOCKS)), (late, Span(2, BLOCKS))):
+        assert executor.open(name, span, 41)
+    (expected,) = executor.forward([Piece(whole, 0, 40, prefill)])
+
+    executor.forward([Piece(cut_up, 0, 40, prefill, 0, 3)])
+    executor.truncate(cut_up, 0)
+    for first, end, company in (
+        (0, 1, []),
+        (1, 2, [Piece(whole, 40, 1, decode)]),
+        (2, BLOCKS, [Piece(late, 0, 40, prefill)]),
+    ):
+        output, *others = executor.forward([Piece(cut_up, 0, 40, b"" if first else prefill, first, end), *company])
+        assert bool(output) == (end == BLOCKS)
+        assert all(others)
+    close = {"rtol": 0, "atol": 4 * deviation(make_model(case, tied=False), torch.tensor([ids]))}
+    torch.testing.assert_close(from_bytes(output, HIDDEN_SIZE), from_bytes(expected, HIDDEN_SIZE), **close)
+    executor.truncate(whole, 40)
+    after = [executor.forward([Piece(name, 40, 1, decode)])[0] for name in (whole, cut_up)]
+    torch.testing.assert_close(from_bytes(after[1], HIDDEN_SIZE), from_bytes(after[0], HIDDEN_SIZE), **close)
+
+
+@torch.inference_mode()
+def test_a_piece_that_leaves_out_blocks_is_refused(whole_span: tuple[SpanExecutor, Ends], tokens: torch.Tensor) -> None:
+    executor, ends = whole_span
+    hidden = to_bytes(ends.embed(tokens[0, :9].tolist(), 0))
+    assert executor.open(session(0), executor.span, MAX_LENGTH)
+    executor.forward([Piece(session(0), 0, 9, hidden, 0, 2)])
+    for first, length in ((3, 9), (2, 8), (0, 9)):
+        with pytest.raises(LocalProtocolError):
+            executor.forward([Piece(session(0), 0, length, b"" if first else hidden, first)])
+    assert executor.forward([Piece(session(0), 0, 9, b"", 2)])[0]
+    executor.close(session(0))
+
+
 def test_attention_sinks_are_refused() -> None:
     rows = torch.zeros(1, 1, 1, 4)
     with pytest.raises(ModelError, match="sinks"):
@@ -169,19 +213,25 @@ ACT = st.tuples(
     acts=st.lists(ACT, min_size=1, max_size=16),
     priorities=st.lists(st.sampled_from(Priority), min_size=SEQUENCES, max_size=SEQUENCES),
     most=st.integers(1, 16),
+    haste=st.sampled_from([0.0, 0.5]),
 )
 def test_any_schedule_of_a_worker_gives_the_same_hidden_states(
     acts: list[tuple[int, int, int, str]],
     priorities: list[Priority],
     most: int,
+    haste: float,
     whole_span: tuple[SpanExecutor, Ends],
     tokens: torch.Tensor,
     undisturbed: torch.Tensor,
     epsilon: float,
 ) -> None:
-    """Whatever comes when, in parts of whatever size, with whomever, and though some are cancelled before the end."""
+    """Whatever comes when, in parts of whatever size, with whomever, and though some are cancelled before the end.
+
+    Without `haste` there is time for one block at once, wherever it is known how long they take.
+    """
     executor, ends = whole_span
-    policy = BatchPolicy(decode_positions=1, unmeasured_prefill=most, most_prefill=most, least_prefill=min(8, most))
+    sizes = {"unmeasured_prefill": most, "most_prefill": most, "least_prefill": min(8, most)}
+    policy = BatchPolicy(decode_positions=1, stretch=1 + haste, prefill_s=haste, **sizes)
 
     async def live(worker: ThreadWorker, row: int) -> None:
         assert await worker.open(session(row), executor.span, MAX_LENGTH, PeerId(f"{row % 2}"), priorities[row])

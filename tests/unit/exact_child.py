@@ -32,7 +32,7 @@ LONG_S = 0.5
 
 class TroubledExecutor(ExactExecutor):
     def forward(self, pieces: Sequence[Piece]) -> Sequence[Buffer]:
-        told = {piece.hidden[0] for piece in pieces}
+        told = {piece.hidden[0] for piece in pieces if not piece.first}
         if SEIZE in told:
             ctypes.PyDLL(None).pause()  # a call of C that keeps the GIL
         if HANG in told:

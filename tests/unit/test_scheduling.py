@@ -27,11 +27,12 @@ def client(number: int) -> PeerId:
     return PeerId(f"client {number}")
 
 
-def seconds(batch: Batch, lengths: dict[int, int]) -> float:
-    """What a forward takes here."""
+def seconds(batch: Batch, lengths: dict[int, int], blocks: int) -> float:
+    """What a forward takes here, where all sessions go through so many blocks."""
     decodes = [part for part in batch.parts if lengths[part.ticket] <= POLICY.decode_positions]
-    rest = sum(part.length for part in batch.parts) - len(decodes)
-    return FORWARD_S + FORWARD_S / 10 * max(0, len(decodes) - 1) + POSITION_S * rest
+    share = max((part.end - part.first for part in batch.parts), default=blocks) / blocks
+    through = sum(part.length * (part.end - part.first) for part in batch.parts) / blocks
+    return share * FORWARD_S + FORWARD_S / 10 * max(0, len(decodes) - 1) + POSITION_S * (through - len(decodes))
 
 
 @dataclass
@@ -39,15 +40,18 @@ class Shop:
     """A scheduler, and what has come of all that it was asked for."""
 
     scheduler: Scheduler = field(default_factory=lambda: Scheduler(POLICY))
+    blocks: int = 1
     now_s: float = 0.0
     owners: dict[int, int] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
     computed: dict[int, int] = field(default_factory=dict)
+    half_way: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """How many positions have been through how many blocks."""
     ended: list[int] = field(default_factory=list)
     _tickets: int = 0
 
     def open(self, session: int, of: int, priority: Priority = Priority.INTERACTIVE) -> None:
-        self.scheduler.admit(name(session), client(of), priority)
+        self.scheduler.admit(name(session), client(of), priority, self.blocks)
         self.owners[session] = of
 
     def ask(self, session: int, length: int, at_s: float | None = None) -> int:
@@ -65,13 +69,19 @@ class Shop:
     def run(self) -> Batch:
         """The next batch, at once."""
         batch = self.scheduler.take(self.now_s)
-        took_s = seconds(batch, self.lengths)
+        took_s = seconds(batch, self.lengths, self.blocks)
         self.now_s += took_s
         self.scheduler.done(batch, took_s, self.now_s)
         for chore in batch.chores:
             self._end(chore)
         for part in batch.parts:
             assert part.start == self.computed[part.ticket]
+            assert (part.length, part.first) == self.half_way.pop(part.ticket, (part.length, 0))
+            assert part.first < part.end <= self.blocks
+            assert part.is_through == (part.end == self.blocks)
+            if not part.is_through:
+                self.half_way[part.ticket] = (part.length, part.end)
+                continue
             self.computed[part.ticket] += part.length
             if self.computed[part.ticket] == self.lengths[part.ticket]:
                 self._end(part.ticket)
@@ -95,11 +105,15 @@ ASKED = st.one_of(
 )
 
 
-@given(script=st.lists(ASKED, max_size=60), priorities=st.lists(st.sampled_from(Priority), min_size=6, max_size=6))
+@given(
+    script=st.lists(ASKED, max_size=60),
+    priorities=st.lists(st.sampled_from(Priority), min_size=6, max_size=6),
+    blocks=st.sampled_from([1, 2, 7, 30]),
+)
 def test_everything_is_done_once_and_in_the_order_of_its_sessions(
-    script: list[tuple[str, int, int]], priorities: list[Priority]
+    script: list[tuple[str, int, int]], priorities: list[Priority], blocks: int
 ) -> None:
-    shop = Shop()
+    shop = Shop(blocks=blocks)
     of_session: dict[int, list[int]] = {session: [] for session in range(SESSIONS)}
     for session in range(SESSIONS):
         shop.open(session, session // 2, priorities[session])
@@ -158,6 +172,55 @@ def test_a_prefill_hardly_slows_who_reads_along_and_has_the_forward_to_itself_if
     shop.ask(1, PREFILL)
     (part,) = shop.run().parts
     assert 0.9 * POLICY.prefill_s <= part.length * POSITION_S <= POLICY.prefill_s
+
+
+@pytest.mark.parametrize("blocks", [4, 30])
+def test_beside_decodes_a_prefill_goes_through_a_few_blocks_at_a_time_in_chunks_as_large_as_fit(blocks: int) -> None:
+    shop = Shop(blocks=blocks)
+    shop.open(0, 0)
+    shop.open(1, 1)
+    for length in (1, 1, 64):
+        shop.finish(shop.ask(length > 1, length))
+    prefill, chunks, began_s = shop.ask(1, PREFILL), [], shop.now_s
+    while prefill not in shop.ended:
+        decode, asked_s = shop.ask(0, 1), shop.now_s
+        chunks += [part.length for part in shop.run().parts if part.ticket == prefill and part.is_through]
+        assert decode in shop.ended
+        assert shop.now_s - asked_s <= POLICY.stretch * FORWARD_S
+    fitting = (POLICY.stretch - 1) * FORWARD_S / POSITION_S * blocks
+    assert min(chunks[:-1], default=PREFILL) >= 0.75 * min(PREFILL, fitting)
+    share = (POLICY.stretch - 1) / POLICY.stretch
+    assert PREFILL * POSITION_S / (shop.now_s - began_s) > 0.75 * share, "what decodes leave is used"
+
+
+def test_prompts_that_come_together_beside_decodes_go_through_the_blocks_together() -> None:
+    shop = Shop(blocks=30)
+    for session in range(6):
+        shop.open(session, session)
+    for length in (1, 1, 64):
+        shop.finish(shop.ask(length > 1, length))
+    prompts = [shop.ask(session, 40) for session in range(2, 6)]
+    while not set(prompts) & set(shop.ended):
+        shop.ask(0, 1)
+        batch = shop.run()
+        assert [part.ticket for part in batch.parts if part.ticket in prompts] == prompts
+    assert set(prompts) <= set(shop.ended)
+
+
+def test_who_has_waited_long_has_its_turn_until_positions_are_computed() -> None:
+    shop = Shop(blocks=30)
+    shop.open(0, 0)
+    shop.open(1, 1)
+    shop.open(2, 2, Priority.TRAINING)
+    for length in (1, 1, 64):
+        shop.finish(shop.ask(length > 1, length))
+    patient = shop.ask(2, PREFILL)
+    rival, until_s = shop.ask(1, 100 * PREFILL), shop.now_s + (Priority.TRAINING + 1) * POLICY.ageing_s + 2.0
+    while not shop.computed[patient]:
+        shop.ask(0, 1)
+        shop.run()
+        assert shop.now_s < until_s
+    assert rival not in shop.ended
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([9, 40, 512])), min_size=1, max_size=40))

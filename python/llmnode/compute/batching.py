@@ -7,7 +7,7 @@ when its own is done. So a call that finds nobody here costs what a plain call w
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from llmnode.compute.work import Close, Fork, Open, Part, Truncate, Work
 from llmnode.core.policy import BatchPolicy
 from llmnode.core.scheduling import Priority, Scheduler
 from llmnode.errors import LocalProtocolError, WorkerLost
-from llmnode.ports import Computed
+from llmnode.ports import Computed, Piece
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from llmnode.compute.work import Chore, Done
     from llmnode.core.ids import PeerId, SessionId
     from llmnode.core.scheduling import Batch
+    from llmnode.core.scheduling import Part as Chosen
     from llmnode.core.span import Span
-    from llmnode.ports import Held, Piece
+    from llmnode.ports import Held
     from llmnode.wire.frame import Buffer
 
     Run = Callable[[Work], Awaitable[tuple[Done, float, float]]]
@@ -70,7 +71,7 @@ class BatchingWorker:
     ) -> bool:
         if self._scheduler.knows(session):
             raise LocalProtocolError("this session is open already")
-        self._scheduler.admit(session, client, priority)
+        self._scheduler.admit(session, client, priority, len(span))
         is_open = False
         try:
             is_open = await self._do([session], Open(session, span, max_length))
@@ -87,7 +88,7 @@ class BatchingWorker:
         try:
             await self._until_done(ticket, call)
         finally:
-            if call.given and not call.is_done:
+            if call.has_begun and not call.is_done:
                 with trio.CancelScope(shield=True), suppress(WorkerLost):
                     await self.truncate(piece.session, piece.start)
         return call.computed()
@@ -169,14 +170,14 @@ class BatchingWorker:
         calls: dict[int, _Call] = {**chores, **forwards}
         for call in calls.values():
             call.is_running = True
-        parts = [forwards[part.ticket].part(part.length) for part in batch.parts]
+        parts = [forwards[part.ticket].part(part) for part in batch.parts]
         try:
             with trio.CancelScope(shield=True):
                 done, began_s, ended_s = await self._run(Work([chore.asked for chore in chores.values()], parts))
             for chore, outcome in zip(chores.values(), done.chores, strict=True):
                 chore.settle(outcome)
-            for forward, part, output in zip(forwards.values(), parts, done.outputs, strict=True):
-                forward.settle(part.piece.length, output)
+            for forward, part, output in zip(forwards.values(), batch.parts, done.outputs, strict=True):
+                forward.settle(part, output)
                 forward.note(began_s, ended_s)
             is_one_forward = not chores and not any(forward.error for forward in forwards.values())
             self._scheduler.done(batch, ended_s - began_s if is_one_forward else None, self._clock())
@@ -238,25 +239,31 @@ class _Forward(_Call):
     outputs: list[Buffer] = field(default_factory=list)
     given: int = 0
     """Positions that are computed."""
+    has_begun: bool = False
+    """For good: the executor has something of it, whether in KV or half way through the blocks."""
     compute_s: float = 0.0
     ended_s: float = 0.0
 
-    def part(self, length: int) -> Part:
-        """The next `length` positions, which continue those that are computed."""
-        if length == self.piece.length:
-            return Part(self.piece, self.piece.start)
-        row_bytes = len(self.piece.hidden) // self.piece.length
-        hidden = memoryview(self.piece.hidden)[self.given * row_bytes : (self.given + length) * row_bytes]
-        piece = replace(self.piece, start=self.piece.start + self.given, length=length, hidden=hidden)
-        return Part(piece, self.piece.start)
+    def part(self, chosen: Chosen) -> Part:
+        """What was chosen, which continues what is computed."""
+        whole = self.piece
+        if chosen.length == whole.length and chosen.is_through and not chosen.first:
+            return Part(whole, whole.start, len(whole.hidden))
+        row_bytes = len(whole.hidden) // whole.length
+        rows = memoryview(whole.hidden)[self.given * row_bytes : (self.given + chosen.length) * row_bytes]
+        hidden = b"" if chosen.first else rows
+        piece = Piece(whole.session, whole.start + self.given, chosen.length, hidden, chosen.first, chosen.end)
+        return Part(piece, whole.start, len(rows) if chosen.is_through else 0)
 
-    def settle(self, length: int, output: Buffer | Exception) -> None:
+    def settle(self, chosen: Chosen, output: Buffer | Exception) -> None:
         if isinstance(output, Exception):
             self.fail(output)
             return
-        self.outputs.append(output)
-        self.given += length
-        self.is_done = self.given == self.piece.length
+        self.has_begun = True
+        if chosen.is_through:
+            self.outputs.append(output)
+            self.given += chosen.length
+            self.is_done = self.given == self.piece.length
 
     def note(self, began_s: float, ended_s: float) -> None:
         """When a forward with a part of it was computed."""

@@ -133,14 +133,14 @@ class _Child:
         self._executor = loaded.executor
         return [loaded.tensor_bytes, loaded.executor.kv_tokens_free()]
 
-    def _work(self, chores: Message, parts: Message, size: int) -> None:
+    def _work(self, chores: Message, parts: Message, asked_bytes: int, output_bytes: int) -> None:
         assert self._executor is not None, "blocks are loaded first"
-        work = take_work(chores, parts, self._requests.view(size))
+        work = take_work(chores, parts, self._requests.view(asked_bytes))
         began_s = time.perf_counter()
         done = do(self._executor, work)
         took_s = time.perf_counter() - began_s
         _log_unforeseen(done)
-        answer = put_done(done, self._results.view(size))
+        answer = put_done(done, self._results.view(output_bytes))
         self._send(ANSWER, [*answer, took_s, self._executor.kv_tokens_free()])
 
 

@@ -72,30 +72,25 @@ def unpack_error(message: Message) -> Exception:
     return _ERRORS[kind](text.decode())
 
 
-def work_bytes(work: Work) -> int:
-    """Of hidden states, which is what there will be of results."""
-    return sum(memoryview(part.piece.hidden).nbytes for part in work.parts)
+def work_bytes(work: Work) -> tuple[int, int]:
+    """Of hidden states: those that go there, and those that come back."""
+    parts = work.parts
+    return sum(memoryview(part.piece.hidden).nbytes for part in parts), sum(part.output_bytes for part in parts)
 
 
 def put_work(work: Work, memory: memoryview) -> Message:
-    """Copies hidden states to `memory`, of `work_bytes`."""
+    """Copies hidden states to `memory`, of the first of `work_bytes`."""
     sizes = put_buffers([part.piece.hidden for part in work.parts], memory)
-    parts = [
-        [part.piece.session, part.piece.start, part.piece.length, part.undo_to, size]
-        for part, size in zip(work.parts, sizes, strict=True)
-    ]
-    return [[_put_chore(chore) for chore in work.chores], parts, sum(sizes)]
+    parts = [[size, *_put_part(part)] for part, size in zip(work.parts, sizes, strict=True)]
+    return [[_put_chore(chore) for chore in work.chores], parts, *work_bytes(work)]
 
 
 def take_work(chores: Message, parts: Message, memory: memoryview) -> Work:
     """Copies nothing: hidden states stay in `memory`."""
-    buffers = take_buffers([size for *_, size in parts], memory)
+    buffers = take_buffers([size for size, *_ in parts], memory)
     return Work(
         [_take_chore(*chore) for chore in chores],
-        [
-            Part(Piece(SessionId(session), start, length, hidden), undo_to)
-            for (session, start, length, undo_to, _), hidden in zip(parts, buffers, strict=True)
-        ],
+        [_take_part(hidden, *part) for (_, *part), hidden in zip(parts, buffers, strict=True)],
     )
 
 
@@ -131,6 +126,16 @@ def take_buffers(sizes: Sequence[int], memory: memoryview) -> Iterator[memoryvie
     for size in sizes:
         yield memory[offset : offset + size]
         offset += size
+
+
+def _put_part(part: Part) -> Message:
+    piece = part.piece
+    return [piece.session, piece.start, piece.length, piece.first, piece.end, part.undo_to, part.output_bytes]
+
+
+def _take_part(hidden: Buffer, session: bytes, *fields: Any) -> Part:  # Any: numbers, and None for an end
+    start, length, first, end, undo_to, output_bytes = fields
+    return Part(Piece(SessionId(session), start, length, hidden, first, end), undo_to, output_bytes)
 
 
 def _put_chore(chore: Chore) -> Message:

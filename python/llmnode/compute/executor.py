@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +13,7 @@ from llmnode.compute.heap import give_back
 from llmnode.compute.kv import KVForm, SequenceKV
 from llmnode.compute.own_attention import replace_own_attention
 from llmnode.compute.tensors import FLOAT_BYTES, from_bytes, to_bytes
+from llmnode.core.span import Span
 from llmnode.errors import LocalProtocolError
 from llmnode.models.native import are_few
 from llmnode.models.parts import load_span, tensor_bytes
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llmnode.core.ids import SessionId
-    from llmnode.core.span import Span
     from llmnode.models.folder import ModelFolder
     from llmnode.models.fused import FusedSpan
     from llmnode.models.parts import SpanModel
@@ -37,6 +37,8 @@ class _Sequence:
     kv: SequenceKV
     span: Span
     slabs: SequenceSlabs | None = None  # of its `kv`, once a few positions have come
+    half_way: Buffer = b""  # of the piece that has been through `passed` of its blocks
+    passed: int = 0
 
 
 class SpanExecutor:
@@ -82,26 +84,24 @@ class SpanExecutor:
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Sequence[Buffer]:
-        for piece in pieces:
-            self._check(piece)
+        pieces = [self._checked(piece) for piece in pieces]
         of_span: dict[Span, list[int]] = {}
         for index, piece in enumerate(pieces):
-            of_span.setdefault(self._sequences[piece.session].span, []).append(index)
+            of_span.setdefault(self._blocks_of(piece), []).append(index)
         outputs: dict[int, Buffer] = {}
         for span, indices in of_span.items():
             parts = self._run(span, [pieces[index] for index in indices])
             outputs.update(zip(indices, parts, strict=True))
-        for piece in pieces:
-            self._sequences[piece.session].kv.length = piece.start + piece.length
-        if sum(piece.length for piece in pieces) >= _LARGE_TOKENS:
+        come_out = [self._settle(piece, outputs[index]) for index, piece in enumerate(pieces)]
+        if sum(piece.length for piece, output in zip(pieces, come_out, strict=True) if output) >= _LARGE_TOKENS:
             give_back()
-        return [outputs[index] for index in range(len(pieces))]
+        return come_out
 
     def truncate(self, session: SessionId, length: int) -> None:
-        kv = self._sequences[session].kv
-        if length > kv.length:
-            raise LocalProtocolError(f"cannot keep {length} positions of {kv.length}")
-        kv.length = length
+        sequence = self._sequences[session]
+        if length > sequence.kv.length:
+            raise LocalProtocolError(f"cannot keep {length} positions of {sequence.kv.length}")
+        sequence.kv.length, sequence.half_way, sequence.passed = length, b"", 0
 
     @torch.inference_mode()
     def fork(self, session: SessionId, source: SessionId, shared: int, length: int) -> None:
@@ -117,17 +117,40 @@ class SpanExecutor:
             del sequence
             give_back()
 
-    def _check(self, piece: Piece) -> None:
-        kv = self._sequences[piece.session].kv
+    def _checked(self, piece: Piece) -> Piece:
+        """With its hidden states, wherever they are."""
+        sequence = self._sequences[piece.session]
+        kv = sequence.kv
         if piece.start != kv.length or piece.start + piece.length > kv.capacity:
             raise LocalProtocolError(f"piece [{piece.start}, +{piece.length}) does not continue a KV of {kv.length}")
+        if piece.first != sequence.passed:
+            raise LocalProtocolError(f"a piece at block {piece.first} of a session that is at {sequence.passed}")
+        if piece.first:
+            piece = replace(piece, hidden=sequence.half_way)
         if memoryview(piece.hidden).nbytes != piece.length * self._hidden_size * FLOAT_BYTES:
             raise LocalProtocolError(f"hidden states of another number of positions than {piece.length}")
+        return piece
+
+    def _blocks_of(self, piece: Piece) -> Span:
+        """Through which it goes now."""
+        span = self._sequences[piece.session].span
+        return Span(span.start + piece.first, span.end if piece.end is None else span.start + piece.end)
+
+    def _settle(self, piece: Piece, output: Buffer) -> Buffer:
+        """What comes out: nothing of a piece that has blocks left."""
+        sequence = self._sequences[piece.session]
+        if piece.end is not None and piece.end < len(sequence.span):
+            sequence.half_way, sequence.passed = output, piece.end
+            return b""
+        sequence.half_way, sequence.passed = b"", 0
+        sequence.kv.length = piece.start + piece.length
+        return output
 
     def _run(self, span: Span, pieces: Sequence[Piece]) -> Sequence[Buffer]:
-        """The outputs of `pieces`, whose sessions all go through `span`."""
+        """What the blocks of `span` make of `pieces`: they are all of what a session goes through, or some of it."""
         native = self.model.native
-        if native is not None and are_few([each.length for each in pieces]):
+        is_whole = all(self._sequences[each.session].span == span for each in pieces)
+        if native is not None and is_whole and are_few([each.length for each in pieces]):
             few = [(self._slabs(each.session, native.no_kv), each.start, each.hidden) for each in pieces]
             return native.blocks.forward(span.start - self.span.start, few)
         segments = [Segment(self._sequences[each.session].kv, each.start, each.length) for each in pieces]

@@ -172,12 +172,12 @@ class WorkerProcess:
     async def _do(self, work: Work) -> tuple[Done, float]:
         if self.has_ended:
             raise await self._lost()
-        size = work_bytes(work)
-        for memory in (self._requests, self._results):
-            memory.grow(size)
-        await self._send(pack_message(WORK, *put_work(work, self._requests.view(size))))
+        asked_bytes, output_bytes = work_bytes(work)
+        self._requests.grow(asked_bytes)
+        self._results.grow(output_bytes)
+        await self._send(pack_message(WORK, *put_work(work, self._requests.view(asked_bytes))))
         _word, (chores, outputs, took_s, self._kv_tokens_free) = await self._receive()
-        return take_done(chores, outputs, self._results.view(size)), took_s
+        return take_done(chores, outputs, self._results.view(output_bytes)), took_s
 
     async def _send(self, message: bytes) -> None:
         """Plain calls: trio's own streams take half as long again for a decode's way there and back."""

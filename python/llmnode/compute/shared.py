@@ -18,7 +18,7 @@ class SharedMemory:
         """Owns the descriptor."""
         self.file = file
         self._size = 0
-        self._mapped = memoryview(b"")
+        self._mapped = memoryview(bytearray())
 
     def grow(self, size: int) -> None:
         """To hold `size` bytes; for one of the two, and while the other does not look."""
@@ -34,7 +34,7 @@ class SharedMemory:
 
     def close(self) -> None:
         """What is mapped stays so until the last view of it is gone."""
-        self._mapped = memoryview(b"")
+        self._mapped = memoryview(bytearray())
         os.close(self.file)
         self.file = -1
 

@@ -49,6 +49,8 @@ class Part:
 
     piece: Piece
     undo_to: int
+    output_bytes: int
+    """None while it has blocks left to go through."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def do(executor: Executor, work: Work) -> Done:
     chores = [_settle(executor, chore) for chore in work.chores]
     outputs = _forward(executor, [part.piece for part in work.parts])
     for part, output in zip(work.parts, outputs, strict=True):
-        if isinstance(output, Exception) and part.undo_to < part.piece.start:
+        if isinstance(output, Exception) and (part.undo_to < part.piece.start or part.piece.first):
             executor.truncate(part.piece.session, part.undo_to)
     return Done(chores, outputs)
 

@@ -174,9 +174,12 @@ class BatchPolicy:
     decoding_s: float = 1.0
     """Whose latest decode is no longer ago may come with the next at any time."""
     least_prefill: int = 8
-    """Positions in a forward, however slow: with fewer, prefills would hardly go on."""
+    """Positions in a forward, through one block at least, however slow: with fewer, prefills would hardly go on."""
     unmeasured_prefill: int = 64
     """Until it has been seen how long they take."""
+    fast_prefill: int = 128
+    """So many are nearly as fast, each, as more are. If there is no time for them in one forward, as beside decodes on
+    a CPU, they go through a few blocks in each."""
     most_prefill: int = 512
     """More gain nothing on any device that we know, and need memory."""
     gather_share: float = 0.25

@@ -1,8 +1,10 @@
 """Which of the pieces that wait are computed next, and together. Knows no clock: it is told the time.
 
-A batch is what is ready when the executor is free: every decode, and of the prefills as many positions as leave the
-decodes beside them fast. Before it, those are waited for who decode in step with the others and are just about to
-come back (`waits_until_s`): else two halves of the clients would take turns, at nearly the price of two wholes each.
+A batch is what is ready when the executor is free: every decode, and of the prefills as much as leaves the decodes
+beside them fast. If that would be a few positions, each of which is dear then, it is more of them through a few blocks
+at a time (Lee et al., From Tokens to Layers: Redefining Stall-Free Scheduling for LLM Serving with Layered Prefill,
+2025). Before it, those are waited for who decode in step with the others and are just about to come back
+(`waits_until_s`): else two halves of the clients would take turns, at nearly the price of two wholes each.
 
 Clients share what there is by virtual token counters (Sheng et al., Fairness in Serving Large Language Models, OSDI
 2024, algorithm 2): whoever was given the fewest positions is next, and who comes back starts level with the least of
@@ -18,7 +20,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from llmnode.core.ids import PeerId, SessionId
     from llmnode.core.policy import BatchPolicy
@@ -49,11 +51,18 @@ PRIORITIES = {each.word: each for each in Priority}
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`length` positions of a piece, from its own position `start` on."""
+    """`length` positions of a piece, from its own position `start` on, through its session's blocks [`first`, `end`).
+
+    They have been through those before, and go through those after in batches to come.
+    """
 
     ticket: int
     start: int
     length: int
+    first: int
+    end: int
+    is_through: bool
+    """Whether there are no blocks after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +83,23 @@ class _Lane(NamedTuple):
 
 @dataclass(slots=True)
 class _Entry:
-    """A piece, or without a lane a chore, that is not done yet. `given` are its positions in batches so far."""
+    """A piece, or without a lane a chore, that is not done yet. `given` positions of it are computed, `chunk` more have
+    been through `passed` of its session's `blocks`.
+    """
 
     ticket: int
     sessions: Sequence[SessionId]
     lane: _Lane | None = None
     length: int = 0
+    blocks: int = 0
     given: int = 0
+    chunk: int = 0
+    passed: int = 0
+
+    @property
+    def left(self) -> int:
+        """Positions that have not begun."""
+        return self.length - self.given - self.chunk
 
 
 @dataclass(slots=True)
@@ -91,6 +110,7 @@ class _Session:
 
     client: PeerId
     priority: Priority
+    blocks: int
     answered_s: float | None = None
     think_s: float = inf
     line: deque[int] = field(default_factory=deque)
@@ -112,14 +132,14 @@ class Scheduler:
         self._queued: Counter[PeerId] = Counter()  # pieces of each client
         self._level = 0  # the counter of who was the last to have nothing queued
         self._done_s = -inf  # when the latest forward was
-        self._since_s: dict[_Lane, float] = {}  # waiting lanes: the latest batch with something of it, or its first add
+        self._since_s: dict[_Lane, float] = {}  # waiting lanes: when positions were last computed, or its first add
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def admit(self, session: SessionId, client: PeerId, priority: Priority) -> None:
-        """From now on there may be pieces and chores of it."""
-        self._sessions[session] = _Session(client, priority)
+    def admit(self, session: SessionId, client: PeerId, priority: Priority, blocks: int) -> None:
+        """From now on there may be pieces and chores of it, which goes through so many blocks."""
+        self._sessions[session] = _Session(client, priority, blocks)
 
     def dismiss(self, session: SessionId) -> None:
         """There is nothing more to come, and nothing left of it. An unknown one does nothing."""
@@ -141,7 +161,7 @@ class Scheduler:
             self._since_s[lane] = now_s
         self._queued[of.client] += 1
         self._note_return(of, lane, now_s)
-        self._enter(_Entry(ticket, (session,), lane, length))
+        self._enter(_Entry(ticket, (session,), lane, length, of.blocks))
 
     def add_chore(self, ticket: int, sessions: Sequence[SessionId]) -> None:
         """Something else to be done for sessions, after what they have here and before what they add later.
@@ -178,31 +198,33 @@ class Scheduler:
                 session.think_s = _MISSED * self._patience_s
         ready = [entry for entry in self._entries.values() if self._is_ready(entry)]
         chores = [entry.ticket for entry in ready if entry.lane is None]
-        pieces = [(entry.lane, entry) for entry in ready if entry.lane is not None]
-        decodes = self._choose([each for each in pieces if each[0].is_decode], self._policy.decodes, now_s)
-        prefills = [each for each in pieces if not each[0].is_decode]
-        room = self._pace.room(beside_decodes=bool(decodes) or self._is_decoding(now_s)) if prefills else 0
-        return Batch(chores, decodes + self._choose(prefills, room, now_s))
+        decodes = self._choose_decodes([entry for entry in ready if entry.lane and entry.lane.is_decode], now_s)
+        prefills = [entry for entry in ready if entry.lane and not entry.lane.is_decode]
+        beside_decodes = bool(decodes) or self._is_decoding(now_s)
+        return Batch(chores, decodes + self._choose_prefills(prefills, now_s, beside_decodes=beside_decodes))
 
     def done(self, batch: Batch, took_s: float | None, now_s: float) -> None:
         """The batch is computed. `took_s` is None if it was not one forward, as some part of it has failed.
 
         Pieces stay until they are removed, those that are computed to their end too.
         """
-        decodes = prefill = 0
+        decodes, prefills = 0, []
         for part in batch.parts:
             entry = self._entries[part.ticket]
             assert entry.lane is not None, "chores have no parts"
-            entry.given += part.length
+            if part.is_through:
+                entry.given, entry.chunk, entry.passed = entry.given + part.length, 0, 0
+            else:
+                entry.chunk, entry.passed = part.length, part.end
             if entry.lane.is_decode:
                 decodes += 1
                 self._sessions[entry.sessions[0]].answered_s = now_s
             else:
-                prefill += part.length
+                prefills.append(part)
         if batch.parts:
             self._done_s = now_s
             if took_s is not None:
-                self._pace.note(decodes, prefill, took_s)
+                self._pace.note(decodes, prefills, took_s)
 
     def _enter(self, entry: _Entry) -> None:
         self._entries[entry.ticket] = entry
@@ -239,28 +261,83 @@ class Scheduler:
             for each in self._sessions.values()
         )
 
-    def _choose(self, ready: Sequence[tuple[_Lane, _Entry]], room: int, now_s: float) -> list[Part]:
-        """As many positions as there is room for."""
+    def _in_turn(self, ready: Sequence[_Entry], now_s: float) -> Iterator[_Entry]:
+        """As long as it is asked; who is given positions meanwhile has its next turn later."""
         lanes: dict[_Lane, deque[_Entry]] = {}
-        for lane, entry in ready:
-            lanes.setdefault(lane, deque()).append(entry)
+        for entry in ready:
+            assert entry.lane is not None, "chores have no turns"
+            lanes.setdefault(entry.lane, deque()).append(entry)
 
         def turn(lane: _Lane) -> tuple[int, int, int]:
             aged = int((now_s - self._since_s[lane]) / self._policy.ageing_s)
             return max(0, lane.priority - aged), self._given[lane.client], lanes[lane][0].ticket
 
-        parts = []
-        while lanes and room > 0:
+        while lanes:
             lane = min(lanes, key=turn)
-            entry = lanes[lane].popleft()
+            yield lanes[lane].popleft()
             if not lanes[lane]:
                 del lanes[lane]
-            part = Part(entry.ticket, entry.given, min(entry.length - entry.given, room))
-            parts.append(part)
-            room -= part.length
-            self._given[lane.client] += part.length
-            self._since_s[lane] = now_s
+
+    def _choose_decodes(self, ready: Sequence[_Entry], now_s: float) -> list[Part]:
+        """As many positions as there is room for."""
+        parts: list[Part] = []
+        room = self._policy.decodes
+        for entry in self._in_turn(ready, now_s):
+            if not room:
+                break
+            length = min(entry.left, room)
+            room -= length
+            self._charge(entry, length)
+            parts.append(self._part(entry, length, entry.blocks, now_s))
         return parts
+
+    def _choose_prefills(self, ready: Sequence[_Entry], now_s: float, *, beside_decodes: bool) -> list[Part]:
+        """As many positions as there is time for: through all blocks, or if those would be too few, more of them
+        through some. Then all are at the same block.
+        """
+        chosen: list[tuple[_Entry, int]] = []
+        room = most = positions = first = blocks = 0
+        for entry in self._in_turn(ready, now_s):
+            if not chosen:
+                first, blocks = entry.passed, entry.blocks
+                room = self._pace.room(blocks, beside_decodes=beside_decodes)
+                alike = [each for each in ready if (each.passed, each.blocks) == (first, blocks)]
+                most = self._most_positions(sum(each.left for each in alike), blocks, room)
+                if first:
+                    most = max(entry.chunk, room)
+            elif (entry.passed, entry.blocks) != (first, blocks) or positions + entry.chunk > most:
+                continue
+            length = entry.chunk or min(entry.left, most - positions)
+            if not entry.chunk:
+                self._charge(entry, length)
+            chosen.append((entry, length))
+            positions += length
+            if positions == most:
+                break
+        if not chosen:
+            return []
+        end = min(blocks, first + max(1, room // positions))
+        return [self._part(entry, length, end, now_s) for entry, length in chosen]
+
+    def _most_positions(self, waiting: int, blocks: int, room: int) -> int:
+        """Of new ones."""
+        policy = self._policy
+        through_all = min(waiting, policy.most_prefill, room // blocks)
+        if through_all >= min(waiting, policy.fast_prefill):
+            return through_all
+        return max(policy.least_prefill, min(policy.most_prefill, room))
+
+    def _charge(self, entry: _Entry, positions: int) -> None:
+        assert entry.lane is not None
+        self._given[entry.lane.client] += positions
+
+    def _part(self, entry: _Entry, length: int, end: int, now_s: float) -> Part:
+        """Who has waited long has all of its turn: until the positions are computed."""
+        assert entry.lane is not None
+        is_through = end == entry.blocks
+        if is_through:
+            self._since_s[entry.lane] = now_s
+        return Part(entry.ticket, entry.given, length, entry.passed, end, is_through)
 
 
 class _ForwardPace:
@@ -270,20 +347,23 @@ class _ForwardPace:
         self._policy = policy
         self.decode_s = 0.0
         """A forward of decodes alone; 0 until there was one."""
-        self._position_s = 0.0  # what each position of a prefill adds
+        self._position_s = 0.0  # what each position of a prefill adds, a block
 
-    def note(self, decodes: int, prefill: int, took_s: float) -> None:
-        if not prefill:
+    def note(self, decodes: int, prefills: Sequence[Part], took_s: float) -> None:
+        if not prefills:
             self.decode_s = _mixed(self.decode_s, took_s)
-        elif decodes or prefill >= self._policy.least_prefill:  # of fewer it is mostly what any forward takes
-            self._position_s = _mixed(self._position_s, max(took_s - self.decode_s, took_s / 100) / prefill)
+        elif decodes or sum(part.length for part in prefills) >= self._policy.least_prefill:  # else it is any forward's
+            through = sum(part.length * (part.end - part.first) for part in prefills)
+            added_s = max(took_s - self.decode_s, took_s / 100) if decodes else took_s
+            self._position_s = _mixed(self._position_s, added_s / through)
 
-    def room(self, *, beside_decodes: bool) -> int:
+    def room(self, blocks: int, *, beside_decodes: bool) -> int:
+        """Positions that there is time for, each through one of so many blocks."""
         policy = self._policy
         if not self._position_s or (beside_decodes and not self.decode_s):
-            return policy.unmeasured_prefill
+            return policy.unmeasured_prefill * blocks
         may_add_s = (policy.stretch - 1) * self.decode_s if beside_decodes else policy.prefill_s
-        return max(policy.least_prefill, min(policy.most_prefill, int(may_add_s / self._position_s)))
+        return int(may_add_s / self._position_s)
 
 
 def _mixed(before_s: float, took_s: float) -> float:

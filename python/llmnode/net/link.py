@@ -301,8 +301,8 @@ class Libp2pLink:
                 self._beat()
 
     async def _notice_silence(self) -> None:
-        """Only time in which we could have listened counts: however long this machine was busy or suspended, what arrived
-        meanwhile is read before the next part of our patience ends.
+        """Only time in which we could have listened counts: however long this machine was busy or suspended, what
+        arrived meanwhile is read before the next part of our patience ends.
         """
         parts = 0
         while parts < SILENCE_PARTS:

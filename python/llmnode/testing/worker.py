@@ -118,6 +118,7 @@ class ExactExecutor:
         self._reserved: dict[SessionId, int] = {}
         self._spans: dict[SessionId, Span] = {}
         self._kept: dict[SessionId, bytes] = {}
+        self._half_way: dict[SessionId, tuple[int, bytes]] = {}  # blocks that were passed, and what came in
 
     @property
     def reserved(self) -> int:
@@ -146,11 +147,15 @@ class ExactExecutor:
         self._fail_if_told()
         for piece in pieces:
             assert len(self._kept[piece.session]) == piece.start * self._row_bytes
-            assert len(piece.hidden) == piece.length * self._row_bytes
+            passed, came_in = self._half_way.get(piece.session, (0, piece.hidden))
+            assert piece.first == passed
+            assert len(came_in) == piece.length * self._row_bytes
+            assert bool(piece.hidden) == (not piece.first)
         self.batches.append([piece.session for piece in pieces])
         return [self._output(piece) for piece in pieces]
 
     def truncate(self, session: SessionId, length: int) -> None:
+        self._half_way.pop(session, None)
         self._kept[session] = self._kept[session][: length * self._row_bytes]
 
     def fork(self, session: SessionId, source: SessionId, shared: int, length: int) -> None:
@@ -167,6 +172,7 @@ class ExactExecutor:
         self._reserved.pop(session, None)
         self._spans.pop(session, None)
         self._kept.pop(session, None)
+        self._half_way.pop(session, None)
 
     def occupy(self, kv_tokens: int) -> None:
         """As another client's session would, until it is called with 0."""
@@ -175,7 +181,12 @@ class ExactExecutor:
             self._reserved[_STRANGER] = kv_tokens
 
     def _output(self, piece: Piece) -> Buffer:
-        kept = self._kept[piece.session] + bytes(piece.hidden)
+        _, came_in = self._half_way.pop(piece.session, (0, bytes(piece.hidden)))
+        if piece.end is not None and piece.end < len(self._spans[piece.session]):
+            assert piece.end > piece.first
+            self._half_way[piece.session] = piece.end, came_in
+            return b""
+        kept = self._kept[piece.session] + came_in
         self._kept[piece.session] = kept
         return exact_output(kept, self._spans[piece.session])[piece.start * self._row_bytes :]
 
