@@ -71,7 +71,7 @@ class BatchingWorker:
     ) -> bool:
         if self._scheduler.knows(session):
             raise LocalProtocolError("this session is open already")
-        self._scheduler.admit(session, client, priority, len(span))
+        self._scheduler.admit(session, client, priority, span)
         is_open = False
         try:
             is_open = await self._do([session], Open(session, span, max_length))

@@ -85,12 +85,13 @@ class SpanExecutor:
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Sequence[Buffer]:
         pieces = [self._checked(piece) for piece in pieces]
-        of_span: dict[Span, list[int]] = {}
+        together: dict[tuple[Span, bool], list[int]] = {}
         for index, piece in enumerate(pieces):
-            of_span.setdefault(self._blocks_of(piece), []).append(index)
+            through, whole = self._blocks_of(piece), self._sequences[piece.session].span
+            together.setdefault((through, through == whole), []).append(index)
         outputs: dict[int, Buffer] = {}
-        for span, indices in of_span.items():
-            parts = self._run(span, [pieces[index] for index in indices])
+        for (span, is_whole), indices in together.items():
+            parts = self._run(span, [pieces[index] for index in indices], is_whole=is_whole)
             outputs.update(zip(indices, parts, strict=True))
         come_out = [self._settle(piece, outputs[index]) for index, piece in enumerate(pieces)]
         if sum(piece.length for piece, output in zip(pieces, come_out, strict=True) if output) >= _LARGE_TOKENS:
@@ -146,10 +147,9 @@ class SpanExecutor:
         sequence.kv.length = piece.start + piece.length
         return output
 
-    def _run(self, span: Span, pieces: Sequence[Piece]) -> Sequence[Buffer]:
-        """What the blocks of `span` make of `pieces`: they are all of what a session goes through, or some of it."""
+    def _run(self, span: Span, pieces: Sequence[Piece], *, is_whole: bool) -> Sequence[Buffer]:
+        """What the blocks of `span` make of `pieces`: they are all that the sessions go through, or some of it."""
         native = self.model.native
-        is_whole = all(self._sequences[each.session].span == span for each in pieces)
         if native is not None and is_whole and are_few([each.length for each in pieces]):
             few = [(self._slabs(each.session, native.no_kv), each.start, each.hidden) for each in pieces]
             return native.blocks.forward(span.start - self.span.start, few)

@@ -50,7 +50,7 @@ class Part:
     piece: Piece
     undo_to: int
     output_bytes: int
-    """None while it has blocks left to go through."""
+    """0 while it has blocks left to go through."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,21 +165,21 @@ class BatchPolicy:
     """A piece of no more counts as a decode: somebody may be reading along, and it hardly lengthens a forward."""
     decodes: int = 64
     """Positions of decodes in one forward."""
-    stretch: float = 1.75
-    """With prefills, a forward of decodes may take so many times as long as without: who reads along sees a little more
-    than half the speed, and a prefill of many chunks is done in a little more than twice its time alone."""
+    stretch: float = 2.0
+    """With prefills, or with those between that go through a few blocks, a forward of decodes may take so many times as
+    long as without: who reads along sees half the speed or more, and a prefill takes about twice its time alone."""
     prefill_s: float = 0.5
     """What prefills may add to a forward while nobody decodes. A decode that comes then waits for all of it; on our
     CPU they get no faster with more."""
     decoding_s: float = 1.0
     """Whose latest decode is no longer ago may come with the next at any time."""
     least_prefill: int = 8
-    """Positions in a forward, through one block at least, however slow: with fewer, prefills would hardly go on."""
+    """Positions in a forward through all blocks, however slow: with fewer, prefills would hardly go on."""
     unmeasured_prefill: int = 64
     """Until it has been seen how long they take."""
     fast_prefill: int = 128
     """So many are nearly as fast, each, as more are. If there is no time for them in one forward, as beside decodes on
-    a CPU, they go through a few blocks in each."""
+    a CPU, but for half of them through one block, they go through a few blocks at a time."""
     most_prefill: int = 512
     """More gain nothing on any device that we know, and need memory."""
     gather_share: float = 0.25

@@ -1,14 +1,15 @@
 """Which of the pieces that wait are computed next, and together. Knows no clock: it is told the time.
 
-A batch is what is ready when the executor is free: every decode, and of the prefills as much as leaves the decodes
-beside them fast. If that would be a few positions, each of which is dear then, it is more of them through a few blocks
-at a time (Lee et al., From Tokens to Layers: Redefining Stall-Free Scheduling for LLM Serving with Layered Prefill,
-2025). Before it, those are waited for who decode in step with the others and are just about to come back
-(`waits_until_s`): else two halves of the clients would take turns, at nearly the price of two wholes each.
+A batch is what is ready when the executor is free: every decode, and of the prefills as many positions as leave the
+decodes beside them fast. If those are few, each is dear: then more of them go through a few blocks at a time, in
+batches of their own between those of decodes (Lee et al., From Tokens to Layers: Redefining Stall-Free Scheduling for
+LLM Serving with Layered Prefill, 2025). Before a batch those are waited for who decode in step with the others and are
+just about to come back (`waits_until_s`): else two halves of the clients would take turns, at nearly the price of two
+wholes each.
 
 Clients share what there is by virtual token counters (Sheng et al., Fairness in Serving Large Language Models, OSDI
-2024, algorithm 2): whoever was given the fewest positions is next, and who comes back starts level with the least of
-those that are here, so that nobody saves up turns while away, nor pays for what nobody else wanted.
+2024, algorithm 2): whoever was given the fewest positions, by blocks, is next, and who comes back starts level with the
+least of those that are here, so that nobody saves up turns while away, nor pays for what nobody else wanted.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
+from llmnode.core.span import Span
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from llmnode.core.ids import PeerId, SessionId
     from llmnode.core.policy import BatchPolicy
@@ -31,6 +35,8 @@ _HOPE = 2
 _PAUSE, _MISSED = 4, 16
 """A longer pause, and not to have come when it was waited for, count as so many times our patience."""
 _PACE_KEEPS = 0.7
+_MIXED_BATCHES = 16
+"""One after the other, of decodes with prefills: then there is one of decodes alone, to see how long those take now."""
 
 
 class Priority(IntEnum):
@@ -81,17 +87,20 @@ class _Lane(NamedTuple):
     is_decode: bool
 
 
+_NO_SPAN = Span(0, 1)  # of chores
+
+
 @dataclass(slots=True)
 class _Entry:
     """A piece, or without a lane a chore, that is not done yet. `given` positions of it are computed, `chunk` more have
-    been through `passed` of its session's `blocks`.
+    been through `passed` of the blocks of its session's `span`.
     """
 
     ticket: int
     sessions: Sequence[SessionId]
     lane: _Lane | None = None
     length: int = 0
-    blocks: int = 0
+    span: Span = _NO_SPAN
     given: int = 0
     chunk: int = 0
     passed: int = 0
@@ -100,6 +109,23 @@ class _Entry:
     def left(self) -> int:
         """Positions that have not begun."""
         return self.length - self.given - self.chunk
+
+    @property
+    def ahead(self) -> Span:
+        """The blocks that its next positions go through."""
+        return Span(self.span.start + self.passed, self.span.end)
+
+
+class _Given(NamedTuple):
+    """Positions of a piece, up to `end` of its session's blocks."""
+
+    entry: _Entry
+    length: int
+    end: int
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.entry.passed and self.end == len(self.entry.span)
 
 
 @dataclass(slots=True)
@@ -110,7 +136,7 @@ class _Session:
 
     client: PeerId
     priority: Priority
-    blocks: int
+    span: Span
     answered_s: float | None = None
     think_s: float = inf
     line: deque[int] = field(default_factory=deque)
@@ -132,14 +158,16 @@ class Scheduler:
         self._queued: Counter[PeerId] = Counter()  # pieces of each client
         self._level = 0  # the counter of who was the last to have nothing queued
         self._done_s = -inf  # when the latest forward was
+        self._is_decodes_turn = False  # alone: the latest forward was of prefills alone
+        self._mixed_batches = 0  # since the latest of decodes alone
         self._since_s: dict[_Lane, float] = {}  # waiting lanes: when positions were last computed, or its first add
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def admit(self, session: SessionId, client: PeerId, priority: Priority, blocks: int) -> None:
-        """From now on there may be pieces and chores of it, which goes through so many blocks."""
-        self._sessions[session] = _Session(client, priority, blocks)
+    def admit(self, session: SessionId, client: PeerId, priority: Priority, span: Span) -> None:
+        """From now on there may be pieces and chores of it, which goes through the blocks of `span`."""
+        self._sessions[session] = _Session(client, priority, span)
 
     def dismiss(self, session: SessionId) -> None:
         """There is nothing more to come, and nothing left of it. An unknown one does nothing."""
@@ -161,7 +189,7 @@ class Scheduler:
             self._since_s[lane] = now_s
         self._queued[of.client] += 1
         self._note_return(of, lane, now_s)
-        self._enter(_Entry(ticket, (session,), lane, length, of.blocks))
+        self._enter(_Entry(ticket, (session,), lane, length, of.span))
 
     def add_chore(self, ticket: int, sessions: Sequence[SessionId]) -> None:
         """Something else to be done for sessions, after what they have here and before what they add later.
@@ -200,15 +228,21 @@ class Scheduler:
         chores = [entry.ticket for entry in ready if entry.lane is None]
         decodes = self._choose_decodes([entry for entry in ready if entry.lane and entry.lane.is_decode], now_s)
         prefills = [entry for entry in ready if entry.lane and not entry.lane.is_decode]
-        beside_decodes = bool(decodes) or self._is_decoding(now_s)
-        return Batch(chores, decodes + self._choose_prefills(prefills, now_s, beside_decodes=beside_decodes))
+        given = self._choose_prefills(prefills, now_s, beside_decodes=bool(decodes) or self._is_decoding(now_s))
+        if decodes and given:
+            if self._is_decodes_turn or self._mixed_batches >= _MIXED_BATCHES:
+                given = []
+            elif any(not each.is_whole for each in given):
+                decodes = []
+        return Batch(chores, [self._give(each, now_s) for each in decodes + given])
 
     def done(self, batch: Batch, took_s: float | None, now_s: float) -> None:
         """The batch is computed. `took_s` is None if it was not one forward, as some part of it has failed.
 
         Pieces stay until they are removed, those that are computed to their end too.
         """
-        decodes, prefills = 0, []
+        decodes = prefill = 0
+        through = 0.0  # of the blocks
         for part in batch.parts:
             entry = self._entries[part.ticket]
             assert entry.lane is not None, "chores have no parts"
@@ -220,11 +254,14 @@ class Scheduler:
                 decodes += 1
                 self._sessions[entry.sessions[0]].answered_s = now_s
             else:
-                prefills.append(part)
+                prefill += part.length * (part.end - part.first)
+                through = max(through, (part.end - part.first) / len(entry.span))
         if batch.parts:
             self._done_s = now_s
+            self._is_decodes_turn = not decodes
+            self._mixed_batches = self._mixed_batches + 1 if decodes and prefill else 0
             if took_s is not None:
-                self._pace.note(decodes, prefills, took_s)
+                self._pace.note(decodes, prefill, through, took_s)
 
     def _enter(self, entry: _Entry) -> None:
         self._entries[entry.ticket] = entry
@@ -261,80 +298,88 @@ class Scheduler:
             for each in self._sessions.values()
         )
 
-    def _in_turn(self, ready: Sequence[_Entry], now_s: float) -> Iterator[_Entry]:
-        """As long as it is asked; who is given positions meanwhile has its next turn later."""
+    def _in_turn(self, ready: Sequence[_Entry], now_s: float) -> Iterator[tuple[int, _Entry]]:
+        """With its rank, by which who has waited for long goes up. Each counts as given, all of it, for those after."""
+        given = self._given.copy()
         lanes: dict[_Lane, deque[_Entry]] = {}
         for entry in ready:
             assert entry.lane is not None, "chores have no turns"
             lanes.setdefault(entry.lane, deque()).append(entry)
 
-        def turn(lane: _Lane) -> tuple[int, int, int]:
-            aged = int((now_s - self._since_s[lane]) / self._policy.ageing_s)
-            return max(0, lane.priority - aged), self._given[lane.client], lanes[lane][0].ticket
+        def rank(lane: _Lane) -> int:
+            return max(0, lane.priority - int((now_s - self._since_s[lane]) / self._policy.ageing_s))
 
         while lanes:
-            lane = min(lanes, key=turn)
-            yield lanes[lane].popleft()
+            lane = min(lanes, key=lambda lane: (rank(lane), given[lane.client], lanes[lane][0].ticket))
+            entry = lanes[lane].popleft()
             if not lanes[lane]:
                 del lanes[lane]
+            given[lane.client] += (entry.left + entry.chunk) * len(entry.span)
+            yield rank(lane), entry
 
-    def _choose_decodes(self, ready: Sequence[_Entry], now_s: float) -> list[Part]:
+    def _choose_decodes(self, ready: Sequence[_Entry], now_s: float) -> list[_Given]:
         """As many positions as there is room for."""
-        parts: list[Part] = []
+        chosen = []
         room = self._policy.decodes
-        for entry in self._in_turn(ready, now_s):
+        for _, entry in self._in_turn(ready, now_s):
             if not room:
                 break
-            length = min(entry.left, room)
-            room -= length
-            self._charge(entry, length)
-            parts.append(self._part(entry, length, entry.blocks, now_s))
-        return parts
+            chosen.append(_Given(entry, min(entry.left, room), len(entry.span)))
+            room -= chosen[-1].length
+        return chosen
 
-    def _choose_prefills(self, ready: Sequence[_Entry], now_s: float, *, beside_decodes: bool) -> list[Part]:
-        """As many positions as there is time for: through all blocks, or if those would be too few, more of them
-        through some. Then all are at the same block.
+    def _choose_prefills(self, ready: Sequence[_Entry], now_s: float, *, beside_decodes: bool) -> list[_Given]:
+        """As many positions as there is time for, through all blocks; or more of them through the same few blocks, of
+        whoever is next, and of others of no lower rank as far as positions get cheaper by that.
         """
-        chosen: list[tuple[_Entry, int]] = []
-        room = most = positions = first = blocks = 0
-        for entry in self._in_turn(ready, now_s):
-            if not chosen:
-                first, blocks = entry.passed, entry.blocks
-                room = self._pace.room(blocks, beside_decodes=beside_decodes)
-                alike = [each for each in ready if (each.passed, each.blocks) == (first, blocks)]
-                most = self._most_positions(sum(each.left for each in alike), blocks, room)
-                if first:
-                    most = max(entry.chunk, room)
-            elif (entry.passed, entry.blocks) != (first, blocks) or positions + entry.chunk > most:
-                continue
-            length = entry.chunk or min(entry.left, most - positions)
-            if not entry.chunk:
-                self._charge(entry, length)
-            chosen.append((entry, length))
-            positions += length
-            if positions == most:
-                break
-        if not chosen:
+        in_turn = self._in_turn(ready, now_s)
+        rank, next_up = next(in_turn, (0, None))
+        if next_up is None:
             return []
-        end = min(blocks, first + max(1, room // positions))
-        return [self._part(entry, length, end, now_s) for entry, length in chosen]
+        blocks, ahead = len(next_up.span), next_up.ahead
+        room = self._pace.room(beside_decodes=beside_decodes)
+        waiting = sum(entry.left for entry in ready if entry.ahead == ahead)
+        most = next_up.chunk or self._few_blocks(waiting, blocks, room, beside_decodes=beside_decodes)
+        if not most:
+            most = self._policy.unmeasured_prefill if room is None else room // blocks
+            most = max(self._policy.least_prefill, min(self._policy.most_prefill, most))
+            return self._of_all_blocks(chain([(rank, next_up)], in_turn), most)
+        chosen = [(next_up, next_up.chunk or min(next_up.left, most))]
+        positions = chosen[0][1]
+        for other_rank, entry in in_turn:
+            length = entry.chunk or entry.left
+            if entry.ahead == ahead and other_rank <= rank and positions + length <= self._policy.fast_prefill:
+                chosen.append((entry, length))
+                positions += length
+        end = min(blocks, next_up.passed + max(1, (room or 0) // positions))
+        return [_Given(entry, length, end) for entry, length in chosen]
 
-    def _most_positions(self, waiting: int, blocks: int, room: int) -> int:
-        """Of new ones."""
+    def _few_blocks(self, waiting: int, blocks: int, room: int | None, *, beside_decodes: bool) -> int:
+        """How many new positions, of those that wait, go through a few blocks at a time. 0 if all blocks at once are as
+        good: there is time for enough of them, or for too few either way.
+        """
         policy = self._policy
-        through_all = min(waiting, policy.most_prefill, room // blocks)
-        if through_all >= min(waiting, policy.fast_prefill):
-            return through_all
-        return max(policy.least_prefill, min(policy.most_prefill, room))
+        enough = min(waiting, policy.fast_prefill)
+        if room is None or room // blocks >= enough or room < policy.fast_prefill // 2:
+            return 0
+        return min(room, policy.most_prefill if beside_decodes else policy.fast_prefill)
 
-    def _charge(self, entry: _Entry, positions: int) -> None:
-        assert entry.lane is not None
-        self._given[entry.lane.client] += positions
+    def _of_all_blocks(self, in_turn: Iterable[tuple[int, _Entry]], most: int) -> list[_Given]:
+        chosen = []
+        for _, entry in in_turn:
+            if not most:
+                break
+            if not entry.passed:
+                chosen.append(_Given(entry, min(entry.left, most), len(entry.span)))
+                most -= chosen[-1].length
+        return chosen
 
-    def _part(self, entry: _Entry, length: int, end: int, now_s: float) -> Part:
-        """Who has waited long has all of its turn: until the positions are computed."""
+    def _give(self, given: _Given, now_s: float) -> Part:
+        """Who has waited for long has all of its turn: until positions of it are computed."""
+        entry, length, end = given
         assert entry.lane is not None
-        is_through = end == entry.blocks
+        self._given[entry.lane.client] += length * (end - entry.passed)
+        is_through = end == len(entry.span)
         if is_through:
             self._since_s[entry.lane] = now_s
         return Part(entry.ticket, entry.given, length, entry.passed, end, is_through)
@@ -349,19 +394,19 @@ class _ForwardPace:
         """A forward of decodes alone; 0 until there was one."""
         self._position_s = 0.0  # what each position of a prefill adds, a block
 
-    def note(self, decodes: int, prefills: Sequence[Part], took_s: float) -> None:
-        if not prefills:
+    def note(self, decodes: int, prefill: int, through: float, took_s: float) -> None:
+        """`prefill` are positions by blocks, which went through this share of them all."""
+        if not prefill:
             self.decode_s = _mixed(self.decode_s, took_s)
-        elif decodes or sum(part.length for part in prefills) >= self._policy.least_prefill:  # else it is any forward's
-            through = sum(part.length * (part.end - part.first) for part in prefills)
-            added_s = max(took_s - self.decode_s, took_s / 100) if decodes else took_s
-            self._position_s = _mixed(self._position_s, added_s / through)
+        else:
+            added_s = max(took_s - through * self.decode_s, took_s / (100 if decodes else 2))
+            self._position_s = _mixed(self._position_s, added_s / prefill)
 
-    def room(self, blocks: int, *, beside_decodes: bool) -> int:
-        """Positions that there is time for, each through one of so many blocks."""
+    def room(self, *, beside_decodes: bool) -> int | None:
+        """Positions that there is time for, each through one block. None if that is not known yet."""
         policy = self._policy
         if not self._position_s or (beside_decodes and not self.decode_s):
-            return policy.unmeasured_prefill * blocks
+            return None
         may_add_s = (policy.stretch - 1) * self.decode_s if beside_decodes else policy.prefill_s
         return int(may_add_s / self._position_s)
 
