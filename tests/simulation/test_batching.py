@@ -222,6 +222,13 @@ async def test_a_session_that_does_not_fit_is_not_open() -> None:
     assert worker.kv_tokens_free == 100 * LENGTH
 
 
+def any_policy(rng: random.Random) -> BatchPolicy:
+    """Where there is little time, prefills go through a few blocks at once."""
+    added_s = rng.choice([0.001, 0.1, 1.0])
+    sizes = {"fast_prefill": rng.choice([2, 16, 128]), "most_prefill": rng.choice([16, 64, 512])}
+    return BatchPolicy(stretch=1 + added_s, prefill_s=added_s, **sizes)
+
+
 @pytest.mark.parametrize("seed", seeds(60))
 def test_any_company_gives_the_same_bytes(seed: int) -> None:
     simulate(partial(share_a_worker, random.Random(seed)), seed=seed)
@@ -229,7 +236,8 @@ def test_any_company_gives_the_same_bytes(seed: int) -> None:
 
 async def share_a_worker(rng: random.Random) -> None:
     """Sessions of several clients that step, take back, copy each other, fail, are cancelled and go, at any time."""
-    worker = make_worker(BatchPolicy(most_prefill=rng.choice([16, 64, 512])))
+    worker = make_worker(any_policy(rng))
+    spans = {number: rng.choice([SPAN, SPAN, Span(1, 3), Span(2, 3)]) for number in range(8)}
     worker.forward_s = rng.choice([0.0, FORWARD_S])
     texts: dict[int, bytes] = {}
     copying: set[int] = set()  # of which it is not known yet what they have
@@ -237,7 +245,7 @@ async def share_a_worker(rng: random.Random) -> None:
     async def live(number: int) -> None:
         await trio.sleep(rng.choice([0.0, rng.uniform(0, 10 * FORWARD_S)]))
         priority = rng.choice(list(Priority))
-        assert await worker.open(name(number), SPAN, LENGTH, PeerId(f"client {number % 3}"), priority)
+        assert await worker.open(name(number), spans[number], LENGTH, PeerId(f"client {number % 3}"), priority)
         texts[number] = b""
         for _ in range(rng.randint(1, 12)):
             await rng.choice([step, step, step, step, take_back, copy, give_up, fail])(number)
@@ -257,7 +265,7 @@ async def share_a_worker(rng: random.Random) -> None:
             except RuntimeError:  # another's `fail`
                 return
             texts[number] += bytes(asked.hidden)
-            assert computed.hidden == exact_output(texts[number], SPAN)[asked.start * ROW :]
+            assert computed.hidden == exact_output(texts[number], spans[number])[asked.start * ROW :]
 
     async def take_back(number: int) -> None:
         keep = rng.randint(0, len(texts[number]) // ROW)
@@ -265,7 +273,8 @@ async def share_a_worker(rng: random.Random) -> None:
         await worker.truncate(name(number), keep)
 
     async def copy(number: int) -> None:
-        source = rng.choice(sorted(texts.keys() - copying))
+        alike = {each for each in texts if spans[each] == spans[number]}
+        source = rng.choice(sorted(alike - copying))
         text = texts[source]
         if source != number:
             copying.add(number)

@@ -46,17 +46,21 @@ class Shop:
     owners: dict[int, int] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
     computed: dict[int, int] = field(default_factory=dict)
+    spans: dict[int, Span] = field(default_factory=dict)
+    through: dict[int, Span] = field(default_factory=dict)
     half_way: dict[int, tuple[int, int]] = field(default_factory=dict)
     """How many positions have been through how many blocks."""
     ended: list[int] = field(default_factory=list)
     _tickets: int = 0
 
-    def open(self, session: int, of: int, priority: Priority = Priority.INTERACTIVE) -> None:
-        self.scheduler.admit(name(session), client(of), priority, Span(0, self.blocks))
+    def open(self, session: int, of: int, priority: Priority = Priority.INTERACTIVE, span: Span | None = None) -> None:
+        self.spans[session] = span or Span(0, self.blocks)
+        self.scheduler.admit(name(session), client(of), priority, self.spans[session])
         self.owners[session] = of
 
     def ask(self, session: int, length: int, at_s: float | None = None) -> int:
         self._tickets += 1
+        self.through[self._tickets] = self.spans[session]
         self.scheduler.add(self._tickets, name(session), length, self.now_s if at_s is None else at_s)
         self.lengths[self._tickets] = length
         self.computed[self._tickets] = 0
@@ -78,8 +82,8 @@ class Shop:
         for part in batch.parts:
             assert part.start == self.computed[part.ticket]
             assert (part.length, part.first) == self.half_way.pop(part.ticket, (part.length, 0))
-            assert part.first < part.end <= self.blocks
-            assert part.is_through == (part.end == self.blocks)
+            assert 0 <= part.first < part.end <= len(self.through[part.ticket])
+            assert part.is_through == (part.end == len(self.through[part.ticket]))
             if not part.is_through:
                 self.half_way[part.ticket] = (part.length, part.end)
                 continue
@@ -110,14 +114,18 @@ ASKED = st.one_of(
     script=st.lists(ASKED, max_size=60),
     priorities=st.lists(st.sampled_from(Priority), min_size=6, max_size=6),
     blocks=st.sampled_from([1, 2, 7, 30]),
+    measured=st.booleans(),
 )
 def test_everything_is_done_once_and_in_the_order_of_its_sessions(
-    script: list[tuple[str, int, int]], priorities: list[Priority], blocks: int
+    script: list[tuple[str, int, int]], priorities: list[Priority], blocks: int, measured: bool
 ) -> None:
     shop = Shop(blocks=blocks)
     of_session: dict[int, list[int]] = {session: [] for session in range(SESSIONS)}
     for session in range(SESSIONS):
-        shop.open(session, session // 2, priorities[session])
+        ends = Span(blocks - 1, blocks), Span(blocks // 2, blocks), Span(0, max(1, blocks // 2)), Span(0, 1)
+        shop.open(session, session // 2, priorities[session], [*ends, None, None][session])
+    for length in measured * [1, 64]:
+        shop.finish(shop.ask(5, length))
     asked: list[int] = []
     for what, one, other in script:
         if what == "piece":
@@ -137,7 +145,7 @@ def test_everything_is_done_once_and_in_the_order_of_its_sessions(
                     tickets.remove(gone)
     while len(shop.scheduler):
         assert shop.run() != Batch([], []), "something is left, and nothing is done"
-    assert sorted(shop.ended) == sorted(asked)
+    assert sorted(shop.ended[2 * measured :]) == sorted(asked)
     for tickets in of_session.values():
         assert [ticket for ticket in shop.ended if ticket in tickets] == tickets
     assert shop.run() == Batch([], [])
@@ -269,6 +277,44 @@ def test_more_who_decode_do_not_starve_prefills_and_no_forward_is_larger_than_th
             assert sum(part.length for part in parts) <= POLICY.most_prefill
         alone_s = 12 * PREFILL * POSITION_S
         assert shop.now_s - asked_s < 5 * alone_s
+
+
+def test_sessions_whose_blocks_end_alike_go_through_the_same_ones_together() -> None:
+    shop = shop_of(30, 2)
+    shop.open(2, 2, span=Span(12, 30))
+    prompts = [shop.ask(1, 60)]
+    batches = []
+    while not set(prompts) <= set(shop.ended):
+        if shop.half_way.get(prompts[0], (0, 0))[1] >= 12 and len(prompts) == 1:
+            prompts.append(shop.ask(2, 40))
+        shop.ask(0, 1)
+        batches.append({part.ticket: part.end for part in shop.run().parts if part.ticket in prompts})
+    assert len(prompts) == 2
+
+
+def test_a_forward_through_all_blocks_has_time_for_those_that_each_piece_goes_through() -> None:
+    shop = shop_of(30, 20)
+    for session in range(20, 40):
+        shop.open(session, session, span=Span(3, 4))
+    for _ in range(5):
+        short, long_ones = [shop.ask(session, 20) for session in range(20, 40)], [shop.ask(s, 512) for s in range(1, 5)]
+        while not {*short, *long_ones} <= set(shop.ended):
+            shop.ask(0, 1)
+            began_s = shop.now_s
+            shop.run()
+            assert shop.now_s - began_s < (POLICY.stretch + 0.5) * FORWARD_S
+
+
+def test_nobody_is_waited_for_before_prefills_that_go_by_themselves() -> None:
+    shop = shop_of(30, 3)
+    for _ in range(5):
+        for session in (0, 1):
+            shop.ask(session, 1)
+        shop.run()
+        shop.now_s += 0.001
+    shop.ask(2, PREFILL)
+    assert shop.scheduler.waits_until_s(shop.now_s) is None
+    assert not shop.run().parts[0].is_through
 
 
 def test_decodes_are_alone_now_and_then_so_that_it_is_known_how_long_they_take() -> None:

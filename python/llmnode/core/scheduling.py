@@ -158,7 +158,7 @@ class Scheduler:
         self._queued: Counter[PeerId] = Counter()  # pieces of each client
         self._level = 0  # the counter of who was the last to have nothing queued
         self._done_s = -inf  # when the latest forward was
-        self._is_decodes_turn = False  # alone: the latest forward was of prefills alone
+        self._is_decodes_turn = False  # as prefills have gone through a few blocks by themselves
         self._mixed_batches = 0  # since the latest of decodes alone
         self._since_s: dict[_Lane, float] = {}  # waiting lanes: when positions were last computed, or its first add
 
@@ -217,7 +217,9 @@ class Scheduler:
         if not any(entry.lane for entry in self._entries.values()):
             return None
         until_s = max((answered_s for answered_s, _ in self._expected()), default=-inf) + self._patience_s
-        return until_s if until_s > now_s else None
+        if until_s <= now_s or (not self._is_decodes_turn and _go_apart(self._next_prefills(now_s))):
+            return None
+        return until_s
 
     def take(self, now_s: float) -> Batch:
         """The next batch. Empty only if there is nothing here."""
@@ -227,14 +229,13 @@ class Scheduler:
         ready = [entry for entry in self._entries.values() if self._is_ready(entry)]
         chores = [entry.ticket for entry in ready if entry.lane is None]
         decodes = self._choose_decodes([entry for entry in ready if entry.lane and entry.lane.is_decode], now_s)
-        prefills = [entry for entry in ready if entry.lane and not entry.lane.is_decode]
-        given = self._choose_prefills(prefills, now_s, beside_decodes=bool(decodes) or self._is_decoding(now_s))
-        if decodes and given:
+        prefills = self._next_prefills(now_s)
+        if decodes and prefills:
             if self._is_decodes_turn or self._mixed_batches >= _MIXED_BATCHES:
-                given = []
-            elif any(not each.is_whole for each in given):
+                prefills = []
+            elif _go_apart(prefills):
                 decodes = []
-        return Batch(chores, [self._give(each, now_s) for each in decodes + given])
+        return Batch(chores, [self._give(each, now_s) for each in decodes + prefills])
 
     def done(self, batch: Batch, took_s: float | None, now_s: float) -> None:
         """The batch is computed. `took_s` is None if it was not one forward, as some part of it has failed.
@@ -258,7 +259,7 @@ class Scheduler:
                 through = max(through, (part.end - part.first) / len(entry.span))
         if batch.parts:
             self._done_s = now_s
-            self._is_decodes_turn = not decodes
+            self._is_decodes_turn = not decodes and any(part.first or not part.is_through for part in batch.parts)
             self._mixed_batches = self._mixed_batches + 1 if decodes and prefill else 0
             if took_s is not None:
                 self._pace.note(decodes, prefill, through, took_s)
@@ -328,10 +329,13 @@ class Scheduler:
             room -= chosen[-1].length
         return chosen
 
-    def _choose_prefills(self, ready: Sequence[_Entry], now_s: float, *, beside_decodes: bool) -> list[_Given]:
+    def _next_prefills(self, now_s: float) -> list[_Given]:
         """As many positions as there is time for, through all blocks; or more of them through the same few blocks, of
         whoever is next, and of others of no lower rank as far as positions get cheaper by that.
         """
+        pieces = [entry for entry in self._entries.values() if entry.lane and self._is_ready(entry)]
+        ready = [entry for entry in pieces if entry.lane and not entry.lane.is_decode]
+        beside_decodes = len(ready) < len(pieces) or self._is_decoding(now_s)
         in_turn = self._in_turn(ready, now_s)
         rank, next_up = next(in_turn, (0, None))
         if next_up is None:
@@ -343,7 +347,7 @@ class Scheduler:
         if not most:
             most = self._policy.unmeasured_prefill if room is None else room // blocks
             most = max(self._policy.least_prefill, min(self._policy.most_prefill, most))
-            return self._of_all_blocks(chain([(rank, next_up)], in_turn), most)
+            return self._of_all_blocks(chain([(rank, next_up)], in_turn), most, most * blocks)
         chosen = [(next_up, next_up.chunk or min(next_up.left, most))]
         positions = chosen[0][1]
         for other_rank, entry in in_turn:
@@ -351,8 +355,9 @@ class Scheduler:
             if entry.ahead == ahead and other_rank <= rank and positions + length <= self._policy.fast_prefill:
                 chosen.append((entry, length))
                 positions += length
-        end = min(blocks, next_up.passed + max(1, (room or 0) // positions))
-        return [_Given(entry, length, end) for entry, length in chosen]
+        further = self._pace.blocks(positions, blocks, room or 0)
+        further = max(1, min(len(ahead), further))
+        return [_Given(entry, length, entry.passed + further) for entry, length in chosen]
 
     def _few_blocks(self, waiting: int, blocks: int, room: int | None, *, beside_decodes: bool) -> int:
         """How many new positions, of those that wait, go through a few blocks at a time. 0 if all blocks at once are as
@@ -360,18 +365,19 @@ class Scheduler:
         """
         policy = self._policy
         enough = min(waiting, policy.fast_prefill)
-        if room is None or room // blocks >= enough or room < policy.fast_prefill // 2:
-            return 0
-        return min(room, policy.most_prefill if beside_decodes else policy.fast_prefill)
+        least, most = policy.fast_prefill // 2, policy.most_prefill
+        if not beside_decodes:  # who comes to decode meanwhile should not wait for long, so often
+            least, most = policy.fast_prefill, policy.fast_prefill
+        return 0 if room is None or room // blocks >= enough or room < least else min(room, most)
 
-    def _of_all_blocks(self, in_turn: Iterable[tuple[int, _Entry]], most: int) -> list[_Given]:
+    def _of_all_blocks(self, in_turn: Iterable[tuple[int, _Entry]], most: int, room: int) -> list[_Given]:
         chosen = []
         for _, entry in in_turn:
-            if not most:
-                break
-            if not entry.passed:
-                chosen.append(_Given(entry, min(entry.left, most), len(entry.span)))
-                most -= chosen[-1].length
+            length = 0 if entry.passed else min(entry.left, most, room // len(entry.span))
+            if length:
+                chosen.append(_Given(entry, length, len(entry.span)))
+                most -= length
+                room -= length * len(entry.span)
         return chosen
 
     def _give(self, given: _Given, now_s: float) -> Part:
@@ -402,6 +408,11 @@ class _ForwardPace:
             added_s = max(took_s - through * self.decode_s, took_s / (100 if decodes else 2))
             self._position_s = _mixed(self._position_s, added_s / prefill)
 
+    def blocks(self, positions: int, of: int, room: int) -> int:
+        """Through how many of so many blocks there is time for positions: each block's weights are read, too."""
+        weights = int(self.decode_s / of / self._position_s) if self._position_s else 0
+        return room // (positions + weights)
+
     def room(self, *, beside_decodes: bool) -> int | None:
         """Positions that there is time for, each through one block. None if that is not known yet."""
         policy = self._policy
@@ -409,6 +420,11 @@ class _ForwardPace:
             return None
         may_add_s = (policy.stretch - 1) * self.decode_s if beside_decodes else policy.prefill_s
         return int(may_add_s / self._position_s)
+
+
+def _go_apart(prefills: Sequence[_Given]) -> bool:
+    """Or in one forward with decodes."""
+    return any(not each.is_whole for each in prefills)
 
 
 def _mixed(before_s: float, took_s: float) -> float:
