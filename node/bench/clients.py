@@ -206,8 +206,11 @@ async def _all_at_once(
 
 
 def _rate(stamps: Sequence[Sequence[float]]) -> float:
-    """Tokens per second, of all together, from when all had one until one had its last."""
-    since, until = max(each[0] for each in stamps), min(each[-1] for each in stamps)
+    """Tokens per second, of all together, from when half of them had one until half had their last.
+
+    Who comes with many others may have its first when another has its last.
+    """
+    since, until = statistics.median(each[0] for each in stamps), statistics.median(each[-1] for each in stamps)
     return sum(since < at <= until for each in stamps for at in each) / (until - since)
 
 
