@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SILENCE_PARTS = 8
-"""Of silence, which are counted one by one."""
+"""Of silence, which are counted one by one. There is one more, in which something was heard at last."""
 READ_BYTES = 1 << 20
 """One read takes what yamux has buffered, up to this."""
 AT_ONCE_BYTES = 1 << 15
@@ -307,6 +307,6 @@ class Libp2pLink:
         parts = 0
         while parts < SILENCE_PARTS:
             heard_s = self._heard_s
-            await trio.sleep(self._policy.silence_s / SILENCE_PARTS)
+            await trio.sleep(self._policy.silence_s / (SILENCE_PARTS + 1))
             parts = parts + 1 if heard_s == self._heard_s else 0
         self._fail(PeerUnreachable(f"silent for {self._policy.silence_s:g} s"))
