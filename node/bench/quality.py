@@ -135,6 +135,7 @@ def bench_quality(config: QualityBench) -> None:
     print("transformers in one process", file=sys.stderr)
     whole = AutoModelForCausalLM.from_pretrained(folder.path, local_files_only=True).eval()
     baseline = _measure(whole, material, config.tokens)
+    baseline.tensor_bytes = sum(each.nbytes for each in whole.model.layers.parameters())
     del whole
     measured = _measure_swarms(variants, config, material, baseline.free)
     print("speed of the blocks", file=sys.stderr)
@@ -154,7 +155,7 @@ def bench_quality(config: QualityBench) -> None:
         "slowness_of_dtypes": slowness,
         "left_out": [variant.name for variant in VARIANTS if variant not in variants],
     }
-    rows = [_row("transformers, fp32, 1 process", baseline, baseline)]
+    rows = [_row("transformers, fp32, 1 process", baseline, baseline) | {"weights, MB": baseline.tensor_bytes / 1e6}]
     for variant, each in zip(variants, measured, strict=True):
         sent_bytes = payload_bytes(variant.codec, folder.info.hidden_size)
         memory: Row = {"weights, MB": each.tensor_bytes / 1e6, "tokens/s, of fp32's blocks": speeds[variant.dtype]}

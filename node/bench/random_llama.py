@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 SIZES = {"llama-34m": (8, 512), "llama-222m": (16, 1024)}
 """Blocks and hidden size."""
+IN_BF16 = "-bf16"
+"""After such a name: of weights in 16 bits."""
 VOCABULARY = 8192
 HEAD_SIZE = 64
 CONTEXT_TOKENS = 2048
@@ -25,16 +27,17 @@ CONTEXT_TOKENS = 2048
 @contextmanager
 def opened(name: str | None) -> Iterator[ModelFolder]:
     """The model `name`: one of `SIZES`, made anew and gone with the context, or whatever `open_model` knows."""
-    if name not in SIZES:
+    size = SIZES.get((name or "").removesuffix(IN_BF16))
+    if name is None or size is None:
         yield open_model(name)
         return
     with TemporaryDirectory(prefix="llmnode-") as folder:
         path = Path(folder) / name
-        _make(path, *SIZES[name])
+        _make(path, *size, in_bf16=name.endswith(IN_BF16))
         yield open_model(str(path))
 
 
-def _make(path: Path, blocks: int, hidden_size: int) -> None:
+def _make(path: Path, blocks: int, hidden_size: int, *, in_bf16: bool) -> None:
     """With the embedded model's tokenizer, of whose tokens it knows the first: enough to write down what it says."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -48,5 +51,6 @@ def _make(path: Path, blocks: int, hidden_size: int) -> None:
         max_position_embeddings=CONTEXT_TOKENS,
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(path)
+    model = LlamaForCausalLM(config)
+    (model.bfloat16() if in_bf16 else model).save_pretrained(path)
     AutoTokenizer.from_pretrained(open_embedded().path, local_files_only=True).save_pretrained(path)

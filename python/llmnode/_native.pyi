@@ -34,6 +34,7 @@ __all__ = [
     "LlamaBlocks",
     "NoiseHandshake",
     "NoiseSession",
+    "Product",
     "SequenceSlabs",
     "__version__",
     "blake3_digest",
@@ -43,10 +44,13 @@ __all__ = [
     "dequantize_blockwise_into",
     "frame_crc32c",
     "pack",
+    "pack_q4",
+    "pack_q8",
     "quantize_blockwise",
     "quantize_blockwise_into",
     "quantized_bytes",
     "unpack",
+    "widen",
 ]
 
 __version__: str
@@ -227,7 +231,12 @@ class Connection:
         """Take all that is to be sent, encrypted."""
 
 _Floats: TypeAlias = NDArray[np.float32]
-_Weight: TypeAlias = _Floats | tuple[NDArray[np.int8], _Floats]  # (outputs, inputs); or codes, and a scale an output
+_Halves: TypeAlias = tuple[Literal["bfloat16", "float16"], NDArray[np.uint16]]
+_Q4: TypeAlias = tuple[Literal["q4"], NDArray[np.uint8], _Floats]  # as `pack_q4` writes them
+_Q8: TypeAlias = tuple[Literal["q8"], NDArray[np.int8], _Floats]  # as `pack_q8` does
+_Codes: TypeAlias = tuple[Literal["int8"], NDArray[np.int8], _Floats]  # with a scale for each output: LLM.int8
+_KV: TypeAlias = tuple[_Floats, _Floats] | tuple[NDArray[np.int8], _Floats]
+_Weight: TypeAlias = _Floats | _Halves | _Q4 | _Q8 | _Codes  # (outputs, inputs)
 
 class _LlamaBlock(TypedDict):
     """The weights of a block, which stay where they are, and what it does with them.
@@ -250,6 +259,37 @@ class _LlamaBlock(TypedDict):
     scaling: float
     is_rotated: bool
     window: int | None
+
+def pack_q4(weights: _Floats, codes: NDArray[np.uint8], levels: _Floats) -> bool:
+    """Whether `weights` are of 4 bits: each of 32 that follow each other is a step, times 0 to 15, plus the least.
+
+    As GGUF's Q4_1 and Q4_0 have them, whose steps are of `binary16`. Of each 32 are written 16 bytes of `codes`, the
+    first 16 weights in their lower halves, and step and least into `levels`; what, if this is False, is not specified.
+
+    Raises `ValueError` if there is not room for just as many, or if any two of the three overlap.
+    """
+
+def pack_q8(weights: _Floats, codes: NDArray[np.int8], steps: _Floats) -> bool:
+    """As `pack_q4`, of 8 bits, as GGUF's Q8_0 has them: each of 32 weights is their step, times -127 to 127."""
+
+def widen(weight: _Q4 | _Q8, out: _Floats) -> None:
+    """Write the weights that `pack_q4` or `pack_q8` was given into `out`, exactly. The GIL is released.
+
+    Raises `ValueError` if they are not as many as `out` has room for, or if that overlaps them.
+    """
+
+@final
+class Product:
+    """Of a few rows with a weight, which stays where it is. Exact as `LlamaBlocks` is."""
+
+    def __new__(cls, weight: _Weight, outputs: int, inputs: int, threads: int) -> Product:
+        """Raises as `LlamaBlocks`."""
+
+    def into(self, rows: _Floats, out: _Floats) -> None:
+        """Write the product of `rows`, (rows, inputs), into `out`, (rows, outputs). The GIL is released.
+
+        Raises `ValueError` if those are of other sizes, or if `out` overlaps what is read.
+        """
 
 @final
 class LlamaBlocks:
@@ -275,19 +315,19 @@ class LlamaBlocks:
         """`frequencies` are of rotary embeddings, halves of a head as pairs. `threads`: 1 is the caller's own.
 
         Raises `ValueError` for sizes that are no multiples of 16, heads of queries that do not share those of keys
-        evenly, and weights that do not fit; `TypeError`, naming the weight, for one that is neither aligned `float32`
-        nor codes and scales.
+        evenly, and weights that do not fit; `TypeError`, naming the weight, for one that is in no form of `_Weight`,
+        or not aligned.
         """
 
     @staticmethod
     def is_fast() -> bool:
         """Whether this processor has vector instructions that we know. Without, torch is faster."""
 
-    def forward(self, first: int, pieces: Sequence[tuple[SequenceSlabs, int, _Buffer]]) -> list[bytes]:
-        """Hidden states after the last block, of each piece: positions of a sequence that follow each other.
+    def forward(self, first: int, end: int, pieces: Sequence[tuple[SequenceSlabs, int, int, _Buffer]]) -> list[bytes]:
+        """Hidden states after the blocks `[first, end)`, of each piece: positions of a sequence that follow each other.
 
-        A piece is `(slabs, start, hidden states before the block `first`)`. All sequences go through the same blocks,
-        as many as they have slabs of. The GIL is released.
+        A piece is `(slabs, passed, start, hidden states before those blocks)`: the first `passed` of its slabs are of
+        blocks before. The GIL is released.
 
         Raises `ValueError` for a piece that its slabs have no room for, that is no whole number of positions, or goes
         through blocks that are not here; `RuntimeError` if a sequence is given twice.
@@ -295,7 +335,11 @@ class LlamaBlocks:
 
 @final
 class SequenceSlabs:
-    """Where keys and values of one sequence lie, of each block: `(kv_heads, capacity, head_dim)` of `float32`."""
+    """Where keys and values of one sequence lie, of each block.
 
-    def __new__(cls, of_blocks: Sequence[tuple[_Floats, _Floats]], capacity: int) -> SequenceSlabs:
+    As they are: keys and values, `(kv_heads, capacity, head_dim)` each. Or in 8 bits, first the keys: codes,
+    `(2, kv_heads, capacity, head_dim)`, and the scale of each position and head, `(2, kv_heads, capacity)`.
+    """
+
+    def __new__(cls, of_blocks: Sequence[_KV], capacity: int) -> SequenceSlabs:
         """No other `SequenceSlabs` may have the same memory. Raises `ValueError` for slabs that overlap."""

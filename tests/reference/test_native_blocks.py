@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from llmnode.compute.kv import KVForm
+from llmnode.compute.tensors import to_bytes
 from llmnode.errors import LocalProtocolError
 from llmnode.models.fused import FusedSpan
 from llmnode.models.native import MOST_POSITIONS, NativeBlocks, are_few, native_blocks
@@ -49,9 +50,9 @@ def counted(model: Cut, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         native = executor.model.native
         assert native is not None
 
-        def forward(first: int, pieces: Any, blocks: LlamaBlocks = native.blocks) -> list[bytes]:
+        def forward(first: int, end: int, pieces: Any, blocks: LlamaBlocks = native.blocks) -> list[bytes]:
             taken.append(len(pieces))
-            return blocks.forward(first, pieces)
+            return blocks.forward(first, end, pieces)
 
         counting = NativeBlocks(cast("LlamaBlocks", SimpleNamespace(forward=forward)), native.no_kv)
         monkeypatch.setattr(executor.model, "native", counting)
@@ -74,6 +75,21 @@ def test_few_positions_and_many_agree(case: str, tmp_path: Path, monkeypatch: py
         torch.testing.assert_close(ours, by_torch, atol=2e-5, rtol=1e-4)
 
 
+def test_a_few_positions_go_through_a_few_blocks_in_rust_and_come_to_the_same_by_a_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("llama", tied=False).save_pretrained(tmp_path)
+    model = cut(open_saved(tmp_path), (0, BLOCKS))
+    (executor,), states = model.executors, to_bytes(torch.randn(9, HIDDEN_SIZE))
+    taken = counted(model, monkeypatch)
+    for number in range(2):
+        assert executor.open(session(number), executor.span, 9)
+    (whole,) = executor.forward([Piece(session(0), 0, 9, states)])
+    slices = [Piece(session(1), 0, 9, b"" if first else states, first, first + 1) for first in range(BLOCKS)]
+    assert [executor.forward([each]) for each in slices] == [[b""]] * (BLOCKS - 1) + [[whole]]
+    assert len(taken) == 1 + BLOCKS
+
+
 def test_weights_in_8_bits_agree_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for inputs that the last bit of a sum takes to another step."""
     make_model("qwen2", tied=False).save_pretrained(tmp_path)
@@ -88,11 +104,28 @@ def test_weights_in_8_bits_agree_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert difference.max() < 0.3
 
 
-def test_a_decode_does_not_depend_on_its_mates_by_a_bit(tmp_path: Path) -> None:
+def test_keys_and_values_in_8_bits_agree_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the one has written the other reads, by turns; but for a number that the last bit of a sum takes further."""
+    make_model("qwen3", tied=False).save_pretrained(tmp_path)
+    folder, forwards, kv = open_saved(tmp_path), schedule(6), KVForm("int8")
+    model = cut(folder, (0, BLOCKS), kv=kv)
+    taken = counted(model, monkeypatch)
+    monkeypatch.setattr("llmnode.models.native.MOST_POSITIONS", 7)
+    mixed = torch.cat(outputs(model, forwards))
+    assert 0 < len(taken) < len(forwards)
+    monkeypatch.setattr("llmnode.compute.executor.are_few", lambda _lengths: False)
+    by_torch, plain = (torch.cat(outputs(cut(folder, (0, BLOCKS), kv=each), forwards)) for each in (kv, KVForm()))
+    difference = (mixed - by_torch).abs()
+    assert difference.median() < 1e-5 < 10 * 1e-5 < (mixed - plain).abs().median(), "far nearer than what 8 bits cost"
+    assert difference.max() < 0.1
+
+
+@pytest.mark.parametrize("kv", [KVForm(), KVForm("int8")], ids=["as it is", "KV in int8"])
+def test_a_decode_does_not_depend_on_its_mates_by_a_bit(kv: KVForm, tmp_path: Path) -> None:
     make_model("llama", tied=False).save_pretrained(tmp_path)
     folder = open_saved(tmp_path)
-    together, alone = cut(folder, (0, BLOCKS)), cut(folder, (0, BLOCKS))
-    chunks = {session(name): [name + 3, 5, name] for name in range(MOST_POSITIONS // 3)}
+    together, alone = cut(folder, (0, BLOCKS), kv=kv), cut(folder, (0, BLOCKS), kv=kv)
+    chunks = {session(name): [name + 3, 5, name] for name in range(12)}
     for _ in range(3):
         for name, output in together.forward(chunks).items():
             assert torch.equal(alone.forward({name: chunks[name]})[name], output)
@@ -105,9 +138,9 @@ def test_a_decode_does_not_depend_on_its_mates_by_a_bit(tmp_path: Path) -> None:
         ({"head_dim": 24}, torch.float32, "none", KVForm()),
         ({}, torch.bfloat16, "none", KVForm()),
         ({}, torch.float32, "nf4", KVForm()),
-        ({}, torch.float32, "none", KVForm("int8")),
+        ({}, torch.float32, "none", KVForm(device=torch.device("cpu"))),
     ],
-    ids=["another activation", "heads that vectors do not fit", "bf16", "nf4", "KV in int8"],
+    ids=["another activation", "heads that vectors do not fit", "bf16", "nf4", "KV on a device of its own"],
 )
 def test_what_it_is_not_made_for_goes_through_torch(
     changes: dict[str, object],

@@ -322,8 +322,8 @@ def test_blocks_of_ones_add_up() -> None:
     """A state of ones is normed to ones: values of 16, gated products of 16 * 16, and sums of 16 of each."""
     state = np.ones(16, np.float32).tobytes()
     [first], [second] = (
-        llama(llama_block()).forward(0, [(slabs(), 0, state)]),
-        llama().forward(0, [(slabs(0), 0, state)]),
+        llama(llama_block()).forward(0, 1, [(slabs(), 0, 0, state)]),
+        llama().forward(0, 0, [(slabs(0), 0, 0, state)]),
     )
     attended = 1 + 16 * 16
     np.testing.assert_allclose(np.frombuffer(first, np.float32), attended + 16 * 16 * 16, rtol=1e-5)
@@ -333,7 +333,7 @@ def test_blocks_of_ones_add_up() -> None:
 def test_keys_and_values_are_kept_where_the_slabs_are() -> None:
     keys, values = np.zeros((1, 4, 16), np.float32), np.zeros((1, 4, 16), np.float32)
     llama(llama_block()).forward(
-        0, [(_native.SequenceSlabs([(keys, values)], 4), 2, np.ones(16, np.float32).tobytes())]
+        0, 1, [(_native.SequenceSlabs([(keys, values)], 4), 0, 2, np.ones(16, np.float32).tobytes())]
     )
     np.testing.assert_allclose(values[0], [[0] * 16, [0] * 16, [16] * 16, [0] * 16], rtol=1e-5)
     assert keys[0, 2].any() and not keys[0, :2].any() and not keys[0, 3:].any()
@@ -369,27 +369,35 @@ def test_blocks_of_wrong_sizes_are_refused(changes: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("no_forced_switches")
 def test_a_forward_of_several_threads_lets_other_threads_run() -> None:
     blocks, state, own = llama(llama_block(), threads=2), np.ones((4, 16), np.float32).tobytes(), slabs()
-    assert another_thread_runs_during(lambda: blocks.forward(0, [(own, 0, state)]), most_calls=1000)
-    assert blocks.forward(0, [(own, 0, state)]) == llama(llama_block()).forward(0, [(slabs(), 0, state)])
+    assert another_thread_runs_during(lambda: blocks.forward(0, 1, [(own, 0, 0, state)]), most_calls=1000)
+    assert blocks.forward(0, 1, [(own, 0, 0, state)]) == llama(llama_block()).forward(0, 1, [(slabs(), 0, 0, state)])
 
 
 def test_forwards_that_do_not_fit_are_refused() -> None:
     blocks, state, own = llama(llama_block()), np.ones(16, np.float32).tobytes(), slabs()
-    for first, pieces in [
-        (0, [(own, 4, state)]),
-        (0, [(own, 0, state[1:])]),
-        (1, [(own, 0, state)]),
-        (0, [(slabs(2), 0, state)]),
-        (0, [(own, 0, state), (slabs(0), 0, state)]),
-        (0, [(_native.SequenceSlabs([(np.zeros(48, np.float32), np.zeros(64, np.float32))], 4), 0, state)]),
+    for first, end, pieces in [
+        (0, 1, [(own, 0, 4, state)]),
+        (0, 1, [(own, 0, 0, state[1:])]),
+        (1, 2, [(own, 0, 0, state)]),
+        (1, 0, [(own, 0, 0, state)]),
+        (0, 1 << 63, [(own, 0, 0, state)]),
+        (0, 2, [(slabs(2), 0, 0, state)]),
+        (0, 1, [(own, 1, 0, state)]),
+        (0, 1, [(own, 1 << 63, 0, state)]),
+        (0, 1, [(own, 0, 0, state), (slabs(0), 0, 0, state)]),
+        (0, 1, [(_native.SequenceSlabs([(np.zeros(48, np.float32), np.zeros(64, np.float32))], 4), 0, 0, state)]),
+        (0, 1, [(_native.SequenceSlabs([(np.zeros(128, np.int8), np.zeros(7, np.float32))], 4), 0, 0, state)]),
     ]:
         with pytest.raises(ValueError, match=r"room|as many values|not here"):
-            blocks.forward(first, pieces)
+            blocks.forward(first, end, pieces)
     with pytest.raises(RuntimeError, match="borrowed"):
-        blocks.forward(0, [(own, 0, state), (own, 1, state)])
-    assert blocks.forward(0, []) == []
+        blocks.forward(0, 1, [(own, 0, 0, state), (own, 0, 1, state)])
+    assert blocks.forward(0, 1, []) == []
     one = np.zeros((1, 4, 16), np.float32)
     with pytest.raises(ValueError, match="overlap"):
         _native.SequenceSlabs([(one, one[:, 1:])], 4)
-    with pytest.raises(BufferError, match="read-only"):
-        _native.SequenceSlabs([(readonly(one), np.zeros((1, 4, 16), np.float32))], 4)
+    with pytest.raises(ValueError, match="overlap"):
+        _native.SequenceSlabs([(one.view(np.int8), one)], 4)
+    for whole in (one, one.view(np.int8)):
+        with pytest.raises(BufferError, match="read-only"):
+            _native.SequenceSlabs([(readonly(whole), np.zeros((1, 4, 16), np.float32))], 4)

@@ -46,6 +46,10 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(self::dequantize_blockwise_into, module)?)?;
     module.add_function(wrap_pyfunction!(self::pack, module)?)?;
     module.add_function(wrap_pyfunction!(self::unpack, module)?)?;
+    module.add_function(wrap_pyfunction!(blocks::pack_q4, module)?)?;
+    module.add_function(wrap_pyfunction!(blocks::widen, module)?)?;
+    module.add_function(wrap_pyfunction!(blocks::pack_q8, module)?)?;
+    module.add_class::<blocks::Product>()?;
     module.add_class::<blocks::LlamaBlocks>()?;
     module.add_class::<blocks::SequenceSlabs>()?;
     module.add_class::<transport::NoiseHandshake>()?;

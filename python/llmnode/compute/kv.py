@@ -61,7 +61,7 @@ class SequenceKV:
         self.length = end
 
     def slabs(self, layers: Iterable[int], like: torch.Tensor) -> list[KVPair]:
-        """What of each layer is written, and read, in place: keys and values if they are kept as they are computed.
+        """What of each layer is written, and read, in place: keys and values, or of both the codes and the scales.
 
         `like` is of keys and values, of any number of positions.
         """

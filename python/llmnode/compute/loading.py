@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from llmnode.compute.startup import collection_paused
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from llmnode.core.model import ModelInfo
     from llmnode.core.span import Span
     from llmnode.models.folder import ModelFolder
+    from llmnode.models.size import ModelSize
 
 AUTO = "auto"
 
@@ -55,18 +57,16 @@ class SpanLoader:
                 torch.set_num_threads(self._wanted.threads)
             self._folder = open_model(self._wanted.model, self._report)
         self._wanted = replace(self._wanted, device=_device(self._wanted.device))
-        self._wanted = replace(self._wanted, quant=_quant(self._wanted), kv_device=_kv_device(self._wanted))
+        quant, kv_device = _quant(self._wanted, self._folder), _kv_device(self._wanted)
+        self._wanted = replace(self._wanted, quant=quant, kv_device=kv_device)
         wanted = self._wanted
         return replace(self._folder.info, dtype=Precision(wanted.dtype, wanted.quant, wanted.kv_dtype).name)
 
     def fitting_blocks(self) -> int:
-        import torch
-
         from llmnode.models.memory import free_bytes
-        from llmnode.models.size import MEMORY_SHARE, measure_size
+        from llmnode.models.size import MEMORY_SHARE
 
-        wanted, folder = self._wanted, self._opened
-        size = measure_size(folder, getattr(torch, wanted.dtype), wanted.quant, wanted.kv_dtype)
+        wanted, folder, size = self._wanted, self._opened, self._size
         free, kv_free = free_bytes(wanted.device), free_bytes(wanted.kv_device or wanted.device)
         if wanted.kv_memory is not None:
             kv = parse_memory(wanted.kv_memory).of(kv_free)
@@ -94,10 +94,31 @@ class SpanLoader:
             from llmnode.compute.kv import KVForm
 
             wanted, dtype = self._wanted, getattr(torch, self._wanted.dtype)
-            kv_tokens = _kv_tokens(wanted, self._opened, span)
+            kv_tokens = self._kv_tokens(span)
             kv = KVForm(wanted.kv_dtype, None if wanted.kv_device is None else torch.device(wanted.kv_device))
             executor = load_executor(self._opened, span, kv_tokens, dtype, wanted.device, wanted.quant, kv)
         return Loaded(executor, executor.tensor_bytes)
+
+    def _kv_tokens(self, span: Span) -> int:
+        """Raises ConfigError if there is not so much memory."""
+        wanted = self._wanted
+        if wanted.kv_memory is None:
+            return wanted.kv_tokens
+        from llmnode.models.memory import free_bytes
+
+        free = free_bytes(wanted.kv_device or wanted.device)
+        kv_bytes = parse_memory(wanted.kv_memory).of(free)
+        return self._size.kv_tokens(free, kv_bytes, len(span), apart=wanted.kv_device is not None)
+
+    @cached_property
+    def _size(self) -> ModelSize:
+        """Once: of weights in few bits it reads some."""
+        import torch
+
+        from llmnode.models.size import measure_size
+
+        wanted = self._wanted
+        return measure_size(self._opened, getattr(torch, wanted.dtype), wanted.quant, wanted.kv_dtype, wanted.device)
 
     @property
     def _opened(self) -> ModelFolder:
@@ -105,28 +126,16 @@ class SpanLoader:
         return self._folder
 
 
-def _kv_tokens(wanted: Wanted, folder: ModelFolder, span: Span) -> int:
-    """Raises ConfigError if there is not so much memory."""
-    if wanted.kv_memory is None:
-        return wanted.kv_tokens
-    import torch
-
-    from llmnode.models.memory import free_bytes
-    from llmnode.models.size import measure_size
-
-    free = free_bytes(wanted.kv_device or wanted.device)
-    size = measure_size(folder, getattr(torch, wanted.dtype), wanted.quant, wanted.kv_dtype)
-    kv_bytes = parse_memory(wanted.kv_memory).of(free)
-    return size.kv_tokens(free, kv_bytes, len(span), apart=wanted.kv_device is not None)
-
-
-def _quant(wanted: Wanted) -> str:
+def _quant(wanted: Wanted, folder: ModelFolder) -> str:
     if wanted.quant != AUTO:
         assert wanted.quant in QUANTS
         return wanted.quant
+    from llmnode.models.parts import found_block_bytes
     from llmnode.models.quantized import fast_quant
 
-    return fast_quant(wanted.device)
+    quant = fast_quant(wanted.device)
+    is_narrow = quant == "int8" and wanted.dtype == "float32"
+    return "none" if is_narrow and found_block_bytes(folder) is not None else quant
 
 
 def _device(device: str) -> str:

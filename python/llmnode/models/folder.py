@@ -23,7 +23,7 @@ from llmnode.models.blueprint import kept_blueprint
 from llmnode.models.families import FAMILIES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
     from transformers import PreTrainedConfig
@@ -45,7 +45,7 @@ def _nothing_to_obtain(_files: Collection[Path]) -> None:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """An opened model folder. `files` tells for each tensor name the file that holds it.
+    """An opened model folder. `files` tells for each tensor name the file that holds it, `dtypes` what it is there.
 
     `obtain` is called with the files that are about to be read, and returns when they are there.
     """
@@ -54,12 +54,18 @@ class ModelFolder:
     name: str
     revision: str
     files: Mapping[str, Path]
+    dtypes: Mapping[str, str]
     digest: bytes
     obtain: Callable[[Collection[Path]], None] = _nothing_to_obtain
 
     @property
     def config_file(self) -> Path:
         return self.path / CONFIG_FILE
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all of it is on this machine."""
+        return self.obtain is _nothing_to_obtain
 
     @cached_property
     def config(self) -> PreTrainedConfig:
@@ -88,18 +94,18 @@ class ModelFolder:
             raise ModelError(f"{self.config_file} of the family {self.config.model_type!r} has no {attribute}")
         return size
 
-    def read(self, names: Iterable[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Copy the named tensors into memory of our own, as `dtype`, and no byte of any other tensor.
+    def read(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+        """Copy the named tensors into memory of our own, each as its one of `dtypes`, and no byte of any other tensor.
 
         A copy, because pages of a mapped file may be dropped by the system and read again in the middle of a step.
         """
-        files = {name: self._file_of(name) for name in names}
+        files = {name: self._file_of(name) for name in dtypes}
         self.obtain(sorted(set(files.values())))
         tensors: dict[str, torch.Tensor] = {}
         for file in sorted(set(files.values())):
             waiting = deque(name for name in files if files[name] == file)
             while waiting:
-                tensors |= _read_some(file, waiting, dtype)
+                tensors |= _read_some(file, waiting, dtypes)
         return tensors
 
     def _file_of(self, name: str) -> Path:
@@ -109,7 +115,7 @@ class ModelFolder:
         return file
 
 
-def _read_some(file: Path, names: deque[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _read_some(file: Path, names: deque[str], dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
     """Copies of the first of `names`, which are removed: at least one, and until enough of the file is mapped."""
     tensors: dict[str, torch.Tensor] = {}
     mapped = 0
@@ -118,7 +124,8 @@ def _read_some(file: Path, names: deque[str], dtype: torch.dtype) -> dict[str, t
             while names and mapped < _MAPPED_BYTES:
                 stored = opened.get_tensor(names[0])
                 mapped += stored.nbytes
-                tensors[names.popleft()] = stored.to(dtype, copy=True)
+                tensors[names[0]] = stored.to(dtypes[names[0]], copy=True)
+                names.popleft()
                 del stored  # the map is let go when nothing refers to it
     except (OSError, SafetensorError) as error:
         raise ModelError(f"cannot read {names[0]} from {file}: {error}") from error
@@ -182,8 +189,10 @@ def read_header(shard: Path) -> Header:
         raise ModelError(f"{shard.parent} is not a model folder: {shard.name}: {one_line(error)}") from error
 
 
-def index_tensors(path: Path, name: str, revision: str, headers: Mapping[str, Header]) -> tuple[dict[str, Path], bytes]:
-    """The file of each tensor, and the model's digest, from the headers of all shards by their names.
+def index_tensors(
+    path: Path, name: str, revision: str, headers: Mapping[str, Header]
+) -> tuple[dict[str, Path], dict[str, str], bytes]:
+    """The file and the dtype of each tensor, and the model's digest, from the headers of all shards by their names.
 
     The digest is the identity of a model: peers with another name, revision, config or tensor layout never meet.
     """
@@ -192,7 +201,8 @@ def index_tensors(path: Path, name: str, revision: str, headers: Mapping[str, He
     index = {tensor: description for header in headers.values() for tensor, description in header.items()}
     identity = {"name": name, "revision": revision, "config": config, "index": index}
     files = {tensor: path / shard for shard, header in headers.items() for tensor in header}
-    return files, hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).digest()
+    dtypes = {tensor: dtype for tensor, (dtype, _) in index.items()}
+    return files, dtypes, hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).digest()
 
 
 def one_line(error: BaseException) -> str:

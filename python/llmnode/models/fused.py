@@ -16,7 +16,7 @@ from torch.nn.functional import gelu, layer_norm, linear, relu, rms_norm, silu
 from llmnode.models.skeleton import ATTENTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from llmnode.core.span import Span
     from llmnode.models.blueprint import BlockPlan
@@ -50,17 +50,20 @@ class Norm(torch.nn.Module):
 
 
 def make_block(
-    plan: BlockPlan, index: int, activation: str, dtype: torch.dtype
+    plan: BlockPlan, index: int, activation: str, dtypes: Mapping[str, torch.dtype]
 ) -> Any:  # Any: as transformers types one
-    """The layers of the block `index`, without storage, under the names that transformers gives them."""
+    """The layers of the block `index`, without storage, under the names that transformers gives them.
+
+    `dtypes` are of its parameters, likewise.
+    """
     block: Any = torch.nn.Module()
     block.self_attn, block.mlp = torch.nn.Module(), torch.nn.Module()
     for name, shape in plan.shapes.items():
         layer, _, kind = name.rpartition(".")
         if kind == "weight":
             parent, _, own_name = layer.rpartition(".")
-            has_bias = f"{layer}.bias" in plan.shapes
-            made = Norm(*shape, plan.epsilon, dtype) if len(shape) == 1 else _linear(shape, has_bias, dtype)
+            bias = dtypes.get(f"{layer}.bias")
+            made = Norm(*shape, plan.epsilon, dtypes[name]) if len(shape) == 1 else _linear(shape, dtypes[name], bias)
             setattr(block.get_submodule(parent), own_name, made)
     attention = block.self_attn
     attention.layer_idx, attention.head_dim, attention.scaling = index, plan.head_dim, plan.scaling
@@ -73,6 +76,7 @@ def join_products(block: Any) -> None:  # Any: likewise
     """Queries, keys and values of one product, and the two halves of the MLP of another."""
     attention, mlp = block.self_attn, block.mlp
     attention.heads = [each.out_features // attention.head_dim for each in (attention.q_proj, attention.k_proj)]
+    mlp.inner = mlp.down_proj.in_features
     attention.qkv_proj = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
     mlp.gate_up_proj = _joined(mlp.gate_proj, mlp.up_proj)
     del attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj
@@ -124,7 +128,7 @@ class FusedSpan(torch.nn.Module):
 
 
 class FusedBlock:
-    """The forward of a block whose products are joined, and quantized or not."""
+    """The forward of a block whose products are joined, whatever their weights are kept as."""
 
     def __init__(self, block: Any, attention: str) -> None:  # Any: likewise
         """`attention` names a function of ours, or one that transformers knows, which makes its own masks."""
@@ -170,9 +174,12 @@ class FusedEnds:
         return self._head(self._norm(hidden))
 
 
-def _linear(shape: Sequence[int], has_bias: bool, dtype: torch.dtype) -> torch.nn.Linear:
+def _linear(shape: Sequence[int], weight: torch.dtype, bias: torch.dtype | None) -> torch.nn.Linear:
     outputs, inputs = shape
-    return torch.nn.Linear(inputs, outputs, has_bias, device="meta", dtype=dtype).requires_grad_(False)
+    made = torch.nn.Linear(inputs, outputs, bias=False, device="meta", dtype=weight).requires_grad_(False)
+    if bias is not None:
+        made.bias = torch.nn.Parameter(torch.empty(outputs, device="meta", dtype=bias), requires_grad=False)
+    return made
 
 
 def _joined(*linears: torch.nn.Linear) -> torch.nn.Linear:

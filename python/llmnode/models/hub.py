@@ -117,8 +117,8 @@ def open_hub(name: HubName, report: Callable[[str], None] = lambda _line: None) 
         if kept_blueprint(snapshot.path / CONFIG_FILE) is None:
             family_of(read_config(snapshot.path))  # before anything large
         headers = _headers(snapshot)
-    files, digest = index_tensors(snapshot.path, name.repo, snapshot.commit, headers)
-    return ModelFolder(snapshot.path, name.repo, snapshot.commit, files, digest, partial(_obtain, snapshot, report))
+    index = index_tensors(snapshot.path, name.repo, snapshot.commit, headers)
+    return ModelFolder(snapshot.path, name.repo, snapshot.commit, *index, partial(_obtain, snapshot, report))
 
 
 def _locate(name: HubName, offline: bool, report: Callable[[str], None]) -> _Snapshot:

@@ -14,6 +14,7 @@ import torch
 
 from llmnode._native import LlamaBlocks
 from llmnode.models.fused import ACTIVATIONS, Norm
+from llmnode.models.narrow import HalfLinear, Q4Linear, Q8Linear
 from llmnode.models.quantized import Int8Linear
 
 if TYPE_CHECKING:
@@ -22,9 +23,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llmnode._native import _LlamaBlock, _Weight
+    from llmnode.models.blueprint import Blueprint
     from llmnode.models.fused import Rotary
+    from llmnode.models.narrow import Narrow
 
-MOST_POSITIONS = 32
+    _Linear = torch.nn.Linear | Narrow | Int8Linear
+
+LANES = 16
+"""Sizes are multiples of it."""
+MOST_POSITIONS = 128
 """For more of one sequence BLAS is as fast, which lays weights out anew first."""
 
 
@@ -41,11 +48,21 @@ def are_few(lengths: Sequence[int]) -> bool:
     return sum(lengths) <= MOST_POSITIONS or max(lengths) == 1
 
 
+def takes_narrow(blueprint: Blueprint, dtype: torch.dtype, device: str, quant: str) -> bool:
+    """Whether weights may be of fewer bits: only Rust multiplies few rows with those fast. As `native_blocks` asks."""
+    blocks = blueprint.blocks
+    inner = {each.shapes["mlp.down_proj.weight"][1] for each in blocks}
+    sizes = {blueprint.hidden_size, *inner, *(each.head_dim for each in blocks)}
+    are_known = blueprint.activation == "silu" and len({each.epsilon for each in blocks}) == 1
+    are_known = are_known and all(each.window != 0 for each in blocks) and not any(size % LANES for size in sizes)
+    return are_known and dtype == torch.float32 and device == "cpu" and quant == "none" and LlamaBlocks.is_fast()
+
+
 def native_blocks(blocks: torch.nn.ModuleList, rotary: Rotary) -> NativeBlocks | None:
     """The same blocks over the same memory, on torch's number of threads; None if they are of another kind.
 
-    That is: not fp32 on a CPU, nor with weights in int8; of another activation than SiLU, of sizes that vectors do not
-    fit, or on a processor without any that we know.
+    That is: not fp32 on a CPU, whatever its weights are kept as, but for nf4; of another activation than SiLU, of sizes
+    that vectors do not fit, or on a processor without any that we know.
     """
     epsilons = {norm.variance_epsilon for norm in blocks.modules() if isinstance(norm, Norm)}
     if not LlamaBlocks.is_fast() or len(epsilons) > 1 or not all(_is_known(each) for each in blocks):
@@ -60,7 +77,7 @@ def native_blocks(blocks: torch.nn.ModuleList, rotary: Rotary) -> NativeBlocks |
             heads=heads,
             kv_heads=kv_heads,
             head_dim=attention.head_dim,
-            inner=first.mlp.down_proj.weight.shape[1],
+            inner=first.mlp.inner,
             epsilon=norm.variance_epsilon,
             frequencies=rotary.frequencies.tolist(),
             rotary_scaling=rotary.scaling,
@@ -73,25 +90,29 @@ def native_blocks(blocks: torch.nn.ModuleList, rotary: Rotary) -> NativeBlocks |
 
 def _is_known(block: Any) -> bool:  # Any: a module has what its block has
     names = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
-    are_linear = all(type(block.get_submodule(name)) in (torch.nn.Linear, Int8Linear) for name in names)
-    of_floats = (each for each in block.parameters() if each.dtype != torch.int8)
-    are_floats = all(each.dtype == torch.float32 and each.device.type == "cpu" for each in of_floats)
-    return are_linear and are_floats and block.mlp.act_fn is ACTIVATIONS["silu"]
+    linears = [block.get_submodule(name) for name in names]
+    kinds = (torch.nn.Linear, HalfLinear, Q4Linear, Q8Linear, Int8Linear)
+    are_linear = all(type(each) in kinds for each in linears)
+    narrow = {each.weight for each in linears if isinstance(each, (HalfLinear, Int8Linear))}
+    narrow |= {each.codes for each in linears if isinstance(each, (Q4Linear, Q8Linear))}
+    are_floats = all(each.dtype == torch.float32 for each in block.parameters() if each not in narrow)
+    on_cpu = all(each.device.type == "cpu" for each in block.parameters())
+    return are_linear and are_floats and on_cpu and block.mlp.act_fn is ACTIVATIONS["silu"]
 
 
 def _weights(block: Any) -> _LlamaBlock:  # Any: likewise
     own, mlp = block.self_attn, block.mlp
     return {
         "attended_norm": _array(block.input_layernorm.weight),
-        "qkv": _weight(own.qkv_proj),
+        "qkv": weight_of(own.qkv_proj),
         "qkv_bias": _bias(own.qkv_proj),
         "head_norms": (_array(own.q_norm.weight), _array(own.k_norm.weight)) if hasattr(own, "q_norm") else None,
-        "output": _weight(own.o_proj),
+        "output": weight_of(own.o_proj),
         "output_bias": _bias(own.o_proj),
         "fed_norm": _array(block.post_attention_layernorm.weight),
-        "gate_up": _weight(mlp.gate_up_proj),
+        "gate_up": weight_of(mlp.gate_up_proj),
         "gate_up_bias": _bias(mlp.gate_up_proj),
-        "down": _weight(mlp.down_proj),
+        "down": weight_of(mlp.down_proj),
         "down_bias": _bias(mlp.down_proj),
         "scaling": own.scaling,
         "is_rotated": own.use_rope,
@@ -99,12 +120,21 @@ def _weights(block: Any) -> _LlamaBlock:  # Any: likewise
     }
 
 
-def _weight(linear: torch.nn.Linear | Int8Linear) -> _Weight:
-    codes_or_floats = _array(linear.weight)
-    return (codes_or_floats, _array(linear.scale)) if isinstance(linear, Int8Linear) else codes_or_floats
+def weight_of(linear: _Linear) -> _Weight:
+    """As Rust takes it, over the same memory."""
+    if isinstance(linear, Int8Linear):
+        return "int8", _array(linear.weight), _array(linear.scale)
+    if isinstance(linear, HalfLinear):
+        halves = _array(linear.weight.view(torch.uint16))
+        return ("bfloat16", halves) if linear.weight.dtype == torch.bfloat16 else ("float16", halves)
+    if isinstance(linear, Q4Linear):
+        return "q4", _array(linear.codes), _array(linear.levels)
+    if isinstance(linear, Q8Linear):
+        return "q8", _array(linear.codes), _array(linear.steps)
+    return _array(linear.weight)
 
 
-def _bias(linear: torch.nn.Linear | Int8Linear) -> NDArray[np.float32] | None:
+def _bias(linear: _Linear) -> NDArray[np.float32] | None:
     return None if linear.bias is None else _array(linear.bias)
 
 

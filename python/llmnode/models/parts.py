@@ -17,7 +17,9 @@ from llmnode.core.span import Span
 from llmnode.models.blueprint import blueprint_of
 from llmnode.models.families import Family, family_of
 from llmnode.models.fused import FusedEnds, FusedSpan, Rotary, join_products, make_block
-from llmnode.models.native import native_blocks
+from llmnode.models.narrow import found_narrow, keep_narrow
+from llmnode.models.narrow_ends import keep_ends_narrow
+from llmnode.models.native import native_blocks, takes_narrow
 from llmnode.models.products import use_fastest
 from llmnode.models.quantized import check_quantizable, quantize_block
 from llmnode.models.skeleton import (
@@ -29,7 +31,7 @@ from llmnode.models.skeleton import (
     run_embedded,
     without_weights,
 )
-from llmnode.models.stored import check_complete, read_block, read_parameters
+from llmnode.models.stored import block_dtypes, check_complete, read_block, read_parameters
 
 if TYPE_CHECKING:
     from llmnode.models.blueprint import Blueprint
@@ -120,11 +122,11 @@ def load_span(
     *,
     in_rust: bool = False,
 ) -> SpanModel | FusedSpan:
-    """Read the tensors of the blocks of `span`, and of no other, whatever their dtype on disk.
+    """Read the tensors of the blocks of `span`, and of no other.
 
     `attention` names an attention function registered with transformers, or one of `ATTENTIONS`. Blocks are read,
     fused and quantized (on torch's `device`) one by one: never more than one is there twice. If `in_rust`, there is
-    `native` too, for blocks that it can be.
+    `native` too, for blocks that it can be, whose matrices are then in as few bits as they need (`narrow.py`).
     Raises ModelError for an unsupported model or an incomplete folder.
     """
     if (blueprint := blueprint_of(folder)) is not None:
@@ -162,10 +164,9 @@ def _load_fused(
 ) -> FusedSpan:
     """As `load_span`, without transformers."""
     blocks = torch.nn.ModuleList()
+    is_narrow = in_rust and takes_narrow(blueprint, dtype, device, quant)
     for index in range(span.start, span.end):
-        block = make_block(blueprint.blocks[index], index, blueprint.activation, dtype)
-        block.load_state_dict(read_block(folder, index, block.state_dict(), dtype), assign=True)
-        join_products(block)
+        block = _load_block(folder, blueprint, index, dtype, is_narrow=is_narrow)
         if quant != "none":
             quantize_block(block, quant, device)
         blocks.append(block)
@@ -177,14 +178,58 @@ def _load_fused(
     return FusedSpan(blocks, rotary.to(device), span, dtype, attention, native)
 
 
+def _load_block(
+    folder: ModelFolder, blueprint: Blueprint, index: int, dtype: torch.dtype, *, is_narrow: bool
+) -> Any:  # Any: as transformers types one
+    plan = blueprint.blocks[index]
+    block = make_block(plan, index, blueprint.activation, block_dtypes(folder, index, plan, dtype, halves=is_narrow))
+    block.load_state_dict(read_block(folder, index, block.state_dict()), assign=True)
+    join_products(block)
+    if is_narrow:
+        keep_narrow(block)
+    return block
+
+
+def found_block_bytes(folder: ModelFolder) -> int | None:
+    """What a block takes in fp32 on a CPU, if files have it in 32 bits and it needs no more than 8; else None.
+
+    By the first block; then by the largest of that, the last and one between. Reads those, but not of a folder that
+    would have to obtain them, as one of the hub. Raises ModelError as `load_span`.
+    """
+    blueprint = blueprint_of(folder)
+    if blueprint is None or not folder.is_local or not takes_narrow(blueprint, torch.float32, "cpu", "none"):
+        return None
+    if set(block_dtypes(folder, 0, blueprint.blocks[0], torch.float32, halves=True).values()) != {torch.float32}:
+        return None
+    name = "self_attn.k_proj.weight"  # a small one tells most models that need all their bits
+    outputs, inputs = blueprint.blocks[0].shapes[name]
+    layer = torch.nn.Linear(inputs, outputs, bias=False, device="meta").requires_grad_(False)
+    layer.load_state_dict({"weight": read_block(folder, 0, {name: layer.weight})[name]}, assign=True)
+    if found_narrow(layer) is None:
+        return None
+    last = len(blueprint.blocks) - 1
+    found_bytes = []
+    for index in dict.fromkeys((0, last // 2, last)):
+        block = _load_block(folder, blueprint, index, torch.float32, is_narrow=True)
+        if any(isinstance(each, torch.nn.Linear) for each in block.modules()):
+            return None
+        found_bytes.append(tensor_bytes(block))
+    return max(found_bytes)
+
+
 def load_ends(folder: ModelFolder, dtype: torch.dtype = torch.float32) -> Ends:
-    """Embeddings, final norm and head. Tied embeddings are read once. Raises ModelError as `load_span`."""
+    """Embeddings, final norm and head. Tied embeddings are read once. Raises ModelError as `load_span`.
+
+    What is computed in fp32, in a family that is fused, is in as few bits as it needs.
+    """
     family = family_of(folder.config)
     ATTENTIONS[_NO_ATTENTION] = _no_attention
     model = without_weights(folder, family, _NO_ATTENTION, dtype)
     names = {name for name in model.state_dict() if not name.startswith(family.block_prefix)}
     _load(folder, model, names, dtype)
     model.requires_grad_(False)
+    if family.fused and dtype == torch.float32:
+        keep_ends_narrow(model, model.get_submodule(family.decoder), family.tokens)
     remove_blocks(model.get_submodule(family.decoder), family)
     embedding = _shallow_copy(model, family.decoder).get_submodule(family.decoder)
     remove_exit(embedding, family)

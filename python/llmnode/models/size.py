@@ -12,9 +12,11 @@ from llmnode.errors import ConfigError
 from llmnode.models.blueprint import blueprint_of
 from llmnode.models.families import family_of, kv_heads
 from llmnode.models.fused import join_products, make_block
-from llmnode.models.parts import tensor_bytes
+from llmnode.models.native import takes_narrow
+from llmnode.models.parts import found_block_bytes, tensor_bytes
 from llmnode.models.quantized import quantized_bytes
 from llmnode.models.skeleton import without_weights
+from llmnode.models.stored import block_dtypes
 
 if TYPE_CHECKING:
     from llmnode.models.folder import ModelFolder
@@ -73,13 +75,25 @@ class ModelSize:
 
 
 def measure_size(
-    folder: ModelFolder, dtype: torch.dtype = torch.float32, quant: str = "none", kv_dtype: str = SAME
+    folder: ModelFolder,
+    dtype: torch.dtype = torch.float32,
+    quant: str = "none",
+    kv_dtype: str = SAME,
+    device: str = "cpu",
 ) -> ModelSize:
-    """Reads no tensor. Raises ModelError for a family that is not supported, or not with its weights quantized."""
+    """Reads no tensor, but of weights that need fewer bits than files have: `found_block_bytes`.
+
+    The ends may take less. Raises ModelError for a family that is not supported, or not with its weights quantized.
+    """
+    found_bytes: int | None = None
     if (blueprint := blueprint_of(folder)) is not None:
-        blocks = [make_block(plan, index, blueprint.activation, dtype) for index, plan in enumerate(blueprint.blocks)]
-        for block in blocks:
-            join_products(block)
+        is_narrow = takes_narrow(blueprint, dtype, device, quant)
+        found_bytes = found_block_bytes(folder) if is_narrow else None
+        blocks = []
+        for index, plan in enumerate(blueprint.blocks):
+            dtypes = block_dtypes(folder, index, plan, dtype, halves=is_narrow)
+            blocks.append(make_block(plan, index, blueprint.activation, dtypes))
+            join_products(blocks[-1])
         ends_bytes, head_dim = blueprint.ends * dtype.itemsize, blueprint.blocks[0].head_dim
         heads = blueprint.blocks[0].shapes["self_attn.k_proj.weight"][0] // head_dim
     else:
@@ -92,7 +106,8 @@ def measure_size(
         head_dim, heads = _head_dim(config), kv_heads(config)
     block_bytes = [tensor_bytes(block) if quant == "none" else quantized_bytes(block, quant) for block in blocks]
     head_bytes = head_dim * dtype.itemsize if kv_dtype == SAME else head_dim + _SCALE_BYTES
-    return ModelSize(len(blocks), max(block_bytes), ends_bytes, 2 * heads * head_bytes, 4 * folder.info.hidden_size)
+    largest = found_bytes or max(block_bytes)
+    return ModelSize(len(blocks), largest, ends_bytes, 2 * heads * head_bytes, 4 * folder.info.hidden_size)
 
 
 def _head_dim(config: Any) -> int:  # Any: each family's config has attributes of its own

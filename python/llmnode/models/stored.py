@@ -11,12 +11,14 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from llmnode.errors import ModelError
+from llmnode.models.narrow import HALVES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence, Set
+    from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
     import torch
 
+    from llmnode.models.blueprint import BlockPlan
     from llmnode.models.folder import ModelFolder
 
 _PREFIX = "model."
@@ -41,7 +43,7 @@ def read_parameters(
             plain.setdefault(name, stored)
         else:
             converted.setdefault(name, _Conversion(converter)).add(stored, pattern)
-    by_stored_name = folder.read(plain.values(), dtype)
+    by_stored_name = folder.read(dict.fromkeys(plain.values(), dtype))
     tensors = {name: by_stored_name[stored] for name, stored in plain.items()}
     for name, conversion in converted.items():
         tensors |= conversion.run(name, folder, model, dtype)
@@ -49,20 +51,39 @@ def read_parameters(
     return tensors
 
 
-def read_block(
-    folder: ModelFolder, index: int, expected: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """The parameters of a block of the Llama kind, by their names in it: files name them with `model.`, or without.
+def read_block(folder: ModelFolder, index: int, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters of a block of the Llama kind, by their names in it, as the `expected` ones' dtypes.
 
     Raises ModelError if one is missing, or not of the `expected` one's shape.
     """
-    full = {name: f"{_LAYERS}{index}.{name}" for name in expected}
-    stored = {name: each if each in folder.files else each.removeprefix(_PREFIX) for name, each in full.items()}
-    check_complete(folder, [full[name] for name, each in stored.items() if each not in folder.files])
-    read = folder.read(stored.values(), dtype)
-    tensors = {full[name]: read[each] for name, each in stored.items()}
-    _check_shapes(folder, tensors, {full[name]: each for name, each in expected.items()})
-    return {name: tensors[full[name]] for name in expected}
+    stored = _stored_names(folder, index, expected)
+    check_complete(folder, [_full_name(index, name) for name, each in stored.items() if each not in folder.files])
+    read = folder.read({each: expected[name].dtype for name, each in stored.items()})
+    tensors = {_full_name(index, name): read[each] for name, each in stored.items()}
+    _check_shapes(folder, tensors, {_full_name(index, name): each for name, each in expected.items()})
+    return {name: tensors[_full_name(index, name)] for name in expected}
+
+
+def block_dtypes(
+    folder: ModelFolder, index: int, plan: BlockPlan, dtype: torch.dtype, *, halves: bool
+) -> dict[str, torch.dtype]:
+    """Of a block's parameters in memory: `dtype`, but if `halves`, matrices that files have in 16 bits stay so."""
+    dtypes = dict.fromkeys(plan.shapes, dtype)
+    if halves:
+        for name, stored in _stored_names(folder, index, plan.shapes).items():
+            if len(plan.shapes[name]) > 1:
+                dtypes[name] = HALVES.get(folder.dtypes.get(stored, ""), dtype)
+    return dtypes
+
+
+def _stored_names(folder: ModelFolder, index: int, names: Iterable[str]) -> dict[str, str]:
+    """Files name them with `model.`, or without."""
+    full = {name: _full_name(index, name) for name in names}
+    return {name: each if each in folder.files else each.removeprefix(_PREFIX) for name, each in full.items()}
+
+
+def _full_name(index: int, name: str) -> str:
+    return f"{_LAYERS}{index}.{name}"
 
 
 def check_complete(folder: ModelFolder, missing: Sequence[str]) -> None:
@@ -96,7 +117,7 @@ class _Conversion:
         self._sources.append((stored, pattern))
 
     def run(self, name: str, folder: ModelFolder, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        tensors = folder.read([stored for stored, _ in self._sources], dtype)
+        tensors = folder.read({stored: dtype for stored, _ in self._sources})
         for stored, pattern in self._sources:
             self._converter.add_tensor(name, stored, pattern, tensors.pop(stored))
         try:

@@ -1,47 +1,48 @@
 //! Attention of single positions, each over the keys and values of its own sequence.
 
-use super::Cache;
+use std::ops::Range;
+
 use crate::simd::Isa;
 
-/// What `queries` of one head of keys and values, `(group, head_dim)`, attend to at the positions `[first, end)` of it,
-/// written to `out`, of the same shape. `keys` and `values` are `(positions, head_dim)`.
-pub(super) fn attend(isa: Isa, queries: &[f32], keys: &[f32], values: &[f32], head_dim: usize, out: &mut [f32]) {
+/// What `queries` of one head of keys and values, `(rows, group, head_dim)`, attend to: those of each row to its own of the
+/// positions of `keys` and `values`, `(positions, head_dim)`, as `seen` has them. In the same shape.
+pub(super) fn attend(
+    isa: Isa,
+    queries: &[f32],
+    seen: &[Range<usize>],
+    (keys, values): (&[f32], &[f32]),
+    head_dim: usize,
+) -> Vec<f32> {
+    let (first, last) = (seen.iter().map(|seen| seen.start).max(), seen.iter().map(|seen| seen.end).min());
+    let (head, tail) = (first.unwrap_or_default() * head_dim, last.unwrap_or_default() * head_dim);
+    if !values.iter().take(head).chain(values.iter().skip(tail)).all(|value| value.is_finite()) {
+        // What a row does not see would have a weight of 0, and come to NaN.
+        let rows = queries.chunks_exact(queries.len() / seen.len()).zip(seen);
+        let rows = rows.flat_map(|(queries, seen)| {
+            let own = seen.start * head_dim..seen.end * head_dim;
+            let [keys, values] = [keys, values].map(|all| all.get(own.clone()).unwrap_or_default());
+            attend(isa, queries, std::slice::from_ref(&(0..seen.len())), (keys, values), head_dim)
+        });
+        return rows.collect();
+    }
     let positions = keys.len() / head_dim;
     let mut weights = vec![0.0; queries.len() / head_dim * positions];
     isa.dots(keys, queries, head_dim, &mut weights);
-    for scores in weights.chunks_exact_mut(positions) {
-        let largest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        for score in scores {
-            *score -= largest;
+    let group = queries.len() / head_dim / seen.len();
+    let mut sums = Vec::with_capacity(seen.len() * group);
+    for (scores, seen) in weights.chunks_exact_mut(group * positions).zip(seen) {
+        for scores in scores.chunks_exact_mut(positions) {
+            sums.push(isa.soften(scores.get_mut(seen.clone()).unwrap_or_default()));
+            scores.iter_mut().take(seen.start).for_each(|score| *score = 0.0);
+            scores.iter_mut().skip(seen.end).for_each(|score| *score = 0.0);
         }
     }
-    isa.exponentials(&mut weights);
-    isa.weighted(values, &weights, head_dim, out);
-    for (out, weights) in out.chunks_exact_mut(head_dim).zip(weights.chunks_exact(positions)) {
-        let sum: f32 = weights.iter().sum();
+    let mut out = vec![0.0; queries.len()];
+    isa.weighted(values, &weights, head_dim, &mut out);
+    for (out, sum) in out.chunks_exact_mut(head_dim).zip(sums) {
         for value in out {
             *value /= sum;
         }
     }
-}
-
-impl Cache<'_> {
-    /// Writes the keys and values, `(heads, head_dim)` each, of one position.
-    pub(super) fn write(&mut self, position: usize, keys: &[f32], values: &[f32], head_dim: usize) {
-        for (slab, new) in [(&mut *self.keys, keys), (&mut *self.values, values)] {
-            let heads = slab.chunks_exact_mut(self.capacity * head_dim);
-            for (slab, new) in heads.zip(new.chunks_exact(head_dim)) {
-                if let Some(place) = slab.chunks_exact_mut(head_dim).nth(position) {
-                    place.copy_from_slice(new);
-                }
-            }
-        }
-    }
-
-    /// The keys and values of a head at the positions `[first, end)`, `(positions, head_dim)` each.
-    pub(super) fn read(&self, head: usize, first: usize, end: usize, head_dim: usize) -> (&[f32], &[f32]) {
-        let start = (head * self.capacity + first) * head_dim;
-        let range = start..start + (end - first) * head_dim;
-        (self.keys.get(range.clone()).unwrap_or_default(), self.values.get(range).unwrap_or_default())
-    }
+    out
 }

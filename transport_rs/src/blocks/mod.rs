@@ -1,29 +1,34 @@
 //! A few positions of several sequences through blocks of the Llama kind: decodes, above all.
 //!
 //! Such a forward reads each weight once and does next to nothing with it, so it takes as long as the weights take from
-//! memory, if nothing is done between one product and the next. Here little is. All is `f32`, but for weights of 8 bits.
+//! memory, if nothing is done between one product and the next. Here little is. All is `f32`, but for weights of fewer bits.
 //!
 //! A position's output does not depend on what else is in the same forward, nor on the processor's vectors or the number
 //! of threads: not by a bit. [`scalar`] is the specification of the arithmetic, but for the sines of rotary embeddings, which
 //! are the system's.
 
+use std::ops::Range;
+
 use rayon::ThreadPool;
-use rayon::prelude::*;
 
 use crate::simd::Isa;
-use rounded::Rounded;
+use products::{Products, add};
 
 mod attention;
+mod cache;
+pub(crate) mod groups;
+mod products;
 mod rounded;
 pub(crate) mod scalar;
 mod shape;
 
-pub use shape::{Block, BlockError, Cache, Linear, Piece, Shape, Weight};
+pub use cache::{Cache, Kept};
+pub use groups::{GROUP, Q4, Q8, pack, pack_q8};
+pub use products::{multiply, widen};
+pub use shape::{Block, BlockError, Half, Linear, Piece, Shape, Weight};
 
-/// Work on fewer values than these (of weights, or of keys and values) is not worth another thread.
-const VALUES_OF_PART: usize = 1 << 15;
-/// Each thread gets its work in so many parts: one that is held up leaves the others to the rest.
-const PARTS_OF_THREAD: usize = 4;
+/// Of one sequence, so many read each key and value together.
+const ROWS_OF_RUN: usize = 8;
 
 /// One position of a forward.
 #[derive(Clone, Copy)]
@@ -55,13 +60,8 @@ pub fn forward(
     }
     let mut rows = Vec::new();
     for (number, piece) in pieces.iter().enumerate() {
-        let size = shape.kv_heads * shape.head_dim;
         let end = piece.start.checked_add(piece.length).ok_or(BlockError::Room)?;
-        let fits = |cache: &Cache<'_>| {
-            let values = cache.capacity.checked_mul(size);
-            end <= cache.capacity && [Some(cache.keys.len()), Some(cache.values.len())] == [values; 2]
-        };
-        if piece.caches.len() != blocks.len() || !piece.caches.iter().all(fits) {
+        if piece.caches.len() != blocks.len() || !piece.caches.iter().all(|cache| cache.fits(end, shape)) {
             return Err(BlockError::Room);
         }
         rows.extend((piece.start..end).map(|position| Row { piece: number, position }));
@@ -70,7 +70,8 @@ pub fn forward(
         return Ok(());
     }
     let turns = shape.turns(&rows);
-    let forward = Forward { isa, threads: pool.map_or(1, ThreadPool::current_num_threads), shape, rows, turns };
+    let runs = runs(&rows);
+    let forward = Forward { products: Products::new(isa, pool), shape, rows, runs, turns };
     let mut run = || {
         for (number, block) in blocks.iter().enumerate() {
             forward.through(number, block, pieces, hidden);
@@ -98,11 +99,23 @@ impl Shape {
 }
 
 struct Forward<'a> {
-    isa: Isa,
-    threads: usize,
+    products: Products,
     shape: &'a Shape,
     rows: Vec<Row>,
+    runs: Vec<Range<usize>>,
     turns: Vec<f32>,
+}
+
+/// Of rows, those of one piece that attend together.
+fn runs(rows: &[Row]) -> Vec<Range<usize>> {
+    let mut start = 0;
+    let pieces = rows.chunk_by(|row, next| row.piece == next.piece);
+    let runs = pieces.flat_map(|rows| rows.chunks(ROWS_OF_RUN)).map(|rows| {
+        let run = start..start + rows.len();
+        start = run.end;
+        run
+    });
+    runs.collect()
 }
 
 impl Forward<'_> {
@@ -116,7 +129,7 @@ impl Forward<'_> {
         let mut fed = Vec::with_capacity(gates.len() / 2);
         for gates in gates.chunks_exact_mut(2 * self.shape.inner) {
             let (gates, up) = gates.split_at_mut(self.shape.inner);
-            self.isa.gated(gates, up);
+            self.products.isa.gated(gates, up);
             fed.extend_from_slice(gates);
         }
         add(hidden, &self.product(&fed, block.down, self.shape.hidden));
@@ -124,27 +137,7 @@ impl Forward<'_> {
 
     /// `(rows, inputs)` to `(rows, outputs)`.
     fn product(&self, values: &[f32], linear: Linear<'_>, outputs: usize) -> Vec<f32> {
-        let (count, inputs) = (self.rows.len(), values.len() / self.rows.len());
-        let mut parts = vec![0.0; outputs * count]; // (rows, outputs) each
-        let part = match linear.weight {
-            Weight::Floats(weights) => self.in_parts(&mut parts, count, inputs, |first, out| {
-                let range = first * inputs..(first + out.len() / count) * inputs;
-                self.isa.dots(weights.get(range).unwrap_or_default(), values, inputs, out);
-            }),
-            Weight::Codes(codes, scales) => {
-                let rows = Rounded::new(self.isa, values, inputs);
-                self.in_parts(&mut parts, count, inputs / size_of::<f32>(), |first, out| {
-                    let end = first + out.len() / count;
-                    let codes = codes.get(first * inputs..end * inputs).unwrap_or_default();
-                    rows.product(self.isa, codes, scales.get(first..end).unwrap_or_default(), out);
-                })
-            }
-        };
-        let mut out = if part == outputs { parts } else { by_row(&parts, count, part) };
-        if let Some(bias) = linear.bias {
-            out.chunks_exact_mut(outputs).for_each(|row| add(row, bias));
-        }
-        out
+        self.products.product(values, self.rows.len(), linear, outputs)
     }
 
     fn normed(&self, hidden: &[f32], weight: &[f32]) -> Vec<f32> {
@@ -156,7 +149,7 @@ impl Forward<'_> {
     /// The RMS norm of `values`, in place.
     fn norm(&self, values: &mut [f32], weight: &[f32]) {
         let mut squares = [0.0];
-        self.isa.dots(values, values, values.len(), &mut squares);
+        self.products.isa.dots(values, values, values.len(), &mut squares);
         let [squares] = squares;
         #[expect(clippy::cast_precision_loss, reason = "sizes are below 2^20")]
         let factor = 1.0 / (squares / values.len() as f32 + self.shape.epsilon).sqrt();
@@ -187,54 +180,41 @@ impl Forward<'_> {
         kept
     }
 
-    /// What each row attends to, `(rows, heads * head_dim)`.
+    /// What each row attends to, `(rows, heads * head_dim)`. Rows of a sequence read its keys and values together.
     fn attended(&self, number: usize, block: &Block<'_>, queries: &[f32], pieces: &[Piece<'_>]) -> Vec<f32> {
         let Shape { heads, kv_heads, head_dim, .. } = *self.shape;
-        let unit = heads / kv_heads * head_dim; // of queries that share a head of keys
-        let mut attended = vec![0.0; queries.len()];
-        let seen = self.rows.iter().map(|row| row.position + 1).max().unwrap_or_default();
-        self.in_parts(&mut attended, unit, 2 * seen * head_dim, |first, out| {
-            let units = out.chunks_exact_mut(unit).zip(queries.chunks_exact(unit).skip(first));
-            for (at, (out, queries)) in (first..).zip(units) {
-                let row = self.rows.get(at / kv_heads);
-                let cache = row.and_then(|row| pieces.get(row.piece)?.caches.get(number));
-                if let (Some(row), Some(cache)) = (row, cache) {
-                    let end = row.position + 1;
-                    let first = block.window.map_or(0, |window| end.saturating_sub(window));
-                    let (keys, values) = cache.read(at % kv_heads, first, end, head_dim);
-                    attention::attend(self.isa, queries, keys, values, head_dim, out);
-                }
+        let (width, unit) = (heads * head_dim, heads / kv_heads * head_dim); // a unit's queries share a head of keys
+        let attend = |run: &Range<usize>, head: usize| {
+            let rows = self.rows.get(run.clone()).unwrap_or_default();
+            let cache = rows.first().and_then(|row| pieces.get(row.piece)?.caches.get(number));
+            let seen = |row: &Row| {
+                let end = row.position + 1;
+                block.window.map_or(0, |window| end.saturating_sub(window))..end
+            };
+            let (Some(cache), Some(first), Some(last)) = (cache, rows.first().map(seen), rows.last().map(seen)) else {
+                return Vec::new();
+            };
+            let mut own = Vec::with_capacity(run.len() * unit);
+            for row in queries.chunks_exact(width).skip(run.start).take(run.len()) {
+                own.extend_from_slice(row.chunks_exact(unit).nth(head).unwrap_or_default());
             }
-        });
+            let seen: Vec<_> =
+                rows.iter().map(seen).map(|seen| seen.start - first.start..seen.end - first.start).collect();
+            let (keys, values) = cache.read(self.products.isa, head, (first.start, last.end), self.shape);
+            attention::attend(self.products.isa, &own, &seen, (&keys, &values), head_dim)
+        };
+        let values = self.rows.iter().map(|row| 2 * kv_heads * (row.position + 1) * head_dim).sum();
+        let items: Vec<_> = self.runs.iter().flat_map(|run| (0..kv_heads).map(move |head| (run, head))).collect();
+        let of_items = self.products.each(&items, values, |(run, head)| attend(run, *head));
+        let mut attended = vec![0.0; queries.len()];
+        for ((run, head), of_item) in items.into_iter().zip(of_items) {
+            let rows = attended.chunks_exact_mut(width).skip(run.start).take(run.len());
+            for (row, own) in rows.zip(of_item.chunks_exact(unit)) {
+                row.iter_mut().skip(head * unit).zip(own).for_each(|(place, value)| *place = *value);
+            }
+        }
         attended
     }
-
-    /// Fills `out`, whose units take `values` values to read each: `fill` gets parts of it, and the number of the first
-    /// unit of each. Returns how many units a part has; the last has fewer.
-    fn in_parts(&self, out: &mut [f32], unit: usize, values: usize, fill: impl Fn(usize, &mut [f32]) + Sync) -> usize {
-        let units = out.len() / unit;
-        let worthwhile = units * values / VALUES_OF_PART;
-        if self.threads == 1 || worthwhile < 2 {
-            fill(0, out);
-            units
-        } else {
-            let part = units.div_ceil(worthwhile.min(self.threads * PARTS_OF_THREAD));
-            out.par_chunks_mut(part * unit).enumerate().for_each(|(number, out)| fill(number * part, out));
-            part
-        }
-    }
-}
-
-/// `(rows, outputs)` of parts of as many outputs, that of each part after that of the other.
-fn by_row(parts: &[f32], count: usize, part: usize) -> Vec<f32> {
-    let rows = (0..count).flat_map(|row| {
-        parts.chunks(part * count).flat_map(move |out| out.chunks_exact(out.len() / count).skip(row).take(1))
-    });
-    rows.flatten().copied().collect()
-}
-
-fn add(sums: &mut [f32], others: &[f32]) {
-    sums.iter_mut().zip(others).for_each(|(sum, other)| *sum += other);
 }
 
 /// Rotary embeddings (Su et al. 2021) of one head, its halves as pairs; cosines and sines as [`Shape::turns`] has them.

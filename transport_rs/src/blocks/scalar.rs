@@ -2,13 +2,15 @@
 //!
 //! Sixteen sums are kept in turn and added up at the end, halves onto each other. A multiply-add rounds once, everywhere.
 
+use super::groups::{GROUP, Q4, Q8};
+use crate::codec::numbers::{bf16_to_f32, f16_to_f32};
 use crate::simd::LANES;
 
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
 /// The natural logarithm of 2: a part with so few bits that its product with a whole number is exact, and the rest.
 const LN_2: (f32, f32) = (0.693_359_4, -2.121_944_4e-4);
 /// To what is added here, the last bit is worth 1: a sum is rounded to a whole number, which its lowest bits are.
-const WHOLE: f32 = 12_582_912.0;
+pub(super) const WHOLE: f32 = 12_582_912.0;
 const SMALLEST: f32 = -87.336_54;
 const LARGEST: f32 = 88.376_26;
 /// Of `e^x - 1 - x`, divided by `x^2`, for |x| <= ln(2) / 2 (Moshier's Cephes, `expf`).
@@ -16,13 +18,51 @@ const POLYNOMIAL: [f32; 6] = [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.16
 
 /// As [`crate::simd::Isa::dots`].
 pub(crate) fn dots(weights: &[f32], rows: &[f32], inputs: usize, out: &mut [f32]) {
+    dots_with(weights, rows, inputs, out, |weight| *weight);
+}
+
+/// As [`crate::simd::Isa::bf16_dots`].
+pub(crate) fn bf16_dots(weights: &[u16], rows: &[f32], inputs: usize, out: &mut [f32]) {
+    dots_with(weights, rows, inputs, out, |weight| bf16_to_f32(*weight));
+}
+
+/// As [`crate::simd::Isa::f16_dots`].
+pub(crate) fn f16_dots(weights: &[u16], rows: &[f32], inputs: usize, out: &mut [f32]) {
+    dots_with(weights, rows, inputs, out, |weight| f16_to_f32(*weight));
+}
+
+/// As [`crate::simd::Isa::q4_dots`].
+pub(crate) fn q4_dots(weights: Q4<'_>, rows: &[f32], inputs: usize, out: &mut [f32]) {
+    let mut floats = vec![0.0; weights.levels.len() * GROUP];
+    q4_floats(weights, &mut floats);
+    dots(&floats, rows, inputs, out);
+}
+
+/// As [`crate::simd::Isa::q8_dots`].
+pub(crate) fn q8_dots(weights: Q8<'_>, rows: &[f32], inputs: usize, out: &mut [f32]) {
+    let mut floats = vec![0.0; weights.codes.len()];
+    q8_floats(weights, &mut floats);
+    dots(&floats, rows, inputs, out);
+}
+
+/// As [`crate::simd::Isa::q8_floats`].
+pub(crate) fn q8_floats(weights: Q8<'_>, out: &mut [f32]) {
+    out.iter_mut().zip(weights.weights()).for_each(|(out, weight)| *out = weight);
+}
+
+/// As [`crate::simd::Isa::q4_floats`].
+pub(crate) fn q4_floats(weights: Q4<'_>, out: &mut [f32]) {
+    out.iter_mut().enumerate().for_each(|(at, out)| *out = weights.weight(at));
+}
+
+fn dots_with<T>(weights: &[T], rows: &[f32], inputs: usize, out: &mut [f32], widen: impl Fn(&T) -> f32) {
     let outputs = weights.len() / inputs;
     for (row, out) in rows.chunks_exact(inputs).zip(out.chunks_exact_mut(outputs)) {
         for (weights, out) in weights.chunks_exact(inputs).zip(out) {
             let mut sums = [0.0; LANES];
             for (weights, values) in weights.chunks(LANES).zip(row.chunks(LANES)) {
                 for ((sum, weight), value) in sums.iter_mut().zip(weights).zip(values) {
-                    *sum = weight.mul_add(*value, *sum);
+                    *sum = widen(weight).mul_add(*value, *sum);
                 }
             }
             *out = sum_of(sums);
@@ -30,6 +70,8 @@ pub(crate) fn dots(weights: &[f32], rows: &[f32], inputs: usize, out: &mut [f32]
     }
 }
 
+#[expect(clippy::inline_always, reason = "to be compiled with the instructions of the function that calls it")]
+#[inline(always)]
 fn sum_of(mut sums: [f32; LANES]) -> f32 {
     let mut half = LANES / 2;
     while half > 0 {
@@ -63,6 +105,16 @@ pub(crate) fn code_dots(codes: &[i8], rows: &[i16], inputs: usize, out: &mut [i3
     }
 }
 
+/// As [`crate::simd::Isa::scaled`].
+#[expect(clippy::inline_always, reason = "to be compiled with the instructions of the function that calls it")]
+#[inline(always)]
+pub(crate) fn scaled(codes: &[i8], scales: &[f32], out: &mut [f32]) {
+    let width = codes.len() / scales.len().max(1);
+    for ((codes, scale), out) in codes.chunks_exact(width.max(1)).zip(scales).zip(out.chunks_exact_mut(width.max(1))) {
+        codes.iter().zip(out).for_each(|(code, value)| *value = f32::from(*code) * scale);
+    }
+}
+
 /// As [`crate::simd::Isa::round`].
 #[expect(clippy::inline_always, reason = "to be compiled with the instructions of the function that calls it")]
 #[inline(always)]
@@ -75,13 +127,29 @@ pub(crate) fn round(values: &[f32], scale: f32, codes: &mut [i16]) {
     }
 }
 
-/// As [`crate::simd::Isa::exponentials`].
+/// As [`crate::simd::Isa::soften`].
 #[expect(clippy::inline_always, reason = "to be compiled with the instructions of the function that calls it")]
 #[inline(always)]
-pub(crate) fn exponentials(values: &mut [f32]) {
-    for value in values {
-        *value = exponential(*value);
+pub(crate) fn soften(scores: &mut [f32]) -> f32 {
+    let larger = |a: f32, b: f32| if b > a { b } else { a };
+    let (sixteens, rest) = scores.as_chunks_mut::<LANES>();
+    let mut most = [f32::NEG_INFINITY; LANES];
+    for scores in sixteens.iter() {
+        most.iter_mut().zip(scores).for_each(|(most, score)| *most = larger(*most, *score));
     }
+    let largest = most.iter().chain(rest.iter()).copied().fold(f32::NEG_INFINITY, larger);
+    let mut sums = [0.0; LANES];
+    for scores in sixteens {
+        for (sum, score) in sums.iter_mut().zip(scores) {
+            *score = exponential(*score - largest);
+            *sum += *score;
+        }
+    }
+    for (sum, score) in sums.iter_mut().zip(rest) {
+        *score = exponential(*score - largest);
+        *sum += *score;
+    }
+    sum_of(sums)
 }
 
 /// As [`crate::simd::Isa::gated`].

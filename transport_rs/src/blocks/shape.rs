@@ -3,6 +3,8 @@
 use std::error::Error;
 use std::fmt;
 
+use super::cache::Cache;
+use super::groups::{Q4, Q8};
 use super::rounded;
 use crate::simd::LANES;
 
@@ -44,14 +46,40 @@ pub struct Linear<'a> {
 pub enum Weight<'a> {
     /// As it is.
     Floats(&'a [f32]),
+    /// In 16 bits, of which there is an `f32` each.
+    Halves(Half, &'a [u16]),
+    /// In 4 bits: widened, they are as they were.
+    Q4(Q4<'a>),
+    /// In 8 bits, likewise. Inputs are as they are.
+    Q8(Q8<'a>),
     /// In 8 bits, with a scale for each output. Inputs are rounded to 8 bits too, see `rounded.rs`.
     Codes(&'a [i8], &'a [f32]),
+}
+
+impl Linear<'_> {
+    pub(super) fn check(&self, name: &'static str, outputs: usize, inputs: usize) -> Result<(), BlockError> {
+        let are_sizes = inputs.is_multiple_of(LANES) && outputs.checked_mul(inputs).is_some_and(|weights| weights > 0);
+        let fits = are_sizes && self.weight.fits(outputs, inputs) && self.bias.is_none_or(|bias| bias.len() == outputs);
+        if fits { Ok(()) } else { Err(BlockError::Length(name)) }
+    }
+}
+
+/// What 16 bits are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Half {
+    /// The upper half of an `f32`.
+    Bf16,
+    /// `binary16` of IEEE 754.
+    F16,
 }
 
 impl Weight<'_> {
     fn fits(&self, outputs: usize, inputs: usize) -> bool {
         match self {
             Self::Floats(values) => values.len() == outputs * inputs,
+            Self::Halves(_, values) => values.len() == outputs * inputs,
+            Self::Q4(weights) => weights.fits(outputs, inputs),
+            Self::Q8(weights) => weights.fits(outputs, inputs),
             Self::Codes(codes, scales) => {
                 codes.len() == outputs * inputs && scales.len() == outputs && inputs < rounded::INPUTS_END
             }
@@ -82,17 +110,6 @@ pub struct Block<'a> {
     pub is_rotated: bool,
     /// So many positions are looked at, one's own too; all, if that is not said.
     pub window: Option<usize>,
-}
-
-/// Keys and values of a sequence in one block: `(kv_heads, capacity, head_dim)` each.
-#[derive(Debug)]
-pub struct Cache<'a> {
-    /// Keys, turned.
-    pub keys: &'a mut [f32],
-    /// Values.
-    pub values: &'a mut [f32],
-    /// Positions that there is room for.
-    pub capacity: usize,
 }
 
 /// Positions of one sequence that follow each other.
@@ -174,9 +191,7 @@ impl Block<'_> {
             ("down", self.down, shape.inner, shape.hidden),
         ];
         for (name, linear, inputs, outputs) in linears {
-            if !linear.weight.fits(outputs, inputs) || linear.bias.is_some_and(|bias| bias.len() != outputs) {
-                return Err(BlockError::Length(name));
-            }
+            linear.check(name, outputs, inputs)?;
         }
         if self.window == Some(0) {
             return Err(BlockError::Window);

@@ -1,12 +1,15 @@
 //! Blocks of the Llama kind as a Python class. What is promised to Python is in `_native.pyi`.
 
-use pyo3::exceptions::{PyOSError, PyValueError};
+use std::ops::Range;
+
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::{PyOSError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyTuple};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use super::buffers::{ByteView, Slab, View};
-use crate::blocks::{self, BlockError, Cache, Piece, Shape};
+use super::buffers::{ByteView, Slab, View, range, refuse_overlaps};
+use crate::blocks::{self, BlockError, Cache, Half, Kept, Piece, Q4, Q8, Shape};
 use crate::simd::Isa;
 
 #[pyclass(module = "llmnode._native", frozen)]
@@ -36,11 +39,33 @@ struct Block {
     window: Option<usize>,
 }
 
-/// As it is, or codes and their scales.
-#[derive(FromPyObject)]
-enum Weight {
+/// As it is, or by name what it is in, and the numbers of that.
+pub(super) enum Weight {
     Floats(View<f32>),
+    Halves(Half, View<u16>),
+    Q4(View<u8>, View<f32>),
+    Q8(View<i8>, View<f32>),
     Codes(View<i8>, View<f32>),
+}
+
+impl<'py> FromPyObject<'_, 'py> for Weight {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let Ok(parts) = object.cast::<PyTuple>() else {
+            return Ok(Self::Floats(object.extract()?));
+        };
+        let part = |at| parts.get_item(at).map_err(|_| PyTypeError::new_err("a weight without all its numbers"));
+        let numbers = part(1)?;
+        match part(0)?.extract()? {
+            "bfloat16" => Ok(Self::Halves(Half::Bf16, numbers.extract()?)),
+            "float16" => Ok(Self::Halves(Half::F16, numbers.extract()?)),
+            "q4" => Ok(Self::Q4(numbers.extract()?, part(2)?.extract()?)),
+            "q8" => Ok(Self::Q8(numbers.extract()?, part(2)?.extract()?)),
+            "int8" => Ok(Self::Codes(numbers.extract()?, part(2)?.extract()?)),
+            other => Err(PyTypeError::new_err(format!("weights in {other} are not known"))),
+        }
+    }
 }
 
 impl Block {
@@ -63,9 +88,97 @@ impl Block {
 fn linear<'a>(weight: &'a Weight, bias: Option<&'a View<f32>>) -> blocks::Linear<'a> {
     let weight = match weight {
         Weight::Floats(values) => blocks::Weight::Floats(values.values()),
+        Weight::Halves(half, values) => blocks::Weight::Halves(*half, values.values()),
+        Weight::Q4(codes, levels) => blocks::Weight::Q4(q4(codes, levels)),
+        Weight::Q8(codes, steps) => blocks::Weight::Q8(Q8 { codes: codes.values(), steps: steps.values() }),
         Weight::Codes(codes, scales) => blocks::Weight::Codes(codes.values(), scales.values()),
     };
     blocks::Linear { weight, bias: bias.map(View::values) }
+}
+
+fn q4<'a>(codes: &'a View<u8>, levels: &'a View<f32>) -> Q4<'a> {
+    Q4 { codes: codes.values(), levels: levels.values().as_chunks().0 }
+}
+
+/// Whether `weights` are just what `codes` and `levels` of them, which are written, stand for.
+#[pyfunction]
+pub(super) fn pack_q4(
+    py: Python<'_>,
+    weights: View<f32>,
+    mut codes: Slab<u8>,
+    mut levels: Slab<f32>,
+) -> PyResult<bool> {
+    refuse_overlaps(&[codes.range(), levels.range()], &[range(weights.values())])?;
+    Ok(py.detach(|| blocks::pack(weights.values(), codes.values(), levels.values().as_chunks_mut().0))?)
+}
+
+/// As `pack_q4`, in 8 bits.
+#[pyfunction]
+pub(super) fn pack_q8(py: Python<'_>, weights: View<f32>, mut codes: Slab<i8>, mut steps: Slab<f32>) -> PyResult<bool> {
+    refuse_overlaps(&[codes.range(), steps.range()], &[range(weights.values())])?;
+    Ok(py.detach(|| blocks::pack_q8(weights.values(), codes.values(), steps.values()))?)
+}
+
+/// `weight` as it is.
+#[pyfunction]
+pub(super) fn widen(py: Python<'_>, weight: Weight, mut out: Slab<f32>) -> PyResult<()> {
+    refuse_overlaps(&[out.range()], &weight.ranges())?;
+    let is_done = py.detach(|| blocks::widen(Isa::best(), linear(&weight, None).weight, out.values()));
+    if is_done { Ok(()) } else { Err(BlockError::Length("weights").into()) }
+}
+
+impl Weight {
+    fn ranges(&self) -> Vec<Range<usize>> {
+        match self {
+            Self::Floats(values) => vec![range(values.values())],
+            Self::Halves(_, values) => vec![range(values.values())],
+            Self::Q4(codes, levels) => vec![range(codes.values()), range(levels.values())],
+            Self::Q8(codes, scales) | Self::Codes(codes, scales) => vec![range(codes.values()), range(scales.values())],
+        }
+    }
+}
+
+fn pool_of(threads: usize) -> PyResult<Option<ThreadPool>> {
+    let pool = (threads > 1).then(|| ThreadPoolBuilder::new().num_threads(threads).build()).transpose();
+    pool.map_err(|error| PyOSError::new_err(error.to_string()))
+}
+
+/// Products of a few rows with one weight, held in place.
+#[pyclass(module = "llmnode._native", frozen)]
+pub(super) struct Product {
+    weight: Weight,
+    outputs: usize,
+    inputs: usize,
+    pool: Option<ThreadPool>,
+}
+
+#[pymethods]
+impl Product {
+    #[new]
+    fn new(weight: Weight, outputs: usize, inputs: usize, threads: usize) -> PyResult<Self> {
+        let product = Self { weight, outputs, inputs, pool: pool_of(threads)? };
+        product.multiply(&[])?;
+        Ok(product)
+    }
+
+    fn into(&self, py: Python<'_>, rows: View<f32>, mut out: Slab<f32>) -> PyResult<()> {
+        let read = [self.weight.ranges(), vec![range(rows.values())]].concat();
+        refuse_overlaps(&[out.range()], &read)?;
+        let products = py.detach(|| self.multiply(rows.values()))?;
+        let places = out.values();
+        if places.len() != products.len() {
+            return Err(BlockError::Length("out").into());
+        }
+        places.copy_from_slice(&products);
+        Ok(())
+    }
+}
+
+impl Product {
+    fn multiply(&self, rows: &[f32]) -> Result<Vec<f32>, BlockError> {
+        let sizes = (self.outputs, self.inputs);
+        blocks::multiply(Isa::best(), self.pool.as_ref(), linear(&self.weight, None), sizes, rows)
+    }
 }
 
 #[pymethods]
@@ -88,8 +201,7 @@ impl LlamaBlocks {
         let shape = Shape { hidden, heads, kv_heads, head_dim, inner, epsilon, frequencies, rotary_scaling };
         shape.check()?;
         blocks.iter().try_for_each(|block| block.view().check(&shape))?;
-        let pool = (threads > 1).then(|| ThreadPoolBuilder::new().num_threads(threads).build()).transpose();
-        Ok(Self { shape, blocks, pool: pool.map_err(|error| PyOSError::new_err(error.to_string()))? })
+        Ok(Self { shape, blocks, pool: pool_of(threads)? })
     }
 
     /// Whether this processor has vectors that we know.
@@ -98,20 +210,20 @@ impl LlamaBlocks {
         Isa::best() != Isa::SCALAR
     }
 
-    /// Each piece: slabs of the sequence, its first position, hidden states.
+    /// Each piece: slabs of the sequence, how many of their blocks are before, its first position, hidden states.
     fn forward<'py>(
         &self,
         py: Python<'py>,
         first: usize,
-        pieces: Vec<(Bound<'py, SequenceSlabs>, usize, ByteView)>,
+        end: usize,
+        pieces: Vec<(Bound<'py, SequenceSlabs>, usize, usize, ByteView)>,
     ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         let row_bytes = self.shape.hidden * size_of::<f32>();
-        let mut slabs = pieces.iter().map(|(slabs, _, _)| slabs.try_borrow_mut()).collect::<Result<Vec<_>, _>>()?;
-        let through = slabs.first().map_or(0, |slabs| slabs.of_blocks.len());
-        let of_pieces = self.blocks.get(first..first.saturating_add(through)).ok_or_else(no_such_blocks)?;
+        let mut slabs = pieces.iter().map(|(slabs, ..)| slabs.try_borrow_mut()).collect::<Result<Vec<_>, _>>()?;
+        let of_pieces = self.blocks.get(first..end).ok_or_else(no_such_blocks)?;
         let mut hidden = Vec::new();
         let mut lengths = Vec::new();
-        for (_, _, data) in &pieces {
+        for (.., data) in &pieces {
             let (floats, _) = data.bytes().as_chunks();
             if !data.bytes().len().is_multiple_of(row_bytes) {
                 return Err(BlockError::Length("hidden states").into());
@@ -119,10 +231,11 @@ impl LlamaBlocks {
             hidden.extend(floats.iter().map(|bytes| f32::from_ne_bytes(*bytes)));
             lengths.push(data.bytes().len() / row_bytes);
         }
-        let caches = slabs.iter_mut().map(|slabs| slabs.caches());
-        let views = caches.zip(&pieces).zip(lengths);
-        let mut views: Vec<_> =
-            views.map(|((caches, (_, start, _)), length)| Piece { start: *start, length, caches }).collect();
+        let views = slabs.iter_mut().zip(&pieces).zip(lengths).map(|((slabs, (_, passed, start, _)), length)| {
+            let caches = slabs.caches(*passed, of_pieces.len());
+            Piece { start: *start, length, caches }
+        });
+        let mut views: Vec<_> = views.collect();
         py.detach(|| {
             let blocks: Vec<_> = of_pieces.iter().map(Block::view).collect();
             blocks::forward(Isa::best(), self.pool.as_ref(), &self.shape, &blocks, &mut views, &mut hidden)
@@ -144,29 +257,58 @@ impl LlamaBlocks {
 /// Keys and values of one sequence, of each block that it goes through.
 #[pyclass(module = "llmnode._native")]
 pub(super) struct SequenceSlabs {
-    of_blocks: Vec<(Slab<f32>, Slab<f32>)>,
+    of_blocks: Vec<Slabs>,
     capacity: usize,
+}
+
+/// As [`Kept`] has them.
+enum Slabs {
+    Floats(Slab<f32>, Slab<f32>),
+    Codes(Slab<i8>, Slab<f32>),
+}
+
+impl<'py> FromPyObject<'_, 'py> for Slabs {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let (first, second): (Bound<'py, PyAny>, Slab<f32>) = object.extract()?;
+        if PyBuffer::<i8>::get(&first).is_ok() {
+            Ok(Self::Codes(first.extract()?, second))
+        } else {
+            Ok(Self::Floats(first.extract()?, second))
+        }
+    }
+}
+
+impl Slabs {
+    fn ranges(&self) -> [Range<usize>; 2] {
+        match self {
+            Self::Floats(keys, values) => [keys.range(), values.range()],
+            Self::Codes(codes, scales) => [codes.range(), scales.range()],
+        }
+    }
+
+    fn kept(&mut self) -> Kept<'_> {
+        match self {
+            Self::Floats(keys, values) => Kept::Floats(keys.values(), values.values()),
+            Self::Codes(codes, scales) => Kept::Codes(codes.values(), scales.values()),
+        }
+    }
 }
 
 #[pymethods]
 impl SequenceSlabs {
     #[new]
-    fn new(of_blocks: Vec<(Slab<f32>, Slab<f32>)>, capacity: usize) -> PyResult<Self> {
-        let slabs: Vec<_> = of_blocks.iter().flat_map(|(keys, values)| [keys, values]).collect();
-        for (number, slab) in slabs.iter().enumerate() {
-            if slabs.iter().skip(number + 1).any(|other| slab.overlaps(other)) {
-                return Err(PyValueError::new_err("slabs overlap"));
-            }
-        }
+    fn new(of_blocks: Vec<Slabs>, capacity: usize) -> PyResult<Self> {
+        refuse_overlaps(&of_blocks.iter().flat_map(Slabs::ranges).collect::<Vec<_>>(), &[])?;
         Ok(Self { of_blocks, capacity })
     }
 }
 
 impl SequenceSlabs {
-    fn caches(&mut self) -> Vec<Cache<'_>> {
+    fn caches(&mut self, passed: usize, count: usize) -> Vec<Cache<'_>> {
         let capacity = self.capacity;
-        let caches = self.of_blocks.iter_mut();
-        caches.map(|(keys, values)| Cache { keys: keys.values(), values: values.values(), capacity }).collect()
+        self.of_blocks.iter_mut().skip(passed).take(count).map(|slabs| Cache { kept: slabs.kept(), capacity }).collect()
     }
 }
 

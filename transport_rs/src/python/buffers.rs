@@ -1,5 +1,6 @@
 //! Python buffers as slices, with the only `unsafe` outside `simd/`. See the contract on mutation in `python.rs`.
 
+use std::ops::Range;
 use std::slice;
 
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
@@ -100,13 +101,30 @@ impl<'py, T: Element> FromPyObject<'_, 'py> for View<T> {
     }
 }
 
+/// Where a slice lies.
+pub(super) fn range<T>(values: &[T]) -> Range<usize> {
+    let Range { start, end } = values.as_ptr_range();
+    start.addr()..end.addr()
+}
+
+/// Refuses what would be written while it is read, or twice. What is empty is nowhere.
+pub(super) fn refuse_overlaps(written: &[Range<usize>], read: &[Range<usize>]) -> PyResult<()> {
+    let overlap = |one: &Range<usize>, other: &Range<usize>| one.start < other.end && other.start < one.end;
+    let twice =
+        written.iter().enumerate().any(|(at, one)| written.iter().skip(at + 1).any(|other| overlap(one, other)));
+    if twice || written.iter().any(|one| read.iter().any(|other| overlap(one, other))) {
+        Err(PyValueError::new_err("what is written overlaps the input, or itself"))
+    } else {
+        Ok(())
+    }
+}
+
 /// The memory of one Python buffer of `T` that several calls write to.
 pub(super) struct Slab<T>(View<T>);
 
 impl<T: Element> Slab<T> {
-    pub(super) fn overlaps(&self, other: &Self) -> bool {
-        let (own, other) = (self.0.values().as_ptr_range(), other.0.values().as_ptr_range());
-        own.start < other.end && other.start < own.end
+    pub(super) fn range(&self) -> Range<usize> {
+        range(self.0.values())
     }
 
     #[expect(unsafe_code, reason = "PyO3's slice is one of cells")]

@@ -1,21 +1,23 @@
 //! AVX2 with F16C and FMA: 8 values at a time.
 
 use std::arch::x86_64::{
-    __m256, __m256i, _CMP_GE_OQ, _CMP_NEQ_OQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T0, _mm_add_epi32,
-    _mm_add_ps, _mm_add_ss, _mm_cvtsi128_si32, _mm_cvtss_f32, _mm_loadl_epi64, _mm_loadu_si128, _mm_max_epu32,
-    _mm_movehl_ps, _mm_prefetch, _mm_shuffle_epi32, _mm_shuffle_ps, _mm_storel_epi64, _mm_storeu_si128,
-    _mm_unpacklo_epi32, _mm256_abs_epi32, _mm256_add_epi32, _mm256_add_ps, _mm256_and_ps, _mm256_and_si256,
-    _mm256_castps_si256, _mm256_castps256_ps128, _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps,
-    _mm256_cvtepi8_epi16, _mm256_cvtepi8_epi32, _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32, _mm256_cvtepu16_epi32,
-    _mm256_cvtph_ps, _mm256_cvtps_epi32, _mm256_cvtps_ph, _mm256_cvttps_epi32, _mm256_extractf128_ps,
-    _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_madd_epi16,
-    _mm256_max_epi32, _mm256_max_epu32, _mm256_min_ps, _mm256_mul_ps, _mm256_mullo_epi16, _mm256_packus_epi32,
-    _mm256_permute4x64_epi64, _mm256_permutevar8x32_ps, _mm256_round_ps, _mm256_set1_epi32, _mm256_set1_ps,
-    _mm256_setzero_ps, _mm256_shuffle_epi8, _mm256_slli_epi32, _mm256_srai_epi32, _mm256_srli_epi32, _mm256_storeu_ps,
+    __m256, __m256i, _CMP_GE_OQ, _CMP_NEQ_OQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T1, _mm_add_epi32,
+    _mm_cvtsi128_si32, _mm_loadl_epi64, _mm_loadu_si128, _mm_max_epu32, _mm_movelh_ps, _mm_prefetch, _mm_shuffle_epi32,
+    _mm_storel_epi64, _mm_storeu_ps, _mm_storeu_si128, _mm_unpacklo_epi32, _mm256_abs_epi32, _mm256_add_epi32,
+    _mm256_add_ps, _mm256_and_ps, _mm256_and_si256, _mm256_castps_si256, _mm256_castps256_ps128, _mm256_castsi256_ps,
+    _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cvtepi8_epi16, _mm256_cvtepi8_epi32, _mm256_cvtepi32_ps,
+    _mm256_cvtepu8_epi32, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_cvtps_epi32, _mm256_cvtps_ph,
+    _mm256_cvttps_epi32, _mm256_extractf128_ps, _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_loadu_ps,
+    _mm256_loadu_si256, _mm256_madd_epi16, _mm256_max_epi32, _mm256_max_epu32, _mm256_min_ps, _mm256_mul_ps,
+    _mm256_mullo_epi16, _mm256_packus_epi32, _mm256_permute_ps, _mm256_permute2f128_ps, _mm256_permute4x64_epi64,
+    _mm256_permutevar8x32_ps, _mm256_round_ps, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setzero_ps,
+    _mm256_shuffle_epi8, _mm256_shuffle_ps, _mm256_slli_epi32, _mm256_srai_epi32, _mm256_srli_epi32, _mm256_storeu_ps,
     _mm256_sub_epi32, _mm256_xor_si256,
 };
+use std::ops::Range;
 
-use super::{LANES, PREFETCH_BYTES};
+use super::{Aligned, LANES, NEAR_VALUES, PREFETCH_BYTES, VALUES_AHEAD, WIDE_VALUES};
+use crate::blocks::groups::{GROUP, GROUP_BYTES, Q4, Q8};
 use crate::codec::levels::{BINADE_BELOW, DECADES, FIRSTS, LASTS, LINEAR_STEP, RISES, STARTS, STEPS, THRESHOLDS};
 use crate::codec::{Code, DecodeRun, Dtype, EncodeRun, Format, NotFinite, scalar};
 
@@ -170,7 +172,7 @@ fn prefetch(address: *const u8) {
     // SAFETY: a hint, which never faults whatever the address.
     #[allow(unused_unsafe, reason = "it was unsafe in Rust 1.89")]
     unsafe {
-        _mm_prefetch::<_MM_HINT_T0>(address.cast());
+        _mm_prefetch::<_MM_HINT_T1>(address.cast());
     }
 }
 
@@ -186,7 +188,7 @@ fn store_codes(lanes: Ints, codes: &mut [u8; 8]) {
 
 type Sixteen = [Floats; 2];
 
-row_kernels!("avx2,fma,f16c", 2, 2);
+row_kernels!("avx2,fma,f16c", 2 x 2, 2 x 2, straight: 2, usize::MAX);
 
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
@@ -209,6 +211,46 @@ unsafe fn load(values: *const f32) -> Sixteen {
 
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
+unsafe fn widen_bf16(values: *const u16) -> Sixteen {
+    // SAFETY: the caller has 16 values there.
+    unsafe { [load_bf16(&*values.cast()), load_bf16(&*values.add(8).cast())] }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn widen_f16(values: *const u16) -> Sixteen {
+    // SAFETY: the caller has 16 values there.
+    unsafe { [load_f16(&*values.cast()), load_f16(&*values.add(8).cast())] }
+}
+
+/// The 32 weights of a group.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn widen_q4(codes: *const u8, [step, least]: &[f32; 2]) -> [Sixteen; 2] {
+    let pairs = [0, 8].map(|at| {
+        // SAFETY: the caller has 16 bytes there; no alignment is asked for.
+        _mm256_cvtepu8_epi32(unsafe { _mm_loadl_epi64(codes.add(at).cast()) })
+    });
+    let low = pairs.map(|pairs| _mm256_cvtepi32_ps(_mm256_and_si256(pairs, splat_int(15))));
+    let high = pairs.map(|pairs| _mm256_cvtepi32_ps(_mm256_srli_epi32::<4>(pairs)));
+    [low, high].map(|codes| multiply_add(codes, spread(*step), spread(*least)))
+}
+
+/// The 32 weights of a group.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn widen_q8(codes: *const i8, step: f32) -> [Sixteen; 2] {
+    [0, 16].map(|at| {
+        [at, at + 8].map(|at| {
+            // SAFETY: the caller has 32 bytes there; no alignment is asked for.
+            let codes = _mm256_cvtepi8_epi32(unsafe { _mm_loadl_epi64(codes.add(at).cast()) });
+            multiply(_mm256_cvtepi32_ps(codes), splat(step))
+        })
+    })
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
 unsafe fn store(values: *mut f32, [low, high]: Sixteen) {
     // SAFETY: the caller has 16 values there; no alignment is asked for.
     unsafe {
@@ -223,14 +265,24 @@ fn multiply_add([a, a_high]: Sixteen, [b, b_high]: Sixteen, [c, c_high]: Sixteen
     [_mm256_fmadd_ps(a, b, c), _mm256_fmadd_ps(a_high, b_high, c_high)]
 }
 
-/// Halves onto each other, down to one.
+/// Of each, halves onto each other, down to one.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-fn sum_of([low, high]: Sixteen) -> f32 {
-    let eight = _mm256_add_ps(low, high);
-    let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
-    let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<0b00_00_00_01>(two, two)))
+fn sums_of(lanes: [Sixteen; 4]) -> [f32; 4] {
+    let [a, b, c, d] = lanes.map(|[low, high]| _mm256_add_ps(low, high));
+    let [ac, bd] = [[a, c], [b, d]].map(|[a, c]| {
+        let low = _mm256_permute2f128_ps::<0x20>(a, c);
+        _mm256_add_ps(low, _mm256_permute2f128_ps::<0x31>(a, c)) // four of the one, four of the other
+    });
+    let low = _mm256_shuffle_ps::<0b01_00_01_00>(ac, bd);
+    let twos = _mm256_add_ps(low, _mm256_shuffle_ps::<0b11_10_11_10>(ac, bd));
+    let ones = _mm256_add_ps(twos, _mm256_permute_ps::<0b10_11_00_01>(twos));
+    let of_each = _mm256_shuffle_ps::<0b00_00_10_00>(ones, ones);
+    let [ab, cd] = [_mm256_castps256_ps128(of_each), _mm256_extractf128_ps::<1>(of_each)];
+    let mut sums = [0.0; 4];
+    // SAFETY: there is room for 4 values; no alignment is asked for.
+    unsafe { _mm_storeu_ps(sums.as_mut_ptr(), _mm_movelh_ps(ab, cd)) };
+    sums
 }
 
 code_kernels!("avx2,fma,f16c");

@@ -1,20 +1,22 @@
 //! AVX-512F: 16 values at a time.
 
 use std::arch::x86_64::{
-    __m512, __m512i, _CMP_GE_OQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T0, _mm_loadu_si128,
-    _mm_prefetch, _mm_storeu_si128, _mm256_loadu_si256, _mm256_storeu_si256, _mm512_abs_epi32, _mm512_add_epi32,
-    _mm512_add_ps, _mm512_and_si512, _mm512_andnot_si512, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask,
-    _mm512_cvt_roundps_epi32, _mm512_cvtepi8_epi32, _mm512_cvtepi32_epi8, _mm512_cvtepi32_epi16, _mm512_cvtepi32_ps,
-    _mm512_cvtepu8_epi32, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_cvtps_ph, _mm512_cvtss_f32,
-    _mm512_cvttps_epi32, _mm512_fmadd_ps, _mm512_loadu_epi32, _mm512_loadu_ps, _mm512_mask_add_epi32, _mm512_max_epi32,
-    _mm512_max_epu32, _mm512_max_ps, _mm512_min_ps, _mm512_mul_ps, _mm512_permutex2var_epi32, _mm512_permutexvar_ps,
-    _mm512_reduce_max_epu32, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_ps, _mm512_setzero_ps,
-    _mm512_shuffle_f32x4, _mm512_shuffle_ps, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_ps, _mm512_sub_epi32,
-    _mm512_ternarylogic_epi32,
+    __m512, __m512i, _CMP_GE_OQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T1, _mm_loadu_si128,
+    _mm_prefetch, _mm_storeu_ps, _mm_storeu_si128, _mm256_loadu_si256, _mm256_storeu_si256, _mm512_abs_epi32,
+    _mm512_add_epi32, _mm512_add_ps, _mm512_and_si512, _mm512_andnot_si512, _mm512_castps_si512,
+    _mm512_castps512_ps128, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvt_roundps_epi32, _mm512_cvtepi8_epi32,
+    _mm512_cvtepi32_epi8, _mm512_cvtepi32_epi16, _mm512_cvtepi32_ps, _mm512_cvtepu8_epi32, _mm512_cvtepu16_epi32,
+    _mm512_cvtph_ps, _mm512_cvtps_ph, _mm512_cvttps_epi32, _mm512_fmadd_ps, _mm512_loadu_epi32, _mm512_loadu_ps,
+    _mm512_mask_add_epi32, _mm512_maskz_compress_ps, _mm512_max_epi32, _mm512_max_epu32, _mm512_max_ps, _mm512_min_ps,
+    _mm512_mul_ps, _mm512_permute_ps, _mm512_permutex2var_epi32, _mm512_permutexvar_ps, _mm512_reduce_max_epu32,
+    _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_ps, _mm512_setzero_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32,
+    _mm512_srli_epi32, _mm512_storeu_ps, _mm512_sub_epi32, _mm512_ternarylogic_epi32,
 };
+use std::ops::Range;
 
 pub(super) use super::avx2::code_dots; // every such processor has AVX2 too
-use super::{LANES, PREFETCH_BYTES};
+use super::{Aligned, LANES, NEAR_VALUES, PREFETCH_BYTES, VALUES_AHEAD, WIDE_VALUES};
+use crate::blocks::groups::{GROUP, GROUP_BYTES, Q4, Q8};
 use crate::codec::levels::{BINADE_BELOW, DECADES, FIRSTS, LASTS, LINEAR_STEP, RISES, STARTS, STEPS, THRESHOLDS};
 use crate::codec::{Code, DecodeRun, Dtype, EncodeRun, Format, NotFinite, scalar};
 
@@ -210,7 +212,7 @@ fn prefetch(address: *const u8) {
     // SAFETY: a hint, which never faults whatever the address.
     #[allow(unused_unsafe, reason = "it was unsafe in Rust 1.89")]
     unsafe {
-        _mm_prefetch::<_MM_HINT_T0>(address.cast());
+        _mm_prefetch::<_MM_HINT_T1>(address.cast());
     }
 }
 
@@ -224,7 +226,7 @@ fn store_codes(lanes: Ints, codes: &mut [u8; 16]) {
 
 type Sixteen = __m512;
 
-row_kernels!("avx512f", 4, 4);
+row_kernels!("avx512f", 4 x 4, 8 x 3, straight: 32, 32);
 
 #[target_feature(enable = "avx512f")]
 #[inline]
@@ -247,6 +249,42 @@ unsafe fn load(values: *const f32) -> Sixteen {
 
 #[target_feature(enable = "avx512f")]
 #[inline]
+unsafe fn widen_bf16(values: *const u16) -> Sixteen {
+    // SAFETY: the caller has 16 values there.
+    load_bf16(unsafe { &*values.cast() })
+}
+
+#[target_feature(enable = "avx512f")]
+#[inline]
+unsafe fn widen_f16(values: *const u16) -> Sixteen {
+    // SAFETY: the caller has 16 values there.
+    load_f16(unsafe { &*values.cast() })
+}
+
+/// The 32 weights of a group.
+#[target_feature(enable = "avx512f")]
+#[inline]
+unsafe fn widen_q4(codes: *const u8, [step, least]: &[f32; 2]) -> [Sixteen; 2] {
+    // SAFETY: the caller has 16 bytes there; no alignment is asked for.
+    let pairs = _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(codes.cast()) });
+    let codes = _mm512_setr_ps(0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0);
+    let levels = multiply_add(codes, splat(*step), splat(*least)); // of 16 a number's lowest 4 bits choose
+    [_mm512_permutexvar_ps(pairs, levels), _mm512_permutexvar_ps(_mm512_srli_epi32::<4>(pairs), levels)]
+}
+
+/// The 32 weights of a group.
+#[target_feature(enable = "avx512f")]
+#[inline]
+unsafe fn widen_q8(codes: *const i8, step: f32) -> [Sixteen; 2] {
+    [0, 16].map(|at| {
+        // SAFETY: the caller has 32 bytes there; no alignment is asked for.
+        let codes = _mm512_cvtepi8_epi32(unsafe { _mm_loadu_si128(codes.add(at).cast()) });
+        multiply(_mm512_cvtepi32_ps(codes), splat(step))
+    })
+}
+
+#[target_feature(enable = "avx512f")]
+#[inline]
 unsafe fn store(values: *mut f32, numbers: Sixteen) {
     // SAFETY: the caller has 16 values there; no alignment is asked for.
     unsafe { _mm512_storeu_ps(values, numbers) }
@@ -258,12 +296,21 @@ fn multiply_add(a: Sixteen, b: Sixteen, c: Sixteen) -> Sixteen {
     _mm512_fmadd_ps(a, b, c)
 }
 
-/// Halves onto each other, down to one.
+/// Of each, halves onto each other, down to one.
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn sum_of(lanes: Sixteen) -> f32 {
-    let eight = _mm512_add_ps(lanes, _mm512_shuffle_f32x4::<0b00_00_11_10>(lanes, lanes));
-    let four = _mm512_add_ps(eight, _mm512_shuffle_f32x4::<0b00_00_00_01>(eight, eight));
-    let two = _mm512_add_ps(four, _mm512_shuffle_ps::<0b00_00_11_10>(four, four));
-    _mm512_cvtss_f32(_mm512_add_ps(two, _mm512_shuffle_ps::<0b00_00_00_01>(two, two)))
+fn sums_of([a, b, c, d]: [Sixteen; 4]) -> [f32; 4] {
+    let [ab, cd] = [[a, b], [c, d]].map(|[a, b]| {
+        let low = _mm512_shuffle_f32x4::<0b01_00_01_00>(a, b);
+        _mm512_add_ps(low, _mm512_shuffle_f32x4::<0b11_10_11_10>(a, b))
+    });
+    let low = _mm512_shuffle_f32x4::<0b10_00_10_00>(ab, cd);
+    let fours = _mm512_add_ps(low, _mm512_shuffle_f32x4::<0b11_01_11_01>(ab, cd)); // of each, one after the other
+    let twos = _mm512_add_ps(fours, _mm512_permute_ps::<0b00_00_11_10>(fours));
+    let ones = _mm512_add_ps(twos, _mm512_permute_ps::<0b00_00_00_01>(twos));
+    let of_each = _mm512_maskz_compress_ps(0b0001_0001_0001_0001, ones);
+    let mut sums = [0.0; 4];
+    // SAFETY: there is room for 4 values; no alignment is asked for.
+    unsafe { _mm_storeu_ps(sums.as_mut_ptr(), _mm512_castps512_ps128(of_each)) };
+    sums
 }

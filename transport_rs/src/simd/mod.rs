@@ -2,11 +2,13 @@
 //! crate's pure part is here.
 //!
 //! A module for each instruction set gives some operations on one vector; [`kernels`] makes the codec's loops out of them,
-//! [`rows`] those of blocks. Every operation rounds as [`crate::codec::scalar`] and [`crate::blocks::scalar`] do, in the
-//! same order, so the results are the same bits: the codec has no multiply-adds, which round once, and blocks have no other.
+//! [`rows`] and [`codes`] those of blocks. Every operation rounds as [`crate::codec::scalar`] and
+//! [`crate::blocks::scalar`] do, in the same order, so the results are the same bits: the codec has no multiply-adds, which
+//! round once, and blocks have no other.
 
 #![expect(unsafe_code, reason = "vector instructions; each use has its SAFETY comment")]
 
+use crate::blocks::groups::{Q4, Q8};
 use crate::blocks::scalar as blocks;
 use crate::codec::{DecodeRun, EncodeRun, Format, NotFinite, scalar};
 
@@ -14,20 +16,32 @@ use crate::codec::{DecodeRun, EncodeRun, Format, NotFinite, scalar};
 /// that far by itself.
 const PREFETCH_BYTES: usize = 2048;
 
+/// So far ahead what attention sums up is called for: the processor looks no further than a page by itself.
+const VALUES_AHEAD: usize = 512;
+/// So many weights stay in a near cache while they are multiplied with one row after another.
+const NEAR_VALUES: usize = 1 << 14;
+/// Of those that are widened, 256 KiB.
+const WIDE_VALUES: usize = 1 << 16;
+
 #[macro_use]
 mod kernels;
+#[macro_use]
+mod codes;
 #[macro_use]
 mod rows;
 
 /// Values that the products of a few rows add up at a time, each kind of processor in its own number of vectors.
 pub(crate) const LANES: usize = 16;
 
+mod aligned;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
 mod neon;
+
+pub(crate) use aligned::Aligned;
 
 /// An instruction set that this processor has: only [`Isa::available`] makes one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,6 +117,41 @@ impl Isa {
         run_on!(self, blocks::dots(weights, rows, inputs, out));
     }
 
+    /// As [`Isa::dots`], of weights in `bfloat16`, which are widened to `f32`: exactly.
+    pub(crate) fn bf16_dots(self, weights: &[u16], rows: &[f32], inputs: usize, out: &mut [f32]) {
+        run_on!(self, blocks::bf16_dots(weights, rows, inputs, out));
+    }
+
+    /// As [`Isa::bf16_dots`], of weights in `binary16`.
+    pub(crate) fn f16_dots(self, weights: &[u16], rows: &[f32], inputs: usize, out: &mut [f32]) {
+        run_on!(self, blocks::f16_dots(weights, rows, inputs, out));
+    }
+
+    /// As [`Isa::dots`], of weights in 4 bits, which are widened as [`Q4`] says.
+    pub(crate) fn q4_dots(self, weights: Q4<'_>, rows: &[f32], inputs: usize, out: &mut [f32]) {
+        run_on!(self, blocks::q4_dots(weights, rows, inputs, out));
+    }
+
+    /// The weights themselves.
+    pub(crate) fn q4_floats(self, weights: Q4<'_>, out: &mut [f32]) {
+        run_on!(self, blocks::q4_floats(weights, out));
+    }
+
+    /// As [`Isa::q4_floats`].
+    pub(crate) fn q8_floats(self, weights: Q8<'_>, out: &mut [f32]) {
+        run_on!(self, blocks::q8_floats(weights, out));
+    }
+
+    /// As [`Isa::q4_dots`], of weights in 8 bits.
+    pub(crate) fn q8_dots(self, weights: Q8<'_>, rows: &[f32], inputs: usize, out: &mut [f32]) {
+        run_on!(self, blocks::q8_dots(weights, rows, inputs, out));
+    }
+
+    /// Numbers in 8 bits, of which each row has a scale.
+    pub(crate) fn scaled(self, codes: &[i8], scales: &[f32], out: &mut [f32]) {
+        run_on!(self, blocks::scaled(codes, scales, out));
+    }
+
     /// Sums of `values`, `(positions, width)`, as `weights`, `(group, positions)`, has them: `out` is `(group, width)`.
     pub(crate) fn weighted(self, values: &[f32], weights: &[f32], width: usize, out: &mut [f32]) {
         run_on!(self, blocks::weighted(values, weights, width, out));
@@ -118,9 +167,9 @@ impl Isa {
         run_on!(self, blocks::round(values, scale, codes));
     }
 
-    /// `e^x` of each, in place.
-    pub(crate) fn exponentials(self, values: &mut [f32]) {
-        run_on!(self, blocks::exponentials(values));
+    /// `e^(x - largest)` of each, in place. Returns what all come to.
+    pub(crate) fn soften(self, scores: &mut [f32]) -> f32 {
+        run_on!(self, blocks::soften(scores))
     }
 
     /// `SiLU` of each of `gates` times its one of `values`, in place.

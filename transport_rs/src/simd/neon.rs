@@ -5,18 +5,20 @@
 
 use std::arch::aarch64::{
     float32x4_t, int16x8_t, int32x4_t, uint8x16x2_t, uint32x4_t, vabsq_f32, vabsq_s32, vadd_f32, vaddq_f32, vaddq_s32,
-    vaddq_u32, vaddvq_s32, vandq_s32, vandq_u32, vbslq_u32, vcgeq_f32, vcgeq_u32, vcltq_f32, vcvtnq_s32_f32,
-    vcvtq_f32_s32, vcvtq_s32_f32, vdup_n_u32, vdupq_n_f32, vdupq_n_s16, vdupq_n_s32, vdupq_n_u32, veorq_s32, veorq_u32,
-    vfmaq_f32, vget_high_f32, vget_high_s8, vget_high_s16, vget_lane_f32, vget_low_f32, vget_low_s8, vget_low_s16,
-    vget_low_u16, vgetq_lane_u32, vld1_u8, vld1q_f32, vld1q_s8, vld1q_s16, vld1q_u8, vmaxq_s32, vmaxq_u32, vmaxvq_u32,
-    vminq_f32, vmlal_s16, vmlaq_u32, vmovl_s8, vmovl_s16, vmovl_u8, vmovl_u16, vmovn_u32, vmulq_f32, vmulq_s32,
-    vorrq_u32, vqtbl1q_u8, vqtbl2q_u8, vreinterpret_s8_u32, vreinterpret_u8_u16, vreinterpret_u8_u32,
-    vreinterpret_u16_u8, vreinterpretq_f32_u32, vreinterpretq_s32_f32, vreinterpretq_s32_u32, vreinterpretq_u8_u32,
-    vreinterpretq_u32_f32, vreinterpretq_u32_s32, vreinterpretq_u32_u8, vshlq_n_u32, vshrq_n_s32, vshrq_n_u32, vst1_u8,
-    vst1q_f32, vst1q_u8, vsubq_s32, vsubq_u32, vtstq_s32,
+    vaddq_u32, vaddvq_s32, vandq_s32, vandq_u32, vbslq_u32, vcgeq_f32, vcgeq_u32, vcltq_f32, vcombine_f32,
+    vcvtnq_s32_f32, vcvtq_f32_s32, vcvtq_s32_f32, vdup_n_u32, vdupq_n_f32, vdupq_n_s16, vdupq_n_s32, vdupq_n_u32,
+    veorq_s32, veorq_u32, vfmaq_f32, vget_high_f32, vget_high_s8, vget_high_s16, vget_low_f32, vget_low_s8,
+    vget_low_s16, vget_low_u16, vgetq_lane_u32, vld1_u8, vld1q_f32, vld1q_s8, vld1q_s16, vld1q_u8, vmaxq_s32,
+    vmaxq_u32, vmaxvq_u32, vminq_f32, vmlal_s16, vmlaq_u32, vmovl_s8, vmovl_s16, vmovl_u8, vmovl_u16, vmovn_u32,
+    vmulq_f32, vmulq_s32, vorrq_u32, vpadd_f32, vqtbl1q_u8, vqtbl2q_u8, vreinterpret_s8_u32, vreinterpret_u8_u16,
+    vreinterpret_u8_u32, vreinterpret_u16_u8, vreinterpretq_f32_u32, vreinterpretq_s32_f32, vreinterpretq_s32_u32,
+    vreinterpretq_u8_u32, vreinterpretq_u32_f32, vreinterpretq_u32_s32, vreinterpretq_u32_u8, vshlq_n_u32, vshrq_n_s32,
+    vshrq_n_u32, vst1_u8, vst1q_f32, vst1q_u8, vsubq_s32, vsubq_u32, vtstq_s32,
 };
+use std::ops::Range;
 
-use super::{LANES, PREFETCH_BYTES};
+use super::{Aligned, LANES, NEAR_VALUES, PREFETCH_BYTES, VALUES_AHEAD, WIDE_VALUES};
+use crate::blocks::groups::{GROUP, GROUP_BYTES, Q4, Q8};
 use crate::codec::levels::{BINADE_BELOW, DECADES, FIRSTS, LASTS, LINEAR_STEP, RISES, STARTS, STEPS, THRESHOLDS};
 use crate::codec::{Code, DecodeRun, Dtype, EncodeRun, Format, NotFinite, scalar};
 
@@ -206,7 +208,7 @@ fn store_halves(lanes: uint32x4_t, values: &mut [u8; 8]) {
 
 type Sixteen = [Floats; 4];
 
-row_kernels!("neon", 2, 2);
+row_kernels!("neon", 2 x 2, 2 x 2, straight: 2, usize::MAX);
 
 #[target_feature(enable = "neon")]
 #[inline]
@@ -229,6 +231,60 @@ unsafe fn load(values: *const f32) -> Sixteen {
 
 #[target_feature(enable = "neon")]
 #[inline]
+unsafe fn widen_bf16(values: *const u16) -> Sixteen {
+    // SAFETY: the caller has 16 values there.
+    [0, 4, 8, 12].map(|at| load_bf16(unsafe { &*values.add(at).cast() }))
+}
+
+#[target_feature(enable = "neon")]
+#[inline]
+unsafe fn widen_f16(values: *const u16) -> Sixteen {
+    // SAFETY: the caller has 16 values there.
+    [0, 4, 8, 12].map(|at| load_f16(unsafe { &*values.add(at).cast() }))
+}
+
+/// The 32 weights of a group.
+#[target_feature(enable = "neon")]
+#[inline]
+unsafe fn widen_q4(codes: *const u8, [step, least]: &[f32; 2]) -> [Sixteen; 2] {
+    let mut weights = [zeros(); 2];
+    for at in 0..4 {
+        // SAFETY: the caller has 16 bytes there.
+        let four = unsafe {
+            [
+                codes.add(4 * at).read(),
+                codes.add(4 * at + 1).read(),
+                codes.add(4 * at + 2).read(),
+                codes.add(4 * at + 3).read(),
+            ]
+        };
+        let bytes = vreinterpret_u8_u32(vdup_n_u32(u32::from_le_bytes(four)));
+        let pairs = vmovl_u16(vget_low_u16(vmovl_u8(bytes)));
+        let halves = [vandq_u32(pairs, vdupq_n_u32(15)), vshrq_n_u32::<4>(pairs)];
+        for (weights, codes) in weights.iter_mut().zip(halves) {
+            if let Some(four) = weights.get_mut(at) {
+                *four = vfmaq_f32(splat(*least), vcvtq_f32_s32(vreinterpretq_s32_u32(codes)), splat(*step));
+            }
+        }
+    }
+    weights
+}
+
+/// The 32 weights of a group.
+#[target_feature(enable = "neon")]
+#[inline]
+unsafe fn widen_q8(codes: *const i8, step: f32) -> [Sixteen; 2] {
+    [0, 16].map(|at| {
+        // SAFETY: the caller has 32 bytes there; no alignment is asked for.
+        let codes = unsafe { load_codes(codes.add(at)) };
+        let fours = codes.map(|eight| [vmovl_s16(vget_low_s16(eight)), vmovl_s16(vget_high_s16(eight))]);
+        let [[first, second], [third, fourth]] = fours;
+        [first, second, third, fourth].map(|codes| vmulq_f32(vcvtq_f32_s32(codes), splat(step)))
+    })
+}
+
+#[target_feature(enable = "neon")]
+#[inline]
 unsafe fn store(values: *mut f32, numbers: Sixteen) {
     for (number, four) in numbers.into_iter().enumerate() {
         // SAFETY: the caller has 16 values there; no alignment is asked for.
@@ -243,13 +299,18 @@ fn multiply_add(a: Sixteen, b: Sixteen, c: Sixteen) -> Sixteen {
     [vfmaq_f32(c0, a0, b0), vfmaq_f32(c1, a1, b1), vfmaq_f32(c2, a2, b2), vfmaq_f32(c3, a3, b3)]
 }
 
-/// Halves onto each other, down to one.
+/// Of each, halves onto each other, down to one.
 #[target_feature(enable = "neon")]
 #[inline]
-fn sum_of([first, second, third, fourth]: Sixteen) -> f32 {
-    let four = vaddq_f32(vaddq_f32(first, third), vaddq_f32(second, fourth));
-    let two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
-    vget_lane_f32::<0>(two) + vget_lane_f32::<1>(two)
+fn sums_of(lanes: [Sixteen; 4]) -> [f32; 4] {
+    let [a, b, c, d] = lanes.map(|[first, second, third, fourth]| {
+        let four = vaddq_f32(vaddq_f32(first, third), vaddq_f32(second, fourth));
+        vadd_f32(vget_low_f32(four), vget_high_f32(four))
+    });
+    let mut sums = [0.0; 4];
+    // SAFETY: there is room for 4 values.
+    unsafe { vst1q_f32(sums.as_mut_ptr(), vcombine_f32(vpadd_f32(a, b), vpadd_f32(c, d))) };
+    sums
 }
 
 code_kernels!("neon");

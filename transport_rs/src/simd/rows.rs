@@ -1,78 +1,258 @@
 //! Products of a few rows with a matrix, written once for all instruction sets.
 
-/// Makes `dots`, `weighted`, `exponentials`, `gated` and `round` of the vector operations in scope: `zeros`, `load`,
-/// `store`, `spread`, `multiply_add` and `sum_of`, on sixteen `f32` whatever the instruction set, so that all round alike.
+/// Makes `dots` (of floats, `bf16_`, `f16_`, `q4_` and `q8_`), `q4_floats`, `q8_floats`, `weighted`, `soften`, `gated`,
+/// `scaled` and `round` of the vector operations in scope: `zeros`, `load`, `widen_bf16`, `widen_f16`, `widen_q4`,
+/// `widen_q8`, `store`, `spread`, `multiply_add` and `sums_of`, on sixteen `f32` whatever the instruction set, so that all
+/// round alike.
 ///
-/// A tile of `$rows` rows and `$outputs` outputs has all its sums in registers.
+/// A tile of `$rows` rows and `$outputs` outputs has all its sums in registers, and so has one of `$many_rows` and
+/// `$many_outputs`. Of more than `$straight` rows weights are widened once, or laid where cache lines begin: that of floats is
+/// the second number. They come from a closure, which takes the
+/// target feature from the function it stands in. It is given the number of the first, of which it gives `VECTORS` vectors,
+/// and how far ahead lie those to call for meanwhile.
 macro_rules! row_kernels {
-    ($feature:literal, $rows:literal, $outputs:literal) => {
+    ($feature:literal, $rows:literal x $outputs:literal, $many_rows:literal x $many_outputs:literal, straight: $straight:literal, $straight_floats:expr) => {
         #[target_feature(enable = $feature)]
         pub(super) fn dots(weights: &[f32], rows: &[f32], inputs: usize, out: &mut [f32]) {
-            let whole = weights.len() / inputs / $outputs * $outputs;
-            let (tiles, rest) = weights.split_at(whole * inputs);
-            for (number, weights) in tiles.chunks_exact($outputs * inputs).enumerate() {
-                dots_of_rows::<$outputs>(weights, rows, inputs, out, number * $outputs);
-            }
-            for (number, weights) in rest.chunks_exact(inputs).enumerate() {
-                dots_of_rows::<1>(weights, rows, inputs, out, whole + number);
-            }
+            dots_with(weights.len() / inputs, $straight_floats, rows, inputs, out, move |at, ahead| {
+                let address = place(weights, at, ahead);
+                // SAFETY: `dots_with` asks for 16 weights of `outputs * inputs`.
+                [unsafe { load(address) }]
+            });
         }
 
-        /// The outputs from `output` on, of all rows.
         #[target_feature(enable = $feature)]
-        #[inline]
-        fn dots_of_rows<const OUTPUTS: usize>(
-            weights: &[f32],
-            rows: &[f32],
-            inputs: usize,
-            out: &mut [f32],
-            output: usize,
-        ) {
-            let outputs = out.len() / (rows.len() / inputs);
-            for (number, (rows, out)) in rows.chunks($rows * inputs).zip(out.chunks_mut($rows * outputs)).enumerate() {
-                let (at, is_first) = ((output, outputs), number == 0);
-                match rows.len() / inputs {
-                    1 => dots_of_tile::<1, OUTPUTS>(weights, rows, inputs, out, at, is_first),
-                    2 => dots_of_tile::<2, OUTPUTS>(weights, rows, inputs, out, at, is_first),
-                    3 => dots_of_tile::<3, OUTPUTS>(weights, rows, inputs, out, at, is_first),
-                    _ => dots_of_tile::<$rows, OUTPUTS>(weights, rows, inputs, out, at, is_first),
+        pub(super) fn bf16_dots(weights: &[u16], rows: &[f32], inputs: usize, out: &mut [f32]) {
+            dots_with(weights.len() / inputs, $straight, rows, inputs, out, move |at, ahead| {
+                let address = place(weights, at, ahead);
+                // SAFETY: likewise.
+                [unsafe { widen_bf16(address) }]
+            });
+        }
+
+        #[target_feature(enable = $feature)]
+        pub(super) fn f16_dots(weights: &[u16], rows: &[f32], inputs: usize, out: &mut [f32]) {
+            dots_with(weights.len() / inputs, $straight, rows, inputs, out, move |at, ahead| {
+                let address = place(weights, at, ahead);
+                // SAFETY: likewise.
+                [unsafe { widen_f16(address) }]
+            });
+        }
+
+        #[target_feature(enable = $feature)]
+        pub(super) fn q4_dots(weights: Q4<'_>, rows: &[f32], inputs: usize, out: &mut [f32]) {
+            assert!(weights.codes.len() == GROUP_BYTES * weights.levels.len() && inputs % GROUP == 0);
+            dots_with(weights.levels.len() * GROUP / inputs, $straight, rows, inputs, out, move |at, ahead| {
+                let codes = place(weights.codes, at / 2, ahead / 2);
+                let levels = place(weights.levels, at / GROUP, ahead / GROUP);
+                // SAFETY: `dots_with` asks for a group of `outputs * inputs / GROUP`.
+                unsafe { widen_q4(codes, &*levels) }
+            });
+        }
+
+        #[target_feature(enable = $feature)]
+        pub(super) fn q8_dots(weights: Q8<'_>, rows: &[f32], inputs: usize, out: &mut [f32]) {
+            assert!(weights.codes.len() == GROUP * weights.steps.len() && inputs % GROUP == 0);
+            dots_with(weights.codes.len() / inputs, $straight, rows, inputs, out, move |at, ahead| {
+                let codes = place(weights.codes, at, ahead);
+                // SAFETY: `dots_with` asks for a group of `outputs * inputs / GROUP`.
+                unsafe { widen_q8(codes, *weights.steps.as_ptr().add(at / GROUP)) }
+            });
+        }
+
+        /// The weights as they are.
+        #[target_feature(enable = $feature)]
+        pub(super) fn q4_floats(weights: Q4<'_>, out: &mut [f32]) {
+            let groups = weights.codes.as_chunks::<GROUP_BYTES>().0.iter().zip(weights.levels);
+            for ((codes, levels), out) in groups.zip(out.as_chunks_mut::<GROUP>().0) {
+                // SAFETY: there are 16 bytes of codes, and room for 32 values.
+                unsafe {
+                    let [low, high] = widen_q4(codes.as_ptr(), levels);
+                    store(out.as_mut_ptr(), low);
+                    store(out.as_mut_ptr().add(LANES), high);
                 }
             }
         }
 
+        /// The weights as they are.
+        #[target_feature(enable = $feature)]
+        pub(super) fn q8_floats(weights: Q8<'_>, out: &mut [f32]) {
+            let groups = weights.codes.as_chunks::<GROUP>().0.iter().zip(weights.steps);
+            for ((codes, step), out) in groups.zip(out.as_chunks_mut::<GROUP>().0) {
+                // SAFETY: there are 32 bytes of codes, and room for 32 values.
+                unsafe {
+                    let [low, high] = widen_q8(codes.as_ptr(), *step);
+                    store(out.as_mut_ptr(), low);
+                    store(out.as_mut_ptr().add(LANES), high);
+                }
+            }
+        }
+
+        /// Of the weight of a number; the one so far `ahead` is called for.
         #[target_feature(enable = $feature)]
         #[inline]
-        fn dots_of_tile<const ROWS: usize, const OUTPUTS: usize>(
-            weights: &[f32],
+        fn place<T>(weights: &[T], at: usize, ahead: usize) -> *const T {
+            let address = weights.as_ptr().wrapping_add(at);
+            prefetch(address.wrapping_add(ahead).cast());
+            address
+        }
+
+        /// Weights come straight from where they are, for so many rows; for more, those of some outputs are widened once.
+        #[target_feature(enable = $feature)]
+        #[inline]
+        fn dots_with<const VECTORS: usize>(
+            outputs: usize,
+            straight: usize,
+            rows: &[f32],
+            inputs: usize,
+            out: &mut [f32],
+            weights: impl Fn(usize, usize) -> [Sixteen; VECTORS] + Copy,
+        ) {
+            let count = rows.len() / inputs;
+            if count <= $rows {
+                return dots_of_rows::<VECTORS, $outputs, $rows>(weights, rows, inputs, out, 0..outputs);
+            }
+            assert!(inputs % (VECTORS * LANES) == 0);
+            let are_wide = count > straight;
+            let most =
+                (if are_wide { WIDE_VALUES } else { NEAR_VALUES } / inputs).max(1).next_multiple_of($many_outputs);
+            let mut wide = Aligned::zeros(if are_wide { most.min(outputs) * inputs } else { 0 });
+            for first in (0..outputs).step_by(most) {
+                let some = first..outputs.min(first + most);
+                if are_wide {
+                    let wide = wide.get_mut(..some.len() * inputs).unwrap_or_default();
+                    widen(weights, first * inputs, $many_outputs * inputs, wide);
+                    // SAFETY: weights of these outputs are asked for, in vectors of which the inputs are a multiple.
+                    let load = |at: usize, _| [unsafe { load(wide.as_ptr().add(at - first * inputs)) }];
+                    dots_of_panels(load, rows, inputs, out, some);
+                } else {
+                    dots_of_panels(weights, rows, inputs, out, some);
+                }
+            }
+        }
+
+        /// As many rows in each as in any other, so that none has few.
+        #[target_feature(enable = $feature)]
+        #[inline]
+        fn dots_of_panels<const VECTORS: usize>(
+            weights: impl Fn(usize, usize) -> [Sixteen; VECTORS] + Copy,
+            rows: &[f32],
+            inputs: usize,
+            out: &mut [f32],
+            outputs: Range<usize>,
+        ) {
+            let count = rows.len() / inputs;
+            let panel = count.div_ceil(count.div_ceil($many_rows));
+            let all = out.len() / count;
+            for (rows, out) in rows.chunks(panel * inputs).zip(out.chunks_mut(panel * all)) {
+                dots_of_rows::<VECTORS, $many_outputs, $many_rows>(weights, rows, inputs, out, outputs.clone());
+            }
+        }
+
+        /// The weights from `first` on; those so far `ahead` are called for. By itself, so that addresses are in registers.
+        #[target_feature(enable = $feature)]
+        #[inline(never)]
+        fn widen<const VECTORS: usize>(
+            weights: impl Fn(usize, usize) -> [Sixteen; VECTORS],
+            first: usize,
+            ahead: usize,
+            out: &mut [f32],
+        ) {
+            for at in (0..out.len()).step_by(VECTORS * LANES) {
+                for (number, vector) in weights(first + at, ahead).into_iter().enumerate() {
+                    // SAFETY: the vectors are within `inputs`, of which `out` has a multiple.
+                    unsafe { store(out.as_mut_ptr().add(at + number * LANES), vector) };
+                }
+            }
+        }
+
+        /// Of at most `MOST` rows.
+        #[target_feature(enable = $feature)]
+        #[inline]
+        fn dots_of_rows<const VECTORS: usize, const OUTPUTS: usize, const MOST: usize>(
+            weights: impl Fn(usize, usize) -> [Sixteen; VECTORS] + Copy,
+            rows: &[f32],
+            inputs: usize,
+            out: &mut [f32],
+            outputs: Range<usize>,
+        ) {
+            match rows.len() / inputs {
+                1 => dots_of_tiles::<VECTORS, 1, OUTPUTS>(weights, rows, inputs, out, outputs),
+                2 => dots_of_tiles::<VECTORS, 2, OUTPUTS>(weights, rows, inputs, out, outputs),
+                3 => dots_of_tiles::<VECTORS, 3, OUTPUTS>(weights, rows, inputs, out, outputs),
+                4 => dots_of_tiles::<VECTORS, 4, OUTPUTS>(weights, rows, inputs, out, outputs),
+                5 => dots_of_tiles::<VECTORS, 5, OUTPUTS>(weights, rows, inputs, out, outputs),
+                6 => dots_of_tiles::<VECTORS, 6, OUTPUTS>(weights, rows, inputs, out, outputs),
+                7 => dots_of_tiles::<VECTORS, 7, OUTPUTS>(weights, rows, inputs, out, outputs),
+                _ => dots_of_tiles::<VECTORS, MOST, OUTPUTS>(weights, rows, inputs, out, outputs),
+            }
+        }
+
+        /// Some outputs, `OUTPUTS` at a time, and what is left one by one.
+        #[target_feature(enable = $feature)]
+        #[inline(never)]
+        fn dots_of_tiles<const VECTORS: usize, const ROWS: usize, const OUTPUTS: usize>(
+            weights: impl Fn(usize, usize) -> [Sixteen; VECTORS] + Copy,
+            rows: &[f32],
+            inputs: usize,
+            out: &mut [f32],
+            outputs: Range<usize>,
+        ) {
+            let all = out.len() / ROWS;
+            let whole = outputs.end - outputs.len() % OUTPUTS;
+            for output in (outputs.start..whole).step_by(OUTPUTS) {
+                dots_of_tile::<VECTORS, ROWS, OUTPUTS>(weights, rows, inputs, out, (output, all));
+            }
+            for output in whole..outputs.end {
+                dots_of_tile::<VECTORS, ROWS, 1>(weights, rows, inputs, out, (output, all));
+            }
+        }
+
+        #[target_feature(enable = $feature)]
+        #[inline]
+        fn dots_of_tile<const VECTORS: usize, const ROWS: usize, const OUTPUTS: usize>(
+            weights: impl Fn(usize, usize) -> [Sixteen; VECTORS],
             rows: &[f32],
             inputs: usize,
             out: &mut [f32],
             (output, outputs): (usize, usize),
-            is_first: bool,
         ) {
-            assert!(weights.len() == OUTPUTS * inputs && rows.len() == ROWS * inputs && inputs % LANES == 0);
+            assert!(rows.len() == ROWS * inputs && inputs % (VECTORS * LANES) == 0 && output + OUTPUTS <= outputs);
             let mut sums = [[zeros(); OUTPUTS]; ROWS];
-            for at in (0..inputs).step_by(LANES) {
-                let mut vectors = [zeros(); OUTPUTS];
-                for (number, vector) in vectors.iter_mut().enumerate() {
-                    let address = weights.as_ptr().wrapping_add(number * inputs + at);
-                    if is_first {
-                        prefetch(address.wrapping_add(weights.len()).cast()); // what the next tile reads here
-                    }
-                    // SAFETY: `at` + 16 <= `inputs`, and there are `OUTPUTS` times `inputs` weights.
-                    *vector = unsafe { load(address) };
+            for at in (0..inputs).step_by(VECTORS * LANES) {
+                let mut tile = [[zeros(); VECTORS]; OUTPUTS];
+                for (number, vectors) in tile.iter_mut().enumerate() {
+                    *vectors = weights((output + number) * inputs + at, 2 * OUTPUTS * inputs);
                 }
                 for (row, sums) in sums.iter_mut().enumerate() {
-                    // SAFETY: likewise, and there are `ROWS` times `inputs` values.
-                    let values = unsafe { load(rows.as_ptr().add(row * inputs + at)) };
-                    for (sum, vector) in sums.iter_mut().zip(vectors) {
-                        *sum = multiply_add(vector, values, *sum);
+                    for number in 0..VECTORS {
+                        // SAFETY: as many vectors from `at` on are within `inputs`, and there are `ROWS` such rows.
+                        let values = unsafe { load(rows.as_ptr().add(row * inputs + at + number * LANES)) };
+                        for (sum, vectors) in sums.iter_mut().zip(&tile) {
+                            if let Some(vector) = vectors.get(number) {
+                                *sum = multiply_add(*vector, values, *sum);
+                            }
+                        }
                     }
                 }
             }
+            add_up(sums, out, (output, outputs));
+        }
+
+        /// Writes what the lanes of each come to. By itself, so that sums are in registers as long as they grow.
+        #[target_feature(enable = $feature)]
+        #[inline(never)]
+        fn add_up<const ROWS: usize, const OUTPUTS: usize>(
+            sums: [[Sixteen; OUTPUTS]; ROWS],
+            out: &mut [f32],
+            (output, outputs): (usize, usize),
+        ) {
             for (sums, out) in sums.iter().zip(out.chunks_exact_mut(outputs)) {
-                for (sum, out) in sums.iter().zip(out.iter_mut().skip(output)) {
-                    *out = sum_of(*sum);
+                let mut four = [zeros(); 4];
+                four.iter_mut().zip(sums).for_each(|(place, sum)| *place = *sum);
+                let place = out.get_mut(output..).and_then(<[f32]>::first_chunk_mut::<OUTPUTS>);
+                if let (Some(place), Some(totals)) = (place, sums_of(four).first_chunk()) {
+                    *place = *totals;
                 }
             }
         }
@@ -125,6 +305,7 @@ macro_rules! row_kernels {
             for (position, values) in values.chunks_exact(width).enumerate() {
                 let mut vectors = [zeros(); VECTORS];
                 for (number, vector) in vectors.iter_mut().enumerate() {
+                    prefetch(values.as_ptr().wrapping_add(column + number * LANES + VALUES_AHEAD).cast());
                     // SAFETY: `column` and `VECTORS` vectors are within `width`, and a chunk has as many values.
                     *vector = unsafe { load(values.as_ptr().add(column + number * LANES)) };
                 }
@@ -145,8 +326,13 @@ macro_rules! row_kernels {
         }
 
         #[target_feature(enable = $feature)]
-        pub(super) fn exponentials(values: &mut [f32]) {
-            crate::blocks::scalar::exponentials(values);
+        pub(super) fn soften(scores: &mut [f32]) -> f32 {
+            crate::blocks::scalar::soften(scores)
+        }
+
+        #[target_feature(enable = $feature)]
+        pub(super) fn scaled(codes: &[i8], scales: &[f32], out: &mut [f32]) {
+            crate::blocks::scalar::scaled(codes, scales, out);
         }
 
         #[target_feature(enable = $feature)]
@@ -157,78 +343,6 @@ macro_rules! row_kernels {
         #[target_feature(enable = $feature)]
         pub(super) fn gated(gates: &mut [f32], values: &[f32]) {
             crate::blocks::scalar::gated(gates, values);
-        }
-    };
-}
-
-/// Makes `code_dots` of `no_sums`, `no_codes`, `load_codes`, `load_shorts`, `add_products` and `sum_of_whole`, on sixteen
-/// values. All is exact.
-macro_rules! code_kernels {
-    ($feature:literal) => {
-        #[target_feature(enable = $feature)]
-        pub(super) fn code_dots(codes: &[i8], rows: &[i16], inputs: usize, out: &mut [i32]) {
-            let whole = codes.len() / inputs / 2 * 2;
-            let (tiles, rest) = codes.split_at(whole * inputs);
-            for (number, codes) in tiles.chunks_exact(2 * inputs).enumerate() {
-                code_dots_of_rows::<2>(codes, rows, inputs, out, 2 * number);
-            }
-            for (number, codes) in rest.chunks_exact(inputs).enumerate() {
-                code_dots_of_rows::<1>(codes, rows, inputs, out, whole + number);
-            }
-        }
-
-        #[target_feature(enable = $feature)]
-        #[inline]
-        fn code_dots_of_rows<const OUTPUTS: usize>(
-            codes: &[i8],
-            rows: &[i16],
-            inputs: usize,
-            out: &mut [i32],
-            output: usize,
-        ) {
-            let outputs = out.len() / (rows.len() / inputs);
-            for (rows, out) in rows.chunks(4 * inputs).zip(out.chunks_mut(4 * outputs)) {
-                match rows.len() / inputs {
-                    1 => code_dots_of_tile::<1, OUTPUTS>(codes, rows, inputs, out, (output, outputs)),
-                    2 => code_dots_of_tile::<2, OUTPUTS>(codes, rows, inputs, out, (output, outputs)),
-                    3 => code_dots_of_tile::<3, OUTPUTS>(codes, rows, inputs, out, (output, outputs)),
-                    _ => code_dots_of_tile::<4, OUTPUTS>(codes, rows, inputs, out, (output, outputs)),
-                }
-            }
-        }
-
-        #[target_feature(enable = $feature)]
-        #[inline]
-        fn code_dots_of_tile<const ROWS: usize, const OUTPUTS: usize>(
-            codes: &[i8],
-            rows: &[i16],
-            inputs: usize,
-            out: &mut [i32],
-            (output, outputs): (usize, usize),
-        ) {
-            assert!(codes.len() == OUTPUTS * inputs && rows.len() == ROWS * inputs && inputs % LANES == 0);
-            let mut sums = [[no_sums(); OUTPUTS]; ROWS];
-            for at in (0..inputs).step_by(LANES) {
-                let mut vectors = [no_codes(); OUTPUTS];
-                for (number, vector) in vectors.iter_mut().enumerate() {
-                    let address = codes.as_ptr().wrapping_add(number * inputs + at);
-                    prefetch(address.wrapping_add(PREFETCH_BYTES).cast());
-                    // SAFETY: `at` + 16 <= `inputs`, and there are `OUTPUTS` times `inputs` codes.
-                    *vector = unsafe { load_codes(address) };
-                }
-                for (row, sums) in sums.iter_mut().enumerate() {
-                    // SAFETY: likewise, and there are `ROWS` times `inputs` values.
-                    let values = unsafe { load_shorts(rows.as_ptr().add(row * inputs + at)) };
-                    for (sum, vector) in sums.iter_mut().zip(vectors) {
-                        *sum = add_products(*sum, vector, values);
-                    }
-                }
-            }
-            for (sums, out) in sums.iter().zip(out.chunks_exact_mut(outputs)) {
-                for (sum, out) in sums.iter().zip(out.iter_mut().skip(output)) {
-                    *out = sum_of_whole(*sum);
-                }
-            }
         }
     };
 }

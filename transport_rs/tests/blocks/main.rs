@@ -2,174 +2,17 @@
 
 #![allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "small numbers")]
 
-use llmnode_transport::blocks::{Block, BlockError, Cache, Linear, Piece, Shape, Weight, forward};
+use kinds::{CAPACITY, FORMS, Form, Kind, Layer, Sequence, Weights, kind_of, kinds, numbers, run, smallest};
+use llmnode_transport::blocks::{Block, BlockError, Half, Linear, Q4, Q8, Shape, Weight, forward, multiply, widen};
 use llmnode_transport::codec::Isa;
+use llmnode_transport::codec::numbers::{bf16_to_f32, f16_to_f32};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use rayon::ThreadPoolBuilder;
 use slowly::slowly;
 
+mod kinds;
 mod slowly;
-
-const CAPACITY: usize = 40;
-
-/// Numbers about 0, of a generator whose state is the seed.
-fn numbers(seed: u64, count: usize, scale: f32) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12345);
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (f32::from_bits(0x3F80_0000 | (state >> 41) as u32) - 1.5) * 2.0 * scale
-    };
-    (0..count).map(|_| next()).collect()
-}
-
-/// All that blocks of a shape may have.
-#[allow(clippy::struct_excessive_bools, reason = "as a block has them")]
-#[derive(Clone, Debug)]
-struct Kind {
-    shape: Shape,
-    has_biases: bool,
-    has_head_norms: bool,
-    is_rotated: bool,
-    window: Option<usize>,
-    /// Whether weights are of 8 bits.
-    is_rounded: bool,
-}
-
-fn kinds() -> impl Strategy<Value = Kind> {
-    let sizes = (1..=2_usize, 1..=5_usize, 1..=5_usize, 1..=9_usize, 1..=5_usize);
-    let options = (any::<bool>(), any::<bool>(), any::<bool>(), proptest::option::of(1..20_usize), any::<bool>());
-    (sizes, options).prop_map(
-        |((kv_heads, group, head, hidden, inner), (has_biases, has_head_norms, is_rotated, window, is_rounded))| {
-            let frequencies = (0..head * 8).map(|pair| 1.0 / (1.0 + pair as f32)).collect();
-            let shape = Shape {
-                hidden: hidden * 16,
-                heads: kv_heads * group,
-                kv_heads,
-                head_dim: head * 16,
-                inner: inner * 16,
-                epsilon: 1e-5,
-                frequencies,
-                rotary_scaling: 1.1,
-            };
-            Kind { shape, has_biases, has_head_norms, is_rotated, window, is_rounded }
-        },
-    )
-}
-
-fn smallest(heads: usize) -> Shape {
-    let frequencies = vec![0.5; 8];
-    Shape { hidden: 16, heads, kv_heads: 1, head_dim: 16, inner: 16, epsilon: 1e-5, frequencies, rotary_scaling: 1.0 }
-}
-
-fn kind_of(shape: Shape, has_head_norms: bool) -> Kind {
-    Kind { shape, has_biases: true, has_head_norms, is_rotated: true, window: None, is_rounded: false }
-}
-
-/// A linear layer, as it is and in 8 bits.
-struct Layer {
-    weight: Vec<f32>,
-    codes: Vec<i8>,
-    scales: Vec<f32>,
-    bias: Vec<f32>,
-}
-
-impl Layer {
-    fn new(seed: u64, outputs: usize, inputs: usize) -> Self {
-        let weight = numbers(seed, outputs * inputs, 1.5 / (inputs as f32).sqrt());
-        let rows = weight.chunks(inputs);
-        let scales: Vec<f32> =
-            rows.map(|row| row.iter().fold(0.0_f32, |most, value| most.max(value.abs())) / 127.0).collect();
-        let codes = weight
-            .chunks(inputs)
-            .zip(&scales)
-            .flat_map(|(row, scale)| row.iter().map(move |value| (value / scale).round() as i8));
-        Self { codes: codes.collect(), scales, bias: numbers(seed + 1, outputs, 0.3), weight }
-    }
-
-    fn linear(&self, kind: &Kind) -> Linear<'_> {
-        let weight =
-            if kind.is_rounded { Weight::Codes(&self.codes, &self.scales) } else { Weight::Floats(&self.weight) };
-        Linear { weight, bias: kind.has_biases.then_some(&self.bias) }
-    }
-}
-
-/// The weights of one block.
-struct Weights {
-    qkv: Layer,
-    output: Layer,
-    gate_up: Layer,
-    down: Layer,
-    norms: [Vec<f32>; 4],
-}
-
-impl Weights {
-    fn new(seed: u64, shape: &Shape) -> Self {
-        let joined = (shape.heads + 2 * shape.kv_heads) * shape.head_dim;
-        let norm = |number: u64, size: usize| {
-            let mut norm: Vec<f32> =
-                numbers(seed * 41 + number, size, 0.4).into_iter().map(|value| value + 1.0).collect();
-            norm[3] = 12.0; // what goes through it has outliers
-            norm
-        };
-        Self {
-            qkv: Layer::new(seed * 31, joined, shape.hidden),
-            output: Layer::new(seed * 31 + 2, shape.hidden, shape.heads * shape.head_dim),
-            gate_up: Layer::new(seed * 31 + 4, 2 * shape.inner, shape.hidden),
-            down: Layer::new(seed * 31 + 6, shape.hidden, shape.inner),
-            norms: [norm(0, shape.hidden), norm(1, shape.hidden), norm(2, shape.head_dim), norm(3, shape.head_dim)],
-        }
-    }
-
-    fn block(&self, kind: &Kind) -> Block<'_> {
-        let [attended_norm, fed_norm, queries, keys] = &self.norms;
-        Block {
-            attended_norm,
-            qkv: self.qkv.linear(kind),
-            head_norms: kind.has_head_norms.then_some((queries, keys)),
-            output: self.output.linear(kind),
-            fed_norm,
-            gate_up: self.gate_up.linear(kind),
-            down: self.down.linear(kind),
-            scaling: 0.1 / (kind.shape.head_dim as f32).sqrt(),
-            is_rotated: kind.is_rotated,
-            window: kind.window,
-        }
-    }
-}
-
-/// A sequence through blocks: keys and values of each, and how far it is.
-#[derive(Clone)]
-struct Sequence {
-    slabs: Vec<(Vec<f32>, Vec<f32>)>,
-    length: usize,
-}
-
-impl Sequence {
-    fn new(blocks: usize, shape: &Shape) -> Self {
-        let slab = vec![f32::NAN; shape.kv_heads * CAPACITY * shape.head_dim]; // what was never written must not be read
-        Self { slabs: vec![(slab.clone(), slab); blocks], length: 0 }
-    }
-
-    fn piece(&mut self, length: usize) -> Piece<'_> {
-        let start = self.length;
-        self.length = start.wrapping_add(length);
-        let caches = self.slabs.iter_mut().map(|(keys, values)| Cache { keys, values, capacity: CAPACITY });
-        Piece { start, length, caches: caches.collect() }
-    }
-}
-
-fn run(isa: Isa, threads: usize, kind: &Kind, blocks: &[Block<'_>], pieces: Vec<(&mut Sequence, &[f32])>) -> Vec<f32> {
-    let pool = (threads > 1).then(|| ThreadPoolBuilder::new().num_threads(threads).build().unwrap());
-    let mut hidden = Vec::new();
-    let mut views = Vec::new();
-    for (sequence, states) in pieces {
-        hidden.extend_from_slice(states);
-        views.push(sequence.piece(states.len() / kind.shape.hidden));
-    }
-    forward(isa, pool.as_ref(), &kind.shape, blocks, &mut views, &mut hidden).unwrap();
-    hidden
-}
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
@@ -179,10 +22,10 @@ proptest! {
         let weights: Vec<Weights> = (0..2).map(|number| Weights::new(seed * 7 + number, &kind.shape)).collect();
         let blocks: Vec<Block<'_>> = weights.iter().map(|weights| weights.block(&kind)).collect();
         let hidden = numbers(seed, lengths.iter().sum::<usize>() * kind.shape.hidden, 2.0);
-        let expected = slowly(&kind.shape, &blocks, &hidden);
-        let tolerance = if kind.is_rounded { 2e-2 } else { 3e-5 }; // an input may go to the next step
+        let expected = slowly(&kind.shape, &blocks, &hidden, kind.has_kv_in_codes);
+        let tolerance = if kind.form == Form::Codes || kind.has_kv_in_codes { 2e-2 } else { 3e-5 }; // one may go to the next step
         for isa in Isa::available() {
-            let mut sequence = Sequence::new(2, &kind.shape);
+            let mut sequence = Sequence::new(2, &kind);
             let mut outputs = Vec::new();
             let mut rest = hidden.as_slice();
             for length in &lengths {
@@ -205,7 +48,7 @@ proptest! {
         let blocks = [weights.block(&kind)];
         let states: Vec<Vec<f32>> =
             (0..).zip(&lengths).map(|(number, length)| numbers(seed + number, length * kind.shape.hidden, 2.0)).collect();
-        let empty: Vec<Sequence> = states.iter().map(|_| Sequence::new(1, &kind.shape)).collect();
+        let empty: Vec<Sequence> = states.iter().map(|_| Sequence::new(1, &kind)).collect();
         let alone: Vec<f32> = empty.clone().iter_mut().zip(&states).flat_map(|(sequence, states)| {
             let positions = states.chunks(kind.shape.hidden); // one after the other, one value at a time
             positions.flat_map(|states| run(Isa::SCALAR, 1, &kind, &blocks, vec![(&mut *sequence, states)])).collect::<Vec<_>>()
@@ -220,27 +63,104 @@ proptest! {
 }
 
 #[test]
+fn a_position_that_is_not_a_number_changes_none_that_do_not_see_it() {
+    let shape = Shape { hidden: 32, head_dim: 32, inner: 32, frequencies: vec![0.5; 16], ..smallest(2) };
+    for (window, has_kv_in_codes) in [(None, false), (Some(3), false), (None, true), (Some(3), true)] {
+        let kind = Kind { window, has_kv_in_codes, ..kind_of(shape.clone(), true) };
+        let weights = Weights::new(5, &kind.shape);
+        let block = [weights.block(&kind)];
+        let mut states = numbers(6, 12 * 32, 1.0);
+        states[5 * 32] = f32::NAN;
+        for isa in Isa::available() {
+            let mut apart = Sequence::new(1, &kind);
+            let one_by_one: Vec<f32> =
+                states.chunks(32).flat_map(|state| run(isa, 1, &kind, &block, vec![(&mut apart, state)])).collect();
+            let together = run(isa, 1, &kind, &block, vec![(&mut Sequence::new(1, &kind), &states)]);
+            for (at, (one, other)) in one_by_one.chunks(32).zip(together.chunks(32)).enumerate() {
+                let sees_it = at >= 5 && window.is_none_or(|window| at < 5 + window);
+                assert_eq!(one.iter().any(|value| value.is_nan()), sees_it, "{isa:?}, {window:?}: position {at}");
+                assert!(one.iter().zip(other).all(|(one, other)| one.to_bits() == other.to_bits() || sees_it), "{at}");
+            }
+        }
+    }
+}
+
+#[test]
+fn weights_of_16_bits_and_of_4_are_as_if_they_were_floats_by_a_bit() {
+    let kind = kind_of(Shape { hidden: 32, head_dim: 32, inner: 32, frequencies: vec![0.5; 16], ..smallest(2) }, true);
+    let halves = Weights::new(9, &kind.shape);
+    let mut wide = Weights::new(9, &kind.shape);
+    let states = numbers(4, 5 * 32, 1.0);
+    for narrow in [Form::Halves(Half::Bf16), Form::Halves(Half::F16), Form::Q4, Form::Q8] {
+        for (layer, halves) in wide.layers().into_iter().zip(halves.clone().layers()) {
+            match narrow {
+                Form::Halves(Half::Bf16) => layer.weight = halves.bf16.iter().map(|half| bf16_to_f32(*half)).collect(),
+                Form::Halves(Half::F16) => layer.weight = halves.f16.iter().map(|half| f16_to_f32(*half)).collect(),
+                _ => assert!(widen(
+                    Isa::SCALAR,
+                    halves.linear(&Kind { form: narrow, ..kind.clone() }).weight,
+                    &mut layer.weight
+                )),
+            }
+        }
+        let outputs = [(&halves, narrow), (&wide, Form::Floats)].map(|(weights, form)| {
+            let kind = Kind { form, ..kind.clone() };
+            run(Isa::best(), 1, &kind, &[weights.block(&kind)], vec![(&mut Sequence::new(1, &kind), &states)])
+        });
+        assert!(outputs[0] == outputs[1]);
+    }
+}
+
+#[test]
+fn a_product_alone_is_as_in_a_block() {
+    let layer = Layer::new(7, 700, 96);
+    let pool = ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+    for form in FORMS {
+        let linear = layer.linear(&Kind { form, ..kind_of(smallest(1), false) });
+        let all = numbers(3, 70 * 96, 1.0);
+        let alone: Vec<f32> =
+            all.chunks(96).flat_map(|row| multiply(Isa::SCALAR, None, linear, (700, 96), row).unwrap()).collect();
+        for (isa, count) in Isa::available().flat_map(|isa| [0, 1, 5, 8, 9, 33, 70].map(|count| (isa, count))) {
+            let (rows, expected) = (&all[..count * 96], &alone[..count * 700]);
+            assert_eq!(multiply(isa, None, linear, (700, 96), rows).as_deref(), Ok(expected), "{isa:?}: {count}");
+            assert_eq!(
+                multiply(isa, Some(&pool), linear, (700, 96), rows).as_deref(),
+                Ok(expected),
+                "{isa:?}: {count}"
+            );
+        }
+        assert_eq!(multiply(Isa::best(), None, linear, (700, 96), &[0.0; 95]), Err(BlockError::Length("rows")));
+        let empty = Layer::new(7, 0, 96);
+        let empty = Linear { bias: None, ..empty.linear(&Kind { form, ..kind_of(smallest(1), false) }) };
+        assert_eq!(multiply(Isa::best(), None, empty, (0, 96), &[0.0; 96]), Err(BlockError::Length("weights")));
+        for sizes in [(700, 95), (701, 96), (0, 96), (700, 0), (usize::MAX, 96), (96, usize::MAX)] {
+            assert_eq!(multiply(Isa::best(), None, linear, sizes, &[]), Err(BlockError::Length("weights")));
+        }
+    }
+}
+
+#[test]
 fn work_that_is_worth_several_threads_comes_out_the_same() {
     let shape = Shape {
         hidden: 512,
         heads: 6,
         kv_heads: 3,
         head_dim: 64,
-        inner: 1040, // parts do not come out even
+        inner: 1056, // parts do not come out even
         epsilon: 1e-5,
         frequencies: vec![0.3; 32],
         rotary_scaling: 1.0,
     };
     let kind = kind_of(shape, false);
     let weights = Weights::new(3, &kind.shape);
-    for (count, is_rounded) in [(1, false), (2, false), (5, true), (13, false), (1, true)] {
-        let kind = Kind { is_rounded, ..kind.clone() };
+    for (count, form) in [1, 2, 5, 13].into_iter().flat_map(|count| FORMS.map(|form| (count, form))) {
+        let kind = Kind { form, ..kind.clone() };
         let blocks = [weights.block(&kind)];
         let states = numbers(count, 512 * 30, 1.0);
         let outputs: Vec<Vec<f32>> = [1, 3]
             .into_iter()
             .map(|threads| {
-                let mut sequences = vec![Sequence::new(1, &kind.shape); count as usize];
+                let mut sequences = vec![Sequence::new(1, &kind); count as usize];
                 let pieces = sequences.iter_mut().map(|sequence| (sequence, states.as_slice()));
                 run(Isa::best(), threads, &kind, &blocks, pieces.collect())
             })
@@ -253,8 +173,8 @@ fn work_that_is_worth_several_threads_comes_out_the_same() {
 fn large_numbers_saturate_and_what_is_no_number_stays_with_its_own_sequence() {
     let shape = smallest(1);
     let kind = Kind { has_biases: false, ..kind_of(shape, false) };
-    for is_rounded in [false, true] {
-        saturate(&Kind { is_rounded, ..kind.clone() });
+    for (form, has_kv_in_codes) in FORMS[2..].iter().flat_map(|form| [(*form, false), (*form, true)]) {
+        saturate(&Kind { form, has_kv_in_codes, ..kind.clone() }); // sizes are those of no group
     }
 }
 
@@ -262,10 +182,12 @@ fn saturate(kind: &Kind) {
     let mut weights = Weights::new(5, &kind.shape);
     let layer = &mut weights.gate_up;
     layer.weight.iter_mut().chain(&mut layer.scales).for_each(|weight| *weight *= 1e3); // gates of several hundred
+    layer.bf16.iter_mut().for_each(|half| *half += 10 << 7);
+    layer.f16.iter_mut().for_each(|half| *half += 10 << 10);
     let blocks = [weights.block(kind)];
     let (honest, bad) = (numbers(1, 16, 1.0), vec![f32::NAN; 16]);
     for isa in Isa::available() {
-        let mut sequences = vec![Sequence::new(1, &kind.shape); 2];
+        let mut sequences = vec![Sequence::new(1, kind); 2];
         let (first, second) = sequences.split_at_mut(1);
         let outputs = run(isa, 1, kind, &blocks, vec![(&mut first[0], &bad), (&mut second[0], &honest)]);
         assert!(
@@ -276,16 +198,19 @@ fn saturate(kind: &Kind) {
 
 #[test]
 fn what_does_not_fit_is_refused_before_anything_is_written() {
-    let shape = smallest(2);
-    let kind = kind_of(shape, true);
+    for has_kv_in_codes in [false, true] {
+        refuse(&Kind { has_kv_in_codes, ..kind_of(smallest(2), true) });
+    }
+}
+
+fn refuse(kind: &Kind) {
     let weights = Weights::new(1, &kind.shape);
-    let block = weights.block(&kind);
+    let block = weights.block(kind);
     let of = |shape: &Shape, block: Block<'_>, start: usize, length: usize, values: usize| {
-        let mut sequence = Sequence::new(1, &kind.shape);
+        let mut sequence = Sequence::new(1, kind);
         sequence.length = start;
         let result = forward(Isa::best(), None, shape, &[block], &mut [sequence.piece(length)], &mut vec![0.5; values]);
-        let untouched =
-            sequence.slabs.iter().all(|(keys, values)| keys.iter().chain(values).all(|value| value.is_nan()));
+        let untouched = sequence.slabs.iter().all(|slabs| slabs.floats.iter().all(|value| value.is_nan()));
         assert!(result.is_ok() || untouched);
         result
     };
@@ -304,6 +229,12 @@ fn what_does_not_fit_is_refused_before_anything_is_written() {
     let short = &weights.qkv.weight[1..];
     let others = [
         (Block { qkv: Linear { weight: Weight::Floats(short), ..block.qkv }, ..block }, "qkv"),
+        (
+            Block { qkv: Linear { weight: Weight::Halves(Half::F16, &weights.qkv.f16[1..]), ..block.qkv }, ..block },
+            "qkv",
+        ),
+        (Block { qkv: Linear { weight: Weight::Q8(Q8 { codes: &[], steps: &[] }), ..block.qkv }, ..block }, "qkv"),
+        (Block { qkv: Linear { weight: Weight::Q4(Q4 { codes: &[], levels: &[] }), ..block.qkv }, ..block }, "qkv"),
         (Block { qkv: Linear { weight: Weight::Codes(&weights.qkv.codes, &short[..3]), ..block.qkv }, ..block }, "qkv"),
         (Block { qkv: Linear { weight: Weight::Codes(&[], &weights.qkv.scales), ..block.qkv }, ..block }, "qkv"),
         (Block { down: Linear { bias: Some(&short[..3]), ..block.down }, ..block }, "down"),
@@ -318,9 +249,13 @@ fn what_does_not_fit_is_refused_before_anything_is_written() {
         None,
         &kind.shape,
         &[block, block],
-        &mut [Sequence::new(1, &kind.shape).piece(1)],
+        &mut [Sequence::new(1, kind).piece(1)],
         &mut [0.5; 16],
     );
     assert_eq!(missing, Err(BlockError::Room));
+    let mut short = Sequence::new(1, kind);
+    short.slabs[0].floats.pop();
+    let short = forward(Isa::best(), None, &kind.shape, &[block], &mut [short.piece(1)], &mut [0.5; 16]);
+    assert_eq!(short, Err(BlockError::Room));
     assert_eq!(forward(Isa::best(), None, &kind.shape, &[block], &mut [], &mut []), Ok(()));
 }

@@ -1,9 +1,10 @@
 //! The slow twin: one value at a time, in `f64`.
 
-use llmnode_transport::blocks::{Block, Linear, Shape, Weight};
+use llmnode_transport::blocks::{Block, Half, Linear, Shape, Weight};
+use llmnode_transport::codec::numbers::{bf16_to_f32, f16_to_f32};
 
 /// One sequence from its beginning, as the words of the module and of `Block` say it.
-pub fn slowly(shape: &Shape, blocks: &[Block<'_>], hidden: &[f32]) -> Vec<f64> {
+pub fn slowly(shape: &Shape, blocks: &[Block<'_>], hidden: &[f32], rounds_kv: bool) -> Vec<f64> {
     let wide = |values: &[f32]| values.iter().map(|value| f64::from(*value)).collect::<Vec<_>>();
     let norm = |values: &[f64], weight: &[f32]| {
         let mean = values.iter().map(|value| value * value).sum::<f64>() / values.len() as f64;
@@ -13,6 +14,24 @@ pub fn slowly(shape: &Shape, blocks: &[Block<'_>], hidden: &[f32]) -> Vec<f64> {
     let product = |values: &[f64], linear: Linear<'_>| {
         let (weights, inputs) = match linear.weight {
             Weight::Floats(weights) => (wide(weights), values.to_vec()),
+            Weight::Halves(half, weights) => {
+                let widen = if half == Half::Bf16 { bf16_to_f32 } else { f16_to_f32 };
+                (weights.iter().map(|weight| f64::from(widen(*weight))).collect(), values.to_vec())
+            }
+            Weight::Q4(q4) => {
+                let groups = q4.codes.chunks(16).zip(q4.levels);
+                let weights = groups.flat_map(|(codes, [step, least])| {
+                    let codes = codes.iter().map(|pair| pair & 15).chain(codes.iter().map(|pair| pair >> 4));
+                    codes.map(|code| f64::from(f32::from(code).mul_add(*step, *least)))
+                });
+                (weights.collect(), values.to_vec())
+            }
+            Weight::Q8(q8) => {
+                let groups = q8.codes.chunks(32).zip(q8.steps);
+                let weights =
+                    groups.flat_map(|(codes, step)| codes.iter().map(move |code| f64::from(f32::from(*code) * step)));
+                (weights.collect(), values.to_vec())
+            }
             Weight::Codes(codes, scales) => {
                 let most = values.iter().map(|value| value.abs()).filter(|value| *value < 6.0).fold(0.0, f64::max);
                 let step = most / 127.0;
@@ -58,7 +77,11 @@ pub fn slowly(shape: &Shape, blocks: &[Block<'_>], hidden: &[f32]) -> Vec<f64> {
                     *head = turn(head, position);
                 }
             }
-            kept.push([heads.split_off(shape.heads), values]);
+            let mut pair = [heads.split_off(shape.heads), values];
+            if rounds_kv {
+                pair.iter_mut().flatten().for_each(round);
+            }
+            kept.push(pair);
             let mut attended = Vec::new();
             for (number, query) in heads.iter().enumerate() {
                 let of_keys = number / (shape.heads / shape.kv_heads);
@@ -82,4 +105,12 @@ pub fn slowly(shape: &Shape, blocks: &[Block<'_>], hidden: &[f32]) -> Vec<f64> {
         }
     }
     rows.concat()
+}
+
+/// To 127 steps of either sign of its largest number.
+fn round(head: &mut Vec<f64>) {
+    let step = head.iter().fold(0.0_f64, |largest, value| largest.max(value.abs())) / 127.0;
+    for value in head {
+        *value = (*value / step).round() * step;
+    }
 }

@@ -1,0 +1,169 @@
+"""Weights in fewer bits than they are computed with, of the same value: all are fp32 again where they are multiplied.
+
+Those that files have in bf16 or fp16 stay so; those that were widened from GGUF's Q4_1, Q4_0 or Q8_0 are found to be
+of 4 or 8 bits again. Products are what they would be, in half of the memory or in a fifth; and a decode, which takes as
+long as its weights take from memory, takes less (in Rust, see `native.py`). Many rows take longer, by the widening.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch.nn.functional import linear
+
+from llmnode import _native
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    _Widened = Callable[[slice, torch.Tensor], torch.Tensor]
+    """Of the outputs of a slice, into room for so many."""
+
+HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
+"""By the names that safetensors has for them."""
+_MOST_WIDENED = 1 << 22
+"""Weights at a time. More do not stay in a cache until they are multiplied; with fewer, BLAS is slow."""
+_GROUP = 32
+"""So many weights of 4 or 8 bits along the inputs share their levels."""
+_kept = threading.local()
+
+
+class HalfLinear(torch.nn.Module):
+    """Weights of 16 bits, all else of 32: products for many rows."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """`weight` is (outputs, inputs), of one of `HALVES`; `bias` (outputs) of fp32."""
+        super().__init__()
+        self.weight = _fixed(weight)
+        self.bias = bias
+        self.outputs, self.inputs = weight.shape
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _in_parts(x, self, lambda some, room: room.copy_(self.weight[some]))
+
+    def rows(self, which: torch.Tensor) -> torch.Tensor:
+        """Weights of the outputs `which`, of any shape: (*which.shape, inputs)."""
+        return self.weight[which].float()
+
+
+class Q4Linear(torch.nn.Module):
+    """Weights of 4 bits, each one of 16 levels of its group, all else of fp32: products for many rows."""
+
+    def __init__(self, codes: torch.Tensor, levels: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """`codes` are (outputs, inputs / 2) of bytes, `levels` (outputs, inputs / 32, 2): `_native.pack_q4`'s."""
+        super().__init__()
+        self.codes, self.levels = _fixed(codes), _fixed(levels)
+        self.bias = bias
+        self.outputs, self.inputs = len(codes), 2 * codes.shape[1]
+
+    @classmethod
+    def found(cls, plain: torch.nn.Linear) -> Q4Linear | None:
+        """The same layer, if its weights are of no more than 4 bits."""
+        outputs, inputs = plain.weight.shape
+        if not _is_in_groups(plain.weight):
+            return None
+        codes = torch.empty(outputs, inputs // 2, dtype=torch.uint8)
+        levels = torch.empty(outputs, inputs // _GROUP, 2)
+        is_found = _native.pack_q4(plain.weight.detach().numpy(), codes.numpy(), levels.numpy())
+        return cls(codes, levels, plain.bias) if is_found else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _in_parts(x, self, self._widened)
+
+    def rows(self, which: torch.Tensor) -> torch.Tensor:
+        """As `HalfLinear.rows`."""
+        pairs = self.codes[which].unflatten(-1, (-1, _GROUP // 2))
+        step, least = self.levels[which].split(1, dim=-1)
+        weights: torch.Tensor = torch.cat((pairs & 15, pairs >> 4), dim=-1) * step + least
+        return weights.flatten(-2)
+
+    def _widened(self, some: slice, room: torch.Tensor) -> torch.Tensor:
+        # By this thread: torch's, which wait for work, hold the other cores.
+        _native.widen(("q4", self.codes[some].numpy(), self.levels[some].numpy()), room.numpy())
+        return room
+
+
+class Q8Linear(torch.nn.Module):
+    """Weights of 8 bits, each a multiple of the step of its group, all else of fp32: products for many rows."""
+
+    def __init__(self, codes: torch.Tensor, steps: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """`codes` are (outputs, inputs) of int8, `steps` (outputs, inputs / 32): `_native.pack_q8`'s."""
+        super().__init__()
+        self.codes, self.steps = _fixed(codes), _fixed(steps)
+        self.bias = bias
+        self.outputs, self.inputs = codes.shape
+
+    @classmethod
+    def found(cls, plain: torch.nn.Linear) -> Q8Linear | None:
+        """The same layer, if its weights are of no more than 8 bits."""
+        outputs, inputs = plain.weight.shape
+        if not _is_in_groups(plain.weight):
+            return None
+        codes, steps = torch.empty(outputs, inputs, dtype=torch.int8), torch.empty(outputs, inputs // _GROUP)
+        is_found = _native.pack_q8(plain.weight.detach().numpy(), codes.numpy(), steps.numpy())
+        return cls(codes, steps, plain.bias) if is_found else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _in_parts(x, self, self._widened)
+
+    def rows(self, which: torch.Tensor) -> torch.Tensor:
+        """As `HalfLinear.rows`."""
+        weights: torch.Tensor = self.codes[which].unflatten(-1, (-1, _GROUP)) * self.steps[which].unsqueeze(-1)
+        return weights.flatten(-2)
+
+    def _widened(self, some: slice, room: torch.Tensor) -> torch.Tensor:
+        _native.widen(("q8", self.codes[some].numpy(), self.steps[some].numpy()), room.numpy())
+        return room
+
+
+Narrow: TypeAlias = HalfLinear | Q4Linear | Q8Linear
+
+
+def keep_narrow(block: Any) -> None:  # Any: a module has what its block has
+    """Have the linear layers of `block`, whose weights may be of 16 bits, compute in 32 with as few as they need."""
+    for parent in (block.self_attn, block.mlp):
+        for name, module in list(parent.named_children()):
+            if isinstance(module, torch.nn.Linear):
+                is_half = module.weight.dtype in HALVES.values()
+                found = HalfLinear(module.weight, module.bias) if is_half else found_narrow(module)
+                setattr(parent, name, found or module)
+
+
+def found_narrow(linear: torch.nn.Linear) -> Q4Linear | Q8Linear | None:
+    """The same layer, whose weights are of 32 bits, with as few as they need."""
+    return Q4Linear.found(linear) or Q8Linear.found(linear)
+
+
+def _is_in_groups(weight: torch.Tensor) -> bool:
+    return weight.dtype == torch.float32 and weight.shape[1] % _GROUP == 0
+
+
+def _in_parts(x: torch.Tensor, layer: Narrow, widened: _Widened) -> torch.Tensor:
+    """The product of `x` with the weights of `layer`, of which `widened` gives those of some outputs."""
+    outputs, inputs, bias = layer.outputs, layer.inputs, layer.bias
+    room = torch.empty if torch.is_grad_enabled() and x.requires_grad else _room  # a gradient needs the weights again
+    part = max(1, _MOST_WIDENED // inputs)
+    if part >= outputs:
+        return linear(x, widened(slice(None), room(outputs, inputs)), bias)
+    product = x.new_empty(*x.shape[:-1], outputs)
+    for first in range(0, outputs, part):
+        some = slice(first, min(first + part, outputs))
+        weight = widened(some, room(some.stop - first, inputs))
+        product[..., some] = linear(x, weight, None if bias is None else bias[some])
+    return product
+
+
+def _room(*shape: int) -> torch.Tensor:
+    """The same memory for whatever this thread widens next, which finds it in a cache."""
+    floats: torch.Tensor | None = getattr(_kept, "floats", None)
+    if floats is None or len(floats) < math.prod(shape):
+        with torch.inference_mode(mode=False):  # or it could not be written to outside
+            floats = _kept.floats = torch.empty(math.prod(shape))
+    return floats[: math.prod(shape)].view(shape)
+
+
+def _fixed(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor.detach(), requires_grad=False)
