@@ -25,7 +25,7 @@ COMPANION = 0.14
 
 
 def main() -> NoReturn:
-    def charge(_executor: SpanExecutor, span: Span, pieces: Sequence[Piece], *, is_whole: bool) -> Sequence[Buffer]:
+    def charge(_executor: SpanExecutor, span: Span, pieces: Sequence[Piece]) -> Sequence[Buffer]:
         time.sleep(BLOCK_S * len(span) * (1 + COMPANION * (len(pieces) - 1)))
         return [piece.hidden for piece in pieces]
 

@@ -35,7 +35,7 @@ BEFORE = 5
 """Decodes, before the prefill begins beside them."""
 CHUNK = 512
 MOST_POSITIONS = 2000
-STRETCHES = (1.5, 2.0, 3.0)
+STRETCHES = (1.5, BatchPolicy().stretch, 3.0)
 WHOLE = BatchPolicy(stretch=1e6, prefill_s=1e6, unmeasured_prefill=CHUNK)
 """Chunks are computed as they come."""
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from llmnode.core.span import Span
 from llmnode.node.processes import pss_mib, with_worker
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 def test_memory_of_servers_differs_by_the_size_of_their_tensors(start_servers: Callable[..., list[Any]]) -> None:
     nodes = start_servers([Span(0, 5), Span(5, 15), Span(15, 30)])
     sizes = [(node.ready["tensor_bytes"] / 2**20, _pss_mib(node)) for node in nodes]
-    assert sizes[0][0] == pytest.approx(5 * 13.504, rel=0.001)
+    assert sizes[0][0] == pytest.approx(5 * 2.53564, rel=0.001)
     for (tensors, memory), (more_tensors, more_memory) in pairwise(sizes):
         assert more_memory - memory == pytest.approx(more_tensors - tensors, rel=0.1)
 
@@ -33,8 +34,9 @@ def test_client_holds_the_ends_and_no_block(folder: Any) -> None:
     from llmnode.models.parts import tensor_bytes
 
     ends = load_parts(folder).ends
-    embedding = ends.embedding.embed_tokens.weight
-    assert ends.scoring.lm_head.weight is embedding, "tied embeddings are held once"
+    embedding = ends.embedding.embed_tokens.layer
+    assert ends.scoring.lm_head.layer is embedding, "tied embeddings are held once"
+    assert embedding.codes.dtype == torch.int8, "as the file has them"
     parameters = [*ends.embedding.parameters(), *ends.scoring.parameters()]
     held_bytes = sum({parameter.data_ptr(): parameter.nbytes for parameter in parameters}.values())
-    assert held_bytes == embedding.nbytes + tensor_bytes(ends.scoring.model.norm)
+    assert held_bytes == tensor_bytes(embedding) + tensor_bytes(ends.scoring.model.norm)

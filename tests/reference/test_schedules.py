@@ -35,9 +35,12 @@ from reference.small import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from llmnode.compute.executor import SpanExecutor
+    from llmnode.compute.work import Done, Work
+    from llmnode.wire.frame import Buffer
 
 pytestmark = pytest.mark.reference
 
@@ -189,9 +192,9 @@ def test_a_piece_that_leaves_out_blocks_is_refused(whole_span: tuple[SpanExecuto
     hidden = to_bytes(ends.embed(tokens[0, :9].tolist(), 0))
     assert executor.open(session(0), executor.span, MAX_LENGTH)
     executor.forward([Piece(session(0), 0, 9, hidden, 0, 2)])
-    for first, length in ((3, 9), (2, 8), (0, 9)):
+    for first, end, length in ((3, None, 9), (2, None, 8), (0, None, 9), (2, 2, 9), (2, BLOCKS + 1, 9)):
         with pytest.raises(LocalProtocolError):
-            executor.forward([Piece(session(0), 0, length, b"" if first else hidden, first)])
+            executor.forward([Piece(session(0), 0, length, b"" if first else hidden, first, end)])
     assert executor.forward([Piece(session(0), 0, 9, b"", 2)])[0]
     executor.close(session(0))
 
@@ -208,18 +211,26 @@ ACT = st.tuples(
 """Whose, how many positions, after how many turns of the event loop, and whether it is waited for."""
 
 
+class TimedWorker(ThreadWorker):
+    """Each of its batches has taken a second, whatever the machine: so it is told how many blocks there is time for."""
+
+    async def _run_in_thread(self, work: Work) -> tuple[Done, float, float]:
+        done, began_s, _ = await super()._run_in_thread(work)
+        return done, began_s, began_s + 1.0
+
+
 @settings(settings.get_profile("reference"), max_examples=60)
 @given(
     acts=st.lists(ACT, min_size=1, max_size=16),
     priorities=st.lists(st.sampled_from(Priority), min_size=SEQUENCES, max_size=SEQUENCES),
     most=st.integers(1, 16),
-    haste=st.sampled_from([0.0, 0.5]),
+    time_s=st.sampled_from([0.02, 0.1, 0.5]),
 )
 def test_any_schedule_of_a_worker_gives_the_same_hidden_states(
     acts: list[tuple[int, int, int, str]],
     priorities: list[Priority],
     most: int,
-    haste: float,
+    time_s: float,
     whole_span: tuple[SpanExecutor, Ends],
     tokens: torch.Tensor,
     undisturbed: torch.Tensor,
@@ -227,11 +238,12 @@ def test_any_schedule_of_a_worker_gives_the_same_hidden_states(
 ) -> None:
     """Whatever comes when, in parts of whatever size, with whomever, and though some are cancelled before the end.
 
-    Without `haste` there is time for one block at once, wherever it is known how long they take.
+    Of a second that a batch takes here, prefills have `time_s`: for a few positions, or a few blocks.
     """
     executor, ends = whole_span
     sizes = {"unmeasured_prefill": most, "most_prefill": most, "least_prefill": min(8, most)}
-    policy = BatchPolicy(decode_positions=1, stretch=1 + haste, prefill_s=haste, **sizes)
+    times = {"stretch": 1 + time_s, "prefill_s": time_s, "gather_share": 0.0}
+    policy = BatchPolicy(decode_positions=1, fast_prefill=4, **sizes, **times)  # type: ignore[arg-type]
 
     async def live(worker: ThreadWorker, row: int) -> None:
         assert await worker.open(session(row), executor.span, MAX_LENGTH, PeerId(f"{row % 2}"), priorities[row])
@@ -252,13 +264,53 @@ def test_any_schedule_of_a_worker_gives_the_same_hidden_states(
         await worker.close(session(row))
 
     async def main() -> None:
-        worker = ThreadWorker(executor, policy)
+        worker = TimedWorker(executor, policy)
         async with trio.open_nursery() as nursery:
             for row in range(SEQUENCES):
                 nursery.start_soon(live, worker, row)
 
     trio.run(main)
     assert executor.kv_tokens_free() == KV_TOKENS
+
+
+def test_a_worker_lets_a_prefill_go_through_a_few_blocks_between_decodes(
+    whole_span: tuple[SpanExecutor, Ends],
+    tokens: torch.Tensor,
+    undisturbed: torch.Tensor,
+    epsilon: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor, ends = whole_span
+    forward, batches = executor.forward, []
+
+    def noted(pieces: Sequence[Piece]) -> Sequence[Buffer]:
+        batches.append([(piece.session, piece.first, piece.end) for piece in pieces])
+        return forward(pieces)
+
+    async def ask(worker: ThreadWorker, row: int, start: int, end: int) -> None:
+        piece = Piece(session(row), start, end - start, to_bytes(ends.embed(tokens[row, start:end].tolist(), start)))
+        hidden = from_bytes((await worker.forward(piece)).hidden, HIDDEN_SIZE)
+        assert (hidden - undisturbed[row, start:end]).abs().max() < epsilon
+
+    async def main() -> None:
+        worker = TimedWorker(executor, BatchPolicy(decode_positions=1, stretch=1.25, fast_prefill=16, gather_share=0.0))
+        for row in range(2):
+            assert await worker.open(session(row), executor.span, MAX_LENGTH, PeerId(f"{row}"))
+        await ask(worker, 0, 0, 1)
+        await ask(worker, 1, 0, 16)
+        monkeypatch.setattr(executor, "forward", noted)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, worker, 1, 16, MAX_LENGTH)
+            for position in range(1, 6):
+                await ask(worker, 0, position, position + 1)
+        for row in range(2):
+            await worker.close(session(row))
+
+    trio.run(main)
+    layered = [(first, end) for pieces in batches for name, first, end in pieces if name == session(1)]
+    assert any(first for first, _ in layered)
+    order = [name for pieces in batches for name, *_ in pieces]
+    assert order[order.index(session(1)) :][:4] == [session(1), session(0)] * 2, "in turn"
 
 
 def test_a_piece_at_a_wrong_position_fails_and_its_batch_mates_do_not(

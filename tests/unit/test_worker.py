@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import trio
 import trio.testing
 
+from llmnode.compute.batching import BatchingWorker
+from llmnode.compute.work import do
 from llmnode.compute.worker import ComputeThread, ThreadWorker
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.span import Span
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from _pytest.monkeypatch import MonkeyPatch
+
+    from llmnode.compute.work import Done, Work
 
 SPAN = Span(0, 2)
 ROW = 2
@@ -109,3 +113,32 @@ def test_all_that_waits_goes_to_the_thread_together() -> None:
         assert set(answers.values()) == {exact_output(bytes(ROW), SPAN)}
 
     trio.run(main)
+
+
+def test_the_executor_begins_with_what_waits_before_anybody_hears_of_what_was_done() -> None:
+    events: list[str] = []
+    executor = ExactExecutor(SPAN, ROW, kv_tokens=1000)
+
+    def run(work: Work) -> Awaitable[tuple[Done, float, float]]:
+        events.extend(["begins"] * len(work.parts))
+        return finish(work)
+
+    async def finish(work: Work) -> tuple[Done, float, float]:
+        await trio.testing.wait_all_tasks_blocked()
+        return do(executor, work), 0.0, 0.0
+
+    async def main() -> None:
+        worker = BatchingWorker(executor, run, trio.current_time)
+        for session in range(2):
+            assert await worker.open(name(session), SPAN, 100, PeerId("client"))
+
+        async def ask(session: int) -> None:
+            await worker.forward(piece(session, 0))
+            events.append("answered")
+
+        async with trio.open_nursery() as nursery:
+            for session in range(2):
+                nursery.start_soon(ask, session)
+
+    trio.run(main)
+    assert events == ["begins", "begins", "answered", "answered"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -107,6 +108,24 @@ def test_shared_memory_grows_to_what_is_sent(monkeypatch: pytest.MonkeyPatch) ->
                 computed = await worker.forward(piece(0, 0, length, 3))
                 assert computed.hidden == exact_output(bytes([3] * length * EXACT_ROW), SPAN)
                 await worker.truncate(name(0), 0)
+
+    trio.run(main)
+
+
+def test_where_there_is_no_memory_to_hand_work_over_in_that_fails_and_what_comes_after_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_room(_memory: shared.SharedMemory, _size: int) -> None:
+        raise OSError(errno.ENOSPC, "as told")
+
+    async def main() -> None:
+        async with open_worker() as (_, worker):
+            await open_sessions(worker, 0)
+            with monkeypatch.context() as patched:
+                patched.setattr(shared.SharedMemory, "grow", no_room)
+                with pytest.raises(MemoryError, match="as told"):
+                    await worker.forward(piece(0, 0, 1, 9))
+            assert (await worker.forward(piece(0, 0, 1, 9))).hidden == exact_output(bytes([9] * EXACT_ROW), SPAN)
 
     trio.run(main)
 

@@ -1,7 +1,8 @@
 """The `Worker` port: what all sessions ask of one executor, done in batches. Torch-free; what runs a batch is given.
 
 There is no task of its own: of those who wait, one leads, has the next batch run for all who are in it, and hands over
-when its own is done. So a call that finds nobody here costs what a plain call would.
+when its own is done. So a call that finds nobody here costs what a plain call would. If more waits, the executor begins
+with it before anybody hears of what was done.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
+from math import inf
 from typing import TYPE_CHECKING
 
 import trio
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from llmnode.wire.frame import Buffer
 
     Run = Callable[[Work], Awaitable[tuple[Done, float, float]]]
-    """Has work done by the executor, and says when that began and ended, by `clock`."""
+    """Has work done by the executor, beginning now if it can, and says when that began and ended, by `clock`."""
 
 
 class BatchingWorker:
@@ -49,6 +51,7 @@ class BatchingWorker:
         self._tickets = count()
         self._chores: dict[int, _Chore] = {}
         self._forwards: dict[int, _Forward] = {}
+        self._running: tuple[Batch, Awaitable[tuple[Done, float, float]]] | None = None
         self._is_led = False
         self._came = trio.Event()
         """The next call. There is another event after it."""
@@ -131,7 +134,7 @@ class BatchingWorker:
             call.is_wanted = False
             with trio.CancelScope(shield=True):
                 while call.is_running:
-                    await call.wait()
+                    await (call.wait() if self._is_led else self._lead())
             if not call.is_done:
                 raise
             # It is done, and who asked has to know it, to undo it; the next checkpoint is cancelled again.
@@ -152,28 +155,38 @@ class BatchingWorker:
             return
 
     async def _lead(self) -> None:
-        """See to the next batch."""
+        """See to the batch that runs, or else to the next."""
         self._is_led = True
         try:
-            while (until_s := self._scheduler.waits_until_s(self._clock())) is not None:
+            while self._running is None and (until_s := self._scheduler.waits_until_s(self._clock())) is not None:
                 self._came = trio.Event()
                 with trio.move_on_after(max(0.0, until_s - self._clock())):
                     await self._came.wait()
-            await trio.lowlevel.checkpoint_if_cancelled()
-            await self._compute(self._scheduler.take(self._clock()))
+            if self._running is None:
+                await trio.lowlevel.checkpoint_if_cancelled()
+                self._begin()
+            await self._finish()
         finally:
             self._is_led = False
 
-    async def _compute(self, batch: Batch) -> None:
+    def _begin(self) -> None:
+        batch = self._scheduler.take(self._clock())
+        chores = [self._chores[ticket] for ticket in batch.chores]
+        forwards = [self._forwards[part.ticket] for part in batch.parts]
+        parts = [forward.part(part) for forward, part in zip(forwards, batch.parts, strict=True)]
+        self._running = batch, self._run(Work([chore.asked for chore in chores], parts))
+        for call in chain[_Call](chores, forwards):
+            call.is_running = True
+
+    async def _finish(self) -> None:
+        assert self._running is not None
+        batch, running = self._running
         chores = {ticket: self._chores[ticket] for ticket in batch.chores}
         forwards = {part.ticket: self._forwards[part.ticket] for part in batch.parts}
         calls: dict[int, _Call] = {**chores, **forwards}
-        for call in calls.values():
-            call.is_running = True
-        parts = [forwards[part.ticket].part(part) for part in batch.parts]
         try:
             with trio.CancelScope(shield=True):
-                done, began_s, ended_s = await self._run(Work([chore.asked for chore in chores.values()], parts))
+                done, began_s, ended_s = await running
             for chore, outcome in zip(chores.values(), done.chores, strict=True):
                 chore.settle(outcome)
             for forward, part, output in zip(forwards.values(), batch.parts, done.outputs, strict=True):
@@ -182,11 +195,15 @@ class BatchingWorker:
             is_one_forward = not chores and not any(forward.error for forward in forwards.values())
             self._scheduler.done(batch, ended_s - began_s if is_one_forward else None, self._clock())
         finally:
+            self._running = None
             for ticket, call in calls.items():
                 call.is_running = False
                 call.wake()
                 if call.is_done or not call.is_wanted:
                     self._remove(ticket)
+        is_cancelled = trio.current_effective_deadline() == -inf  # then who leads next begins: ours may not be wanted
+        if self._forwards and not is_cancelled and self._scheduler.waits_until_s(self._clock()) is None:
+            self._begin()
 
 
 @dataclass(slots=True, eq=False)

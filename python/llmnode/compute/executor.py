@@ -55,7 +55,7 @@ class SpanExecutor:
         device: str = "cpu",
         kv: KVForm | None = None,
     ) -> None:
-        """`model` has blocks in Rust only for KV as it is computed, beside them."""
+        """`model` has blocks in Rust only for KV beside them."""
         self.span = model.span
         self.model = model
         self._device = torch.device(device)
@@ -85,13 +85,12 @@ class SpanExecutor:
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Sequence[Buffer]:
         pieces = [self._checked(piece) for piece in pieces]
-        together: dict[tuple[Span, bool], list[int]] = {}
+        together: dict[Span, list[int]] = {}
         for index, piece in enumerate(pieces):
-            through, whole = self._blocks_of(piece), self._sequences[piece.session].span
-            together.setdefault((through, through == whole), []).append(index)
+            together.setdefault(self._blocks_of(piece), []).append(index)
         outputs: dict[int, Buffer] = {}
-        for (span, is_whole), indices in together.items():
-            parts = self._run(span, [pieces[index] for index in indices], is_whole=is_whole)
+        for span, indices in together.items():
+            parts = self._run(span, [pieces[index] for index in indices])
             outputs.update(zip(indices, parts, strict=True))
         come_out = [self._settle(piece, outputs[index]) for index, piece in enumerate(pieces)]
         if sum(piece.length for piece, output in zip(pieces, come_out, strict=True) if output) >= _LARGE_TOKENS:
@@ -126,6 +125,8 @@ class SpanExecutor:
             raise LocalProtocolError(f"piece [{piece.start}, +{piece.length}) does not continue a KV of {kv.length}")
         if piece.first != sequence.passed:
             raise LocalProtocolError(f"a piece at block {piece.first} of a session that is at {sequence.passed}")
+        if piece.end is not None and not piece.first < piece.end <= len(sequence.span):
+            raise LocalProtocolError(f"a piece through blocks [{piece.first}, {piece.end}) of {len(sequence.span)}")
         if piece.first:
             piece = replace(piece, hidden=sequence.half_way)
         if memoryview(piece.hidden).nbytes != piece.length * self._hidden_size * FLOAT_BYTES:
@@ -147,12 +148,12 @@ class SpanExecutor:
         sequence.kv.length = piece.start + piece.length
         return output
 
-    def _run(self, span: Span, pieces: Sequence[Piece], *, is_whole: bool) -> Sequence[Buffer]:
+    def _run(self, span: Span, pieces: Sequence[Piece]) -> Sequence[Buffer]:
         """What the blocks of `span` make of `pieces`: they are all that the sessions go through, or some of it."""
         native = self.model.native
-        if native is not None and is_whole and are_few([each.length for each in pieces]):
-            few = [(self._slabs(each.session, native.no_kv), each.start, each.hidden) for each in pieces]
-            return native.blocks.forward(span.start - self.span.start, few)
+        if native is not None and are_few([each.length for each in pieces]):
+            few = [(self._slabs(each.session, native.no_kv), each.first, each.start, each.hidden) for each in pieces]
+            return native.blocks.forward(span.start - self.span.start, span.end - self.span.start, few)
         segments = [Segment(self._sequences[each.session].kv, each.start, each.length) for each in pieces]
         row = torch.cat([from_bytes(each.hidden, self._hidden_size) for each in pieces])
         positions = torch.cat([torch.arange(s.start, s.start + s.length) for s in segments])
@@ -167,7 +168,7 @@ class SpanExecutor:
         sequence = self._sequences[session]
         if sequence.slabs is None:
             pairs = sequence.kv.slabs(range(sequence.span.start, sequence.span.end), no_kv)
-            arrays = [(keys.numpy(), values.numpy()) for keys, values in pairs]
+            arrays = [(first.numpy(), second.numpy()) for first, second in pairs]
             sequence.slabs = SequenceSlabs(arrays, sequence.kv.capacity)
         return sequence.slabs
 
@@ -186,6 +187,6 @@ def load_executor(
     Weights are of `dtype`, whatever it is on disk, and on torch's `device`; `quant` is for those of linear layers, one
     of `core.model.QUANTS`. KV is likewise, unless `kv` says otherwise.
     """
-    model = load_span(folder, span, ATTENTION, dtype, device, quant, in_rust=(kv or KVForm()) == KVForm())
+    model = load_span(folder, span, ATTENTION, dtype, device, quant, in_rust=kv is None or kv.device is None)
     replace_own_attention(model)
     return SpanExecutor(model, folder.info.hidden_size, kv_tokens, device, kv)

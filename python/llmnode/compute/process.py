@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ from llmnode.core.progress import Effort, Progress
 from llmnode.errors import WorkerLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from llmnode.core.policy import WorkerPolicy
     from llmnode.core.span import Span
@@ -122,22 +123,38 @@ class WorkerProcess:
                 f"{effort.memory_bytes >> 20} MiB"
             )
 
-    async def run(self, work: Work) -> tuple[Done, float, float]:
-        """Have a batch done: when it began and ended is by `time.perf_counter`, the way back counted to neither.
+    def run(self, work: Work) -> Awaitable[tuple[Done, float, float]]:
+        """Have a batch done, which begins now.
 
-        Raises nothing: if the process is lost, so is all of the batch.
+        When it began and ended is by `time.perf_counter`, the way back counted to neither. What is returned raises
+        nothing: if the process is lost, so is all of the batch.
         """
+        asked_bytes, output_bytes = work_bytes(work)
+        if self.has_ended:
+            return self._finish(work, memoryview(b""), output_bytes)
+        try:
+            self._requests.grow(asked_bytes)
+            self._results.grow(output_bytes)
+            message = pack_message(WORK, *put_work(work, self._requests.view(asked_bytes)))
+        except (OSError, MemoryError) as error:
+            return _failed(work, MemoryError(f"no memory to hand work over in: {error}"))
+        return self._finish(work, self._send_some(message), output_bytes)
+
+    async def _finish(self, work: Work, unsent: memoryview, output_bytes: int) -> tuple[Done, float, float]:
         try:
             with trio.move_on_after(self._policy.answer_s):
-                done, took_s = await self._do(work)
+                if self.has_ended:
+                    raise await self._lost()
+                await self._send(unsent)
+                _word, (chores, outputs, took_s, self._kv_tokens_free) = await self._receive()
+                done = take_done(chores, outputs, self._results.view(output_bytes))
                 ended_s = time.perf_counter()
                 return done, ended_s - took_s, ended_s
             self.kill(f"has not answered in {self._policy.answer_s:g} s")
             lost = await self._lost()
         except WorkerLost as error:
             lost = error
-        now_s = time.perf_counter()
-        return failed(work, lost), now_s, now_s
+        return await _failed(work, lost)
 
     async def wait_lost(self) -> WorkerLost:
         """How it has ended, once it has."""
@@ -169,18 +186,17 @@ class WorkerProcess:
         except psutil.Error:  # it has just ended
             return Effort(0.0, 0)
 
-    async def _do(self, work: Work) -> tuple[Done, float]:
-        if self.has_ended:
-            raise await self._lost()
-        asked_bytes, output_bytes = work_bytes(work)
-        self._requests.grow(asked_bytes)
-        self._results.grow(output_bytes)
-        await self._send(pack_message(WORK, *put_work(work, self._requests.view(asked_bytes))))
-        _word, (chores, outputs, took_s, self._kv_tokens_free) = await self._receive()
-        return take_done(chores, outputs, self._results.view(output_bytes)), took_s
+    def _send_some(self, message: bytes) -> memoryview:
+        """As much as goes at once, which is all as a rule. Returns what is left, of a process that is lost too.
 
-    async def _send(self, message: bytes) -> None:
-        """Plain calls: trio's own streams take half as long again for a decode's way there and back."""
+        Plain calls: trio's own streams take half as long again for a decode's way there and back.
+        """
+        left = memoryview(message)
+        with suppress(OSError):
+            left = left[self._socket.send(left) :]
+        return left
+
+    async def _send(self, message: bytes | memoryview) -> None:
         left = memoryview(message)
         while left:
             try:
@@ -237,6 +253,11 @@ async def start_process(command: Sequence[str], policy: WorkerPolicy) -> WorkerP
         theirs.close()
     ours.setblocking(False)
     return WorkerProcess(process, ours, memory, policy)
+
+
+async def _failed(work: Work, error: Exception) -> tuple[Done, float, float]:
+    now_s = time.perf_counter()
+    return failed(work, error), now_s, now_s
 
 
 async def _open(

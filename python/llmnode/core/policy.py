@@ -165,9 +165,9 @@ class BatchPolicy:
     """A piece of no more counts as a decode: somebody may be reading along, and it hardly lengthens a forward."""
     decodes: int = 64
     """Positions of decodes in one forward."""
-    stretch: float = 2.0
+    stretch: float = 1.75
     """With prefills, or with those between that go through a few blocks, a forward of decodes may take so many times as
-    long as without: who reads along sees half the speed or more, and a prefill takes about twice its time alone."""
+    long as without: who reads along sees more than half of the speed, and a prefill takes 2.3 times its time alone."""
     prefill_s: float = 0.5
     """What prefills may add to a forward while nobody decodes. A decode that comes then waits for all of it; on our
     CPU they get no faster with more."""
@@ -182,9 +182,9 @@ class BatchPolicy:
     a CPU, but for half of them through one block, they go through a few blocks at a time."""
     most_prefill: int = 512
     """More gain nothing on any device that we know, and need memory."""
-    gather_share: float = 0.25
-    """Of a forward of decodes, for how long at most those are waited for that are about to come back. A client more
-    lengthens such a forward by less than that, and one of its own would take all of it."""
+    gather_share: float = 0.85
+    """Who decode in step wait for each other if they are away for less than this share of what one forward less saves:
+    what a forward of decodes takes beside what each of them adds. At all of it nothing is gained, nor lost."""
     ageing_s: float = 2.0
     """After every so many seconds without a turn, a lower priority counts as the next higher one."""
 

@@ -3,9 +3,9 @@
 A batch is what is ready when the executor is free: every decode, and of the prefills as many positions as leave the
 decodes beside them fast. If those are few, each is dear: then more of them go through a few blocks at a time, in
 batches of their own between those of decodes (Lee et al., From Tokens to Layers: Redefining Stall-Free Scheduling for
-LLM Serving with Layered Prefill, 2025). Before a batch those are waited for who decode in step with the others and are
-just about to come back (`waits_until_s`): else two halves of the clients would take turns, at nearly the price of two
-wholes each.
+LLM Serving with Layered Prefill, 2025).
+
+Before a batch clients who decode in step with the others are waited for (`core/in_step.py`).
 
 Clients share what there is by virtual token counters (Sheng et al., Fairness in Serving Large Language Models, OSDI
 2024, algorithm 2): whoever was given the fewest positions, by blocks, is next, and who comes back starts level with the
@@ -21,6 +21,8 @@ from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
+from llmnode.core.forward_pace import ForwardPace
+from llmnode.core.in_step import Rhythm, keep_step
 from llmnode.core.span import Span
 
 if TYPE_CHECKING:
@@ -29,12 +31,6 @@ if TYPE_CHECKING:
     from llmnode.core.ids import PeerId, SessionId
     from llmnode.core.policy import BatchPolicy
 
-_THINK_KEEPS = 0.5
-_HOPE = 2
-"""Who is usually away for so many times our patience may be back sooner if no forward slows its answer down."""
-_PAUSE, _MISSED = 4, 16
-"""A longer pause, and not to have come when it was waited for, count as so many times our patience."""
-_PACE_KEEPS = 0.7
 _MIXED_BATCHES = 16
 """One after the other, of decodes with prefills: then there is one of decodes alone, to see how long those take now."""
 
@@ -116,7 +112,7 @@ class _Entry:
         return Span(self.span.start + self.passed, self.span.end)
 
 
-class _Given(NamedTuple):
+class _Choice(NamedTuple):
     """Positions of a piece, up to `end` of its session's blocks."""
 
     entry: _Entry
@@ -130,15 +126,10 @@ class _Given(NamedTuple):
 
 @dataclass(slots=True)
 class _Session:
-    """`answered_s` is when its latest decode was done, None if a prefill came after; `think_s` how long it is usually
-    away between two decodes.
-    """
-
     client: PeerId
     priority: Priority
     span: Span
-    answered_s: float | None = None
-    think_s: float = inf
+    rhythm: Rhythm = field(default_factory=Rhythm)
     line: deque[int] = field(default_factory=deque)
     """Tickets of what it has here, in order: the first is done before the second begins."""
 
@@ -151,7 +142,7 @@ class Scheduler:
 
     def __init__(self, policy: BatchPolicy) -> None:
         self._policy = policy
-        self._pace = _ForwardPace(policy)
+        self._pace = ForwardPace(policy)
         self._sessions: dict[SessionId, _Session] = {}
         self._entries: dict[int, _Entry] = {}
         self._given: dict[PeerId, int] = {}  # the virtual token counters
@@ -188,7 +179,10 @@ class Scheduler:
         if not any(entry.lane == lane for entry in self._entries.values()):
             self._since_s[lane] = now_s
         self._queued[of.client] += 1
-        self._note_return(of, lane, now_s)
+        if lane.is_decode:
+            of.rhythm.note_return(now_s, self._pace.forward_s)
+        else:
+            of.rhythm.end()
         self._enter(_Entry(ticket, (session,), lane, length, of.span))
 
     def add_chore(self, ticket: int, sessions: Sequence[SessionId]) -> None:
@@ -216,26 +210,29 @@ class Scheduler:
         """Until when to wait, if nobody comes before. None if there is nothing to wait for."""
         if not any(entry.lane for entry in self._entries.values()):
             return None
-        until_s = max((answered_s for answered_s, _ in self._expected()), default=-inf) + self._patience_s
-        if until_s <= now_s or (not self._is_decodes_turn and _go_apart(self._next_prefills(now_s))):
+        saved_s = self._pace.forward_s
+        near = [each for each in self._sessions.values() if each.rhythm.is_near(saved_s)]
+        here = [each.rhythm for each in near if each.line]
+        away = [each.rhythm for each in near if not each.line and each.rhythm.late_s > now_s]
+        since_s = max(self._done_s, min(self._since_s.values()))
+        until_s = min(since_s + saved_s, max((each.late_s for each in away), default=-inf))
+        if until_s <= now_s or not keep_step(away, here, saved_s, self._policy.gather_share):
             return None
-        return until_s
+        prefills_go_alone = not self._is_decodes_turn and _are_layered(self._choose_prefills(self._ready(), now_s))
+        return None if prefills_go_alone else until_s
 
     def take(self, now_s: float) -> Batch:
         """The next batch. Empty only if there is nothing here."""
-        for answered_s, session in self._expected():
-            if answered_s == self._done_s and answered_s + self._patience_s <= now_s:
-                session.think_s = _MISSED * self._patience_s
-        ready = [entry for entry in self._entries.values() if self._is_ready(entry)]
+        ready = self._ready()
         chores = [entry.ticket for entry in ready if entry.lane is None]
-        decodes = self._choose_decodes([entry for entry in ready if entry.lane and entry.lane.is_decode], now_s)
-        prefills = self._next_prefills(now_s)
+        decodes = self._choose_decodes(ready, now_s)
+        prefills = self._choose_prefills(ready, now_s)
         if decodes and prefills:
             if self._is_decodes_turn or self._mixed_batches >= _MIXED_BATCHES:
                 prefills = []
-            elif _go_apart(prefills):
+            elif _are_layered(prefills):
                 decodes = []
-        return Batch(chores, [self._give(each, now_s) for each in decodes + prefills])
+        return Batch(chores, [self._part(each, now_s) for each in decodes + prefills])
 
     def done(self, batch: Batch, took_s: float | None, now_s: float) -> None:
         """The batch is computed. `took_s` is None if it was not one forward, as some part of it has failed.
@@ -252,8 +249,8 @@ class Scheduler:
             else:
                 entry.chunk, entry.passed = part.length, part.end
             if entry.lane.is_decode:
-                decodes += 1
-                self._sessions[entry.sessions[0]].answered_s = now_s
+                decodes += part.length
+                self._sessions[entry.sessions[0]].rhythm.answered_s = now_s
             else:
                 prefill += part.length * (part.end - part.first)
                 through = max(through, (part.end - part.first) / len(entry.span))
@@ -269,33 +266,15 @@ class Scheduler:
         for session in entry.sessions:
             self._sessions[session].line.append(entry.ticket)
 
-    def _is_ready(self, entry: _Entry) -> bool:
-        return all(self._sessions[session].line[0] == entry.ticket for session in entry.sessions)
-
-    def _note_return(self, session: _Session, lane: _Lane, now_s: float) -> None:
-        if not lane.is_decode:
-            session.answered_s, session.think_s = None, inf
-        elif session.answered_s is not None:
-            thought_s = min(now_s - session.answered_s, _PAUSE * self._patience_s)
-            before_s = thought_s if session.think_s == inf else session.think_s
-            session.think_s = _THINK_KEEPS * before_s + (1 - _THINK_KEEPS) * thought_s
-
-    @property
-    def _patience_s(self) -> float:
-        return self._policy.gather_share * self._pace.decode_s
-
-    def _expected(self) -> list[tuple[float, _Session]]:
-        """Who is likely to come back soon after it was answered, and when that was."""
-        return [
-            (each.answered_s, each)
-            for each in self._sessions.values()
-            if each.answered_s is not None and not each.line and each.think_s <= _HOPE * self._patience_s
-        ]
+    def _ready(self) -> list[_Entry]:
+        """Those that nothing of their sessions comes before."""
+        lines = {name: session.line for name, session in self._sessions.items()}
+        return [e for e in self._entries.values() if all(lines[name][0] == e.ticket for name in e.sessions)]
 
     def _is_decoding(self, now_s: float) -> bool:
         """Whether somebody may want a decode soon."""
         return any(
-            each.answered_s is not None and now_s - each.answered_s < self._policy.decoding_s
+            each.rhythm.answered_s is not None and now_s - each.rhythm.answered_s < self._policy.decoding_s
             for each in self._sessions.values()
         )
 
@@ -318,32 +297,31 @@ class Scheduler:
             given[lane.client] += (entry.left + entry.chunk) * len(entry.span)
             yield rank(lane), entry
 
-    def _choose_decodes(self, ready: Sequence[_Entry], now_s: float) -> list[_Given]:
+    def _choose_decodes(self, ready: Sequence[_Entry], now_s: float) -> list[_Choice]:
         """As many positions as there is room for."""
         chosen = []
         room = self._policy.decodes
-        for _, entry in self._in_turn(ready, now_s):
+        for _, entry in self._in_turn([entry for entry in ready if entry.lane and entry.lane.is_decode], now_s):
             if not room:
                 break
-            chosen.append(_Given(entry, min(entry.left, room), len(entry.span)))
+            chosen.append(_Choice(entry, min(entry.left, room), len(entry.span)))
             room -= chosen[-1].length
         return chosen
 
-    def _next_prefills(self, now_s: float) -> list[_Given]:
+    def _choose_prefills(self, ready: Sequence[_Entry], now_s: float) -> list[_Choice]:
         """As many positions as there is time for, through all blocks; or more of them through the same few blocks, of
         whoever is next, and of others of no lower rank as far as positions get cheaper by that.
         """
-        pieces = [entry for entry in self._entries.values() if entry.lane and self._is_ready(entry)]
-        ready = [entry for entry in pieces if entry.lane and not entry.lane.is_decode]
-        beside_decodes = len(ready) < len(pieces) or self._is_decoding(now_s)
-        in_turn = self._in_turn(ready, now_s)
+        prefills = [entry for entry in ready if entry.lane and not entry.lane.is_decode]
+        beside_decodes = any(entry.lane and entry.lane.is_decode for entry in ready) or self._is_decoding(now_s)
+        in_turn = self._in_turn(prefills, now_s)
         rank, next_up = next(in_turn, (0, None))
         if next_up is None:
             return []
         blocks, ahead = len(next_up.span), next_up.ahead
         room = self._pace.room(beside_decodes=beside_decodes)
-        waiting = sum(entry.left for entry in ready if entry.ahead == ahead)
-        most = next_up.chunk or self._few_blocks(waiting, blocks, room, beside_decodes=beside_decodes)
+        waiting = sum(entry.left for entry in prefills if entry.ahead == ahead)
+        most = next_up.chunk or self._layered_positions(waiting, blocks, room, beside_decodes=beside_decodes)
         if not most:
             most = self._policy.unmeasured_prefill if room is None else room // blocks
             most = max(self._policy.least_prefill, min(self._policy.most_prefill, most))
@@ -357,32 +335,35 @@ class Scheduler:
                 positions += length
         further = self._pace.blocks(positions, blocks, room or 0)
         further = max(1, min(len(ahead), further))
-        return [_Given(entry, length, entry.passed + further) for entry, length in chosen]
+        return [_Choice(entry, length, entry.passed + further) for entry, length in chosen]
 
-    def _few_blocks(self, waiting: int, blocks: int, room: int | None, *, beside_decodes: bool) -> int:
+    def _layered_positions(self, waiting: int, blocks: int, room: int | None, *, beside_decodes: bool) -> int:
         """How many new positions, of those that wait, go through a few blocks at a time. 0 if all blocks at once are as
-        good: there is time for enough of them, or for too few either way.
+        good: there is time for enough of them, or for as few either way.
         """
         policy = self._policy
-        enough = min(waiting, policy.fast_prefill)
+        if room is None or room // blocks >= min(waiting, policy.fast_prefill):
+            return 0
         least, most = policy.fast_prefill // 2, policy.most_prefill
         if not beside_decodes:  # who comes to decode meanwhile should not wait for long, so often
             least, most = policy.fast_prefill, policy.fast_prefill
-        return 0 if room is None or room // blocks >= enough or room < least else min(room, most)
+        elif room // blocks < policy.least_prefill:  # even the fewest take too long through all blocks
+            least = policy.least_prefill
+        return 0 if room < least else min(room, most)
 
-    def _of_all_blocks(self, in_turn: Iterable[tuple[int, _Entry]], most: int, room: int) -> list[_Given]:
+    def _of_all_blocks(self, in_turn: Iterable[tuple[int, _Entry]], most: int, room: int) -> list[_Choice]:
         chosen = []
         for _, entry in in_turn:
             length = 0 if entry.passed else min(entry.left, most, room // len(entry.span))
             if length:
-                chosen.append(_Given(entry, length, len(entry.span)))
+                chosen.append(_Choice(entry, length, len(entry.span)))
                 most -= length
                 room -= length * len(entry.span)
         return chosen
 
-    def _give(self, given: _Given, now_s: float) -> Part:
+    def _part(self, choice: _Choice, now_s: float) -> Part:
         """Who has waited for long has all of its turn: until positions of it are computed."""
-        entry, length, end = given
+        entry, length, end = choice
         assert entry.lane is not None
         self._given[entry.lane.client] += length * (end - entry.passed)
         is_through = end == len(entry.span)
@@ -391,41 +372,6 @@ class Scheduler:
         return Part(entry.ticket, entry.given, length, entry.passed, end, is_through)
 
 
-class _ForwardPace:
-    """How long forwards take here, and so how many positions of prefills one may have."""
-
-    def __init__(self, policy: BatchPolicy) -> None:
-        self._policy = policy
-        self.decode_s = 0.0
-        """A forward of decodes alone; 0 until there was one."""
-        self._position_s = 0.0  # what each position of a prefill adds, a block
-
-    def note(self, decodes: int, prefill: int, through: float, took_s: float) -> None:
-        """`prefill` are positions by blocks, which went through this share of them all."""
-        if not prefill:
-            self.decode_s = _mixed(self.decode_s, took_s)
-        else:
-            added_s = max(took_s - through * self.decode_s, took_s / (100 if decodes else 2))
-            self._position_s = _mixed(self._position_s, added_s / prefill)
-
-    def blocks(self, positions: int, of: int, room: int) -> int:
-        """Through how many of so many blocks there is time for positions: each block's weights are read, too."""
-        weights = int(self.decode_s / of / self._position_s) if self._position_s else 0
-        return room // (positions + weights)
-
-    def room(self, *, beside_decodes: bool) -> int | None:
-        """Positions that there is time for, each through one block. None if that is not known yet."""
-        policy = self._policy
-        if not self._position_s or (beside_decodes and not self.decode_s):
-            return None
-        may_add_s = (policy.stretch - 1) * self.decode_s if beside_decodes else policy.prefill_s
-        return int(may_add_s / self._position_s)
-
-
-def _go_apart(prefills: Sequence[_Given]) -> bool:
-    """Or in one forward with decodes."""
+def _are_layered(prefills: Sequence[_Choice]) -> bool:
+    """And so go by themselves; others go in one forward with decodes."""
     return any(not each.is_whole for each in prefills)
-
-
-def _mixed(before_s: float, took_s: float) -> float:
-    return _PACE_KEEPS * before_s + (1 - _PACE_KEEPS) * took_s if before_s else took_s
