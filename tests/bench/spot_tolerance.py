@@ -3,8 +3,9 @@
     python tests/bench/spot_tolerance.py [PRECISION ...]      (as float32, or float32+int8: then honest peers alone)
 
 The checked peer computes SmolLM2-135M as a session has it: a prefill, then position by position beside three other
-sessions. The checker computes the same positions alone, in one prefill. Every figure is a relative L2 error of one
-position, of what both would send in the session's codec; what both are given is alike to the bit.
+sessions; in float32 all that in Rust. The checker computes the same positions alone, in one prefill, by torch. Every
+figure is a relative L2 error of one position, of what both would send in the session's codec; what both are given is
+alike to the bit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from llmnode.client.recompute import deviations
 from llmnode.compute.executor import SpanExecutor, load_executor
+from llmnode.compute.kv import KVForm
 from llmnode.compute.tensors import to_bytes
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.model import DTYPES
@@ -119,7 +121,8 @@ def main() -> None:
     }
 
     def spoiled(spoil: Callable[[torch.nn.Module], None]) -> SpanExecutor:
-        executor = load_executor(folder, Span(0, 30), 16 * POSITIONS)
+        beside = KVForm(device=torch.device("cpu"))  # or weights would be in as few bits as they need
+        executor = load_executor(folder, Span(0, 30), 16 * POSITIONS, kv=beside)
         spoil(executor.model)
         return executor
 

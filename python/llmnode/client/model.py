@@ -142,6 +142,11 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         self._stack.close()
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in, and hidden states are of, whatever its weights are kept as."""
+        return self._ends.dtype
+
+    @property
     def route(self) -> Route:
         """The hops of the session that was opened last; before that, those that one would take."""
         return self._client.route

@@ -35,20 +35,21 @@ if TYPE_CHECKING:
     from llmnode.wire.frame import Buffer
 
 _TOLERANCE = {
-    "float32": {Codec.RAW: 1e-4, Codec.FP16: 4e-4, Codec.BF16: 1.2e-3, Codec.INT8: 6e-3},
+    "float32": {Codec.RAW: 1e-4, Codec.FP16: 1e-3, Codec.BF16: 8.4e-3, Codec.INT8: 1.5e-2},
     "float16": {Codec.RAW: 0.018, Codec.FP16: 0.018, Codec.BF16: 0.03, Codec.INT8: 0.052},
     "bfloat16": {Codec.RAW: 0.15, Codec.FP16: 0.15, Codec.BF16: 0.15, Codec.INT8: 0.16},
 }
 """Four times the most that was measured between two ways to compute SmolLM2, any span (`tests/bench/README.md`).
 
-For float32 and raw that was 2e-6; it is 1e-4, for processors of other kinds. A mixture of experts was not measured:
-where its router is near a tie, honest peers may differ by more.
+For float32 and raw that was 7e-6; it is 1e-4, for processors of other kinds. In other codecs it is one step of the
+codec at least: a position may be nearly one large value, which goes to either of two steps by the last bit of a sum. A
+mixture of experts was not measured: where its router is near a tie, honest peers may differ by more.
 """
 _INT8_TOLERANCE = 0.5
 """Of weights of 8 bits, in any dtype and codec: inputs are rounded to 8 bits too, and one that is half-way between two
-steps goes to either by the last bit of a sum. Most positions are then alike to the bit, and some 0.1 apart.
+steps goes to either by the last bit of a sum. Most positions are then 0.03 to 0.06 apart, and some 0.2.
 """
-_INT8_KV_TOLERANCE = 0.1
+_INT8_KV_TOLERANCE = 0.12
 """Of KV of 8 bits, in any codec, for the same reason: four times the most."""
 _LAST_STEP = 2**32 - 1
 _MOST_ASKED = 4
