@@ -141,7 +141,7 @@ class _Rig:
         for variant in variants:
             act = self._step if variant.level == STEPS else self._generate
             stamps = await _all_at_once(act, variant.clients)
-            variant.per_s.append(_rate(stamps))
+            variant.per_s.append(rate(stamps))
             alone = next(each for each in variants if each.level == variant.level and each.clients == 1)
             variant.times.append(variant.per_s[-1] / alone.per_s[-1])
             variant.slow_ms.append(1e3 * p95([later - at for each in stamps for at, later in pairwise(each)]))
@@ -205,7 +205,7 @@ async def _all_at_once(
     return stamps
 
 
-def _rate(stamps: Sequence[Sequence[float]]) -> float:
+def rate(stamps: Sequence[Sequence[float]]) -> float:
     """Tokens per second, of all together, from when half of them had one until half had their last.
 
     Who comes with many others may have its first when another has its last.

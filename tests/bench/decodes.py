@@ -32,11 +32,12 @@ POSITIONS = 100
 ROUNDS = 40
 SESSIONS = [SessionId(bytes([number]) * SESSION_ID_BYTES) for number in range(8)]
 BASELINE = "transformers' forward"
+FP32 = "in Rust, in 32 bits"
 
 
-def executor_of(folder: ModelFolder, quant: str = "none") -> SpanExecutor:
+def executor_of(folder: ModelFolder, quant: str = "none", spare_tokens: int = 0) -> SpanExecutor:
     span = Span(0, folder.info.blocks)
-    executor = load_executor(folder, span, len(SESSIONS) * 2 * POSITIONS, quant=quant)
+    executor = load_executor(folder, span, len(SESSIONS) * 2 * POSITIONS + spare_tokens, quant=quant)
     for session in SESSIONS:
         assert executor.open(session, span, 2 * POSITIONS)
         executor.forward([Piece(session, 0, POSITIONS, to_bytes(torch.randn(POSITIONS, folder.info.hidden_size)))])
@@ -46,10 +47,12 @@ def executor_of(folder: ModelFolder, quant: str = "none") -> SpanExecutor:
 def executors_of(folder: ModelFolder) -> dict[str, SpanExecutor]:
     with patch("llmnode.models.parts.blueprint_of", lambda _folder: None):
         executors = {BASELINE: executor_of(folder)}
-    with patch("llmnode.models.parts.native_blocks", lambda *_: None):
-        executors["by torch, fused"] = executor_of(folder)
-        executors["by torch, fused, int8"] = executor_of(folder, "int8")
-    executors["in Rust"] = executor_of(folder)
+    with patch("llmnode.models.parts.takes_narrow", lambda *_: False):
+        with patch("llmnode.models.parts.native_blocks", lambda *_: None):
+            executors["by torch, fused"] = executor_of(folder)
+            executors["by torch, fused, int8"] = executor_of(folder, "int8")
+        executors[FP32] = executor_of(folder)
+    executors["in Rust, in as few bits as it needs"] = executor_of(folder)
     executors["in Rust, int8"] = executor_of(folder, "int8")
     return executors
 
@@ -86,7 +89,7 @@ def main(model: str = "embedded", rounds: str = str(ROUNDS), threads: str = "1")
         for sessions in (1, len(SESSIONS))
         for name, executor in executors.items()
     }
-    variants["products alone", 1] = products_of(executors["in Rust"])
+    variants["products alone", 1] = products_of(executors[FP32])
     times_ms: dict[tuple[str, int], list[float]] = {each: [] for each in variants}
     for _ in range(int(rounds)):
         for each, compute in variants.items():

@@ -32,7 +32,8 @@ SESSIONS = [SessionId(bytes([number]) * SESSION_ID_BYTES) for number in range(ma
 
 def executor_of(*, chooses: bool) -> SpanExecutor:
     without_rust = patch("llmnode.models.parts.native_blocks", lambda *_: None)
-    with without_rust, nullcontext() if chooses else patch("llmnode.models.parts.use_fastest"):
+    wide = patch("llmnode.models.parts.takes_narrow", lambda *_: False)
+    with without_rust, wide, nullcontext() if chooses else patch("llmnode.models.parts.use_fastest"):
         executor = load_executor(open_embedded(), SPAN, (CONTEXT + 1) * len(SESSIONS))
     for session in SESSIONS:
         assert executor.open(session, SPAN, CONTEXT + 1)

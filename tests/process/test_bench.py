@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -46,8 +47,8 @@ def test_quality_compares_every_variant_with_transformers() -> None:
         assert abs(change["estimate"]) < (20 if row["variant"] == "weights in nf4" else 5)
         assert row["text: same"] > least_same.get(row["variant"], 0.9)
         assert row["tokens/s, of fp32's blocks"]["median"] > 0
-    weights = {row["variant"]: row["weights, MB"] / raw["weights, MB"] for row in lossy}
-    assert weights["activations in int8"] == 1
+    weights = {row["variant"]: row["weights, MB"] / baseline["weights, MB"] for row in [raw, *lossy]}
+    assert weights["activations in int8"] == weights[raw["variant"]] < 0.19, "the same, in as few bits as it needs"
     assert weights["weights in nf4"] < 0.15 < weights["weights in int8"] < 0.26
     exact, equal, *bounds = report["aims"]
     assert exact["holds"] and equal["holds"]
@@ -129,7 +130,8 @@ def test_table1_is_exact_whatever_fails_and_counts_what_was_drawn() -> None:
         assert row["until replaced, ms"]["low"] > 0
         for overhead in (row["recovery costs, %"], row["with receipts, %"]):
             assert overhead["low"] <= overhead["estimate"] <= overhead["high"]
-    assert restarts["at 0.02"]["median"] < 0.2 * restarts["at 0"]["median"]
+    (steps,) = re.findall(r"128 tokens, restarts.* failure rate 0.02: .*calculated: (\d+) steps", done.stderr)
+    assert int(steps) > 5 * 128
     assert restarts["timed"].endswith("; at 0.02 calculated")
     assert restarts_long["at 0.02"] == "-", "nobody gets through 512 steps"
     assert no_cache_long["at 0"]["median"] < ours_long["at 0"]["median"]
@@ -178,7 +180,7 @@ def test_workers_compares_a_thread_with_a_process_alone_and_under_load() -> None
 
 def test_a_pipeline_of_three_nodes_is_faster_than_one_and_no_faster_than_its_stages_can_be(tmp_path: Path) -> None:
     drawn = tmp_path / "pipeline.svg"
-    options = ["--thin", "--repeats", "1", "--tokens", "3", "--plot", str(drawn), "--json"]
+    options = ["--thin", "--repeats", "3", "--tokens", "6", "--plot", str(drawn), "--json"]
     done = subprocess.run(
         [*LLMNODE, "bench", "pipeline", *options], capture_output=True, text=True, timeout=400, check=False
     )
@@ -186,7 +188,7 @@ def test_a_pipeline_of_three_nodes_is_faster_than_one_and_no_faster_than_its_sta
     report = json.loads(done.stdout.splitlines()[-1])
     alone, _both, _three_in_turn, three = report["rows"]
     assert three["variant"] == "3 nodes, emulated: 6 texts at once"
-    assert three["of 1 node, in turn"]["median"] > 1
+    assert three["of 1 node, in turn"]["high"] > 1
     assert 0 < three["of the bound"]["median"] < 2, "six texts at three stages: two at each, for no less than one costs"
     assert three["slowest stage, ms"]["median"] < 0.5 * alone["slowest stage, ms"]["median"]
     assert {"of the bound, 3 nodes, emulated: 6 texts at once"} <= {aim["name"] for aim in report["aims"]}
