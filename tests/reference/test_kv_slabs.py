@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -11,6 +13,9 @@ import torch
 from llmnode.compute.heap import give_back
 from llmnode.compute.kv import KVForm, SequenceKV
 from llmnode.core.model import KV_DTYPES, SAME
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 HEADS, HEAD_DIM, LAYERS = 8, 64, 2
 CAPACITY = 8192
@@ -61,3 +66,24 @@ def test_nothing_is_kept_of_what_a_long_first_prefill_has_computed(dtype: str) -
     give_back()
     assert own_bytes() - before < 1.05 * CAPACITY * POSITION_BYTES[dtype] + SLACK_BYTES
     assert kv.capacity == CAPACITY
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_no_huge_page_backs_a_slab_wherever_the_system_has_them(dtype: str) -> None:
+    kv = SequenceKV(CAPACITY, KVForm(dtype))
+    slabs = [slab for pair in kv.slabs(range(LAYERS), torch.ones(1, HEADS, 1, HEAD_DIM)) for slab in pair]
+    flags = dict(flags_of_mappings())
+    for slab in slabs:
+        start = max(start for start in flags if start <= slab.data_ptr())
+        assert "nh" in flags[start]
+
+
+def flags_of_mappings() -> Iterator[tuple[int, list[str]]]:
+    """Of each range of this process' memory the start, and what the system may do with it (proc(5), VmFlags)."""
+    start = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if name == "VmFlags:":
+            yield start, rest
+        elif not name.endswith(":"):
+            start = int(name.split("-")[0], 16)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from llmnode.compute.heap import reserve
 from llmnode.core.model import SAME
 
 if TYPE_CHECKING:
@@ -124,7 +125,8 @@ class _Beside:
     """(rows, heads, capacity, width) on the blocks' own device, in that order: what is read is no copy."""
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self.states = torch.empty(shape, dtype=dtype, device=device)
+        here = device.type == "cpu"
+        self.states = reserve(shape, dtype) if here else torch.empty(shape, dtype=dtype, device=device)
 
     def write(self, start: int, new: torch.Tensor) -> None:
         self.states.narrow(2, start, new.shape[2]).copy_(new)
