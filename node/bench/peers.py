@@ -30,15 +30,18 @@ from libp2p.peer.peerinfo import info_from_p2p_addr
 from libp2p.peer.peerstore import PeerStoreError
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.security.noise.transport import Transport as NoiseTransport
+from libp2p.stream_muxer.exceptions import MuxedStreamError
 from multiaddr import Multiaddr
 
 from llmnode.core.policy import LinkPolicy
 from llmnode.net.libp2p_host import open_host
+from llmnode.net.yamux_stream import YamuxStream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-    from libp2p.abc import IHost
+    from libp2p.abc import IHost, INetStream
+    from libp2p.network.stream.net_stream import NetStream
 
 ECHO = "/llmnode-test/echo/1"  # a length of 4 bytes and as many bytes: the same back
 SINK = "/llmnode-test/sink/1"  # a length of 8 bytes and as many bytes: one byte back
@@ -123,14 +126,27 @@ async def _serve_once(stream: Stream, protocol: str) -> None:
 
 
 async def _serve(stream: Stream, protocol: str) -> None:
-    with suppress(StreamError, EOFError, OSError, trio.BrokenResourceError, trio.ClosedResourceError):
+    with suppress(StreamError, MuxedStreamError, EOFError, OSError, trio.BrokenResourceError, trio.ClosedResourceError):
         while True:
             await _serve_once(stream, protocol)
-    with suppress(StreamError, OSError):
+    with suppress(StreamError, MuxedStreamError, OSError):
         await stream.close()
 
 
 # How it is reached
+
+
+class OurStream:
+    """As links read and write it: past py-libp2p's stream around it, whose lock switches tasks at each call."""
+
+    def __init__(self, stream: NetStream, muxed: YamuxStream) -> None:
+        self.read, self.write, self.close = muxed.read, muxed.write, stream.close
+
+
+def _as_used(stream: INetStream) -> Stream:
+    whole = cast("NetStream", stream)
+    ours = isinstance(whole.muxed_stream, YamuxStream)
+    return cast("Stream", OurStream(whole, cast("YamuxStream", whole.muxed_stream)) if ours else whole)
 
 
 class Libp2pNode:
@@ -152,7 +168,7 @@ class Libp2pNode:
         self._host.get_peerstore().clear_addrs(ID.from_string(peer))
 
     async def open(self, peer: str, protocol: str) -> Stream:
-        return cast("Stream", await self._host.new_stream(ID.from_string(peer), [TProtocol(protocol)]))
+        return _as_used(await self._host.new_stream(ID.from_string(peer), [TProtocol(protocol)]))
 
     async def ping_s(self, peer: str) -> float:
         began = time.perf_counter()
@@ -169,9 +185,9 @@ class Libp2pNode:
             await trio.sleep(LOOK_EVERY_S)
 
     @staticmethod
-    def _handler(protocol: str) -> Callable[[Any], Awaitable[None]]:  # Any: libp2p's streams
-        async def handle(stream: Stream) -> None:
-            await _serve(stream, protocol)
+    def _handler(protocol: str) -> Callable[[INetStream], Awaitable[None]]:
+        async def handle(stream: INetStream) -> None:
+            await _serve(_as_used(stream), protocol)
 
         return handle
 
