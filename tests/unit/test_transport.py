@@ -293,6 +293,37 @@ async def test_a_connection_that_breaks_under_its_sending_task_ends_and_harms_no
             await ours.open_stream()
 
 
+@in_trio
+async def test_a_connection_whose_socket_was_closed_before_it_began_has_ended() -> None:
+    transport, peer = new_transport()
+    async with tcp_pair() as raw:
+        dialled, _accepted = await secured(raw, transport, transport, peer)
+        ours = YamuxConnection(dialled, peer)
+        await raw[0].close()
+        await ours.start()
+        assert ours.is_closed
+
+
+@in_trio
+async def test_a_socket_that_is_said_to_have_something_and_has_not_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def readv(fd: int, buffers: list[memoryview], really: Callable[..., int] = os.readv) -> int:
+        asked.append(fd)
+        if len(asked) == 1:
+            raise BlockingIOError
+        return really(fd, buffers)
+
+    async with connections() as (ours, theirs):
+        monkeypatch.setattr(os, "readv", readv)
+        stream, accepted = await opened(ours, theirs)
+        await stream.write(b"there")
+        assert await read_exactly(accepted, 5) == b"there"
+        assert len(asked) >= 2
+
+
 # Cancellation
 
 

@@ -253,8 +253,10 @@ class YamuxConnection(IMuxedConn):
     async def _read_raw(self, buffer: memoryview) -> memoryview | bytes:
         if self._socket is None:
             return await self.secured_conn.raw.read(READ_BYTES)
-        await trio.lowlevel.wait_readable(self._socket)  # trio's own methods try first, most often in vain
-        return buffer[: os.readv(self._socket.fileno(), [buffer])]
+        while True:
+            await trio.lowlevel.wait_readable(self._socket)  # trio's own methods try first, most often in vain
+            with contextlib.suppress(BlockingIOError):
+                return buffer[: os.readv(self._socket.fileno(), [buffer])]
 
     def _tell(self, events: tuple[list[int], list[int], list[int], list[int]]) -> None:
         opened, readable, writable, reset = events
