@@ -35,6 +35,7 @@ from multiaddr import Multiaddr
 
 from llmnode.core.policy import LinkPolicy
 from llmnode.net.libp2p_host import open_host
+from llmnode.net.select import open_unanswered
 from llmnode.net.yamux_stream import YamuxStream
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ async def _serve(stream: Stream, protocol: str) -> None:
 
 
 class OurStream:
-    """As links read and write it: past py-libp2p's stream around it, whose lock switches tasks at each call."""
+    """As links use it: past py-libp2p's stream around it, whose lock switches tasks at each call."""
 
     def __init__(self, stream: NetStream, muxed: YamuxStream) -> None:
         self.read, self.write, self.close = muxed.read, muxed.write, stream.close
@@ -152,8 +153,11 @@ def _as_used(stream: INetStream) -> Stream:
 class Libp2pNode:
     """Over a host that runs."""
 
-    def __init__(self, host: IHost) -> None:
+    def __init__(
+        self, host: IHost, open_stream: Callable[[IHost, ID, TProtocol], Awaitable[INetStream]] = open_unanswered
+    ) -> None:
         self.peer = str(host.get_id())
+        self._open_stream = open_stream
         self.address = next(map(str, host.get_addrs()), "")
         self._host = host
         for protocol in PROTOCOLS:
@@ -168,7 +172,7 @@ class Libp2pNode:
         self._host.get_peerstore().clear_addrs(ID.from_string(peer))
 
     async def open(self, peer: str, protocol: str) -> Stream:
-        return _as_used(await self._host.new_stream(ID.from_string(peer), [TProtocol(protocol)]))
+        return _as_used(await self._open_stream(self._host, ID.from_string(peer), TProtocol(protocol)))
 
     async def ping_s(self, peer: str) -> float:
         began = time.perf_counter()
@@ -249,7 +253,7 @@ async def _open(kind: str) -> AsyncIterator[Node]:
             noise = NoiseTransport(keys, noise_privkey=create_noise_key_pair().private_key)
             host = new_host(key_pair=keys, sec_opt={NOISE: noise}, muxer_opt=create_yamux_muxer_option())
             await stack.enter_async_context(host.run(listen_addrs=[LISTEN]))
-            yield Libp2pNode(host)
+            yield Libp2pNode(host, lambda host, peer, protocol: host.new_stream(peer, [protocol]))
 
 
 async def _serve_tcp(raw: trio.SocketStream) -> None:

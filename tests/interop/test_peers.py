@@ -6,17 +6,24 @@ Skipped where they cannot be built: there is no Go or Rust, or its packages cann
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from libp2p.peer.id import ID
 
 from interop.played import played
+from llmnode.core.policy import LinkPolicy
+from llmnode.net.addresses import parse_peer
+from llmnode.net.host import open_network
 from llmnode.node.bench.peers import ECHO
 from llmnode.node.bench.steered import PeerFailed, python_peer, steer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from libp2p.network.swarm import Swarm
+
+    from llmnode.net.yamux import YamuxConnection
     from llmnode.node.bench.steered import SteeredPeer
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(700)]
@@ -83,5 +90,18 @@ def test_a_connection_that_was_closed_can_be_made_again(theirs: list[str], *, we
                 await dialler.tell("disconnect", peer=listener.peer)
                 await dialler.tell("connect", address=listener.address)
                 await dialler.tell("echo", peer=listener.peer, bytes=1000, repeats=2)
+
+    played(main)
+
+
+def test_the_muxer_is_agreed_on_within_the_handshake_with_go_and_after_it_with_rust(
+    theirs: list[str], request: pytest.FixtureRequest
+) -> None:
+    async def main() -> None:
+        async with steer(theirs) as other, open_network([], LinkPolicy()) as network:
+            await network.host.connect(parse_peer(other.address))
+            (connection,) = cast("Swarm", network.host.get_network()).get_connections(ID.from_string(other.peer))
+            secured = cast("YamuxConnection", connection.muxed_conn).secured_conn
+            assert secured.has_agreed_on_yamux == request.node.name.endswith("[go]")
 
     played(main)

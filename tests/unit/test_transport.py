@@ -17,18 +17,12 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from libp2p import new_host
 from libp2p.crypto.ed25519 import create_new_key_pair
-from libp2p.crypto.rsa import create_new_key_pair as create_new_rsa_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
-from libp2p.io.trio import TrioTCPStream
-from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.network.exceptions import SwarmException
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo, info_from_p2p_addr
 from libp2p.security.noise.exceptions import InvalidSignature, NoiseFailure, PeerIDMismatchesPubkey
-from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
-from libp2p.security.noise.transport import Transport as StockNoise
 from libp2p.stream_muxer.exceptions import (
     MuxedConnUnavailable,
     MuxedStreamClosed,
@@ -37,58 +31,19 @@ from libp2p.stream_muxer.exceptions import (
     MuxedStreamReset,
 )
 from libp2p.stream_muxer.yamux.yamux import YamuxStream as StockStream
-from multiaddr import Multiaddr
 
 from llmnode._native import NoiseHandshake, NoiseSession
 from llmnode.core.flow import OPENING_WRITES
-from llmnode.net.secure import NoiseConnection, NoiseTransport, noise_transport
+from llmnode.net.secure import NoiseConnection, NoiseTransport
 from llmnode.net.sockets import socket_of
-from llmnode.net.yamux import UNACKNOWLEDGED_S, UNSENT_BYTES, YamuxConnection, use_yamux
+from llmnode.net.yamux import UNACKNOWLEDGED_S, UNSENT_BYTES, YamuxConnection
 from llmnode.net.yamux_stream import YamuxStream
+from unit.hosts import ECHO, LOOPBACK, MIB, echo, host, hosts, new_transport, read_exactly, secured, tcp_pair
 from unit.in_trio import in_trio
 
 CANCELLED = 10_000
-ECHO: Any = "/echo/1"
-LOOPBACK = Multiaddr("/ip4/127.0.0.1/tcp/0")
-MIB = 1 << 20
 DATA, WINDOW_UPDATE, PING = 0, 1, 2
 SYN, ACK, FIN, RST = 1, 2, 4, 8
-
-
-async def read_exactly(stream: Any, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        data += await stream.read(count - len(data))
-    return bytes(data)
-
-
-async def echo(stream: Any) -> None:
-    with suppress(Exception):
-        while data := await stream.read(MIB):
-            await stream.write(data)
-
-
-# Hosts: ours against py-libp2p's own
-
-
-def host(kind: str) -> Any:
-    keys = create_new_rsa_key_pair() if kind == "stock with RSA" else create_new_key_pair()
-    if kind == "ours":
-        made = new_host(key_pair=keys, sec_opt={NOISE: noise_transport(keys)}, listen_addrs=[LOOPBACK])
-        use_yamux(made)
-        return made
-    stock = StockNoise(keys, noise_privkey=create_noise_key_pair().private_key)
-    return new_host(key_pair=keys, sec_opt={NOISE: stock}, listen_addrs=[LOOPBACK])
-
-
-@asynccontextmanager
-async def hosts(dialler: str, listener: str) -> AsyncIterator[tuple[Any, Any]]:
-    """Connected, and the listener echoes."""
-    ours, theirs = host(dialler), host(listener)
-    async with ours.run(listen_addrs=[]), theirs.run(listen_addrs=[LOOPBACK]):
-        theirs.set_stream_handler(ECHO, echo)
-        await ours.connect(info_from_p2p_addr(theirs.get_addrs()[0]))
-        yield ours, theirs
 
 
 PAIRS = [("ours", "ours"), ("ours", "stock"), ("stock", "ours"), ("ours", "stock with RSA"), ("stock with RSA", "ours")]
@@ -135,37 +90,6 @@ async def test_who_answers_under_another_name_is_refused(dialler: str) -> None:
 
 
 # Connections alone
-
-
-@asynccontextmanager
-async def tcp_pair() -> AsyncIterator[tuple[RawConnection, RawConnection]]:
-    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    async with listener:
-        dialled = await trio.open_tcp_stream(*listener.socket.getsockname())
-        accepted = await listener.accept()
-    async with dialled, accepted:
-        yield RawConnection(TrioTCPStream(dialled), True), RawConnection(TrioTCPStream(accepted), False)
-
-
-async def secured(
-    raw: tuple[RawConnection, RawConnection], dialler: NoiseTransport, listener: NoiseTransport, expected: ID
-) -> tuple[NoiseConnection, NoiseConnection]:
-    made: dict[str, NoiseConnection] = {}
-
-    async def accept() -> None:
-        made["accepted"] = await listener.secure_inbound(raw[1])
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(accept)
-        made["dialled"] = await dialler.secure_outbound(raw[0], expected)
-    return made["dialled"], made["accepted"]
-
-
-def new_transport() -> tuple[NoiseTransport, ID]:
-    keys = create_new_key_pair()
-    transport = noise_transport(keys)
-    assert isinstance(transport, NoiseTransport)
-    return transport, ID.from_pubkey(keys.public_key)
 
 
 @asynccontextmanager

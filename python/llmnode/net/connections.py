@@ -15,9 +15,10 @@ from libp2p.connection_types import ConnectionType
 from libp2p.exceptions import BaseLibp2pError, MultiError
 from libp2p.host.ping import ID as PING
 from libp2p.host.ping import PING_LENGTH
-from libp2p.protocol_muxer.multiselect_client import MultiselectClient
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from libp2p.security.noise.exceptions import NoiseFailure
+
+from llmnode.net.select import EagerSelect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -89,7 +90,7 @@ async def open_stream(connection: SwarmConn, protocol: TProtocol, timeout_s: flo
     """A stream over this connection and no other. Raises an error of libp2p, as if there is no such protocol."""
     stream = await connection.new_stream()
     try:
-        await MultiselectClient().select_one_of([protocol], MultiselectCommunicator(stream), max(1, int(timeout_s)))
+        await EagerSelect().select_one_of([protocol], MultiselectCommunicator(stream), max(1, int(timeout_s)))
     except BaseException:
         with trio.CancelScope(shield=True):
             await stream.reset()

@@ -46,6 +46,7 @@ from llmnode.net.libp2p_host import open_host
 from llmnode.net.link import Libp2pLink
 from llmnode.net.punch import Puncher
 from llmnode.net.reach import AUTONAT, DialBacks, look
+from llmnode.net.select import open_unanswered
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
@@ -227,7 +228,7 @@ class Libp2pNetwork:
                 await self._until_ended_links_are_gone(peer)
                 with self._held.hold(info.peer_id):
                     await self._connect(info)
-                    stream = cast("NetStream", await self.host.new_stream(info.peer_id, [LINK_PROTOCOL]))
+                    stream = await open_unanswered(self.host, info.peer_id, LINK_PROTOCOL)
                     link = self._link(stream, peer)
                     self._links[link] = stream.muxed_conn
         except trio.TooSlowError:

@@ -22,7 +22,8 @@ from multiaddr import Multiaddr
 
 from llmnode.net.secure import noise_transport
 from llmnode.net.sockets import remote_address, resolved
-from llmnode.net.yamux import YamuxConnection, use_yamux
+from llmnode.net.upgrade import use_our_transport
+from llmnode.net.yamux import YamuxConnection
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -68,15 +69,16 @@ async def open_host(
         inbound_upgrade_timeout=policy.dial_timeout_s,
         outbound_upgrade_timeout=policy.dial_timeout_s,
     )
+    noise = noise_transport(key_pair, swarm_key)
     host = new_host(
         key_pair=key_pair,
-        sec_opt={NOISE: noise_transport(key_pair, swarm_key)},
+        sec_opt={NOISE: noise},
         listen_addrs=listen or [ANY_TCP],  # says which transports to load
         connection_config=limits,
         announce_addrs=announce or None,
     )
     swarm = cast("Swarm", host.get_network())
-    use_yamux(host)
+    use_our_transport(host, noise)
     _free_inbound_slots(swarm, policy)
     _close_cancelled_dials(swarm)
     _dial_when_told(swarm)

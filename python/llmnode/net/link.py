@@ -29,6 +29,7 @@ from llmnode.core.packing import ArrivalRate, PackChoice
 from llmnode.core.traffic import Traffic
 from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError
 from llmnode.net.outbox import Outbox
+from llmnode.net.yamux_stream import ProtocolRefused
 from llmnode.wire.frame import Frame, FrameDecoder, FrameType
 
 if TYPE_CHECKING:
@@ -180,6 +181,8 @@ class Libp2pLink:
             assert self.has_ended, "only then nobody takes frames any more"
         except MuxedStreamEOF:
             self._fail(PeerUnreachable("closed the stream"))
+        except ProtocolRefused:
+            self._fail(PeerUnreachable("is no node of llmnode, or of a version that has nothing in common with ours"))
         except MuxedStreamError as error:
             self._fail(PeerUnreachable(f"connection lost ({type(error).__name__})"))
 

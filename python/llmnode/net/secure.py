@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from libp2p.abc import IRawConnection, ISecureConn, ISecureTransport
 from libp2p.crypto.x25519 import X25519PublicKey
 from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
+from libp2p.custom_types import TProtocol
 from libp2p.io.exceptions import ConnectionClosedError, IOException
 from libp2p.peer.id import ID
 from libp2p.security.noise.exceptions import (
@@ -21,12 +22,15 @@ from libp2p.security.noise.exceptions import (
     PeerIDMismatchesPubkey,
 )
 from libp2p.security.noise.messages import (
+    NoiseExtensions,
     NoiseHandshakePayload,
     make_handshake_payload_sig,
     verify_handshake_payload_sig,
 )
+from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 
 from llmnode._native import NoiseHandshake, NoiseSession
+from llmnode.net.select import proposal
 from llmnode.net.sockets import remote_address
 
 if TYPE_CHECKING:
@@ -35,16 +39,19 @@ if TYPE_CHECKING:
     from multiaddr import Multiaddr
 
 READ_BYTES = 1 << 16
+YAMUX = TProtocol("/yamux/1.0.0")
+"""The only muxer that we have. We say so within the handshake: who says the same needs not be asked again."""
 
 
-def noise_transport(key_pair: KeyPair, swarm_key: bytes | None = None) -> ISecureTransport:
+def noise_transport(key_pair: KeyPair, swarm_key: bytes | None = None) -> NoiseTransport:
     """What belongs under `/noise` in the `sec_opt` of a host with the identity `key_pair`, of whatever key type.
 
     With the `swarm_key` of a private swarm only its members can connect, either way.
     """
     noise_keys = create_noise_key_pair()
     signature = make_handshake_payload_sig(key_pair.private_key, noise_keys.public_key)
-    proof = NoiseHandshakePayload(key_pair.public_key, signature).serialize()
+    extensions = NoiseExtensions(stream_muxers=[YAMUX])
+    proof = NoiseHandshakePayload(key_pair.public_key, signature, extensions).serialize()
     return NoiseTransport(key_pair, noise_keys.private_key.to_bytes(), proof, swarm_key)
 
 
@@ -63,35 +70,66 @@ class NoiseTransport(ISecureTransport):
         try:
             await _receive(conn, handshake)
             await conn.write(handshake.send(self._proof))
-            identity = _proved(handshake, await _receive(conn, handshake))
-            return self._secured(conn, handshake, identity, initiator=False)
+            proof = _proved(handshake, await _receive(conn, handshake))
+            return self._secured(conn, handshake, proof, initiator=False)
         except (ValueError, IOException) as error:
             raise NoiseFailure(str(error)) from error
 
     async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> NoiseConnection:
         """Raises PeerIDMismatchesPubkey if somebody else answers, NoiseFailure if it does not prove who it is."""
+        return await self._initiate(conn, peer_id, b"")
+
+    async def propose_outbound(self, conn: IRawConnection, peer_id: ID) -> NoiseConnection:
+        """As `secure_outbound`, of a connection on which Noise is still to be agreed on: in the same round trip."""
+        return await self._initiate(conn, peer_id, proposal(NOISE))
+
+    async def _initiate(self, conn: IRawConnection, peer_id: ID, asked: bytes) -> NoiseConnection:
+        """`asked` is sent first, and answered with the same."""
         handshake = NoiseHandshake(self._noise_key, initiator=True, swarm_key=self._swarm_key)
         try:
-            await conn.write(handshake.send(b""))
-            identity = _proved(handshake, await _receive(conn, handshake))
-            if (found := ID.from_pubkey(identity)) != peer_id:
+            await conn.write(asked + handshake.send(b""))
+            proof = _proved(handshake, await _receive(conn, handshake, await _read_answer(conn, asked)))
+            if (found := ID.from_pubkey(proof.id_pubkey)) != peer_id:
                 raise PeerIDMismatchesPubkey(f"{found} answers, not {peer_id}")
             await conn.write(handshake.send(self._proof))
-            return self._secured(conn, handshake, identity, initiator=True)
+            return self._secured(conn, handshake, proof, initiator=True)
         except (ValueError, IOException, HandshakeHasNotFinished) as error:
             another = "another swarm key" if self._swarm_key else "a swarm key, and you gave none"
             raise NoiseFailure(f"no handshake: {error}; perhaps it has {another}") from error
 
     def _secured(
-        self, conn: IRawConnection, handshake: NoiseHandshake, identity: PublicKey, *, initiator: bool
+        self, conn: IRawConnection, handshake: NoiseHandshake, proof: NoiseHandshakePayload, *, initiator: bool
     ) -> NoiseConnection:
         session, rest = handshake.finish()
-        return NoiseConnection(conn, session, session.open(rest), self._key_pair, identity, initiator=initiator)
+        muxers = [] if proof.extensions is None else proof.extensions.stream_muxers
+        return NoiseConnection(
+            conn,
+            session,
+            session.open(rest),
+            self._key_pair,
+            proof.id_pubkey,
+            initiator=initiator,
+            has_agreed_on_yamux=YAMUX in muxers,
+        )
 
 
-async def _receive(conn: IRawConnection, handshake: NoiseHandshake) -> bytes:
-    """The payload of the next message."""
+async def _read_answer(conn: IRawConnection, asked: bytes) -> bytes:
+    """What follows the answer to `asked`."""
     data = b""
+    while len(data) < len(asked):
+        if not asked.startswith(data):
+            raise NoiseFailure("it does not agree to Noise")
+        read = await conn.read(READ_BYTES)
+        if not read:
+            raise HandshakeHasNotFinished("the connection closed before the handshake")
+        data += read
+    if not data.startswith(asked):
+        raise NoiseFailure("it does not agree to Noise")
+    return data[len(asked) :]
+
+
+async def _receive(conn: IRawConnection, handshake: NoiseHandshake, data: bytes = b"") -> bytes:
+    """The payload of the next message, of which `data` is read already."""
     while (payload := handshake.receive(data)) is None:
         data = await conn.read(READ_BYTES)
         if not data:
@@ -99,14 +137,14 @@ async def _receive(conn: IRawConnection, handshake: NoiseHandshake) -> bytes:
     return payload
 
 
-def _proved(handshake: NoiseHandshake, payload: bytes) -> PublicKey:
-    """The identity key of the other side, which has signed the Noise key that this handshake was made with."""
+def _proved(handshake: NoiseHandshake, payload: bytes) -> NoiseHandshakePayload:
+    """With the identity key of the other side, which has signed the Noise key that this handshake was made with."""
     proof = NoiseHandshakePayload.deserialize(payload)
     noise_key = handshake.remote_static_key
     assert noise_key is not None
     if not verify_handshake_payload_sig(proof, X25519PublicKey.from_bytes(noise_key)):
         raise InvalidSignature("the other side has not signed its Noise key")
-    return proof.id_pubkey
+    return proof
 
 
 class NoiseConnection(ISecureConn):
@@ -121,10 +159,13 @@ class NoiseConnection(ISecureConn):
         remote_key: PublicKey,
         *,
         initiator: bool,
+        has_agreed_on_yamux: bool,
     ) -> None:
         self.raw = raw
         self.session = session
         self.is_initiator = initiator
+        self.negotiated_security_protocol = NOISE
+        self.has_agreed_on_yamux = has_agreed_on_yamux
         self._unread = bytearray(early)
         self._key_pair = key_pair
         self._remote_key = remote_key

@@ -13,31 +13,26 @@ import contextlib
 import logging
 import os
 import socket
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import trio
 from libp2p.abc import IMuxedConn
-from libp2p.custom_types import TProtocol
 from libp2p.io.exceptions import IOException
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
-from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 
 from llmnode._native import Connection
 from llmnode.core.flow import Amid, DrainRate, part_bytes
-from llmnode.net.secure import NoiseConnection
+from llmnode.net.secure import YAMUX, NoiseConnection
 from llmnode.net.sockets import local_address, socket_of
 from llmnode.net.yamux_stream import LINGER_S, YamuxStream
 
 if TYPE_CHECKING:
-    from libp2p.abc import IHost, ISecureConn
+    from libp2p.abc import ISecureConn
     from libp2p.connection_types import ConnectionType
-    from libp2p.network.swarm import Swarm
     from libp2p.peer.id import ID
     from multiaddr import Multiaddr
 
 log = logging.getLogger(__name__)
-
-PROTOCOL = TProtocol("/yamux/1.0.0")
 
 READ_BYTES = 1 << 18
 """One read takes what the kernel has, up to this."""
@@ -59,18 +54,6 @@ UNACKNOWLEDGED_S = 30
 """How long the kernel resends to a host that is gone before the connection breaks."""
 
 
-def use_yamux(host: IHost) -> None:
-    """Have all connections of `host` use this muxer. To be called before it runs."""
-    # `MuxerMultistream` makes a `Yamux` of its own for this protocol, whatever class the muxer options name.
-    cast("Swarm", host.get_network()).upgrader.muxer_multistream = _OurMuxer({PROTOCOL: YamuxConnection})
-
-
-class _OurMuxer(MuxerMultistream):
-    async def new_conn(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
-        muxer = await self.select_transport(conn)
-        return muxer(conn, peer_id)
-
-
 class YamuxConnection(IMuxedConn):
     """A connection with streams. `start` must be running for as long as it is used; when it ends, so do they."""
 
@@ -81,7 +64,7 @@ class YamuxConnection(IMuxedConn):
         self.event_ended = trio.Event()
         self.secured_conn = conn
         self.negotiated_security_protocol = "/noise"
-        self.negotiated_muxer_protocol = PROTOCOL
+        self.negotiated_muxer_protocol = YAMUX
         self.machine = Connection(conn.session, initiator=conn.is_initiator)
         self.drained = trio.lowlevel.ParkingLot()  # who waits until the socket has taken what waits to be sent
         self._socket = socket_of(conn.raw)  # read from directly: that saves two task switches a message

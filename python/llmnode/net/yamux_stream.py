@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import trio
 from libp2p.abc import IMuxedConn, IMuxedStream
-from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamReset
+from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
 
 from llmnode.core.flow import SMALL_BYTES
 
@@ -23,6 +23,10 @@ UNREAD_BYTES_MAX = 1 << 30
 
 LINGER_S = 60.0
 """How long the other side may keep a stream open that we have closed and do not read."""
+
+
+class ProtocolRefused(MuxedStreamError):
+    """The other side has no such protocol."""
 
 
 class YamuxStream(IMuxedStream):
@@ -39,6 +43,12 @@ class YamuxStream(IMuxedStream):
         self._reset = False
         self._read_at_s = 0.0
         self._writes = 0
+        self._expected = b""
+        self._protocol = ""
+
+    def expect(self, answer: bytes, protocol: str) -> None:
+        """What is read first, and taken away: that the other side agrees to `protocol`."""
+        self._expected, self._protocol = answer, protocol
 
     async def __aenter__(self) -> YamuxStream:
         return self
@@ -46,7 +56,8 @@ class YamuxStream(IMuxedStream):
     async def read(self, n: int | None = None) -> bytes:
         """What has arrived, up to `n` bytes.
 
-        Raises MuxedStreamEOF at the end, MuxedStreamReset if the stream or the connection ended without one.
+        Raises MuxedStreamEOF at the end, MuxedStreamReset if the stream or the connection ended without one,
+        ProtocolRefused if what was expected is not what comes.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         if n == 0:
@@ -59,6 +70,8 @@ class YamuxStream(IMuxedStream):
             if data:
                 connection.flush()
                 await connection.let_others_run(len(data))
+                if self._expected and not (data := self._past_expected(data)):
+                    continue
                 return data
             if data is not None:
                 self.forget_if_over()
@@ -160,6 +173,14 @@ class YamuxStream(IMuxedStream):
         gently = self._connection.note_write(size_bytes, self._writes)
         self._writes += 1
         return self._machine.write(self.number, part, gently=gently)
+
+    def _past_expected(self, data: bytes) -> bytes:
+        expected, rest = self._expected[: len(data)], data[len(self._expected) :]
+        if not data.startswith(expected):
+            self.give_up()
+            raise ProtocolRefused(f"the other side does not speak {self._protocol}")
+        self._expected = self._expected[len(data) :]
+        return rest
 
     async def _wait(self, for_what: trio.lowlevel.ParkingLot) -> None:
         self._check_alive()

@@ -1,0 +1,53 @@
+"""How a raw connection becomes one of ours: Noise, then yamux, and both in one round trip with who can.
+
+What asks for Noise goes with the first message of its handshake. The muxer is agreed on within the handshake by those
+who say there which they have, as go-libp2p and we do (libp2p's specification of Noise, *Noise Extensions*).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
+from libp2p.security.security_multistream import SecurityMultistream
+from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
+
+from llmnode.net.secure import YAMUX, NoiseConnection, NoiseTransport
+from llmnode.net.select import EagerSelect
+from llmnode.net.yamux import YamuxConnection
+
+if TYPE_CHECKING:
+    from libp2p.abc import IHost, IMuxedConn, IRawConnection, ISecureConn
+    from libp2p.host.basic_host import BasicHost
+    from libp2p.network.swarm import Swarm
+    from libp2p.peer.id import ID
+
+
+def use_our_transport(host: IHost, noise: NoiseTransport) -> None:
+    """Have all connections of `host` use `noise` and our yamux, and nothing else. To be called before it runs."""
+    upgrader = cast("Swarm", host.get_network()).upgrader
+    upgrader.security_multistream = _OurSecurity(noise)
+    upgrader.muxer_multistream = _OurMuxer()
+    cast("BasicHost", host).multiselect_client = EagerSelect()
+
+
+class _OurSecurity(SecurityMultistream):
+    def __init__(self, noise: NoiseTransport) -> None:
+        super().__init__({NOISE: noise})
+        self._noise = noise
+
+    async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> ISecureConn:
+        return await self._noise.propose_outbound(conn, peer_id)
+
+
+class _OurMuxer(MuxerMultistream):
+    """`MuxerMultistream` itself makes a `Yamux` of its own for this protocol, whatever class the options name."""
+
+    def __init__(self) -> None:
+        super().__init__({YAMUX: YamuxConnection})
+        self._selector.multiselect_client = EagerSelect()
+
+    async def new_conn(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
+        if not cast("NoiseConnection", conn).has_agreed_on_yamux:
+            await self.select_transport(conn)
+        return YamuxConnection(conn, peer_id)
