@@ -18,7 +18,16 @@ from llmnode.core.bans import Bans
 from llmnode.core.route import Hop, HopCost, Route, find_detour, find_route
 from llmnode.core.suspicion import Suspicion
 from llmnode.core.view import online
-from llmnode.errors import ConfigError, IntegrityError, NoRoute, PeerError, PeerRefused, PeerTimeout, PeerUnreachable
+from llmnode.errors import (
+    ConfigError,
+    IntegrityError,
+    NoRoute,
+    PeerError,
+    PeerRefused,
+    PeerTimeout,
+    PeerUnreachable,
+    single_error,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Mapping, Sequence
@@ -298,10 +307,11 @@ class Router:
             raise NoRoute(error.missing, self._hint(error.missing, positions)) from None
 
     async def _connect(self, route: Sequence[Hop], usable: Sequence[Announcement]) -> Mapping[PeerId, Connection]:
-        """Raises the PeerError of the first hop that cannot be reached."""
+        """To all at once. Raises the PeerError of one that cannot be reached."""
         addresses = {each.peer: each.addresses for each in usable}
         connections: dict[PeerId, Connection] = {}
-        for hop in route:
+
+        async def connect(hop: Hop) -> None:
             try:
                 with trio.fail_after(self._policy.connect_timeout_s):
                     connections[hop.peer] = await self._pool.connect(addresses[hop.peer])
@@ -312,6 +322,11 @@ class Router:
                 raise PeerTimeout(what, peer=hop.peer, span=hop.span) from None
             except ConfigError as error:  # of what the peer says of itself, and not the user
                 raise PeerUnreachable(f"announces no usable address: {error}", peer=hop.peer, span=hop.span) from error
+
+        with single_error():
+            async with trio.open_nursery() as nursery:
+                for hop in route:
+                    nursery.start_soon(connect, hop)
         return connections
 
     def _warm_standbys(self, route: Route) -> None:
