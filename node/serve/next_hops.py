@@ -69,15 +69,13 @@ class NextHops:
         return connection if connection is not None and proved_s >= since_s and not connection.has_ended else None
 
     async def _prove(self, pool: ConnectionPool, peer: PeerId, addresses: Sequence[str]) -> None:
-        """A connection that is there may be dead without anybody knowing yet: it has to answer."""
+        """It has to answer: a connection that is there, or that a link was opened over, may be dead meanwhile."""
         self._proved = {each: way for each, way in self._proved.items() if not way[0].has_ended}
         timeout_s = self._policy.connect_timeout_s
         try:
             with trio.fail_after(timeout_s):
-                was_there = self._known(pool, peer, None) is not None
                 connection = await pool.connect(addresses)
-                if was_there:
-                    await connection.best.describe(timeout_s)
+                await connection.best.describe(timeout_s)
         except (PeerError, ConfigError, trio.TooSlowError):  # of what the peer says of itself, and not the user
             self._unreached.report(peer, trio.current_time())
         else:

@@ -70,7 +70,10 @@ class Network(Protocol):
         """The 32 bytes behind our id, for nobody but ourselves in another process."""
 
     async def dial(self, address: str) -> Link:
-        """Open a link to `address`. Raises ConfigError (no such address form) or PeerUnreachable."""
+        """Open a link to `address`. Raises ConfigError (no such address form) or PeerUnreachable.
+
+        Whether the peer takes it, and is still there, shows by its answers.
+        """
 
     def accept(self) -> AbstractAsyncContextManager[Link]:
         """The next link that a peer opened to us; it ends with the context."""

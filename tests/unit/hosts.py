@@ -40,12 +40,12 @@ async def echo(stream: Any) -> None:
             await stream.write(data)
 
 
-def host(kind: str) -> Any:
+def host(kind: str, timeout_s: float = 10) -> Any:
     keys = create_new_rsa_key_pair() if kind == "stock with RSA" else create_new_key_pair()
     if kind == "ours":
         noise = noise_transport(keys)
         made = new_host(key_pair=keys, sec_opt={NOISE: noise}, listen_addrs=[LOOPBACK])
-        use_our_transport(made, noise)
+        use_our_transport(made, noise, timeout_s)
         return made
     stock = StockNoise(keys, noise_privkey=create_noise_key_pair().private_key)
     return new_host(key_pair=keys, sec_opt={NOISE: stock}, listen_addrs=[LOOPBACK])

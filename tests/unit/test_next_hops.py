@@ -13,6 +13,7 @@ from llmnode.client.pool import open_pool
 from llmnode.core.ids import PeerId
 from llmnode.core.policy import LinkPolicy, ServePolicy
 from llmnode.errors import PeerRefused, PeerUnreachable
+from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.host import open_network
 from llmnode.node.serve.next_hops import NextHops
 from unit.in_trio import in_trio
@@ -54,3 +55,17 @@ async def test_who_has_announced_nothing_is_not_dialled() -> None:
     async with next_hops() as hops:
         with pytest.raises(PeerUnreachable, match="not known to serve"):
             await hops.find(PeerId("somebody"), trio.current_time(), again=False)
+
+
+@in_trio
+async def test_who_takes_a_link_and_says_nothing_is_not_reached() -> None:
+    async with open_network([LISTEN_ANY_LOOPBACK], LinkPolicy()) as mute:  # it has links, and takes none
+        policy = ServePolicy(connect_timeout_s=0.4, dial_patience_s=0.2)
+        async with open_network([], LinkPolicy()) as network, open_pool(network) as pool:
+            hops = NextHops(pool, lambda _peer: mute.addresses, policy)
+            with pytest.raises(PeerRefused, match="being dialled"):
+                await hops.find(mute.peer, trio.current_time(), again=False)
+            while mute.peer in hops._proving:
+                await hops._proving[mute.peer].wait()
+            with pytest.raises(PeerUnreachable, match="could not be reached lately"):
+                await hops.find(mute.peer, trio.current_time(), again=True)

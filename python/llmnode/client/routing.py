@@ -6,6 +6,7 @@ import logging
 import random
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -26,7 +27,6 @@ from llmnode.errors import (
     PeerRefused,
     PeerTimeout,
     PeerUnreachable,
-    single_error,
 )
 
 if TYPE_CHECKING:
@@ -217,7 +217,9 @@ class Router:
             if each.peer not in avoid and (hurry or not self._is_banned(each))
         ]
         route = find_detour(span, _held(usable), self._costs(usable, positions))
-        connections = await self._connect(route, usable)
+        connections, errors = await self._connect(route, usable)
+        if errors:
+            raise errors[0]
         self._warm_standbys(route)
         return route, connections
 
@@ -243,7 +245,10 @@ class Router:
         if not twins:
             raise NoRoute([span])
         hop = Hop(twins[0].peer, span)
-        return hop, (await self._connect([hop], twins))[hop.peer]
+        connections, errors = await self._connect([hop], twins)
+        if errors:
+            raise errors[0]
+        return hop, connections[hop.peer]
 
     async def save(self, saved: SavedSession, path: Path) -> None:
         """See `Detours`."""
@@ -286,9 +291,10 @@ class Router:
         while True:
             usable = [each for each in self._candidates(positions) if each.peer not in failed]
             route = self._route(usable, failed, positions)
-            try:
-                return route, await self._connect(route, usable)
-            except PeerError as error:
+            connections, errors = await self._connect(route, usable)
+            if not errors:
+                return route, connections
+            for error in errors:
                 self.report(error)
                 failed[error.peer or route[0].peer] = error
 
@@ -306,28 +312,41 @@ class Router:
                 raise next(reversed(failed.values())) from error
             raise NoRoute(error.missing, self._hint(error.missing, positions)) from None
 
-    async def _connect(self, route: Sequence[Hop], usable: Sequence[Announcement]) -> Mapping[PeerId, Connection]:
-        """To all at once. Raises the PeerError of one that cannot be reached."""
+    async def _connect(
+        self, route: Sequence[Hop], usable: Sequence[Announcement]
+    ) -> tuple[Mapping[PeerId, Connection], Sequence[PeerError]]:
+        """To all at once, until one cannot be reached, and for a moment more. Returns who cannot, too.
+
+        Who else is being dialled then still is: it may be wanted again.
+        """
         addresses = {each.peer: each.addresses for each in usable}
         connections: dict[PeerId, Connection] = {}
+        errors: list[PeerError] = []
+        first, last = trio.Event(), trio.Event()  # to be decided
 
         async def connect(hop: Hop) -> None:
             try:
                 with trio.fail_after(self._policy.connect_timeout_s):
                     connections[hop.peer] = await self._pool.connect(addresses[hop.peer])
             except PeerError as error:
-                raise error.blame(hop.peer, hop.span) from None
+                errors.append(error.blame(hop.peer, hop.span))
             except trio.TooSlowError:
                 what = f"no connection in {self._policy.connect_timeout_s:g} s"
-                raise PeerTimeout(what, peer=hop.peer, span=hop.span) from None
+                errors.append(PeerTimeout(what, peer=hop.peer, span=hop.span))
             except ConfigError as error:  # of what the peer says of itself, and not the user
-                raise PeerUnreachable(f"announces no usable address: {error}", peer=hop.peer, span=hop.span) from error
+                what = f"announces no usable address: {error}"
+                errors.append(PeerUnreachable(what, peer=hop.peer, span=hop.span))
+            if len(connections) + len(errors) == len(route):
+                last.set()
+            if errors or last.is_set():
+                first.set()
 
-        with single_error():
-            async with trio.open_nursery() as nursery:
-                for hop in route:
-                    nursery.start_soon(connect, hop)
-        return connections
+        for hop in route:
+            self._pool.start_soon(partial(connect, hop))
+        await first.wait()
+        with trio.move_on_after(self._policy.connect_moment_s):
+            await last.wait()
+        return connections, errors
 
     def _warm_standbys(self, route: Route) -> None:
         """Connect to who would take the place of each hop."""

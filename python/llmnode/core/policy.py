@@ -306,6 +306,8 @@ class ClientPolicy:
 
     connect_timeout_s: float = 4.0
     """Some round trips to a peer of a route. Whoever is frozen must not keep a session from others for longer."""
+    connect_moment_s: float = 0.1
+    """Who cannot be reached within so long of the first such peer of a route is found out with it."""
     open_timeout_s: float = 10.0
     open_patience_s: float = 10.0
     """How long a session that cannot open tries again, while the view says that its peers are there."""

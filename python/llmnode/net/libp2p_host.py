@@ -28,7 +28,7 @@ from llmnode.net.yamux import YamuxConnection
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from libp2p.abc import IHost, IMuxedConn, IRawConnection
+    from libp2p.abc import IHost, IMuxedConn, INetStream, IRawConnection
     from libp2p.crypto.keys import KeyPair
     from libp2p.network.connection.swarm_connection import SwarmConn
     from libp2p.network.swarm import Swarm
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from llmnode.core.policy import LinkPolicy
 
+log = logging.getLogger(__name__)
 
 ANY_TCP = Multiaddr("/ip4/127.0.0.1/tcp/0")
 
@@ -78,11 +79,12 @@ async def open_host(
         announce_addrs=announce or None,
     )
     swarm = cast("Swarm", host.get_network())
-    use_our_transport(host, noise)
+    use_our_transport(host, noise, policy.dial_timeout_s)
     _free_inbound_slots(swarm, policy)
     _close_cancelled_dials(swarm)
     _dial_when_told(swarm)
     _know_names_of_the_system(swarm)
+    _outlive_streams(swarm)
     async with host.run(listen_addrs=listen):
         # It would dial whoever we have ever met, and most eagerly whom we have just left.
         await swarm.auto_connector.stop()
@@ -147,6 +149,20 @@ def _close_cancelled_dials(swarm: Swarm) -> None:
             raise
 
     swarm.upgrade_outbound_raw_conn = upgrade_or_close  # type: ignore[method-assign, assignment]
+
+
+def _outlive_streams(swarm: Swarm) -> None:
+    """It ends with the first of its streams in which something happens that nobody foresaw, whoever has opened it."""
+    handle = swarm.common_stream_handler
+
+    async def handle_or_reset(stream: INetStream) -> None:
+        try:
+            await handle(stream)
+        except Exception:
+            log.exception("a stream of peer=%s ends", stream.muxed_conn.peer_id)
+            await stream.reset()
+
+    swarm.set_stream_handler(handle_or_reset)
 
 
 def _dial_when_told(swarm: Swarm) -> None:

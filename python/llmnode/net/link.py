@@ -181,10 +181,8 @@ class Libp2pLink:
             assert self.has_ended, "only then nobody takes frames any more"
         except MuxedStreamEOF:
             self._fail(PeerUnreachable("closed the stream"))
-        except ProtocolRefused:
-            self._fail(PeerUnreachable("is no node of llmnode, or of a version that has nothing in common with ours"))
         except MuxedStreamError as error:
-            self._fail(PeerUnreachable(f"connection lost ({type(error).__name__})"))
+            self._fail(_lost(error))
 
     def _take_rate(self, bytes_per_s: float) -> None:
         if bytes_per_s:
@@ -247,7 +245,7 @@ class Libp2pLink:
             with self._write_scope:
                 await self._stream.write(data)
         except MuxedStreamError as error:
-            self._fail(PeerUnreachable(f"connection lost ({type(error).__name__})"))
+            self._fail(_lost(error))
             return False
         if self._write_scope.cancelled_caught:
             self._fail(PeerUnreachable(f"took no data for {self._policy.write_timeout_s:g} s"))
@@ -313,3 +311,9 @@ class Libp2pLink:
             await trio.sleep(self._policy.silence_s / (SILENCE_PARTS + 1))
             parts = parts + 1 if heard_s == self._heard_s else 0
         self._fail(PeerUnreachable(f"silent for {self._policy.silence_s:g} s"))
+
+
+def _lost(error: MuxedStreamError) -> PeerUnreachable:
+    if isinstance(error, ProtocolRefused):
+        return PeerUnreachable("refuses a link: it has too many, or is no node of llmnode, or of another version of it")
+    return PeerUnreachable(f"connection lost ({type(error).__name__})")

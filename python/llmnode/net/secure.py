@@ -116,12 +116,10 @@ class NoiseTransport(ISecureTransport):
 async def _read_answer(conn: IRawConnection, asked: bytes) -> bytes:
     """What follows the answer to `asked`."""
     data = b""
-    while len(data) < len(asked):
-        if not asked.startswith(data):
-            raise NoiseFailure("it does not agree to Noise")
+    while len(data) < len(asked) and asked.startswith(data):
         read = await conn.read(READ_BYTES)
         if not read:
-            raise HandshakeHasNotFinished("the connection closed before the handshake")
+            raise NoiseFailure("it hung up before it agreed to Noise: it is full, or no peer of libp2p")
         data += read
     if not data.startswith(asked):
         raise NoiseFailure("it does not agree to Noise")

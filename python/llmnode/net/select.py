@@ -2,7 +2,7 @@
 
 Who agrees to a protocol answers with the very bytes that asked for it: the name of multistream-select, and that of the
 protocol. So all of them go at once, and what belongs to the protocol may go with them. py-libp2p by itself sends each
-name when the one before is answered.
+name when the one before is answered. What is no name would be the end of its host, and a long one is read whole.
 """
 
 from __future__ import annotations
@@ -12,25 +12,29 @@ from typing import TYPE_CHECKING, cast
 import trio
 from libp2p.abc import IMultiselectCommunicator
 from libp2p.custom_types import TProtocol
-from libp2p.io.exceptions import IOException
+from libp2p.exceptions import BaseLibp2pError
 from libp2p.protocol_muxer.exceptions import MultiselectCommunicatorError
+from libp2p.protocol_muxer.multiselect import Multiselect
 from libp2p.protocol_muxer.multiselect_client import (
     DEFAULT_NEGOTIATE_TIMEOUT,
     MULTISELECT_PROTOCOL_ID,
     MultiselectClient,
 )
-from libp2p.utils import encode_delim
+from libp2p.utils import encode_delim, read_varint_prefixed_bytes_limited
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from libp2p.abc import IHost
+    from libp2p.custom_types import StreamHandlerFn
     from libp2p.network.stream.net_stream import NetStream
     from libp2p.network.swarm import Swarm
     from libp2p.peer.id import ID
     from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 
     from llmnode.net.yamux_stream import YamuxStream
+
+NAME_BYTES_MAX = 1 << 10
 
 
 def proposal(protocol: TProtocol) -> bytes:
@@ -48,29 +52,58 @@ class EagerSelect(MultiselectClient):
         negotiate_timeout: int = DEFAULT_NEGOTIATE_TIMEOUT,
     ) -> TProtocol:
         """Raises MultiselectClientError."""
-        eager = _FirstAhead(cast("MultiselectCommunicator", communicator), protocols[0])
-        return await super().select_one_of(protocols, eager, negotiate_timeout)
+        return await super().select_one_of(protocols, _FirstAhead(communicator, protocols[0]), negotiate_timeout)
 
 
-class _FirstAhead(IMultiselectCommunicator):
+class CarefulSelect(Multiselect):
+    """Answers proposals. Raises MultiselectError for whatever is none."""
+
+    async def negotiate(
+        self, communicator: IMultiselectCommunicator, negotiate_timeout: int = DEFAULT_NEGOTIATE_TIMEOUT
+    ) -> tuple[TProtocol | None, StreamHandlerFn | None]:
+        return await super().negotiate(_Names(communicator), negotiate_timeout)
+
+
+class _Names(IMultiselectCommunicator):
+    """One after the other. Raises MultiselectCommunicatorError for what is none, or too long for one."""
+
+    def __init__(self, communicator: IMultiselectCommunicator) -> None:
+        self._stream = cast("MultiselectCommunicator", communicator).read_writer
+
+    async def write(self, msg_str: str) -> None:
+        await self._send(encode_delim(msg_str.encode()))
+
+    async def read(self) -> str:
+        try:
+            name = (await read_varint_prefixed_bytes_limited(self._stream, NAME_BYTES_MAX)).decode()
+        except (BaseLibp2pError, ValueError) as error:
+            raise MultiselectCommunicatorError(
+                f"no name of a protocol ({str(error) or type(error).__name__})"
+            ) from error
+        if not name.endswith("\n"):
+            raise MultiselectCommunicatorError("no name of a protocol: its last line does not end")
+        return name.removesuffix("\n")
+
+    async def _send(self, names: bytes) -> None:
+        try:
+            await self._stream.write(names)
+        except BaseLibp2pError as error:
+            raise MultiselectCommunicatorError(str(error)) from error
+
+
+class _FirstAhead(_Names):
     """Sends the first proposal with what precedes it, and not again in its turn."""
 
-    def __init__(self, communicator: MultiselectCommunicator, first: TProtocol) -> None:
-        self._communicator = communicator
+    def __init__(self, communicator: IMultiselectCommunicator, first: TProtocol) -> None:
+        super().__init__(communicator)
         self._first = first
         self._turns = iter((MULTISELECT_PROTOCOL_ID, first))
 
     async def write(self, msg_str: str) -> None:
         if next(self._turns, None) != msg_str:
-            await self._communicator.write(msg_str)
+            await super().write(msg_str)
         elif msg_str == MULTISELECT_PROTOCOL_ID:
-            try:
-                await self._communicator.read_writer.write(proposal(self._first))
-            except IOException as error:
-                raise MultiselectCommunicatorError(str(error)) from error
-
-    async def read(self) -> str:
-        return await self._communicator.read()
+            await self._send(proposal(self._first))
 
 
 async def open_unanswered(host: IHost, peer: ID, protocol: TProtocol) -> NetStream:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+import trio
+from libp2p.security.noise.exceptions import NoiseFailure
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.security.security_multistream import SecurityMultistream
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 
 from llmnode.net.secure import YAMUX, NoiseConnection, NoiseTransport
-from llmnode.net.select import EagerSelect
+from llmnode.net.select import CarefulSelect, EagerSelect
 from llmnode.net.yamux import YamuxConnection
 
 if TYPE_CHECKING:
@@ -23,21 +25,31 @@ if TYPE_CHECKING:
     from libp2p.peer.id import ID
 
 
-def use_our_transport(host: IHost, noise: NoiseTransport) -> None:
-    """Have all connections of `host` use `noise` and our yamux, and nothing else. To be called before it runs."""
+def use_our_transport(host: IHost, noise: NoiseTransport, timeout_s: float) -> None:
+    """Have all connections of `host` use `noise` and our yamux, and nothing else. To be called before it runs.
+
+    Who is dialled has proved who it is in `timeout_s`.
+    """
+    basic = cast("BasicHost", host)
+    basic.multiselect, basic.multiselect_client = CarefulSelect(basic.multiselect.handlers), EagerSelect()
     upgrader = cast("Swarm", host.get_network()).upgrader
-    upgrader.security_multistream = _OurSecurity(noise)
+    upgrader.security_multistream = _OurSecurity(noise, timeout_s)
     upgrader.muxer_multistream = _OurMuxer()
-    cast("BasicHost", host).multiselect_client = EagerSelect()
 
 
 class _OurSecurity(SecurityMultistream):
-    def __init__(self, noise: NoiseTransport) -> None:
+    def __init__(self, noise: NoiseTransport, timeout_s: float) -> None:
         super().__init__({NOISE: noise})
+        self._selector.multiselect = CarefulSelect({NOISE: None})
         self._noise = noise
+        self._timeout_s = timeout_s
 
     async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> ISecureConn:
-        return await self._noise.propose_outbound(conn, peer_id)
+        try:
+            with trio.fail_after(self._timeout_s):
+                return await self._noise.propose_outbound(conn, peer_id)
+        except trio.TooSlowError:
+            raise NoiseFailure(f"no answer in {self._timeout_s:g} s") from None
 
 
 class _OurMuxer(MuxerMultistream):
@@ -45,7 +57,7 @@ class _OurMuxer(MuxerMultistream):
 
     def __init__(self) -> None:
         super().__init__({YAMUX: YamuxConnection})
-        self._selector.multiselect_client = EagerSelect()
+        self._selector.multiselect, self._selector.multiselect_client = CarefulSelect({YAMUX: None}), EagerSelect()
 
     async def new_conn(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
         if not cast("NoiseConnection", conn).has_agreed_on_yamux:

@@ -80,12 +80,13 @@ class YamuxStream(IMuxedStream):
                 break
             await self.readers.park()
             connection.has_waited()
-        raise MuxedStreamReset("the stream was reset" if self._reset else "the connection is closed")
+        raise self._end_error()
 
     async def write(self, data: Buffer) -> None:
         """Returns when the kernel has everything. If it is cancelled, the beginning of `data` may have been sent.
 
-        Raises MuxedStreamReset if the stream or the connection has ended, MuxedStreamClosed if we have closed it.
+        Raises MuxedStreamReset if the stream or the connection has ended, MuxedStreamClosed if we have closed it, and
+        ProtocolRefused as `read`.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         connection, rest = self._connection, memoryview(data)
@@ -178,7 +179,7 @@ class YamuxStream(IMuxedStream):
         expected, rest = self._expected[: len(data)], data[len(self._expected) :]
         if not data.startswith(expected):
             self.give_up()
-            raise ProtocolRefused(f"the other side does not speak {self._protocol}")
+            raise self._end_error()
         self._expected = self._expected[len(data) :]
         return rest
 
@@ -189,7 +190,12 @@ class YamuxStream(IMuxedStream):
         self._check_alive()
 
     def _check_alive(self) -> None:
-        if self._reset:
-            raise MuxedStreamReset("the stream was reset")
-        if self._connection.has_ended:
-            raise MuxedStreamReset("the connection is closed")
+        if self._reset or self._connection.has_ended:
+            raise self._end_error()
+
+    def _end_error(self) -> MuxedStreamError:
+        if not self._reset:
+            return MuxedStreamReset("the connection is closed")
+        if self._expected:  # it may have said so, but what it says last does not outlive a reset
+            return ProtocolRefused(f"the other side does not speak {self._protocol}")
+        return MuxedStreamReset("the stream was reset")

@@ -1,0 +1,61 @@
+"""How long it takes until all hops of a route are connected to, and who of them is found out not to answer."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from llmnode.core.policy import ClientPolicy
+from llmnode.errors import PeerError, PeerTimeout
+from llmnode.testing import Conditions
+from llmnode.testing.checks import WatchedRouter
+from simulation.world import SPANS, simulated, world
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+DELAY_S = 0.3
+DIAL_S = 3 * DELAY_S
+
+
+class RecordingRouter(WatchedRouter):
+    """Remembers what it has found out of peers."""
+
+    def report(self, error: PeerError) -> None:
+        self.__dict__.setdefault("reported", []).append(error)
+        super().report(error)
+
+
+@asynccontextmanager
+async def router_of_three(*black_holes: int) -> AsyncIterator[WatchedRouter]:
+    """Of a client that has heard of a server for each span, and is connected to none. Some of them do not answer."""
+    async with world(conditions=Conditions(delay_s=DELAY_S)) as swarm:
+        swarm.internet.black_holes |= {f"/memory/p2p/peer-{index}" for index in black_holes}
+        await swarm.start_relay("relay")
+        async with swarm.client(router=RecordingRouter) as (router, _):
+            for index, span in enumerate(SPANS):
+                await swarm.start(str(index), span)
+            while len(swarm.clients["client"].view.announcements()) < len(SPANS):
+                await router.wait_changed()
+            yield router
+
+
+@simulated
+async def test_all_hops_are_dialled_at_once() -> None:
+    async with router_of_three() as router:
+        began_s = trio.current_time()
+        assert [hop.span for hop in await router.find_any()] == SPANS
+        assert trio.current_time() - began_s == pytest.approx(DIAL_S, abs=0.01)
+
+
+@simulated
+async def test_all_who_do_not_answer_are_found_out_together() -> None:
+    async with router_of_three(0, 2) as router:
+        began_s = trio.current_time()
+        with pytest.raises(PeerTimeout, match="no connection in 4 s"):
+            await router.find_any()
+        assert trio.current_time() - began_s < ClientPolicy().connect_timeout_s + 1
+        assert {error.span for error in router.__dict__["reported"]} == {SPANS[0], SPANS[2]}
