@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 RATES = [0.03, 0.1, 0.3]
 STEPS = 40
 UNDISTURBED_S = 0.12
-RECOVERY_S = 0.8
+RECOVERY_S = 0.9
 """Some round trips and reading at most 40 positions; less than `ClientPolicy.retry_s`."""
 
 
