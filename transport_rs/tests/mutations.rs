@@ -8,7 +8,10 @@ use llmnode_transport::packing;
 use llmnode_transport::yamux::{FIN, Header, Kind, RST, SYN};
 use targets::KEYS;
 
-const ROUNDS: u32 = 40_000;
+/// `LLMNODE_MUTATIONS` of each, or as many as take seconds.
+fn rounds() -> u32 {
+    std::env::var("LLMNODE_MUTATIONS").map_or(40_000, |number| number.parse().unwrap())
+}
 
 /// xorshift64*, seeded: the same inputs in every run.
 struct Chance(u64);
@@ -66,7 +69,7 @@ fn noise_messages() {
         }
         bytes
     };
-    run(1, ROUNDS, input, targets::noise_open);
+    run(1, rounds(), input, targets::noise_open);
 }
 
 #[test]
@@ -78,7 +81,7 @@ fn noise_handshakes() {
     let proof = responder.send(b"proof").unwrap();
     let messages = [hello, proof];
     // Curve arithmetic makes these a hundred times slower than the others, without optimization.
-    run(2, ROUNDS / 100, |chance| messages[chance.below(2)].clone(), targets::noise_handshake);
+    run(2, rounds() / 100, |chance| messages[chance.below(2)].clone(), targets::noise_handshake);
 }
 
 #[test]
@@ -97,13 +100,13 @@ fn yamux_frames() {
         }
         bytes
     };
-    run(3, 5 * ROUNDS, input, targets::yamux_receive);
+    run(3, 5 * rounds(), input, targets::yamux_receive);
 }
 
 #[test]
 fn quantized_values() {
     let input = |chance: &mut Chance| (0..chance.below(300)).map(|_| chance.byte()).collect();
-    run(4, ROUNDS, input, targets::dequantize);
+    run(4, rounds(), input, targets::dequantize);
 }
 
 #[test]
@@ -113,5 +116,5 @@ fn packed_values() {
         let values: Vec<u8> = (0..chance.below(600)).map(|_| u8::try_from(chance.below(spread)).unwrap()).collect();
         packing::pack(&values, [2, 4][chance.below(2)]).unwrap()
     };
-    run(5, ROUNDS, input, targets::unpack);
+    run(5, rounds(), input, targets::unpack);
 }
