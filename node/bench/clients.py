@@ -25,8 +25,8 @@ from llmnode.compute.tensors import to_bytes
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.span import Span
 from llmnode.errors import single_error
-from llmnode.models.embedded import open_embedded
 from llmnode.node.bench.exact import Reference
+from llmnode.node.bench.random_llama import opened
 from llmnode.node.bench.report import Aim, Row, environment, print_report, spread
 from llmnode.node.bench.sharing import Sharing, load_workers, measure_sharing, p95, row_of, workers
 from llmnode.node.processes import all_ready, private_swarm
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from llmnode.client.connect import Client, ClientParts
+    from llmnode.models.folder import ModelFolder
 
 COUNTS = (1, 2, 4, 8, 16)
 PROMPT_TOKENS = 32
@@ -48,8 +49,9 @@ MOST_DECODE, MOST_PREFILL = 2.5, 3.0
 
 @dataclass(frozen=True, slots=True)
 class ClientsBench:
-    """What was asked for. `threads` is torch's, in this process and in the server."""
+    """What was asked for: a `model` as `random_llama.opened` has it. `threads` are torch's, here and in the server."""
 
+    model: str | None
     repeats: int
     tokens: int
     thin: bool
@@ -72,17 +74,21 @@ class _Variant:
 
 async def bench_clients(config: ClientsBench) -> None:
     torch.set_num_threads(config.threads)
-    folder = open_embedded()
-    parts = load_parts(folder)
+    with opened(config.model) as folder:
+        await _bench(config, folder)
+
+
+async def _bench(config: ClientsBench, folder: ModelFolder) -> None:
+    parts, reference = load_parts(folder), Reference(folder.path)
     counts = (1, OF_CLIENTS) if config.thin else COUNTS
     variants = [_Variant(level, clients) for level in LEAST_TIMES for clients in counts]
     shared = [Sharing(f"server, chunks of {chunk}") for chunk in CHUNKS]
     alone = workers(thin=config.thin)
     with single_error():
         async with AsyncExitStack() as stack:
-            servers = await stack.enter_async_context(
-                private_swarm([Span(0, folder.info.blocks)], threads=config.threads)
-            )
+            span = Span(0, folder.info.blocks)
+            swarm = private_swarm([span], threads=config.threads, model=config.model and str(folder.path))
+            servers = await stack.enter_async_context(swarm)
             await all_ready(servers)
             clients = [
                 await stack.enter_async_context(aconnect([servers[0].address], parts=parts)) for _ in range(counts[-1])
@@ -93,18 +99,18 @@ async def bench_clients(config: ClientsBench) -> None:
                 )
                 for chunk in CHUNKS
             ]
-            rig = _Rig(config, parts, clients, prefilling)
+            rig = _Rig(config, parts, reference.vocabulary, clients, prefilling)
             for number in range(-1, config.repeats):  # round -1 warms everything up
                 print(f"round {number + 1} of {config.repeats}", file=sys.stderr)
                 await rig.measure_round(variants, shared, discard=number < 0)
-        loaded = await trio.to_thread.run_sync(load_workers, rig.prefill, config.tokens)
+        loaded = await trio.to_thread.run_sync(load_workers, folder, rig.prefill, config.tokens)
         for number in range(config.repeats):
             print(f"workers, round {number + 1} of {config.repeats}", file=sys.stderr)
             for sharing in alone:
                 await loaded.measure(sharing)
-    reference = await trio.to_thread.run_sync(Reference, folder.path)
     judged = [reference.judge(text, range(PROMPT_TOKENS, len(text))) for text in sorted(rig.texts)]
     conditions = environment(config.threads) | {
+        "model": folder.name,
         "tokens": config.tokens,
         "prompt": PROMPT_TOKENS,
         "prefill": rig.prefill_tokens,
@@ -121,11 +127,16 @@ class _Rig:
     """`texts` are all that was generated, token ids from the prompt on."""
 
     def __init__(
-        self, config: ClientsBench, parts: ClientParts, clients: Sequence[Client], prefilling: Sequence[Client]
+        self,
+        config: ClientsBench,
+        parts: ClientParts,
+        vocabulary: int,
+        clients: Sequence[Client],
+        prefilling: Sequence[Client],
     ) -> None:
         self.prefill_tokens = PREFILL_TOKENS // 8 if config.thin else PREFILL_TOKENS
         self.texts: set[tuple[int, ...]] = set()
-        words = parts.tokenizer.encode(topics["types"] + topics["specialnames"])
+        words = [each % vocabulary for each in parts.tokenizer.encode(topics["types"] + topics["specialnames"])]
         self._prompts = [words[at * PROMPT_TOKENS :][:PROMPT_TOKENS] for at in range(len(clients))]
         self._hidden = [to_bytes(parts.ends.embed(prompt, 0)) for prompt in self._prompts]
         self.prefill = to_bytes(parts.ends.embed(words[: self.prefill_tokens], 0))

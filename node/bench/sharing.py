@@ -18,7 +18,6 @@ from llmnode.compute.worker import ThreadWorker
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.policy import BatchPolicy
 from llmnode.core.span import Span
-from llmnode.models.embedded import open_embedded
 from llmnode.node.bench.report import Row, spread
 from llmnode.ports import Piece
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from llmnode.compute.executor import SpanExecutor
+    from llmnode.models.folder import ModelFolder
     from llmnode.wire.frame import Buffer
 
     Act = Callable[[], Awaitable[object]]
@@ -150,9 +150,8 @@ class Workers:
         await worker.close(session)
 
 
-def load_workers(hidden: Buffer, decodes: int) -> Workers:
+def load_workers(folder: ModelFolder, hidden: Buffer, decodes: int) -> Workers:
     """Takes seconds."""
-    folder = open_embedded()
     executor = load_executor(folder, Span(0, folder.info.blocks), kv_tokens=3 * MOST_POSITIONS)
     return Workers(executor, hidden, folder.info.row_bytes, decodes)
 

@@ -82,7 +82,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="swarm: as for serve, or llama-34m or llama-222m, of random weights (default: the embedded one)",
+        help="clients, swarm: as for serve, or llama-34m or llama-222m, of random weights (default: the embedded one)",
     )
     parser.add_argument("--only", default="", metavar="CELLS", help="failures: those whose names begin so, as kill")
     parser.add_argument("--minutes", type=float, metavar="M", help="soak: for so long (default 30; --thin: 0.25)")
@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
         from llmnode.node.bench.clients import ClientsBench, bench_clients
 
         tokens = 64 if arguments.tokens is None else max(2, arguments.tokens)
-        trio.run(bench_clients, ClientsBench(repeats, tokens, arguments.thin, threads, arguments.json))
+        trio.run(bench_clients, ClientsBench(arguments.model, repeats, tokens, arguments.thin, threads, arguments.json))
         return 0
 
     if arguments.name == "failures":
