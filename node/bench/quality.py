@@ -1,9 +1,10 @@
 """`llmnode bench quality`: what lossy codecs, dtypes and weights cost in tokens and likelihood, against transformers.
 
 Two real server processes with uneven spans, the embedded model. Only the blocks of each precision are timed, at last;
-another run on the same machine gives the same figures else. A variant is asked for three things: its own greedy text
+another run on the same machine gives the same figures else. A variant is asked for four things: its own greedy text
 after each prompt; the token it would choose at each position of the *baseline's* text (teacher forcing: one early
-difference does not count for all that follow); and the likelihood of chunks of a text that every Python has.
+difference does not count for all that follow); and of chunks of a text that every Python has the likelihood, and the
+next word (`words.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from llmnode.models.tokenizer import load_tokenizer
 from llmnode.node.bench.decoding import decode_ratios
 from llmnode.node.bench.paired import change_percent, compare_choices, equal_prefix
 from llmnode.node.bench.report import Aim, Row, environment, print_report
+from llmnode.node.bench.words import count_right, words_of
 from llmnode.node.processes import START_TIMEOUT_S, STOP_TIMEOUT_S, ServerDied
 from llmnode.node.settings import without_settings
 from llmnode.wire.payload import Codec, payload_bytes
@@ -108,6 +110,8 @@ class _Material:
 
     prompts: list[list[int]]
     chunks: list[list[int]]
+    words: list[list[range]]
+    """Of each chunk."""
     text_sha256: str
 
 
@@ -121,6 +125,7 @@ class _Measured:
     read: list[int] = field(default_factory=list)  # the next token at each position of the chunks
     read_gaps: list[float] = field(default_factory=list)
     nll: list[float] = field(default_factory=list)  # by chunk, summed over its tokens
+    words: list[int] = field(default_factory=list)  # by chunk: how many of them are right
     tensor_bytes: int = 0  # of the weights of all blocks
 
 
@@ -141,6 +146,7 @@ def bench_quality(config: QualityBench) -> None:
     print("speed of the blocks", file=sys.stderr)
     speeds = decode_ratios(folder, SPANS[0], [variant.dtype for variant in variants], rounds=1 if config.thin else 5)
 
+    words = sum(map(len, material.words))
     conditions = environment(config.threads) | {
         "model": folder.info.name,
         "spans": [[span.start, span.end] for span in SPANS],
@@ -150,21 +156,23 @@ def bench_quality(config: QualityBench) -> None:
         "text_sha256": material.text_sha256,
         "chunks": config.chunks,
         "chunk_tokens": CHUNK_TOKENS,
+        "words": words,
         "near_tie_logits": NEAR_TIE,
         "near_ties": sum(gap < NEAR_TIE for gap in baseline.gaps),
         "slowness_of_dtypes": slowness,
         "left_out": [variant.name for variant in VARIANTS if variant not in variants],
     }
-    rows = [_row("transformers, fp32, 1 process", baseline, baseline) | {"weights, MB": baseline.tensor_bytes / 1e6}]
+    rows = [_row("transformers, fp32, 1 process", baseline, baseline, words)]
+    rows[0]["weights, MB"] = baseline.tensor_bytes / 1e6
     for variant, each in zip(variants, measured, strict=True):
         sent_bytes = payload_bytes(variant.codec, folder.info.hidden_size)
         memory: Row = {"weights, MB": each.tensor_bytes / 1e6, "tokens/s, of fp32's blocks": speeds[variant.dtype]}
-        rows.append(_row(variant.name, each, baseline, sent_bytes) | memory)
+        rows.append(_row(variant.name, each, baseline, words, sent_bytes) | memory)
     aims = list(_aims(dict(zip(variants, measured, strict=True)), baseline))
     legend = (
         f"{config.tokens} tokens after each of {conditions['prompts']} prompts, {conditions['near_ties']} of them near "
         f"ties (lead below {NEAR_TIE:g} logits); {config.chunks} chunks of {CHUNK_TOKENS} tokens of Python's reference "
-        f"({conditions['text']}); 95 % intervals; speed: median (lowest-highest)"
+        f"({conditions['text']}), {words} words of which are asked for; 95 % intervals; speed: median (lowest-highest)"
     )
     print_report("quality", conditions, rows, aims, as_json=config.json, legend=legend)
 
@@ -204,10 +212,11 @@ def _measure(
     for prompt, text in zip(material.prompts, texts or measured.free, strict=True):
         logits = model(torch.tensor([prompt + text]), logits_to_keep=tokens + 1).logits[0, :-1]  # (tokens, vocabulary)
         _note_choices(logits, measured.forced, measured.gaps)
-    for chunk in material.chunks:
+    for chunk, words in zip(material.chunks, material.words, strict=True):
         ids = torch.tensor(chunk)
         logits = model(ids[None]).logits[0, :-1]  # (tokens - 1, vocabulary)
         _note_choices(logits, measured.read, measured.read_gaps)
+        measured.words.append(count_right(words, chunk, measured.read[1 - len(chunk) :]))
         measured.nll.append(torch.nn.functional.cross_entropy(logits.double(), ids[1:], reduction="sum").item())
     return measured
 
@@ -218,7 +227,7 @@ def _note_choices(logits: torch.Tensor, choices: list[int], gaps: list[float]) -
     gaps += (values[:, 0] - values[:, 1]).tolist()
 
 
-def _row(name: str, measured: _Measured, baseline: _Measured, sent_bytes: int = 0) -> Row:
+def _row(name: str, measured: _Measured, baseline: _Measured, words: int, sent_bytes: int = 0) -> Row:
     forced = compare_choices(baseline.forced, measured.forced, baseline.gaps, NEAR_TIE)
     read = compare_choices(baseline.read, measured.read, baseline.read_gaps, NEAR_TIE)
     row: Row = {
@@ -232,9 +241,11 @@ def _row(name: str, measured: _Measured, baseline: _Measured, sent_bytes: int = 
         "text: differ": read.differing,
         "text: near ties": read.near_ties,
         "NLL/token": sum(measured.nll) / len(measured.read),
+        "next word, %": 100 * sum(measured.words) / words,
     }
     if measured is not baseline:
         row["change of NLL, %"] = change_percent(baseline.nll, measured.nll)
+        row["change of words, %"] = change_percent(baseline.words, measured.words)
     return row
 
 
@@ -265,10 +276,11 @@ def _material(tokenizer: Tokenizer, prompts: Sequence[str], chunks: int) -> _Mat
     most = len(ids) // CHUNK_TOKENS
     if chunks > most:
         raise ConfigError(f"--chunks {chunks}: the text has {most}")
-    starts = [index * (len(ids) // chunks) for index in range(chunks)]
+    parts = [ids[start : start + CHUNK_TOKENS] for start in range(0, chunks * (len(ids) // chunks), len(ids) // chunks)]
     return _Material(
         [tokenizer.encode(prompt) for prompt in prompts],
-        [ids[start : start + CHUNK_TOKENS] for start in starts],
+        parts,
+        [words_of([tokenizer.decode([each]) for each in part]) for part in parts],
         hashlib.sha256(text.encode()).hexdigest(),
     )
 

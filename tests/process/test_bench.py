@@ -39,6 +39,8 @@ def test_quality_compares_every_variant_with_transformers() -> None:
     assert (baseline["forced: same"], baseline["free: same prefix"]) == (1, TOKENS)
     assert (raw["forced: same"], raw["free: same prefix"]) == (1, TOKENS)
     assert raw["change of NLL, %"]["estimate"] == pytest.approx(0, abs=1e-3)
+    assert 10 < baseline["next word, %"] < 60
+    assert raw["next word, %"] == pytest.approx(baseline["next word, %"], abs=100 / report["environment"]["words"])
     least_same = {"weights in int8": 0.8, "weights in nf4": 0.6}
     for row in lossy:
         change = row["change of NLL, %"]
