@@ -19,15 +19,7 @@ from llmnode.core.bans import Bans
 from llmnode.core.route import Hop, HopCost, Route, find_detour, find_route
 from llmnode.core.suspicion import Suspicion
 from llmnode.core.view import online
-from llmnode.errors import (
-    ConfigError,
-    IntegrityError,
-    NoRoute,
-    PeerError,
-    PeerRefused,
-    PeerTimeout,
-    PeerUnreachable,
-)
+from llmnode.errors import ConfigError, IntegrityError, NoRoute, PeerError, PeerRefused, PeerTimeout, PeerUnreachable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Mapping, Sequence

@@ -77,9 +77,8 @@ class _Names(IMultiselectCommunicator):
         try:
             name = (await read_varint_prefixed_bytes_limited(self._stream, NAME_BYTES_MAX)).decode()
         except (BaseLibp2pError, ValueError) as error:
-            raise MultiselectCommunicatorError(
-                f"no name of a protocol ({str(error) or type(error).__name__})"
-            ) from error
+            reason = str(error) or type(error).__name__
+            raise MultiselectCommunicatorError(f"no name of a protocol ({reason})") from error
         if not name.endswith("\n"):
             raise MultiselectCommunicatorError("no name of a protocol: its last line does not end")
         return name.removesuffix("\n")

@@ -26,7 +26,7 @@ LINGER_S = 60.0
 
 
 class ProtocolRefused(MuxedStreamError):
-    """The other side has no such protocol."""
+    """The other side has no such protocol, or takes no more such streams."""
 
 
 class YamuxStream(IMuxedStream):
