@@ -18,7 +18,7 @@ from libp2p.host.ping import PING_LENGTH
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from libp2p.security.noise.exceptions import NoiseFailure
 
-from llmnode.net.select import EagerSelect
+from llmnode.net.select import EagerSelect, reset_if_it_fails
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -89,12 +89,8 @@ def is_relayed(connection: INetConn) -> bool:
 async def open_stream(connection: SwarmConn, protocol: TProtocol, timeout_s: float) -> NetStream:
     """A stream over this connection and no other. Raises an error of libp2p, as if there is no such protocol."""
     stream = await connection.new_stream()
-    try:
+    async with reset_if_it_fails(stream):
         await EagerSelect().select_one_of([protocol], MultiselectCommunicator(stream), max(1, int(timeout_s)))
-    except BaseException:
-        with trio.CancelScope(shield=True):
-            await stream.reset()
-        raise
     stream.set_protocol(protocol)
     return stream
 

@@ -7,6 +7,7 @@ name when the one before is answered. What is no name would be the end of its ho
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, cast
 
 import trio
@@ -23,9 +24,9 @@ from libp2p.protocol_muxer.multiselect_client import (
 from libp2p.utils import encode_delim, read_varint_prefixed_bytes_limited
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
-    from libp2p.abc import IHost
+    from libp2p.abc import IHost, INetStream
     from libp2p.custom_types import StreamHandlerFn
     from libp2p.network.stream.net_stream import NetStream
     from libp2p.network.swarm import Swarm
@@ -112,12 +113,19 @@ async def open_unanswered(host: IHost, peer: ID, protocol: TProtocol) -> NetStre
     """
     stream = cast("NetStream", await cast("Swarm", host.get_network()).new_stream(peer))
     muxed, asked = cast("YamuxStream", stream.muxed_stream), proposal(protocol)
-    try:
+    async with reset_if_it_fails(stream):
         muxed.expect(asked, protocol)
         await muxed.write(asked)
+    stream.set_protocol(protocol)
+    return stream
+
+
+@contextlib.asynccontextmanager
+async def reset_if_it_fails(stream: INetStream) -> AsyncIterator[None]:
+    """A stream that is not agreed on is of no use, whatever is the cause."""
+    try:
+        yield
     except BaseException:
         with trio.CancelScope(shield=True):
             await stream.reset()
         raise
-    stream.set_protocol(protocol)
-    return stream
