@@ -1,4 +1,4 @@
-"""What weights of 8 bits gain from end to end: tokens a second through one server, against one with weights as is.
+"""What weights of 8 bits gain end to end: tokens a second through a server, against one with weights as they are.
 
     python tests/bench/int8.py [MODEL] [ROUNDS]      (llama-222m, which needs all its bits; 7)
 

@@ -13,6 +13,7 @@ from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.network.stream.exceptions import StreamReset
 from libp2p.peer.id import ID
+from libp2p.protocol_muxer.exceptions import MultiselectClientError, MultiselectError
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from libp2p.security.noise.exceptions import NoiseFailure
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
@@ -23,8 +24,9 @@ from llmnode.client.connection import open_connection
 from llmnode.core.policy import LinkPolicy
 from llmnode.errors import PeerUnreachable
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer
+from llmnode.net.connections import open_stream
 from llmnode.net.host import open_network
-from llmnode.net.select import EagerSelect, open_unanswered, proposal
+from llmnode.net.select import CarefulSelect, EagerSelect, open_unanswered, proposal
 from llmnode.net.yamux_stream import ProtocolRefused
 from llmnode.wire.frame import FrameType
 from unit.hosts import ECHO, LOOPBACK, host, hosts, new_transport, read_exactly, tcp_pair
@@ -211,6 +213,32 @@ async def test_an_answer_that_is_no_name_is_a_typed_failure(noise: bytes) -> Non
         theirs.get_network().set_stream_handler(answer)
         with pytest.raises(StreamFailure):
             await ours.new_stream(theirs.get_id(), [ECHO])
+        (connection,) = ours.get_network().get_connections(theirs.get_id())
+        with pytest.raises(MultiselectClientError):
+            await open_stream(connection, ECHO, 5)
+
+
+class Claimant:
+    """Says that a name of 256 MiB comes, and fails who reads on."""
+
+    def __init__(self) -> None:
+        self.left = bytearray(b"\xff\xff\xff\x7f")
+
+    async def write(self, data: bytes) -> None:
+        assert data
+
+    async def read(self, n: int) -> bytes:
+        assert self.left, f"{n} bytes of a name are asked for"
+        taken, self.left = self.left[:n], self.left[n:]
+        return bytes(taken)
+
+
+@in_trio
+async def test_no_more_of_a_long_name_is_read_than_its_length() -> None:
+    with pytest.raises(MultiselectClientError, match="exceeds"):
+        await EagerSelect().select_one_of([ECHO], MultiselectCommunicator(cast("Any", Claimant())))
+    with pytest.raises(MultiselectError):
+        await CarefulSelect({ECHO: None}).negotiate(MultiselectCommunicator(cast("Any", Claimant())))
 
 
 @in_trio
