@@ -101,6 +101,7 @@ def _server_json(each: Announcement, model: ModelStatus, now_ms: int) -> dict[st
         "steps_given_directly": answer and answer.steps_given_directly,
         "results_pushed": answer and answer.results_pushed,
         "positions": answer and answer.positions,
+        "busy_us": answer and answer.busy_us,
         "sent_bytes": answer and answer.sent_bytes,
         "sent_plain_bytes": answer and answer.sent_plain_bytes,
         "received_bytes": answer and answer.received_bytes,

@@ -1,9 +1,9 @@
 """`llmnode bench pipeline`: texts one after another, and several at once through 1, 2 and 3 servers (MDI-LLM's thesis).
 
 All variants take turns within each round. While so many texts are under way as were asked for, each new one beginning
-when one ends, a speed is counted; its bound is that of a pipeline that never waits: one token in the time of the
-slowest stage, or of the ends, each measured just before with one text after another. Servers compute texts together
-that reach them together, so that the bound, of one text at a time, may be passed.
+when one ends, a speed is counted. Its bound is that of a pipeline whose busiest part never waits: one token in the time
+that the slowest stage, or the ends, work for one. That is measured twice: while all of them run, on the cores that they
+share; and just before with one text after another, which texts that a server computes together may surpass.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ import torch
 import trio
 
 from llmnode.client.connect import aconnect, load_parts
+from llmnode.client.pool import open_pool
+from llmnode.core.policy import LinkPolicy
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
 from llmnode.models.embedded import open_embedded
+from llmnode.net.host import open_network
 from llmnode.node.bench.report import Aim, Row, environment, print_report, spread
 from llmnode.node.processes import all_ready, private_swarm
 from llmnode.node.several import AT_ONCE_PER_STAGE
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llmnode.client.connect import Client, ClientParts
+    from llmnode.client.connection import Connection
     from llmnode.client.generate import Generation
     from llmnode.models.parts import Ends
 
@@ -44,6 +48,7 @@ IN_THREAD = ["--worker", "thread"]
 REAL_NODES = (1, 2)
 """Each on a thread of its own; the client's ends take a fifth of what the blocks take, on the same two cores."""
 EMULATED_NODES = (1, 2, 3, 4)
+ANSWER_S = 60.0
 LEAST_OF_BOUND = 0.9
 THESIS_GAIN = 1.95
 """Of 3 nodes over 1 (MDI-LLM's thesis, TinyLlama)."""
@@ -69,10 +74,12 @@ class _Variant:
     at_once: int
     is_emulated: bool
     client: Client
+    servers: Sequence[Connection]
     mib_per_node: float
     speeds: list[float] = field(default_factory=list)
     of_one: list[float] = field(default_factory=list)
     of_bound: list[float] = field(default_factory=list)
+    of_lone_bound: list[float] = field(default_factory=list)
     stage_ms: list[float] = field(default_factory=list)
     ends_ms: list[float] = field(default_factory=list)
     differing: int = 0
@@ -87,22 +94,22 @@ class _Variant:
 
 
 class TimedEnds:
-    """`Ends` that note how long each call computes."""
+    """`Ends` that know how long they have computed."""
 
     def __init__(self, ends: Ends) -> None:
         self._ends = ends
-        self.seconds: list[float] = []
+        self.busy_s = 0.0
 
     def embed(self, token_ids: list[int], start: int) -> torch.Tensor:
         began_s = time.perf_counter()
         hidden = self._ends.embed(token_ids, start)
-        self.seconds.append(time.perf_counter() - began_s)
+        self.busy_s += time.perf_counter() - began_s
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         began_s = time.perf_counter()
         scores = self._ends.logits(hidden)
-        self.seconds.append(time.perf_counter() - began_s)
+        self.busy_s += time.perf_counter() - began_s
         return scores
 
 
@@ -128,6 +135,9 @@ def _prompts(parts: ClientParts) -> list[list[int]]:
 
 async def _variants(config: PipelineBench, parts: ClientParts, stack: AsyncExitStack) -> list[_Variant]:
     variants: list[_Variant] = []
+    onlooker = await stack.enter_async_context(
+        open_pool(await stack.enter_async_context(open_network([], LinkPolicy())))
+    )
     real, emulated = ((), EMULATED_NODES[::2]) if config.thin else (REAL_NODES, EMULATED_NODES)
     for is_emulated, counts in ((False, real), (True, emulated)):
         for nodes in counts:
@@ -138,8 +148,9 @@ async def _variants(config: PipelineBench, parts: ClientParts, stack: AsyncExitS
             await all_ready(servers)
             mib = statistics.mean(server.pss_mib for server in servers)
             client = await stack.enter_async_context(aconnect([server.address for server in servers], parts=parts))
+            asked = [await onlooker.connect([server.address]) for server in servers]
             at_once = 1, AT_ONCE_PER_STAGE * nodes
-            variants += [_Variant(nodes, texts, is_emulated, client, mib) for texts in at_once]
+            variants += [_Variant(nodes, texts, is_emulated, client, asked, mib) for texts in at_once]
     return variants
 
 
@@ -149,72 +160,98 @@ async def _measure(
     expected: dict[bool, list[Generation]] = {}
     for number in range(-1, config.repeats):  # round -1 warms everything up
         base: dict[bool, float] = {}
-        stage_s = ends_s = 0.0
+        lone_s = 0.0
         for variant in variants:
             print(f"round {number + 1} of {config.repeats}: {variant.name}", file=sys.stderr)
             texts = TEXTS_PER_PLACE * variant.at_once
-            ends.seconds.clear()
-            run = await _run(variant, [prompts[index % len(prompts)] for index in range(texts)], config.tokens)
+            run = await _run(variant, ends, [prompts[index % len(prompts)] for index in range(texts)], config.tokens)
             if number < 0:
                 continue
-            speed = run.speed
+            began, ended = run.began, run.ended
+            busiest_s = max(ended.ends_s(began), ended.stage_s(began))
             if variant.at_once == 1:
-                stage_s, ends_s = max(run.stage_s()), sum(ends.seconds) / sum(map(len, run.times_s))
+                lone_s = busiest_s
+            speed = ended.speed(began)
             variant.speeds.append(speed)
             variant.of_one.append(speed / base.setdefault(variant.is_emulated, speed))
-            variant.of_bound.append(speed * max(stage_s, ends_s))
-            variant.stage_ms.append(1e3 * stage_s)
-            variant.ends_ms.append(1e3 * ends_s)
-            variant.times_s = sorted(time_s for times_s in run.times_s for time_s in times_s)
+            variant.of_bound.append(speed * busiest_s)
+            variant.of_lone_bound.append(speed * lone_s)
+            variant.stage_ms.append(1e3 * ended.stage_s(began))
+            variant.ends_ms.append(1e3 * ended.ends_s(began))
+            variant.times_s = sorted(run.times_s)
             first = expected.setdefault(variant.is_emulated, run.generations)
             variant.differing += sum(
                 one.token_ids != other.token_ids for one, other in zip(first, run.generations, strict=False)
             )
 
 
-@dataclass(slots=True)
-class Run:
-    """Texts of one variant: when each token came, and what came."""
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When it is, tokens that have come, and how long the ends and each stage have worked, all since some beginning."""
 
-    at_once: int
-    times_s: list[list[float]]
+    at_s: float
+    tokens: int
+    ends_busy_s: float
+    stages_busy_s: Sequence[float]
+
+    def speed(self, before: Moment) -> float:
+        """Tokens a second since then."""
+        return (self.tokens - before.tokens) / (self.at_s - before.at_s)
+
+    def stage_s(self, before: Moment) -> float:
+        """What the stage that worked most has worked for a token since then."""
+        worked_s = (now - then for now, then in zip(self.stages_busy_s, before.stages_busy_s, strict=True))
+        return max(worked_s) / (self.tokens - before.tokens)
+
+    def ends_s(self, before: Moment) -> float:
+        return (self.ends_busy_s - before.ends_busy_s) / (self.tokens - before.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Texts of one variant: when each token came, what came, and the time in which all places were taken."""
+
+    times_s: Sequence[float]
     generations: list[Generation]
-
-    @property
-    def speed(self) -> float:
-        """Tokens a second while `at_once` texts are under way."""
-        begins_s = sorted(times_s[0] for times_s in self.times_s)[self.at_once - 1]
-        ends_s = sorted(times_s[-1] for times_s in self.times_s)[-self.at_once]
-        counted = sum(begins_s < time_s <= ends_s for times_s in self.times_s for time_s in times_s)
-        return counted / (ends_s - begins_s)
-
-    def stage_s(self) -> list[float]:
-        """What a token takes at each stage, on average."""
-        decodes = [timing for generation in self.generations for timing in generation.timings[1:]]
-        by_hop = zip(*(timing.hops for timing in decodes), strict=True)
-        return [statistics.mean(hop.compute_us for hop in hops) / 1e6 for hops in by_hop]
+    began: Moment
+    ended: Moment
 
 
-async def _run(variant: _Variant, prompts: Sequence[list[int]], tokens: int) -> Run:
-    run = Run(variant.at_once, [[] for _ in prompts], [])
+async def _run(variant: _Variant, ends: TimedEnds, prompts: Sequence[list[int]], tokens: int) -> _Run:
     generations: dict[int, Generation] = {}
+    times_s: list[float] = []
+    moments: list[Moment] = []
+    under_way: set[int] = set()
     places = trio.CapacityLimiter(variant.at_once)
-    began_s = trio.current_time()
+    all_taken, one_is_free = trio.Event(), trio.Event()
+    start_s = trio.current_time()
+
+    def note_token(index: int) -> None:
+        times_s.append(trio.current_time() - start_s)
+        under_way.add(index)
+        if len(under_way) == variant.at_once:
+            all_taken.set()
 
     async def generate(index: int) -> None:
         async with places:
             generations[index] = await variant.client.generate(
-                prompts[index],
-                tokens,
-                stop_at_eos=False,
-                on_token=lambda _token: run.times_s[index].append(trio.current_time() - began_s),
+                prompts[index], tokens, stop_at_eos=False, on_token=lambda _token: note_token(index)
             )
+        if len(generations) > len(prompts) - variant.at_once:
+            one_is_free.set()
+
+    async def look() -> None:
+        for event in (all_taken, one_is_free):
+            await event.wait()
+            at_s, come, ends_s = trio.current_time() - start_s, len(times_s), ends.busy_s
+            stages_s = [(await each.describe(ANSWER_S)).busy_us / 1e6 for each in variant.servers]
+            moments.append(Moment(at_s, come, ends_s, stages_s))
 
     async with trio.open_nursery() as nursery:
+        nursery.start_soon(look)
         for index in range(len(prompts)):
             nursery.start_soon(generate, index)
-    run.generations = [generations[index] for index in range(len(prompts))]
-    return run
+    return _Run(times_s, [generations[index] for index in range(len(prompts))], *moments)
 
 
 def _row(variant: _Variant) -> Row:
@@ -223,6 +260,7 @@ def _row(variant: _Variant) -> Row:
         "tokens/s": spread(variant.speeds),
         "of 1 node, in turn": spread(variant.of_one),
         "of the bound": spread(variant.of_bound),
+        "of the bound alone": spread(variant.of_lone_bound),
         "slowest stage, ms": spread(variant.stage_ms),
         "ends, ms": spread(variant.ends_ms),
         "MiB per node": variant.mib_per_node,

@@ -141,6 +141,7 @@ class Server:
             steps_given_directly=self.tally.given_directly,
             results_pushed=self.tally.pushed,
             positions=self.tally.positions,
+            busy_us=self.worker.busy_us,
             **asdict(traffic),
         )
 

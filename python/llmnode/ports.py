@@ -202,6 +202,10 @@ class Worker(Protocol):
     @property
     def kv_tokens_free(self) -> int: ...
 
+    @property
+    def busy_us(self) -> int:
+        """For how long it has run the executor, whichever there was."""
+
     async def open(
         self,
         session: SessionId,

@@ -191,8 +191,9 @@ def test_a_pipeline_of_three_nodes_is_faster_than_one_and_no_faster_than_its_sta
     alone, _both, _three_in_turn, three = report["rows"]
     assert three["variant"] == "3 nodes, emulated: 6 texts at once"
     assert three["of 1 node, in turn"]["high"] > 1
-    assert 0 < three["of the bound"]["median"] < 2, "six texts at three stages: two at each, for no less than one costs"
-    assert three["slowest stage, ms"]["median"] < 0.5 * alone["slowest stage, ms"]["median"]
+    assert 0 < three["of the bound"]["median"] < 1.1, "no stage works for longer than it takes"
+    assert 0 < three["of the bound alone"]["median"] < 2, "two texts at each stage, for no less than one costs"
+    assert 0 < three["slowest stage, ms"]["median"] < 0.5 * alone["slowest stage, ms"]["median"]
     assert {"of the bound, 3 nodes, emulated: 6 texts at once"} <= {aim["name"] for aim in report["aims"]}
     assert b"<svg" in drawn.read_bytes()
 

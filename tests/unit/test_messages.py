@@ -98,6 +98,7 @@ KINDS: dict[Kind, dict[str, Rule]] = {
         "steps_given_directly": TOTAL,
         "results_pushed": TOTAL,
         "positions": TOTAL,
+        "busy_us": TOTAL,
         "sent_bytes": TOTAL,
         "sent_plain_bytes": TOTAL,
         "received_bytes": TOTAL,

@@ -1,13 +1,14 @@
-"""What `llmnode bench pipeline` counts of the times at which tokens come."""
+"""What `llmnode bench pipeline` counts between two moments of a run."""
 
 from __future__ import annotations
 
 import pytest
 
-from llmnode.node.bench.pipeline import Run
+from llmnode.node.bench.pipeline import Moment
 
 
-def test_tokens_are_counted_while_as_many_texts_are_under_way_as_were_asked_for() -> None:
-    first, second, third = [1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.5, 4.5], [5.0, 6.0, 7.0, 8.0]
-    assert Run(2, [first, second, third], []).speed == pytest.approx(6 / 3.0), "from 1.5 s to 4.5 s: the third is alone"
-    assert Run(1, [first, third], []).speed == pytest.approx(7 / 7.0)
+def test_what_a_token_takes_is_what_the_busiest_stage_has_worked_for_each_that_came_since_then() -> None:
+    began, ended = Moment(2.0, 10, 1.0, [4.0, 1.0]), Moment(4.0, 50, 2.0, [4.8, 2.6])
+    assert ended.speed(began) == pytest.approx(20.0)
+    assert ended.stage_s(began) == pytest.approx(1.6 / 40), "the second stage, which has worked less in all"
+    assert ended.ends_s(began) == pytest.approx(1.0 / 40)

@@ -208,10 +208,14 @@ def test_a_process_that_does_not_answer_is_one_that_has_crashed() -> None:
     async def main() -> None:
         async with open_worker(answer_s=1.0) as (loader, worker):
             await open_sessions(worker, 0)
+            await worker.forward(piece(0, 0, 1))
+            busy_us = worker.busy_us
+            assert busy_us > 0
             with pytest.raises(WorkerLost, match=r"not answered in 1 s"):
-                await worker.forward(piece(0, 0, 1, HANG))
+                await worker.forward(piece(0, 1, 1, HANG))
             await loader.wait_lost()
             await loader.load(SPAN)
+            assert worker.busy_us == busy_us, "of all processes that there were"
             await open_sessions(worker, 1)
             await worker.forward(piece(1, 0, 1))
 

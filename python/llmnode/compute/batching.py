@@ -48,6 +48,7 @@ class BatchingWorker:
         self._run = run
         self._clock = clock
         self._scheduler = Scheduler(policy or BatchPolicy())
+        self._busy_s = 0.0
         self._tickets = count()
         self._chores: dict[int, _Chore] = {}
         self._forwards: dict[int, _Forward] = {}
@@ -63,6 +64,10 @@ class BatchingWorker:
     @property
     def kv_tokens_free(self) -> int:
         return self._held.kv_tokens_free()
+
+    @property
+    def busy_us(self) -> int:
+        return int(1e6 * self._busy_s)
 
     async def open(
         self,
@@ -187,6 +192,7 @@ class BatchingWorker:
         try:
             with trio.CancelScope(shield=True):
                 done, began_s, ended_s = await running
+            self._busy_s += ended_s - began_s
             for chore, outcome in zip(chores.values(), done.chores, strict=True):
                 chore.settle(outcome)
             for forward, part, output in zip(forwards.values(), batch.parts, done.outputs, strict=True):

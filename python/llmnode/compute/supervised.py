@@ -39,6 +39,7 @@ class ProcessWorker:
     def __init__(self, span: Span, kv_tokens: int) -> None:
         self.span = span
         self.kv_tokens = kv_tokens
+        self._busy_us = 0  # of lives that have ended
         self._life: BatchingWorker | None = None
         self._lives: dict[SessionId, BatchingWorker] = {}
 
@@ -46,9 +47,13 @@ class ProcessWorker:
     def kv_tokens_free(self) -> int:
         return 0 if self._life is None else self._life.kv_tokens_free
 
+    @property
+    def busy_us(self) -> int:
+        return self._busy_us + (0 if self._life is None else self._life.busy_us)
+
     def live(self, life: BatchingWorker | None) -> None:
         """What is opened from now on belongs to this one; None while there is none."""
-        self._life = life
+        self._busy_us, self._life = self.busy_us, life
 
     async def open(
         self,

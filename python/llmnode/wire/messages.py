@@ -89,7 +89,8 @@ class Description:
     """What a server holds, and what it has done since it started (the answer to DESCRIBE).
 
     Of its steps, so many were given to it by a hop before, and so many results it gave to a hop after. They were of so
-    many `positions`, whose hidden states were so many bytes as they crossed its links, and `plain` without packing.
+    many `positions`, whose hidden states were so many bytes as they crossed its links, and `plain` without packing. Its
+    blocks computed for `busy_us`.
     """
 
     software: Name
@@ -107,6 +108,7 @@ class Description:
     steps_given_directly: Total
     results_pushed: Total
     positions: Total
+    busy_us: Total
     sent_bytes: Total
     sent_plain_bytes: Total
     received_bytes: Total
