@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from llmnode.compute.pages import row_of_forward
 from llmnode.errors import ModelError
 from llmnode.models.skeleton import ATTENTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llmnode.compute.kv import SequenceKV
+    from llmnode.compute.kv import KV
 
 ATTENTION = "llmnode"
 """The name that transformers knows `ragged_attention` by."""
@@ -29,7 +30,7 @@ ATTENTION = "llmnode"
 class Segment:
     """The part of the row that belongs to one sequence: `length` tokens at its positions `start` and on."""
 
-    kv: SequenceKV
+    kv: KV
     start: int
     length: int
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # by window: blocks of one kind share it
@@ -66,7 +67,17 @@ class Segment:
 
 
 segments_of_forward: ContextVar[Sequence[Segment]] = ContextVar("segments_of_forward")
-"""What the row of the running forward consists of. Set around each forward, in the thread that runs it."""
+"""What the row of the running forward consists of. Set around each forward, in the thread that runs it.
+
+Of none while a step is recorded, which will be replayed for others.
+"""
+
+
+def segments_now() -> Sequence[Segment]:
+    """Raises ModelError while a step is recorded."""
+    if segments := segments_of_forward.get():
+        return segments
+    raise ModelError("this model's attention takes each sequence by itself, so that no step can be recorded")
 
 
 def ragged_attention(
@@ -89,7 +100,10 @@ def ragged_attention(
     if s_aux is not None:
         raise ModelError("this model has attention sinks, which are not supported")
     layer: int = module.layer_idx  # type: ignore[assignment]  # set by transformers on every attention module
-    segments = segments_of_forward.get()
+    row = row_of_forward.get()
+    if row is not None and key_bias is None and softcap is None and row.is_whole(query):
+        return row.attend(layer, query, key, value, scaling, sliding_window), None
+    segments = segments_now()
     lengths = [segment.length for segment in segments]
     alone = len(segments) == 1
     of_segments = ((each,) if alone else each.split(lengths, dim=2) for each in (query, key, value))

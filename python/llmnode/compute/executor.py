@@ -12,6 +12,7 @@ from llmnode.compute.attention import ATTENTION, Segment, segments_of_forward
 from llmnode.compute.heap import give_back
 from llmnode.compute.kv import KVForm, SequenceKV
 from llmnode.compute.own_attention import replace_own_attention
+from llmnode.compute.pages import PagePool
 from llmnode.compute.tensors import FLOAT_BYTES, from_bytes, to_bytes
 from llmnode.core.span import Span
 from llmnode.errors import LocalProtocolError
@@ -19,8 +20,9 @@ from llmnode.models.native import are_few
 from llmnode.models.parts import load_span, tensor_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from llmnode.compute.kv import KV
     from llmnode.core.ids import SessionId
     from llmnode.models.folder import ModelFolder
     from llmnode.models.fused import FusedSpan
@@ -34,7 +36,7 @@ _LARGE_TOKENS = 256
 
 @dataclass(slots=True)
 class _Sequence:
-    kv: SequenceKV
+    kv: KV
     span: Span
     slabs: SequenceSlabs | None = None  # of its `kv`, once a few positions have come
     half_way: Buffer = b""  # of the piece that has been through `passed` of its blocks
@@ -78,8 +80,9 @@ class SpanExecutor:
         if max_length > self._kv_tokens_free:
             return False
         give_back()
-        self._kv_tokens_free -= max_length
-        self._sequences[session] = _Sequence(SequenceKV(max_length, self._kv), span)
+        kv = self._take_kv(session, max_length)
+        self._kv_tokens_free -= kv.capacity
+        self._sequences[session] = _Sequence(kv, span)
         return True
 
     @torch.inference_mode()
@@ -115,7 +118,14 @@ class SpanExecutor:
         if sequence is not None:
             self._kv_tokens_free += sequence.kv.capacity
             del sequence
+            self._give_kv_back(session)
             give_back()
+
+    def _take_kv(self, _session: SessionId, tokens: int) -> KV:
+        return SequenceKV(tokens, self._kv)
+
+    def _give_kv_back(self, session: SessionId) -> None:
+        """It is used no more."""
 
     def _checked(self, piece: Piece) -> Piece:
         """With its hidden states, wherever they are."""
@@ -167,6 +177,7 @@ class SpanExecutor:
     def _slabs(self, session: SessionId, no_kv: torch.Tensor) -> SequenceSlabs:
         sequence = self._sequences[session]
         if sequence.slabs is None:
+            assert isinstance(sequence.kv, SequenceKV), "blocks are in Rust over slabs alone"
             pairs = sequence.kv.slabs(range(sequence.span.start, sequence.span.end), no_kv)
             arrays = [(first.numpy(), second.numpy()) for first, second in pairs]
             sequence.slabs = SequenceSlabs(arrays, sequence.kv.capacity)
@@ -181,12 +192,19 @@ def load_executor(
     device: str = "cpu",
     quant: str = "none",
     kv: KVForm | None = None,
+    report: Callable[[str], None] = lambda _line: None,
 ) -> SpanExecutor:
     """Read the span's tensors and make its executor. Takes seconds: run it off the event loop.
 
     Weights are of `dtype`, whatever it is on disk, and on torch's `device`; `quant` is for those of linear layers, one
-    of `core.model.QUANTS`. KV is likewise, unless `kv` says otherwise.
+    of `core.model.QUANTS`. KV is likewise, unless `kv` says otherwise. `report` is told what cannot be used there.
     """
     model = load_span(folder, span, ATTENTION, dtype, device, quant, in_rust=kv is None or kv.device is None)
     replace_own_attention(model)
+    if torch.device(device).type == "cuda" and kv in (None, KVForm()):
+        from llmnode.compute.paged_executor import PagedExecutor
+        from llmnode.compute.recording import record_cuda_graph
+
+        pool = PagePool(kv_tokens, torch.device(device), flash=True)
+        return PagedExecutor(model, folder.info.hidden_size, pool, record_cuda_graph, report)
     return SpanExecutor(model, folder.info.hidden_size, kv_tokens, device, kv)

@@ -6,7 +6,7 @@ What is read is what was stored, new positions too: so it does not depend on how
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -15,6 +15,7 @@ from llmnode.core.model import SAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from typing import Self
 
 KVPair = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, (1, heads, positions, head_dim) each."""
@@ -30,9 +31,27 @@ class KVForm:
     device: torch.device | None = None
 
 
+class KV(Protocol):
+    """Keys and values of one sequence, per block: room for `capacity` positions, of which `length` are filled."""
+
+    length: int
+
+    @property
+    def capacity(self) -> int: ...
+
+    def extend(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor, seen_from: int = 0) -> KVPair:
+        """Write (1, heads, new, head_dim) at position `start`; returned are [seen_from, start + new) as they are kept.
+
+        They are of the dtype and on the device of `keys`.
+        """
+
+    def copy(self, other: Self, start: int, end: int) -> None:
+        """Have the positions [start, end) be those of `other`, in all blocks, and be the last ones."""
+
+
 @dataclass(slots=True)
 class SequenceKV:
-    """Keys and values of one sequence, per block, in slabs of `capacity` positions of which `length` are filled.
+    """The `KV` protocol in slabs of `capacity` positions.
 
     A slab is reserved address space; the system backs it with memory as positions are written. Of a session for 8192
     that had used 20, the 20 took twice what they hold, as each head has pages of its own (`llmnode bench memory`).
@@ -45,16 +64,11 @@ class SequenceKV:
     _blocks: dict[int, _Plain | _Rounded] = field(default_factory=dict)
 
     def extend(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor, seen_from: int = 0) -> KVPair:
-        """Write (1, heads, new, head_dim) at position `start`; returned are [seen_from, start + new) as they are kept.
-
-        They are of the dtype and on the device of `keys`.
-        """
         block = self._block(layer, keys)
         block.write(start, keys, values)
         return block.read(seen_from, start + keys.shape[2])
 
     def copy(self, other: SequenceKV, start: int, end: int) -> None:
-        """Have the positions [start, end) be those of `other`, in all blocks, and be the last ones."""
         pairs = [(self._block(layer, block.like), block) for layer, block in other._blocks.items()]  # all before any
         for own, theirs in pairs:
             for slab, filled in zip(own.slabs, theirs.slabs, strict=True):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llmnode.compute.attention import ragged_attention, segments_of_forward
+from llmnode.compute.attention import ragged_attention, segments_now
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +70,7 @@ def _split(module: Any, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 def _alibi(family: str, heads: int, like: torch.Tensor) -> torch.Tensor:
     """(heads, positions) for all that the sequences of this forward look at: each family rounds it in its own way."""
-    end = max(segment.start + segment.length for segment in segments_of_forward.get())
+    end = max(segment.start + segment.length for segment in segments_now())
     return _made_alibi(family, heads, -(-end // _ALIBI_STEP) * _ALIBI_STEP, like.dtype, like.device)
 
 

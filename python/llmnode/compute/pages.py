@@ -1,0 +1,230 @@
+"""KV of all sequences in pages of one pool, and attention of a whole row over it at once: for blocks on a GPU.
+
+There a kernel takes less time than its launch, so a step should have few of them, whoever is in it. With a slab for
+each sequence every block launches three for each; with pages (Kwon et al. 2023, arXiv 2309.06180) three for all of
+them, which numbers in the GPU's memory tell what to do, so that a step can be recorded and replayed (`recording.py`).
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from llmnode.compute.kv import KVPair
+
+PAGE = 256
+"""Positions: flash attention reads no smaller ones."""
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
+
+Part = tuple["PagedKV", int, int]
+"""Of a row: whose, its first position, and how many."""
+
+
+class PagePool:
+    """Room for `tokens` positions, in whole pages, and one page that is nobody's, for what nobody wants.
+
+    Of each block it is taken when the block first has keys and values. With `flash` a row whose numbers have 16 bits
+    goes through flash attention, which there is on GPUs alone, and for pages of `PAGE`.
+    """
+
+    def __init__(self, tokens: int, device: torch.device, *, flash: bool = False, page: int = PAGE) -> None:
+        self.device = device
+        self.flash = flash
+        self.page = page
+        pages = in_pages(tokens, page)
+        self.tokens = pages * page
+        self._free = list(range(pages, 0, -1))
+        self._blocks: dict[int, KVPair] = {}
+
+    def take(self, tokens: int) -> PagedKV:
+        """There is room for them."""
+        return PagedKV(self, [self._free.pop() for _ in range(in_pages(tokens, self.page))])
+
+    def give_back(self, kv: PagedKV) -> None:
+        self._free += kv.pages
+
+    def states(self, layer: int, like: torch.Tensor) -> KVPair:
+        """Keys and values of a block, (pages, positions, heads, head_dim); `like` is (1, heads, any, head_dim)."""
+        states = self._blocks.get(layer)
+        if states is None:
+            shape = (self.tokens // self.page + 1, self.page, like.shape[1], like.shape[3])
+            keys, values = (torch.empty(shape, dtype=like.dtype, device=self.device) for _ in range(2))
+            states = self._blocks[layer] = keys, values
+        return states
+
+    def blocks(self) -> Sequence[KVPair]:
+        """Of those that have any."""
+        return list(self._blocks.values())
+
+
+class PagedKV:
+    """The `KV` protocol in pages of a pool."""
+
+    def __init__(self, pool: PagePool, pages: list[int]) -> None:
+        self.pages = pages
+        self.page = pool.page
+        self.capacity = len(pages) * pool.page
+        self.length = 0
+        self._pool = pool
+        self._table = torch.tensor(pages, device=pool.device)
+
+    def slots(self, start: int, end: int) -> list[int]:
+        """Where in the pool the positions are, counted in positions."""
+        return [self.pages[at // self.page] * self.page + at % self.page for at in range(start, end)]
+
+    def extend(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor, seen_from: int = 0) -> KVPair:
+        """What is returned is a copy."""
+        end = start + keys.shape[2]
+        pair = self._pool.states(layer, keys)
+        for states, new in zip(pair, (keys, values), strict=True):
+            for page, within, at in self._stretches(start, end):
+                states[page, within] = new[0, :, at].transpose(0, 1)
+        first, last = seen_from // self.page, in_pages(end, self.page)
+        read = (states[self._table[first:last]].flatten(0, 1)[seen_from - first * self.page :] for states in pair)
+        seen_keys, seen_values = (each[: end - seen_from].transpose(0, 1)[None] for each in read)
+        return seen_keys, seen_values
+
+    def copy(self, other: PagedKV, start: int, end: int) -> None:
+        to, of = (torch.tensor(each.slots(start, end), device=self._pool.device) for each in (self, other))
+        for pair in self._pool.blocks():
+            for states in pair:
+                positions = states.flatten(0, 1)
+                positions.index_copy_(0, to, positions[of])
+        self.length = end
+
+    def _stretches(self, start: int, end: int) -> Iterator[tuple[int, slice, slice]]:
+        """A page, where in it, and where among those from `start` on."""
+        at = start
+        while at < end:
+            until = min(end, (at // self.page + 1) * self.page)
+            within = at % self.page
+            yield self.pages[at // self.page], slice(within, within + until - at), slice(at - start, until - start)
+            at = until
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """Of a row of `tokens` of so many sequences, `longest` that of most tokens, each in at most so many pages."""
+
+    tokens: int
+    sequences: int
+    longest: int
+    pages: int
+
+
+def lay_out(parts: Sequence[Part], steps: RowShape | None = None) -> tuple[RowShape, torch.Tensor]:
+    """A row, and all numbers that say what it consists of, on the CPU: they cross as one.
+
+    Parts of one token each can be laid into a row of more `steps`; those beyond them go to the page that is nobody's.
+    """
+    shape = steps or RowShape(
+        sum(length for _, _, length in parts),
+        len(parts),
+        max(length for _, _, length in parts),
+        max(in_pages(start + length, kv.page) for kv, start, length in parts),
+    )
+    positions = [at for _, start, length in parts for at in range(start, start + length)]
+    slots = [slot for kv, start, length in parts for slot in kv.slots(start, start + length)]
+    begins, seen, tables = [0], [], []
+    for kv, start, length in parts:
+        begins.append(begins[-1] + length)
+        seen.append(start + length)
+        own = kv.pages[: in_pages(start + length, kv.page)]
+        tables += own + [0] * (shape.pages - len(own))
+    spare = shape.sequences - len(parts)
+    positions, slots, seen = positions + [0] * spare, slots + [0] * spare, seen + [1] * spare
+    begins += range(begins[-1] + 1, begins[-1] + 1 + spare)
+    tables += [0] * (spare * shape.pages)
+    return shape, torch.tensor([*positions, *slots, *begins, *seen, *tables], dtype=torch.int32)
+
+
+class PagedRow:
+    """What the row of a forward consists of, as kernels read it."""
+
+    def __init__(self, pool: PagePool, shape: RowShape, numbers: torch.Tensor) -> None:
+        """`numbers` as `lay_out` has them, on the pool's device."""
+        sizes = [shape.tokens, shape.tokens, shape.sequences + 1, shape.sequences, shape.sequences * shape.pages]
+        self.positions, slots, self._begins, self._seen, tables = numbers.split(sizes)
+        self._tables = tables.unflatten(0, (shape.sequences, shape.pages))
+        self._slots = slots.long()
+        self._pool, self._shape = pool, shape
+        self._masks: dict[int | None, torch.Tensor] = {}  # by window: blocks of one kind share it
+
+    def is_whole(self, query: torch.Tensor) -> bool:
+        """Whether all sequences can attend at once. query: as in `attend`."""
+        return self._is_flash(query) or self._shape.longest == 1
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Keys and values are kept, then looked at; all three are (1, heads, tokens, head_dim).
+
+        Returns (1, tokens, heads, head_dim).
+        """
+        keys, values = self._pool.states(layer, key)
+        for states, new in ((keys, key), (values, value)):
+            states.flatten(0, 1).index_copy_(0, self._slots, new[0].transpose(0, 1))
+        attend = self._attend_by_flash if self._is_flash(query) else self._attend_gathered
+        return attend(query[0].transpose(0, 1), keys, values, scaling, window)[None]
+
+    def _is_flash(self, query: torch.Tensor) -> bool:
+        return self._pool.flash and query.dtype in FLASH_DTYPES
+
+    def _attend_by_flash(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None, window: int | None
+    ) -> torch.Tensor:
+        """query: (tokens, heads, head_dim)."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        shape = self._shape
+        attended = varlen_attn(
+            query, keys, values, self._begins, None, shape.longest, shape.pages * self._pool.page,
+            scale=scaling, window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=query.shape[1] != keys.shape[2], seqused_k=self._seen, block_table=self._tables,
+        )  # fmt: skip
+        assert isinstance(attended, torch.Tensor)
+        return attended
+
+    def _attend_gathered(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None, window: int | None
+    ) -> torch.Tensor:
+        """One token of each sequence, over copies of their pages. query: (sequences, heads, head_dim)."""
+        mask = self._mask(window)
+        unseen = ~mask[:, :, None, None]  # whoever had the page before may have left numbers that are none
+        seen_keys, seen_values = (
+            states[self._tables].flatten(1, 2).masked_fill(unseen, 0).transpose(1, 2) for states in (keys, values)
+        )
+        grouped = query.unflatten(1, (keys.shape[2], -1))  # heads that share keys and values, as queries of one
+        mask = mask[:, None, None]
+        attended = scaled_dot_product_attention(grouped, seen_keys, seen_values, attn_mask=mask, scale=scaling)
+        return attended.flatten(1, 2)
+
+    def _mask(self, window: int | None) -> torch.Tensor:
+        """(sequences, positions of pages) True where the token of each may look."""
+        mask = self._masks.get(window)
+        if mask is None:
+            at, seen = torch.arange(self._shape.pages * self._pool.page, device=self._pool.device), self._seen[:, None]
+            mask = at < seen if window is None else (at < seen) & (at >= seen - window)
+            self._masks[window] = mask
+        return mask
+
+
+row_of_forward: ContextVar[PagedRow | None] = ContextVar("row_of_forward", default=None)
+"""As `segments_of_forward`, if KV is in pages."""
+
+
+def in_pages(tokens: int, page: int) -> int:
+    return -(-tokens // page)

@@ -1,0 +1,232 @@
+"""Forwards over pages. Steps of one token each are recorded once on a GPU, and then replayed as one (CUDA graphs).
+
+What is recorded is which kernels run on what memory: so a step's hidden states and numbers are laid where those of the
+recorded step were, and there is a recording for each number of sequences, and of pages, up to the next power of two.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from llmnode.compute.attention import Segment, segments_of_forward
+from llmnode.compute.pages import PagedRow, RowShape, in_pages, lay_out, row_of_forward
+from llmnode.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from llmnode.compute.pages import PagePool, Part
+    from llmnode.core.span import Span
+
+    Forward = Callable[[Span, torch.Tensor, torch.Tensor], torch.Tensor]
+    """Through blocks, hidden states (tokens, hidden_size) at positions (tokens)."""
+    Replay = Callable[[], torch.Tensor]
+    Key = tuple[Span, RowShape]
+
+MOST_STEPS = 32
+"""In a recording. More of them take long enough for their launches not to matter."""
+MOST_RECORDINGS = 64
+WORTH = 4
+"""A step is recorded when it comes for so many times: that takes as long as some hundred of it."""
+MOST_OFF = 0.1
+"""Of the root mean square: two ways to compute it differ by a few hundredths in bfloat16, a wrong one by much more."""
+
+
+class Record(Protocol):
+    """Has a function run, and returns what repeats all that it did on the GPU, in its memory."""
+
+    def __call__(
+        self,
+        function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        hidden: torch.Tensor,
+        numbers: torch.Tensor,
+    ) -> Replay: ...
+
+
+class PagedForwards:
+    """Runs rows through blocks whose KV is in the pages of `pool`.
+
+    Recorded is if there is something to `record` with, until something cannot be, of which `report` is told.
+    """
+
+    def __init__(
+        self, forward: Forward, pool: PagePool, record: Record | None = None, report: Callable[[str], None] = print
+    ) -> None:
+        self.record = record
+        self._forward = forward
+        self._pool = pool
+        self._report = report
+        self._recorded: dict[Key, _Recording] = {}
+        self._seen: Counter[Key] = Counter()
+
+    def run(self, span: Span, parts: Sequence[Part], hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: (tokens, hidden_size) of all parts, end to end, on the CPU, as what is returned."""
+        if self.record is not None and len(parts) <= MOST_STEPS and all(length == 1 for _, _, length in parts):
+            shape, numbers = lay_out(parts, _steps(parts))
+            recording = self._recording((span, shape), hidden.shape[1])
+            if recording is not None:
+                return recording.replay(hidden, numbers)
+        shape, numbers = lay_out(parts)
+        segments = [Segment(*part) for part in parts]
+        device = self._pool.device
+        return self._run(span, shape, segments, hidden.to(device), numbers.to(device)).cpu()
+
+    def forget(self) -> None:
+        """Nothing is recorded from now on, nor replayed."""
+        self.record = None
+        self._recorded.clear()
+
+    def _recording(self, key: Key, hidden_size: int) -> _Recording | None:
+        """Makes it when it is due."""
+        recording = self._recorded.get(key)
+        if recording is None and len(self._recorded) < MOST_RECORDINGS:
+            self._seen[key] += 1
+            if self._seen[key] >= WORTH:
+                try:
+                    recording = self._recorded[key] = self._make(key, hidden_size)
+                except (RuntimeError, ModelError) as error:
+                    self._report(f"without recorded steps, which cannot be made here: {error}")
+                    self.forget()
+        return recording
+
+    def _make(self, key: Key, hidden_size: int) -> _Recording:
+        assert self.record is not None
+        span, shape = key
+        _, nothing = lay_out([], shape)
+        numbers = nothing.to(self._pool.device)
+        hidden = torch.zeros((shape.tokens, hidden_size), device=self._pool.device)
+
+        def step(hidden: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+            return self._run(span, shape, (), hidden, numbers)
+
+        return _Recording(hidden, numbers, self.record(step, hidden, numbers))
+
+    def _run(
+        self, span: Span, shape: RowShape, segments: Sequence[Segment], hidden: torch.Tensor, numbers: torch.Tensor
+    ) -> torch.Tensor:
+        row = PagedRow(self._pool, shape, numbers)
+        tokens = row_of_forward.set(row), segments_of_forward.set(segments)
+        try:
+            return self._forward(span, hidden, row.positions)
+        finally:
+            row_of_forward.reset(tokens[0])
+            segments_of_forward.reset(tokens[1])
+
+
+class _Recording:
+    """`hidden` and `numbers` are where the recorded step has them."""
+
+    def __init__(self, hidden: torch.Tensor, numbers: torch.Tensor, replay: Replay) -> None:
+        self._hidden, self._numbers, self._replay = hidden, numbers, replay
+
+    def replay(self, hidden: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """On the CPU, both and what is returned."""
+        self._hidden[: len(hidden)].copy_(hidden)
+        self._numbers.copy_(numbers)
+        return self._replay()[: len(hidden)].cpu()
+
+
+def record_cuda_graph(
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], hidden: torch.Tensor, numbers: torch.Tensor
+) -> Replay:
+    """A `Record`. Raises RuntimeError for what cannot be: kernels that a number in the GPU's memory decides on."""
+    beside = torch.cuda.Stream(hidden.device)
+    beside.wait_stream(torch.cuda.current_stream(hidden.device))
+    with torch.cuda.stream(beside):  # libraries take what they need when they are first called
+        for _ in range(2):
+            function(hidden, numbers)
+    torch.cuda.current_stream(hidden.device).wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(hidden.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output = function(hidden, numbers)
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return output
+
+    return replay
+
+
+def use_what_works(
+    forwards: PagedForwards, pool: PagePool, span: Span, hidden_size: int, report: Callable[[str], None]
+) -> None:
+    """Leave flash attention and recordings only if, here and now, what they compute is what is computed without them.
+
+    `report` is told of what is left out, and why. Nothing of the pool is taken afterwards.
+    """
+    flash, record = pool.flash, forwards.record
+    pool.flash, forwards.record = False, None
+    if pool.tokens < sum(in_pages(each + _TRIAL_STEPS, pool.page) * pool.page for each in _trial_lengths(pool)):
+        report("so little KV leaves no room to try flash attention and recorded steps in: they are not used")
+        return
+    expected = _try_out(forwards, pool, span, hidden_size)
+    if flash:
+        pool.flash = True
+        pool.flash = _is_as(expected, forwards, pool, span, hidden_size, "flash attention", report)
+    if record is not None:
+        forwards.record = record
+        if not _is_as(expected, forwards, pool, span, hidden_size, "recorded steps", report):
+            forwards.forget()
+
+
+_TRIAL_STEPS = 4 * WORTH
+"""Half of them on one page more, so that steps are recorded, and replayed, of both."""
+
+
+def _trial_lengths(pool: PagePool) -> list[int]:
+    return [1, 2 * pool.page - _TRIAL_STEPS // 2, 5]
+
+
+def _is_as(
+    expected: torch.Tensor,
+    forwards: PagedForwards,
+    pool: PagePool,
+    span: Span,
+    hidden_size: int,
+    what: str,
+    report: Callable[[str], None],
+) -> bool:
+    try:
+        found = _try_out(forwards, pool, span, hidden_size)
+    except (RuntimeError, ValueError, ModelError) as error:
+        report(f"without {what}, which cannot be used here: {error}")
+        return False
+    off = ((found - expected).norm() / expected.norm()).item()
+    if off <= MOST_OFF:  # NaN is not
+        return True
+    report(f"without {what}, which computed something else here, off by {off:.0%}")
+    return False
+
+
+def _try_out(forwards: PagedForwards, pool: PagePool, span: Span, hidden_size: int) -> torch.Tensor:
+    """What comes of three sequences that are prefilled together, the second to the end of a page, and then decoded."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = _trial_lengths(pool)
+    kvs = [pool.take(length + _TRIAL_STEPS) for length in lengths]
+    outputs = []
+    try:
+        for _ in range(1 + _TRIAL_STEPS):
+            parts = [(kv, kv.length, length) for kv, length in zip(kvs, lengths, strict=True)]
+            outputs.append(forwards.run(span, parts, torch.randn(sum(lengths), hidden_size, generator=generator)))
+            for kv, length in zip(kvs, lengths, strict=True):
+                kv.length += length
+            lengths = [1] * len(kvs)
+    finally:
+        for kv in kvs:
+            pool.give_back(kv)
+    return torch.cat(outputs)
+
+
+def _steps(parts: Sequence[Part]) -> RowShape:
+    """Of a recording that holds them."""
+    sequences = _power_of_two(len(parts))
+    pages = _power_of_two(max(in_pages(start + 1, kv.page) for kv, start, _ in parts))
+    return RowShape(sequences, sequences, 1, pages)
+
+
+def _power_of_two(number: int) -> int:
+    """The next."""
+    return 1 << (number - 1).bit_length()

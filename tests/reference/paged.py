@@ -1,0 +1,149 @@
+"""Executors with KV in pages, on the CPU: what a GPU does there is done by what computes the same here."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.attention.varlen as torch_varlen
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from llmnode.compute.attention import ATTENTION
+from llmnode.compute.own_attention import replace_own_attention
+from llmnode.compute.paged_executor import PagedExecutor
+from llmnode.compute.pages import PagePool
+from llmnode.core.span import Span
+from llmnode.models import parts
+from llmnode.models.blueprint import blueprint_of
+from llmnode.models.folder import ModelFolder
+from llmnode.models.parts import load_ends, load_span
+from reference.small import KV_TOKENS, Cut
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import pytest
+
+    from llmnode.compute.recording import Record, Replay
+
+PAGE = 8
+"""So that short sequences have several; the window of small models is of as many positions."""
+
+
+def load_paged(
+    folder: ModelFolder,
+    span: Span,
+    report: Callable[[str], None],
+    *,
+    record: Record | None = None,
+    flash: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> PagedExecutor:
+    model = load_span(folder, span, ATTENTION, dtype)
+    replace_own_attention(model)
+    pool = PagePool(KV_TOKENS, torch.device("cpu"), flash=flash, page=PAGE)
+    return PagedExecutor(model, folder.info.hidden_size, pool, record, report)
+
+
+def cut_paged(
+    folder: ModelFolder,
+    edges: Sequence[int],
+    report: Callable[[str], None],
+    *,
+    record: Record | None = None,
+    flash: bool = False,
+) -> Cut:
+    spans = [Span(start, end) for start, end in pairwise(edges)]
+    executors = [load_paged(folder, span, report, record=record, flash=flash) for span in spans]
+    return Cut(load_ends(folder), list(executors))
+
+
+def record_by_tracing(
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], hidden: torch.Tensor, numbers: torch.Tensor
+) -> Replay:
+    """A `Record` for a CPU, with what makes CUDA graphs what they are: Python runs once.
+
+    What is replayed is torch's operations on the very memory that they had; a number that Python has read stays what it
+    was, and what it would have to read of a tensor cannot be recorded.
+    """
+    graph = make_fx(function)(hidden, numbers)
+
+    def replay() -> torch.Tensor:
+        made = graph(hidden, numbers)
+        assert isinstance(made, torch.Tensor)
+        return made
+
+    return replay
+
+
+def varlen_attn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: None,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: torch.Tensor,
+    block_table: torch.Tensor,
+) -> torch.Tensor:
+    """As torch documents its `varlen_attn`, whose kernels are for GPUs: causal to the last key, over pages."""
+    assert cu_seq_k is None and window_size[1] == 0
+    assert cu_seq_q.dtype == seqused_k.dtype == block_table.dtype == torch.int32
+    assert enable_gqa == (query.shape[1] != key.shape[2])
+    begins, outputs = cu_seq_q.tolist(), []
+    for row, (used, pages) in enumerate(zip(seqused_k.tolist(), block_table, strict=True)):
+        own = query[begins[row] : begins[row + 1]]
+        assert len(own) <= max_q and used <= max_k
+        keys, values = (states[pages.long()].flatten(0, 1)[:used].transpose(0, 1) for states in (key, value))
+        at, looks_at = torch.arange(used - len(own), used)[:, None], torch.arange(used)
+        mask = looks_at <= at
+        if window_size[0] >= 0:
+            mask &= looks_at >= at - window_size[0]
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            own.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        )
+        outputs.append(attended[0].transpose(0, 1))
+    assert begins[-1] == len(query)
+    return torch.cat(outputs)
+
+
+def without_numbers(folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
+    """In which `folder` is read, and tensors can be on a GPU where there is none: they have all but numbers.
+
+    What only reads numbers, or asks the driver, is left out.
+    """
+    mode, read, empty = FakeTensorMode(allow_non_fake_inputs=True), ModelFolder.read, torch.empty
+    drawn = blueprint_of(folder)
+
+    def read_shapes(folder: ModelFolder, dtypes: Mapping[str, torch.dtype]) -> Mapping[str, torch.Tensor]:
+        with unset_fake_temporarily():
+            tensors = read(folder, dtypes)
+        return {name: mode.from_tensor(each) for name, each in tensors.items()}
+
+    def not_pinned(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return empty(*shape, **options)
+
+    def moved(module: torch.nn.Module, move: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:
+        """As torch's own, which wants parameters that nothing refers to."""
+        for each in module.modules():
+            for name, parameter in each._parameters.items():
+                if parameter is not None:
+                    each._parameters[name] = torch.nn.Parameter(move(parameter), requires_grad=False)
+            for name, buffer in each._buffers.items():
+                each._buffers[name] = None if buffer is None else move(buffer)
+        return module
+
+    monkeypatch.setattr(ModelFolder, "read", read_shapes)
+    monkeypatch.setattr(parts, "check_transparent", lambda *_of_numbers: None)
+    monkeypatch.setattr(parts, "blueprint_of", lambda _folder: drawn)
+    monkeypatch.setattr(torch, "empty", not_pinned)
+    monkeypatch.setattr(torch.nn.Module, "_apply", moved)
+    monkeypatch.setattr(torch_varlen, "_select_backend", lambda *_of_device: torch_varlen._FLASH_ATTENTION_BACKEND)
+    return mode

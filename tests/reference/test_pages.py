@@ -1,0 +1,291 @@
+"""KV in pages of one pool, as on a GPU: what is computed is what is computed with a slab for each sequence.
+
+No GPU is needed: attention through copies of pages is torch's own anywhere, flash attention is stood in for by what
+torch documents of it, recordings by a trace, and a GPU by tensors that have a device but no numbers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.attention.varlen as torch_varlen
+
+from llmnode.compute import pages
+from llmnode.compute.attention import ATTENTION, Segment, segments_of_forward
+from llmnode.compute.executor import load_executor
+from llmnode.compute.kv import KVForm, SequenceKV
+from llmnode.compute.own_attention import replace_own_attention
+from llmnode.compute.paged_executor import PagedExecutor
+from llmnode.compute.pages import PagePool
+from llmnode.compute.recording import PagedForwards
+from llmnode.compute.tensors import from_bytes, to_bytes
+from llmnode.core.span import Span
+from llmnode.models.parts import load_span
+from llmnode.ports import Piece
+from reference.paged import PAGE, cut_paged, load_paged, record_by_tracing, varlen_attn, without_numbers
+from reference.small import (
+    BLOCKS,
+    CONFIGS,
+    CPU,
+    HIDDEN_SIZE,
+    KV_TOKENS,
+    OF_EACH_KIND,
+    VOCABULARY,
+    Cut,
+    cut,
+    deviation,
+    make_model,
+    open_saved,
+    session,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from llmnode.compute.recording import Replay
+    from llmnode.models.folder import ModelFolder
+
+pytestmark = pytest.mark.reference
+
+BY_THEMSELVES = {case for case in CONFIGS if case.startswith(("gemma2", "bloom", "mpt", "falcon-alibi"))}
+"""Whose attention takes each sequence by itself: scores with a softcap, or with a bias for each position."""
+ROUNDS: tuple[dict[int, int], ...] = (
+    {0: 11, 1: 1},
+    {0: 7, 1: 1, 2: 13},
+    *({0: 1, 1: 1, 2: 1},) * 10,
+    {0: 9, 2: 1},
+    *({1: 1, 2: 1},) * 8,
+)
+"""How many tokens of each sequence go into each forward; three, and two, decode for long enough to be recorded."""
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In numbers of 32 bits, so that it can be compared."""
+    monkeypatch.setattr(pages, "FLASH_DTYPES", (torch.float32,))
+    monkeypatch.setattr(torch_varlen, "varlen_attn", varlen_attn)
+
+
+def through_rounds(through: Cut, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """What leaves the blocks for each sequence."""
+    made: list[list[torch.Tensor]] = [[] for _ in tokens]
+    at = [0] * len(tokens)
+    for lengths in ROUNDS:
+        chunks = {session(row): tokens[row, at[row] :][:length].tolist() for row, length in lengths.items()}
+        outputs = through.forward(chunks)
+        for row, length in lengths.items():
+            made[row].append(outputs[session(row)])
+            at[row] += length
+    through.close()
+    return [torch.cat(each) for each in made]
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+@torch.inference_mode()
+def test_every_family_computes_the_same_over_pages_and_its_steps_can_be_recorded(case: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    paged = _compare(case, tmp_path, said, record=record_by_tracing)
+    recorded = [len(executor._forwards._recorded) for executor in paged.executors]
+    if case in BY_THEMSELVES:
+        assert len(said) == len(recorded) and recorded == [0, 0]
+        assert all("recorded steps, which cannot be made here: this model's attention takes" in line for line in said)
+    else:
+        assert said == []
+        assert min(recorded) > 2, "of three sequences and of two, on one page and on more"
+
+
+@pytest.mark.usefixtures("flash")
+@pytest.mark.parametrize("case", OF_EACH_KIND)
+@torch.inference_mode()
+def test_flash_attention_is_told_what_the_sequences_are(case: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    paged = _compare(case, tmp_path, said, flash=True)
+    assert said == []
+    assert all(executor._pool.flash for executor in paged.executors)
+
+
+def _compare(case: str, path: Path, said: list[str], **options: Any) -> Cut:  # Any: as `load_paged` has them
+    model = make_model(case, tied=False)
+    model.save_pretrained(path)
+    folder, edges = open_saved(path), (0, 2, BLOCKS)
+    tokens = torch.randint(VOCABULARY, (3, 48), generator=torch.Generator().manual_seed(1))
+    paged = cut_paged(folder, edges, said.append, **options)
+    expected, found = (through_rounds(each, tokens) for each in (cut(folder, edges), paged))
+    epsilon = 4 * deviation(model, tokens)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (paged.ends.logits(ours) - paged.ends.logits(theirs)).abs().max() < epsilon
+    return paged
+
+
+@torch.inference_mode()
+def test_whoever_had_a_page_before_leaves_nothing_in_it_for_the_next(tmp_path: Path) -> None:
+    folder = _llama(tmp_path)
+    executor = load_paged(folder, Span(0, BLOCKS), _fail)
+    rows = torch.randn(12, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
+    expected = _chunks(executor, rows, (9, 1, 1, 1))
+    assert expected.isfinite().all()
+    _chunks(executor, torch.full((KV_TOKENS, HIDDEN_SIZE), float("nan")), (KV_TOKENS,))
+    assert torch.equal(_chunks(executor, rows, (9, 1, 1, 1)), expected)
+
+
+@torch.inference_mode()
+def test_what_was_taken_back_is_not_looked_at_even_if_it_was_no_number(tmp_path: Path) -> None:
+    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), _fail)
+    rows = torch.randn(12, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
+    expected = _chunks(executor, rows, (9, 1, 1, 1))
+    assert executor.open(session(0), executor.span, 40)
+    made = [_forward(executor, 0, 0, rows[:9])]
+    _forward(executor, 0, 9, torch.full((20, HIDDEN_SIZE), float("nan")))
+    executor.truncate(session(0), 9)
+    made += [_forward(executor, 0, at, rows[at : at + 1]) for at in range(9, 12)]
+    assert torch.equal(torch.cat(made), expected)
+
+
+@torch.inference_mode()
+def test_a_fork_has_pages_of_its_own(tmp_path: Path) -> None:
+    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), _fail)
+    rows = torch.randn(25, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
+    expected = _chunks(executor, rows, (19, 6))
+    for name in (0, 1):
+        assert executor.open(session(name), executor.span, 40)
+    _forward(executor, 0, 0, rows[:21])
+    _forward(executor, 1, 0, rows[:3])
+    executor.fork(session(1), session(0), 3, 19)
+    _forward(executor, 0, 21, -rows[:4])
+    assert (_forward(executor, 1, 19, rows[19:]) - expected[19:]).abs().max() < 1e-4
+
+
+@torch.inference_mode()
+def test_there_are_as_many_pages_as_positions_need_and_none_is_lost(tmp_path: Path) -> None:
+    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), _fail)
+    in_all = executor.kv_tokens_free()
+    assert in_all == KV_TOKENS
+    assert executor.open(session(0), executor.span, 1)
+    assert executor.kv_tokens_free() == in_all - PAGE
+    assert executor.open(session(1), executor.span, in_all - PAGE)
+    assert executor.kv_tokens_free() == 0
+    assert not executor.open(session(2), executor.span, 1)
+    executor.close(session(0))
+    assert executor.open(session(2), executor.span, PAGE)
+    for name in (1, 2):
+        executor.close(session(name))
+    assert executor.kv_tokens_free() == in_all
+    assert sorted(executor._pool._free) == list(range(1, in_all // PAGE + 1))
+
+
+@pytest.mark.usefixtures("flash")
+def test_flash_attention_that_computes_something_else_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sees_all(*arguments: Any, window_size: tuple[int, int], **options: Any) -> torch.Tensor:
+        return varlen_attn(*arguments, window_size=(1, 0), **options)
+
+    monkeypatch.setattr(torch_varlen, "varlen_attn", sees_all)
+    said: list[str] = []
+    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), said.append, flash=True)
+    (line,) = said
+    assert line.startswith("without flash attention, which computed something else here, off by ")
+    assert not executor._pool.flash
+
+
+def test_flash_attention_that_fails_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's own does on a CPU."""
+    monkeypatch.setattr(pages, "FLASH_DTYPES", (torch.float32,))
+    said: list[str] = []
+    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), said.append, flash=True)
+    (line,) = said
+    assert line.startswith("without flash attention, which cannot be used here: ")
+    assert not executor._pool.flash
+
+
+def test_recordings_that_compute_something_else_are_not_used(tmp_path: Path) -> None:
+    def stale(function: Any, hidden: torch.Tensor, numbers: torch.Tensor) -> Replay:
+        output = function(hidden, numbers)
+        return lambda: output
+
+    said: list[str] = []
+    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), said.append, record=stale)
+    (line,) = said
+    assert line.startswith("without recorded steps, which computed something else here, off by ")
+    assert executor._forwards.record is None and not executor._forwards._recorded
+
+
+@pytest.mark.parametrize(
+    "form", ["flash", "pages", KVForm(), KVForm("int8"), KVForm(device=CPU), KVForm("int8", CPU)], ids=str
+)
+@pytest.mark.parametrize("case", OF_EACH_KIND)
+def test_all_that_a_forward_reads_is_on_the_gpu(
+    case: str, form: KVForm | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors that have a device, a shape and a dtype, but no numbers, go through all of it as on a GPU."""
+    make_model(case, tied=False).save_pretrained(tmp_path)
+    folder = open_saved(tmp_path)
+    no_numbers = without_numbers(folder, monkeypatch)
+    whole, gpu = Span(0, BLOCKS), torch.device("cuda")
+    with no_numbers, torch.inference_mode():
+        model = load_span(folder, whole, ATTENTION, torch.bfloat16, "cuda")
+        replace_own_attention(model)
+        pool = PagePool(KV_TOKENS, gpu, flash=form == "flash")
+        kvs = [SequenceKV(400, form) if isinstance(form, KVForm) else pool.take(400) for _ in range(2)]
+        for lengths in ((5, 300), (1, 1)):
+            segments = [Segment(kv, kv.length, length) for kv, length in zip(kvs, lengths, strict=True)]
+            hidden = torch.zeros(sum(lengths), HIDDEN_SIZE)
+            if not isinstance(form, KVForm):
+                row = [(kv, kv.length, length) for kv, length in zip(kvs, lengths, strict=True)]
+                made = PagedForwards(model, pool).run(whole, row, hidden)
+            else:
+                token = segments_of_forward.set(segments)
+                made = model(whole, hidden.to(gpu), torch.arange(sum(lengths), device=gpu)).cpu()
+                segments_of_forward.reset(token)
+            assert (made.dtype, made.shape) == (torch.float32, hidden.shape)
+            for kv, length in zip(kvs, lengths, strict=True):
+                kv.length += length
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention and CUDA graphs take a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", OF_EACH_KIND)
+def test_a_gpu_computes_the_same_by_flash_attention_and_recorded_steps(
+    case: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    make_model(case, tied=False).save_pretrained(tmp_path)
+    folder, said = open_saved(tmp_path), list[str]()
+    tokens = torch.randint(VOCABULARY, (3, 48), generator=torch.Generator().manual_seed(1))
+    on_gpu = load_executor(folder, Span(0, BLOCKS), 4000, dtype, "cuda", report=said.append)
+    assert isinstance(on_gpu, PagedExecutor)
+    plain = cut(folder, (0, BLOCKS), dtype)
+    expected = through_rounds(plain, tokens)
+    found = through_rounds(Cut(plain.ends, [on_gpu]), tokens)
+    most = 1e-4 if dtype == torch.float32 else 0.1
+    assert all(((ours - theirs).norm() / theirs.norm()) < most for ours, theirs in zip(found, expected, strict=True))
+    if case not in BY_THEMSELVES:
+        assert said == []
+        assert on_gpu._pool.flash and on_gpu._forwards._recorded
+
+
+def _llama(path: Path) -> ModelFolder:
+    make_model("llama", tied=False).save_pretrained(path)
+    return open_saved(path)
+
+
+def _fail(line: str) -> None:
+    pytest.fail(line)
+
+
+def _chunks(executor: PagedExecutor, rows: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Of a session of its own, what comes of `rows` in chunks of so many."""
+    assert executor.open(session(0), executor.span, len(rows))
+    made, at = [], 0
+    for length in lengths:
+        made.append(_forward(executor, 0, at, rows[at : at + length]))
+        at += length
+    executor.close(session(0))
+    return torch.cat(made)
+
+
+def _forward(executor: PagedExecutor, name: int, start: int, rows: torch.Tensor) -> torch.Tensor:
+    (output,) = executor.forward([Piece(session(name), start, len(rows), to_bytes(rows))])
+    return from_bytes(output, HIDDEN_SIZE)
