@@ -1,0 +1,82 @@
+"""What `torch.compile` gives a decode's step through blocks of SmolLM2 on a CPU, and what it takes to start.
+
+    python tests/bench/compiled.py
+
+One token through ten blocks in fp32 on one thread, by torch as it is, compiled by Inductor, and in Rust (whose weights
+are of as few bits as they need), in turn in one process. Each token looks at itself alone, so all that attention makes
+is its value. Takes a C++ compiler, as Inductor does.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from llmnode.compute.executor import SpanExecutor
+from llmnode.compute.tensors import to_bytes
+from llmnode.core.ids import SESSION_ID_BYTES, SessionId
+from llmnode.core.span import Span
+from llmnode.models.embedded import open_embedded
+from llmnode.models.parts import load_span
+from llmnode.models.skeleton import ATTENTIONS
+from llmnode.node.bench.report import spread
+from llmnode.ports import Piece
+
+SPAN = Span(0, 10)
+ROUNDS, STEPS = 15, 30
+ITSELF = "itself"
+
+
+def look_at_itself(
+    _module: torch.nn.Module, query: torch.Tensor, _key: torch.Tensor, value: torch.Tensor, **_unused: object
+) -> tuple[torch.Tensor, None]:
+    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = open_embedded()
+    ATTENTIONS[ITSELF] = look_at_itself
+    model = load_span(folder, SPAN, ITSELF)
+    hidden, positions = torch.randn(1, folder.info.hidden_size), torch.zeros(1, dtype=torch.long)
+    compiled = torch.compile(model.forward)
+    began_s = time.perf_counter()
+    with torch.inference_mode():
+        first = compiled(SPAN, hidden, positions)
+        started_s = time.perf_counter() - began_s
+        assert torch.allclose(first, model(SPAN, hidden, positions), rtol=1e-3, atol=1e-3)
+        began_s = time.perf_counter()
+        compiled(SPAN, torch.randn(3, folder.info.hidden_size), torch.zeros(3, dtype=torch.long))
+        again_s = time.perf_counter() - began_s
+        rust = SpanExecutor(load_span(folder, SPAN, ITSELF, in_rust=True), folder.info.hidden_size, 8)
+        session = SessionId(bytes(SESSION_ID_BYTES))
+        assert rust.open(session, SPAN, 1)
+
+        def in_rust() -> None:
+            rust.forward([Piece(session, 0, 1, to_bytes(hidden))])
+            rust.truncate(session, 0)
+
+        ways = {
+            "torch": lambda: model(SPAN, hidden, positions),
+            "compiled": lambda: compiled(SPAN, hidden, positions),
+            "Rust": in_rust,
+        }
+        took_ms: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(ROUNDS):
+            for name, step in ways.items():
+                times_s = []
+                for _ in range(STEPS):
+                    began_s = time.perf_counter()
+                    step()
+                    times_s.append(time.perf_counter() - began_s)
+                took_ms[name].append(1e3 * statistics.median(times_s))
+    print(f"compiled in {started_s:.1f} s, again for another number of tokens in {again_s:.1f} s")
+    for name, each_ms in took_ms.items():
+        of_torch = spread([own / base for own, base in zip(each_ms, took_ms["torch"], strict=True)])
+        print(f"{name}: {statistics.median(each_ms):.2f} ms, of torch's {of_torch}")
+
+
+if __name__ == "__main__":
+    main()
