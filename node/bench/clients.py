@@ -1,7 +1,8 @@
-"""`llmnode bench clients`: 1 to 16 clients of one server of the whole model, and somebody who decodes beside a prefill.
+"""`llmnode bench clients`: 1 to 16 clients of one server of the whole model, and decodes beside a prefill, or training.
 
 Every client is a peer of its own, with its own connection, session and compute thread; all of them are in this process,
 since the cores of a small machine are the server's and ours. A ratio is to one client alone in the same round.
+Training is what servers compute first for a batch of it: forwards of some rows at once, of its priority.
 The scheduler's choice between those who decode and those who prefill is measured without a network, see `sharing.py`.
 """
 
@@ -23,6 +24,7 @@ import trio
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.compute.tensors import to_bytes
 from llmnode.core.policy import ClientPolicy
+from llmnode.core.scheduling import Priority
 from llmnode.core.span import Span
 from llmnode.errors import single_error
 from llmnode.node.bench.exact import Reference
@@ -36,15 +38,17 @@ if TYPE_CHECKING:
 
     from llmnode.client.connect import Client, ClientParts
     from llmnode.models.folder import ModelFolder
+    from llmnode.wire.frame import Buffer
 
 COUNTS = (1, 2, 4, 8, 16)
 PROMPT_TOKENS = 32
 PREFILL_TOKENS = 2000
 CHUNKS = (512, 128)
+TRAINED_ROWS, TRAINED_TOKENS = 16, 128
 STEPS, END_TO_END = "session.step", "end to end"
 LEAST_TIMES = {STEPS: 3.0, END_TO_END: 2.2}
 OF_CLIENTS = 8
-MOST_DECODE, MOST_PREFILL = 2.5, 3.0
+MOST_DECODE, MOST_PREFILL, LEAST_TRAINING = 2.5, 3.0, 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,9 @@ async def _bench(config: ClientsBench, folder: ModelFolder) -> None:
     parts, reference = load_parts(folder), Reference(folder.path)
     counts = (1, OF_CLIENTS) if config.thin else COUNTS
     variants = [_Variant(level, clients) for level in LEAST_TIMES for clients in counts]
+    trained = TRAINED_ROWS // 8 if config.thin else TRAINED_ROWS
     shared = [Sharing(f"server, chunks of {chunk}") for chunk in CHUNKS]
+    shared.append(Sharing(f"server, rows of {trained} x {TRAINED_TOKENS}", work="training"))
     alone = workers(thin=config.thin)
     with single_error():
         async with AsyncExitStack() as stack:
@@ -120,7 +126,7 @@ async def _bench(config: ClientsBench, folder: ModelFolder) -> None:
     }
     rows = [*(_row(variant) for variant in variants), *(row_of(sharing) for sharing in [*shared, *alone])]
     wrong = sum(wrong for _, wrong in judged)
-    print_report("clients", conditions, rows, _aims(variants, shared[0], wrong), as_json=config.json)
+    print_report("clients", conditions, rows, _aims(variants, shared[0], shared[-1], wrong), as_json=config.json)
 
 
 class _Rig:
@@ -144,11 +150,13 @@ class _Rig:
         self._tokens = config.tokens
         self._clients = clients
         self._prefilling = prefilling
+        rows = TRAINED_ROWS // 8 if config.thin else TRAINED_ROWS
+        self._trained = [to_bytes(parts.ends.embed(words[row * TRAINED_TOKENS :][:TRAINED_TOKENS], 0)) for row in range(rows)]
 
     async def measure_round(self, variants: Sequence[_Variant], shared: Sequence[Sharing], *, discard: bool) -> None:
         if discard:
             variants = [replace(variant, per_s=[], times=[], slow_ms=[]) for variant in variants]
-            shared = [Sharing(sharing.name) for sharing in shared]
+            shared = [Sharing(sharing.name, work=sharing.work) for sharing in shared]
         for variant in variants:
             act = self._step if variant.level == STEPS else self._generate
             stamps = await _all_at_once(act, variant.clients)
@@ -156,8 +164,9 @@ class _Rig:
             alone = next(each for each in variants if each.level == variant.level and each.clients == 1)
             variant.times.append(variant.per_s[-1] / alone.per_s[-1])
             variant.slow_ms.append(1e3 * p95([later - at for each in stamps for at, later in pairwise(each)]))
-        for sharing, client in zip(shared, self._prefilling, strict=True):
-            await measure_sharing(sharing, self._decoder, partial(self._prefill, client), self._tokens)
+        works: list[Callable[[], Awaitable[None]]] = [*(partial(self._prefill, client) for client in self._prefilling), self._train]
+        for sharing, work in zip(shared, works, strict=True):
+            await measure_sharing(sharing, self._decoder, work, self._tokens)
 
     async def _step(self, number: int, start: Callable[[], Awaitable[None]]) -> list[float]:
         stamps = []
@@ -191,6 +200,19 @@ class _Rig:
     async def _prefill(self, client: Client) -> None:
         async with client.inference_session(self.prefill_tokens) as session:
             await session.step(self.prefill)
+
+
+    async def _train(self) -> None:
+        """Another's forward of a batch, and a client of its own: rows all at once, and their outputs back."""
+
+        async def forward(row: Buffer) -> None:
+            trained = self._prefilling[-1].inference_session(TRAINED_TOKENS, priority=Priority.TRAINING)
+            async with trained as session:
+                await session.step(row)
+
+        async with trio.open_nursery() as nursery:
+            for row in self._trained:
+                nursery.start_soon(forward, row)
 
 
 async def _all_at_once(
@@ -235,17 +257,20 @@ def _row(variant: _Variant) -> Row:
     }
 
 
-def _aims(variants: Sequence[_Variant], shared: Sharing, wrong: int) -> list[Aim]:
+def _aims(variants: Sequence[_Variant], prefill: Sharing, training: Sharing, wrong: int) -> list[Aim]:
     aims = [Aim("tokens that are not transformers', and no near tie", wrong, "= 0", wrong == 0)]
     for variant in variants:
         if variant.clients == OF_CLIENTS:
             times, least = statistics.median(variant.times), LEAST_TIMES[variant.level]
             name = f"{OF_CLIENTS} clients, {variant.level}: tokens/s, of one client's"
             aims.append(Aim(name, times, f">= {least:g}", times >= least))
-    decode, prefill = statistics.median(shared.decode_times), statistics.median(shared.prefill_times)
-    beside = "decodes beside a prefill"
+    for sharing in (prefill, training):
+        decode = statistics.median(sharing.decode_times)
+        name = f"decodes beside {sharing.work}: p95, of alone"
+        aims.append(Aim(name, decode, f"<= {MOST_DECODE:g}", decode <= MOST_DECODE))
+    slower, speed = statistics.median(prefill.work_times), 1 / statistics.median(training.work_times)
     return [
         *aims,
-        Aim(f"{beside}: p95, of alone", decode, f"<= {MOST_DECODE:g}", decode <= MOST_DECODE),
-        Aim(f"{beside}: the prefill, of alone", prefill, f"<= {MOST_PREFILL:g}", prefill <= MOST_PREFILL),
+        Aim("the prefill beside decodes: time, of alone", slower, f"<= {MOST_PREFILL:g}", slower <= MOST_PREFILL),
+        Aim("training beside decodes: speed, of alone", speed, f">= {LEAST_TRAINING:g}", speed >= LEAST_TRAINING),
     ]

@@ -1,4 +1,4 @@
-"""For `llmnode bench clients`: who decodes beside who prefills, each compared with itself alone.
+"""For `llmnode bench clients`: who decodes beside who prefills or trains, each compared with itself alone.
 
 `BatchPolicy.stretch` says how the two share a forward: what it trades is measured on a worker, without a network.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Act = Callable[[], Awaitable[object]]
 
 BEFORE = 5
-"""Decodes, before the prefill begins beside them."""
+"""Decodes, before the work begins beside them."""
 CHUNK = 512
 MOST_POSITIONS = 2000
 STRETCHES = (1.5, BatchPolicy().stretch, 3.0)
@@ -46,21 +46,23 @@ class Sharing:
 
     name: str
     policy: BatchPolicy = field(default_factory=BatchPolicy)
+    work: str = "a prefill"
+    """What is done beside the decodes."""
     decode_ms: list[float] = field(default_factory=list)
-    """95th percentiles: alone, and beside the prefill."""
+    """95th percentiles: alone, and beside the work."""
     beside_ms: list[float] = field(default_factory=list)
     slowest_ms: list[float] = field(default_factory=list)
-    prefill_s: list[float] = field(default_factory=list)
+    work_s: list[float] = field(default_factory=list)
     slower_s: list[float] = field(default_factory=list)
-    """The prefill, beside the decodes."""
+    """The work, beside the decodes."""
 
     @property
     def decode_times(self) -> list[float]:
         return [beside / alone for alone, beside in zip(self.decode_ms, self.beside_ms, strict=True)]
 
     @property
-    def prefill_times(self) -> list[float]:
-        return [beside / alone for alone, beside in zip(self.prefill_s, self.slower_s, strict=True)]
+    def work_times(self) -> list[float]:
+        return [beside / alone for alone, beside in zip(self.work_s, self.slower_s, strict=True)]
 
 
 def p95(values: Sequence[float]) -> float:
@@ -68,15 +70,15 @@ def p95(values: Sequence[float]) -> float:
 
 
 async def measure_sharing(
-    sharing: Sharing, open_decoder: Callable[[], AbstractAsyncContextManager[Act]], prefill: Act, decodes: int
+    sharing: Sharing, open_decoder: Callable[[], AbstractAsyncContextManager[Act]], work: Act, decodes: int
 ) -> None:
-    """The prefill alone, before anybody decodes; so many decodes alone; and both at once."""
-    prefill_s = await _seconds(prefill)
+    """The work alone, before anybody decodes; so many decodes alone; and both at once."""
+    work_s = await _seconds(work)
     async with open_decoder() as decode:
         alone = [await _seconds(decode) for _ in range(decodes)]
         beside: list[float] = []
         async with trio.open_nursery() as nursery:
-            prefilling = trio.Event()
+            working = trio.Event()
 
             async def decode_on() -> None:
                 for number in count():
@@ -85,13 +87,13 @@ async def measure_sharing(
                     if number >= BEFORE:
                         beside.append(time.perf_counter() - began_s)
                     if number == BEFORE - 1:
-                        prefilling.set()
+                        working.set()
 
             nursery.start_soon(decode_on)
-            await prefilling.wait()
-            slower_s = await _seconds(prefill)
+            await working.wait()
+            slower_s = await _seconds(work)
             nursery.cancel_scope.cancel()
-    sharing.prefill_s.append(prefill_s)
+    sharing.work_s.append(work_s)
     sharing.slower_s.append(slower_s)
     sharing.decode_ms.append(1e3 * p95(alone))
     sharing.beside_ms.append(1e3 * p95(beside))
@@ -100,13 +102,13 @@ async def measure_sharing(
 
 def row_of(sharing: Sharing) -> Row:
     return {
-        "level": "decodes beside a prefill",
+        "level": f"decodes beside {sharing.work}",
         "variant": sharing.name,
         "p95, ms": spread(sharing.beside_ms),
         "slowest, ms": spread(sharing.slowest_ms),
         "p95, of alone": spread(sharing.decode_times),
-        "prefill, s": spread(sharing.slower_s),
-        "prefill, of alone": spread(sharing.prefill_times),
+        "work, s": spread(sharing.slower_s),
+        "work, of alone": spread(sharing.work_times),
     }
 
 
