@@ -9,6 +9,7 @@ import torch
 import torch.nn.attention.varlen as torch_varlen
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmnode.compute.attention import ATTENTION
 from llmnode.compute.own_attention import replace_own_attention
@@ -78,12 +79,27 @@ def record_by_tracing(
     return replay
 
 
+class AsInCapture(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot record: copies between devices, and numbers that Python reads."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # Any: as torch has it
+        made = func(*args, **(kwargs or {}))
+        aten = torch.ops.aten
+        if func.overloadpacket in (aten.to, aten._to_copy, aten.copy_):
+            of = args[1] if func.overloadpacket is aten.copy_ else args[0]
+            assert made.device == of.device, f"a copy from {of.device} to {made.device}"
+        assert torch.Tag.data_dependent_output not in func.tags, f"{func} gives Python a number"
+        return made
+
+
 def varlen_attn(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     cu_seq_q: torch.Tensor,
-    cu_seq_k: None,
+    cu_seq_k: torch.Tensor,
     max_q: int,
     max_k: int,
     *,
@@ -92,9 +108,14 @@ def varlen_attn(
     enable_gqa: bool,
     seqused_k: torch.Tensor,
     block_table: torch.Tensor,
+    num_splits: int | None,
 ) -> torch.Tensor:
     """As torch documents its `varlen_attn`, whose kernels are for GPUs: causal to the last key, over pages."""
-    assert cu_seq_k is None and window_size[1] == 0
+    assert cu_seq_k is cu_seq_q, "one without the other is refused"
+    assert num_splits == 1 or (max_q == 1 and window_size == (-1, -1) and enable_gqa), (
+        "else splits are put in wrong places"
+    )
+    assert window_size[1] == 0 or max_q == 1
     assert cu_seq_q.dtype == seqused_k.dtype == block_table.dtype == torch.int32
     assert enable_gqa == (query.shape[1] != key.shape[2])
     begins, outputs = cu_seq_q.tolist(), []

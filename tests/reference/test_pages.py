@@ -12,19 +12,19 @@ import pytest
 import torch
 import torch.nn.attention.varlen as torch_varlen
 
-from llmnode.compute import pages
+from llmnode.compute import recording
 from llmnode.compute.attention import ATTENTION, Segment, segments_of_forward
 from llmnode.compute.executor import load_executor
 from llmnode.compute.kv import KVForm, SequenceKV
 from llmnode.compute.own_attention import replace_own_attention
 from llmnode.compute.paged_executor import PagedExecutor
-from llmnode.compute.pages import PagePool
+from llmnode.compute.pages import PagePool, lay_out
 from llmnode.compute.recording import PagedForwards
 from llmnode.compute.tensors import from_bytes, to_bytes
 from llmnode.core.span import Span
 from llmnode.models.parts import load_span
 from llmnode.ports import Piece
-from reference.paged import PAGE, cut_paged, load_paged, record_by_tracing, varlen_attn, without_numbers
+from reference.paged import PAGE, AsInCapture, cut_paged, load_paged, record_by_tracing, varlen_attn, without_numbers
 from reference.small import (
     BLOCKS,
     CONFIGS,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.reference
 
-BY_THEMSELVES = {case for case in CONFIGS if case.startswith(("gemma2", "bloom", "mpt", "falcon-alibi"))}
+BY_THEMSELVES = {case for case in CONFIGS if case.startswith(("gemma2", "bloom", "falcon-alibi"))}
 """Whose attention takes each sequence by itself: scores with a softcap, or with a bias for each position."""
 ROUNDS: tuple[dict[int, int], ...] = (
     {0: 11, 1: 1},
@@ -64,8 +64,7 @@ ROUNDS: tuple[dict[int, int], ...] = (
 
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In numbers of 32 bits, so that it can be compared."""
-    monkeypatch.setattr(pages, "FLASH_DTYPES", (torch.float32,))
+    """In numbers of any bits, so that it can be compared."""
     monkeypatch.setattr(torch_varlen, "varlen_attn", varlen_attn)
 
 
@@ -180,10 +179,10 @@ def test_there_are_as_many_pages_as_positions_need_and_none_is_lost(tmp_path: Pa
 def test_flash_attention_that_computes_something_else_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def sees_all(*arguments: Any, window_size: tuple[int, int], **options: Any) -> torch.Tensor:
-        return varlen_attn(*arguments, window_size=(1, 0), **options)
+    def sees_two(*arguments: Any, **options: Any) -> torch.Tensor:
+        return varlen_attn(*arguments, **{**options, "window_size": (1, 0), "num_splits": 1})
 
-    monkeypatch.setattr(torch_varlen, "varlen_attn", sees_all)
+    monkeypatch.setattr(torch_varlen, "varlen_attn", sees_two)
     said: list[str] = []
     executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), said.append, flash=True)
     (line,) = said
@@ -191,9 +190,8 @@ def test_flash_attention_that_computes_something_else_is_not_used(
     assert not executor._pool.flash
 
 
-def test_flash_attention_that_fails_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_that_fails_is_not_used(tmp_path: Path) -> None:
     """As torch's own does on a CPU."""
-    monkeypatch.setattr(pages, "FLASH_DTYPES", (torch.float32,))
     said: list[str] = []
     executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), said.append, flash=True)
     (line,) = said
@@ -243,6 +241,57 @@ def test_all_that_a_forward_reads_is_on_the_gpu(
             assert (made.dtype, made.shape) == (torch.float32, hidden.shape)
             for kv, length in zip(kvs, lengths, strict=True):
                 kv.length += length
+
+
+@pytest.mark.parametrize("flash", [True, False], ids=["flash", "gathered"])
+@pytest.mark.parametrize("case", sorted({*OF_EACH_KIND, "opt"} - BY_THEMSELVES))
+def test_a_step_on_a_gpu_has_nothing_that_cannot_be_recorded(
+    case: str, flash: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(case, tied=False).save_pretrained(tmp_path)
+    folder, whole = open_saved(tmp_path), Span(0, BLOCKS)
+    with without_numbers(folder, monkeypatch), torch.inference_mode():
+        model = load_span(folder, whole, ATTENTION, torch.bfloat16, "cuda")
+        replace_own_attention(model)
+        pool = PagePool(KV_TOKENS, torch.device("cuda"), flash=flash)
+        shape, numbers = lay_out([(pool.take(400), 7, 1), (pool.take(400), 300, 1)])
+        step = torch.zeros(2, HIDDEN_SIZE, device="cuda"), numbers.to("cuda")
+        with AsInCapture():
+            made = PagedForwards(model, pool)._run(whole, shape, (), *step)
+        assert made.shape == (2, HIDDEN_SIZE)
+
+
+@torch.inference_mode()
+def test_a_row_is_gathered_into_no_more_than_all_pages_and_is_right_beyond(tmp_path: Path) -> None:
+    """Beside a long sequence."""
+    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), _fail, record=record_by_tracing)
+    rows = torch.randn(700, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
+    expected = _chunks(executor, rows, (700,))
+    lengths = {0: 696, 1: 2, 2: 2}
+    for name, length in lengths.items():
+        assert executor.open(session(name), executor.span, length + 4)
+        _forward(executor, name, 0, rows[:length])
+    for number in range(4):
+        at = {name: length + number for name, length in lengths.items()}
+        pieces = [Piece(session(name), start, 1, to_bytes(rows[start : start + 1])) for name, start in at.items()]
+        outputs = [from_bytes(output, HIDDEN_SIZE) for output in executor.forward(pieces)]
+        assert all(
+            (made - expected[start]).abs().max() < 1e-4 for made, start in zip(outputs, at.values(), strict=True)
+        )
+    most = max(shape.sequences * shape.pages for _, shape in executor._forwards._recorded)
+    assert most * PAGE <= KV_TOKENS < 3 * 700
+
+
+@torch.inference_mode()
+def test_what_was_not_used_for_longest_makes_room_for_new_recordings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "MOST_RECORDINGS", 2)
+    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), _fail, record=record_by_tracing)
+    rows = torch.randn(40, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
+    expected = _chunks(executor, rows, (40,))
+    assert (_chunks(executor, rows, (1,) * 40) - expected).abs().max() < 1e-4
+    assert [shape.pages for _, shape in executor._forwards._recorded] == [4, 8]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention and CUDA graphs take a GPU")

@@ -101,7 +101,7 @@ def ragged_attention(
         raise ModelError("this model has attention sinks, which are not supported")
     layer: int = module.layer_idx  # type: ignore[assignment]  # set by transformers on every attention module
     row = row_of_forward.get()
-    if row is not None and key_bias is None and softcap is None and row.is_whole(query):
+    if row is not None and key_bias is None and softcap is None and row.is_whole:
         return row.attend(layer, query, key, value, scaling, sliding_window), None
     segments = segments_now()
     lengths = [segment.length for segment in segments]

@@ -12,7 +12,7 @@ from llmnode.compute.attention import ATTENTION, Segment, segments_of_forward
 from llmnode.compute.heap import give_back
 from llmnode.compute.kv import KVForm, SequenceKV
 from llmnode.compute.own_attention import replace_own_attention
-from llmnode.compute.pages import PagePool
+from llmnode.compute.pages import FLASH_DTYPES, PagePool
 from llmnode.compute.tensors import FLOAT_BYTES, from_bytes, to_bytes
 from llmnode.core.span import Span
 from llmnode.errors import LocalProtocolError
@@ -203,8 +203,9 @@ def load_executor(
     replace_own_attention(model)
     if torch.device(device).type == "cuda" and kv in (None, KVForm()):
         from llmnode.compute.paged_executor import PagedExecutor
-        from llmnode.compute.recording import record_cuda_graph
+        from llmnode.compute.recording import CudaGraphs
 
-        pool = PagePool(kv_tokens, torch.device(device), flash=True)
-        return PagedExecutor(model, folder.info.hidden_size, pool, record_cuda_graph, report)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every shape, in 40 ms (pytorch#191576)
+        pool = PagePool(kv_tokens, torch.device(device), flash=dtype in FLASH_DTYPES)
+        return PagedExecutor(model, folder.info.hidden_size, pool, CudaGraphs(pool.device), report)
     return SpanExecutor(model, folder.info.hidden_size, kv_tokens, device, kv)

@@ -30,8 +30,8 @@ Part = tuple["PagedKV", int, int]
 class PagePool:
     """Room for `tokens` positions, in whole pages, and one page that is nobody's, for what nobody wants.
 
-    Of each block it is taken when the block first has keys and values. With `flash` a row whose numbers have 16 bits
-    goes through flash attention, which there is on GPUs alone, and for pages of `PAGE`.
+    Of each block it is taken when the block first has keys and values. With `flash` all sequences of a row attend by
+    flash attention, which there is on GPUs alone, for pages of `PAGE` and numbers of `FLASH_DTYPES`.
     """
 
     def __init__(self, tokens: int, device: torch.device, *, flash: bool = False, page: int = PAGE) -> None:
@@ -42,6 +42,12 @@ class PagePool:
         self.tokens = pages * page
         self._free = list(range(pages, 0, -1))
         self._blocks: dict[int, KVPair] = {}
+
+    def takes_whole(self, shape: RowShape) -> bool:
+        """Whether sequences of such a row attend at once: without flash attention over copies of their pages, of which
+        there are no more than of pages. Next to a long sequence short ones take as much.
+        """
+        return self.flash or (shape.longest == 1 and shape.sequences * shape.pages * self.page <= self.tokens)
 
     def take(self, tokens: int) -> PagedKV:
         """There is room for them."""
@@ -92,7 +98,8 @@ class PagedKV:
         return seen_keys, seen_values
 
     def copy(self, other: PagedKV, start: int, end: int) -> None:
-        to, of = (torch.tensor(each.slots(start, end), device=self._pool.device) for each in (self, other))
+        device = self._pool.device
+        to, of = (torch.tensor(each.slots(start, end), dtype=torch.long, device=device) for each in (self, other))
         for pair in self._pool.blocks():
             for states in pair:
                 positions = states.flatten(0, 1)
@@ -146,20 +153,17 @@ def lay_out(parts: Sequence[Part], steps: RowShape | None = None) -> tuple[RowSh
 
 
 class PagedRow:
-    """What the row of a forward consists of, as kernels read it."""
+    """What the row of a forward consists of, as kernels read it. It `is_whole` if all sequences can attend at once."""
 
     def __init__(self, pool: PagePool, shape: RowShape, numbers: torch.Tensor) -> None:
         """`numbers` as `lay_out` has them, on the pool's device."""
+        self.is_whole = pool.takes_whole(shape)
         sizes = [shape.tokens, shape.tokens, shape.sequences + 1, shape.sequences, shape.sequences * shape.pages]
         self.positions, slots, self._begins, self._seen, tables = numbers.split(sizes)
         self._tables = tables.unflatten(0, (shape.sequences, shape.pages))
         self._slots = slots.long()
         self._pool, self._shape = pool, shape
         self._masks: dict[int | None, torch.Tensor] = {}  # by window: blocks of one kind share it
-
-    def is_whole(self, query: torch.Tensor) -> bool:
-        """Whether all sequences can attend at once. query: as in `attend`."""
-        return self._is_flash(query) or self._shape.longest == 1
 
     def attend(
         self,
@@ -177,23 +181,27 @@ class PagedRow:
         keys, values = self._pool.states(layer, key)
         for states, new in ((keys, key), (values, value)):
             states.flatten(0, 1).index_copy_(0, self._slots, new[0].transpose(0, 1))
-        attend = self._attend_by_flash if self._is_flash(query) else self._attend_gathered
+        attend = self._attend_by_flash if self._pool.flash else self._attend_gathered
         return attend(query[0].transpose(0, 1), keys, values, scaling, window)[None]
-
-    def _is_flash(self, query: torch.Tensor) -> bool:
-        return self._pool.flash and query.dtype in FLASH_DTYPES
 
     def _attend_by_flash(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None, window: int | None
     ) -> torch.Tensor:
-        """query: (tokens, heads, head_dim)."""
+        """query: (tokens, heads, head_dim).
+
+        Where keys begin is not looked at, but must be given. Keys of one sequence are not split: what comes of that
+        is put in wrong places (pytorch#194167), but for heads that share keys, which are queries of one then; for those
+        nothing may be said of what one token sees, which is all there is.
+        """
         from torch.nn.attention.varlen import varlen_attn
 
-        shape = self._shape
+        shape, shared = self._shape, query.shape[1] != keys.shape[2]
+        may_split = shape.longest == 1 and window is None and shared
+        seen = (-1, -1) if may_split else (-1 if window is None else window - 1, 0)
         attended = varlen_attn(
-            query, keys, values, self._begins, None, shape.longest, shape.pages * self._pool.page,
-            scale=scaling, window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=query.shape[1] != keys.shape[2], seqused_k=self._seen, block_table=self._tables,
+            query, keys, values, self._begins, self._begins, shape.longest, shape.pages * self._pool.page,
+            scale=scaling, window_size=seen, enable_gqa=shared, seqused_k=self._seen, block_table=self._tables,
+            num_splits=None if may_split else 1,
         )  # fmt: skip
         assert isinstance(attended, torch.Tensor)
         return attended

@@ -125,8 +125,8 @@ def load_span(
     """Read the tensors of the blocks of `span`, and of no other.
 
     `attention` names an attention function registered with transformers, or one of `ATTENTIONS`. Blocks are read,
-    fused and quantized (on torch's `device`) one by one: never more than one is there twice. If `in_rust`, there is
-    `native` too, for blocks that it can be, whose matrices are then in as few bits as they need (`narrow.py`).
+    fused, quantized and moved to torch's `device` one by one: never more than one is there twice. If `in_rust`, there
+    is `native` too, for blocks that it can be, whose matrices are then in as few bits as they need (`narrow.py`).
     Raises ModelError for an unsupported model or an incomplete folder.
     """
     if (blueprint := blueprint_of(folder)) is not None:
@@ -141,6 +141,7 @@ def load_span(
         _load(folder, model, _of_blocks(model, family, Span(block, block + 1)), dtype)
         if quant != "none":
             quantize_block(blocks[block], quant, device)
+        blocks[block].requires_grad_(False).to(device)
     remove_entry(decoder, family)
     remove_exit(decoder, family)
     remove_blocks(decoder, family)
@@ -169,9 +170,8 @@ def _load_fused(
         block = _load_block(folder, blueprint, index, dtype, is_narrow=is_narrow)
         if quant != "none":
             quantize_block(block, quant, device)
-        blocks.append(block)
+        blocks.append(block.requires_grad_(False).to(device))
     rotary = Rotary(blueprint.frequencies, blueprint.rotary_scaling)
-    blocks.requires_grad_(False).to(device)
     native = native_blocks(blocks, rotary) if in_rust else None
     if native is None:
         use_fastest(blocks)
