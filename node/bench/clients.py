@@ -30,11 +30,12 @@ from llmnode.errors import single_error
 from llmnode.node.bench.exact import Reference
 from llmnode.node.bench.random_llama import opened
 from llmnode.node.bench.report import Aim, Row, environment, print_report, spread
-from llmnode.node.bench.sharing import Sharing, load_workers, measure_sharing, p95, row_of, workers
+from llmnode.node.bench.sharing import Sharing, load_workers, measure_sharing, p95, plot, row_of, workers
 from llmnode.node.processes import all_ready, private_swarm
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from pathlib import Path
 
     from llmnode.client.connect import Client, ClientParts
     from llmnode.models.folder import ModelFolder
@@ -61,6 +62,7 @@ class ClientsBench:
     thin: bool
     threads: int
     json: bool
+    plot: Path | None = None
 
 
 @dataclass(slots=True)
@@ -114,6 +116,8 @@ async def _bench(config: ClientsBench, folder: ModelFolder) -> None:
             print(f"workers, round {number + 1} of {config.repeats}", file=sys.stderr)
             for sharing in alone:
                 await loaded.measure(sharing)
+    if config.plot is not None:
+        plot([*shared, *alone], config.plot)
     judged = [reference.judge(text, range(PROMPT_TOKENS, len(text))) for text in sorted(rig.texts)]
     conditions = environment(config.threads) | {
         "model": folder.name,
@@ -151,7 +155,9 @@ class _Rig:
         self._clients = clients
         self._prefilling = prefilling
         rows = TRAINED_ROWS // 8 if config.thin else TRAINED_ROWS
-        self._trained = [to_bytes(parts.ends.embed(words[row * TRAINED_TOKENS :][:TRAINED_TOKENS], 0)) for row in range(rows)]
+        self._trained = [
+            to_bytes(parts.ends.embed(words[row * TRAINED_TOKENS :][:TRAINED_TOKENS], 0)) for row in range(rows)
+        ]
 
     async def measure_round(self, variants: Sequence[_Variant], shared: Sequence[Sharing], *, discard: bool) -> None:
         if discard:
@@ -164,7 +170,10 @@ class _Rig:
             alone = next(each for each in variants if each.level == variant.level and each.clients == 1)
             variant.times.append(variant.per_s[-1] / alone.per_s[-1])
             variant.slow_ms.append(1e3 * p95([later - at for each in stamps for at, later in pairwise(each)]))
-        works: list[Callable[[], Awaitable[None]]] = [*(partial(self._prefill, client) for client in self._prefilling), self._train]
+        works: list[Callable[[], Awaitable[None]]] = [
+            *(partial(self._prefill, client) for client in self._prefilling),
+            self._train,
+        ]
         for sharing, work in zip(shared, works, strict=True):
             await measure_sharing(sharing, self._decoder, work, self._tokens)
 
@@ -200,7 +209,6 @@ class _Rig:
     async def _prefill(self, client: Client) -> None:
         async with client.inference_session(self.prefill_tokens) as session:
             await session.step(self.prefill)
-
 
     async def _train(self) -> None:
         """Another's forward of a batch, and a client of its own: rows all at once, and their outputs back."""

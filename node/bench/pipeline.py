@@ -26,6 +26,7 @@ from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
 from llmnode.models.embedded import open_embedded
 from llmnode.net.host import open_network
+from llmnode.node.bench.drawing import axes_in
 from llmnode.node.bench.report import Aim, Row, environment, print_report, spread
 from llmnode.node.processes import all_ready, private_swarm
 from llmnode.node.several import AT_ONCE_PER_STAGE
@@ -286,13 +287,9 @@ def _aims(variants: Sequence[_Variant]) -> list[Aim]:
 
 
 def plot(variants: Sequence[_Variant], path: Path) -> None:
-    """Tokens against time, as in the thesis's figures 10 to 19. Its form is that of the file's name."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot(xlabel="s", ylabel="tokens", title="llmnode bench pipeline")
-    for variant in variants:
-        style = "--" if variant.is_emulated else "-"
-        axes.plot(variant.times_s, range(1, len(variant.times_s) + 1), style, label=variant.name)
-    axes.legend()
-    figure.savefig(path)
+    """Tokens against time, as in the thesis's figures 10 to 19."""
+    with axes_in(path, "llmnode bench pipeline", "s", "tokens") as axes:
+        for variant in variants:
+            style = "--" if variant.is_emulated else "-"
+            axes.plot(variant.times_s, range(1, len(variant.times_s) + 1), style, label=variant.name)
+        axes.legend()

@@ -9,6 +9,7 @@ import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from statistics import median
 from typing import TYPE_CHECKING
 
 import trio
@@ -18,12 +19,14 @@ from llmnode.compute.worker import ThreadWorker
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.policy import BatchPolicy
 from llmnode.core.span import Span
+from llmnode.node.bench.drawing import axes_in
 from llmnode.node.bench.report import Row, spread
 from llmnode.ports import Piece
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
 
     from llmnode.compute.executor import SpanExecutor
     from llmnode.models.folder import ModelFolder
@@ -33,9 +36,10 @@ if TYPE_CHECKING:
 
 BEFORE = 5
 """Decodes, before the work begins beside them."""
+PREFILL = "a prefill"
 CHUNK = 512
 MOST_POSITIONS = 2000
-STRETCHES = (1.5, BatchPolicy().stretch, 3.0)
+STRETCHES = (1.25, 1.5, BatchPolicy().stretch, 2.25, 3.0)
 WHOLE = BatchPolicy(stretch=1e6, prefill_s=1e6, unmeasured_prefill=CHUNK)
 """Chunks are computed as they come."""
 
@@ -46,7 +50,7 @@ class Sharing:
 
     name: str
     policy: BatchPolicy = field(default_factory=BatchPolicy)
-    work: str = "a prefill"
+    work: str = PREFILL
     """What is done beside the decodes."""
     decode_ms: list[float] = field(default_factory=list)
     """95th percentiles: alone, and beside the work."""
@@ -55,6 +59,11 @@ class Sharing:
     work_s: list[float] = field(default_factory=list)
     slower_s: list[float] = field(default_factory=list)
     """The work, beside the decodes."""
+
+    @property
+    def kind(self) -> str:
+        """What it is measured on."""
+        return self.name.partition(",")[0]
 
     @property
     def decode_times(self) -> list[float]:
@@ -112,9 +121,23 @@ def row_of(sharing: Sharing) -> Row:
     }
 
 
+def plot(ways: Sequence[Sharing], path: Path) -> None:
+    """The trade-off: what decodes beside a prefill take, against what it does, in each way to share."""
+    with axes_in(path, "llmnode bench clients", "time of the prefill, of alone", "p95 of decodes, of alone") as axes:
+        axes.set_yscale("log")
+        beside_prefill = [each for each in ways if each.work == PREFILL]
+        for kind in dict.fromkeys(each.kind for each in beside_prefill):
+            of_kind = [each for each in beside_prefill if each.kind == kind]
+            points = sorted((median(each.work_times), median(each.decode_times), each.name) for each in of_kind)
+            axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "o-", label=kind)
+            for x, y, name in points:
+                axes.annotate(name.removeprefix(f"{kind}, "), (x, y), xytext=(6, 6), textcoords="offset points")
+        axes.legend()
+
+
 def workers(*, thin: bool) -> list[Sharing]:
     """One for each policy."""
-    stretches = STRETCHES[1:2] if thin else STRETCHES
+    stretches = STRETCHES[2:3] if thin else STRETCHES
     stretched = [Sharing(f"worker, stretch {stretch:g}", BatchPolicy(stretch=stretch)) for stretch in stretches]
     return [*stretched, Sharing("worker, chunks whole", WHOLE)]
 

@@ -77,7 +77,10 @@ def add(commands: Commands) -> None:
         " transport, workers",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="pipeline: draw tokens against time (.svg, .png, .pdf)"
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="pipeline: draw tokens against time; clients: decodes beside a prefill against it (.svg, .png, .pdf)",
     )
     parser.add_argument(
         "--model",
@@ -132,11 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
     import trio
 
     if arguments.name == "clients":
-        from llmnode.node.bench.clients import ClientsBench, bench_clients
-
-        tokens = 64 if arguments.tokens is None else max(2, arguments.tokens)
-        trio.run(bench_clients, ClientsBench(arguments.model, repeats, tokens, arguments.thin, threads, arguments.json))
-        return 0
+        return _clients(arguments, repeats)
 
     if arguments.name == "failures":
         from llmnode.node.bench.cells import choose
@@ -209,6 +208,17 @@ def run(arguments: argparse.Namespace) -> int:
         json=arguments.json,
     )
     trio.run(bench_swarm, config)
+    return 0
+
+
+def _clients(arguments: argparse.Namespace, repeats: int) -> int:
+    import trio
+
+    from llmnode.node.bench.clients import ClientsBench, bench_clients
+
+    tokens, drawn = 64 if arguments.tokens is None else max(2, arguments.tokens), _plot(arguments.plot)
+    asked = (arguments.model, repeats, tokens, arguments.thin, arguments.threads, arguments.json, drawn)
+    trio.run(bench_clients, ClientsBench(*asked))
     return 0
 
 

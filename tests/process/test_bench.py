@@ -81,8 +81,9 @@ def test_the_swarm_of_any_model_is_compared_with_transformers_and_is_exact() -> 
     assert exact["holds"] and exact["value"] == 0
 
 
-def test_clients_are_compared_with_one_alone_and_are_exact() -> None:
-    command = [*BENCH, "clients", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
+def test_clients_are_compared_with_one_alone_and_are_exact(tmp_path: Path) -> None:
+    drawn = tmp_path / "sharing.svg"
+    command = [*BENCH, "clients", "--thin", "--repeats", "1", "--tokens", "4", "--plot", str(drawn), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
@@ -98,6 +99,7 @@ def test_clients_are_compared_with_one_alone_and_are_exact() -> None:
     assert exact["holds"] and exact["value"] == 0
     assert [aim["aim"] for aim in speeds] == [">= 3", ">= 2.2", "<= 2.5", "<= 2.5", "<= 3", ">= 0.3"]
     assert report["environment"]["texts"] == 8
+    assert all(name in drawn.read_text() for name in ("chunks of 512", "stretch 1.75", "chunks whole"))
 
 
 def test_a_forward_of_a_batch_is_compared_with_one_process_and_is_exact() -> None:

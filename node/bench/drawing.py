@@ -1,0 +1,24 @@
+"""What `--plot` draws, in the form that the file's name ends in. matplotlib is imported when something is drawn."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from matplotlib.axes import Axes
+
+
+@contextmanager
+def axes_in(path: Path, title: str, x: str, y: str) -> Iterator[Axes]:
+    """Of the one figure of a file, which is written in the end. Text in an SVG stays text."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({"svg.fonttype": "none"}):
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        yield figure.add_subplot(xlabel=x, ylabel=y, title=title)
+        figure.savefig(path)
