@@ -124,14 +124,20 @@ def row_of(sharing: Sharing) -> Row:
 def plot(ways: Sequence[Sharing], path: Path) -> None:
     """The trade-off: what decodes beside a prefill take, against what it does, in each way to share."""
     with axes_in(path, "llmnode bench clients", "time of the prefill, of alone", "p95 of decodes, of alone") as axes:
-        axes.set_yscale("log")
+        axes.loglog()
+        for axis, ticks in ((axes.xaxis, (1, 1.5, 2, 3, 4, 5)), (axes.yaxis, (1, 2, 3, 5, 10, 30, 100, 300))):
+            axis.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks], minor=False)
+            axis.set_ticks([], minor=True)
         beside_prefill = [each for each in ways if each.work == PREFILL]
-        for kind in dict.fromkeys(each.kind for each in beside_prefill):
+        sides = {"worker": ("bottom", 30), "server": ("top", -30)}  # the two are near each other
+        for kind, (side, turn) in sides.items():
             of_kind = [each for each in beside_prefill if each.kind == kind]
             points = sorted((median(each.work_times), median(each.decode_times), each.name) for each in of_kind)
             axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "o-", label=kind)
             for x, y, name in points:
-                axes.annotate(name.removeprefix(f"{kind}, "), (x, y), xytext=(6, 6), textcoords="offset points")
+                name = name.removeprefix(f"{kind}, ")
+                axes.annotate(f"  {name}", (x, y), va=side, rotation=turn, rotation_mode="anchor")
+        axes.margins(0.12, 0.15)
         axes.legend()
 
 
