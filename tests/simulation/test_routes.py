@@ -9,10 +9,11 @@ import pytest
 import trio
 
 from llmnode.core.policy import ClientPolicy
-from llmnode.errors import PeerError, PeerTimeout
+from llmnode.errors import PeerError, PeerTimeout, PeerUnreachable
 from llmnode.testing import Conditions
 from llmnode.testing.checks import WatchedRouter
-from simulation.world import SPANS, simulated, world
+from llmnode.testing.network import MemoryNetwork
+from simulation.world import SPANS, World, simulated, world
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -30,7 +31,7 @@ class RecordingRouter(WatchedRouter):
 
 
 @asynccontextmanager
-async def router_of_three(*black_holes: int) -> AsyncIterator[WatchedRouter]:
+async def router_of_three(*black_holes: int) -> AsyncIterator[tuple[WatchedRouter, World]]:
     """Of a client that has heard of a server for each span, and is connected to none. Some of them do not answer."""
     async with world(conditions=Conditions(delay_s=DELAY_S)) as swarm:
         swarm.internet.black_holes |= {f"/memory/p2p/peer-{index}" for index in black_holes}
@@ -40,20 +41,49 @@ async def router_of_three(*black_holes: int) -> AsyncIterator[WatchedRouter]:
                 await swarm.start(str(index), span)
             while len(swarm.clients["client"].view.announcements()) < len(SPANS):
                 await router.wait_changed()
-            yield router
+            yield router, swarm
 
 
 @simulated
 async def test_all_hops_are_dialled_at_once() -> None:
-    async with router_of_three() as router:
+    async with router_of_three() as (router, _):
         began_s = trio.current_time()
         assert [hop.span for hop in await router.find_any()] == SPANS
         assert trio.current_time() - began_s == pytest.approx(DIAL_S, abs=0.01)
 
 
+@pytest.mark.parametrize("absent_s", [4.0, 60.0])
+@simulated
+async def test_who_names_no_address_for_a_while_is_waited_for(absent_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a server that relays have lost, until they have reserved for it again, which it tells at once."""
+    plain, lost = MemoryNetwork.addresses, {"peer-1"}
+
+    def addresses(network: MemoryNetwork) -> list[str]:
+        return [] if network.peer in lost else plain.__get__(network)
+
+    monkeypatch.setattr(MemoryNetwork, "addresses", property(addresses))
+    async with router_of_three() as (router, swarm), trio.open_nursery() as nursery:
+
+        async def come_back() -> None:
+            await trio.sleep(absent_s)
+            lost.clear()
+            swarm.nodes["1"].swarm.say(swarm.nodes["1"].offer)
+
+        nursery.start_soon(come_back)
+        began_s = trio.current_time()
+        if absent_s > ClientPolicy().open_patience_s:
+            with pytest.raises(PeerUnreachable, match="names no address"):
+                await router.find_any()
+            assert trio.current_time() - began_s < ClientPolicy().open_patience_s + 2
+        else:
+            assert [hop.span for hop in await router.find_any()] == SPANS
+            assert absent_s <= trio.current_time() - began_s < ClientPolicy().open_patience_s, "it asks around"
+        nursery.cancel_scope.cancel()
+
+
 @simulated
 async def test_all_who_do_not_answer_are_found_out_together() -> None:
-    async with router_of_three(0, 2) as router:
+    async with router_of_three(0, 2) as (router, _):
         began_s = trio.current_time()
         with pytest.raises(PeerTimeout, match="no connection in 4 s"):
             await router.find_any()

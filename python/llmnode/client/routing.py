@@ -104,13 +104,25 @@ class Router:
             yield session
 
     async def find_any(self) -> Route:
-        """A route whose peers answer; asks the directory if the view has none. Raises as `open_session` does."""
-        try:
-            self.route, _ = await self._connected_route({}, 0)
-        except NoRoute:
-            await self.swarm.look_up(self._model.digest)
-            self.route, _ = await self._connected_route({}, 0)
-        return self.route
+        """A route whose peers answer; asks the directory if the view has none. Raises as `open_session` does.
+
+        A peer that lives and names no address is waited for: it may just have lost its relays.
+        """
+        until_s = trio.current_time() + self._policy.open_patience_s
+        while True:
+            try:
+                try:
+                    self.route, _ = await self._connected_route({}, 0)
+                except NoRoute:
+                    await self.swarm.look_up(self._model.digest)
+                    self.route, _ = await self._connected_route({}, 0)
+                return self.route
+            except PeerError:
+                if trio.current_time() >= until_s or all(each.addresses for each in self._candidates()):
+                    raise
+            with trio.move_on_after(self._policy.retry_s):
+                await self.wait_changed()
+            await self.swarm.ask_around()
 
     async def _open_session(
         self,

@@ -129,6 +129,10 @@ class Swarm:
         """Until an offer that was not known is in the view, or somebody's expired."""
         await self._changed.wait()
 
+    async def ask_around(self) -> None:
+        """Exchange views with neighbours now, instead of when it is time."""
+        await self._exchange_with_some(self._policy.neighbours)
+
     async def look_up(self, model_digest: bytes) -> None:
         """Ask the directory who serves a model, and what those that it names know."""
         if self._directory is None:
