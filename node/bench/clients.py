@@ -64,6 +64,10 @@ class ClientsBench:
     json: bool
     plot: Path | None = None
 
+    @property
+    def trained_rows(self) -> int:
+        return TRAINED_ROWS // 8 if self.thin else TRAINED_ROWS
+
 
 @dataclass(slots=True)
 class _Variant:
@@ -88,9 +92,8 @@ async def _bench(config: ClientsBench, folder: ModelFolder) -> None:
     parts, reference = load_parts(folder), Reference(folder.path)
     counts = (1, OF_CLIENTS) if config.thin else COUNTS
     variants = [_Variant(level, clients) for level in LEAST_TIMES for clients in counts]
-    trained = TRAINED_ROWS // 8 if config.thin else TRAINED_ROWS
     shared = [Sharing(f"server, chunks of {chunk}") for chunk in CHUNKS]
-    shared.append(Sharing(f"server, rows of {trained} x {TRAINED_TOKENS}", work="training"))
+    shared.append(Sharing(f"server, rows of {config.trained_rows} x {TRAINED_TOKENS}", work="training"))
     alone = workers(thin=config.thin)
     with single_error():
         async with AsyncExitStack() as stack:
@@ -154,10 +157,8 @@ class _Rig:
         self._tokens = config.tokens
         self._clients = clients
         self._prefilling = prefilling
-        rows = TRAINED_ROWS // 8 if config.thin else TRAINED_ROWS
-        self._trained = [
-            to_bytes(parts.ends.embed(words[row * TRAINED_TOKENS :][:TRAINED_TOKENS], 0)) for row in range(rows)
-        ]
+        rows = [words[row * TRAINED_TOKENS :][:TRAINED_TOKENS] for row in range(config.trained_rows)]
+        self._trained = [to_bytes(parts.ends.embed(row, 0)) for row in rows]
 
     async def measure_round(self, variants: Sequence[_Variant], shared: Sequence[Sharing], *, discard: bool) -> None:
         if discard:
