@@ -146,6 +146,7 @@ def test_a_swarm_forms_loses_a_server_and_takes_another_in(
             assert after["steps"] >= given > after["steps"] / 2, "by a server that may not have heard of it before"
             await client.generate(prompt, 12, stop_at_eos=False)
             ahead, behind = await trio.to_thread.run_sync(servers, relay)
+            assert ahead["busy_us"] > before["busy_us"] > 0, "as it has computed"
             steps = ahead["steps"] - before["steps"]
             assert steps == ahead["results_pushed"] - pushed > 0, "all, once the two are connected"
             assert steps == behind["steps"] - after["steps"] == behind["steps_given_directly"] - given
