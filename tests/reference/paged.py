@@ -36,7 +36,6 @@ PAGE = 8
 def load_paged(
     folder: ModelFolder,
     span: Span,
-    report: Callable[[str], None],
     *,
     record: Record | None = None,
     flash: bool = False,
@@ -45,19 +44,18 @@ def load_paged(
     model = load_span(folder, span, ATTENTION, dtype)
     replace_own_attention(model)
     pool = PagePool(KV_TOKENS, torch.device("cpu"), flash=flash, page=PAGE)
-    return PagedExecutor(model, folder.info.hidden_size, pool, record, report)
+    return PagedExecutor(model, folder.info.hidden_size, pool, record)
 
 
 def cut_paged(
     folder: ModelFolder,
     edges: Sequence[int],
-    report: Callable[[str], None],
     *,
     record: Record | None = None,
     flash: bool = False,
 ) -> Cut:
     spans = [Span(start, end) for start, end in pairwise(edges)]
-    executors = [load_paged(folder, span, report, record=record, flash=flash) for span in spans]
+    executors = [load_paged(folder, span, record=record, flash=flash) for span in spans]
     return Cut(load_ends(folder), list(executors))
 
 

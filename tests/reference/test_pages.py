@@ -6,6 +6,7 @@ torch documents of it, recordings by a trace, and a GPU by tensors that have a d
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -42,7 +43,7 @@ from reference.small import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from llmnode.compute.recording import Replay
@@ -62,6 +63,31 @@ ROUNDS: tuple[dict[int, int], ...] = (
 """How many tokens of each sequence go into each forward; three, and two, decode for long enough to be recorded."""
 
 
+class Said(logging.Handler):
+    """What was told of that is left out."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        taken, self._lines = self._lines, []
+        return taken
+
+
+@pytest.fixture(autouse=True)
+def said() -> Iterator[Said]:
+    """What a test does not take, it does not expect."""
+    handler, logger = Said(), logging.getLogger("llmnode.compute")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+    assert handler.take() == []
+
+
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch) -> None:
     """In numbers of any bits, so that it can be compared."""
@@ -78,41 +104,42 @@ def through_rounds(through: Cut, tokens: torch.Tensor) -> list[torch.Tensor]:
         for row, length in lengths.items():
             made[row].append(outputs[session(row)])
             at[row] += length
-    through.close()
     return [torch.cat(each) for each in made]
 
 
 @pytest.mark.parametrize("case", CONFIGS)
 @torch.inference_mode()
-def test_every_family_computes_the_same_over_pages_and_its_steps_can_be_recorded(case: str, tmp_path: Path) -> None:
-    said: list[str] = []
-    paged = _compare(case, tmp_path, said, record=record_by_tracing)
+def test_every_family_computes_the_same_over_pages_and_its_steps_can_be_recorded(
+    case: str, tmp_path: Path, said: Said
+) -> None:
+    paged = _compare(case, tmp_path, record=record_by_tracing)
     recorded = [len(executor._forwards._recorded) for executor in paged.executors]
     if case in BY_THEMSELVES:
-        assert len(said) == len(recorded) and recorded == [0, 0]
-        assert all("recorded steps, which cannot be made here: this model's attention takes" in line for line in said)
+        lines = said.take()
+        assert len(lines) == len(recorded) and recorded == [0, 0]
+        assert all("recorded steps, which cannot be made here: this model's attention takes" in line for line in lines)
     else:
-        assert said == []
+        assert said.take() == []
         assert min(recorded) > 2, "of three sequences and of two, on one page and on more"
 
 
 @pytest.mark.usefixtures("flash")
 @pytest.mark.parametrize("case", OF_EACH_KIND)
 @torch.inference_mode()
-def test_flash_attention_is_told_what_the_sequences_are(case: str, tmp_path: Path) -> None:
-    said: list[str] = []
-    paged = _compare(case, tmp_path, said, flash=True)
-    assert said == []
+def test_flash_attention_is_told_what_the_sequences_are(case: str, tmp_path: Path, said: Said) -> None:
+    paged = _compare(case, tmp_path, flash=True)
+    assert said.take() == []
     assert all(executor._pool.flash for executor in paged.executors)
 
 
-def _compare(case: str, path: Path, said: list[str], **options: Any) -> Cut:  # Any: as `load_paged` has them
+def _compare(case: str, path: Path, **options: Any) -> Cut:  # Any: as `load_paged` has them
     model = make_model(case, tied=False)
     model.save_pretrained(path)
     folder, edges = open_saved(path), (0, 2, BLOCKS)
     tokens = torch.randint(VOCABULARY, (3, 48), generator=torch.Generator().manual_seed(1))
-    paged = cut_paged(folder, edges, said.append, **options)
+    paged = cut_paged(folder, edges, **options)
     expected, found = (through_rounds(each, tokens) for each in (cut(folder, edges), paged))
+    paged.close()
     epsilon = 4 * deviation(model, tokens)
     for ours, theirs in zip(found, expected, strict=True):
         assert (paged.ends.logits(ours) - paged.ends.logits(theirs)).abs().max() < epsilon
@@ -122,7 +149,7 @@ def _compare(case: str, path: Path, said: list[str], **options: Any) -> Cut:  # 
 @torch.inference_mode()
 def test_whoever_had_a_page_before_leaves_nothing_in_it_for_the_next(tmp_path: Path) -> None:
     folder = _llama(tmp_path)
-    executor = load_paged(folder, Span(0, BLOCKS), _fail)
+    executor = load_paged(folder, Span(0, BLOCKS))
     rows = torch.randn(12, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
     expected = _chunks(executor, rows, (9, 1, 1, 1))
     assert expected.isfinite().all()
@@ -132,7 +159,7 @@ def test_whoever_had_a_page_before_leaves_nothing_in_it_for_the_next(tmp_path: P
 
 @torch.inference_mode()
 def test_what_was_taken_back_is_not_looked_at_even_if_it_was_no_number(tmp_path: Path) -> None:
-    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), _fail)
+    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS))
     rows = torch.randn(12, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
     expected = _chunks(executor, rows, (9, 1, 1, 1))
     assert executor.open(session(0), executor.span, 40)
@@ -145,7 +172,7 @@ def test_what_was_taken_back_is_not_looked_at_even_if_it_was_no_number(tmp_path:
 
 @torch.inference_mode()
 def test_a_fork_has_pages_of_its_own(tmp_path: Path) -> None:
-    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), _fail)
+    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS))
     rows = torch.randn(25, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
     expected = _chunks(executor, rows, (19, 6))
     for name in (0, 1):
@@ -159,7 +186,7 @@ def test_a_fork_has_pages_of_its_own(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_there_are_as_many_pages_as_positions_need_and_none_is_lost(tmp_path: Path) -> None:
-    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), _fail)
+    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS))
     in_all = executor.kv_tokens_free()
     assert in_all == KV_TOKENS
     assert executor.open(session(0), executor.span, 1)
@@ -177,38 +204,53 @@ def test_there_are_as_many_pages_as_positions_need_and_none_is_lost(tmp_path: Pa
 
 @pytest.mark.usefixtures("flash")
 def test_flash_attention_that_computes_something_else_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def sees_two(*arguments: Any, **options: Any) -> torch.Tensor:
         return varlen_attn(*arguments, **{**options, "window_size": (1, 0), "num_splits": 1})
 
     monkeypatch.setattr(torch_varlen, "varlen_attn", sees_two)
-    said: list[str] = []
-    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), said.append, flash=True)
-    (line,) = said
+    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), flash=True)
+    (line,) = said.take()
     assert line.startswith("without flash attention, which computed something else here, off by ")
     assert not executor._pool.flash
 
 
-def test_flash_attention_that_fails_is_not_used(tmp_path: Path) -> None:
+def test_flash_attention_that_fails_is_not_used(tmp_path: Path, said: Said) -> None:
     """As torch's own does on a CPU."""
-    said: list[str] = []
-    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), said.append, flash=True)
-    (line,) = said
+    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), flash=True)
+    (line,) = said.take()
     assert line.startswith("without flash attention, which cannot be used here: ")
     assert not executor._pool.flash
 
 
-def test_recordings_that_compute_something_else_are_not_used(tmp_path: Path) -> None:
+def test_recordings_that_compute_something_else_are_not_used(tmp_path: Path, said: Said) -> None:
     def stale(function: Any, hidden: torch.Tensor, numbers: torch.Tensor) -> Replay:
         output = function(hidden, numbers)
         return lambda: output
 
-    said: list[str] = []
-    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), said.append, record=stale)
-    (line,) = said
+    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), record=stale)
+    (line,) = said.take()
     assert line.startswith("without recorded steps, which computed something else here, off by ")
     assert executor._forwards.record is None and not executor._forwards._recorded
+
+
+def test_a_recording_that_fails_later_on_is_done_without(tmp_path: Path, said: Said) -> None:
+    made: list[Replay] = []
+
+    def until_full(function: Any, hidden: torch.Tensor, numbers: torch.Tensor) -> Replay:
+        if len(made) == 3:
+            raise RuntimeError("out of memory, as told")
+        made.append(record_by_tracing(function, hidden, numbers))
+        return made[-1]
+
+    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), record=until_full)
+    assert said.take() == []
+    rows = torch.randn(40, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = _chunks(executor, rows, (40,))
+        assert (_chunks(executor, rows, (1,) * 40) - expected).abs().max() < 1e-4
+    assert said.take() == ["without recorded steps, which cannot be made here: out of memory, as told"]
 
 
 @pytest.mark.parametrize(
@@ -264,7 +306,7 @@ def test_a_step_on_a_gpu_has_nothing_that_cannot_be_recorded(
 @torch.inference_mode()
 def test_a_row_is_gathered_into_no_more_than_all_pages_and_is_right_beyond(tmp_path: Path) -> None:
     """Beside a long sequence."""
-    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), _fail, record=record_by_tracing)
+    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), record=record_by_tracing)
     rows = torch.randn(700, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
     expected = _chunks(executor, rows, (700,))
     lengths = {0: 696, 1: 2, 2: 2}
@@ -287,7 +329,7 @@ def test_what_was_not_used_for_longest_makes_room_for_new_recordings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "MOST_RECORDINGS", 2)
-    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), _fail, record=record_by_tracing)
+    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), record=record_by_tracing)
     rows = torch.randn(40, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
     expected = _chunks(executor, rows, (40,))
     assert (_chunks(executor, rows, (1,) * 40) - expected).abs().max() < 1e-4
@@ -298,30 +340,27 @@ def test_what_was_not_used_for_longest_makes_room_for_new_recordings(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", OF_EACH_KIND)
 def test_a_gpu_computes_the_same_by_flash_attention_and_recorded_steps(
-    case: str, dtype: torch.dtype, tmp_path: Path
+    case: str, dtype: torch.dtype, tmp_path: Path, said: Said
 ) -> None:
     make_model(case, tied=False).save_pretrained(tmp_path)
-    folder, said = open_saved(tmp_path), list[str]()
+    folder = open_saved(tmp_path)
     tokens = torch.randint(VOCABULARY, (3, 48), generator=torch.Generator().manual_seed(1))
-    on_gpu = load_executor(folder, Span(0, BLOCKS), 4000, dtype, "cuda", report=said.append)
+    on_gpu = load_executor(folder, Span(0, BLOCKS), 4000, dtype, "cuda")
     assert isinstance(on_gpu, PagedExecutor)
     plain = cut(folder, (0, BLOCKS), dtype)
     expected = through_rounds(plain, tokens)
     found = through_rounds(Cut(plain.ends, [on_gpu]), tokens)
     most = 1e-4 if dtype == torch.float32 else 0.1
     assert all(((ours - theirs).norm() / theirs.norm()) < most for ours, theirs in zip(found, expected, strict=True))
+    lines = said.take()
     if case not in BY_THEMSELVES:
-        assert said == []
+        assert lines == []
         assert on_gpu._pool.flash and on_gpu._forwards._recorded
 
 
 def _llama(path: Path) -> ModelFolder:
     make_model("llama", tied=False).save_pretrained(path)
     return open_saved(path)
-
-
-def _fail(line: str) -> None:
-    pytest.fail(line)
 
 
 def _chunks(executor: PagedExecutor, rows: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from llmnode.models.native import are_few
 from llmnode.models.parts import load_span, tensor_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from llmnode.compute.kv import KV
     from llmnode.core.ids import SessionId
@@ -164,15 +164,20 @@ class SpanExecutor:
         if native is not None and are_few([each.length for each in pieces]):
             few = [(self._slabs(each.session, native.no_kv), each.first, each.start, each.hidden) for each in pieces]
             return native.blocks.forward(span.start - self.span.start, span.end - self.span.start, few)
-        segments = [Segment(self._sequences[each.session].kv, each.start, each.length) for each in pieces]
         row = torch.cat([from_bytes(each.hidden, self._hidden_size) for each in pieces])
+        hidden = self._compute(span, pieces, row)
+        return [to_bytes(part) for part in hidden.split([each.length for each in pieces])]
+
+    def _compute(self, span: Span, pieces: Sequence[Piece], row: torch.Tensor) -> torch.Tensor:
+        """As `_run`, of hidden states end to end, (tokens, hidden_size), by torch."""
+        segments = [Segment(self._sequences[each.session].kv, each.start, each.length) for each in pieces]
         positions = torch.cat([torch.arange(s.start, s.start + s.length) for s in segments])
         token = segments_of_forward.set(segments)
         try:
             hidden: torch.Tensor = self.model(span, row.to(self._device), positions.to(self._device)).cpu()
+            return hidden
         finally:
             segments_of_forward.reset(token)
-        return [to_bytes(part) for part in hidden.split([segment.length for segment in segments])]
 
     def _slabs(self, session: SessionId, no_kv: torch.Tensor) -> SequenceSlabs:
         sequence = self._sequences[session]
@@ -192,12 +197,11 @@ def load_executor(
     device: str = "cpu",
     quant: str = "none",
     kv: KVForm | None = None,
-    report: Callable[[str], None] = lambda _line: None,
 ) -> SpanExecutor:
     """Read the span's tensors and make its executor. Takes seconds: run it off the event loop.
 
     Weights are of `dtype`, whatever it is on disk, and on torch's `device`; `quant` is for those of linear layers, one
-    of `core.model.QUANTS`. KV is likewise, unless `kv` says otherwise. `report` is told what cannot be used there.
+    of `core.model.QUANTS`. KV is likewise, unless `kv` says otherwise.
     """
     model = load_span(folder, span, ATTENTION, dtype, device, quant, in_rust=kv is None or kv.device is None)
     replace_own_attention(model)
@@ -207,5 +211,5 @@ def load_executor(
 
         torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every shape, in 40 ms (pytorch#191576)
         pool = PagePool(kv_tokens, torch.device(device), flash=dtype in FLASH_DTYPES)
-        return PagedExecutor(model, folder.info.hidden_size, pool, CudaGraphs(pool.device), report)
+        return PagedExecutor(model, folder.info.hidden_size, pool, CudaGraphs(pool.device))
     return SpanExecutor(model, folder.info.hidden_size, kv_tokens, device, kv)

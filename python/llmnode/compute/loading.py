@@ -96,9 +96,7 @@ class SpanLoader:
             wanted, dtype = self._wanted, getattr(torch, self._wanted.dtype)
             kv_tokens = self._kv_tokens(span)
             kv = KVForm(wanted.kv_dtype, None if wanted.kv_device is None else torch.device(wanted.kv_device))
-            executor = load_executor(
-                self._opened, span, kv_tokens, dtype, wanted.device, wanted.quant, kv, self._report
-            )
+            executor = load_executor(self._opened, span, kv_tokens, dtype, wanted.device, wanted.quant, kv)
         return Loaded(executor, executor.tensor_bytes)
 
     def _kv_tokens(self, span: Span) -> int:

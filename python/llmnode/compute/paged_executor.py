@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from llmnode.compute.executor import SpanExecutor
-from llmnode.compute.recording import PagedForwards, use_what_works
-from llmnode.compute.tensors import from_bytes, to_bytes
+from llmnode.compute.recording import PagedForwards
+from llmnode.compute.trial import use_what_works
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from llmnode.compute.pages import PagedKV, PagePool
     from llmnode.compute.recording import Record
@@ -20,27 +20,21 @@ if TYPE_CHECKING:
     from llmnode.models.fused import FusedSpan
     from llmnode.models.parts import SpanModel
     from llmnode.ports import Piece
-    from llmnode.wire.frame import Buffer
 
 
 class PagedExecutor(SpanExecutor):
     """The `Executor` port; its KV is that of `pool`, taken as a whole when it is made."""
 
     def __init__(
-        self,
-        model: SpanModel | FusedSpan,
-        hidden_size: int,
-        pool: PagePool,
-        record: Record | None,
-        report: Callable[[str], None],
+        self, model: SpanModel | FusedSpan, hidden_size: int, pool: PagePool, record: Record | None = None
     ) -> None:
-        """What steps are recorded with is `record`. `report` is told in a line what cannot be used on this device."""
+        """What steps are recorded with is `record`. What cannot be used on this device is left out, and logged."""
         super().__init__(model, hidden_size, pool.tokens, str(pool.device))
         self._pool = pool
         self._paged: dict[SessionId, PagedKV] = {}
-        self._forwards = PagedForwards(model, pool, record, report)
+        self._forwards = PagedForwards(model, pool, record)
         with torch.inference_mode():
-            use_what_works(self._forwards, pool, model.span, hidden_size, report)
+            use_what_works(self._forwards, pool, model.span, hidden_size)
 
     def _take_kv(self, session: SessionId, tokens: int) -> PagedKV:
         self._paged[session] = self._pool.take(tokens)
@@ -49,8 +43,6 @@ class PagedExecutor(SpanExecutor):
     def _give_kv_back(self, session: SessionId) -> None:
         self._pool.give_back(self._paged.pop(session))
 
-    def _run(self, span: Span, pieces: Sequence[Piece]) -> Sequence[Buffer]:
+    def _compute(self, span: Span, pieces: Sequence[Piece], row: torch.Tensor) -> torch.Tensor:
         parts = [(self._paged[each.session], each.start, each.length) for each in pieces]
-        row = torch.cat([from_bytes(each.hidden, self._hidden_size) for each in pieces])
-        hidden = self._forwards.run(span, parts, row)
-        return [to_bytes(part) for part in hidden.split([each.length for each in pieces])]
+        return self._forwards.run(span, parts, row)

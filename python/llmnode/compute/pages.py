@@ -51,7 +51,9 @@ class PagePool:
 
     def take(self, tokens: int) -> PagedKV:
         """There is room for them."""
-        return PagedKV(self, [self._free.pop() for _ in range(in_pages(tokens, self.page))])
+        kv = PagedKV(self, self._free[-in_pages(tokens, self.page) :])
+        del self._free[-len(kv.pages) :]
+        return kv
 
     def give_back(self, kv: PagedKV) -> None:
         self._free += kv.pages

@@ -6,6 +6,7 @@ recorded step were, and there is a recording for each number of sequences, and o
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,13 +27,17 @@ if TYPE_CHECKING:
     Replay = Callable[[], torch.Tensor]
     Key = tuple[Span, RowShape]
 
+log = logging.getLogger(__name__)
+
 MOST_STEPS = 32
 """In a recording. More of them take long enough for their launches not to matter."""
 MOST_RECORDINGS = 64
+MOST_SEEN = 1000
+"""Kinds of steps that have come, and not often enough yet."""
 WORTH = 4
 """A step is recorded when it comes for so many times: that takes as long as about a hundred steps."""
-MOST_OFF = 0.2
-"""Of a position's hidden states: in bfloat16 two ways to compute them differ by hundredths, a wrong one by more."""
+CANNOT = (ImportError, TypeError, ValueError, RuntimeError, ModelError)
+"""What torch raises for what it cannot do here, or has not in an older version."""
 
 
 class Record(Protocol):
@@ -49,16 +54,13 @@ class Record(Protocol):
 class PagedForwards:
     """Runs rows through blocks whose KV is in the pages of `pool`.
 
-    Recorded is if there is something to `record` with, until something cannot be, of which `report` is told.
+    Recorded is if there is something to `record` with, until something cannot be, which is logged.
     """
 
-    def __init__(
-        self, forward: Forward, pool: PagePool, record: Record | None = None, report: Callable[[str], None] = print
-    ) -> None:
+    def __init__(self, forward: Forward, pool: PagePool, record: Record | None = None) -> None:
         self.record = record
         self._forward = forward
         self._pool = pool
-        self._report = report
         self._recorded: OrderedDict[Key, _Recording] = OrderedDict()
         self._seen: Counter[Key] = Counter()
 
@@ -84,6 +86,8 @@ class PagedForwards:
         if (recording := self._recorded.get(key)) is not None:
             self._recorded.move_to_end(key)
             return recording
+        if len(self._seen) > MOST_SEEN:  # clients choose spans
+            self._seen.clear()
         self._seen[key] += 1
         if self._seen[key] < WORTH:
             return None
@@ -92,8 +96,8 @@ class PagedForwards:
             self._recorded.popitem(last=False)
         try:
             recording = self._recorded[key] = self._make(key, hidden_size)
-        except (RuntimeError, ModelError) as error:
-            self._report(f"without recorded steps, which cannot be made here: {error}")
+        except CANNOT as error:
+            log.warning("without recorded steps, which cannot be made here: %s", error)
             self.forget()
         return recording
 
@@ -165,76 +169,6 @@ class CudaGraphs:
             return output
 
         return replay
-
-
-def use_what_works(
-    forwards: PagedForwards, pool: PagePool, span: Span, hidden_size: int, report: Callable[[str], None]
-) -> None:
-    """Leave flash attention and recordings only if, here and now, what they compute is what is computed without them.
-
-    `report` is told of what is left out, and why. Nothing of the pool is taken afterwards.
-    """
-    flash, record = pool.flash, forwards.record
-    pool.flash, forwards.record = False, None
-    if pool.tokens < sum(in_pages(each + _TRIAL_STEPS, pool.page) * pool.page for each in _trial_lengths(pool)):
-        report("so little KV leaves no room to try flash attention and recorded steps in: they are not used")
-        return
-    expected = _try_out(forwards, pool, span, hidden_size)
-    if flash:
-        pool.flash = True
-        pool.flash = _is_as(expected, forwards, pool, span, hidden_size, "flash attention", report)
-    if record is not None:
-        forwards.record = record
-        if not _is_as(expected, forwards, pool, span, hidden_size, "recorded steps", report):
-            forwards.forget()
-
-
-_TRIAL_STEPS = 4 * WORTH
-"""Half of them on one page more, so that steps are recorded, and replayed, of both."""
-
-
-def _trial_lengths(pool: PagePool) -> list[int]:
-    return [1, 2 * pool.page - _TRIAL_STEPS // 2, 5]
-
-
-def _is_as(
-    expected: torch.Tensor,
-    forwards: PagedForwards,
-    pool: PagePool,
-    span: Span,
-    hidden_size: int,
-    what: str,
-    report: Callable[[str], None],
-) -> bool:
-    try:
-        found = _try_out(forwards, pool, span, hidden_size)
-    except (ImportError, TypeError, RuntimeError, ValueError, ModelError) as error:  # of an older torch, too
-        report(f"without {what}, which cannot be used here: {error}")
-        return False
-    off = ((found - expected).norm(dim=1) / expected.norm(dim=1)).max().item()
-    if off <= MOST_OFF:  # NaN is not
-        return True
-    report(f"without {what}, which computed something else here, off by {off:.0%}")
-    return False
-
-
-def _try_out(forwards: PagedForwards, pool: PagePool, span: Span, hidden_size: int) -> torch.Tensor:
-    """What comes of three sequences that are prefilled together, the second to the end of a page, and then decoded."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = _trial_lengths(pool)
-    kvs = [pool.take(length + _TRIAL_STEPS) for length in lengths]
-    outputs = []
-    try:
-        for _ in range(1 + _TRIAL_STEPS):
-            parts = [(kv, kv.length, length) for kv, length in zip(kvs, lengths, strict=True)]
-            outputs.append(forwards.run(span, parts, torch.randn(sum(lengths), hidden_size, generator=generator)))
-            for kv, length in zip(kvs, lengths, strict=True):
-                kv.length += length
-            lengths = [1] * len(kvs)
-    finally:
-        for kv in kvs:
-            pool.give_back(kv)
-    return torch.cat(outputs)
 
 
 def _steps(parts: Sequence[Part]) -> RowShape:
