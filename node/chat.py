@@ -87,7 +87,7 @@ class Dialogue:
             output = self.model.generate(
                 inputs,
                 attention_mask=torch.ones_like(inputs),
-                past_key_values=cache,
+                cache=cache,
                 streamer=streamer,
                 stopping_criteria=StoppingCriteriaList([stop]),
                 **options,

@@ -108,7 +108,7 @@ def _generate_one(
             inputs,
             attention_mask=torch.ones_like(inputs),
             streamer=streamer,
-            past_key_values=cache,
+            cache=cache,
             **config.sampling.options(),
         )
         wire = WireUse(model.traffic.since(before), cache.positions(0))
@@ -150,7 +150,7 @@ def _generate_several(model: DistributedModelForCausalLM, config: GenerateConfig
                 inputs,
                 attention_mask=torch.ones_like(inputs),
                 streamer=counter,
-                past_key_values=cache,
+                cache=cache,
                 **config.sampling.options(number),
             )
         token_ids = output[0, inputs.shape[1] :].tolist()

@@ -130,7 +130,7 @@ class Beginning:
                 self._within._fill(source)
             rest = torch.tensor([self._token_ids[source.columns :]])
             if rest.numel():
-                self._model(rest, past_key_values=source, logits_to_keep=1)
+                self._model(rest, cache=source, logits_to_keep=1)
             stack.pop_all()
         self._sources[cache.routes] = source
         return source

@@ -52,7 +52,7 @@ class Reference:
         whole = self.model(tokens).logits[0]
         cache = DynamicCache(config=self.model.config)
         single = [
-            self.model(tokens[:, position : position + 1], past_key_values=cache, use_cache=True).logits[0, 0]
+            self.model(tokens[:, position : position + 1], cache=cache, use_cache=True).logits[0, 0]
             for position in range(MEASURED_POSITIONS)
         ]
         return float((torch.stack(single) - whole).abs().max())

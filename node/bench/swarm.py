@@ -112,7 +112,7 @@ def _generate_locally(model: Any, prompt: list[int], tokens: int) -> list[float]
     seconds: list[float] = []
     while len(seconds) < tokens:
         started = time.perf_counter()
-        logits = model(fresh, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = model(fresh, cache=cache, use_cache=True, logits_to_keep=1).logits
         fresh = logits[:, -1].argmax(dim=-1, keepdim=True)
         seconds.append(time.perf_counter() - started)
     return seconds[1:]

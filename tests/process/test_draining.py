@@ -80,7 +80,7 @@ def test_a_session_does_not_notice_that_its_server_was_told_to_stop(
         prompt = model.tokenizer.encode(PROMPT)
         ids = torch.tensor([prompt])
         with model.open_cache(64) as cache:
-            options: dict[str, Any] = {"past_key_values": cache, "do_sample": False, "pad_token_id": 0}
+            options: dict[str, Any] = {"cache": cache, "do_sample": False, "pad_token_id": 0}
             ids = model.generate(ids, max_new_tokens=HALF, **options)
             (late,) = start_servers([Span(15, 30)], peers=[first.address])
             stopping.process.send_signal(signal.SIGTERM)

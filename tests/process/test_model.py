@@ -79,13 +79,22 @@ def test_a_cache_lasts_over_calls_and_can_be_cropped(model: Any, transformers_mo
     inputs = tokenizer(TEXTS[1], return_tensors="pt")
     expected = transformers_model.generate(**inputs, max_new_tokens=10, do_sample=False)
     with model.open_cache(64) as cache:
-        first = model.generate(**inputs, max_new_tokens=5, do_sample=False, past_key_values=cache)
+        first = model.generate(**inputs, max_new_tokens=5, do_sample=False, cache=cache)
         assert cache.get_seq_length() == first.shape[1] - 1, "the last token has not been run yet"
-        second = model.generate(first, max_new_tokens=5, do_sample=False, past_key_values=cache)
+        second = model.generate(first, max_new_tokens=5, do_sample=False, cache=cache)
         assert second.tolist() == expected.tolist()
         cache.crop(4)
-        again = model.generate(**inputs, max_new_tokens=10, do_sample=False, past_key_values=cache)
+        again = model.generate(**inputs, max_new_tokens=10, do_sample=False, cache=cache)
         assert again.tolist() == expected.tolist()
+
+
+def test_a_cache_may_be_called_past_key_values_as_in_transformers(model: Any, tokenizer: Any) -> None:
+    inputs = tokenizer(TEXTS[1], return_tensors="pt")
+    with model.open_cache(32) as cache:
+        with pytest.warns(FutureWarning, match="Use `cache`"):
+            output = model(**inputs, past_key_values=cache, logits_to_keep=1)
+        assert output.cache is cache
+        assert cache.get_seq_length() == inputs.input_ids.shape[1]
 
 
 def test_an_inference_session_steps_and_rolls_back(model: Any, tokenizer: Any) -> None:

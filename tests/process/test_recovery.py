@@ -151,9 +151,7 @@ def test_texts_go_on_from_a_beginning_whose_server_was_killed(
                     (route,) = cache.routes
                     killed.extend(server for server in servers if server.peer == route[1].peer)
                     killed[0].kill()
-                chosen = model.generate(
-                    inputs, attention_mask=torch.ones_like(inputs), past_key_values=cache, **options
-                )
+                chosen = model.generate(inputs, attention_mask=torch.ones_like(inputs), cache=cache, **options)
             expected = transformers_model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
             assert chosen.tolist() == expected.tolist()
     assert len(killed) == 1

@@ -33,7 +33,7 @@ path, *peers = sys.argv[1:]
 model = llmnode.connect(peers=peers)
 ids = torch.tensor([model.tokenizer.encode({prompt!r})])
 cache = model.open_cache(64)
-ids = model.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens={half}, pad_token_id=0)
+ids = model.generate(ids, cache=cache, do_sample=False, max_new_tokens={half}, pad_token_id=0)
 print(cache.export(path, ids[0].tolist()))
 sys.stdout.flush()
 os._exit(0)  # says goodbye to nobody
@@ -45,7 +45,7 @@ with llmnode.resume(sys.argv[1]) as model:
     ids = torch.tensor([model.resumed.token_ids])
     (session,) = model.resumed._sessions
     print(len(session.recoveries))
-    ids = model.generate(ids, past_key_values=model.resumed, do_sample=False, max_new_tokens={half}, pad_token_id=0)
+    ids = model.generate(ids, cache=model.resumed, do_sample=False, max_new_tokens={half}, pad_token_id=0)
     print(ids[0].tolist())
 """
 

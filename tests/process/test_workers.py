@@ -60,12 +60,12 @@ def test_a_session_outlives_the_worker_of_its_server_which_then_serves_again(
         prompt = model.tokenizer.encode(PROMPT)
         ids = torch.tensor([prompt])
         with model.open_cache(64) as cache:
-            ids = model.generate(ids, past_key_values=cache, max_new_tokens=HALF, **options)
+            ids = model.generate(ids, cache=cache, max_new_tokens=HALF, **options)
             (other,) = start_servers([ALL], peers=[mortal.address])
             model._portal.call(lambda: model._client.swarm.meet(other.address))  # or the first may be back before
             worker_of(mortal.process).kill()
             lost = mortal.next_event("worker")
-            ids = model.generate(ids, past_key_values=cache, max_new_tokens=HALF, **options)
+            ids = model.generate(ids, cache=cache, max_new_tokens=HALF, **options)
             (session,) = cache._sessions
             assert session.route[-1].peer == other.ready["peer"]
             assert ids[0].tolist() == [*prompt, *expected_tokens(transformers_model, prompt, 2 * HALF)]

@@ -251,7 +251,7 @@ def deviation(model: Any, tokens: torch.Tensor) -> float:
         cache = None
         for start in range(0, tokens.shape[1], chunk):
             part = slice(start, min(start + chunk, tokens.shape[1]))
-            output = model(tokens[:1, part], past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = model(tokens[:1, part], cache=cache, use_cache=True)
+            cache = output.cache
             largest = max(largest, (output.logits[0].float() - whole[0, part]).abs().max().item())
     return largest

@@ -1,4 +1,4 @@
-"""What transformers passes on as `past_key_values`: sessions, one for each row of a batch.
+"""What transformers passes on as its cache: sessions, one for each row of a batch.
 
 The keys and values themselves are with the servers. Rows of unequal length need no padding there: what transformers
 pads on the left is left out of the row's session.
@@ -122,6 +122,11 @@ class SessionCache(Cache):
     def routes(self) -> tuple[Route, ...]:
         """Of each row, the hops that it goes through now."""
         return tuple(session.route for session in self._sessions)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """As if there were one layer of positions. With none, transformers would give whole texts at every step."""
+        return [False]
 
     def positions(self, row: int) -> int:
         """Positions in the row's session."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.deprecation import deprecate_kwarg
 
 from llmnode.client.cache import SessionCache
 from llmnode.client.connect import aconnect, aresume, load_parts
@@ -123,7 +124,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         self.embedding = ends.embedding
         self.scoring = ends.scoring
         self.resumed: SessionCache | None = None
-        """What `llmnode.resume` goes on with: pass it as `past_key_values`."""
+        """What `llmnode.resume` goes on with: pass it as `cache`."""
         self._ends = ends
         self._client = client
         self._portal = portal
@@ -159,7 +160,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
     def open_cache(
         self, max_length: int, rows: int = 1, alike: int = 1, priority: str | None = None, *, waits: bool = True
     ) -> SessionCache:
-        """A cache to pass as `past_key_values`, kept between calls of `generate`; close it when done.
+        """A cache to pass as `cache`, kept between calls of `generate`; close it when done.
 
         `rows` are as many as there are prompts times beams or answers of each, and `alike` are those of one prompt.
         `priority` tells servers what they are for: "interactive" (default), "batch" or "training".
@@ -189,12 +190,14 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
             finally:
                 _opened_for_generate.reset(token)
 
+    # As long as transformers' own models know the former name.
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")  # type: ignore[untyped-decorator]  # theirs
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: SessionCache | None = None,
+        cache: SessionCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
@@ -203,18 +206,18 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Scores of the next token, (rows, kept columns, vocabulary); 0 `logits_to_keep` keeps all columns.
 
-        Without `past_key_values` a session is opened for this call alone; `open_cache` makes one that lasts.
+        Without `cache` a session is opened for this call alone; `open_cache` makes one that lasts.
         `position_ids` must be those that follow from `attention_mask`, as transformers' own are.
         """
         if input_ids is None or inputs_embeds is not None:
             raise ConfigError("give input_ids; hidden states go through model.inference_session(...).step(hidden)")
         if wrong := [name for name, value in unsupported.items() if value is not None and value is not False]:
             raise ConfigError(f"not supported by a distributed model: {', '.join(wrong)}")
-        if past_key_values is not None:
-            logits = self._run(past_key_values, input_ids, attention_mask, position_ids, logits_to_keep)
-            return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
-        with self.open_cache(input_ids.shape[1], rows=input_ids.shape[0]) as cache:
+        if cache is not None:
             logits = self._run(cache, input_ids, attention_mask, position_ids, logits_to_keep)
+            return CausalLMOutputWithPast(logits=logits, cache=cache)
+        with self.open_cache(input_ids.shape[1], rows=input_ids.shape[0]) as opened:
+            logits = self._run(opened, input_ids, attention_mask, position_ids, logits_to_keep)
             return CausalLMOutputWithPast(logits=logits)
 
     def get_input_embeddings(self) -> torch.nn.Module:
@@ -236,14 +239,14 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         """Open the sessions that `generate` needs, unless it was given some. Refuses what will not fit."""
         if generation_config.use_cache is False:
             raise ConfigError("use_cache=False would run the whole prompt at every token: leave it out")
-        if model_kwargs.get("past_key_values") is None:
+        if model_kwargs.get("cache") is None:
             alike = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             opened = _opened_for_generate.get()
             assert opened is not None, "called by `generate` alone"
             cache = self.open_cache(max_cache_length + 1, batch_size * alike, alike)
-            model_kwargs["past_key_values"] = opened.enter_context(cache)
-        elif not isinstance(model_kwargs["past_key_values"], SessionCache):
-            raise ConfigError("past_key_values of a distributed model come from model.open_cache(max_length)")
+            model_kwargs["cache"] = opened.enter_context(cache)
+        elif not isinstance(model_kwargs["cache"], SessionCache):
+            raise ConfigError("the cache of a distributed model comes from model.open_cache(max_length)")
 
     @torch.no_grad()
     def _run(
