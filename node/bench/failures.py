@@ -219,7 +219,7 @@ class Matrix:
 
     async def _prefill_s(self) -> list[float]:
         """Of each span, for the prompt."""
-        hidden = self._rig.ends.embed(self._rig.prompt, 0)
+        hidden = self._rig.client.ends.embed(self._rig.prompt, 0)
         total_us = [0] * SPANS
         async with self._rig.client.inference_session(MAX_LENGTH) as session:
             for chunk in hidden.split(CHUNK_TOKENS):

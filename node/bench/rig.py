@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.compute.worker import ComputeThread
 from llmnode.core.policy import ServePolicy
 from llmnode.core.view import online
 from llmnode.node.bench.cells import PROMPT_TOKENS
@@ -34,8 +33,6 @@ class Rig:
     def __init__(self, servers: Sequence[Replica], parts: ClientParts, client: Client, pool: ConnectionPool) -> None:
         self.servers = servers
         self.client = client
-        self.ends = parts.ends
-        self.thread = ComputeThread()
         self.prompt = parts.tokenizer.encode(topics["types"])[:PROMPT_TOKENS]
         self.edit = parts.tokenizer.encode(EDIT)
         self.branch = parts.tokenizer.encode(BRANCH)

@@ -217,7 +217,7 @@ async def _soak(
         for number in range(_clients(config)):
             client = await stack.enter_async_context(aconnect([each.address for each in servers], parts=parts))
             rng = random.Random(f"{SEED} client {number}")
-            visitors.append(Visitor(client, parts, scripts, rng, record.visits))
+            visitors.append(Visitor(client, scripts, rng, record.visits))
         began_s = trio.current_time()
         async with trio.open_nursery() as beside:
             beside.start_soon(_watch, config, servers, record, began_s)

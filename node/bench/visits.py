@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.client.generate import generate_greedy
-from llmnode.compute.worker import ComputeThread
 from llmnode.errors import LlmnodeError
 
 if TYPE_CHECKING:
@@ -126,17 +125,8 @@ def make_scripts(parts: ClientParts, seed: int) -> list[Script]:
 class Visitor:
     """One client's user. Notes each visit in `visits`, which others may share."""
 
-    def __init__(
-        self,
-        client: Client,
-        parts: ClientParts,
-        scripts: Sequence[Script],
-        rng: random.Random,
-        visits: list[Visit],
-    ) -> None:
+    def __init__(self, client: Client, scripts: Sequence[Script], rng: random.Random, visits: list[Visit]) -> None:
         self._client = client
-        self._ends = parts.ends
-        self._thread = ComputeThread()
         self._scripts = scripts
         self._rng = rng
         self._visits = visits
@@ -179,8 +169,7 @@ class Visitor:
         """Append to `text`."""
         await generate_greedy(
             session,
-            self._ends,
-            self._thread,
+            self._client.ends,
             turn.said,
             turn.chosen,
             stop_token_id=None,

@@ -16,7 +16,6 @@ import trio
 
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.client.generate import generate_greedy
-from llmnode.compute.worker import ComputeThread
 from llmnode.errors import LlmnodeError
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ async def generate(parts: ClientParts, asked: dict[str, Any]) -> None:
     ):
         say("opened", peers=[hop.peer for hop in session.route])
         made = await generate_greedy(
-            session, parts.ends, ComputeThread(), prompt, new_tokens,
+            session, client.ends, prompt, new_tokens,
             stop_token_id=None, on_token=lambda token: say("token", token=token),
         )  # fmt: skip
         say(

@@ -16,9 +16,9 @@ import torch
 import trio
 
 from llmnode.client.connection import Connection, open_connection
+from llmnode.client.ends import SharedEnds
 from llmnode.client.generate import generate_greedy
 from llmnode.client.session import InferenceSession, open_session
-from llmnode.compute.worker import ComputeThread
 from llmnode.core.policy import ClientPolicy, LinkPolicy
 from llmnode.core.route import Hop, Route
 from llmnode.core.span import Span
@@ -138,15 +138,14 @@ class SmallClient:
     async def generate(self, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
         """Greedy tokens after each prompt, a session for each, all at once."""
         chosen: dict[int, list[int]] = {}
-        thread = ComputeThread()
+        ends = SharedEnds(self.ends)
 
         async def generate_one(index: int, prompt: list[int]) -> None:
             tokens: list[int] = []
             async with self.session(len(prompt) + new_tokens) as session:
                 await generate_greedy(
                     session,
-                    self.ends,
-                    thread,
+                    ends,
                     prompt,
                     new_tokens,
                     stop_token_id=None,

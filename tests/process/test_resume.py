@@ -13,7 +13,6 @@ import trio
 import llmnode
 from llmnode.client.connect import load_parts
 from llmnode.client.generate import generate_greedy
-from llmnode.compute.worker import ComputeThread
 from llmnode.core.span import Span
 from process.small_server import expected_tokens
 
@@ -91,13 +90,7 @@ def test_a_program_goes_on_though_a_server_has_gone(
             assert [each.taken_over_by for each in session.recoveries] == [(late.ready["peer"],)]
             fresh = resumed.token_ids[session.position :]
             generation = await generate_greedy(
-                session,
-                parts.ends,
-                ComputeThread(),
-                fresh,
-                HALF,
-                stop_token_id=None,
-                on_token=lambda _token: None,
+                session, resumed.client.ends, fresh, HALF, stop_token_id=None, on_token=lambda _token: None
             )
             return (*resumed.token_ids, *generation.token_ids)
 

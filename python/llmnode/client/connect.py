@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from llmnode.client.ends import SharedEnds
 from llmnode.client.generate import Generation, check_length, generate_greedy
 from llmnode.client.holding import check_choice
 from llmnode.client.join import join_swarm
 from llmnode.client.routing import Router
 from llmnode.client.saved import read
-from llmnode.compute.worker import ComputeThread
 from llmnode.core.model import PRECISIONS
 from llmnode.core.policy import ClientPolicy, LinkPolicy
 from llmnode.errors import ConfigError, single_error
@@ -56,10 +56,9 @@ class Client:
         self.model = parts.model
         self.tokenizer = parts.tokenizer
         self.router = router
-        self._ends = parts.ends
+        self.ends = SharedEnds(parts.ends)
         self.codec = codec
         self.policy = policy
-        self._thread = ComputeThread()
 
     @property
     def swarm(self) -> Swarm:
@@ -119,8 +118,7 @@ class Client:
         async with self.inference_session(max_length) as session:
             return await generate_greedy(
                 session,
-                self._ends,
-                self._thread,
+                self.ends,
                 prompt,
                 max_new_tokens,
                 stop_token_id=self.tokenizer.eos_token_id if stop_at_eos else None,

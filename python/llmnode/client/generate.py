@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     import torch
 
     from llmnode.client.chunk import HopTiming
+    from llmnode.client.ends import SharedEnds
     from llmnode.client.session import InferenceSession
-    from llmnode.compute.worker import ComputeThread
     from llmnode.core.model import ModelInfo
-    from llmnode.models.parts import Ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +67,7 @@ def check_length(prompt_tokens: int, max_new_tokens: int, model: ModelInfo) -> i
 
 async def generate_greedy(
     session: InferenceSession,
-    ends: Ends,
-    thread: ComputeThread,
+    ends: SharedEnds,
     prompt: Sequence[int],
     max_new_tokens: int,
     *,
@@ -84,7 +82,7 @@ async def generate_greedy(
     timings: list[TokenTiming] = []
     fresh = list(prompt)
     while True:
-        token, timing = await _next_token(session, ends, thread, fresh)
+        token, timing = await _next_token(session, ends, fresh)
         chosen.append(token)
         timings.append(timing)
         on_token(token)
@@ -98,19 +96,13 @@ async def run_blocks(session: InferenceSession, hidden: torch.Tensor) -> torch.T
     return from_bytes(await session.step(to_bytes(hidden)), hidden.shape[1])
 
 
-async def _next_token(
-    session: InferenceSession, ends: Ends, thread: ComputeThread, fresh: list[int]
-) -> tuple[int, TokenTiming]:
+async def _next_token(session: InferenceSession, ends: SharedEnds, fresh: list[int]) -> tuple[int, TokenTiming]:
     started = trio.current_time()
-    start = session.position
-    if len(fresh) == 1:  # it is one row to look up: less than the way to another thread and back
-        hidden = ends.embed(fresh, start)
-    else:
-        hidden = await thread.run(lambda: ends.embed(fresh, start))
+    hidden = await ends.embed_beside(fresh, session.position)
     embedded = trio.current_time()
     output = await run_blocks(session, hidden)
     stepped = trio.current_time()
-    token = await thread.run(lambda: int(ends.logits(output[-1:]).argmax()))
+    token = await ends.likeliest(output[-1:])
     done = trio.current_time()
     timing = TokenTiming(
         done - started, embedded - started, stepped - embedded, done - stepped, hops=tuple(session.timings)

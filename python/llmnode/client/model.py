@@ -14,6 +14,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from llmnode.client.cache import SessionCache
 from llmnode.client.connect import aconnect, aresume, load_parts
+from llmnode.client.ends import ROWS_AT_ONCE
 from llmnode.client.portal import open_portal
 from llmnode.core.beams import first_alike
 from llmnode.core.policy import ClientPolicy, RelayedPolicy
@@ -266,7 +267,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         given = [row.tolist() for row in tokens]
         firsts = first_alike(given) if cache.is_empty else list(range(rows))
         hidden = [
-            self._ends.embed(row, cache.positions(index)) if row and first == index else None
+            self._client.ends.embed(row, cache.positions(index)) if row and first == index else None
             for index, (row, first) in enumerate(zip(given, firsts, strict=True))
         ]
         outputs = cache.run_first(hidden, given) if cache.is_empty else cache.run_rows(hidden)
@@ -274,11 +275,15 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         cache.columns += columns
         kept = min(keep, columns) if keep else columns
         logits = torch.zeros(rows, kept, self.config.vocab_size)
-        for index, (output, first) in enumerate(zip(outputs, firsts, strict=True)):
-            if output is not None:
-                scores = self._ends.logits(output[-kept:])
-                logits[index, kept - len(scores) :] = scores
-            elif first != index:
+        run = [(index, output[-kept:]) for index, output in enumerate(outputs) if output is not None]
+        together = max(1, ROWS_AT_ONCE // kept)
+        for start in range(0, len(run), together):
+            some = run[start : start + together]
+            scores = self._client.ends.logits(torch.cat([last for _, last in some]))
+            for (index, last), own in zip(some, scores.split([len(last) for _, last in some]), strict=True):
+                logits[index, kept - len(last) :] = own
+        for index, first in enumerate(firsts):
+            if first != index:
                 logits[index] = logits[first]
         return logits
 
