@@ -70,6 +70,18 @@ async def test_a_step_takes_one_way_less_per_hop_than_through_the_client() -> No
 
 
 @simulated
+async def test_a_session_opens_and_its_hops_hear_of_each_other_in_one_round_trip() -> None:
+    async with world() as swarm, swarm_of_one_each(swarm) as router:
+        for is_first in (True, False):  # the first has servers connect to each other
+            began_s = trio.current_time()
+            async with router.open_session(64, Codec.RAW) as session:
+                took_s = trio.current_time() - began_s
+                await Dialogue(session, random.Random(1)).step(1)
+                assert all(timing.direct for timing in session.timings[1:])
+            assert took_s == pytest.approx(2 * DELAY_S, abs=SLACK_S) or is_first
+
+
+@simulated
 async def test_hops_compute_different_chunks_of_a_prefill_at_the_same_time() -> None:
     chunks = 6
     policy = ClientPolicy(chunk_tokens=4, chunks_ahead=chunks)

@@ -98,7 +98,10 @@ class SessionHop:
         """Who it is, and under which name its peer keeps it, if it does."""
         return SavedHop(self.hop.peer, self.hop.span, self._session if self._is_leased else None)
 
-    async def open(self, model: ModelInfo, max_length: int, epoch: Epoch) -> None:
+    async def open(
+        self, model: ModelInfo, max_length: int, epoch: Epoch, stand: Callable[..., Awaitable[None]] | None = None
+    ) -> None:
+        """In one round trip with `stand`, which is `stand_between` but for its `first`."""
         self._keeps_outputs = self._policy.upstream_logs and self.hop.span.end < model.blocks
         request = Open(
             model_digest=model.digest,
@@ -112,9 +115,14 @@ class SessionHop:
         )
         frame = Frame(FrameType.OPEN, self._session, epoch, meta=pack(request))
         self.connection.sessions.add(self._session)
-        with self.blamed():
-            await self.connection.ask(frame, FrameType.OPENED, self._policy.open_timeout_s)
-        self._is_open = True
+        with self.blamed(), self.connection.expect(frame.session, frame.epoch, frame.step) as answer:
+            await self.connection.tell(frame)
+
+            async def is_open() -> None:
+                await answer.receive(FrameType.OPENED, self._policy.open_timeout_s)
+                self._is_open = True
+
+            await (is_open() if stand is None else stand(first=is_open))
 
     async def take_over(self, model: ModelInfo, asked_in: Epoch, epoch: Epoch, position: int) -> None:
         """Have the session that there is move to our connection. `asked_in` is an epoch that nobody was asked in.
@@ -216,11 +224,13 @@ class SessionHop:
         *,
         quiet: bool = False,
         introduce: Introduce | None = None,
+        first: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
     ) -> None:
         """Take steps from the hop before, and push results to the one after, as far as they can reach each other.
 
         If `quiet`, the results of this hop are wanted by nobody: they are but logged where they are. `introduce` has
-        this hop's server hear of the next one first, for it pushes to nobody that it does not know.
+        this hop's server hear of the next one first, for it pushes to nobody that it does not know. What is waited for
+        `first` is the answer to what was asked before.
         """
         receiver = after if after is not None and self.pushing.is_wanted_to(after.hop.peer) else None
         request = Forward(
@@ -231,25 +241,30 @@ class SessionHop:
             again=False,
         )
         if request == self._neighbours:
-            return
+            return await first()
         self.pushing.receiver = None
         with self.blamed():
             if introduce is not None and receiver is not None:
                 await introduce(self.connection, receiver.hop.peer)
-            self._neighbours = await self._tell_neighbours(request, epoch, step)
+            self._neighbours = await self._tell_neighbours(request, epoch, step, first)
         self.pushing.receiver = PeerId(self._neighbours.receiver) if self._neighbours.receiver else None
 
-    async def _tell_neighbours(self, request: Forward, epoch: Epoch, step: Step) -> Forward:
+    async def _tell_neighbours(
+        self, request: Forward, epoch: Epoch, step: Step, first: Callable[[], Awaitable[None]]
+    ) -> Forward:
         """Returns what it does."""
         meta = pack(replace(request, again=self.pushing.has_failed_to(request.receiver)))
         frame = Frame(FrameType.FORWARD, self._session, epoch, step, meta=meta)
-        try:
-            await self.connection.ask(frame, FrameType.FORWARDED, self._policy.step_timeout_s)
-        except PeerRefused as refusal:
-            if refusal.code != RefusalCode.CANNOT_FORWARD:
-                raise
-            self.pushing.fail(PeerId(request.receiver), refusal.retry_after_s)
-            return replace(request, receiver="", receiver_session=NO_SESSION)
+        with self.connection.expect(frame.session, frame.epoch, frame.step) as answer:
+            await self.connection.tell(frame)
+            await first()
+            try:
+                await answer.receive(FrameType.FORWARDED, self._policy.step_timeout_s)
+            except PeerRefused as refusal:
+                if refusal.code != RefusalCode.CANNOT_FORWARD:
+                    raise
+                self.pushing.fail(PeerId(request.receiver), refusal.retry_after_s)
+                return replace(request, receiver="", receiver_session=NO_SESSION)
         return request
 
     def note_not_pushed(self) -> None:

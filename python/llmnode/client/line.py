@@ -6,6 +6,7 @@ What the session does with them is in `session.py`; how one that is lost is repl
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -88,8 +89,7 @@ class Line:
 
     async def open(self, route: Route, connections: Mapping[PeerId, Connection]) -> None:
         """Raises the PeerError of a hop that does not open; then none is left open."""
-        self.hops = await self._open_hops(route, connections)
-        await self.line_up()
+        self.hops = await self._open_hops(route, connections, [None])
 
     async def line_up(self) -> None:
         """Tell every hop its neighbours."""
@@ -159,10 +159,10 @@ class Line:
         index = self.hops.index(lost)
         until_lost = [None, *self.hops[:index]]
         epoch = self.begin_epoch()
-        hops = await self._open_hops(route, connections)
+        hops = await self._open_hops(
+            route, connections, until_lost[-2:] if self.policy.upstream_logs else [], quiet=True
+        )
         try:
-            if self.policy.upstream_logs:
-                await self._tell([*until_lost[-2:], *hops, None], quiet=True)
             await self._hold_replay(until_lost[-1], hops)
             start = 0
             flights: list[Flight] = []
@@ -218,27 +218,52 @@ class Line:
                     for hop in moving:
                         nursery.start_soon(hop.take_better_way, self.epoch, step, position)
 
-    async def _open_hops(self, route: Route, connections: Mapping[PeerId, Connection]) -> list[SessionHop]:
-        """Raises the PeerError of one that does not open; then none is left open."""
+    async def _open_hops(
+        self,
+        route: Route,
+        connections: Mapping[PeerId, Connection],
+        before: Sequence[SessionHop | None],
+        *,
+        quiet: bool = False,
+    ) -> list[SessionHop]:
+        """Tell them, and the last of `before`, their neighbours too: of new ones that takes no time of its own.
+
+        Nobody is told anything if there is nothing `before`. `quiet` is as in `_tell`. Raises the PeerError of one that
+        does not open, or the failure of the one before; then none is left open.
+        """
         hops = [SessionHop(hop, connections[hop.peer], self.form, self.policy) for hop in route]
         try:
-            with single_error():
-                async with trio.open_nursery() as nursery:
-                    for hop in hops:
-                        nursery.start_soon(hop.open, self.model, self.max_length, self.epoch)
+            if before:
+                await self._tell([*before, *hops, None], opening=hops, quiet=quiet)
+            else:
+                with single_error():
+                    async with trio.open_nursery() as nursery:
+                        for hop in hops:
+                            nursery.start_soon(hop.open, self.model, self.max_length, self.epoch)
         except BaseException:
             await self.abandon(hops)
             raise
         return hops
 
-    async def _tell(self, chain: Sequence[SessionHop | None], *, quiet: bool = False) -> None:
-        """Tell each hop of `chain`, except its ends, its neighbours. `quiet`: nobody wants what the last puts out."""
+    async def _tell(
+        self, chain: Sequence[SessionHop | None], *, opening: Sequence[SessionHop] = (), quiet: bool = False
+    ) -> None:
+        """Tell each hop of `chain`, except its ends, its neighbours, and have those that are `opening` open with that.
+
+        `quiet`: nobody wants what the last puts out.
+        """
+        step = Step(self.step + 1)  # 0 is what an OPEN is asked at
 
         async def tell(before: SessionHop | None, hop: SessionHop, after: SessionHop | None) -> None:
             is_quiet = quiet and after is None
             if not self.policy.push:
                 before = after = None
-            await hop.stand_between(before, after, self.epoch, self.step, quiet=is_quiet, introduce=self._introduce)
+            place = before, after, self.epoch, step
+            stand = partial(hop.stand_between, *place, quiet=is_quiet, introduce=self._introduce)
+            if hop in opening:
+                await hop.open(self.model, self.max_length, self.epoch, stand)
+            else:
+                await stand()
 
         with single_error():
             async with trio.open_nursery() as nursery:
