@@ -31,6 +31,8 @@ class Access:
         """Open until the context ends; what takes long is told on stderr. Raises ConfigError, PeerError or NoRoute."""
         with collection_paused():
             from llmnode.client.model import connect
+            from llmnode.models.cores import use_threads
+        use_threads()
         return connect(
             self.model,
             peers=self.peers,

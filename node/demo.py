@@ -68,12 +68,10 @@ async def demo(config: DemoConfig) -> None:
 
 def _load_parts(threads: int | None) -> ClientParts:
     with collection_paused():
-        import torch
-
         from llmnode.client.connect import load_parts
+        from llmnode.models.cores import use_threads
 
-        if threads is not None:
-            torch.set_num_threads(threads)
+        use_threads(threads)
         return load_parts()
 
 

@@ -24,6 +24,7 @@ from llmnode.core.span import Span
 from llmnode.core.view import online
 from llmnode.errors import ConfigError, ModelError, PeerError, PeerRefused, single_error
 from llmnode.models.cache import cache_folder
+from llmnode.models.cores import usable_cores
 from llmnode.node.reach import explain
 
 if TYPE_CHECKING:
@@ -154,7 +155,8 @@ def check_torch() -> Finding:
         device = f"CUDA ({torch.cuda.get_device_name()})"
     else:
         device = "MPS" if torch.backends.mps.is_available() else "CPU"
-    threads = f"{torch.get_num_threads()} threads on {os.cpu_count()} cores"
+    cores = usable_cores()
+    threads = f"{min(torch.get_num_threads(), cores)} threads on {cores} of {os.cpu_count()} cores"
     return Finding(
         "torch", OK, f"torch {torch.__version__}, transformers {transformers.__version__}, {threads}, device {device}"
     )

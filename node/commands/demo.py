@@ -23,7 +23,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--servers", type=int, default=3, metavar="N", help="server processes to start (default 3)")
     add_generation(parser)
-    parser.add_argument("--threads", type=int, metavar="N", help="torch threads of each process (default: torch's)")
+    parser.add_argument("--threads", type=int, metavar="N", help="torch threads of each process (default: its cores)")
 
 
 def run(arguments: argparse.Namespace) -> int:

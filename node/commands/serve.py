@@ -94,7 +94,7 @@ def add(commands: Commands) -> None:
         "node (its sessions move on, and it is started again), or in a thread of the node (default: a process where it "
         "can be)",
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="torch threads (default: torch's)")
+    parser.add_argument("--threads", type=int, metavar="N", help="torch threads (default: the cores that it may use)")
     parser.add_argument("--verbose", action="store_true", help="say on stderr which links open and end, and why")
     parser.add_argument(
         "--until-stdin-closes", action="store_true", help="stop when stdin ends, as a child of a program"

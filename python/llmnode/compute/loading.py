@@ -49,12 +49,10 @@ class SpanLoader:
 
     def open_model(self) -> ModelInfo:
         with collection_paused():
-            import torch
-
+            from llmnode.models.cores import use_threads
             from llmnode.models.source import open_model
 
-            if self._wanted.threads is not None:
-                torch.set_num_threads(self._wanted.threads)
+            use_threads(self._wanted.threads)
             self._folder = open_model(self._wanted.model, self._report)
         self._wanted = replace(self._wanted, device=_device(self._wanted.device))
         quant, kv_device = _quant(self._wanted, self._folder), _kv_device(self._wanted)

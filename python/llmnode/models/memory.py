@@ -8,61 +8,37 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from llmnode.models.control_groups import groups, read
+
 
 class _Accounts(NamedTuple):
-    """Where a version of Linux's control groups keeps what of memory."""
+    """Where a version of control groups keeps what of memory."""
 
-    mount: str
     limit: str
     used: str
     reclaimable: str  # in memory.stat: files that nobody has read of late, which make room when it is needed
 
 
-_V1 = _Accounts(
-    "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", reclaimable="total_inactive_file"
-)
-_V2 = _Accounts("sys/fs/cgroup", "memory.max", "memory.current", reclaimable="inactive_file")
+_V1 = _Accounts("memory.limit_in_bytes", "memory.usage_in_bytes", reclaimable="total_inactive_file")
+_V2 = _Accounts("memory.max", "memory.current", reclaimable="inactive_file")
 
 
 def free_bytes(device: str = "cpu", root: Path = Path("/")) -> int:
-    """On a device as torch names it. `root` is where Linux's own folders are."""
+    """On a device as torch names it. `root` is as in `groups`."""
     if device != "cpu":
         import torch
 
         return torch.cuda.mem_get_info(device)[0]
     import psutil
 
-    return min([psutil.virtual_memory().available, *_left_to_groups(root)])
-
-
-def _left_to_groups(root: Path) -> list[int]:
-    """Of each limit that this process is under: its control group's, and those of the groups that this one is in."""
-    left: list[int] = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        accounts = _V1 if controllers else _V2
-        mount = root / accounts.mount
-        folder = mount / group.lstrip("/")
-        # A container may see its own group as the mount, and yet be told its path outside: that is then not there.
-        groups = [each for each in (folder, *folder.parents) if each.is_relative_to(mount)]
-        left += [room for each in groups if (room := _left_to_group(each, accounts)) is not None]
-    return left
+    left = (_left_to_group(folder, _V2 if is_unified else _V1) for folder, is_unified in groups("memory", root))
+    return min([psutil.virtual_memory().available, *(room for room in left if room is not None)])
 
 
 def _left_to_group(folder: Path, accounts: _Accounts) -> int | None:
     """None without a limit."""
-    limit, used = _read(folder / accounts.limit), _read(folder / accounts.used)
+    limit, used = read(folder / accounts.limit), read(folder / accounts.used)
     if not (limit.isdigit() and used.isdigit()):  # "max", or there is no such group
         return None
-    statistics = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+    statistics = dict(line.split() for line in read(folder / "memory.stat").splitlines())
     return max(0, int(limit) - int(used) + int(statistics.get(accounts.reclaimable, 0)))
-
-
-def _read(file: Path) -> str:
-    """Empty if it is not there, as on other systems."""
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""
