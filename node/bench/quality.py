@@ -4,7 +4,7 @@ Two real server processes with uneven spans, the embedded model. Only the blocks
 another run on the same machine gives the same figures else. A variant is asked for four things: its own greedy text
 after each prompt; the token it would choose at each position of the *baseline's* text (teacher forcing: one early
 difference does not count for all that follow); and of chunks of a text that every Python has the likelihood, and the
-next word (`words.py`).
+next word (`words.py`). What weights in 8 bits gain in speed is measured of another model too (`int8.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import trio
 from transformers import AutoModelForCausalLM
 
 from llmnode.client.model import connect
@@ -31,6 +32,7 @@ from llmnode.errors import ConfigError
 from llmnode.models.embedded import open_embedded
 from llmnode.models.tokenizer import load_tokenizer
 from llmnode.node.bench.decoding import decode_ratios
+from llmnode.node.bench.int8 import measure_int8
 from llmnode.node.bench.paired import change_percent, compare_choices, equal_prefix
 from llmnode.node.bench.report import Aim, Row, environment, print_report
 from llmnode.node.bench.words import count_right, words_of
@@ -144,7 +146,11 @@ def bench_quality(config: QualityBench) -> None:
     del whole
     measured = _measure_swarms(variants, config, material, baseline.free)
     print("speed of the blocks", file=sys.stderr)
-    speeds = decode_ratios(folder, SPANS[0], [variant.dtype for variant in variants], rounds=1 if config.thin else 5)
+    rounds = 1 if config.thin else 5
+    speeds = decode_ratios(folder, SPANS[0], [variant.dtype for variant in variants], rounds=rounds)
+    print("weights in int8 where all bits are needed", file=sys.stderr)
+    name = "llama-34m" if config.thin else "llama-222m"
+    gain = trio.run(measure_int8, name, rounds, config.tokens, config.threads)
 
     words = sum(map(len, material.words))
     conditions = environment(config.threads) | {
@@ -168,7 +174,8 @@ def bench_quality(config: QualityBench) -> None:
         sent_bytes = payload_bytes(variant.codec, folder.info.hidden_size)
         memory: Row = {"weights, MB": each.tensor_bytes / 1e6, "tokens/s, of fp32's blocks": speeds[variant.dtype]}
         rows.append(_row(variant.name, each, baseline, words, sent_bytes) | memory)
-    aims = list(_aims(dict(zip(variants, measured, strict=True)), baseline))
+    rows += gain.rows()
+    aims = [*_aims(dict(zip(variants, measured, strict=True)), baseline), *gain.aims()]
     legend = (
         f"{config.tokens} tokens after each of {conditions['prompts']} prompts, {conditions['near_ties']} of them near "
         f"ties (lead below {NEAR_TIE:g} logits); {config.chunks} chunks of {CHUNK_TOKENS} tokens of Python's reference "

@@ -30,7 +30,7 @@ def test_quality_compares_every_variant_with_transformers() -> None:
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     report = json.loads(line)
-    baseline, raw, *lossy = report["rows"]
+    baseline, raw, *lossy, whole, in_int8 = report["rows"]
     kept = [row["variant"] for row in lossy] + report["environment"]["left_out"]
     assert kept[:3] == ["activations in fp16", "activations in bf16", "activations in int8"]
     assert set(kept[3:]) == {"servers in bf16", "servers in fp16", "weights in int8", "weights in nf4", "KV in int8"}
@@ -52,8 +52,13 @@ def test_quality_compares_every_variant_with_transformers() -> None:
     weights = {row["variant"]: row["weights, MB"] / baseline["weights, MB"] for row in [raw, *lossy]}
     assert weights["activations in int8"] == weights[raw["variant"]] < 0.19, "the same, in as few bits as it needs"
     assert weights["weights in nf4"] < 0.15 < weights["weights in int8"] < 0.26
-    exact, equal, *bounds = report["aims"]
+    assert (whole["variant"], in_int8["variant"]) == ("llama-34m, weights in fp32", "llama-34m, weights in int8")
+    assert in_int8["of fp32's, end to end"]["median"] == pytest.approx(
+        in_int8["tokens/s, end to end"]["median"] / whole["tokens/s, end to end"]["median"]
+    )
+    exact, equal, *bounds, of_blocks, end_to_end = report["aims"]
     assert exact["holds"] and equal["holds"]
+    assert (of_blocks["aim"], end_to_end["aim"]) == (">= 1.5", ">= 1.3")
     assert {aim["aim"] for aim in bounds} == {"<= 1"}
     assert report["environment"]["text"].startswith("pydoc_data.topics: ")
 
