@@ -257,6 +257,30 @@ async def test_several_servers_take_the_place_of_one() -> None:
             await dialogue.step(1)
 
 
+@pytest.mark.parametrize("first", [0, 2], ids=["by us", "by the hop before"])
+@simulated
+async def test_who_take_the_place_of_one_compute_different_chunks_of_the_replay_at_the_same_time(first: int) -> None:
+    chunks, parts = 6, [Span(first, 4), Span(4, 6)]
+    policy = ClientPolicy(chunk_tokens=4, chunks_ahead=chunks)
+    async with world() as swarm:
+        if first:
+            await swarm.start("before", Span(0, first))
+        await swarm.start("lost", Span(first, 6))
+        for index, span in enumerate(parts):
+            await swarm.start(f"part{index}", span)
+        await trio.sleep(10)
+        async with swarm.client(policy) as (router, _), router.open_session(64, Codec.RAW) as session:
+            dialogue = Dialogue(session, random.Random(1), policy=policy)
+            await dialogue.step(4 * chunks)
+            for index in range(len(parts)):
+                swarm.nodes[f"part{index}"].worker.forward_s = 1.0
+            swarm.kill("lost")
+            await dialogue.step(1)
+            assert [hop.span for hop in session.route[-2:]] == parts
+            (recovery,) = session.recoveries
+    assert recovery.stall_s == pytest.approx(chunks + len(parts) - 1, abs=0.5)
+
+
 @simulated
 async def test_a_client_cut_off_from_everybody_goes_on_when_its_network_is_back() -> None:
     async with pairs_of_servers() as swarm, swarm.session() as (session, client):

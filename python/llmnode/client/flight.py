@@ -11,10 +11,10 @@ import trio
 from llmnode.client.chunk import Hidden
 from llmnode.client.hop import SessionHop
 from llmnode.client.recovery import ALL_WOULD_REFUSE
-from llmnode.errors import IntegrityError, PeerError, PeerRefused, PeerTimeout
+from llmnode.errors import IntegrityError, PeerError, PeerRefused, PeerTimeout, single_error
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from llmnode.client.chunk import Chunk, HopOutput
     from llmnode.client.hop import ExpectedOutput
@@ -52,6 +52,39 @@ class Contradiction(IntegrityError):
         self.shown = shown
 
 
+async def fly_all(
+    hops: Sequence[SessionHop],
+    loads: Iterable[tuple[Chunk, Buffer | SessionHop]],
+    policy: ClientPolicy,
+    land: Callable[[Flight], Awaitable[None]],
+) -> None:
+    """As `fly`, chunks that follow each other, several under way at once. `land` is called for each, in their order."""
+    window = trio.Semaphore(policy.chunks_ahead)
+    landed = trio.Event()
+    landed.set()
+
+    async def pass_all(
+        chunk: Chunk,
+        origin: Buffer | SessionHop,
+        before: trio.Event,
+        done: trio.Event,
+        *,
+        task_status: trio.TaskStatus[None],
+    ) -> None:
+        flight = await fly(hops, chunk, origin, policy, task_status)
+        await before.wait()
+        await land(flight)
+        done.set()
+        window.release()
+
+    with single_error():
+        async with trio.open_nursery() as nursery:
+            for load in loads:
+                await window.acquire()
+                before, landed = landed, trio.Event()
+                await nursery.start(pass_all, *load, before, landed)
+
+
 async def fly(
     hops: Sequence[SessionHop],
     chunk: Chunk,
@@ -61,9 +94,9 @@ async def fly(
 ) -> Flight:
     """See that each hop gets its input, and check its output. The first gets `origin`, or what that hop has logged.
 
-    Started once the first hop has its input. Raises a PeerError, which is the `failure` of its hop; or IntegrityError,
-    which is nobody's yet, if two hops contradict each other (Contradiction, or about a log): the former may then push
-    no more.
+    Started once the first hop has its input, or is to be given it. Raises a PeerError, which is the `failure` of its
+    hop; or IntegrityError, which is nobody's yet, if two hops contradict each other (Contradiction, or about a log):
+    the former may then push no more.
     """
     inputs: list[Hidden] = []
     outputs: list[HopOutput] = []
@@ -72,13 +105,16 @@ async def fly(
         if isinstance(origin, SessionHop):
             upstream = _Upstream(origin, stack.enter_context(origin.expect(chunk)), policy.replay_patience_s)
         expected = [stack.enter_context(hop.expect(chunk)) for hop in hops]
-        hidden = await upstream.replay(policy, push=True) if upstream else Hidden.of(origin)  # type: ignore[arg-type]
+        if upstream:
+            hidden = await upstream.replay(policy, task_status.started, push=True)
+        else:
+            hidden = Hidden.of(origin)  # type: ignore[arg-type]
         for hop, output in zip(hops, expected, strict=True):
             inputs.append(hidden)
             leg = _Leg(upstream, hop, output, policy)
             if not leg.is_direct(hidden):
                 hidden = await leg.give(hidden)
-            if hop is hops[0]:
+            if hop is hops[0] and not isinstance(origin, SessionHop):
                 task_status.started()
             outputs.append(arrived := await leg.receive(hidden))
             hop.pace.note(chunk.length, arrived.timing.round_trip_us / 1e6)
@@ -100,9 +136,9 @@ class _Upstream:
         timing = self.computed and self.computed.timing
         return (timing.queue_us + timing.compute_us) / 1e6 if timing else 0.0
 
-    async def replay(self, policy: ClientPolicy, *, push: bool) -> Hidden:
+    async def replay(self, policy: ClientPolicy, asked: Callable[[], None] = lambda: None, *, push: bool) -> Hidden:
         with self.hop.blamed():
-            return await self.output.replay(policy.step_timeout_s, push=push)
+            return await self.output.replay(policy.step_timeout_s, asked, push=push)
 
     async def fetch(self, hidden: Hidden, policy: ClientPolicy) -> Buffer:
         """What it has pushed, or should have."""

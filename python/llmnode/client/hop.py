@@ -388,9 +388,13 @@ class ExpectedOutput:
         timing = HopTiming(hop.peer, hop.span, trip_us, result.queue_us, result.compute_us, self._direct)
         return HopOutput(hidden, result, timing)
 
-    async def replay(self, timeout_s: float, *, push: bool) -> Hidden:
-        """The output again, from the hop's log: pushed to the next hop if that can be done and is wanted."""
+    async def replay(self, timeout_s: float, asked: Callable[[], None] = lambda: None, *, push: bool) -> Hidden:
+        """The output again, from the hop's log: pushed to the next hop if that can be done and is wanted.
+
+        `asked` is called once it has been asked for.
+        """
         await self._hop.ask(FrameType.REPLAY, self.chunk, pack(Replay(push)))
+        asked()
         answer = await self._answer.receive(FrameType.REPLAYED, timeout_s)
         replayed = unpack(Replayed, answer.meta)
         return self._hop.read(self.chunk, answer, replayed.output_digest, pushed=push and replayed.pushed)

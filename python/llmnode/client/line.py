@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.client.chunk import Chunk
-from llmnode.client.flight import fly
+from llmnode.client.flight import fly_all
 from llmnode.client.holding import RelayedHold
 from llmnode.client.hop import SessionHop
 from llmnode.core.ids import Epoch, Step
@@ -20,7 +20,7 @@ from llmnode.errors import ConfigError, LocalProtocolError, PeerUnreachable, Ses
 from llmnode.wire.payload import HiddenForm, payload_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from llmnode.client.connection import Connection
     from llmnode.client.flight import Flight
@@ -164,13 +164,13 @@ class Line:
         )
         try:
             await self._hold_replay(until_lost[-1], hops)
-            start = 0
             flights: list[Flight] = []
-            for step, (origin, length) in enumerate(self._replays(until_lost[-1], lost.inputs)):
-                flight = await fly(hops, Chunk(epoch, Step(step), start, length), origin, self.policy)
+
+            async def land(flight: Flight) -> None:
                 self._log(flight, hops, until_lost[-1])
                 flights.append(flight)
-                start += length
+
+            await fly_all(hops, self._replays(epoch, until_lost[-1], lost.inputs), self.policy, land)
             for flight in flights:  # of a replay that was given up, nothing is kept
                 await self._take_receipts(flight, hops, replay=True)
             self.check_open()  # nobody would close these
@@ -271,14 +271,18 @@ class Line:
                     if hop is not None:
                         nursery.start_soon(tell, before, hop, after)
 
-    def _replays(self, before: SessionHop | None, logged: PayloadLog) -> Iterator[tuple[Buffer | SessionHop, int]]:
-        """All positions of the session, in chunks: who has them, or the payload, and how many."""
+    def _replays(
+        self, epoch: Epoch, before: SessionHop | None, logged: PayloadLog
+    ) -> Iterator[tuple[Chunk, Buffer | SessionHop]]:
+        """All positions of the session in chunks of `epoch`, and for each who has it, or the payload."""
         most = self.policy.chunk_tokens
-        if before is None or not self.policy.upstream_logs:
-            yield from logged.chunks(most)
-        else:
-            for start in range(0, self.position, most):
-                yield before, min(most, self.position - start)
+        origins: Iterable[tuple[Buffer | SessionHop, int]] = logged.chunks(most)
+        if before is not None and self.policy.upstream_logs:
+            origins = ((before, min(most, self.position - start)) for start in range(0, self.position, most))
+        start = 0
+        for step, (origin, length) in enumerate(origins):
+            yield Chunk(epoch, Step(step), start, length), origin
+            start += length
 
     def _log(self, flight: Flight, hops: Sequence[SessionHop], before: SessionHop | None) -> None:
         """Keep what `hops` were given, as far as the hop before each does not."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.client import handover
-from llmnode.client.flight import fly
+from llmnode.client.flight import fly, fly_all
 from llmnode.client.line import Line
 from llmnode.client.mending import Mender
 from llmnode.client.recovery import Trouble
@@ -249,34 +249,20 @@ class InferenceSession:
 
     async def _stream(self, waiting: deque[tuple[Buffer, int]], outputs: list[Buffer]) -> None:
         """All of `waiting` through all hops, several chunks under way; what has passed them goes over to `outputs`."""
-        line = self._line
-        if len(waiting) == 1:
-            payload, length = waiting[0]
-            flight = await fly(line.hops, line.chunk(line.step, line.position, length), payload, self._policy)
-            outputs.append(await self._land(flight))
-            return
-        window = trio.Semaphore(self._policy.chunks_ahead)
-        start, step, landed = line.position, line.step, trio.Event()
-        landed.set()
+        line, start = self._line, self._line.position
+        loads: list[tuple[Chunk, Buffer]] = []
+        for number, (payload, length) in enumerate(waiting):
+            loads.append((line.chunk(line.step + number, start, length), payload))
+            start += length
 
-        async def pass_all(
-            chunk: Chunk, payload: Buffer, first: trio.Event, done: trio.Event, *, task_status: trio.TaskStatus[None]
-        ) -> None:
-            flight = await fly(line.hops, chunk, payload, self._policy, task_status)
-            await first.wait()  # they land in order
+        async def land(flight: Flight) -> None:
             outputs.append(await self._land(flight))
             waiting.popleft()
-            done.set()
-            window.release()
 
-        with single_error():
-            async with trio.open_nursery() as nursery:
-                for number, (payload, length) in enumerate(list(waiting)):
-                    await window.acquire()
-                    first, landed = landed, trio.Event()
-                    chunk = line.chunk(step + number, start, length)
-                    await nursery.start(pass_all, chunk, payload, first, landed)
-                    start += length
+        if len(loads) == 1:  # as decodes are, to which a nursery would be dear
+            await land(await fly(line.hops, *loads[0], self._policy))
+        else:
+            await fly_all(line.hops, loads, self._policy, land)
 
     async def _land(self, flight: Flight) -> Buffer:
         """All hops have computed the chunk: the session stands after it now. Returns what it became, in fp32."""
