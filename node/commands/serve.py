@@ -74,7 +74,8 @@ def add(commands: Commands) -> None:
         parser,
         "what the blocks are computed in: float32 is exact (default)",
         "what their weights are rounded to, for a quarter (int8) or a seventh (nf4) of float32's memory: only clients "
-        "that ask for it come; auto is nf4 on a GPU, int8 on a CPU that is fast at it, else none (default none)",
+        "that ask for it come; auto is nf4 on a GPU, int8 on a CPU that is fast at it, else none, as it is for a "
+        "mixture of experts (default none)",
         "what keys and values are kept in: int8 takes about a quarter of float32's memory, and is lossy: only clients "
         "that ask for it come (default same: as --dtype)",
         "auto",

@@ -151,10 +151,12 @@ def _quant(wanted: Wanted, folder: ModelFolder) -> str:
     if wanted.quant != AUTO:
         assert wanted.quant in QUANTS
         return wanted.quant
-    from llmnode.models.parts import found_block_bytes
+    from llmnode.models.parts import can_quantize, found_block_bytes
     from llmnode.models.quantized import fast_quant
 
     quant = fast_quant(wanted.device)
+    if quant == "none" or not can_quantize(folder):
+        return "none"
     is_narrow = quant == "int8" and wanted.dtype == "float32"
     return "none" if is_narrow and found_block_bytes(folder) is not None else quant
 

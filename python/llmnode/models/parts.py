@@ -21,7 +21,7 @@ from llmnode.models.narrow import found_narrow, keep_narrow
 from llmnode.models.narrow_ends import keep_ends_narrow
 from llmnode.models.native import native_blocks, takes_narrow
 from llmnode.models.products import use_fastest
-from llmnode.models.quantized import check_quantizable, quantize_block
+from llmnode.models.quantized import check_quantizable, has_experts, quantize_block
 from llmnode.models.skeleton import (
     ATTENTIONS,
     check_transparent,
@@ -188,6 +188,15 @@ def _load_block(
     if is_narrow:
         keep_narrow(block)
     return block
+
+
+def can_quantize(folder: ModelFolder) -> bool:
+    """By its config alone. Raises ModelError as `load_span`."""
+    if blueprint_of(folder) is not None:
+        return True
+    family = family_of(folder.config)
+    decoder = without_weights(folder, family, "eager", torch.float32).get_submodule(family.decoder)
+    return not has_experts(getattr(decoder, family.blocks))
 
 
 def found_block_bytes(folder: ModelFolder) -> int | None:
