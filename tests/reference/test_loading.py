@@ -1,4 +1,4 @@
-"""What a loader refuses before it reads a tensor."""
+"""What a loader refuses before it reads a tensor, and what it says while it reads them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from reference.small import BLOCKS, KV_TOKENS, make_model, open_saved
 from reference.test_narrow import rounded_to_4_bits
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from llmnode.models.size import ModelSize
@@ -26,9 +27,15 @@ CASES = ["llama", "gpt2"]
 """With a blueprint, and cut out of transformers."""
 
 
-def loader_of(path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int, **wanted: Any) -> SpanLoader:
+def loader_of(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    free_bytes: int,
+    report: Callable[[str], None] = print,
+    **wanted: Any,  # its own
+) -> SpanLoader:
     monkeypatch.setattr("llmnode.models.size.free_bytes", lambda _device: free_bytes)
-    loader = SpanLoader(Wanted(str(path), device="cpu", **{"kv_tokens": KV_TOKENS, **wanted}), print)
+    loader = SpanLoader(Wanted(str(path), device="cpu", **{"kv_tokens": KV_TOKENS, **wanted}), report)
     loader.open_model()
     return loader
 
@@ -115,3 +122,16 @@ def test_a_device_that_runs_out_of_memory_is_named(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("llmnode.compute.executor.load_executor", load_executor)
     with pytest.raises(ConfigError, match=r"blocks \[1, 4\) .* 1000 positions do not fit on cpu: .*--blocks.*as told"):
         loader_of(tmp_path, monkeypatch, 1 << 30).load(SPAN)
+
+
+@pytest.mark.parametrize("quant", ["none", "int8"])
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_are_told_as_they_are_read(
+    case: str, quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmnode.models.reading.TOLD_EVERY_S", 0.0)
+    make_model(case, tied=True).save_pretrained(tmp_path)
+    lines: list[str] = []
+    loader_of(tmp_path, monkeypatch, 1 << 30, lines.append, quant=quant).load(SPAN)
+    assert [line.split(" in ")[0] for line in lines] == [f"read {read} of 3 blocks" for read in (1, 2, 3)]
+    assert all(("rounding to int8" in line) == (quant == "int8") for line in lines)

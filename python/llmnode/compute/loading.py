@@ -97,7 +97,7 @@ class SpanLoader:
             kv_tokens = self._require_room(span)
             kv = KVForm(wanted.kv_dtype, None if wanted.kv_device is None else torch.device(wanted.kv_device))
             try:
-                executor = load_executor(folder, span, kv_tokens, dtype, wanted.device, wanted.quant, kv)
+                executor = load_executor(folder, span, kv_tokens, dtype, wanted.device, wanted.quant, kv, self._report)
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
                     f"blocks {span} of {folder.name} with KV for {kv_tokens} positions do not fit on {wanted.device}: "
