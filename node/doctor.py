@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from llmnode.core.model import ModelInfo
     from llmnode.core.nat import Reach
     from llmnode.models.folder import ModelFolder
-    from llmnode.models.size import ModelSize
+    from llmnode.models.size import ModelSize, Place
     from llmnode.net.swarm_key import Entry
     from llmnode.ports import Network
 
@@ -166,8 +166,7 @@ def _check_model(doctor: Doctor) -> ModelFolder | None:
     """And the memory that it takes. Blocks for seconds."""
     import torch
 
-    from llmnode.models.memory import free_bytes
-    from llmnode.models.size import measure_size
+    from llmnode.models.size import find_places, measure_size
     from llmnode.models.source import open_model
 
     asked = doctor.config.precision
@@ -185,19 +184,20 @@ def _check_model(doctor: Doctor) -> ModelFolder | None:
     info = folder.info
     text = f"{info.name}: family {folder.config.model_type}, {info.blocks} blocks, context {info.context_tokens} tokens"
     doctor.found(Finding("model", OK, text))
-    doctor.found(check_memory(free_bytes(device), kind, size, doctor.config.kv_tokens))
+    doctor.found(check_memory(find_places(device), kind, size, doctor.config.kv_tokens))
     return folder
 
 
-def check_memory(free_bytes: int, kind: str, size: ModelSize, kv_tokens: int) -> Finding:
+def check_memory(places: Sequence[Place], kind: str, size: ModelSize, kv_tokens: int) -> Finding:
+    """The first of `places` is where blocks are, with their KV."""
     from llmnode.models.size import MEMORY_SHARE
 
     block, kv = _size(size.block_bytes), _size(size.kv_token_bytes * kv_tokens)
     text = (
-        f"{_size(free_bytes)} of {kind} free, of which a server takes {MEMORY_SHARE:.0%}; "
+        f"{_size(places[0].free_bytes)} of {kind} free, of which a server takes {MEMORY_SHARE:.0%}; "
         f"a block takes {block} and {kv} for {kv_tokens} tokens of KV, a client's ends up to {_size(size.ends_bytes)}"
     )
-    fitting = size.fitting_blocks(free_bytes, kv_tokens)
+    fitting = size.fitting_blocks(places, lambda _blocks: kv_tokens)
     if fitting == 0:
         fix = "end other programs, raise the container's limit, or give a lower --kv-tokens"
         return Finding("memory", BLOCKER, f"{text}: no block fits", fix)

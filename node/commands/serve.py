@@ -74,7 +74,8 @@ def add(commands: Commands) -> None:
         parser,
         "what the blocks are computed in: float32 is exact (default)",
         "what their weights are rounded to, for a quarter (int8) or a seventh (nf4) of float32's memory: only clients "
-        "that ask for it come; auto is nf4 on a GPU, int8 on a CPU that is fast at it, else none (default none)",
+        "that ask for it come; auto is nf4 on a GPU, int8 on a CPU that is fast at it, else none, as it is for a "
+        "mixture of experts (default none)",
         "what keys and values are kept in: int8 takes about a quarter of float32's memory, and is lossy: only clients "
         "that ask for it come (default same: as --dtype)",
         "auto",
@@ -144,26 +145,29 @@ async def _serve(config: NodeConfig, drain_s: float, as_json: bool, until_stdin_
     from llmnode.node.app import open_node
     from llmnode.node.readout import read_out_when_signalled
     from llmnode.node.stopping import stopped_by_signals
+    from llmnode.node.telling import Telling, terminal
 
-    async with (
-        stopped_by_signals(until_stdin_closes=until_stdin_closes) as stop,
-        open_node(
-            config,
-            _report_json if as_json else _report,
-            _addresses_json if as_json else _addresses,
-            _worker_json if as_json else _worker,
-        ) as node,
-        trio.open_nursery() as nursery,
-    ):
-        await nursery.start(partial(read_out_when_signalled, node, as_json=as_json))
-        stop.in_order()
-        (_ready_json if as_json else _ready)(node)
-        if not config.relays:
-            nursery.start_soon(_warn_if_unreached, node, as_json)
-        await stop.requested.wait()
-        if stop.by_signal:
-            await node.drain(drain_s, _draining_json if as_json else _draining)
-        nursery.cancel_scope.cancel()
+    with Telling(None if as_json else terminal()) as telling:
+        async with (
+            stopped_by_signals(until_stdin_closes=until_stdin_closes) as stop,
+            open_node(
+                config,
+                _report_json if as_json else telling.tell,
+                _addresses_json if as_json else _addresses,
+                _worker_json if as_json else _worker,
+            ) as node,
+            trio.open_nursery() as nursery,
+        ):
+            await nursery.start(partial(read_out_when_signalled, node, as_json=as_json))
+            stop.in_order()
+            telling.stop()
+            (_ready_json if as_json else _ready)(node)
+            if not config.relays:
+                nursery.start_soon(_warn_if_unreached, node, as_json)
+            await stop.requested.wait()
+            if stop.by_signal:
+                await node.drain(drain_s, _draining_json if as_json else _draining)
+            nursery.cancel_scope.cancel()
 
 
 async def _warn_if_unreached(node: RunningNode, as_json: bool) -> None:

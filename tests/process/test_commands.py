@@ -108,8 +108,15 @@ def test_a_server_says_what_it_has_open_when_it_is_signalled(nodes: list[Any]) -
 def test_more_kv_than_there_is_memory_for_is_refused_with_numbers() -> None:
     done = _run(*LLMNODE, "serve", "--blocks", "0:3", "--kv-memory", "90000GiB")
     assert done.returncode == 2
-    assert "92160000 MiB of KV do not fit: " in done.stderr
-    assert "of which 3 blocks take 7" in done.stderr
+    assert "blocks [0, 3) of HuggingFaceTB/SmolLM2-135M-Instruct do not fit: " in done.stderr
+    assert "their weights take 8, KV for 4294967295 positions 18874368" in done.stderr
+
+
+def test_so_is_what_was_asked_for_in_positions() -> None:
+    done = _run(*LLMNODE, "serve", "--blocks", "3", "--kv-tokens", "4000000000", "--json")
+    assert done.returncode == 2
+    assert "do not fit: " in done.stderr and "Traceback" not in done.stderr
+    assert "serve fewer --blocks, lower --kv-tokens or --kv-memory, raise the container's limit" in done.stderr
 
 
 def test_too_many_tokens_are_refused_before_any_work(nodes: list[Any]) -> None:

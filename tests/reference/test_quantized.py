@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llmnode.compute.executor import load_executor
+from llmnode.compute.loading import SpanLoader, Wanted
 from llmnode.core.span import Span
 from llmnode.errors import ModelError
 from llmnode.models.quantized import OUTLIER, Int8Linear, NF4Linear
@@ -115,3 +116,16 @@ def test_experts_are_refused_before_anything_is_read(case: str, tmp_path: Path) 
         load_executor(folder, Span(0, 1), KV_TOKENS, quant="int8")
     with pytest.raises(ModelError, match="without --quant"):
         measure_size(folder, quant="nf4")
+
+
+@pytest.mark.parametrize("fast", ["int8", "nf4"])
+@pytest.mark.parametrize("case", CONFIGS)
+def test_auto_is_for_whatever_can_be_quantized(
+    case: str, fast: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmnode.models.quantized.fast_quant", lambda _device: fast)
+    make_model(case, tied=True).save_pretrained(tmp_path)
+    loader = SpanLoader(Wanted(str(tmp_path), quant="auto", device="cpu", kv_tokens=KV_TOKENS), print)
+    assert loader.open_model().dtype == ("float32" if case in EXPERTS else f"float32+{fast}")
+    if case in EXPERTS:
+        assert loader.load(Span(0, 1)).tensor_bytes

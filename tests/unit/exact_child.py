@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmnode.compute.child import serve_node
@@ -27,6 +28,8 @@ SEIZE, FAIL, STUMBLE, DIE, HANG = 249, 250, 251, 252, 253
 """Never let another thread run, raise what torch raises, raise what nobody foresaw, be killed, never answer."""
 UNKNOWN, ABORT, STUCK, LONG = "unknown", "abort", "stuck", "long"
 """Raise what the user can mend, crash, wait for ever, compute for `LONG_S`."""
+SHORT = "short"
+"""Be short of memory, in every process after a first that has loaded; `SHORT:FILE`, until there is FILE."""
 LONG_S = 0.5
 
 
@@ -70,10 +73,21 @@ class TroubledLoader:
 
     def load(self, span: Span) -> Loaded:
         self._report("loading")
+        if self._is_short():
+            raise ConfigError("blocks do not fit, as told")
         # "As much as is free", which is something else in each process.
         kv_tokens = self._wanted.kv_tokens if self._wanted.kv_memory is None else os.getpid()
         executor: Any = TroubledExecutor(span, EXACT_ROW, kv_tokens)
         return Loaded(executor, tensor_bytes=12)
+
+    def _is_short(self) -> bool:
+        kind, _, file = (self._wanted.model or "").partition(":")
+        if kind != SHORT or not self._wanted.is_announced:
+            return False
+        was_there = bool(file) and Path(file).exists()
+        if file:
+            Path(file).touch()
+        return not was_there
 
 
 EXACT_ROW = 2

@@ -17,7 +17,7 @@ from llmnode.core.ids import PeerId
 from llmnode.core.model import ModelInfo, Precision
 from llmnode.core.policy import LinkPolicy, SwarmPolicy
 from llmnode.core.span import Span
-from llmnode.models.size import ModelSize
+from llmnode.models.size import ModelSize, Place
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.host import open_network
 from llmnode.net.swarm_key import Entry
@@ -70,8 +70,8 @@ def test_the_first_blocker_is_the_one() -> None:
     ],
 )
 def test_memory_is_for_blocks_with_their_kv(available_mib: int, verdict: str, words: str) -> None:
-    size = ModelSize(blocks=10, block_bytes=5 * MIB, ends_bytes=7 * MIB, kv_token_bytes=1024)
-    found = check_memory(available_mib * MIB, "memory", size, kv_tokens=10_240)
+    size = ModelSize([5 * MIB] * 10, ends_bytes=7 * MIB, kv_token_bytes=1024)
+    found = check_memory([Place(available_mib * MIB)], "memory", size, kv_tokens=10_240)
     assert (found.verdict, bool(found.fix)) == (verdict, verdict == BLOCKER)
     assert words in found.text
 

@@ -31,8 +31,8 @@ def write(tmp_path: Path) -> Write:
     return write
 
 
-def _v2(folder: str, limit: object, used: int, inactive: int = 0) -> dict[str, str]:
-    statistics = f"anon 5\ninactive_file {inactive}"
+def _v2(folder: str, limit: object, used: int, inactive: int = 0, active: int = 0, mapped: int = 0) -> dict[str, str]:
+    statistics = f"anon 5\nfile_mapped {mapped}\ninactive_file {inactive}\nactive_file {active}"
     return {
         f"{folder}/memory.max": str(limit),
         f"{folder}/memory.current": str(used),
@@ -40,8 +40,9 @@ def _v2(folder: str, limit: object, used: int, inactive: int = 0) -> dict[str, s
     }
 
 
-def _v1(folder: str, limit: object, used: int, inactive: int = 0) -> dict[str, str]:
-    statistics = f"inactive_file 1\ntotal_inactive_file {inactive}"
+def _v1(folder: str, limit: object, used: int, inactive: int = 0, active: int = 0, mapped: int = 0) -> dict[str, str]:
+    statistics = f"inactive_file 1\nactive_file 1\ntotal_mapped_file {mapped}\ntotal_inactive_file {inactive}"
+    statistics += f"\ntotal_active_file {active}"
     return {
         f"{folder}/memory.limit_in_bytes": str(limit),
         f"{folder}/memory.usage_in_bytes": str(used),
@@ -67,8 +68,20 @@ def _v1(folder: str, limit: object, used: int, inactive: int = 0) -> dict[str, s
             50 * KIB,
         ),
         ({"proc/self/cgroup": "4:memory:/docker/0f3"} | _v1(V1, 100 * KIB, 70 * KIB), 30 * KIB),
+        ({"proc/self/cgroup": "0::/"} | _v2(V2, 100 * KIB, 90 * KIB, 20 * KIB, 40 * KIB, mapped=15 * KIB), 55 * KIB),
+        ({"proc/self/cgroup": "0::/"} | _v2(V2, 100 * KIB, 90 * KIB, 20 * KIB, 10 * KIB, mapped=15 * KIB), 30 * KIB),
+        ({"proc/self/cgroup": "4:memory:/"} | _v1(V1, 100 * KIB, 90 * KIB, 20 * KIB, 40 * KIB, 15 * KIB), 55 * KIB),
     ],
-    ids=["v2", "v2, the group above", "v2, over its limit", "v1", "v1, a path that is outside"],
+    ids=[
+        "v2",
+        "v2, the group above",
+        "v2, over its limit",
+        "v1",
+        "v1, a path that is outside",
+        "v2, files that were read twice",
+        "v2, libraries in use",
+        "v1, files that were read twice",
+    ],
 )
 def test_what_is_free_is_what_a_limit_leaves(files: dict[str, str], left: int, write: Write, tmp_path: Path) -> None:
     write(files)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -14,8 +15,11 @@ from llmnode.compute.supervised import ProcessLoader
 from llmnode.core.policy import WorkerPolicy
 from llmnode.errors import ConfigError, WorkerLost
 from llmnode.testing.worker import EXACT_MODEL
-from unit.exact_child import ABORT, LONG, LONG_S, STUCK, UNKNOWN
+from unit.exact_child import ABORT, LONG, LONG_S, SHORT, STUCK, UNKNOWN
 from unit.started_worker import LENGTH, SPAN, Told, open_loader
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_it_says_what_it_opens_and_holds() -> None:
@@ -43,6 +47,36 @@ def test_another_process_has_room_for_as_many_whatever_is_free_by_then() -> None
             await loader.wait_lost()
             assert (await loader.load(SPAN)).kv_tokens_free == room
             assert room != loader.pid
+
+    trio.run(main)
+
+
+def test_another_process_that_has_too_little_memory_is_tried_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        told = Told()
+        async with open_loader(told, f"{SHORT}:{tmp_path / 'once'}") as loader:
+            await loader.open_model()
+            await loader.load(SPAN)
+            psutil.Process(loader.pid).kill()
+            await loader.wait_lost()
+            assert (await loader.load(SPAN)).kv_tokens_free == 10 * LENGTH
+        killed, short = told.lost
+        assert "SIGKILL" in killed
+        assert "did not load its blocks again: blocks do not fit, as told; another is started" in short
+
+    trio.run(main)
+
+
+def test_one_that_never_has_enough_is_given_up() -> None:
+    async def main() -> None:
+        async with open_loader(model=SHORT, failed_starts=2) as loader:
+            await loader.open_model()
+            await loader.load(SPAN)
+            loader.serves()
+            psutil.Process(loader.pid).kill()
+            await loader.wait_lost()
+            with pytest.raises(WorkerLost, match=r"do not fit, as told, 2 times in a row"):
+                await loader.load(SPAN)
 
     trio.run(main)
 

@@ -18,9 +18,10 @@ from llmnode.core.span import Span
 from llmnode.errors import LocalProtocolError
 from llmnode.models.native import are_few
 from llmnode.models.parts import load_span, tensor_bytes
+from llmnode.models.reading import say_nothing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from llmnode.compute.kv import KV
     from llmnode.core.ids import SessionId
@@ -197,13 +198,15 @@ def load_executor(
     device: str = "cpu",
     quant: str = "none",
     kv: KVForm | None = None,
+    report: Callable[[str], None] = say_nothing,
 ) -> SpanExecutor:
     """Read the span's tensors and make its executor. Takes seconds: run it off the event loop.
 
     Weights are of `dtype`, whatever it is on disk, and on torch's `device`; `quant` is for those of linear layers, one
-    of `core.model.QUANTS`. KV is likewise, unless `kv` says otherwise.
+    of `core.model.QUANTS`. KV is likewise, unless `kv` says otherwise. `report` is told how far it is.
     """
-    model = load_span(folder, span, ATTENTION, dtype, device, quant, in_rust=kv is None or kv.device is None)
+    in_rust = kv is None or kv.device is None
+    model = load_span(folder, span, ATTENTION, dtype, device, quant, in_rust=in_rust, report=report)
     replace_own_attention(model)
     if torch.device(device).type == "cuda" and kv in (None, KVForm()):
         from llmnode.compute.paged_executor import PagedExecutor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from llmnode.compute.startup import collection_paused
@@ -13,22 +12,26 @@ from llmnode.errors import ConfigError
 from llmnode.ports import Loaded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from llmnode.core.model import ModelInfo
     from llmnode.core.span import Span
     from llmnode.models.folder import ModelFolder
-    from llmnode.models.size import ModelSize
+    from llmnode.models.size import ModelSize, Place
 
 AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a worker is to hold, but for the span, which is chosen when the model is known. As in `NodeConfig`."""
+    """What a worker is to hold, but for the span, which is chosen when the model is known. As in `NodeConfig`.
+
+    If it `is_announced`, `kv_tokens` are those of a worker that was lost: see `SpanLoader.load`.
+    """
 
     model: str | None = None
     kv_tokens: int = 32_768
+    is_announced: bool = False
     kv_memory: str | None = None
     kv_dtype: str = SAME
     kv_device: str | None = None
@@ -46,6 +49,7 @@ class SpanLoader:
         self._wanted = wanted
         self._report = report
         self._folder: ModelFolder | None = None
+        self._sizes: dict[bool, ModelSize] = {}
 
     def open_model(self) -> ModelInfo:
         with collection_paused():
@@ -61,62 +65,79 @@ class SpanLoader:
         return replace(self._folder.info, dtype=Precision(wanted.dtype, wanted.quant, wanted.kv_dtype).name)
 
     def fitting_blocks(self) -> int:
-        from llmnode.models.memory import free_bytes
-        from llmnode.models.size import MEMORY_SHARE
+        from llmnode.models.size import MEMORY_SHARE, find_places
 
-        wanted, folder, size = self._wanted, self._opened, self._size
-        free, kv_free = free_bytes(wanted.device), free_bytes(wanted.kv_device or wanted.device)
-        if wanted.kv_memory is not None:
-            kv = parse_memory(wanted.kv_memory).of(kv_free)
-            fitting = size.fitting_blocks_beside(free, kv if wanted.kv_device is None else 0)
-        else:
-            kv = wanted.kv_tokens * size.kv_token_bytes
-            if wanted.kv_device is None:
-                fitting = size.fitting_blocks(free, wanted.kv_tokens)
-            else:
-                fitting = size.fitting_blocks_apart(free, kv_free, wanted.kv_tokens)
+        wanted, places, size = self._wanted, find_places(self._wanted.device, self._wanted.kv_device), self._size()
+        fitting = size.fitting_blocks(places, lambda blocks: self._kv_tokens(size, blocks, places))
         if not fitting:
-            apart = "" if wanted.kv_device is None else f", and {kv_free >> 20} for KV on {wanted.kv_device}"
+            free, *elsewhere = (place.free_bytes >> 20 for place in places)
+            apart = "" if wanted.kv_device is None else f", and {elsewhere[0]} for KV on {wanted.kv_device}"
+            kv = self._kv_tokens(size, 1, places) * (size.kv_token_bytes + size.log_token_bytes)
             raise ConfigError(
-                f"no block of {folder.name} fits: {free >> 20} MiB are free{apart}, of which a server takes "
+                f"no block of {self._opened.name} fits: {free} MiB are free{apart}, of which a server takes "
                 f"{MEMORY_SHARE:.0%}; a block takes {size.block_bytes >> 20} and its KV {kv >> 20}: "
                 "end other programs, raise the container's limit, or lower --kv-tokens or --kv-memory"
             )
         return fitting
 
     def load(self, span: Span) -> Loaded:
+        """After a worker that was lost only the weights must fit, which are written at once.
+
+        Its KV is announced, and is written as sessions need it: others may have given back by then what they have now.
+        """
         with collection_paused():
             import torch
 
             from llmnode.compute.executor import load_executor
             from llmnode.compute.kv import KVForm
 
-            wanted, dtype = self._wanted, getattr(torch, self._wanted.dtype)
-            kv_tokens = self._kv_tokens(span)
+            wanted, folder, dtype = self._wanted, self._opened, getattr(torch, self._wanted.dtype)
+            kv_tokens = self._require_room(span)
             kv = KVForm(wanted.kv_dtype, None if wanted.kv_device is None else torch.device(wanted.kv_device))
-            executor = load_executor(self._opened, span, kv_tokens, dtype, wanted.device, wanted.quant, kv)
+            try:
+                executor = load_executor(folder, span, kv_tokens, dtype, wanted.device, wanted.quant, kv, self._report)
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"blocks {span} of {folder.name} with KV for {kv_tokens} positions do not fit on {wanted.device}: "
+                    f"serve fewer --blocks, lower --kv-tokens or --kv-memory, end other programs ({error})"
+                ) from error
         return Loaded(executor, executor.tensor_bytes)
 
-    def _kv_tokens(self, span: Span) -> int:
-        """Raises ConfigError if there is not so much memory."""
+    def _require_room(self, span: Span) -> int:
+        """For how many positions there is to be KV. Raises ConfigError if `span` does not fit with so much."""
+        from llmnode.models.size import find_places
+
+        wanted, name = self._wanted, self._opened.name
+        places, size = find_places(wanted.device, wanted.kv_device), self._size(look=False)
+        kv_tokens = self._kv_tokens(size, len(span), places)
+        if not kv_tokens:
+            raise ConfigError(f"--kv-memory {wanted.kv_memory} holds no position of blocks {span} of {name}: give more")
+        taken = 0 if wanted.is_announced else kv_tokens
+        if not size.fits(places, span, taken):
+            self._size().require_room(places, span, taken, name)
+        return kv_tokens
+
+    def _kv_tokens(self, size: ModelSize, blocks: int, places: Sequence[Place]) -> int:
         wanted = self._wanted
         if wanted.kv_memory is None:
             return wanted.kv_tokens
-        from llmnode.models.memory import free_bytes
+        from llmnode.models.size import KV
 
-        free = free_bytes(wanted.kv_device or wanted.device)
-        kv_bytes = parse_memory(wanted.kv_memory).of(free)
-        return self._size.kv_tokens(free, kv_bytes, len(span), apart=wanted.kv_device is not None)
+        free = next(place.free_bytes for place in places if KV in place.holds)
+        return size.kv_tokens(parse_memory(wanted.kv_memory).of(free), blocks)
 
-    @cached_property
-    def _size(self) -> ModelSize:
-        """Once: of weights in few bits it reads some."""
+    def _size(self, *, look: bool = True) -> ModelSize:
+        """Once. Without a `look` at weights that may need few bits, which are read for it, it may be less."""
         import torch
 
         from llmnode.models.size import measure_size
 
-        wanted = self._wanted
-        return measure_size(self._opened, getattr(torch, wanted.dtype), wanted.quant, wanted.kv_dtype, wanted.device)
+        size = self._sizes.get(True) or self._sizes.get(look)
+        if size is None:
+            wanted, dtype = self._wanted, getattr(torch, self._wanted.dtype)
+            size = measure_size(self._opened, dtype, wanted.quant, wanted.kv_dtype, wanted.device, look=look)
+            self._sizes[look] = size
+        return size
 
     @property
     def _opened(self) -> ModelFolder:
@@ -128,10 +149,12 @@ def _quant(wanted: Wanted, folder: ModelFolder) -> str:
     if wanted.quant != AUTO:
         assert wanted.quant in QUANTS
         return wanted.quant
-    from llmnode.models.parts import found_block_bytes
+    from llmnode.models.parts import can_quantize, found_block_bytes
     from llmnode.models.quantized import fast_quant
 
     quant = fast_quant(wanted.device)
+    if quant == "none" or not can_quantize(folder):
+        return "none"
     is_narrow = quant == "int8" and wanted.dtype == "float32"
     return "none" if is_narrow and found_block_bytes(folder) is not None else quant
 

@@ -19,7 +19,7 @@ from llmnode.core.model import ModelInfo
 from llmnode.core.policy import WorkerPolicy
 from llmnode.core.restarts import Restarts
 from llmnode.core.scheduling import Priority
-from llmnode.errors import LocalProtocolError, ModelError, WorkerLost
+from llmnode.errors import ConfigError, LocalProtocolError, ModelError, WorkerLost
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -145,9 +145,16 @@ class ProcessLoader:
         """The same worker each time, for one span. To be called again once the worker is lost."""
 
         async def load(process: WorkerProcess) -> ProcessWorker:
-            self.tensor_bytes, kv_tokens_free = await process.ask(LOAD, span.start, span.end, report=self._report)
+            try:
+                loaded = await process.ask(LOAD, span.start, span.end, report=self._report)
+            except ConfigError as error:
+                if not self._restarts.crashes:
+                    raise
+                # What was lost had room: its memory may not be given back yet, or others have it for a while.
+                raise WorkerLost(f"the worker process did not load its blocks again: {error}") from error
+            self.tensor_bytes, kv_tokens_free = loaded
             process.holds(span, kv_tokens_free)
-            self._wanted = replace(self._wanted, kv_tokens=kv_tokens_free, kv_memory=None)  # as it has been announced
+            self._wanted = replace(self._wanted, kv_tokens=kv_tokens_free, kv_memory=None, is_announced=True)
             worker = self._worker = self._worker or ProcessWorker(span, kv_tokens_free)
             worker.live(BatchingWorker(process, process.run, time.perf_counter))
             return worker

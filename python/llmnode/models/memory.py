@@ -16,11 +16,19 @@ class _Accounts(NamedTuple):
 
     limit: str
     used: str
-    reclaimable: str  # in memory.stat: files that nobody has read of late, which make room when it is needed
+    unread: str  # in memory.stat: files that nobody has read of late, which make room when it is needed
+    read: str  # files that are read time and again, which do too
+    mapped: str  # files that are in use, as libraries are: at most this much of them is among those that are read
 
 
-_V1 = _Accounts("memory.limit_in_bytes", "memory.usage_in_bytes", reclaimable="total_inactive_file")
-_V2 = _Accounts("memory.max", "memory.current", reclaimable="inactive_file")
+_V1 = _Accounts(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    unread="total_inactive_file",
+    read="total_active_file",
+    mapped="total_mapped_file",
+)
+_V2 = _Accounts("memory.max", "memory.current", unread="inactive_file", read="active_file", mapped="file_mapped")
 
 
 def free_bytes(device: str = "cpu", root: Path = Path("/")) -> int:
@@ -41,4 +49,8 @@ def _left_to_group(folder: Path, accounts: _Accounts) -> int | None:
     if not (limit.isdigit() and used.isdigit()):  # "max", or there is no such group
         return None
     statistics = dict(line.split() for line in read(folder / "memory.stat").splitlines())
-    return max(0, int(limit) - int(used) + int(statistics.get(accounts.reclaimable, 0)))
+    unread, active, mapped = (
+        int(statistics.get(each, 0)) for each in (accounts.unread, accounts.read, accounts.mapped)
+    )
+    # A worker that is started again reads its model's files once more: they must not keep it from its memory.
+    return max(0, int(limit) - int(used) + unread + max(0, active - mapped))

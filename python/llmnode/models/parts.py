@@ -21,7 +21,8 @@ from llmnode.models.narrow import found_narrow, keep_narrow
 from llmnode.models.narrow_ends import keep_ends_narrow
 from llmnode.models.native import native_blocks, takes_narrow
 from llmnode.models.products import use_fastest
-from llmnode.models.quantized import check_quantizable, quantize_block
+from llmnode.models.quantized import check_quantizable, has_experts, quantize_block
+from llmnode.models.reading import Reading, say_nothing
 from llmnode.models.skeleton import (
     ATTENTIONS,
     check_transparent,
@@ -34,6 +35,8 @@ from llmnode.models.skeleton import (
 from llmnode.models.stored import block_dtypes, check_complete, read_block, read_parameters
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from llmnode.models.blueprint import Blueprint
     from llmnode.models.folder import ModelFolder
 
@@ -121,26 +124,31 @@ def load_span(
     quant: str = "none",
     *,
     in_rust: bool = False,
+    report: Callable[[str], None] = say_nothing,
 ) -> SpanModel | FusedSpan:
     """Read the tensors of the blocks of `span`, and of no other.
 
     `attention` names an attention function registered with transformers, or one of `ATTENTIONS`. Blocks are read,
-    fused, quantized and moved to torch's `device` one by one: never more than one is there twice. If `in_rust`, there
-    is `native` too, for blocks that it can be, whose matrices are then in as few bits as they need (`narrow.py`).
-    Raises ModelError for an unsupported model or an incomplete folder.
+    fused, quantized and moved to torch's `device` one by one: never more than one is there twice. `report` is told in a
+    line, every few seconds, how many are read. If `in_rust`, there is `native` too, for blocks that it can be, whose
+    matrices are then in as few bits as they need (`narrow.py`). Raises ModelError for an unsupported model or an
+    incomplete folder.
     """
     if (blueprint := blueprint_of(folder)) is not None:
-        return _load_fused(folder, blueprint, span, attention, dtype, device, quant, in_rust=in_rust)
+        reading = Reading(span, quant, report)
+        return _load_fused(folder, blueprint, span, attention, dtype, device, quant, reading, in_rust=in_rust)
     family = family_of(folder.config)
     model = without_weights(folder, family, attention, dtype)
     decoder = model.get_submodule(family.decoder)
     blocks = getattr(decoder, family.blocks)
     if quant != "none":
         check_quantizable(blocks)
-    for block in range(span.start, span.end):
+    reading = Reading(span, quant, report)
+    for block in reading.blocks():
         _load(folder, model, _of_blocks(model, family, Span(block, block + 1)), dtype)
         if quant != "none":
-            quantize_block(blocks[block], quant, device)
+            with reading.rounding():
+                quantize_block(blocks[block], quant, device)
         blocks[block].requires_grad_(False).to(device)
     remove_entry(decoder, family)
     remove_exit(decoder, family)
@@ -160,16 +168,18 @@ def _load_fused(
     dtype: torch.dtype,
     device: str,
     quant: str,
+    reading: Reading,
     *,
     in_rust: bool,
 ) -> FusedSpan:
     """As `load_span`, without transformers."""
     blocks = torch.nn.ModuleList()
     is_narrow = in_rust and takes_narrow(blueprint, dtype, device, quant)
-    for index in range(span.start, span.end):
+    for index in reading.blocks():
         block = _load_block(folder, blueprint, index, dtype, is_narrow=is_narrow)
         if quant != "none":
-            quantize_block(block, quant, device)
+            with reading.rounding():
+                quantize_block(block, quant, device)
         blocks.append(block.requires_grad_(False).to(device))
     rotary = Rotary(blueprint.frequencies, blueprint.rotary_scaling)
     native = native_blocks(blocks, rotary) if in_rust else None
@@ -188,6 +198,15 @@ def _load_block(
     if is_narrow:
         keep_narrow(block)
     return block
+
+
+def can_quantize(folder: ModelFolder) -> bool:
+    """By its config alone. Raises ModelError as `load_span`."""
+    if blueprint_of(folder) is not None:
+        return True
+    family = family_of(folder.config)
+    decoder = without_weights(folder, family, "eager", torch.float32).get_submodule(family.decoder)
+    return not has_experts(getattr(decoder, family.blocks))
 
 
 def found_block_bytes(folder: ModelFolder) -> int | None:

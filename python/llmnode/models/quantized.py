@@ -111,9 +111,14 @@ def quantized_bytes(block: torch.nn.Module, quant: str) -> int:
 
 
 def check_quantizable(block: torch.nn.Module) -> None:
-    """Raises ModelError for experts: they are one tensor of three dimensions, and no linear layers."""
-    if any(parameter.ndim > 2 for parameter in block.parameters()):
+    """Raises ModelError for experts."""
+    if has_experts(block):
         raise ModelError("the weights of a mixture of experts cannot be quantized: serve it without --quant")
+
+
+def has_experts(block: torch.nn.Module) -> bool:
+    """They are one tensor of three dimensions, and no linear layers."""
+    return any(parameter.ndim > 2 for parameter in block.parameters())
 
 
 def fast_quant(device: str) -> str:

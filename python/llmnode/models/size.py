@@ -1,4 +1,4 @@
-"""How much memory a model takes, from its config alone."""
+"""How much memory a model takes, from its config alone, and whether that is there."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from llmnode.errors import ConfigError
 from llmnode.models.blueprint import blueprint_of
 from llmnode.models.families import family_of, kv_heads
 from llmnode.models.fused import join_products, make_block
+from llmnode.models.memory import free_bytes
 from llmnode.models.native import takes_narrow
 from llmnode.models.parts import found_block_bytes, tensor_bytes
 from llmnode.models.quantized import quantized_bytes
@@ -19,6 +20,9 @@ from llmnode.models.skeleton import without_weights
 from llmnode.models.stored import block_dtypes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from llmnode.core.span import Span
     from llmnode.models.folder import ModelFolder
 
 _MOST_POSITIONS = 2**32 - 1
@@ -27,6 +31,24 @@ _SCALE_BYTES = 4
 """Of KV in 8 bits, for each position and head."""
 MEMORY_SHARE = 0.8
 """Of what is free, a server takes this much: other programs grow too."""
+WEIGHTS, KV, LOG = "weights", "kv", "log"
+"""What a server has of a model: LOG is what its blocks have put out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The memory of one device, as torch names it: what of it is free, and what of a server is there."""
+
+    free_bytes: int
+    device: str = "cpu"
+    holds: frozenset[str] = frozenset((WEIGHTS, KV, LOG))
+
+
+def find_places(device: str, kv_device: str | None = None) -> list[Place]:
+    """As they are now; KV is beside the weights, unless it has a device of its own. The log is this machine's."""
+    homes = {WEIGHTS: device, KV: kv_device or device, LOG: "cpu"}
+    held = {each: frozenset(what for what, home in homes.items() if home == each) for each in homes.values()}
+    return [Place(free_bytes(each), each, holds) for each, holds in held.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,42 +58,68 @@ class ModelSize:
     `log_token_bytes` are of what a server puts out for one position, in float32, and logs for as long as it has the KV.
     """
 
-    blocks: int
-    block_bytes: int
+    each_block_bytes: Sequence[int]
     ends_bytes: int
     kv_token_bytes: int
     log_token_bytes: int = 0
 
-    def fitting_blocks(self, free_bytes: int, kv_tokens: int) -> int:
-        """How many blocks a server has room for in its share of what is free, with all its KV in use."""
-        return min(self.blocks, int(MEMORY_SHARE * free_bytes) // (self.block_bytes + kv_tokens * self.kv_token_bytes))
+    @property
+    def blocks(self) -> int:
+        return len(self.each_block_bytes)
 
-    def fitting_blocks_beside(self, free_bytes: int, kv_bytes: int) -> int:
-        """As `fitting_blocks`, where all KV together takes so much."""
-        return max(0, min(self.blocks, (int(MEMORY_SHARE * free_bytes) - kv_bytes) // self.block_bytes))
+    @property
+    def block_bytes(self) -> int:
+        """Of the largest."""
+        return max(self.each_block_bytes)
 
-    def fitting_blocks_apart(self, free_bytes: int, kv_free_bytes: int, kv_tokens: int) -> int:
-        """As `fitting_blocks`, where KV is on another device than the blocks."""
-        with_kv = int(MEMORY_SHARE * kv_free_bytes) // (kv_tokens * self.kv_token_bytes)
-        return min(with_kv, self.fitting_blocks_beside(free_bytes, 0))
+    def fitting_blocks(self, places: Sequence[Place], kv_tokens: Callable[[int], int]) -> int:
+        """How many blocks a server has room for in its share of what is free, with all its KV in use.
 
-    def kv_tokens(self, free_bytes: int, kv_bytes: int, blocks: int, *, apart: bool = False) -> int:
-        """For how many positions of so many blocks, with what is logged of each, `kv_bytes` are enough.
-
-        Raises ConfigError if it is none, or if there is not so much of what is free where KV is: beside the blocks,
-        unless it is `apart` from them.
+        `kv_tokens` says for how many positions that is, of so many blocks.
         """
-        weights = 0 if apart else blocks * self.block_bytes
-        token_bytes = blocks * self.kv_token_bytes + self.log_token_bytes
-        if weights + kv_bytes > free_bytes:
-            taken = "" if apart else f", of which {blocks} blocks take {weights >> 20}"
-            raise ConfigError(
-                f"{kv_bytes >> 20} MiB of KV do not fit: {free_bytes >> 20} MiB are free{taken}: "
-                "lower --kv-memory, or serve fewer --blocks"
-            )
-        if kv_bytes < token_bytes:
-            raise ConfigError(f"{kv_bytes} bytes of KV hold no position of {blocks} blocks, which takes {token_bytes}")
-        return min(kv_bytes // token_bytes, _MOST_POSITIONS)
+        for blocks in range(self.blocks, 0, -1):
+            taken = self._taken(blocks * self.block_bytes, blocks, kv_tokens(blocks))
+            if all(_in(place, taken) <= int(MEMORY_SHARE * place.free_bytes) for place in places):
+                return blocks
+        return 0
+
+    def kv_tokens(self, kv_bytes: int, blocks: int) -> int:
+        """For how many positions of so many blocks, with what is logged of each, `kv_bytes` are enough."""
+        return min(kv_bytes // (blocks * self.kv_token_bytes + self.log_token_bytes), _MOST_POSITIONS)
+
+    def fits(self, places: Sequence[Place], span: Span, kv_tokens: int) -> bool:
+        """Whether there is so much as a server of `span` takes, with all its KV in use."""
+        return self._short_place(places, span, kv_tokens) is None
+
+    def require_room(self, places: Sequence[Place], span: Span, kv_tokens: int, name: str) -> None:
+        """Raises ConfigError, with the numbers, unless it `fits`. `name` is the model's."""
+        if (short := self._short_place(places, span, kv_tokens)) is None:
+            return
+        taken = self._taken_by(span, kv_tokens)
+        words = {WEIGHTS: "their weights take {}", KV: f"KV for {kv_tokens} positions {{}}", LOG: "the log of those {}"}
+        needs = [words[what].format(_mib(taken[what])) for what in words if what in short.holds and taken[what]]
+        fixes = ["serve fewer --blocks"] if len(span) > 1 else []
+        if kv_tokens and _in(short, {**taken, KV: 0, LOG: 0}) <= short.free_bytes:
+            fixes.append("lower --kv-tokens or --kv-memory")
+        fixes.append(
+            "end other programs" if short.device != "cpu" else "raise the container's limit or end other programs"
+        )
+        on = "" if short.device == "cpu" else f" on {short.device}"
+        raise ConfigError(
+            f"blocks {span} of {name} do not fit: {short.free_bytes >> 20} MiB are free{on}; {', '.join(needs)}: "
+            f"{', '.join(fixes)}"
+        )
+
+    def _short_place(self, places: Sequence[Place], span: Span, kv_tokens: int) -> Place | None:
+        taken = self._taken_by(span, kv_tokens)
+        return next((place for place in places if _in(place, taken) > place.free_bytes), None)
+
+    def _taken_by(self, span: Span, kv_tokens: int) -> dict[str, int]:
+        return self._taken(sum(self.each_block_bytes[span.start : span.end]), len(span), kv_tokens)
+
+    def _taken(self, weight_bytes: int, blocks: int, kv_tokens: int) -> dict[str, int]:
+        kv_bytes, log_bytes = blocks * kv_tokens * self.kv_token_bytes, kv_tokens * self.log_token_bytes
+        return {WEIGHTS: weight_bytes, KV: kv_bytes, LOG: log_bytes}
 
 
 def measure_size(
@@ -80,15 +128,18 @@ def measure_size(
     quant: str = "none",
     kv_dtype: str = SAME,
     device: str = "cpu",
+    *,
+    look: bool = True,
 ) -> ModelSize:
-    """Reads no tensor, but of weights that need fewer bits than files have: `found_block_bytes`.
+    """Reads no tensor, but with a `look` some of weights that may need fewer bits than files have: `found_block_bytes`.
 
-    The ends may take less. Raises ModelError for a family that is not supported, or not with its weights quantized.
+    Without it such blocks may take less, as the ends may. Raises ModelError for a family that is not supported, or not
+    with its weights quantized.
     """
     found_bytes: int | None = None
     if (blueprint := blueprint_of(folder)) is not None:
         is_narrow = takes_narrow(blueprint, dtype, device, quant)
-        found_bytes = found_block_bytes(folder) if is_narrow else None
+        found_bytes = found_block_bytes(folder) if is_narrow and look else None
         blocks = []
         for index, plan in enumerate(blueprint.blocks):
             dtypes = block_dtypes(folder, index, plan, dtype, halves=is_narrow)
@@ -105,9 +156,19 @@ def measure_size(
         )
         head_dim, heads = _head_dim(config), kv_heads(config)
     block_bytes = [tensor_bytes(block) if quant == "none" else quantized_bytes(block, quant) for block in blocks]
+    if found_bytes is not None:
+        block_bytes = [found_bytes] * len(block_bytes)
     head_bytes = head_dim * dtype.itemsize if kv_dtype == SAME else head_dim + _SCALE_BYTES
-    largest = found_bytes or max(block_bytes)
-    return ModelSize(len(blocks), largest, ends_bytes, 2 * heads * head_bytes, 4 * folder.info.hidden_size)
+    return ModelSize(block_bytes, ends_bytes, 2 * heads * head_bytes, 4 * folder.info.hidden_size)
+
+
+def _in(place: Place, taken: Mapping[str, int]) -> int:
+    return sum(taken[what] for what in place.holds)
+
+
+def _mib(size_bytes: int) -> int:
+    """Rounded up: more than is free does not look like it."""
+    return -(-size_bytes >> 20)
 
 
 def _head_dim(config: Any) -> int:  # Any: each family's config has attributes of its own

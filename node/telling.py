@@ -1,0 +1,72 @@
+"""What a server says until it serves: lines on stderr, which in a terminal take the place of those that they continue.
+
+Of "read 3 of 30 blocks" and "read 9 of 30 blocks", which begin with the same word, the last one stands.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Self
+
+from llmnode.node.commands.options import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
+
+
+class Telling:
+    """Within its context the last line turns, if `console` is a terminal; `stop` comes before what else is printed."""
+
+    def __init__(self, console: Console | None) -> None:
+        """None for plain lines."""
+        self._console = console
+        self._status: Status | None = None
+        self._last = ""
+
+    def __enter__(self) -> Self:
+        if self._console is not None and self._console.is_terminal:
+            self._status = self._console.status("starting")
+            self._status.start()
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.stop()
+
+    def tell(self, text: str) -> None:
+        if self._status is None:
+            print(f"llmnode: {text}", file=sys.stderr)
+            return
+        from rich.text import Text
+
+        if not continues(self._last, text):
+            self._leave_standing()
+        self._last = text
+        self._status.update(Text(printable(text)))
+
+    def stop(self) -> None:
+        """The last line stands, and those to come are plain."""
+        if self._status is not None:
+            self._status.stop()
+            self._leave_standing()
+            self._status = None
+
+    def _leave_standing(self) -> None:
+        from rich.text import Text
+
+        if self._console is not None and self._last:
+            self._console.print(Text(f"llmnode: {printable(self._last)}"), soft_wrap=True)
+
+
+def terminal() -> Console | None:
+    """That of stderr, if it is one: rich is not imported for nothing."""
+    if not sys.stderr.isatty():
+        return None
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def continues(before: str, text: str) -> bool:
+    """Whether `text` says the same as the line `before`, later."""
+    return before.partition(" ")[0] == text.partition(" ")[0]

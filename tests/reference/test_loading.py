@@ -1,0 +1,137 @@
+"""What a loader refuses before it reads a tensor, and what it says while it reads them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from llmnode.compute.loading import SpanLoader, Wanted
+from llmnode.core.span import Span
+from llmnode.errors import ConfigError
+from llmnode.models.size import MEMORY_SHARE, measure_size
+from reference.small import BLOCKS, KV_TOKENS, make_model, open_saved
+from reference.test_narrow import rounded_to_4_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from llmnode.models.size import ModelSize
+
+pytestmark = pytest.mark.reference
+
+SPAN = Span(1, 4)
+CASES = ["llama", "gpt2"]
+"""With a blueprint, and cut out of transformers."""
+
+
+def loader_of(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    free_bytes: int,
+    report: Callable[[str], None] = print,
+    **wanted: Any,  # its own
+) -> SpanLoader:
+    monkeypatch.setattr("llmnode.models.size.free_bytes", lambda _device: free_bytes)
+    loader = SpanLoader(Wanted(str(path), device="cpu", **{"kv_tokens": KV_TOKENS, **wanted}), report)
+    loader.open_model()
+    return loader
+
+
+def kv_and_log(size: ModelSize) -> int:
+    return KV_TOKENS * (len(SPAN) * size.kv_token_bytes + size.log_token_bytes)
+
+
+@pytest.mark.parametrize("precision", [{}, {"kv_dtype": "int8"}, {"dtype": "bfloat16"}, {"quant": "int8"}], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_a_span_and_its_kv_must_fit_to_the_byte(
+    case: str, precision: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(case, tied=True).save_pretrained(tmp_path)
+    asked = {"dtype": "float32", "quant": "none", "kv_dtype": "same", **precision}
+    dtype = getattr(torch, asked["dtype"])
+    size = measure_size(open_saved(tmp_path), dtype, asked["quant"], asked["kv_dtype"])
+    needed = len(SPAN) * size.block_bytes + kv_and_log(size)
+    assert loader_of(tmp_path, monkeypatch, needed, **asked).load(SPAN).executor.kv_tokens_free() == KV_TOKENS
+    short = loader_of(tmp_path, monkeypatch, needed - 1, **asked)
+    monkeypatch.setattr("llmnode.compute.executor.load_executor", lambda *_asked: pytest.fail("it is read"))
+    with pytest.raises(ConfigError, match=r"blocks \[1, 4\) of .* do not fit: .* lower --kv-tokens"):
+        short.load(SPAN)
+
+
+def test_so_must_kv_that_was_asked_for_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("llama", tied=True).save_pretrained(tmp_path)
+    free = 100 << 20
+    assert loader_of(tmp_path, monkeypatch, free, kv_memory="90%").load(SPAN).executor.kv_tokens_free() > KV_TOKENS
+    for amount, why in (("100%", "do not fit: 100 MiB are free"), ("0.001MB", "holds no position of blocks")):
+        with pytest.raises(ConfigError, match=why):
+            loader_of(tmp_path, monkeypatch, free, kv_memory=amount).load(SPAN)
+
+
+def test_after_a_worker_that_was_lost_the_weights_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("llama", tied=True).save_pretrained(tmp_path)
+    needed = len(SPAN) * measure_size(open_saved(tmp_path)).block_bytes
+    loader = loader_of(tmp_path, monkeypatch, needed, is_announced=True)
+    assert loader.load(SPAN).executor.kv_tokens_free() == KV_TOKENS
+    with pytest.raises(ConfigError, match=r"their weights take 1: serve fewer --blocks, raise"):
+        loader_of(tmp_path, monkeypatch, needed - 1, is_announced=True).load(SPAN)
+
+
+def test_weights_that_may_need_few_bits_are_looked_at_only_before_they_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounded_to_4_bits(make_model("llama", tied=False), centred=False).save_pretrained(tmp_path)
+    folder, looks = open_saved(tmp_path), []
+
+    def look(*_folder: object) -> None:
+        looks.append(1)
+
+    size, stored = measure_size(folder), measure_size(folder, look=False)
+    assert size.block_bytes < stored.block_bytes / 2
+    needed = len(SPAN) * size.block_bytes + kv_and_log(size)
+    loaded = loader_of(tmp_path, monkeypatch, needed).load(SPAN)
+    assert loaded.tensor_bytes <= len(SPAN) * size.block_bytes
+    with pytest.raises(ConfigError, match="do not fit"):
+        loader_of(tmp_path, monkeypatch, needed - 1).load(SPAN)
+    monkeypatch.setattr("llmnode.models.size.found_block_bytes", look)
+    loader_of(tmp_path, monkeypatch, len(SPAN) * stored.block_bytes + kv_and_log(stored)).load(SPAN)
+    assert not looks
+
+
+def test_what_is_chosen_for_what_is_free_fits_into_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("llama", tied=True).save_pretrained(tmp_path)
+    size = measure_size(open_saved(tmp_path))
+    one = size.block_bytes + KV_TOKENS * (size.kv_token_bytes + size.log_token_bytes)
+    for free in range(int(one / MEMORY_SHARE) + 1, BLOCKS * 2 * one, one // 3):
+        loader = loader_of(tmp_path, monkeypatch, free)
+        fitting = loader.fitting_blocks()
+        loader.load(Span(0, fitting))
+    assert fitting == BLOCKS
+    with pytest.raises(ConfigError, match=r"no block of .* fits: .* lower --kv-tokens or --kv-memory"):
+        loader_of(tmp_path, monkeypatch, one).fitting_blocks()
+
+
+def test_a_device_that_runs_out_of_memory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("llama", tied=True).save_pretrained(tmp_path)
+
+    def load_executor(*_asked: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory, as told")
+
+    monkeypatch.setattr("llmnode.compute.executor.load_executor", load_executor)
+    with pytest.raises(ConfigError, match=r"blocks \[1, 4\) .* 1000 positions do not fit on cpu: .*--blocks.*as told"):
+        loader_of(tmp_path, monkeypatch, 1 << 30).load(SPAN)
+
+
+@pytest.mark.parametrize("quant", ["none", "int8"])
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_are_told_as_they_are_read(
+    case: str, quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmnode.models.reading.TOLD_EVERY_S", 0.0)
+    make_model(case, tied=True).save_pretrained(tmp_path)
+    lines: list[str] = []
+    loader_of(tmp_path, monkeypatch, 1 << 30, lines.append, quant=quant).load(SPAN)
+    assert [line.split(" in ")[0] for line in lines] == [f"read {read} of 3 blocks" for read in (1, 2, 3)]
+    assert all(("rounding to int8" in line) == (quant == "int8") for line in lines)
