@@ -52,17 +52,18 @@ WORKERS = (THREAD, PROCESS)
 class NodeConfig:
     """What a serving node is asked for.
 
-    `blocks` is START:END, a number of blocks, or "auto" for as many as memory allows; the node then chooses those that
-    the swarm needs most. `peers` are addresses of servers or relays; `swarm_key` is an invite to a private swarm, which
-    names peers too, or the file of its key. `announce` is where others reach it, if that is not where it listens:
-    behind a port forward, for example; through `relays` they do, if nowhere else, and then where it listens is
-    announced only by `announce`. KV is for `kv_tokens` positions, or for as many as `kv_memory` is enough for: an
-    amount ("2GiB") or a share of what is free ("20%"); it is rounded to `kv_dtype`, and on `kv_device`: "cpu", or None
-    for where the blocks are. `threads` is torch's, None for its own choice; `device` is torch's too, "auto" for a GPU
-    if there is one. `quant` is what weights are rounded to, "auto" for what suits the device. `worker` is where the
-    blocks are computed: in a "thread" of this program, or in a "process" of its own: that may crash, its sessions go
-    elsewhere then, and it is started again. "auto" is a process where one can be started, for which the program needs
-    no guard. The node's identity is kept in the file `identity`, and is fresh without.
+    `blocks` is START:END, a number of blocks, or "auto" for as many as memory allows; the node then chooses those
+    that the swarm needs most. `peers` are addresses of servers or relays; `swarm_key` is an invite to a private
+    swarm, which names peers too, or the file of its key. `announce` is where others reach it, if that is not where
+    it listens: behind a port forward, for example; through `relays` they do, if nowhere else, and then where it
+    listens is announced only by `announce`. KV is for `kv_tokens` positions (None for 32,768, or as many of them as
+    there is room for), or for as many as `kv_memory` is enough for: an amount ("2GiB") or a share of what is free
+    ("20%"); it is rounded to `kv_dtype`, and on `kv_device`: "cpu", or None for where the blocks are. `threads` is
+    torch's, None for its own choice, or fewer if a container leaves fewer cores; `device` is torch's too, "auto"
+    for a GPU if there is one. `quant` is what weights are rounded to, "auto" for what suits the device. `worker` is
+    where the blocks are computed: in a "thread" of this program, or in a "process" of its own: that may crash, its
+    sessions go elsewhere then, and it is started again. "auto" is a process where one can be started, for which the
+    program needs no guard. The node's identity is kept in the file `identity`, and is fresh without.
     """
 
     model: str | None = None
@@ -72,7 +73,7 @@ class NodeConfig:
     announce: Sequence[str] = ()
     relays: Sequence[str] = ()
     swarm_key: str | Path | None = None
-    kv_tokens: int = 32_768
+    kv_tokens: int | None = None
     kv_memory: str | None = None
     kv_dtype: str = SAME
     kv_device: str | None = None

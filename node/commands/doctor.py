@@ -41,7 +41,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     add_peers(parser, "servers or relays to reach")
     add_listen(parser)
-    add_kv_tokens(parser)
+    add_kv_tokens(parser, 32_768)
     add_precision(
         parser,
         "what blocks are to be computed in (default float32)",

@@ -60,15 +60,17 @@ def add_generation(parser: Parser) -> argparse._MutuallyExclusiveGroup:
     return prompts
 
 
-def add_kv_tokens(parser: Parser) -> argparse._MutuallyExclusiveGroup:
+def add_kv_tokens(
+    parser: Parser, default: int | None, otherwise: str = "default 32768"
+) -> argparse._MutuallyExclusiveGroup:
     """Returns its group, for what may be given instead."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
         "--kv-tokens",
         type=int,
-        default=32_768,
+        default=default,
         metavar="N",
-        help="positions that all sessions of a server may hold (default 32768)",
+        help=f"positions that all sessions of a server may hold ({otherwise})",
     )
     return group
 

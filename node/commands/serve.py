@@ -56,7 +56,7 @@ def add(commands: Commands) -> None:
     add_announce(parser)
     add_relay(parser)
     add_identity(parser)
-    add_kv_tokens(parser).add_argument(
+    add_kv_tokens(parser, None, "default 32768, or fewer if there is no room for so many").add_argument(
         "--kv-memory",
         metavar="AMOUNT",
         help="the same as memory: 2GiB, or 20%% of what is free; refused if there is not so much",
@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
         listen=arguments.listen or [LISTEN_ANY_LOOPBACK],
         announce=arguments.announce or [],
         relays=arguments.relay,
-        kv_tokens=at_least_one(arguments.kv_tokens, "--kv-tokens"),
+        kv_tokens=None if arguments.kv_tokens is None else at_least_one(arguments.kv_tokens, "--kv-tokens"),
         kv_memory=arguments.kv_memory,
         kv_dtype=arguments.kv_dtype,
         kv_device=arguments.kv_device,

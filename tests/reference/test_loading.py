@@ -70,6 +70,23 @@ def test_so_must_kv_that_was_asked_for_as_memory(tmp_path: Path, monkeypatch: py
             loader_of(tmp_path, monkeypatch, free, kv_memory=amount).load(SPAN)
 
 
+def test_kv_that_nobody_asked_for_is_as_much_as_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("llama", tied=True).save_pretrained(tmp_path)
+    size, said = measure_size(open_saved(tmp_path)), list[str]()
+    weights = len(SPAN) * size.block_bytes
+
+    def positions(room_for: int) -> int:
+        free = weights + room_for * (len(SPAN) * size.kv_token_bytes + size.log_token_bytes)
+        return loader_of(tmp_path, monkeypatch, free, said.append, kv_tokens=None).load(SPAN).executor.kv_tokens_free()
+
+    assert positions(40_000) == 32_768
+    assert not any("KV" in line for line in said)
+    assert positions(5000) == 4096
+    assert any("KV for 4096 positions" in line for line in said)
+    with pytest.raises(ConfigError, match="do not fit"):
+        positions(1000)
+
+
 def test_after_a_worker_that_was_lost_the_weights_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model("llama", tied=True).save_pretrained(tmp_path)
     needed = len(SPAN) * measure_size(open_saved(tmp_path)).block_bytes

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from llmnode.models.size import ModelSize, Place
 
 AUTO = "auto"
+USUAL_KV_TOKENS = 32_768
+"""If nobody says how many; fewer if there is no room for so many, in steps of `_KV_STEP`."""
+_KV_STEP = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Wanted:
     """
 
     model: str | None = None
-    kv_tokens: int = 32_768
+    kv_tokens: int | None = None
     is_announced: bool = False
     kv_memory: str | None = None
     kv_dtype: str = SAME
@@ -112,15 +115,21 @@ class SpanLoader:
         kv_tokens = self._kv_tokens(size, len(span), places)
         if not kv_tokens:
             raise ConfigError(f"--kv-memory {wanted.kv_memory} holds no position of blocks {span} of {name}: give more")
-        taken = 0 if wanted.is_announced else kv_tokens
-        if not size.fits(places, span, taken):
-            self._size().require_room(places, span, taken, name)
+        if size.fits(places, span, 0 if wanted.is_announced else kv_tokens):
+            return kv_tokens
+        size, is_asked_for = self._size(), wanted.kv_tokens is not None or wanted.kv_memory is not None
+        if not is_asked_for:
+            fewer = range(kv_tokens, _KV_STEP, -_KV_STEP)
+            kv_tokens = next((each for each in fewer if size.fits(places, span, each)), _KV_STEP)
+        size.require_room(places, span, 0 if wanted.is_announced else kv_tokens, name)
+        if not is_asked_for and kv_tokens < USUAL_KV_TOKENS:
+            self._report(f"KV for {kv_tokens} positions, as there is no room for the usual {USUAL_KV_TOKENS}")
         return kv_tokens
 
     def _kv_tokens(self, size: ModelSize, blocks: int, places: Sequence[Place]) -> int:
         wanted = self._wanted
         if wanted.kv_memory is None:
-            return wanted.kv_tokens
+            return wanted.kv_tokens or USUAL_KV_TOKENS
         from llmnode.models.size import KV
 
         free = next(place.free_bytes for place in places if KV in place.holds)
