@@ -61,7 +61,7 @@ def each_once(words: Iterable[Iterable[str]]) -> str:
 
 def positions(config: Any) -> Iterator[str]:  # Any: each family's config has attributes of its own
     """How blocks know them."""
-    ropes = getattr(config, "rope_parameters", None)
+    ropes: Any = getattr(config, "rope_parameters", None)
     if FAMILIES[config.model_type].positions:
         yield "learned"
     elif getattr(config, "alibi", ropes is None):
