@@ -48,7 +48,7 @@ class Reference:
     @torch.inference_mode()
     def _deviation(self) -> float:
         """The largest of a score between one forward over all positions and one a position."""
-        tokens = torch.arange(1000, 1000 + MEASURED_POSITIONS)[None]
+        tokens = torch.arange(1000, 1000 + MEASURED_POSITIONS)[None] % self.vocabulary
         whole = self.model(tokens).logits[0]
         cache = DynamicCache(config=self.model.config)
         single = [

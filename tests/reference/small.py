@@ -13,6 +13,7 @@ from llmnode.compute.kv import KVForm
 from llmnode.compute.tensors import from_bytes, to_bytes
 from llmnode.core.ids import SessionId
 from llmnode.core.span import Span
+from llmnode.models.families import FAMILIES
 from llmnode.models.folder import ModelFolder, open_folder
 from llmnode.models.parts import Ends, load_ends
 from llmnode.ports import Piece
@@ -138,6 +139,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """By the family's name, and what is special about the variant after a dash."""
 
+FUSED = [name for name, family in FAMILIES.items() if family.fused]
+EXPERTS = [case for case, options in CONFIGS.items() if any("experts" in option for option in options)]
+DENSE = [case for case in CONFIGS if case not in EXPERTS]
 OF_EACH_KIND = ("llama", "gpt2", "mistral", "gemma2", "gemma3_text", "bloom", "falcon-new", "falcon-alibi")
 """Of attention: heads that share KV or not, windows, softcapped scores, ALiBi, and families with code of their own."""
 CPU = torch.device("cpu")
@@ -149,15 +153,25 @@ def family_of_case(case: str) -> str:
     return case.partition("-")[0]
 
 
+def make_config(case: str, **options: Any) -> Any:  # Any: each family's config has attributes of its own
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(family_of_case(case), **{**CONFIGS[case], **options})
+
+
+def embedding_scale(config: Any) -> float:  # Any: likewise
+    """By which the family multiplies its embeddings."""
+    return HIDDEN_SIZE**0.5 if config.model_type.startswith("gemma") else getattr(config, "embedding_multiplier", 1.0)
+
+
 def make_model(case: str, *, tied: bool, seed: int = 0, **options: Any) -> Any:  # Any: as transformers types its models
     """A causal LM whose weights are large enough that blocks, positions and the choice of token matter."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family_of_case(case), **{**CONFIGS[case], "tie_word_embeddings": tied, **options})
+    config = make_config(case, tie_word_embeddings=tied, **options)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
-    # Families that scale their embeddings: else a tied head would find the token that went in, whatever the blocks do.
-    scale = HIDDEN_SIZE**0.5 if case.startswith("gemma") else getattr(config, "embedding_multiplier", 1.0)
+    scale = embedding_scale(config)  # else a tied head would find the token that went in, whatever the blocks do
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape)
         if parameter.ndim == 1:  # norms and biases

@@ -41,11 +41,18 @@ NEW = [3, 1, 4, 1, 5]
 SOURCE, COPY, FRESH = session(0), session(1), session(2)
 
 
-@pytest.fixture(params=[(case, KVForm()) for case in CASES] + list(product(OF_EACH_KIND, OTHER_KV)), ids=str)
-def through(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cut]:
+@pytest.fixture(
+    scope="module", params=[(case, KVForm()) for case in CASES] + list(product(OF_EACH_KIND, OTHER_KV)), ids=str
+)
+def sliced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Cut:
     case, kv = request.param
-    make_model(case, tied=False).save_pretrained(tmp_path)
-    sliced = cut(open_saved(tmp_path), (0, 2, BLOCKS), kv=kv)
+    path = tmp_path_factory.mktemp(case)
+    make_model(case, tied=False).save_pretrained(path)
+    return cut(open_saved(path), (0, 2, BLOCKS), kv=kv)
+
+
+@pytest.fixture
+def through(sliced: Cut) -> Iterator[Cut]:
     yield sliced
     sliced.close()
 

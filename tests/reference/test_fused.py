@@ -8,15 +8,13 @@ import pytest
 import torch
 
 from llmnode.models.products import MOST_BITS, turned
-from reference.small import BLOCKS, cut, make_model, open_saved, session
+from reference.small import BLOCKS, FUSED, cut, make_model, open_saved, session
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
 pytestmark = pytest.mark.reference
-
-FUSED = ["llama", "mistral", "qwen2", "qwen3", "smollm3"]
 
 
 @pytest.mark.parametrize("case", FUSED)

@@ -15,7 +15,7 @@ from llmnode.errors import LocalProtocolError
 from llmnode.models.fused import FusedSpan
 from llmnode.models.native import MOST_POSITIONS, NativeBlocks, are_few, native_blocks
 from llmnode.ports import Piece
-from reference.small import BLOCKS, HIDDEN_SIZE, VOCABULARY, Cut, cut, make_model, open_saved, session
+from reference.small import BLOCKS, FUSED, HIDDEN_SIZE, VOCABULARY, Cut, cut, make_model, open_saved, session
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from llmnode.core.ids import SessionId
 
 pytestmark = pytest.mark.reference
-
-NATIVE = ["llama", "mistral", "qwen2", "qwen3", "smollm3"]
 
 
 def schedule(seed: int) -> list[dict[SessionId, list[int]]]:
@@ -59,7 +57,7 @@ def counted(model: Cut, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return taken
 
 
-@pytest.mark.parametrize("case", NATIVE)
+@pytest.mark.parametrize("case", FUSED)
 def test_few_positions_and_many_agree(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(case, tied=False).save_pretrained(tmp_path)
     folder, forwards = open_saved(tmp_path), schedule(len(case))

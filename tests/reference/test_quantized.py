@@ -13,15 +13,12 @@ from llmnode.core.span import Span
 from llmnode.errors import ModelError
 from llmnode.models.quantized import OUTLIER, Int8Linear, NF4Linear
 from llmnode.models.size import measure_size
-from reference.small import BLOCKS, CONFIGS, KV_TOKENS, VOCABULARY, cut, make_model, open_saved, session
+from reference.small import BLOCKS, DENSE, EXPERTS, KV_TOKENS, VOCABULARY, cut, make_model, open_saved, session
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.reference
-
-DENSE = [case for case in CONFIGS if "moe" not in case and case != "mixtral"]
-EXPERTS = [case for case in CONFIGS if case not in DENSE]
 
 
 def _rows(*shape: int, seed: int = 0) -> torch.Tensor:

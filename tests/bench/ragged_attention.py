@@ -1,0 +1,178 @@
+"""What attention over unequal lengths takes on a CPU: by sequence, as `compute/attention.py` has it, or all at once.
+
+    python tests/bench/ragged_attention.py [ROUNDS]
+
+Ten blocks with the heads of SmolLM2-135M in fp32, on one thread, attention and the writing of KV alone: eight decodes,
+and seven beside a chunk. All at once they are padded to the longest, and all that is to their advantage: their KV is in
+one slab, as that of a server's sequences is not, and the mask of flex_attention, which Inductor compiles with a C++
+compiler, is made before. All ways in turn, the first one of a round in turn too.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from llmnode.compute.attention import Segment, ragged_attention, segments_of_forward
+from llmnode.compute.kv import SequenceKV
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
+BLOCKS = 10
+ENDS = (100, 229, 357, 486, 614, 743, 871, 1000)
+"""Of the sequences, with what is new."""
+CAPACITY = 1024
+CHUNK = 256
+ROUNDS = 40
+ROWS = {"8 decodes": (1,) * 8, f"7 decodes and a chunk of {CHUNK}": (*(1,) * 7, CHUNK)}
+
+
+@dataclass
+class Row:
+    """What is new of the sequences, end to end, and the same in all blocks: each (1, heads, tokens, head_dim)."""
+
+    lengths: tuple[int, ...]
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.starts = torch.tensor([end - length for end, length in zip(ENDS, self.lengths, strict=True)])
+        self.sequence = torch.arange(len(ENDS)).repeat_interleave(torch.tensor(self.lengths))  # of each token
+        self.place = torch.cat([torch.arange(length) for length in self.lengths])  # in what is new of it
+        self.position = self.starts[self.sequence] + self.place
+
+
+def made_row(lengths: tuple[int, ...]) -> Row:
+    query, key, value = (torch.randn(1, heads, sum(lengths), HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    return Row(lengths, query, key, value)
+
+
+class BySequence:
+    def __init__(self, slabs: torch.Tensor) -> None:
+        self._kv = [SequenceKV(CAPACITY) for _ in ENDS]
+        self._modules = [torch.nn.Identity() for _ in range(BLOCKS)]
+        for block, module in enumerate(self._modules):
+            module.layer_idx = block  # type: ignore[assignment]  # as transformers has it
+            for kv, (keys, values) in zip(self._kv, slabs[block].unbind(1), strict=True):
+                kv.extend(block, 0, keys[None], values[None])
+
+    def attend(self, row: Row) -> list[torch.Tensor]:
+        """(1, tokens, heads, head_dim) of each block."""
+        parts = zip(self._kv, row.starts.tolist(), row.lengths, strict=True)
+        token = segments_of_forward.set([Segment(kv, start, length) for kv, start, length in parts])
+        try:
+            return [ragged_attention(each, row.query, row.key, row.value, None)[0] for each in self._modules]
+        finally:
+            segments_of_forward.reset(token)
+
+
+class Padded:
+    def __init__(self, slabs: torch.Tensor) -> None:
+        self._slabs = slabs.clone()
+        self._longest = max(ENDS)
+
+    def attend(self, row: Row) -> list[torch.Tensor]:
+        seen = row.starts[:, None] + torch.arange(max(row.lengths))  # (sequences, tokens), the last position of each
+        mask = (torch.arange(self._longest) <= seen[:, :, None])[:, None]
+        return [self._attend(row, mask, *slabs) for slabs in self._slabs]
+
+    def _attend(self, row: Row, mask: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        write(row, keys, values)
+        keys, values = keys[:, :, : self._longest], values[:, :, : self._longest]
+        if max(row.lengths) == 1:  # as queries of one head, for which all that is shared is read once
+            grouped = row.query[0].transpose(0, 1).reshape(len(ENDS), KV_HEADS, -1, HEAD_DIM)
+            output = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
+            return output.reshape(1, len(ENDS), HEADS, HEAD_DIM)
+        output = scaled_dot_product_attention(padded(row), keys, values, attn_mask=mask, enable_gqa=True)
+        return unpadded(row, output)
+
+
+class Flex:
+    def __init__(self, slabs: torch.Tensor) -> None:
+        self._slabs = slabs.clone()
+        self._attend = torch.compile(flex_attention, dynamic=False)
+        self._masks: dict[tuple[int, ...], BlockMask] = {}
+
+    def prepare(self, row: Row) -> None:
+        def sees(sequence: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return key <= query + row.starts[sequence]
+
+        self._masks[row.lengths] = create_block_mask(sees, len(ENDS), None, max(row.lengths), CAPACITY, device="cpu")
+
+    def attend(self, row: Row) -> list[torch.Tensor]:
+        outputs = []
+        for keys, values in self._slabs:
+            write(row, keys, values)
+            output = self._attend(padded(row), keys, values, block_mask=self._masks[row.lengths], enable_gqa=True)
+            outputs.append(unpadded(row, output))
+        return outputs
+
+
+def write(row: Row, keys: torch.Tensor, values: torch.Tensor) -> None:
+    keys[row.sequence, :, row.position] = row.key[0].transpose(0, 1)
+    values[row.sequence, :, row.position] = row.value[0].transpose(0, 1)
+
+
+def padded(row: Row) -> torch.Tensor:
+    queries = row.query.new_zeros(len(ENDS), max(row.lengths), HEADS, HEAD_DIM)
+    queries[row.sequence, row.place] = row.query[0].transpose(0, 1)
+    return queries.transpose(1, 2)
+
+
+def unpadded(row: Row, output: torch.Tensor) -> torch.Tensor:
+    return output.transpose(1, 2)[row.sequence, row.place][None]
+
+
+def took_s(call: Callable[[Row], object], row: Row) -> float:
+    began_s = time.perf_counter()
+    call(row)
+    return time.perf_counter() - began_s
+
+
+@torch.inference_mode()
+def main(rounds: str = str(ROUNDS)) -> None:
+    torch.set_num_threads(1)
+    slabs = torch.randn(BLOCKS, 2, len(ENDS), KV_HEADS, CAPACITY, HEAD_DIM)
+    by_sequence, flex = BySequence(slabs), Flex(slabs)
+    ways: dict[str, BySequence | Padded | Flex] = {
+        "by sequence": by_sequence,
+        "padded": Padded(slabs),
+        "flex_attention": flex,
+    }
+    print("| row | by sequence, ms | padded, of that | flex_attention, of that |\n|---|---|---|---|")
+    notes = []
+    for name, lengths in ROWS.items():
+        row = made_row(lengths)
+        flex.prepare(row)  # once before, for what it imports
+        masked_s, started_s = took_s(flex.prepare, row), took_s(flex.attend, row)
+        notes.append(f"flex_attention, {name}: {started_s:.0f} s for the first, {1e3 * masked_s:.0f} ms for its mask")
+        expected = by_sequence.attend(row)
+        for way in ways.values():
+            for ours, theirs in zip(way.attend(row), expected, strict=True):
+                torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+        taken: dict[str, list[float]] = {each: [] for each in ways}
+        for number in range(int(rounds)):
+            first = number % len(ways)
+            for each in [*ways, *ways][first : first + len(ways)]:
+                taken[each].append(took_s(ways[each].attend, row))
+        base = taken.pop("by sequence")
+        cells = [f"{1e3 * statistics.median(base):.2f}"]
+        for other in taken.values():
+            low, median, high = statistics.quantiles([mine / ours for ours, mine in zip(base, other, strict=True)], n=4)
+            cells.append(f"{median:.2f} ({low:.2f}-{high:.2f})")
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    print("", *notes, sep="\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
