@@ -21,11 +21,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Prompt:
+    """What to go on from, and where that was said."""
+
+    text: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateConfig:
     """What `llmnode generate` was asked for: `samples` texts of each of `prompts`, `at_once` of them under way."""
 
     access: Access
-    prompts: Sequence[str]
+    prompts: Sequence[Prompt]
     sampling: Sampling
     chat: bool
     json: bool
@@ -63,30 +71,34 @@ def generate(config: GenerateConfig) -> None:
     with config.access.connect() as model:
         encoded = [_encode(model, config, prompt) for prompt in config.prompts]
         if len(encoded) * config.samples == 1:
-            _generate_one(model, config, config.prompts[0], encoded[0])
+            _generate_one(model, config, config.prompts[0].text, encoded[0])
         else:
             _generate_several(model, config, encoded)
 
 
-def read_prompts(path: str) -> list[str]:
+def read_prompts(path: str) -> list[Prompt]:
     """A prompt a line; empty lines are left out. Raises ConfigError if there is none to read."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path}: cannot be read as text ({error})") from error
-    prompts = [line for line in lines if line.strip()]
+    numbered = enumerate(lines, start=1)
+    prompts = [Prompt(line, f"--prompts {path}, line {number}") for number, line in numbered if line.strip()]
     if not prompts:
         raise ConfigError(f"--prompts {path}: holds no prompt; write one a line")
     return prompts
 
 
-def _encode(model: DistributedModelForCausalLM, config: GenerateConfig, prompt: str) -> list[int]:
-    """Raises ConfigError if there is no room for what is to follow."""
+def _encode(model: DistributedModelForCausalLM, config: GenerateConfig, prompt: Prompt) -> list[int]:
+    """Raises ConfigError, which names the prompt's source, if there is no room for what is to follow."""
     from llmnode.client.generate import check_length
 
     tokenizer = model.tokenizer
-    token_ids = tokenizer.encode_dialogue([("user", prompt)]) if config.chat else tokenizer.encode(prompt)
-    check_length(len(token_ids), config.sampling.max_new_tokens, model.info)
+    token_ids = tokenizer.encode_dialogue([("user", prompt.text)]) if config.chat else tokenizer.encode(prompt.text)
+    try:
+        check_length(len(token_ids), config.sampling.max_new_tokens, model.info)
+    except ConfigError as error:
+        raise ConfigError(f"{prompt.source}: {error}") from error
     return token_ids
 
 
@@ -156,7 +168,7 @@ def _generate_several(model: DistributedModelForCausalLM, config: GenerateConfig
         token_ids = output[0, inputs.shape[1] :].tolist()
         return {
             "model": model.info.name,
-            "prompt": config.prompts[index],
+            "prompt": config.prompts[index].text,
             "sample": sample,
             "prompt_token_ids": encoded[index],
             "token_ids": token_ids,

@@ -25,6 +25,7 @@ from llmnode.errors import PeerRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
 
     from rich.progress import TaskID
 
@@ -56,8 +57,10 @@ class Meter:
         """One of them, for as long as it is under way."""
         task = self._progress.add_task(name, total=max_new_tokens)
         counter = TokenCounter(lambda: self._progress.advance(task))
-        yield counter
-        self._progress.remove_task(task)
+        try:
+            yield counter
+        finally:
+            self._progress.remove_task(task)
         self._progress.advance(self._all)
         self._done += 1
         self.tokens += counter.tokens
@@ -185,11 +188,16 @@ class TokenCounter(BaseStreamer):
 
 
 @contextmanager
-def metered(texts: int) -> Iterator[Meter]:
-    """On stderr."""
-    console = Console(stderr=True)
+def metered(texts: int, console: Console | None = None) -> Iterator[Meter]:
+    """On stderr, unless on another `console`."""
+    console = console or Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with Progress(
+        *columns,
+        console=console,
+        disable=not console.is_terminal,
+        redirect_stdout=sys.stdout.isatty(),  # else what is printed into a file or pipe would go to the console too
+    ) as progress:
         meter = Meter(texts, progress)
         yield meter
     print(meter.summary(), file=sys.stderr)
@@ -200,16 +208,31 @@ def all_at_once(
 ) -> Iterator[T]:
     """What each of `work` returns, in order; so many of them at a time, by default what keeps every stage busy.
 
-    If one fails, or the caller is interrupted, the model is closed, which ends the others.
+    If one fails, or the caller is interrupted, those that are done come before the error. The model is closed, which
+    ends the others.
     """
     at_once = at_once or AT_ONCE_PER_STAGE * len(model.route)
     with ThreadPoolExecutor(min(at_once, len(work)), thread_name_prefix="text") as pool:
         futures = [pool.submit(each) for each in work]
         try:
-            for future in futures:
-                yield future.result()
+            for number, future in enumerate(futures):
+                try:
+                    made = future.result()
+                except BaseException:
+                    yield from _done(futures[number:])
+                    raise
+                yield made
         except BaseException:
             for future in futures:
                 future.cancel()
             model.close()
             raise
+
+
+def _done(futures: Sequence[Future[T]]) -> Iterator[T]:
+    """What has been made; those that have not begun never will."""
+    for future in futures:
+        future.cancel()
+    for future in futures:
+        if future.done() and not future.cancelled() and future.exception() is None:
+            yield future.result()

@@ -61,7 +61,7 @@ def _writable(path: Path) -> Path:
 
 def run(arguments: argparse.Namespace) -> int:
     from llmnode.errors import ConfigError
-    from llmnode.node.generate import GenerateConfig, generate, read_prompts
+    from llmnode.node.generate import GenerateConfig, Prompt, generate, read_prompts
 
     samples = at_least_one(arguments.samples, "--samples")
     if arguments.receipts and (arguments.prompts or samples > 1):
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--samples {samples} would all be the same: give a --temperature, as 0.8, too")
     config = GenerateConfig(
         access=access(arguments),
-        prompts=read_prompts(arguments.prompts) if arguments.prompts else [arguments.prompt],
+        prompts=read_prompts(arguments.prompts) if arguments.prompts else [Prompt(arguments.prompt, "--prompt")],
         sampling=sampling(arguments),
         chat=arguments.chat,
         json=arguments.json,

@@ -169,6 +169,42 @@ def test_several_texts_at_once_are_those_of_one_after_another(nodes: list[Any], 
     assert "6 texts, 36 tokens" in at_once.stderr
 
 
+def test_a_prompt_that_is_too_long_is_refused_before_any_text_is_begun(nodes: list[Any], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("One\n\n" + 9000 * "two " + "\n")
+    done = _run(*LLMNODE, "generate", "--prompts", str(prompts), "--peers", *(node.address for node in nodes))
+    assert done.returncode == 2
+    assert f"--prompts {prompts}, line 3: 900" in done.stderr
+    assert "exceed the model's context of 8192" in done.stderr
+    assert not done.stdout
+    assert "texts" not in done.stderr
+
+
+def test_texts_that_are_done_are_printed_before_the_swarm_fails(
+    start_servers: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    kept, dying = start_servers([Span(0, 15), Span(15, 30)])
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"{number}, {number + 1},\n" for number in range(200)))
+    command = [*LLMNODE, "generate", "--prompts", str(prompts), "--json", "--max-new-tokens", "40"]
+    with subprocess.Popen(
+        [*command, "--peers", kept.address, dying.address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as generating:
+        assert generating.stdout is not None
+        assert generating.stderr is not None
+        lines = [generating.stdout.readline()]
+        dying.process.kill()
+        lines += generating.stdout
+        stderr = generating.stderr.read()
+    answers = [json.loads(line) for line in lines]
+    assert generating.returncode == 1
+    numbers = [int(answer["prompt"].split(",")[0]) for answer in answers]
+    assert numbers[0] == 0
+    assert numbers == sorted(numbers)
+    assert len(answers) == stderr.count(" tokens; "), "as many as are told of as done"
+    assert stderr.splitlines()[-1].startswith("llmnode: no peer holds blocks [15, 30)")
+
+
 def test_a_prompt_with_several_samples_is_computed_once(nodes: list[Any]) -> None:
     addresses, samples = [node.address for node in nodes], 4
     before = positions(addresses)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from contextlib import suppress
 from functools import partial
+from io import StringIO
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from llmnode.node.sampling import Sampling
 from llmnode.node.several import AT_ONCE_PER_STAGE, all_at_once, metered
@@ -54,10 +58,42 @@ def test_one_that_fails_ends_the_others() -> None:
     def fail() -> None:
         raise ValueError("no")
 
-    work = [fail, *(partial(wait_for_the_end, number) for number in range(10))]
+    work: list[Any] = [fail, *(partial(wait_for_the_end, number) for number in range(10))]
     with pytest.raises(ValueError, match="no"):
         list(all_at_once(model, work, 3))
     assert len(begun) <= 3, "those that waited have not begun"
+
+
+def test_what_is_done_comes_in_order_before_the_error() -> None:
+    model: Any = Model()
+    two_are_done = threading.Barrier(3)  # two others have begun in their threads
+
+    def fail() -> str:
+        two_are_done.wait(WAIT_S)
+        raise ValueError("no")
+
+    def wait_for_the_end() -> str:
+        two_are_done.wait(WAIT_S)
+        return too_late()
+
+    def too_late() -> str:
+        assert model.closed.wait(WAIT_S)
+        return "too late"
+
+    work = [fail, lambda: "1", lambda: "2", wait_for_the_end, wait_for_the_end, too_late]
+    came: list[str] = []
+    with pytest.raises(ValueError, match="no"):
+        came.extend(all_at_once(model, work, 3))
+    assert came == ["1", "2"]
+    assert model.closed.is_set()
+
+
+def test_who_wants_no_more_ends_the_others() -> None:
+    model: Any = Model()
+    made = all_at_once(model, [lambda: "1", lambda: str(model.closed.wait(WAIT_S))], 2)
+    assert next(made) == "1"
+    made.close()  # type: ignore[attr-defined]  # a generator
+    assert model.closed.is_set()
 
 
 def test_a_meter_counts_tokens_but_not_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,6 +106,36 @@ def test_a_meter_counts_tokens_but_not_the_prompt(capsys: pytest.CaptureFixture[
     printed = capsys.readouterr().err.splitlines()
     assert printed[:2] == ["prompt 1: 3 tokens; 1 of 2 texts", "prompt 2: 4 tokens; 2 of 2 texts"]
     assert printed[2].startswith("2 texts, 7 tokens in ")
+
+
+def test_on_a_terminal_each_text_under_way_has_a_bar_and_none_is_left() -> None:
+    console = Console(file=StringIO(), force_terminal=True, width=80)
+    with metered(3, console) as meter:
+        with meter.text("prompt 1", max_new_tokens=8), meter.text("prompt 2", max_new_tokens=8):
+            assert {"texts", "prompt 1", "prompt 2"} == bars(console)
+        with suppress(ValueError), meter.text("prompt 3", max_new_tokens=8):
+            assert {"texts", "prompt 3"} == bars(console)
+            raise ValueError("it fails")
+    assert bars(console) == {"texts"}
+    assert "2/3" in frames(console)[-1], "one has failed"
+
+
+def frames(console: Console) -> list[str]:
+    """What the terminal showed, one after another: each begins where the former is erased."""
+    written: Any = console.file
+    return re.split(r"(?:\x1b\[1A|\r|\x1b\[2K)+", written.getvalue())
+
+
+def bars(console: Console) -> set[str]:
+    """The names of those that it shows now."""
+    return set(re.findall(r"^(texts|prompt \d)", frames(console)[-1], re.MULTILINE))
+
+
+def test_texts_that_are_printed_into_a_file_are_not_shown_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(file=StringIO(), force_terminal=True, width=80)
+    with metered(1, console):
+        print("once upon a time")
+    assert capsys.readouterr().out == "once upon a time\n"
 
 
 def drawn(sampling: Sampling, scores: torch.Tensor, number: int = 0) -> list[int]:

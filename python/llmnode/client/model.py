@@ -323,6 +323,9 @@ def _unpadded(cache: SessionCache, input_ids: torch.Tensor, attention_mask: torc
         raise ConfigError(
             f"attention_mask of shape {tuple(attention_mask.shape)}: expected ({cache.rows}, {cache.columns + new})"
         )
+    if attention_mask.all():
+        cache.paddings = [0] * cache.rows
+        return list(input_ids)
     real = attention_mask.bool()
     if (real[:, :-1] & ~real[:, 1:]).any():
         raise ConfigError('pad on the left: set padding_side="left" in the tokenizer')

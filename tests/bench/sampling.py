@@ -1,0 +1,96 @@
+"""What choosing a token takes, against transformers' own sampling of the same scores: SmolLM2-135M on one thread.
+
+    python tests/bench/sampling.py [TOKENS]
+
+Both choose from the scores of each token of one text, in turn, the first one of a pair in turn too. What the parts of
+transformers' take is measured on the way: nearly all of it is sorting, and the exponential noise of `multinomial`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM, LogitsProcessorList
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
+
+from llmnode.models.embedded import open_embedded
+from llmnode.models.tokenizer import load_tokenizer
+from llmnode.node.sampling import Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from llmnode.models.folder import ModelFolder
+
+TOKENS = 200
+PROMPT = "Write a story about the sea."
+CHOICES = ((0.7, 0.9), (1.0, 0.95), (1.5, 0.9), (0.7, 1.0), (1.0, 0.1))
+"""Temperature and --top-p."""
+NO_TOKENS: Any = None  # Any: neither warper looks at what was chosen so far
+
+
+def scores_of_text(folder: ModelFolder, tokens: int) -> torch.Tensor:
+    """(tokens, vocabulary): as of a text that was drawn."""
+    model = AutoModelForCausalLM.from_pretrained(folder.path)
+    prompt = torch.tensor([load_tokenizer(folder).encode_dialogue([("user", PROMPT)])])
+    torch.manual_seed(0)
+    options = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "min_new_tokens": tokens, "max_new_tokens": tokens}
+    text = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    scores: torch.Tensor = model(text).logits[0, prompt.shape[1] - 1 : -1]
+    return scores
+
+
+def theirs_ms(temperature: float, top_p: float, scores: torch.Tensor) -> list[float]:
+    """What transformers does if it samples itself: until the warpers, and the draw, are done."""
+    began_s = time.perf_counter()
+    warm = LogitsProcessorList([TemperatureLogitsWarper(temperature)])(NO_TOKENS, scores)
+    warmed_s = time.perf_counter()
+    left = LogitsProcessorList([TopPLogitsWarper(top_p)])(NO_TOKENS, warm) if top_p < 1 else warm
+    left_s = time.perf_counter()
+    torch.multinomial(left.softmax(-1), num_samples=1).squeeze(1)
+    return [1e3 * part_s for part_s in (warmed_s - began_s, left_s - warmed_s, time.perf_counter() - left_s)]
+
+
+def ours_ms(processors: Any, scores: torch.Tensor) -> list[float]:  # Any: of transformers' `generate`
+    """And what that does then."""
+    began_s = time.perf_counter()
+    marked = processors(NO_TOKENS, scores)
+    marked_s = time.perf_counter()
+    marked.argmax(dim=-1)
+    return [1e3 * part_s for part_s in (marked_s - began_s, time.perf_counter() - marked_s)]
+
+
+def pairs(temperature: float, top_p: float, scores: torch.Tensor) -> Iterator[tuple[list[float], list[float]]]:
+    processors = Sampling(1, temperature, top_p, seed=1).options()["logits_processor"]
+    for number, row in enumerate(scores):
+        if number % 2:
+            ours = ours_ms(processors, row[None].clone())
+            yield theirs_ms(temperature, top_p, row[None].clone()), ours
+        else:
+            yield theirs_ms(temperature, top_p, row[None].clone()), ours_ms(processors, row[None].clone())
+
+
+@torch.inference_mode()
+def main(tokens: str = str(TOKENS)) -> None:
+    torch.set_num_threads(1)
+    scores = scores_of_text(open_embedded(), int(tokens))
+    print(
+        "| temperature | top-p | its warper, ms | that of top-p | softmax, draw | in all | ours | argmax | of theirs |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for temperature, top_p in CHOICES:
+        found = list(pairs(temperature, top_p, scores))[2:]  # the first two warm up
+        parts = [statistics.median(part) for part in zip(*(theirs for theirs, _ in found), strict=True)]
+        parts.append(statistics.median(sum(theirs) for theirs, _ in found))
+        parts += [statistics.median(part) for part in zip(*(ours for _, ours in found), strict=True)]
+        low, median, high = statistics.quantiles([sum(ours) / sum(theirs) for theirs, ours in found], n=4)
+        ratio = f"{median:.3f} ({low:.3f}-{high:.3f})"
+        print(f"| {temperature} | {top_p} | {' | '.join(f'{part:.2f}' for part in parts)} | {ratio} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,123 @@
+"""How a token is drawn: the tokens that transformers' warper leaves, in proportion to their softmax."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
+
+from llmnode.node.sampling import Sampling, draw, likelier_than, stays
+
+VOCABULARY = 49_152
+ROUNDING = 1e-6
+"""A token whose tail is so near to 1 - top_p may be on either side: a softmax of sorted scores is rounded otherwise."""
+
+scores_of_few = st.lists(st.floats(-30, 30, width=32) | st.just(-math.inf), min_size=1, max_size=40).filter(
+    lambda scores: max(scores) > -math.inf
+)
+top_ps = st.floats(0.001, 0.999)
+
+
+def is_kept(token: int, shares: torch.Tensor, top_p: float) -> bool:
+    total = shares.sum(dtype=torch.float64).item()
+    return stays(total - likelier_than(token, shares).sum(dtype=torch.float64).item(), total, top_p)
+
+
+def kept_by_transformers(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+    """scores: (vocabulary). A bool for each."""
+    kept: torch.Tensor = TopPLogitsWarper(top_p)(None, scores[None])[0] > -math.inf
+    return kept
+
+
+def tails(scores: torch.Tensor) -> torch.Tensor:
+    """Of each token its share and that of all that are less likely."""
+    shares, order = scores.double().softmax(0).sort(stable=True)
+    return torch.empty_like(shares).scatter(0, order, shares.cumsum(0))
+
+
+def are_apart(shares: torch.Tensor) -> bool:
+    """Of equal ones, or such that rounding may have made equal, transformers' sort may leave any."""
+    ordered = shares.double().sort().values
+    return bool((ordered[1:] > (1 + ROUNDING) * ordered[:-1]).all())
+
+
+@given(given_scores=scores_of_few, top_p=top_ps)
+def test_what_may_be_drawn_is_what_transformers_leaves(given_scores: list[float], top_p: float) -> None:
+    scores = torch.tensor(given_scores)
+    shares, kept, tail = scores.softmax(0), kept_by_transformers(scores, top_p), tails(scores)
+    possible = [token for token, share in enumerate(shares.tolist()) if share > 0]
+    assert any(is_kept(token, shares, top_p) for token in possible)
+    if are_apart(shares[possible]):
+        sure = [token for token in possible if abs(tail[token] - (1 - top_p)) > ROUNDING]
+        assert [is_kept(token, shares, top_p) for token in sure] == kept[sure].tolist()
+    as_many = sum(is_kept(token, shares, top_p) for token in possible)
+    assert as_many == kept.sum() or (tail - (1 - top_p)).abs().min() < ROUNDING
+
+
+@given(tokens=st.integers(1, 200), part=st.floats(0, 1))
+def test_of_equal_tokens_as_many_stay_as_in_transformers_to_the_very_boundary(tokens: int, part: float) -> None:
+    top_p = max(1, round(part * tokens)) / tokens
+    scores = torch.zeros(tokens)
+    kept = [is_kept(token, scores.softmax(0), top_p) for token in range(tokens)]
+    assert sum(kept) == kept_by_transformers(scores, top_p).sum()
+    assert kept == sorted(kept), "the last of them, as a stable sort leaves them"
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 3.0, 10.0], ids=lambda spread: f"spread-{spread}")
+@pytest.mark.parametrize("top_p", [0.1, 0.9, 0.99])
+def test_of_a_whole_vocabulary_the_same_tokens_stay(spread: float, top_p: float) -> None:
+    scores = spread * torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(5))
+    scores[::3] = -math.inf
+    shares, kept, tail = scores.softmax(0), kept_by_transformers(scores, top_p), tails(scores)
+    order = scores.argsort(descending=True).tolist()
+    boundary = int(kept.sum())
+    asked = [*order[:3], *order[max(0, boundary - 20) : boundary + 20]]
+    sure = [token for token in asked if abs(tail[token] - (1 - top_p)) > ROUNDING]
+    assert len(sure) > 10
+    assert [is_kept(token, shares, top_p) for token in sure] == kept[sure].tolist()
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.6, 0.1])
+@pytest.mark.parametrize(
+    "scores",
+    [[0.0] * 8, [9.0, 2.0, 1.5, -4.0, 1.5, 0.0], [-math.inf, 1.0, 0.5, -math.inf, 0.0, 2.0, -math.inf]],
+    ids=["flat", "peaked", "some impossible"],
+)
+def test_tokens_come_as_often_as_the_softmax_of_what_is_left_says(scores: list[float], top_p: float) -> None:
+    rows, temperature = 4000, 1.3
+    given_scores = torch.tensor(scores)
+    left: Any = TemperatureLogitsWarper(temperature)(None, given_scores[None])
+    left = TopPLogitsWarper(top_p)(None, left)[0].softmax(0)
+    processors = Sampling(1, temperature, top_p, seed=2).options()["logits_processor"]
+    drawn = processors(None, given_scores.repeat(rows, 1)).argmax(dim=-1)
+    found = torch.bincount(drawn, minlength=len(scores)) / rows
+    if scores == [0.0] * 8:  # any as many may be left
+        left, found = left.sort().values, found.sort().values
+    assert (found[left == 0] == 0).all()
+    assert ((found - left).abs() <= 5 * (left * (1 - left) / rows).sqrt() + 1e-6).all(), "five standard deviations"
+
+
+@given(given_scores=scores_of_few, top_p=top_ps | st.just(1.0), seed=st.integers(0, 99))
+def test_what_is_drawn_may_be(given_scores: list[float], top_p: float, seed: int) -> None:
+    shares = torch.tensor(given_scores).softmax(0)
+    token = draw(shares, top_p, torch.Generator().manual_seed(seed))
+    assert shares[token] > 0
+    assert top_p == 1 or is_kept(token, shares, top_p)
+
+
+def test_a_row_is_drawn_of_its_own_scores() -> None:
+    scores = torch.full((3, 5), -math.inf)
+    scores[0, 4] = scores[1, 0] = scores[2, 3] = -7.0
+    for top_p in (0.5, 1.0):
+        marked = Sampling(1, 0.8, top_p, seed=1).options()["logits_processor"](None, scores)
+        assert marked.argmax(dim=-1).tolist() == [4, 0, 3]
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
+def test_scores_that_have_no_softmax_give_some_token(score: float) -> None:
+    assert draw(torch.full((4,), score).softmax(0), 0.9, torch.Generator()) == 0
