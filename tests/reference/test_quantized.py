@@ -13,7 +13,7 @@ from llmnode.core.span import Span
 from llmnode.errors import ModelError
 from llmnode.models.quantized import OUTLIER, Int8Linear, NF4Linear
 from llmnode.models.size import measure_size
-from reference.small import BLOCKS, DENSE, EXPERTS, KV_TOKENS, VOCABULARY, cut, make_model, open_saved, session
+from reference.small import BLOCKS, CONFIGS, DENSE, EXPERTS, KV_TOKENS, VOCABULARY, cut, make_model, open_saved, session
 
 if TYPE_CHECKING:
     from pathlib import Path
