@@ -90,8 +90,9 @@ class KeptBlocks:
             if (state := self._read(file, index, block)) is None:
                 return False
         except (OSError, SafetensorError, ModelError) as error:
+            why = one_line(error)
             log.warning(
-                "block %d of %s is quantized anew, as what is kept of it is no good: %s", index, self._model, error
+                "block %d of %s is quantized anew, as what is kept of it is no good: %s", index, self._model, why
             )
             return False
         fill_block(block, self._quant, state)
