@@ -103,9 +103,7 @@ class ModelFolder:
         self.obtain(sorted(set(files.values())))
         tensors: dict[str, torch.Tensor] = {}
         for file in sorted(set(files.values())):
-            waiting = deque(name for name in files if files[name] == file)
-            while waiting:
-                tensors |= _read_some(file, waiting, dtypes)
+            tensors |= read_tensors(file, {name: dtypes[name] for name in files if files[name] == file})
         return tensors
 
     def _file_of(self, name: str) -> Path:
@@ -113,6 +111,15 @@ class ModelFolder:
         if file is None:
             raise ModelError(f"{self.path} has no tensor {name!r}: the folder is incomplete")
         return file
+
+
+def read_tensors(file: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    """As `ModelFolder.read`, of one file. Raises ModelError if one of them cannot be read."""
+    tensors: dict[str, torch.Tensor] = {}
+    waiting = deque(dtypes)
+    while waiting:
+        tensors |= _read_some(file, waiting, dtypes)
+    return tensors
 
 
 def _read_some(file: Path, names: deque[str], dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ is out of the caches again, so each call that is not made counts: the forward is
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -186,10 +186,21 @@ def _joined(*linears: torch.nn.Linear) -> torch.nn.Linear:
     """One linear layer, whose outputs are those of `linears`, end to end."""
     outputs = sum(each.out_features for each in linears)
     joined = torch.nn.Linear(linears[0].in_features, outputs, bias=False, device="meta")
-    joined.weight = torch.nn.Parameter(torch.cat([each.weight.detach() for each in linears]), requires_grad=False)
+    joined.weight = _end_to_end([each.weight for each in linears])
     if linears[0].bias is not None:
-        joined.bias = torch.nn.Parameter(torch.cat([each.bias.detach() for each in linears]), requires_grad=False)
+        joined.bias = _end_to_end([each.bias for each in linears])
     return joined
+
+
+def _end_to_end(parameters: Sequence[torch.Tensor]) -> torch.nn.Parameter:
+    first = parameters[0]
+    if first.is_meta:  # torch would import its compiler to concatenate nothing, in seconds
+        outputs = sum(len(each) for each in parameters)
+        dtype = reduce(torch.promote_types, (each.dtype for each in parameters))
+        joined = torch.empty(outputs, *first.shape[1:], dtype=dtype, device="meta")
+    else:
+        joined = torch.cat([each.detach() for each in parameters])
+    return torch.nn.Parameter(joined, requires_grad=False)
 
 
 def _product(module: torch.nn.Module) -> Mapped:

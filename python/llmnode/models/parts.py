@@ -17,6 +17,7 @@ from llmnode.core.span import Span
 from llmnode.models.blueprint import blueprint_of
 from llmnode.models.families import Family, family_of
 from llmnode.models.fused import FusedEnds, FusedSpan, Rotary, join_products, make_block
+from llmnode.models.kept import KeptBlocks
 from llmnode.models.narrow import found_narrow, keep_narrow
 from llmnode.models.narrow_ends import keep_ends_narrow
 from llmnode.models.native import native_blocks, takes_narrow
@@ -143,12 +144,14 @@ def load_span(
     blocks = getattr(decoder, family.blocks)
     if quant != "none":
         check_quantizable(blocks)
-    reading = Reading(span, quant, report)
+    reading, kept = Reading(span, quant, report), KeptBlocks(folder, span, dtype, quant, device)
     for block in reading.blocks():
-        _load(folder, model, _of_blocks(model, family, Span(block, block + 1)), dtype)
-        if quant != "none":
-            with reading.rounding():
-                quantize_block(blocks[block], quant, device)
+        if not kept.fill(block, blocks[block]):
+            _load(folder, model, _of_blocks(model, family, Span(block, block + 1)), dtype)
+            if quant != "none":
+                with reading.rounding():
+                    quantize_block(blocks[block], quant, device)
+                kept.keep(block, blocks[block])
         blocks[block].requires_grad_(False).to(device)
     remove_entry(decoder, family)
     remove_exit(decoder, family)
@@ -175,17 +178,29 @@ def _load_fused(
     """As `load_span`, without transformers."""
     blocks = torch.nn.ModuleList()
     is_narrow = in_rust and takes_narrow(blueprint, dtype, device, quant)
+    kept = KeptBlocks(folder, span, dtype, quant, device)
     for index in reading.blocks():
-        block = _load_block(folder, blueprint, index, dtype, is_narrow=is_narrow)
-        if quant != "none":
-            with reading.rounding():
-                quantize_block(block, quant, device)
+        block = _joined_block(blueprint, index, dtype)
+        if not kept.fill(index, block):
+            block = _load_block(folder, blueprint, index, dtype, is_narrow=is_narrow)
+            if quant != "none":
+                with reading.rounding():
+                    quantize_block(block, quant, device)
+                kept.keep(index, block)
         blocks.append(block.requires_grad_(False).to(device))
     rotary = Rotary(blueprint.frequencies, blueprint.rotary_scaling)
     native = native_blocks(blocks, rotary) if in_rust else None
     if native is None:
         use_fastest(blocks)
     return FusedSpan(blocks, rotary.to(device), span, dtype, attention, native)
+
+
+def _joined_block(blueprint: Blueprint, index: int, dtype: torch.dtype) -> Any:  # Any: as transformers types one
+    """Without storage."""
+    plan = blueprint.blocks[index]
+    block = make_block(plan, index, blueprint.activation, dict.fromkeys(plan.shapes, dtype))
+    join_products(block)
+    return block
 
 
 def _load_block(

@@ -13,7 +13,7 @@ import torch
 from llmnode.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 INT8_MAX = 127
 OUTLIER = 6.0
@@ -28,12 +28,9 @@ class Int8Linear(torch.nn.Module):
     """Weights of 8 bits with a scale for each output; inputs are rounded to 8 bits too, with a scale for each row."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """`weight` is (outputs, inputs), of floating point."""
+        """`weight` is (outputs, inputs), of floating point. Without storage, so is what comes of it."""
         super().__init__()
-        weight = weight.float()
-        scale = _scale(weight.abs().amax(1))
-        self.weight = _fixed((weight / scale[:, None]).round_().to(torch.int8))
-        self.scale = _fixed(scale)
+        self.weight, self.scale = map(_fixed, _int8(weight))
         self.bias = None if bias is None else _fixed(bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,23 +52,14 @@ class Int8Linear(torch.nn.Module):
             output += self.bias
         return output.reshape(*x.shape[:-1], -1)
 
-    @staticmethod
-    def bytes_of(outputs: int, inputs: int) -> int:
-        return outputs * inputs + 4 * outputs
-
 
 class NF4Linear(torch.nn.Module):
     """Weights of 4 bits, by bitsandbytes: which of 16 quantiles of a normal distribution, with a scale for each 64."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """`weight` is (outputs, inputs), of floating point."""
+        """`weight` is (outputs, inputs), of floating point. Without storage, so is what comes of it."""
         super().__init__()
-        packed, state = _bitsandbytes().functional.quantize_4bit(
-            weight.contiguous(), blocksize=NF4_BLOCK, quant_type="nf4"
-        )
-        self.packed = _fixed(packed)
-        self.absmax = _fixed(state.absmax)
-        self.code = _fixed(state.code)
+        self.packed, self.absmax, self.code = map(_fixed, _nf4(weight))
         self.bias = None if bias is None else _fixed(bias)
         self._shape = weight.shape
 
@@ -83,11 +71,6 @@ class NF4Linear(torch.nn.Module):
         output: torch.Tensor = library.matmul_4bit(x, self.packed, quant_state=state, bias=self.bias)
         return output
 
-    @staticmethod
-    def bytes_of(outputs: int, inputs: int) -> int:
-        weights = outputs * inputs
-        return (weights + 1) // 2 + 4 * (-(-weights // NF4_BLOCK) + _NF4_CODES)
-
 
 _KINDS: dict[str, type[Int8Linear] | type[NF4Linear]] = {"int8": Int8Linear, "nf4": NF4Linear}
 
@@ -96,18 +79,35 @@ def quantize_block(block: torch.nn.Module, quant: str, device: str = "cpu") -> N
     """Replace the linear layers of `block`, one by one, by others on `device`. Raises as `check_quantizable`."""
     check_quantizable(block)
     for name, linear in list(_linears(block)):
-        parent, _, child = name.rpartition(".")
-        setattr(block.get_submodule(parent), child, _KINDS[quant](_weight(linear).to(device), linear.bias))
+        _replace(block, name, _KINDS[quant](_weight(linear).to(device), linear.bias))
+
+
+def quantized_state(block: torch.nn.Module, quant: str) -> dict[str, torch.Tensor]:
+    """What the state of `block`, which may be without storage, is after `quantize_block`; itself without storage.
+
+    Raises likewise.
+    """
+    check_quantizable(block)
+    state = {name: each.to("meta") for name, each in block.state_dict().items()}
+    for name, linear in _linears(block):
+        del state[f"{name}.weight"]
+        made = _KINDS[quant](_weight(linear).to("meta"), None)
+        state |= {f"{name}.{own}": each for own, each in made.state_dict().items()}
+    return state
+
+
+def fill_block(block: torch.nn.Module, quant: str, state: Mapping[str, torch.Tensor]) -> None:
+    """As `quantize_block`, of a `block` without storage, with what the `state` of one was after that."""
+    if quant == "nf4":
+        _bitsandbytes()  # else the first forward would wait for it
+    for name, linear in list(_linears(block)):
+        _replace(block, name, _KINDS[quant](_weight(linear), linear.bias))
+    block.load_state_dict(state, assign=True)
 
 
 def quantized_bytes(block: torch.nn.Module, quant: str) -> int:
     """What `block`, which may be without storage, takes with its linear layers quantized. Raises likewise."""
-    check_quantizable(block)
-    size = sum(parameter.nbytes for parameter in block.parameters())
-    for _, linear in _linears(block):
-        weight = _weight(linear)
-        size += _KINDS[quant].bytes_of(*weight.shape) - weight.nbytes
-    return size
+    return sum(each.nbytes for each in quantized_state(block, quant).values())
 
 
 def check_quantizable(block: torch.nn.Module) -> None:
@@ -134,10 +134,36 @@ def _linears(block: torch.nn.Module) -> Iterator[tuple[str, Any]]:  # Any: Linea
             yield name, module
 
 
+def _replace(block: torch.nn.Module, name: str, layer: torch.nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(block.get_submodule(parent), child, layer)
+
+
 def _weight(linear: Any) -> torch.Tensor:  # Any: likewise
     """(outputs, inputs); Conv1D has it the other way round."""
     weight: torch.Tensor = linear.weight.detach()
     return weight if isinstance(linear, torch.nn.Linear) else weight.T
+
+
+def _int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, and the scales of outputs."""
+    if weight.is_meta:  # torch takes as long for nothing as for a small layer
+        outputs, inputs = weight.shape
+        return torch.empty(outputs, inputs, dtype=torch.int8, device="meta"), torch.empty(outputs, device="meta")
+    weight = weight.float()
+    scale = _scale(weight.abs().amax(1))
+    codes = (weight / scale[:, None]).round_().to(torch.int8)
+    return codes.contiguous(), scale  # GPT-2's lie the other way round
+
+
+def _nf4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two codes a byte, the scales, and what the codes stand for."""
+    if weight.is_meta:
+        count = weight.numel()
+        packed = torch.empty((count + 1) // 2, 1, dtype=torch.uint8, device="meta")
+        return packed, torch.empty(-(-count // NF4_BLOCK), device="meta"), torch.empty(_NF4_CODES, device="meta")
+    codes, state = _bitsandbytes().functional.quantize_4bit(weight.contiguous(), blocksize=NF4_BLOCK, quant_type="nf4")
+    return codes, state.absmax, state.code
 
 
 def _fixed(tensor: torch.Tensor) -> torch.nn.Parameter:
