@@ -40,7 +40,7 @@ def test_what_is_made_comes_in_order(texts: int, at_once: int | None) -> None:
     assert not model.closed.is_set()
 
 
-def test_every_stage_has_one_to_compute_and_one_that_waits() -> None:
+def test_by_default_every_stage_has_some_to_compute_and_some_that_wait() -> None:
     model: Any = Model()
     together = threading.Barrier(AT_ONCE_PER_STAGE * len(model.route))
     places = list(all_at_once(model, together.parties * [lambda: together.wait(WAIT_S)], None))
