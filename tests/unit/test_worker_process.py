@@ -53,6 +53,21 @@ async def together(*calls: Callable[[], Awaitable[object]]) -> None:
             nursery.start_soon(call)
 
 
+@pytest.mark.parametrize("chosen", [None, "ACTIVE"])
+def test_idle_threads_of_a_worker_sleep_unless_the_user_says_otherwise(
+    chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if chosen:
+        monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
+
+    async def main() -> None:
+        async with open_worker() as (loader, _):
+            assert psutil.Process(loader.pid).environ()["OMP_WAIT_POLICY"] == (chosen or "PASSIVE")
+
+    trio.run(main)
+
+
 def test_all_that_a_worker_does_comes_out_as_in_this_process() -> None:
     async def main() -> None:
         async with open_worker() as (_, worker):

@@ -275,8 +275,12 @@ async def _open(
 
 
 def _environment() -> dict[str, str]:
-    """Ours, and what has been done to `sys.path`: where this program finds llmnode, the process finds it too."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)}
+    """Ours, and what has been done to `sys.path`: where this program finds llmnode, the process finds it too.
+
+    Idle threads of torch's sleep there, unless the user says otherwise: by default they spin, on cores of other nodes.
+    """
+    path = os.pathsep.join(each or os.curdir for each in sys.path)
+    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": path}
 
 
 def _how_it_ended(returncode: int) -> str:
