@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from llmnode.core.route import Route
 
 T = TypeVar("T")
+MOST_AT_ONCE = 48
+"""By default: less than a server takes over one link (`ServePolicy.sessions_per_link`), as beginnings take some too."""
 AT_ONCE_PER_STAGE = 4
 """Half of them are computed, together, while the others are elsewhere or wait. Two, of which one waits for the other,
 come to four fifths of the tokens, and eight to a tenth more for twice the KV (`tests/bench/README.md`, pipeline)."""
@@ -209,10 +211,10 @@ def all_at_once(
 ) -> Iterator[T]:
     """What each of `work` returns, in order; so many of them at a time, by default what keeps every stage busy.
 
-    If one fails, or the caller is interrupted, those that are done come before the error. The model is closed, which
-    ends the others.
+    If one fails, or the caller is interrupted while it waits, those that are done come before the error. The model is
+    closed, which ends the others.
     """
-    at_once = at_once or AT_ONCE_PER_STAGE * len(model.route)
+    at_once = at_once or min(MOST_AT_ONCE, AT_ONCE_PER_STAGE * len(model.route))
     with ThreadPoolExecutor(min(at_once, len(work)), thread_name_prefix="text") as pool:
         futures = [pool.submit(each) for each in work]
         try:

@@ -40,7 +40,7 @@ def add(commands: Commands) -> None:
         type=int,
         metavar="N",
         help="texts that are under way together: while one server computes for one, another does for the next "
-        "(default: 2 for each server that a text goes through)",
+        "(default: 4 for each server that a text goes through)",
     )
     parser.add_argument(
         "--receipts", type=Path, metavar="FILE", help="write what the servers signed for, for `llmnode verify FILE`"

@@ -76,7 +76,8 @@ def test_kv_that_nobody_asked_for_is_as_much_as_fits(tmp_path: Path, monkeypatch
     weights = len(SPAN) * size.block_bytes
 
     def positions(room_for: int) -> int:
-        free = weights + room_for * (len(SPAN) * size.kv_token_bytes + size.log_token_bytes)
+        needed = weights + room_for * (len(SPAN) * size.kv_token_bytes + size.log_token_bytes)
+        free = int(needed / MEMORY_SHARE) + 1
         return loader_of(tmp_path, monkeypatch, free, said.append, kv_tokens=None).load(SPAN).executor.kv_tokens_free()
 
     assert positions(40_000) == 32_768
@@ -84,7 +85,9 @@ def test_kv_that_nobody_asked_for_is_as_much_as_fits(tmp_path: Path, monkeypatch
     assert positions(5000) == 4096
     assert any("KV for 4096 positions" in line for line in said)
     with pytest.raises(ConfigError, match="do not fit"):
-        positions(1000)
+        loader_of(tmp_path, monkeypatch, weights, kv_tokens=None).load(SPAN)
+    one = size.block_bytes + 1024 * (size.kv_token_bytes + size.log_token_bytes)
+    assert loader_of(tmp_path, monkeypatch, int(one / MEMORY_SHARE) + 1, kv_tokens=None).fitting_blocks() == 1
 
 
 def test_after_a_worker_that_was_lost_the_weights_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

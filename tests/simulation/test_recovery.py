@@ -17,6 +17,7 @@ import trio
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute, PeerError, SessionClosed, SessionLost
+from llmnode.node.serve.server import _ServedLink
 from llmnode.testing import (
     Cast,
     Conditions,
@@ -34,6 +35,7 @@ from llmnode.wire.payload import Codec
 from simulation.world import (
     ALL_BLOCKS,
     DELAY_S,
+    FORWARD_S,
     KV_TOKENS,
     MODEL,
     ROW,
@@ -255,6 +257,40 @@ async def test_several_servers_take_the_place_of_one() -> None:
             assert [hop.span for hop in session.route] == SPANS
             await dialogue.go_back(10)
             await dialogue.step(1)
+
+
+@simulated
+async def test_who_refuses_is_passed_over_though_the_hop_before_may_push_to_it_already(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refusals = []
+    check = _ServedLink._check_room
+
+    def noted(link: _ServedLink) -> None:
+        refusals.extend([link] * link._server.is_draining)
+        check(link)
+
+    monkeypatch.setattr(_ServedLink, "_check_room", noted)
+    for seed in range(6):  # which of the two is asked first is chance
+        async with world(seed) as swarm:
+            await swarm.start("before", SPANS[0])
+            await swarm.start("lost", Span(2, 6))
+            async with swarm.client() as (router, _), router.open_session(64, Codec.RAW) as session:
+                dialogue = Dialogue(session, random.Random(seed))
+                await dialogue.step(20)
+                for name in ("busy", "third"):
+                    await swarm.start(name, Span(2, 6))
+                await trio.sleep(10)
+                swarm.nodes["busy"].server.is_draining = True  # which it has told nobody
+                swarm.kill("lost")
+                await dialogue.step(3)
+                (recovery,) = session.recoveries
+                assert recovery.taken_over_by == (swarm.nodes["third"].network.peer,)
+                began_s = trio.current_time()
+                await dialogue.step(1)
+                assert session.timings[1].direct
+                assert trio.current_time() - began_s == pytest.approx(2 * FORWARD_S + 3 * DELAY_S, abs=0.001)
+    assert 0 < len(refusals) < 6
 
 
 @pytest.mark.parametrize("first", [0, 2], ids=["by us", "by the hop before"])

@@ -14,7 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmnode.client.ends import ROWS_AT_ONCE, SharedEnds
+from llmnode.client.ends import SharedEnds
+from llmnode.models.narrow_ends import MOST_ROWS
 
 WAIT_S = 20
 
@@ -115,8 +116,8 @@ def test_everybody_gets_their_own_scores_in_few_products_of_few_rows(rows: list[
         assert [each.result(WAIT_S)[:, 0].tolist() for each in scores] == [[2 * row for row in each] for each in asked]
     products = head.calls[1:]
     assert [row for each in products for row in each] == [row for each in asked for row in each]
-    assert all(len(each) <= ROWS_AT_ONCE for each in products)
-    assert all(len(each) + len(after) > ROWS_AT_ONCE // 2 for each, after in pairwise(products))
+    assert all(len(each) <= MOST_ROWS for each in products)
+    assert all(len(each) + len(after) > MOST_ROWS for each, after in pairwise(products))
 
 
 def test_who_is_interrupted_while_it_waits_leaves_the_turn_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

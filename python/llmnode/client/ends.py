@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 import trio
 
+from llmnode.models.narrow_ends import MOST_ROWS
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from llmnode.models.parts import Ends
 
-ROWS_AT_ONCE = 64
-"""Are scored together at most: a head in Rust takes no more (`models/narrow_ends.py`)."""
+_THREADS = 64
+"""Of tasks that wait for scores; others wait for one of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +35,7 @@ class SharedEnds:
 
     def __init__(self, ends: Ends) -> None:
         self._ends = ends
-        self._threads = trio.CapacityLimiter(ROWS_AT_ONCE)
+        self._threads = trio.CapacityLimiter(_THREADS)
         self._change = threading.Condition()
         self._asked: dict[_Asked, None] = {}
         """Of all who want scores, in the order in which they came."""
@@ -52,6 +54,8 @@ class SharedEnds:
                 scores = self._ends.logits(torch.cat([each.hidden for each in together]))
                 for each, own in zip(together, scores.split([len(each.hidden) for each in together]), strict=True):
                     each.scores = own
+                with self._change:
+                    self._change.notify_all()
         finally:  # an interrupt may come at any point
             with self._change:
                 self._asked.pop(asked, None)
@@ -79,7 +83,7 @@ class SharedEnds:
             if asked.scores is not None:
                 return []
             self._turn = asked
-            return _first(self._asked, ROWS_AT_ONCE)
+            return _first(self._asked, MOST_ROWS)
 
 
 def _first(asked: Iterable[_Asked], most: int) -> list[_Asked]:

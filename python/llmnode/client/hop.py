@@ -242,7 +242,7 @@ class SessionHop:
         )
         if request == self._neighbours:
             return await first()
-        self.pushing.receiver = None
+        self.pushing.receiver = self._neighbours = None  # if this is cancelled, who knows what it does
         with self.blamed():
             if introduce is not None and receiver is not None:
                 await introduce(self.connection, receiver.hop.peer)

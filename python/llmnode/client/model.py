@@ -14,12 +14,12 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from llmnode.client.cache import SessionCache
 from llmnode.client.connect import aconnect, aresume, load_parts
-from llmnode.client.ends import ROWS_AT_ONCE
 from llmnode.client.portal import open_portal
 from llmnode.core.beams import first_alike
 from llmnode.core.policy import ClientPolicy, RelayedPolicy
 from llmnode.core.scheduling import PRIORITIES
 from llmnode.errors import ConfigError
+from llmnode.models.narrow_ends import MOST_ROWS
 from llmnode.models.source import open_model
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         kept = min(keep, columns) if keep else columns
         logits = torch.zeros(rows, kept, self.config.vocab_size)
         run = [(index, output[-kept:]) for index, output in enumerate(outputs) if output is not None]
-        together = max(1, ROWS_AT_ONCE // kept)
+        together = max(1, MOST_ROWS // kept)
         for start in range(0, len(run), together):
             some = run[start : start + together]
             scores = self._client.ends.logits(torch.cat([last for _, last in some]))

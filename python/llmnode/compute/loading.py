@@ -72,6 +72,8 @@ class SpanLoader:
 
         wanted, places, size = self._wanted, find_places(self._wanted.device, self._wanted.kv_device), self._size()
         fitting = size.fitting_blocks(places, lambda blocks: self._kv_tokens(size, blocks, places))
+        if not fitting and not self._is_kv_asked_for:
+            fitting = size.fitting_blocks(places, lambda _blocks: _KV_STEP)
         if not fitting:
             free, *elsewhere = (place.free_bytes >> 20 for place in places)
             apart = "" if wanted.kv_device is None else f", and {elsewhere[0]} for KV on {wanted.kv_device}"
@@ -84,9 +86,9 @@ class SpanLoader:
         return fitting
 
     def load(self, span: Span) -> Loaded:
-        """After a worker that was lost only the weights must fit, which are written at once.
+        """After a worker that was lost KV on a CPU need not fit, unlike what is taken at once.
 
-        Its KV is announced, and is written as sessions need it: others may have given back by then what they have now.
+        It is announced, and is written as sessions need it: others may have given back by then what they have now.
         """
         with collection_paused():
             import torch
@@ -108,23 +110,31 @@ class SpanLoader:
 
     def _require_room(self, span: Span) -> int:
         """For how many positions there is to be KV. Raises ConfigError if `span` does not fit with so much."""
-        from llmnode.models.size import find_places
+        from llmnode.models.size import KV, MEMORY_SHARE, find_places
 
         wanted, name = self._wanted, self._opened.name
         places, size = find_places(wanted.device, wanted.kv_device), self._size(look=False)
         kv_tokens = self._kv_tokens(size, len(span), places)
         if not kv_tokens:
             raise ConfigError(f"--kv-memory {wanted.kv_memory} holds no position of blocks {span} of {name}: give more")
-        if size.fits(places, span, 0 if wanted.is_announced else kv_tokens):
+        is_lazy = wanted.is_announced and all(place.device == "cpu" for place in places if KV in place.holds)
+        if self._is_kv_asked_for:
+            if not size.fits(places, span, 0 if is_lazy else kv_tokens):
+                self._size().require_room(places, span, 0 if is_lazy else kv_tokens, name)
             return kv_tokens
-        size, is_asked_for = self._size(), wanted.kv_tokens is not None or wanted.kv_memory is not None
-        if not is_asked_for:
-            fewer = range(kv_tokens, _KV_STEP, -_KV_STEP)
-            kv_tokens = next((each for each in fewer if size.fits(places, span, each)), _KV_STEP)
-        size.require_room(places, span, 0 if wanted.is_announced else kv_tokens, name)
-        if not is_asked_for and kv_tokens < USUAL_KV_TOKENS:
+        within = [replace(place, free_bytes=int(MEMORY_SHARE * place.free_bytes)) for place in places]
+        if size.fits(within, span, kv_tokens):
+            return kv_tokens
+        size, fewer = self._size(), range(kv_tokens, _KV_STEP, -_KV_STEP)
+        kv_tokens = next((each for each in fewer if size.fits(within, span, each)), _KV_STEP)
+        size.require_room(places, span, kv_tokens, name)
+        if kv_tokens < USUAL_KV_TOKENS:
             self._report(f"KV for {kv_tokens} positions, as there is no room for the usual {USUAL_KV_TOKENS}")
         return kv_tokens
+
+    @property
+    def _is_kv_asked_for(self) -> bool:
+        return self._wanted.kv_tokens is not None or self._wanted.kv_memory is not None
 
     def _kv_tokens(self, size: ModelSize, blocks: int, places: Sequence[Place]) -> int:
         wanted = self._wanted

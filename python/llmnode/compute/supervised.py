@@ -148,7 +148,7 @@ class ProcessLoader:
             try:
                 loaded = await process.ask(LOAD, span.start, span.end, report=self._report)
             except ConfigError as error:
-                if not self._restarts.crashes:
+                if not self._wanted.is_announced:
                     raise
                 # What was lost had room: its memory may not be given back yet, or others have it for a while.
                 raise WorkerLost(f"the worker process did not load its blocks again: {error}") from error

@@ -13,7 +13,7 @@ from llmnode.models.native import LANES, weight_of
 if TYPE_CHECKING:
     from llmnode.models.narrow import Narrow
 
-_MOST_ROWS = 64
+MOST_ROWS = 64
 """For more of them the weights are widened, for BLAS."""
 _ROWS = 1024
 """Are compared at a time."""
@@ -56,7 +56,7 @@ class NarrowHead(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         has_gradient = torch.is_grad_enabled() and x.requires_grad
-        if has_gradient or x.numel() > _MOST_ROWS * self.layer.inputs:
+        if has_gradient or x.numel() > MOST_ROWS * self.layer.inputs:
             scores: torch.Tensor = self.layer(x)
             return scores
         if self._few is None:
