@@ -23,7 +23,9 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--servers", type=int, default=3, metavar="N", help="server processes to start (default 3)")
     add_generation(parser)
-    parser.add_argument("--threads", type=int, metavar="N", help="torch threads of each process (default: its cores)")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="torch threads of each process (default: the cores that it may use)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

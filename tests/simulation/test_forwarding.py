@@ -15,6 +15,7 @@ import trio
 from llmnode.client.generate import run_blocks
 from llmnode.client.pool import open_pool
 from llmnode.client.session import open_session
+from llmnode.core.ids import Step
 from llmnode.core.policy import ClientPolicy, ServePolicy
 from llmnode.core.route import Hop
 from llmnode.core.span import Span
@@ -79,6 +80,21 @@ async def test_a_session_opens_and_its_hops_hear_of_each_other_in_one_round_trip
                 await Dialogue(session, random.Random(1)).step(1)
                 assert all(timing.direct for timing in session.timings[1:])
             assert took_s == pytest.approx(2 * DELAY_S, abs=SLACK_S) or is_first
+
+
+@simulated
+async def test_a_hop_whose_new_neighbours_may_not_have_reached_it_is_told_of_the_former_ones_again() -> None:
+    async with pairs_of_servers() as swarm, swarm.session() as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(3)
+        line, (first, second, _) = session._line, session._line.hops
+        at = line.epoch, Step(line.step + 10)  # a step that does not come: a late answer is none to it
+        with trio.move_on_after(DELAY_S / 2):  # it is told, and we do not hear so
+            await first.stand_between(None, None, *at)
+        await first.stand_between(None, second, *at)
+        await dialogue.step(1)
+        assert all(timing.direct for timing in session.timings[1:])
+        assert not session.recoveries
 
 
 @simulated

@@ -30,6 +30,8 @@ UNKNOWN, ABORT, STUCK, LONG = "unknown", "abort", "stuck", "long"
 """Raise what the user can mend, crash, wait for ever, compute for `LONG_S`."""
 SHORT = "short"
 """Be short of memory, in every process after a first that has loaded; `SHORT:FILE`, until there is FILE."""
+TOO_LARGE = "too large"
+"""`TOO_LARGE:FILE`: crash while loading, if there is no FILE yet; else do not fit."""
 LONG_S = 0.5
 
 
@@ -73,6 +75,12 @@ class TroubledLoader:
 
     def load(self, span: Span) -> Loaded:
         self._report("loading")
+        if (self._wanted.model or "").startswith(TOO_LARGE):
+            file = Path((self._wanted.model or "").partition(":")[2])
+            if not file.exists():
+                file.touch()
+                os.abort()
+            raise ConfigError("blocks do not fit, as told")
         if self._is_short():
             raise ConfigError("blocks do not fit, as told")
         # "As much as is free", which is something else in each process.

@@ -15,7 +15,7 @@ from llmnode.compute.supervised import ProcessLoader
 from llmnode.core.policy import WorkerPolicy
 from llmnode.errors import ConfigError, WorkerLost
 from llmnode.testing.worker import EXACT_MODEL
-from unit.exact_child import ABORT, LONG, LONG_S, SHORT, STUCK, UNKNOWN
+from unit.exact_child import ABORT, LONG, LONG_S, SHORT, STUCK, TOO_LARGE, UNKNOWN
 from unit.started_worker import LENGTH, SPAN, Told, open_loader
 
 if TYPE_CHECKING:
@@ -88,6 +88,18 @@ def test_a_process_that_never_comes_up_is_given_up() -> None:
             with pytest.raises(WorkerLost, match=r"crashed \(SIGABRT\), 3 times in a row .* lower --kv-tokens"):
                 await loader.open_model()
         assert [line.endswith("(SIGABRT); another is started in 0 s") for line in told.lost] == [True, True]
+
+    trio.run(main)
+
+
+def test_blocks_that_do_not_fit_are_told_so_though_a_process_was_lost_while_it_read_them(tmp_path: Path) -> None:
+    async def main() -> None:
+        told = Told()
+        async with open_loader(told, f"{TOO_LARGE}:{tmp_path / 'lost'}") as loader:
+            await loader.open_model()
+            with pytest.raises(ConfigError, match="blocks do not fit, as told"):
+                await loader.load(SPAN)
+        assert len(told.lost) == 1, "nothing was announced that might fit again"
 
     trio.run(main)
 
