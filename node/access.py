@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from llmnode.client.model import DistributedModelForCausalLM
+    from llmnode.client.causal_lm import DistributedModelForCausalLM
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from llmnode.client.cache import SessionCache
-    from llmnode.client.model import DistributedModelForCausalLM
+    from llmnode.client.causal_lm import DistributedModelForCausalLM
     from llmnode.node.access import Access
     from llmnode.node.sampling import Sampling
 
@@ -115,7 +115,7 @@ class Dialogue:
                 break
             kept += 1
         if kept < self._cache.get_seq_length():
-            self._cache.crop(kept)
+            self._cache.truncate(kept)
         return self._cache
 
     def _forget_cache(self) -> None:

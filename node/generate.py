@@ -14,7 +14,7 @@ from llmnode.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llmnode.client.model import DistributedModelForCausalLM
+    from llmnode.client.causal_lm import DistributedModelForCausalLM
     from llmnode.core.traffic import Traffic
     from llmnode.node.access import Access
     from llmnode.node.sampling import Sampling

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from llmnode.client.cache import SessionCache
-    from llmnode.client.model import DistributedModelForCausalLM
+    from llmnode.client.causal_lm import DistributedModelForCausalLM
     from llmnode.core.route import Route
 
 T = TypeVar("T")

@@ -29,8 +29,8 @@ from llmnode.node.processes import all_ready, private_swarm
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from llmnode.client.causal_lm import DistributedModelForCausalLM
     from llmnode.client.connect import ClientParts
-    from llmnode.client.model import DistributedModelForCausalLM
     from llmnode.models.folder import ModelFolder
     from llmnode.models.parts import Ends
 

@@ -6,11 +6,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from llmnode.client.causal_lm import DistributedModelForCausalLM as DistributedModelForCausalLM
     from llmnode.client.connect import Client as Client
     from llmnode.client.connect import aconnect as aconnect
     from llmnode.client.connect import aresume as aresume
     from llmnode.client.model import AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM
-    from llmnode.client.model import DistributedModelForCausalLM as DistributedModelForCausalLM
     from llmnode.client.model import connect as connect
     from llmnode.client.model import resume as resume
     from llmnode.client.session import InferenceSession as InferenceSession
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AutoDistributedModelForCausalLM": "llmnode.client.model",
     "Client": "llmnode.client.connect",
-    "DistributedModelForCausalLM": "llmnode.client.model",
+    "DistributedModelForCausalLM": "llmnode.client.causal_lm",
     "InferenceSession": "llmnode.client.session",
     "aconnect": "llmnode.client.connect",
     "aresume": "llmnode.client.connect",

@@ -6,15 +6,18 @@ pads on the left is left out of the row's session.
 
 from __future__ import annotations
 
+import weakref
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import trio
-from transformers import Cache
+from transformers import DynamicCache
 
+from llmnode.client.batch import Past
 from llmnode.client.generate import run_blocks
 from llmnode.core.beams import sessions_of_rows
 from llmnode.core.beginnings import shared_beginnings
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from llmnode.client.connect import Client, Resumed
-    from llmnode.client.portal import Portal
+    from llmnode.client.portal import Entered, Portal
     from llmnode.client.session import InferenceSession
     from llmnode.core.route import Route
     from llmnode.core.scheduling import Priority
@@ -34,11 +37,26 @@ POSITIONS_PER_HOP = 1024
 many long rows would only wait in a server's memory, until its step counts as lost."""
 
 
-class SessionCache(Cache):
-    """`rows` sessions of `max_length` positions, opened at once. A context manager; `close` frees the servers' KV.
+@dataclass(frozen=True, slots=True)
+class CacheTerms:
+    """How the sessions of a cache are opened: with KV for `max_length` positions each.
 
-    Columns are positions of the padded batch, as transformers counts them; `paddings` says for each row how many of the
-    first ones are not in its session.
+    If a server has no room, a cache that `waits` asks again for some time. One that `grows` moves to longer sessions
+    when it is full; any other refuses what exceeds `max_length`.
+    """
+
+    max_length: int
+    priority: Priority | None = None
+    waits: bool = True
+    grows: bool = False
+
+
+class SessionCache(DynamicCache):
+    """The cache of a distributed model: a session for each row of a batch. A context manager; `close` frees its KV.
+
+    A column is a position of the padded batch, as transformers counts them. `real` (rows, columns) says which columns
+    are in the row's session; the others are padding. `offsets` says by how much the row's position ids exceed the
+    positions of its session; None before there are any.
     """
 
     def __init__(
@@ -46,43 +64,45 @@ class SessionCache(Cache):
         portal: Portal,
         client: Client,
         rows: int,
-        max_length: int,
-        alike: int = 1,
-        priority: Priority | None = None,
+        terms: CacheTerms,
+        alike: Sequence[int] | None = None,
         beside: SessionCache | None = None,
-        waits: bool = True,
     ) -> None:
-        """Of `alike` rows that follow each other, copies will be made of one another; or of the rows of `beside`.
+        """Open the sessions. `alike` names for each row the first row that begins with the same tokens: the session
+        is opened at the peers of that row, as a copy costs nothing there. With `beside`, at those of its rows.
 
-        If there is no room, it `waits` for some. Raises PeerRefused or NoRoute.
+        Raises PeerRefused or NoRoute.
         """
-        super().__init__(layers=[])
-        self.columns = 0
-        self.paddings: list[int] = [0] * rows
+        super().__init__()
+        self.real = torch.ones(rows, 0, dtype=torch.bool)
+        self.offsets: list[int | None] = [None] * rows
         self.token_ids: tuple[int, ...] = ()
         """Of a resumed one, those that it was exported with."""
         self._portal = portal
         self._client = client
-        self._priority = priority
+        self._terms = terms
         self._sessions: list[InferenceSession] = []
+        self._entered: dict[InferenceSession, Entered[InferenceSession]] = {}
+        # A caller may just drop a cache, as one of transformers'. Nobody waits then, so that any thread may collect it.
+        weakref.finalize(self, _drop, self._entered).atexit = False
         with ExitStack() as stack:
+            stack.callback(self.close)
             for row in range(rows):
-                original = self._sessions[row - row % alike] if row % alike else None
-                original = beside._sessions[row] if beside is not None else original
-                opening = client.inference_session(max_length, original, priority=priority, waits=waits and not row)
+                first = row if alike is None else alike[row]
+                neighbour = self._sessions[first] if first < row else None
+                neighbour = beside._sessions[row] if beside is not None else neighbour
                 with _told_of_rows(row, rows):
-                    self._sessions.append(stack.enter_context(portal.enter(opening)))
-            self._stack = stack.pop_all()
+                    self._sessions.append(self._open(terms, neighbour, waits=terms.waits and not row))
+            stack.pop_all()
 
     @classmethod
     def resumed(cls, portal: Portal, resumed: Resumed) -> SessionCache:
         """Of a session that is open already, and ends with its client too."""
-        cache = cls(portal, resumed.client, 0, 0)
-        cache.columns = resumed.session.position
-        cache.paddings = [0]
+        cache = cls(portal, resumed.client, 0, CacheTerms(resumed.session.max_length))
+        cache.real = torch.ones(1, resumed.session.position, dtype=torch.bool)
+        cache.offsets = [0]
         cache.token_ids = resumed.token_ids
         cache._sessions = [resumed.session]
-        cache._stack.callback(cache._end, resumed.session)
         return cache
 
     def open_beside(self, max_length: int) -> SessionCache:
@@ -90,15 +110,13 @@ class SessionCache(Cache):
 
         It does not wait for room, which may be what we hold.
         """
-        return SessionCache(
-            self._portal, self._client, self.rows, max_length, priority=self._priority, beside=self, waits=False
-        )
+        terms = replace(self._terms, max_length=max_length, waits=False)
+        return SessionCache(self._portal, self._client, self.rows, terms, beside=self)
 
     def become(self, source: SessionCache) -> None:
         """Go on from where `source`, of as many rows, stands: the servers copy its KV. Raises as `run_rows`."""
-        forks = [(one, [copy]) for one, copy in zip(source._sessions, self._sessions, strict=True)]
-        self._portal.call(lambda: self._fork(forks))
-        self.columns, self.paddings = source.columns, list(source.paddings)
+        self._copy(list(zip(source._sessions, self._sessions, strict=True)))
+        self.real, self.offsets = source.real, list(source.offsets)
 
     def __enter__(self) -> SessionCache:
         return self
@@ -106,17 +124,52 @@ class SessionCache(Cache):
     def __exit__(self, *_exc_info: object) -> None:
         self.close()
 
+    def __copy__(self) -> NoReturn:
+        raise ConfigError(
+            "two caches cannot share their sessions: use copy.deepcopy, which has the servers copy the KV"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SessionCache:  # Any: as copy has it
+        """A cache that goes on by itself: the servers copy the KV. Raises as `open_beside` and `run_rows`."""
+        made = self.open_beside(self._terms.max_length)
+        with ExitStack() as stack:
+            stack.callback(made.close)
+            made._terms = self._terms
+            made.become(self)
+            made.token_ids = self.token_ids
+            stack.pop_all()
+        memo[id(self)] = made
+        return made
+
     def close(self) -> None:
         """End the sessions. Safe to call twice."""
-        self._stack.close()
+        for session in self._sessions:
+            if session not in self._entered:  # a resumed one
+                with suppress(SessionClosed):  # with its client
+                    self._portal.call(session.close)
+        while self._entered:
+            self._entered.popitem()[1].close()
 
     @property
     def rows(self) -> int:
         return len(self._sessions)
 
     @property
+    def batch_size(self) -> int:
+        return self.rows
+
+    @property
+    def columns(self) -> int:
+        return int(self.real.shape[1])
+
+    @property
     def is_empty(self) -> bool:
         return not any(session.position for session in self._sessions)
+
+    @property
+    def past(self) -> Past:
+        """What is in it."""
+        return Past(self.real, [session.position for session in self._sessions], self.offsets)
 
     @property
     def routes(self) -> tuple[Route, ...]:
@@ -163,9 +216,7 @@ class SessionCache(Cache):
                 firsts[row], rests[row] = (states[:shared] if row == first else None), states[shared:]
                 origins[row] = first
         begun = self.run_rows(firsts)
-        sessions = self._sessions
-        forks = [(sessions[first], [sessions[row] for row in copies]) for (first, *copies), _ in runs]
-        self._portal.call(lambda: self._fork(forks))
+        self._copy([(self._sessions[first], self._sessions[row]) for (first, *copies), _ in runs for row in copies])
         outputs: list[torch.Tensor | None] = []
         for origin, rest in zip(origins, self.run_rows(rests), strict=True):
             parts = [part for part in (begun[origin], rest) if part is not None]
@@ -182,42 +233,117 @@ class SessionCache(Cache):
         (session,) = self._sessions
         return self._portal.call(lambda: session.export(Path(path), token_ids))
 
+    def make_room(self, positions: int) -> None:
+        """See to it that each row may have this many positions; called before they are run.
+
+        Raises ConfigError if there are not as many, and as `open_beside` and `run_rows` if longer sessions are needed
+        that cannot be had.
+        """
+        if positions > self._client.model.context_tokens:
+            raise ConfigError(
+                f"{positions} positions do not fit the model's context of {self._client.model.context_tokens}"
+            )
+        if positions <= self._terms.max_length:
+            return
+        if not self._terms.grows:
+            raise ConfigError(
+                f"{positions} positions do not fit the cache, which has room for {self._terms.max_length}: "
+                f"open it with max_length={positions}"
+            )
+        self._grow(min(2 * positions, self._client.model.context_tokens))
+
+    def add_columns(self, real: torch.Tensor, offsets: Sequence[int | None] | None = None) -> None:
+        """Note what was run: for each row which of the new columns are real, (rows, new), and its offset."""
+        self.real = torch.cat((self.real, real), dim=1)
+        self.offsets = list(offsets) if offsets is not None else [0] * self.rows
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        return min(session.max_length for session in self._sessions)
+        return -1 if self._terms.grows else self._terms.max_length
 
-    def crop(self, max_length: int) -> None:
-        """Forget the columns from `max_length` on; a negative one says how many to forget."""
-        columns = self.columns + max_length if max_length < 0 else max_length
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last columns, as many as a negative number says; none for 0.
+
+        A positive number says how many to keep, as it did in transformers before 5.24.
+        """
+        self.truncate(self.columns + tokens_to_remove if tokens_to_remove <= 0 else tokens_to_remove)
+
+    def truncate(self, columns: int) -> None:
+        """Forget all columns from `columns` on. Raises SessionLost, and LocalProtocolError if there are not as many."""
         if not 0 <= columns <= self.columns:
-            raise LocalProtocolError(f"cannot crop {self.columns} columns to {columns}")
-        self._portal.call(lambda: self._truncate(columns))
-        self.columns = columns
+            raise LocalProtocolError(f"cannot go back to column {columns} from {self.columns}")
+        if columns == self.columns:
+            return
+        real = self.real[:, :columns]
+        positions = real.sum(dim=1).tolist()
+        self._portal.call(lambda: self._truncate(positions))
+        self.real = real
+        self.offsets = [offset if left else None for offset, left in zip(self.offsets, positions, strict=True)]
+
+    def reset(self) -> None:
+        self.truncate(0)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.reorder(beam_idx.tolist())
 
     def reorder(self, sources: Sequence[int]) -> None:
-        """Have each row go on from what row `sources[row]` is now. Raises SessionLost or NoRoute."""
-        if len(sources) != self.rows or not all(0 <= source < self.rows for source in sources):
-            raise LocalProtocolError(f"cannot reorder {self.rows} rows by {sources}")
-        before, sessions = self._sessions, sessions_of_rows(sources)
-        forks: dict[int, list[InferenceSession]] = {}
-        for source, session in zip(sources, sessions, strict=True):
-            if session != source:
-                forks.setdefault(source, []).append(before[session])
-        self._sessions = [before[session] for session in sessions]
-        self.paddings = [self.paddings[source] for source in sources]
-        if forks:
-            self._portal.call(lambda: self._fork([(before[source], targets) for source, targets in forks.items()]))
+        """Have each row go on from what row `sources[row]` is now; there may be more rows then, or fewer.
+
+        Raises SessionLost or NoRoute, and PeerRefused without room for more.
+        """
+        if not sources or not all(0 <= source < self.rows for source in sources):
+            raise ConfigError(f"{list(sources)} cannot be the rows of a cache that has {self.rows} of them")
+        before = self._sessions
+        for source in sources[self.rows :]:
+            before = [*before, self._open(self._terms, before[source], waits=False)]
+        sessions = sessions_of_rows(sources)
+        self._copy([(before[source], before[own]) for source, own in zip(sources, sessions, strict=True)])
+        self._sessions = [before[own] for own in sessions]
+        self.real = self.real[list(sources)]
+        self.offsets = [self.offsets[source] for source in sources]
+        for session in set(before).difference(self._sessions):
+            self._entered.pop(session).close()
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        raise ConfigError("a cache keeps its number of rows: open another one")
+        self.reorder(torch.arange(self.rows)[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        raise ConfigError("a cache keeps its number of rows: open it with as many as will be needed")
+        self.reorder(torch.arange(self.rows).repeat_interleave(repeats).tolist())
+
+    def _open(self, terms: CacheTerms, beside: InferenceSession | None, *, waits: bool) -> InferenceSession:
+        opening = self._client.inference_session(terms.max_length, beside, priority=terms.priority, waits=waits)
+        entered = self._portal.enter(opening)
+        session = entered.opened.result()
+        self._entered[session] = entered
+        return session
+
+    def _grow(self, max_length: int) -> None:
+        """Move to sessions of `max_length`: the servers copy the KV. A row at a time, so that little is there twice."""
+        terms = replace(self._terms, max_length=max_length)
+        for row, session in enumerate(self._sessions):
+            try:
+                longer = self._open(terms, session, waits=False)
+            except PeerRefused:  # elsewhere, then
+                longer = self._open(terms, None, waits=True)
+            self._copy([(session, longer)])
+            self._sessions[row] = longer
+            if session in self._entered:
+                self._entered.pop(session).close()
+        self._terms = terms
+
+    def _copy(self, pairs: Sequence[tuple[InferenceSession, InferenceSession]]) -> None:
+        """Make the second of each pair a copy of the first, unless it is the same. Raises SessionLost or NoRoute."""
+        forks: dict[InferenceSession, list[InferenceSession]] = {}
+        for source, target in pairs:
+            if target is not source:
+                forks.setdefault(source, []).append(target)
+        if forks:
+            self._portal.call(lambda: self._fork(list(forks.items())))
 
     def _rows_alike(self, rows: Iterable[int], tokens: Sequence[Sequence[int]]) -> list[tuple[list[int], int]]:
         """Those of `rows` that go the same route and begin with the same tokens, and with how many."""
@@ -237,10 +363,6 @@ class SessionCache(Cache):
                 for source, targets in forks:
                     nursery.start_soon(source.fork, targets)
 
-    def _end(self, session: InferenceSession) -> None:
-        with suppress(SessionClosed):  # with its client
-            self._portal.call(session.close)
-
     async def _run_rows(self, hidden: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         outputs: list[torch.Tensor | None] = [None] * self.rows
         longest = max((len(states) for states in hidden if states is not None), default=1)
@@ -258,11 +380,15 @@ class SessionCache(Cache):
                         nursery.start_soon(run_row, row, states)
         return outputs
 
-    async def _truncate(self, columns: int) -> None:
-        for session, padding in zip(self._sessions, self.paddings, strict=True):
-            position = max(0, columns - padding)
+    async def _truncate(self, positions: Sequence[int]) -> None:
+        for session, position in zip(self._sessions, positions, strict=True):
             if position < session.position:
                 await session.truncate(position)
+
+
+def _drop(entered: dict[InferenceSession, Entered[InferenceSession]]) -> None:
+    for each in entered.values():
+        each.leave_soon()
 
 
 @contextmanager

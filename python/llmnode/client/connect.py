@@ -17,7 +17,7 @@ from llmnode.client.routing import Router
 from llmnode.client.saved import read
 from llmnode.core.model import PRECISIONS
 from llmnode.core.policy import ClientPolicy, LinkPolicy
-from llmnode.errors import ConfigError, single_error
+from llmnode.errors import ConfigError, ModelError, single_error
 from llmnode.models.embedded import open_embedded
 from llmnode.models.parts import load_ends
 from llmnode.models.tokenizer import load_tokenizer
@@ -42,11 +42,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ClientParts:
-    """What a client reads from disk: the ends and the tokenizer, no block."""
+    """What a client reads from disk: the ends and the tokenizer, no block.
+
+    A folder need not have a tokenizer for callers that bring token ids: then `loaded` says what is wrong with it.
+    """
 
     model: ModelInfo
     ends: Ends
-    tokenizer: Tokenizer
+    loaded: Tokenizer | ModelError
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ModelError if the model's folder has none that can be used."""
+        if isinstance(self.loaded, ModelError):
+            raise self.loaded
+        return self.loaded
 
 
 class Client:
@@ -54,11 +64,16 @@ class Client:
 
     def __init__(self, parts: ClientParts, router: Router, codec: Codec, policy: ClientPolicy) -> None:
         self.model = parts.model
-        self.tokenizer = parts.tokenizer
+        self._parts = parts
         self.router = router
         self.ends = SharedEnds(parts.ends)
         self.codec = codec
         self.policy = policy
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """That of the model. Raises ModelError if its folder has none that can be used."""
+        return self._parts.tokenizer
 
     @property
     def swarm(self) -> Swarm:
@@ -138,7 +153,11 @@ class Resumed:
 def load_parts(folder: ModelFolder | None = None) -> ClientParts:
     """Read the ends and the tokenizer of the model in `folder`, by default the embedded one. Blocks for seconds."""
     folder = folder or open_embedded()
-    return ClientParts(folder.info, load_ends(folder), load_tokenizer(folder))
+    ends = load_ends(folder)
+    try:
+        return ClientParts(folder.info, ends, load_tokenizer(folder))
+    except ModelError as error:
+        return ClientParts(folder.info, ends, error)
 
 
 @asynccontextmanager

@@ -46,6 +46,18 @@ class SharedEnds:
         """As `Ends.embed`."""
         return self._ends.embed(list(token_ids), start)
 
+    def embed_at(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """As `Ends.embed_at`."""
+        return self._ends.embed_at(tokens, positions)
+
+    def enter(self, embeddings: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """As `Ends.enter`."""
+        return self._ends.enter(embeddings, positions)
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `Ends.normed`."""
+        return self._ends.normed(hidden)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As `Ends.logits`. Blocks while others are scored. An error is that of the thread in which it was raised."""
         asked = _Asked(hidden)

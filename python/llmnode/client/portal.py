@@ -1,8 +1,8 @@
 """The one way from synchronous code into trio: an event loop in a thread of its own.
 
 Works from a script, from any thread, and from a notebook whose own event loop is running. A trio program needs none of
-it and uses the async functions. What is forgotten here is never closed by the garbage collector, which may run in the
-loop's own thread and would wait for itself: it ends with the program.
+it and uses the async functions. The garbage collector may run in the loop's own thread, where nobody may wait for the
+loop: what it closes it leaves with `leave_soon`.
 """
 
 from __future__ import annotations
@@ -116,9 +116,13 @@ class Entered(Generic[T]):
 
         Safe to call twice, and after the portal, which has ended it.
         """
-        self._portal.tell(self._leave.set)
+        self.leave_soon()
         with contextlib.suppress(SessionClosed):
             self._left.result()
+
+    def leave_soon(self) -> None:
+        """Leave the context and wait for nothing: for any thread, the loop's own too."""
+        self._portal.tell(self._leave.set)
 
     async def hold(self, manager: AbstractAsyncContextManager[T]) -> None:
         """The task in the loop."""

@@ -94,17 +94,36 @@ class Ends:
     scoring: torch.nn.Module
     dtype: torch.dtype
     fused: FusedEnds | None
+    decoder: str
+    """The path to the decoder in `scoring`."""
 
-    @torch.inference_mode()
     def embed(self, token_ids: list[int], start: int) -> torch.Tensor:
         """Hidden states (tokens, hidden_size), in fp32, of tokens at the positions `start` and on."""
-        tokens = torch.tensor(token_ids)
+        return self.embed_at(torch.tensor(token_ids), torch.arange(start, start + len(token_ids)))
+
+    @torch.inference_mode()
+    def embed_at(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """As `embed`, of tokens (tokens,) at `positions` (tokens,)."""
         if self.fused is not None:
             return self.fused.embed(tokens).float()
-        positions = torch.arange(start, start + len(token_ids))
-        output = self.embedding(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+        return self._entered(positions, input_ids=tokens[None])
+
+    @torch.inference_mode()
+    def enter(self, embeddings: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """As `embed_at`, of `embeddings` (tokens, size): what the input embeddings give, before anything else."""
+        return self._entered(positions, inputs_embeds=embeddings[None].to(self.dtype))
+
+    def _entered(self, positions: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
+        output = self.embedding(position_ids=positions[None], use_cache=False, **given)
         hidden: torch.Tensor = output.last_hidden_state[0].float()
         return hidden
+
+    @torch.inference_mode()
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the head scores, (tokens, size) in fp32, of `hidden` (tokens, hidden_size) after the last block."""
+        decoder = self.scoring.get_submodule(self.decoder)
+        states: torch.Tensor = run_embedded(decoder, hidden.to(self.dtype)).last_hidden_state[0].float()
+        return states
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -272,7 +291,7 @@ def load_ends(folder: ModelFolder, dtype: torch.dtype = torch.float32) -> Ends:
     bare = _shallow_copy(scoring, family.decoder).get_submodule(family.decoder)
     remove_exit(bare, family)
     check_transparent(folder, bare, dtype)
-    return Ends(embedding, scoring, dtype, FusedEnds(model, family) if family.fused else None)
+    return Ends(embedding, scoring, dtype, FusedEnds(model, family) if family.fused else None, family.decoder)
 
 
 def tensor_bytes(module: torch.nn.Module) -> int:

@@ -1,0 +1,98 @@
+"""A cache that a caller has made as for a whole model, and that is empty: sessions take the place of its layers.
+
+So `cache = DynamicCache(); model(ids, cache=cache)` works as with transformers alone: whatever the cache is asked, it
+asks its layers, and the one that is there now asks the sessions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from transformers import Cache, EncoderDecoderCache, QuantizedCache
+from transformers.cache_utils import CacheLayerMixin
+
+from llmnode.errors import ConfigError, LocalProtocolError
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmnode.client.cache import SessionCache
+
+QUANTIZED = 'connect with dtype="float32+kv-int8" for servers whose keys and values have 8 bits'
+
+
+class SessionLayer(CacheLayerMixin):
+    """All layers of a cache, as its sessions have them."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, sessions: SessionCache) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers'
+        self.sessions = sessions
+        self.is_initialized = True
+
+    @property
+    def batch_size(self) -> int:
+        return self.sessions.rows
+
+    def get_seq_length(self) -> int:
+        return self.sessions.columns
+
+    def get_max_length(self) -> int:
+        return self.sessions.get_max_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.sessions.get_mask_sizes(query_length, 0)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.sessions.crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        self.sessions.reset()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.sessions.reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.sessions.batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.sessions.batch_repeat_interleave(repeats)
+
+    def offload(self) -> None:
+        """There is nothing here."""
+
+    def prefetch(self) -> None:
+        """Likewise."""
+
+    def lazy_initialization(self, *_states: Any) -> NoReturn:
+        raise LocalProtocolError("keys and values are with the servers")
+
+    def update(self, *_states: Any, **_options: Any) -> NoReturn:
+        raise LocalProtocolError("keys and values are with the servers")
+
+
+def sessions_behind(cache: object) -> SessionCache | None:
+    """Those that `adopt` has put into it."""
+    layers = cache.layers if isinstance(cache, Cache) else []
+    return layers[0].sessions if len(layers) == 1 and isinstance(layers[0], SessionLayer) else None
+
+
+def check_adoptable(cache: object) -> int | None:
+    """The positions that it is made for, None without a limit. Raises ConfigError for what sessions cannot replace."""
+    if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
+        raise ConfigError(
+            f"the cache is a {type(cache).__name__}: pass one that came with an output, model.open_cache(max_length), "
+            "or an empty DynamicCache"
+        )
+    if isinstance(cache, QuantizedCache):
+        raise ConfigError(f"a QuantizedCache: {QUANTIZED}")
+    if any(getattr(layer, "is_initialized", False) for layer in cache.layers) and cache.get_seq_length():
+        raise ConfigError("the cache holds keys and values of a model in this process: pass an empty one")
+    longest = cache.get_max_length() if cache.layers else -1
+    return longest if longest > 0 else None
+
+
+def adopt(cache: Cache, sessions: SessionCache) -> None:
+    cache.layers = [SessionLayer(sessions)]

@@ -1,0 +1,339 @@
+"""A transformers model whose blocks are in the swarm: `generate` and all that belongs to it is transformers' own."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import torch
+from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import can_return_tuple
+
+from llmnode.client.adopted import QUANTIZED, adopt, check_adoptable, sessions_behind
+from llmnode.client.batch import Past, Positions, check_labels, kept_columns, read_batch
+from llmnode.client.cache import CacheTerms, SessionCache
+from llmnode.client.forward import OF_LOSS, check_others, given_states, hidden_states, run, scores
+from llmnode.client.hidden_session import HiddenSession
+from llmnode.core.beams import first_alike
+from llmnode.core.scheduling import PRIORITIES
+from llmnode.errors import ConfigError, ModelError
+from llmnode.models.families import family_of
+from llmnode.models.folder import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from transformers import GenerationConfig
+
+    from llmnode.client.connect import Client
+    from llmnode.client.portal import Portal
+    from llmnode.core.model import ModelInfo
+    from llmnode.core.route import Route
+    from llmnode.core.traffic import Traffic
+    from llmnode.models.folder import ModelFolder
+    from llmnode.models.parts import Ends
+    from llmnode.models.tokenizer import Tokenizer
+
+FIRST_POSITIONS = 64
+"""Room of a cache that will grow, at first: a prompt and an answer of a few lines."""
+
+
+@dataclass(slots=True)
+class _Scope:
+    """What one call of `generate` has opened, and whether its caller is to have the cache."""
+
+    opened: list[SessionCache] = field(default_factory=list)
+    returns_cache: bool = True
+
+
+_generating: ContextVar[_Scope | None] = ContextVar("_generating", default=None)
+"""The innermost call that runs."""
+
+
+class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
+    """Made by `llmnode.connect`. Holds the ends of the model; a forward runs the blocks at the peers.
+
+    What it can do is what a transformers model can, but for gradients, attentions, the hidden states between blocks,
+    and attention that is not causal.
+    """
+
+    main_input_name = "input_ids"
+    _supports_sdpa = True  # of the ends, which have no attention
+
+    def __init__(self, folder: ModelFolder, ends: Ends, client: Client, portal: Portal, stack: ExitStack) -> None:
+        super().__init__(copy.deepcopy(folder.config))
+        self.info: ModelInfo = client.model
+        self.embedding = ends.embedding
+        self.scoring = ends.scoring
+        self.resumed: SessionCache | None = None
+        """What `llmnode.resume` goes on with: pass it as `cache`."""
+        self._ends = ends
+        self._client = client
+        self._portal = portal
+        self._stack = stack
+        self._positions = Positions(folder.config, are_learned=family_of(folder.config).positions is not None)
+        weight = self.get_input_embeddings().weight
+        assert isinstance(weight, torch.Tensor), "an embedding"
+        self._embedding_size = weight.shape[1]
+        self._read_generation_config(folder)
+
+    def _read_generation_config(self, folder: ModelFolder) -> None:
+        """From the files that transformers takes it from. Raises ModelError."""
+        files: dict[str, Any] = {
+            "local_files_only": True,
+            "revision": "main",
+            "subfolder": "",
+            "trust_remote_code": False,
+        }
+        nothing = dict.fromkeys(("cache_dir", "force_download", "proxies", "token"))
+        try:
+            own: Any = self  # Any: transformers types what it is called on as a class of its own
+            own.adjust_generation_fn(None, False, None, folder.path, **nothing, **files)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ModelError(f"{folder.path}: its generation config is damaged: {one_line(error)}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the swarm: end every session and connection. Safe to call twice."""
+        self._stack.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """That of the model. Raises ModelError if its folder has none that can be used."""
+        return self._client.tokenizer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in, and hidden states are of, whatever its weights are kept as."""
+        return self._ends.dtype
+
+    @property
+    def route(self) -> Route:
+        """The hops of the session that was opened last; before that, those that one would take."""
+        return self._client.route
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of hidden states that have crossed our links so far, for all of this model's sessions."""
+        return self._client.traffic
+
+    def open_cache(
+        self, max_length: int, rows: int = 1, alike: int = 1, priority: str | None = None, *, waits: bool = True
+    ) -> SessionCache:
+        """A cache to pass as `cache`, kept between calls of `generate`; close it when done.
+
+        It has room for `max_length` positions, from the start. `rows` are as many as there are prompts times beams or
+        answers of each, and `alike` are those of one prompt. `priority` tells servers what they are for: "interactive"
+        (default), "batch" or "training". Raises ConfigError if `max_length` exceeds the model's context, PeerRefused if
+        a server has no room, also after some time; without `waits` sooner.
+        """
+        if max_length < 1:
+            raise ConfigError(f"a cache of {max_length} positions: ask for 1 to {self.info.context_tokens}")
+        return self._open_cache(max_length, rows, alike, priority, waits=waits)
+
+    @contextmanager
+    def inference_session(self, max_length: int, rows: int = 1, priority: str | None = None) -> Iterator[HiddenSession]:
+        """Petals' primitive: `session.step(hidden)` runs hidden states through all blocks. See `open_cache`."""
+        with self.open_cache(max_length, rows, priority=priority) as cache:
+            yield HiddenSession(cache)
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:  # Any: transformers' own signature
+        """transformers' `generate`. The sessions that it opens end with it, unless it returns their cache.
+
+        `tests/README.md` lists what it can do, and what is refused. Raises ConfigError for that.
+        """
+        if kwargs.get("cache_implementation") == "paged":
+            raise ConfigError("continuous batching is the servers' own: call generate from several threads instead")
+        scope = _Scope()
+        token = _generating.set(scope)
+        output = None
+        try:
+            output = GenerationMixin.generate(self, *args, **kwargs)
+            if scope.opened and not scope.returns_cache and getattr(output, "cache", None) is not None:
+                output.cache = None
+            return output
+        finally:
+            _generating.reset(token)
+            returned = getattr(output, "cache", None)
+            for cache in scope.opened:
+                if cache is not returned and cache is not sessions_behind(returned):
+                    cache.close()
+
+    # As long as transformers' own models know the former name.
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")  # type: ignore[untyped-decorator]  # theirs
+    @can_return_tuple  # type: ignore[untyped-decorator]  # theirs
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        output_hidden_states: bool | None = None,
+        **others: Any,  # Any: most of it is refused, whatever it is
+    ) -> CausalLMOutputWithPast:
+        """As the forward of a causal LM of transformers: scores (rows, kept columns, vocabulary), and the loss.
+
+        Without `cache` one is opened, which grows as it is used; it comes back unless `use_cache` is False, and its
+        sessions end when it is closed or forgotten. What a session cannot do raises ConfigError before anything is
+        computed. Where the mask has padding, scores are zero. Of `hidden_states` the first and the last are here.
+        """
+        check_others(others)
+        given = given_states(input_ids, inputs_embeds, self._embedding_size)
+        rows, columns = given.shape[:2]
+        sessions = self._sessions_of(cache, rows)
+        past = Past.empty(rows) if sessions is None else sessions.past
+        batch = read_batch(past, columns, attention_mask, position_ids, self._positions)
+        kept = kept_columns(rows, columns, logits_to_keep)
+        if labels is not None:
+            check_labels(labels, batch.real)
+
+        def run_in(sessions: SessionCache, cache: Cache | None) -> CausalLMOutputWithPast:
+            ends, config = self._client.ends, self.config.get_text_config()
+            with torch.no_grad():
+                ran = run(ends, sessions, batch, given)
+                logits = scores(ends, ran, kept, config.vocab_size)
+                states: Any = hidden_states(ends, ran, self.info.blocks) if output_hidden_states else None
+            loss = None
+            if labels is not None:
+                options = {name: others[name] for name in OF_LOSS if name in others}
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size, **options)
+            return CausalLMOutputWithPast(loss=loss, logits=logits, cache=cache, hidden_states=states)
+
+        if sessions is not None:
+            sessions.make_room(batch.longest)
+            return run_in(sessions, cache)
+        is_kept = getattr(self.config, "use_cache", True) if use_cache is None else use_cache
+        length = max(2 * batch.longest, FIRST_POSITIONS) if use_cache else batch.longest  # more is wanted, perhaps
+        self._check_context(batch.longest)
+        terms = CacheTerms(max(1, min(length, self.info.context_tokens)), grows=bool(is_kept))
+        alike = first_alike(given.flatten(1).tolist())
+        with ExitStack() as stack:
+            opened = stack.enter_context(SessionCache(self._portal, self._client, rows, terms, alike))
+            output = run_in(opened, opened if is_kept else None)
+            if is_kept:
+                stack.pop_all()
+            return output
+
+    def train(self, mode: bool = True) -> Self:
+        """Raises ConfigError but for `train(False)`: there is no dropout, and no backward pass yet."""
+        if mode:
+            raise ConfigError("a distributed model cannot be trained yet: it is always as after eval()")
+        return self
+
+    def save_pretrained(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Raises ConfigError: the weights of the blocks are with the servers."""
+        raise ConfigError("the weights of the blocks are not here: copy the model's folder instead")
+
+    def push_to_hub(self, *_args: Any, **_kwargs: Any) -> NoReturn:  # type: ignore[override]  # theirs is wrapped
+        """As `save_pretrained`."""
+        self.save_pretrained()
+
+    def resize_token_embeddings(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Raises ConfigError: servers and other clients have the model as it is."""
+        raise ConfigError("a served model cannot be changed: change its folder, and serve that")
+
+    set_input_embeddings = set_output_embeddings = resize_token_embeddings
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What `to`, `half`, `cuda` and the like call. Raises ConfigError if it would change anything."""
+        here = torch.empty(1, dtype=self.dtype)
+        there = fn(here)
+        if (there.dtype, there.device) != (here.dtype, here.device):
+            raise ConfigError(f"the client's part of the model stays on the CPU in {self.dtype}: leave out the change")
+        return self
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        module: torch.nn.Module = self._ends.embedding.get_input_embeddings()  # type: ignore[operator]  # a PreTrainedModel
+        return module
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        module: torch.nn.Module = self._ends.scoring.get_output_embeddings()  # type: ignore[operator]  # likewise
+        return module
+
+    def _prepare_cache_for_generation(  # type: ignore[override]  # transformers' own returns nothing either
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:  # Any: transformers' hook, as it types it
+        """Open the sessions that `generate` needs, unless it was given some. Refuses what will not fit."""
+        if generation_config.cache_implementation == "quantized":
+            raise ConfigError(f"cache_implementation='quantized': {QUANTIZED}")
+        if generation_config.max_length == self.generation_config.max_length:  # what the model's own files say
+            generation_config.max_length = min(generation_config.max_length, self.info.context_tokens)
+            max_cache_length = min(max_cache_length, self.info.context_tokens - 1)
+        alike = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        rows = batch_size * alike
+        cacheless = generation_config.use_cache is False
+        if cacheless and generation_mode == GenerationMode.ASSISTED_GENERATION:
+            return  # which transformers refuses
+        given = model_kwargs.get("cache")
+        if given is not None and not isinstance(given, Cache):
+            check_adoptable(given)
+        if generation_config.cache_implementation is not None or given is not None:
+            own: Any = self  # Any: as above
+            GenerationMixin._prepare_cache_for_generation(
+                own, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+        # Otherwise the whole text would be run for each token. It is the same text.
+        generation_config.use_cache = True
+        sessions = self._sessions_of(given, rows, max_cache_length)
+        if sessions is not None:
+            sessions.make_room(max_cache_length)
+            return
+        scope = _generating.get() or _Scope()
+        scope.returns_cache = not cacheless
+        opened = self._open_cache(max_cache_length + 1, rows, alike, grows=True)
+        scope.opened.append(opened)
+        if "cache" in model_kwargs:  # of the class that was asked for
+            adopt(model_kwargs["cache"], opened)
+        else:
+            model_kwargs["cache"] = opened
+
+    def _sessions_of(self, cache: Cache | None, rows: int, max_length: int = 0) -> SessionCache | None:
+        """Those of a cache, opened now if it is an empty one of transformers'. Raises ConfigError for any other."""
+        if cache is None:
+            return None
+        found = cache if isinstance(cache, SessionCache) else sessions_behind(cache)
+        if found is None:
+            most = check_adoptable(cache)
+            if most is not None:
+                found = self._open_cache(most, rows)
+            else:
+                found = self._open_cache(max_length or FIRST_POSITIONS, rows, grows=True)
+            adopt(cache, found)
+        if found.rows != rows:
+            raise ConfigError(f"{rows} rows for a cache of {found.rows}: open it with rows={rows}")
+        return found
+
+    def _open_cache(
+        self, max_length: int, rows: int, alike: int = 1, priority: str | None = None, **terms: bool
+    ) -> SessionCache:
+        if priority is not None and priority not in PRIORITIES:
+            raise ConfigError(f"there is no priority {priority!r}: choose one of {', '.join(PRIORITIES)}")
+        self._check_context(max_length)
+        firsts = [row - row % alike for row in range(rows)]
+        of_priority = None if priority is None else PRIORITIES[priority]
+        return SessionCache(self._portal, self._client, rows, CacheTerms(max_length, of_priority, **terms), firsts)
+
+    def _check_context(self, positions: int) -> None:
+        most = self.info.context_tokens
+        if not 0 <= positions <= most:
+            raise ConfigError(f"{positions} positions do not fit the model's context: ask for 1 to {most}")

@@ -1,0 +1,169 @@
+"""A forward of a batch: rows through their sessions, and what transformers is given of that.
+
+`batch.py` has said what each row's session is to run; this runs it, and scores what came out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import torch
+
+from llmnode.core.beams import first_alike
+from llmnode.errors import ConfigError
+from llmnode.models.narrow_ends import MOST_ROWS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llmnode.client.batch import Batch, Kept
+    from llmnode.client.cache import SessionCache
+    from llmnode.client.ends import SharedEnds
+
+
+OF_LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
+"""Arguments of a forward that go to the loss."""
+_WITHOUT_EFFECT = frozenset({*OF_LOSS, "tokenizer", "assistant_tokenizer", "is_causal", "output_router_logits"})
+
+
+def given_states(
+    input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, embedding_size: int
+) -> torch.Tensor:
+    """Token ids (rows, columns), or embeddings (rows, columns, size). Raises ConfigError for anything else."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ConfigError("give input_ids or inputs_embeds, one of them")
+    if input_ids is not None:
+        if input_ids.ndim != 2 or not input_ids.numel() or input_ids.is_floating_point():
+            raise ConfigError(f"input_ids of shape {tuple(input_ids.shape)}: expected whole numbers, (rows, tokens)")
+        return input_ids.cpu()
+    assert inputs_embeds is not None, "one of them is there"
+    if inputs_embeds.ndim != 3 or not inputs_embeds.numel() or inputs_embeds.shape[2] != embedding_size:
+        shape = tuple(inputs_embeds.shape)
+        raise ConfigError(f"inputs_embeds of shape {shape}: expected (rows, tokens, {embedding_size})")
+    if inputs_embeds.requires_grad and torch.is_grad_enabled():
+        raise ConfigError("there are no gradients through the blocks: call it under torch.no_grad()")
+    return inputs_embeds.detach().cpu()
+
+
+def check_others(others: dict[str, Any]) -> None:
+    """Raises ConfigError for arguments that would change what comes out, and that we do not know."""
+    wrong = [
+        name
+        for name, value in others.items()
+        if value is not None and value is not False and name not in _WITHOUT_EFFECT
+    ]
+    if others.get("is_causal") is False:
+        wrong.append("is_causal=False")
+    if wrong:
+        raise ConfigError(f"not supported by a distributed model: {', '.join(wrong)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """Hidden states (tokens, hidden_size) of each row's real tokens: before the first block, and after the last one.
+
+    None for a row without any. real: (rows, columns), bool. `firsts` says which rows are copies of which.
+    """
+
+    real: torch.Tensor
+    entered: Sequence[torch.Tensor | None]
+    left: Sequence[torch.Tensor | None]
+    firsts: Sequence[int]
+
+
+def run(ends: SharedEnds, cache: SessionCache, batch: Batch, given: torch.Tensor) -> Ran:
+    """Run the real ones of `given`: token ids (rows, columns), or embeddings (rows, columns, size).
+
+    Rows that are equal and have nothing before them are run once. Raises as `SessionCache.run_rows`.
+    """
+    rows = [row[kept] for row, kept in zip(given, batch.real, strict=True)]
+    are_tokens = given.ndim == 2
+    names = [row.flatten().tolist() for row in rows]
+    are_alike = cache.is_empty and batch.is_uniform
+    firsts = first_alike(names) if are_alike else list(range(len(rows)))
+    embed = ends.embed_at if are_tokens else ends.enter
+    entered = [
+        embed(row, ids) if len(row) and first == index else None
+        for index, (row, ids, first) in enumerate(zip(rows, batch.position_ids, firsts, strict=True))
+    ]
+    left = cache.run_first(entered, names) if are_alike and are_tokens else cache.run_rows(entered)
+    cache.reorder(firsts)
+    cache.add_columns(batch.real, batch.offsets)
+    return Ran(batch.real, entered, left, firsts)
+
+
+def scores(ends: SharedEnds, ran: Ran, kept: Kept, vocabulary: int) -> torch.Tensor:
+    """The scores (rows, columns, vocabulary) at the columns `kept`; zeros for padding."""
+    found = [torch.zeros(len(columns), vocabulary) for columns in kept.columns]
+    wanted = _real_columns(ran, kept.columns)
+    together = max(1, MOST_ROWS // max(1, *(len(states) for _, _, states in wanted))) if wanted else 1
+    for start in range(0, len(wanted), together):
+        some = wanted[start : start + together]
+        scored = ends.logits(torch.cat([states for _, _, states in some]))
+        for (row, places, _), own in zip(some, scored.split([len(states) for _, _, states in some]), strict=True):
+            found[row][places] = own
+    rows = [found[first] for first in ran.firsts]
+    return torch.stack(rows) if kept.are_apart else torch.cat(rows)
+
+
+def _real_columns(ran: Ran, kept: Sequence[Sequence[int]]) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """For each row that was run: which of its `kept` columns are real, and the states after the last block there."""
+    wanted = []
+    for row, (states, columns) in enumerate(zip(ran.left, kept, strict=True)):
+        if states is None:
+            continue
+        chosen = torch.tensor(columns, dtype=torch.long)
+        is_real = ran.real[row][chosen]
+        if is_real.any():
+            places = ran.real[row].cumsum(dim=0) - 1  # of each column, in the session
+            wanted.append((row, is_real, states[places[chosen[is_real]]]))
+    return wanted
+
+
+class WithServers:
+    """In the place of hidden states between blocks, which stay with the servers. Using it raises ConfigError.
+
+    It has the `shape` of all of them, and a part of it is itself, so that transformers may split what it collects.
+    """
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.shape = shape
+
+    def __getitem__(self, _part: object) -> Self:
+        return self
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse()
+
+    @classmethod
+    def __torch_function__(cls, *_call: Any) -> NoReturn:
+        _refuse()
+
+
+def hidden_states(ends: SharedEnds, ran: Ran, blocks: int) -> tuple[torch.Tensor | WithServers, ...]:
+    """As of transformers: before the first block, after each, and after the last norm in the place of the last.
+
+    Those that a client has are (rows, columns, size), with zeros for padding.
+    """
+    last = [ends.normed(states) if states is not None else None for states in ran.left]
+    first = _padded(ran, ran.entered)
+    return (first, *[WithServers(first.shape)] * (blocks - 1), _padded(ran, last))
+
+
+def _padded(ran: Ran, rows: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    size = next((states.shape[1] for states in rows if states is not None), 0)
+    whole = torch.zeros(*ran.real.shape, size)
+    for row, first in enumerate(ran.firsts):
+        states = rows[first]
+        if states is not None:
+            whole[row, ran.real[row]] = states
+    return whole
+
+
+def _refuse() -> NoReturn:
+    raise ConfigError(
+        "the hidden states between blocks stay with the servers: hidden_states[0] and hidden_states[-1] are here"
+    )
