@@ -70,6 +70,8 @@ def read_batch(
     Raises ConfigError for what a session cannot do.
     """
     rows = len(past.positions)
+    if kind.follow_mask and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4:
+        raise ConfigError("models of this family count positions by a mask of (rows, columns): give that")
     seen = _seen(attention_mask, past, columns)
     real = seen[:, past.real.shape[1] :]
     counts = real.sum(dim=1).tolist()
@@ -111,6 +113,16 @@ def kept_columns(rows: int, columns: int, keep: int | torch.Tensor) -> Kept:
         return Kept(torch.take_along_dim(every, keep, dim=1).tolist())
     except (IndexError, RuntimeError, ValueError) as error:
         raise ConfigError(f"logits_to_keep does not fit {rows} rows of {columns} new tokens: {error}") from error
+
+
+def check_ends_real(attention_mask: torch.Tensor | None) -> None:
+    """Of what a text goes on from: (rows, columns). Raises ConfigError if a row ends in padding, but for all of it."""
+    if attention_mask is None or attention_mask.ndim != 2:
+        return
+    ends_padded = ~attention_mask[:, -1].bool() & attention_mask.bool().any(dim=1)
+    if ends_padded.any():
+        row = int(ends_padded.nonzero()[0])
+        raise ConfigError(f'row {row} ends in padding: set padding_side="left" in the tokenizer')
 
 
 def check_labels(labels: torch.Tensor, real: torch.Tensor) -> None:

@@ -12,11 +12,12 @@ import torch
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
 
 from llmnode.client.adopted import QUANTIZED, adopt, check_adoptable, sessions_behind
-from llmnode.client.batch import Past, Positions, check_labels, kept_columns, read_batch
+from llmnode.client.batch import Past, Positions, check_ends_real, check_labels, kept_columns, read_batch
 from llmnode.client.cache import CacheTerms, SessionCache
 from llmnode.client.forward import OF_LOSS, check_others, given_states, hidden_states, run, scores
 from llmnode.client.hidden_session import HiddenSession
@@ -77,6 +78,8 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         self._client = client
         self._portal = portal
         self._stack = stack
+        # Else `pipeline` says that it does not support this class, and names two hundred that it does.
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("llmnode", DistributedModelForCausalLM.__name__)
         self._positions = Positions(folder.config, are_learned=family_of(folder.config).positions is not None)
         weight = self.get_input_embeddings().weight
         assert isinstance(weight, torch.Tensor), "an embedding"
@@ -207,7 +210,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
             with torch.no_grad():
                 ran = run(ends, sessions, batch, given)
                 logits = scores(ends, ran, kept, config.vocab_size)
-                states: Any = hidden_states(ends, ran, self.info.blocks) if output_hidden_states else None
+                states: Any = hidden_states(ends, ran, self.info) if output_hidden_states else None
             loss = None
             if labels is not None:
                 options = {name: others[name] for name in OF_LOSS if name in others}
@@ -234,6 +237,9 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         if mode:
             raise ConfigError("a distributed model cannot be trained yet: it is always as after eval()")
         return self
+
+    def tie_weights(self, *_args: Any, **_kwargs: Any) -> None:
+        """What is tied has been read as one."""
 
     def save_pretrained(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         """Raises ConfigError: the weights of the blocks are with the servers."""
@@ -274,6 +280,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         max_cache_length: int,
     ) -> None:  # Any: transformers' hook, as it types it
         """Open the sessions that `generate` needs, unless it was given some. Refuses what will not fit."""
+        check_ends_real(model_kwargs.get("attention_mask"))
         if generation_config.cache_implementation == "quantized":
             raise ConfigError(f"cache_implementation='quantized': {QUANTIZED}")
         if generation_config.max_length == self.generation_config.max_length:  # what the model's own files say
@@ -298,30 +305,31 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         if sessions is not None:
             sessions.make_room(max_cache_length)
             return
-        scope = _generating.get() or _Scope()
-        scope.returns_cache = not cacheless
-        opened = self._open_cache(max_cache_length + 1, rows, alike, grows=True)
-        scope.opened.append(opened)
-        if "cache" in model_kwargs:  # of the class that was asked for
-            adopt(model_kwargs["cache"], opened)
+        if (made := model_kwargs.get("cache")) is not None:  # of the class that was asked for
+            opened = self._adopted(made, rows, max_cache_length + 1, alike)
         else:
-            model_kwargs["cache"] = opened
+            opened = model_kwargs["cache"] = self._open_cache(max_cache_length + 1, rows, alike, grows=True)
+        scope = _generating.get() or _Scope()
+        scope.opened.append(opened)
+        scope.returns_cache = not cacheless
 
-    def _sessions_of(self, cache: Cache | None, rows: int, max_length: int = 0) -> SessionCache | None:
+    def _sessions_of(self, cache: Cache | None, rows: int, max_length: int = FIRST_POSITIONS) -> SessionCache | None:
         """Those of a cache, opened now if it is an empty one of transformers'. Raises ConfigError for any other."""
         if cache is None:
             return None
         found = cache if isinstance(cache, SessionCache) else sessions_behind(cache)
         if found is None:
-            most = check_adoptable(cache)
-            if most is not None:
-                found = self._open_cache(most, rows)
-            else:
-                found = self._open_cache(max_length or FIRST_POSITIONS, rows, grows=True)
-            adopt(cache, found)
+            found = self._adopted(cache, rows, min(max_length, self.info.context_tokens))
         if found.rows != rows:
             raise ConfigError(f"{rows} rows for a cache of {found.rows}: open it with rows={rows}")
         return found
+
+    def _adopted(self, cache: Cache, rows: int, max_length: int, alike: int = 1) -> SessionCache:
+        """Sessions for an empty cache, which are as long as it is made for."""
+        most = check_adoptable(cache)
+        opened = self._open_cache(most or max_length, rows, alike, grows=most is None)
+        adopt(cache, opened)
+        return opened
 
     def _open_cache(
         self, max_length: int, rows: int, alike: int = 1, priority: str | None = None, **terms: bool

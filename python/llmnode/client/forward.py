@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from llmnode.client.batch import Batch, Kept
     from llmnode.client.cache import SessionCache
     from llmnode.client.ends import SharedEnds
+    from llmnode.core.model import ModelInfo
 
 
 OF_LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
@@ -143,18 +144,19 @@ class WithServers:
         _refuse()
 
 
-def hidden_states(ends: SharedEnds, ran: Ran, blocks: int) -> tuple[torch.Tensor | WithServers, ...]:
+def hidden_states(ends: SharedEnds, ran: Ran, model: ModelInfo) -> tuple[torch.Tensor | WithServers, ...]:
     """As of transformers: before the first block, after each, and after the last norm in the place of the last.
 
     Those that a client has are (rows, columns, size), with zeros for padding.
     """
     last = [ends.normed(states) if states is not None else None for states in ran.left]
-    first = _padded(ran, ran.entered)
-    return (first, *[WithServers(first.shape)] * (blocks - 1), _padded(ran, last))
+    first = _padded(ran, ran.entered, model.hidden_size)
+    inner = [WithServers(first.shape)] * (model.blocks - 1)
+    return (first, *inner, _padded(ran, last, model.hidden_size))
 
 
-def _padded(ran: Ran, rows: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    size = next((states.shape[1] for states in rows if states is not None), 0)
+def _padded(ran: Ran, rows: Sequence[torch.Tensor | None], size: int) -> torch.Tensor:
+    size = next((states.shape[1] for states in rows if states is not None), size)
     whole = torch.zeros(*ran.real.shape, size)
     for row, first in enumerate(ran.firsts):
         states = rows[first]
