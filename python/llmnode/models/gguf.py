@@ -1,7 +1,7 @@
 """A GGUF file as a model folder: dequantised once, to fp32, into a folder of the cache that every later start maps.
 
-Several processes may start at once, one of them converts. transformers does the reading. What it would leave out
-without a word (a tensor, the scaling of rotary embeddings) is refused here.
+Several processes may start at once, one of them converts. transformers reads the tensors; what it would leave out of
+the metadata is read in `gguf_config.py` and `gguf_tokenizer.py`, and what nobody reads is refused or told.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections import Counter
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from llmnode.errors import ConfigError, LlmnodeError, ModelError
 from llmnode.models.cache import cache_folder, require_room, show_bytes
@@ -28,14 +28,20 @@ from llmnode.models.memory import free_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from gguf import GGUFReader
     from transformers import PreTrainedConfig
 
+    from llmnode.models.gguf_file import GgufFile
+    from llmnode.models.gguf_tokenizer import GgufTokenizer
+
+NOTES_FILE = "left_out.txt"
+"""What a converted folder leaves out of its file, a line each. No other folder has it."""
+
+_VERSION = 2
+"""Of what we make of a file: to be raised when it becomes something else, so that files are converted anew."""
 _MAGIC = b"GGUF"
-_UNPROVEN = ("bloom", "falcon")  # they fuse queries, keys and values, in an order that GGUF has its own of
 _EXTRA_BYTES = 16 << 20  # config and tokenizer, beside the tensors
 _MEMORY_FACTOR = 2.5  # measured on the embedded model: the file's tensors, the model's, and what is being written
-_ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_PATIENCE_S = 1.0  # before it is told that another process converts
 
 
 def is_gguf(path: Path) -> bool:
@@ -64,20 +70,22 @@ def open_converted(gguf: Path, name: str, sha256: str, report: Callable[[str], N
     folder = _folder_of(name, sha256)
     if not (folder / CONFIG_FILE).exists():
         require_room(folder.parent, 0)
-        with FileLock(f"{folder}.lock"):
+        with _alone(FileLock(f"{folder}.lock"), name, report):
             if not (folder / CONFIG_FILE).exists():
                 _remove_left_behind(folder)
-                with _reading(gguf), _parsed_once():
-                    size_bytes = _check(gguf)
-                    require_room(folder.parent, size_bytes + _EXTRA_BYTES)
-                    _require_memory(gguf, size_bytes)
-                    report(f"converting {name} from GGUF to safetensors, once ({show_bytes(size_bytes)})")
-                    _convert(gguf, folder)
+                with _reading(gguf):
+                    _convert_file(gguf, name, folder, report)
+    for line in _notes_of(folder):
+        report(f"{name}: {line}")
     return open_folder(folder, name, _revision(sha256))
 
 
 def is_converted(name: str, sha256: str) -> bool:
     return (_folder_of(name, sha256) / CONFIG_FILE).exists()
+
+
+def is_converted_folder(folder: Path) -> bool:
+    return (folder / NOTES_FILE).exists()
 
 
 def sha256_of(path: Path) -> str:
@@ -86,16 +94,36 @@ def sha256_of(path: Path) -> str:
 
 
 def _folder_of(name: str, sha256: str) -> Path:
-    return cache_folder() / "models" / f"{name.replace('/', '--')}-{_revision(sha256)}"
+    return cache_folder() / "models" / f"{name.replace('/', '--')}-{_revision(sha256)}-{_VERSION}"
 
 
 def _revision(sha256: str) -> str:
     return sha256[:16]
 
 
+def _notes_of(folder: Path) -> list[str]:
+    try:
+        return (folder / NOTES_FILE).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+@contextmanager
+def _alone(lock: FileLock, name: str, report: Callable[[str], None]) -> Iterator[None]:
+    try:
+        lock.acquire(timeout=_PATIENCE_S)
+    except Timeout:
+        report(f"another process converts {name}: waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _remove_left_behind(folder: Path) -> None:
-    """By who was killed: the lock is ours."""
-    for left_behind in folder.parent.glob(f"{glob.escape(folder.name)}.partial-*"):
+    """By a process that was killed, or a user who deleted a part of it: the lock is ours."""
+    for left_behind in (folder, *folder.parent.glob(f"{glob.escape(folder.name)}.partial-*")):
         shutil.rmtree(left_behind, ignore_errors=True)
 
 
@@ -112,70 +140,75 @@ def _reading(gguf: Path) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _parsed_once() -> Iterator[None]:
-    """transformers has a file parsed four times, and the names of its tensors listed for each part of the model.
+def _convert_file(path: Path, name: str, folder: Path, report: Callable[[str], None]) -> None:
+    from llmnode.models.gguf_config import config_of
+    from llmnode.models.gguf_file import open_file
+    from llmnode.models.gguf_tokenizer import GgufTokenizer
 
-    Both take most of a conversion's time: vocabularies are long, and the package parses them number by number.
+    notes: list[str] = []
+    file = open_file(path)
+    with _parsed_once(file):
+        config = config_of(file, notes)
+        family_of(config)
+        tokenizer = GgufTokenizer(file.metadata, file.metadata.text("general.architecture", ""), notes)
+        _check_tensors(file, config)
+        size_bytes = 4 * file.elements
+        require_room(folder.parent, size_bytes + _EXTRA_BYTES)
+        _require_memory(path, size_bytes)
+        report(f"converting {name} from GGUF to safetensors, once ({show_bytes(size_bytes)})")
+        _convert(file, config, tokenizer, folder, notes)
+
+
+@contextmanager
+def _parsed_once(file: GgufFile) -> Iterator[None]:
+    """transformers parses a file anew for each part of the model, and lists the names of its tensors likewise.
+
+    Both take most of a conversion's time: vocabularies are long, and the package parses them number by number. It also
+    shows a progress bar, which would cut through the lines of a terminal.
     """
     import gguf
-
-    class Reader(gguf.GGUFReader):
-        def __setattr__(self, name: str, value: object) -> None:
-            # A slice of a memmap takes several times as long as one of the array that it is.
-            super().__setattr__(name, np.asarray(value) if name == "data" else value)
+    from transformers import modeling_gguf_pytorch_utils as theirs
 
     originals = {name: vars(gguf)[name] for name in ("GGUFReader", "get_tensor_name_map")}
-    vars(gguf).update(GGUFReader=cache(Reader), get_tensor_name_map=cache(gguf.get_tensor_name_map))
+    progress_bar = vars(theirs)["tqdm"]
+    vars(gguf).update(GGUFReader=lambda *_args: file.reader, get_tensor_name_map=cache(gguf.get_tensor_name_map))
+    vars(theirs)["tqdm"] = partial(progress_bar, disable=True)
     try:
         yield
     finally:
         vars(gguf).update(originals)
+        vars(theirs)["tqdm"] = progress_bar
 
 
-def _check(gguf: Path) -> int:
-    """Raises ModelError if we cannot do it right. Returns the bytes of its tensors in fp32."""
-    from gguf import GGUFReader
-    from transformers import AutoConfig
+def _check_tensors(file: GgufFile, config: PreTrainedConfig) -> None:
+    """That the model is made of these tensors and no others. Raises ModelError before anything is converted.
 
-    reader = GGUFReader(str(gguf))
-    if (parts := _value(reader, "split.count") or 1) > 1:
-        raise ModelError(f"{gguf} is one of {parts} parts of a model: merge them with `llama-gguf-split --merge`")
-    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
-    family_of(_unquantized(config))
-    if config.model_type in _UNPROVEN:
-        raise ModelError(f"{gguf} is of the family {config.model_type!r}: use the model in safetensors")
-    if option := _left_out(reader, config):
+    transformers would make up at random what is missing, and leave out what it has no name for.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    from llmnode.models.gguf_config import ROPE_FACTORS
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    processor = TENSOR_PROCESSORS.get(file.metadata.text("general.architecture", ""), TensorProcessor)
+    names: dict[str, str] = get_gguf_hf_weights_map(model, processor(config=config.to_dict()))  # type: ignore[no-untyped-call]  # theirs
+    tensors = file.tensors
+    if unused := sorted(tensors.keys() - names.keys() - {ROPE_FACTORS, "output.weight"}):
         raise ModelError(
-            f"{gguf} has {option}, which transformers does not read from GGUF: use the model in safetensors"
+            f"{file.path} has the tensor {unused[0]} ({len(unused)} such), which this model has no place for: "
+            "use the model in safetensors"
         )
-    return 4 * sum(int(tensor.n_elements) for tensor in reader.tensors)
-
-
-def _left_out(reader: GGUFReader, config: Any) -> str | None:  # Any: each family's config has attributes of its own
-    """What the file says of rotary embeddings and transformers ignores: another model would come out."""
-    architecture = _value(reader, "general.architecture")
-    scaling = _value(reader, f"{architecture}.rope.scaling.type")
-    if scaling not in (None, "none") or any(tensor.name in _ROPE_TENSORS for tensor in reader.tensors):
-        return f"rotary embeddings scaled by {scaling or 'factors'}"
-    base = _value(reader, f"{architecture}.rope.freq_base")
-    ropes = getattr(config, "rope_parameters", None) or {}
-    bases = {rope["rope_theta"] for rope in (ropes, *ropes.values()) if isinstance(rope, dict) and "rope_theta" in rope}
-    if base is not None and bases and not any(abs(base - known) < 1e-6 * base for known in bases):
-        return f"rotary embeddings of the base {base:g}"
-    return None
-
-
-def _value(reader: GGUFReader, key: str) -> Any:  # Any: a number or a text, as the file has it
-    field = reader.get_field(key)
-    return None if field is None else field.contents()
-
-
-def _unquantized(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Of what we store, whatever the file was."""
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    return config
+    elements: Counter[str] = Counter()
+    for name, theirs in names.items():
+        if name in tensors:
+            elements[theirs] += int(tensors[name].n_elements)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    expected = {name: each.numel() for name, each in model.state_dict().items() if name not in tied}
+    if missing := sorted(name for name, number in expected.items() if elements[name] != number):
+        raise ModelError(f"{file.path} has no usable {missing[0]} ({len(missing)} such): use the model in safetensors")
 
 
 def _require_memory(gguf: Path, size_bytes: int) -> None:
@@ -187,34 +220,51 @@ def _require_memory(gguf: Path, size_bytes: int) -> None:
         )
 
 
-def _convert(gguf: Path, folder: Path) -> None:
+def _convert(
+    file: GgufFile, config: PreTrainedConfig, described: GgufTokenizer, folder: Path, notes: list[str]
+) -> None:
     """Write the folder under another name and rename it: it is either whole or not there."""
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    from llmnode.models.gguf_generation import generation_config_of
+
     logging.disable_progress_bar()
-    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}.partial-"))
+    partly = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}.partial-"))
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(  # Any: a pair, against its type
-            gguf.parent, gguf_file=gguf.name, dtype="float32", local_files_only=True, output_loading_info=True
-        )
-        model, loading = loaded
-        if missing := sorted({*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])}):
-            # transformers would make them up at random.
-            raise ModelError(f"{gguf} has no usable {missing[0]} ({len(missing)} such): use the model in safetensors")
+        tokenizer = described.build()
+        model = _load(file, config)
         tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
         if model.config.tie_word_embeddings:
             tensors.pop("lm_head.weight", None)  # the embedding again
-        save_file(tensors, partial / SINGLE_FILE, metadata={"format": "pt"})
-        _unquantized(model.config).save_pretrained(partial)
-        model.generation_config.save_pretrained(partial)
-        AutoTokenizer.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, local_files_only=True, trust_remote_code=False
-        ).save_pretrained(partial)
-        for file in partial.iterdir():
-            file.chmod(0o644)
-        partial.chmod(0o755)
-        os.replace(partial, folder)
+        save_file(tensors, partly / SINGLE_FILE, metadata={"format": "pt"})
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config  # of what we store, whatever the file was
+        model.config.save_pretrained(partly)
+        generation_config_of(file, model.config, described, notes).save_pretrained(partly)
+        tokenizer.save_pretrained(partly)
+        notes.extend(f"tokenizer.{name} is not understood and left out" for name in file.metadata.unread("tokenizer."))
+        (partly / NOTES_FILE).write_text("".join(f"{line}\n" for line in notes), encoding="utf-8")
+        for written in partly.rglob("*"):
+            written.chmod(0o755 if written.is_dir() else 0o644)
+        partly.chmod(0o755)
+        os.replace(partly, folder)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partly, ignore_errors=True)
+
+
+def _load(file: GgufFile, config: PreTrainedConfig) -> Any:  # Any: a model of the config's class
+    from transformers import AutoModelForCausalLM
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(  # Any: a pair, against its type
+        file.path.parent,
+        config=config,
+        gguf_file=file.path.name,
+        dtype="float32",
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    model, loading = loaded
+    if missing := sorted({*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])}):
+        raise ModelError(f"{file.path} has no usable {missing[0]} ({len(missing)} such): use the model in safetensors")
+    return model

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from llmnode.errors import ConfigError, ModelError
+from llmnode.models.gguf import is_converted_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,10 +44,12 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: ModelFolder) -> Tokenizer:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    # AutoTokenizer would build Qwen2's by its own rules, and not by the tokenizer.json that we made of a GGUF file.
+    theirs: Any = PreTrainedTokenizerFast if is_converted_folder(folder.path) else AutoTokenizer  # Any: two classes
     try:
-        return Tokenizer(AutoTokenizer.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False))
+        return Tokenizer(theirs.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False))
     except Exception as error:  # tokenizers raises nothing narrower
         raise ModelError(f"{folder.path} has no usable tokenizer: {' '.join(str(error).split())}") from error
 
