@@ -195,8 +195,9 @@ def _check_tensors(file: GgufFile, config: PreTrainedConfig) -> None:
         model = AutoModelForCausalLM.from_config(config)
     processor = TENSOR_PROCESSORS.get(file.metadata.text("general.architecture", ""), TensorProcessor)
     names: dict[str, str] = get_gguf_hf_weights_map(model, processor(config=config.to_dict()))  # type: ignore[no-untyped-call]  # theirs
+    names |= {f"{name}.weight": theirs for name, theirs in names.items() if name.endswith("_exps")}
     tensors = file.tensors
-    if unused := sorted(tensors.keys() - names.keys() - {ROPE_FACTORS, "output.weight"}):
+    if unused := sorted(tensors.keys() - names.keys() - {ROPE_FACTORS}):
         raise ModelError(
             f"{file.path} has the tensor {unused[0]} ({len(unused)} such), which this model has no place for: "
             "use the model in safetensors"

@@ -1,8 +1,8 @@
 """What a GGUF file says of its model, as the config that transformers has for it.
 
-transformers reads a part of it. The rest is read here, as llama.cpp, whose format it is, reads it: sizes that transformers
-takes from one checkpoint, windows, softcaps, and the scaling of rotary embeddings. A key that would change numbers and has
-no place in the config is refused by its name; a key that nobody knows is named.
+transformers reads a part of it. The rest is read here, as llama.cpp, whose format it is, reads it: sizes that
+transformers takes from one checkpoint, windows, softcaps, and the scaling of rotary embeddings. A key that would change
+numbers and has no place in the config is refused by its name; a key that nobody knows is named.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MODEL_TYPES = {
     "qwen3moe": "qwen3_moe",
     "starcoder2": "starcoder2",
 }
-"""By architecture: those that transformers reads from GGUF, and that we run. In bloom and falcon, queries, keys and values
-are fused in an order that is not shown to be right."""
+"""By architecture: those that transformers reads from GGUF, and that we run. In bloom and falcon, queries, keys and
+values are fused in an order that is not shown to be right."""
 
 ROPE_FACTORS = "rope_freqs.weight"
 _LONG_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
@@ -44,7 +44,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.clamp_kqv": (0,),
     "attention.max_alibi_bias": (0,),
     "attention.output_scale": (0, 1),
-    "attention.scale": (0,),
     "attention.shared_kv_layers": (0,),
     "attention.sliding_window": (0,),
     "attention.temperature_length": (0,),
@@ -180,8 +179,17 @@ class _Described:
 
     def read_sizes(self) -> None:
         """As the file has them. transformers takes several to be those of one checkpoint."""
+        from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
         options = self.options
         options["model_type"] = MODEL_TYPES[self.architecture]  # transformers has `mistral` by the model's name
+        theirs: Any = GGUF_CONFIG_MAPPING  # Any: not typed
+        for name, option in theirs[options["model_type"].removesuffix("_text")].items():
+            if option is not None and self.has(name):
+                options[option] = self.metadata.same(self.key(name))
+        for name in ("bos_token_id", "eos_token_id", "padding_token_id"):
+            if f"tokenizer.ggml.{name}" not in self.metadata:  # a config's default is another model's
+                options[name.replace("padding", "pad")] = None
         options["vocab_size"] = self.vocabulary
         options["num_key_value_heads"] = self.kv_heads
         self.metadata.mark([self.key("vocab_size")])
@@ -339,12 +347,9 @@ class _Described:
 
     def read_rest(self, notes: list[str]) -> None:
         from gguf import Keys
-        from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
-        known: Any = GGUF_CONFIG_MAPPING[self.options["model_type"].removesuffix("_text")]  # Any: not typed
-        self.metadata.mark(self.key(name) for name, theirs in known.items() if theirs not in (None, -1))
-        if self.number("attention.scale") and math.isclose(self.number("attention.scale"), self.head_dim**-0.5):
-            self.metadata.mark([self.key("attention.scale")])
+        if (scale := self.number("attention.scale")) and not math.isclose(scale, self.head_dim**-0.5, rel_tol=1e-6):
+            raise self.refuse(f"{self.key('attention.scale')} = {scale:g}")
         if self.whole("pooling_type"):
             notes.append(f"{self.key('pooling_type')} is set: this model is made for embeddings, not for text")
         if (version := self.metadata.whole("general.quantization_version", 2)) != 2 and self._is_quantized:

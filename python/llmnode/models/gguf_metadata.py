@@ -46,7 +46,7 @@ class Metadata:
         return key in self._values
 
     def whole(self, key: str, default: int) -> int:
-        value = self._same(key)
+        value = self.same(key)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _LARGEST:
@@ -54,7 +54,7 @@ class Metadata:
         return value
 
     def number(self, key: str, default: float) -> float:
-        value = self._same(key)
+        value = self.same(key)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -110,7 +110,7 @@ class Metadata:
         self._read.add(key)
         return self._values.get(key)
 
-    def _same(self, key: str) -> Any:  # Any: as above
+    def same(self, key: str) -> Any:  # Any: as above
         """A list has an entry for each block. One number for all is all that configs have."""
         value = self._value(key)
         if not isinstance(value, list):

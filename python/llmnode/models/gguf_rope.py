@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
 _ACCURACY = 2e-5
@@ -26,31 +28,37 @@ def llama3_scaling(
     """transformers' `rope_parameters` that give these factors. None if Llama 3's scaling does not."""
     if len(factors) != head_dim // 2 or not np.all(np.isfinite(factors)) or not np.all(factors > 0):
         return None
-    turns_per_token = base ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
+    turns = base ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi) * _ORIGINAL_TOKENS
     factor = _rounded(float(factors.max()))
     if factor <= 1:
         return None
-    low, high = _bounds(factors, turns_per_token * _ORIGINAL_TOKENS, factor)
-    scaling = {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": _ORIGINAL_TOKENS,
-    }
-    remade = _factors(turns_per_token * _ORIGINAL_TOKENS, factor, low, high)
-    return scaling if np.allclose(remade, factors, rtol=_ACCURACY, atol=0) else None
+    for low, high in _bounds(factors, turns, factor):
+        if 0 < low < high and np.allclose(_factors(turns, factor, low, high), factors, rtol=_ACCURACY, atol=0):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": _ORIGINAL_TOKENS,
+            }
+    return None
 
 
-def _bounds(factors: NDArray[np.float64], turns: NDArray[np.float64], factor: float) -> tuple[float, float]:
-    """At how many turns of the original context the factor begins to fall, and is 1."""
-    smooth = (1 / factors - 1 / factor) / (1 - 1 / factor)  # 0 where slow, 1 where fast
+def _bounds(factors: NDArray[np.float64], turns: NDArray[np.float64], factor: float) -> Iterator[tuple[float, float]]:
+    """At how many turns of the original context the factor begins to fall, and where it is 1: what may be."""
+    yield 1.0, 4.0  # Llama 3's own
+    smooth = (1 / factors - 1 / factor) / (1 - 1 / factor)  # 0 where low, 1 where high
     between = (smooth > 1e-3) & (smooth < 1 - 1e-3)
     if between.sum() >= 2:
         slope, begin = np.polyfit(turns[between], smooth[between], 1)
-        return _rounded(float(-begin / slope)), _rounded(float((1 - begin) / slope))
-    # Too few to draw a line through. Llama 3's own bounds then, and the factors say whether they are.
-    return 1.0, 4.0
+        yield _rounded(float(-begin / slope)), _rounded(float((1 - begin) / slope))
+        return
+    # Any line will do that is 0 at the low ones, 1 at the high ones, and goes through the one between, if there is one.
+    low, high = float(turns[smooth <= 1e-3].max(initial=0)), float(turns[smooth >= 1 - 1e-3].min(initial=math.inf))
+    for at, value in zip(turns[between], smooth[between], strict=True):
+        yield low, float(low + (at - low) / value)
+        yield float(high - (high - at) / (1 - value)), high
+    yield low, high
 
 
 def _factors(turns: NDArray[np.float64], factor: float, low: float, high: float) -> NDArray[np.float64]:

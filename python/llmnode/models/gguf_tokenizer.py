@@ -1,7 +1,7 @@
 """The tokenizer that a GGUF file describes, and the tokens at which its model ends.
 
-transformers builds it, and what it leaves out is added as llama.cpp, whose format it is, reads it: control tokens that are
-not spelled in bytes, words that need no merges, whether a space comes first, how a text is cut into words, and chat
+transformers builds it, and what it leaves out is added as llama.cpp, whose format it is, reads it: control tokens that
+are not spelled in bytes, words that need no merges, whether a space comes first, how a text is cut into words, and chat
 templates that have names.
 """
 
@@ -175,7 +175,8 @@ class GgufTokenizer:
             built: Any = theirs.sentencepiece_tokenizer  # Any: not typed
             backend = built(described, tokenizer_class).backend_tokenizer
         else:
-            backend = builder(described).backend_tokenizer
+            theirs_built: Any = builder  # Any: not typed
+            backend = theirs_built(described).backend_tokenizer
             if not spaced and self._architecture == "phi3":
                 backend.normalizer = normalizers.Replace(" ", "▁")
         if (unknown := self._ids.get("unk_token")) is not None:
