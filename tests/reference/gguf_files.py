@@ -56,7 +56,7 @@ class File:
 
     architecture: str
     values: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    tensors: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict, repr=False)
     quantization: GGMLQuantizationType = GGMLQuantizationType.F32
     types: dict[str, GGMLQuantizationType] = field(default_factory=dict)
     endian: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE

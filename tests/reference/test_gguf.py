@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Event
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -118,37 +121,6 @@ def test_who_was_killed_leaves_nothing_behind(llama: Path) -> None:
     assert sorted(entry.name for entry in whole.parent.iterdir()) == [whole.name, f"{whole.name}.lock"]
 
 
-def _cut_short(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def _cut_in_the_header(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:1000])
-
-
-def _empty(file: Path) -> None:
-    file.write_bytes(b"")
-
-
-def _other_bytes(file: Path) -> None:
-    file.write_bytes(b"not a model at all" * 100)
-
-
-def _noise_in_the_header(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[40:60] = b"\xff" * 20
-    file.write_bytes(content)
-
-
-@pytest.mark.parametrize("damage", [_cut_short, _cut_in_the_header, _empty, _other_bytes, _noise_in_the_header])
-def test_a_damaged_file_is_told_in_a_line(damage: Callable[[Path], None], llama: Path) -> None:
-    damage(llama)
-    with pytest.raises(ModelError, match=r"cannot convert .*small\.gguf .*: if it is damaged, get it again") as raised:
-        open_model(str(llama))
-    assert "\n" not in str(raised.value)
-    assert not list((cache_folder() / "models").glob("*/*"))
-
-
 def _of_family(architecture: str) -> Callable[[File], None]:
     def change(file: File) -> None:
         file.architecture = architecture
@@ -178,6 +150,59 @@ def test_what_would_come_out_wrong_is_refused(case: str, tmp_path: Path) -> None
         open_model(str(path))
     assert "\n" not in str(raised.value)
     assert not list((cache_folder() / "models").glob("*/*"))
+
+
+def test_a_conversion_says_one_line_and_draws_no_bar(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers import modeling_gguf_pytorch_utils as theirs
+
+    bar = theirs.tqdm
+    lines: list[str] = []
+    open_model(str(llama), lines.append)
+    assert len(lines) == 1
+    assert capfd.readouterr() == ("", "")
+    assert theirs.tqdm is bar
+
+
+def test_what_an_older_version_made_of_a_file_is_made_anew(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as older:
+        older.setattr("llmnode.models.gguf._VERSION", 1)
+        old = open_model(str(llama)).path
+    lines: list[str] = []
+    new = open_model(str(llama), lines.append)
+    assert new.path != old and len(lines) == 1
+    assert open_model(str(llama), lines.append).path == new.path and len(lines) == 1
+
+
+def test_a_folder_that_somebody_deleted_a_part_of_is_made_anew(llama: Path) -> None:
+    folder = open_model(str(llama)).path
+    (folder / CONFIG_FILE).unlink()
+    assert open_model(str(llama)).path == folder
+
+
+def test_two_at_once_convert_once(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from llmnode.models import gguf as ours
+
+    monkeypatch.setattr("llmnode.models.gguf._PATIENCE_S", 0.01)
+    convert, may_go_on, lines = ours._convert_file, Event(), [[], []]
+
+    def slowly(*arguments: Any) -> None:
+        may_go_on.wait(60)
+        convert(*arguments)
+
+    monkeypatch.setattr(ours, "_convert_file", slowly)
+
+    def told(number: int, line: str) -> None:
+        lines[number].append(line)
+        may_go_on.set()
+
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(open_model, str(llama), partial(told, 0))
+        while not list(cache_folder().glob("models/*.lock")):
+            assert not first.done()
+        second = threads.submit(open_model, str(llama), partial(told, 1))
+        assert first.result(60).digest == second.result(60).digest
+    assert sorted(map(len, lines)) == [1, 1]
+    assert "another process converts small: waiting for it" in lines[0] + lines[1]
 
 
 def test_room_is_asked_for_by_the_size_of_the_model(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import math
 import os
 import shutil
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -202,14 +203,20 @@ def _check_tensors(file: GgufFile, config: PreTrainedConfig) -> None:
             f"{file.path} has the tensor {unused[0]} ({len(unused)} such), which this model has no place for: "
             "use the model in safetensors"
         )
-    elements: Counter[str] = Counter()
-    for name, theirs in names.items():
-        if name in tensors:
-            elements[theirs] += int(tensors[name].n_elements)
+    found: dict[str, list[list[int]]] = defaultdict(list)
+    for name in tensors.keys() & names.keys():
+        found[names[name]].append(tensors[name].shape.tolist())
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    expected = {name: each.numel() for name, each in model.state_dict().items() if name not in tied}
-    if missing := sorted(name for name, number in expected.items() if elements[name] != number):
+    expected = {name: list(each.shape) for name, each in model.state_dict().items() if name not in tied}
+    if missing := sorted(name for name, shape in expected.items() if not _fits(found[name], shape)):
         raise ModelError(f"{file.path} has no usable {missing[0]} ({len(missing)} such): use the model in safetensors")
+
+
+def _fits(found: list[list[int]], shape: list[int]) -> bool:
+    """Whether a parameter can be made of these tensors: of one, turned perhaps, or of those of gate and up in one."""
+    if sum(map(math.prod, found)) != math.prod(shape):
+        return False
+    return len(found) > 1 or sorted(each for each in found[0] if each > 1) == sorted(each for each in shape if each > 1)
 
 
 def _require_memory(gguf: Path, size_bytes: int) -> None:

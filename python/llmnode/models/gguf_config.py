@@ -150,7 +150,8 @@ class _Described:
         self.hidden_size = self.required("embedding_length")
         self.heads = self.required("attention.head_count")
         self.context_tokens = self.required("context_length")
-        self.feed_forward = self.whole("feed_forward_length")
+        optional = self.architecture in ("gpt2", "qwen2moe", "qwen3moe")
+        self.feed_forward = self.whole("feed_forward_length") if optional else self.required("feed_forward_length")
         self.kv_heads = self.whole("attention.head_count_kv", self.heads)
         embedding = self.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:

@@ -34,6 +34,7 @@ _MOST_ENTRIES = 1 << 24
 _LONGEST_TEXT_BYTES = 64 << 20
 """The longest is a whole `tokenizer.json`, in files that have one."""
 _MOST_DIMENSIONS = 4  # GGML_MAX_DIMS
+_VALUE_TYPES = frozenset(map(int, GGUFValueType))
 _STRANGERS = {
     b"version https://git-lfs": "is a git-lfs pointer and not the model: run `git lfs pull` in its folder",
     b"lmgg": "is of a format before GGUF: get the model as GGUF",
@@ -109,6 +110,8 @@ class _Reader(gguf.GGUFReader):
         return super()._get_str(offset)
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:  # Any: likewise
+        if raw_type not in _VALUE_TYPES:
+            raise _Damage(f"a value of the type {int(raw_type)}, which is not known")
         if raw_type == GGUFValueType.ARRAY:
             kind, entries = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
             if entries > _MOST_ENTRIES:
