@@ -310,6 +310,14 @@ def test_a_model_named_mistral_is_the_model_in_the_file(llama: File, tmp_path: P
     assert config.model_type == "llama" and getattr(config, "sliding_window", None) is None
 
 
+def test_more_tokens_than_the_embedding_has_are_refused(llama: File, tmp_path: Path) -> None:
+    tokens = [*llama.metadata["tokenizer.ggml.tokens"], "more"]
+    values = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": None}
+    path = File("llama", values, llama.tensors).write(tmp_path / "small.gguf")
+    with pytest.raises(ModelError, match=r"has 212 tokens, of which its embedding has 211"):
+        open_model(str(path))
+
+
 def test_tensors_of_an_older_quantization_are_refused(llama: File, tmp_path: Path) -> None:
     old = {"general.quantization_version": 1}
     _read(File("llama", old, llama.tensors), tmp_path)

@@ -214,10 +214,31 @@ def test_samplers_that_its_makers_recommend_are_in_its_generation_config(tmp_pat
     assert (made.do_sample, made.top_k, made.suppress_tokens) == (True, 20, [5, 7])
     assert [made.temperature, made.top_p, made.min_p, made.repetition_penalty] == pytest.approx([0.6, 0.95, 0.05, 1.1])
     assert notes == ["general.sampling.mirostat is not supported and left out"]
-    greedy = open_file(_write(tmp_path, {**_vocabulary(), "general.sampling.temp": 0.0}))
-    assert (
-        generation_config_of(greedy, LlamaConfig(), GgufTokenizer(greedy.metadata, "llama", []), []).do_sample is False
-    )
+    made.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "samples"),
+    [({}, False), ({"temp": 0.0, "top_p": 0.9}, False), ({"top_p": 0.9}, True), ({"penalty_repeat": 1.1}, False)],
+)
+def test_samplers_are_used_if_there_is_anything_to_choose_by(
+    sampling: dict[str, float], samples: bool, tmp_path: Path
+) -> None:
+    from transformers import LlamaConfig
+
+    values = {f"general.sampling.{name}": value for name, value in sampling.items()}
+    file = open_file(_write(tmp_path, {**_vocabulary(), **values}))
+    made = generation_config_of(file, LlamaConfig(), GgufTokenizer(file.metadata, "llama", []), [])
+    made.save_pretrained(tmp_path)
+    assert bool(made.do_sample) is samples
+
+
+def test_samplers_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    file = open_file(_write(tmp_path, {**_vocabulary(), "general.sampling.temp": 1.0, "general.sampling.top_p": 7.0}))
+    with pytest.raises(ModelError, match=r"has general\.sampling\.top_p = 7\.0 and a number from 1e-06 to 1"):
+        generation_config_of(file, LlamaConfig(), GgufTokenizer(file.metadata, "llama", []), [])
 
 
 def test_chat_templates_keep_their_names(tmp_path: Path) -> None:

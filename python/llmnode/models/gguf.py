@@ -152,6 +152,11 @@ def _convert_file(path: Path, name: str, folder: Path, report: Callable[[str], N
         config = config_of(file, notes)
         family_of(config)
         tokenizer = GgufTokenizer(file.metadata, file.metadata.text("general.architecture", ""), notes)
+        if len(tokenizer.tokens) > config.vocab_size:
+            raise ModelError(
+                f"{path} has {len(tokenizer.tokens)} tokens, of which its embedding has {config.vocab_size}: "
+                "get the file again, or use the model in safetensors"
+            )
         _check_tensors(file, config)
         size_bytes = 4 * file.elements
         require_room(folder.parent, size_bytes + _EXTRA_BYTES)

@@ -164,19 +164,14 @@ class _Described:
             raise self.metadata.refusal(self.key("block_count"), f"the number of its blocks, {len(found)},")
         if self.kv_heads < 1 or self.heads % self.kv_heads or self.heads > self.hidden_size * 16:
             raise self.metadata.refusal(self.key("attention.head_count"), "a number of heads that fits the others")
-        if self.architecture != "gpt2" and not self.has(
-            "attention.layer_norm_rms_epsilon" if self._is_rms else _EPSILON
-        ):
-            raise ModelError(f"{self.file.path} has no {self.key(_EPSILON)}: get the file again")
-        for name in ("attention.layer_norm_rms_epsilon", _EPSILON):
-            if not 0 <= self.number(name) < 1:
-                raise self.metadata.refusal(self.key(name), "a number from 0 to 1")
+        of_rms = self.architecture not in ("gpt2", "starcoder2")
+        epsilon = "attention.layer_norm_rms_epsilon" if of_rms else "attention.layer_norm_epsilon"
+        if not self.has(epsilon):
+            raise ModelError(f"{self.file.path} has no {self.key(epsilon)}: get the file again")
+        if not 0 <= self.number(epsilon) < 1:
+            raise self.metadata.refusal(self.key(epsilon), "a number from 0 to 1")
         if not self.number("rope.freq_base", 10_000) > 0:
             raise self.metadata.refusal(self.key("rope.freq_base"), "a number above 0")
-
-    @property
-    def _is_rms(self) -> bool:
-        return self.architecture not in ("gpt2", "starcoder2")
 
     def read_sizes(self) -> None:
         """As the file has them. transformers takes several to be those of one checkpoint."""
@@ -286,7 +281,9 @@ class _Described:
         kind = self.metadata.text(self.key("rope.scaling.type"), "linear")
         if kind not in ("none", "linear", "yarn"):
             raise self.refuse(f"rotary embeddings scaled by {kind} ({self.key('rope.scaling.type')})")
-        original = self.whole("rope.scaling.original_context_length", self.context_tokens)
+        if factor < 0:
+            raise self.metadata.refusal(self.key("rope.scaling.factor"), "a number above 0")
+        original = self.whole("rope.scaling.original_context_length") or self.context_tokens
         scaling: dict[str, Any] | None = None  # Any: as transformers has it
         if kind == "yarn":
             scaling = self._yarn(factor, original)
@@ -298,11 +295,6 @@ class _Described:
             scaling = self._llama3(factors, scaling)
         if scaling is not None:
             self.options["rope_scaling"] = scaling
-        self._check_factor(factor)
-
-    def _check_factor(self, factor: float) -> None:
-        if factor < 0:
-            raise self.metadata.refusal(self.key("rope.scaling.factor"), "a number above 0")
 
     def _read_rotated(self) -> None:
         rotated = self.whole("rope.dimension_count", self.head_dim)
@@ -319,6 +311,8 @@ class _Described:
     def _yarn(self, factor: float, original: int) -> dict[str, Any]:  # Any: as transformers has it
         if factor < 1:
             raise self.refuse(f"rotary embeddings scaled by yarn without a factor ({self.key('rope.scaling.factor')})")
+        if self.architecture == "phi3":
+            raise self.refuse("rotary embeddings scaled by yarn")
         scaling: dict[str, Any] = {  # Any: likewise
             "rope_type": "yarn",
             "factor": factor,
@@ -330,8 +324,6 @@ class _Described:
         attention = self.number("rope.scaling.attn_factor", 1) * self.number("rope.scaling.yarn_attn_factor", 1)
         if attention != 1:
             scaling["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
-        if self.architecture == "phi3":
-            raise self.refuse("rotary embeddings scaled by yarn")
         return scaling
 
     def _llama3(self, tensor: Any, scaling: dict[str, Any] | None) -> dict[str, Any] | None:  # Any: as above
@@ -368,6 +360,5 @@ class _Described:
         return any(tensor.tensor_type.name not in ("F32", "F16", "BF16") for tensor in self.tensors.values())
 
 
-_EPSILON = "attention.layer_norm_epsilon"
 _OWN_HEAD_DIM = ("llama", "qwen3", "qwen3moe", "gemma2", "gemma3")
 """Whose configs name it, and have a default that is not what follows from the others."""

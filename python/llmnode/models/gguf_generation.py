@@ -13,8 +13,13 @@ if TYPE_CHECKING:
     from llmnode.models.gguf_tokenizer import GgufTokenizer
 
 _KEY = "general.sampling."
-_OPTIONS = {"temp": "temperature", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
-"""Of transformers, by the file's names. Those of llama.cpp's other samplers have no counterpart."""
+_OPTIONS = {
+    "temp": ("temperature", 0, 1000),
+    "top_p": ("top_p", 1e-6, 1),
+    "min_p": ("min_p", 0, 1),
+    "penalty_repeat": ("repetition_penalty", 1e-3, 1000),
+}
+"""transformers' names and what they may be, by the file's. Options of other samplers of llama.cpp have no counterpart."""
 
 
 def generation_config_of(
@@ -28,14 +33,16 @@ def generation_config_of(
     if never := tokenizer.suppressed():
         made.suppress_tokens = never
     metadata = file.metadata
-    for name, option in _OPTIONS.items():
-        if f"{_KEY}{name}" in metadata:
-            setattr(made, option, metadata.number(f"{_KEY}{name}", 1))
+    options: dict[str, float] = {}
+    for name, (option, least, most) in _OPTIONS.items():
+        if (key := f"{_KEY}{name}") in metadata:
+            options[option] = metadata.number(key, 1)
+            if not least <= options[option] <= most:
+                raise metadata.refusal(key, f"a number from {least:g} to {most:g}")
     if f"{_KEY}top_k" in metadata:
-        made.top_k = metadata.whole(f"{_KEY}top_k", 0)
-    if f"{_KEY}temp" in metadata:
-        made.do_sample = made.temperature > 0
-        if not made.do_sample:
-            made.temperature = 1.0
+        options["top_k"] = metadata.whole(f"{_KEY}top_k", 0)
+    if options.get("temperature", 1) <= 0:  # greedy: transformers refuses options of samplers beside it
+        options = {name: value for name, value in options.items() if name == "repetition_penalty"}
+    made.update(**options, do_sample=bool(options.keys() - {"repetition_penalty"}) or None)
     notes.extend(f"{_KEY}{name} is not supported and left out" for name in metadata.unread(_KEY))
     return made
