@@ -219,7 +219,7 @@ def _read(file: File, path: Path, **values: Any) -> tuple[PreTrainedConfig, list
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no factor": ({"rope.scaling.type": "yarn"}, "rotary embeddings scaled by yarn without a factor"),
-    "longrope": ({"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}, "scaled by longrope"),
+    "longrope": ({"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}, "scaled by 'longrope'"),
     "a part rotated": ({"rope.dimension_count": 8}, r"for 8 of 16 \(llama\.rope\.dimension_count\)"),
     "a window": ({"attention.sliding_window": 64}, r"in windows \(llama\.attention\.sliding_window\)"),
     "lengths": ({"attention.key_length": 16, "attention.value_length": 8}, "values of other lengths"),
@@ -292,6 +292,13 @@ def test_what_nobody_knows_is_told_at_each_start(llama: File, tmp_path: Path) ->
         lines: list[str] = []
         open_model(str(path), lines.append)
         assert [line for line in lines if "converting" not in line] == [f"small: {line}" for line in told]
+
+
+def test_a_file_full_of_what_nobody_knows_is_told_in_few_lines(llama: File, tmp_path: Path) -> None:
+    path = File("llama", {f"llama.x{index}": 1 for index in range(30)}, llama.tensors).write(tmp_path / "small.gguf")
+    lines: list[str] = []
+    open_model(str(path), lines.append)
+    assert len(lines) == 12 and lines[-1] == "small: 20 more keys are not understood and left out"
 
 
 def test_factors_that_are_no_scaling_we_know_are_refused(llama: File, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ CONTENTS: dict[str, tuple[bytes, str]] = {
         "GGUF version 1, and versions 2 and 3 can be read",
     ),
     "version 9": (b"GGUF" + struct.pack("<IQQ", 9, 0, 0), "GGUF version 9"),
-    "nothing in it": (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "it has no general.architecture"),
+    "nothing in it": (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "its general.architecture is ''"),
     "huge counts": (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 2**63), f"{2**63} keys of metadata"),
     "huge tables": (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0), f"{2**63} tensors"),
     "a huge key": (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**62), f"a text of {2**62} bytes"),
@@ -99,6 +99,7 @@ CONTENTS: dict[str, tuple[bytes, str]] = {
         b"GGUF" + struct.pack("<IQQQ1sIQ", 3, 0, 1, 1, b"a", 77, 9),
         "a value of the type 77, which is not known",
     ),
+    "a key of lines": (b"GGUF" + struct.pack("<IQQQ3sII", 3, 0, 1, 3, b"a\nb", 4, 9), r"a key of the name 'a\\nb'"),
     "a key that is no text": (b"GGUF" + struct.pack("<IQQQ1sIQ", 3, 0, 1, 1, b"\xff", 4, 9), "can't decode byte 0xff"),
 }
 

@@ -42,6 +42,7 @@ _VERSION = 2
 _MAGIC = b"GGUF"
 _EXTRA_BYTES = 16 << 20  # config and tokenizer, beside the tensors
 _MEMORY_FACTOR = 2.5  # measured on the embedded model: the file's tensors, the model's, and what is being written
+_MOST_NOTES = 10
 _PATIENCE_S = 1.0  # before it is told that another process converts
 
 
@@ -257,6 +258,8 @@ def _convert(
         generation_config_of(file, model.config, described, notes).save_pretrained(partly)
         tokenizer.save_pretrained(partly)
         notes.extend(f"tokenizer.{name} is not understood and left out" for name in file.metadata.unread("tokenizer."))
+        if (more := len(notes) - _MOST_NOTES) > 0:
+            notes[_MOST_NOTES:] = [f"{more} more keys are not understood and left out"]
         (partly / NOTES_FILE).write_text("".join(f"{line}\n" for line in notes), encoding="utf-8")
         for written in partly.rglob("*"):
             written.chmod(0o755 if written.is_dir() else 0o644)

@@ -107,7 +107,7 @@ def config_of(file: GgufFile, notes: list[str]) -> PreTrainedConfig:
 
 def _unsupported(file: GgufFile, architecture: str) -> str:
     return (
-        f"{file.path}: the GGUF architecture {architecture} is not supported yet; supported are: "
+        f"{file.path}: the GGUF architecture {architecture[:40]} is not supported yet; supported are: "
         f"{', '.join(sorted(MODEL_TYPES))}: use the model in safetensors"
     )
 
@@ -280,7 +280,7 @@ class _Described:
         factor = self.number("rope.scaling.factor") or self.number("rope.scale_linear")
         kind = self.metadata.text(self.key("rope.scaling.type"), "linear")
         if kind not in ("none", "linear", "yarn"):
-            raise self.refuse(f"rotary embeddings scaled by {kind} ({self.key('rope.scaling.type')})")
+            raise self.refuse(f"rotary embeddings scaled by {kind[:40]!r} ({self.key('rope.scaling.type')})")
         if factor < 0:
             raise self.metadata.refusal(self.key("rope.scaling.factor"), "a number above 0")
         original = self.whole("rope.scaling.original_context_length") or self.context_tokens

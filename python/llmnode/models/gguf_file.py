@@ -126,6 +126,8 @@ class _Reader(gguf.GGUFReader):
         return super()._build_fields(offs, int(count))
 
     def _push_field(self, field: ReaderField, skip_sum: bool = False) -> int:
+        if not field.name.isprintable():
+            raise _Damage(f"a key of the name {field.name[:40]!r}")
         if field.name in self.fields:
             raise _Damage(f"the key {field.name!r} twice")
         return super()._push_field(field, skip_sum)
@@ -140,6 +142,8 @@ class _Reader(gguf.GGUFReader):
         for field in fields:
             _length, name_data, _dimensions, shape, raw_type, offset = field.parts
             name = str(bytes(name_data), encoding="utf-8")
+            if not name.isprintable():
+                raise _Damage(f"a tensor of the name {name[:40]!r}")
             if name in names:
                 raise _Damage(f"the tensor {name!r} twice")
             names.add(name)
@@ -206,8 +210,8 @@ def _check_kind(file: GgufFile) -> None:
         raise ModelError(f"{path} is the part of a model that sees or hears (mmproj): give the GGUF of its text model")
     if kind != "model":
         raise ModelError(f"{path} is a GGUF file of the type {kind!r} and not a model: give the GGUF of a model")
-    if not architecture:
-        raise Damaged(path, "it has no general.architecture")
+    if not architecture or not architecture.isprintable():
+        raise Damaged(path, f"its general.architecture is {architecture[:40]!r}")
     if not file.reader.tensors:
         raise ModelError(f"{path} has a vocabulary and no tensors (vocab-only): give the GGUF of a whole model")
 

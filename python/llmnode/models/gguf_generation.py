@@ -19,7 +19,7 @@ _OPTIONS = {
     "min_p": ("min_p", 0, 1),
     "penalty_repeat": ("repetition_penalty", 1e-3, 1000),
 }
-"""transformers' names and what they may be, by the file's. Options of other samplers of llama.cpp have no counterpart."""
+"""By name in the file: the name in transformers, and its range. llama.cpp's other samplers have no counterpart."""
 
 
 def generation_config_of(
