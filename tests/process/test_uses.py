@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+import traceback
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, note, settings
+from transformers import AutoModelForCausalLM
 
 import llmnode
+from llmnode.errors import ConfigError, ModelError
 from llmnode.node import Node
-from process.uses import Pair, uses
+from process.uses import TOLERANCE, Pair, uses
 from reference.small import BLOCKS, make_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -24,6 +29,28 @@ FAMILIES = ("llama", "gpt2", "mistral", "bloom", "opt")
 """Blocks of ours; learned positions; windows; ALiBi; learned positions that follow the mask."""
 DRAWS = int(os.environ.get("LLMNODE_USES", "100"))
 """Of all families together."""
+
+
+GENERATION_CONFIGS: dict[str, Any] = {
+    "several beams": {"num_beams": 3, "num_return_sequences": 2},
+    "no cache": {"use_cache": False},
+    "a length": {"max_length": 30, "eos_token_id": [7, 8]},
+    "samplers": {"do_sample": True, "temperature": 0.7, "top_k": 5},
+    "samplers of nothing": {"do_sample": False, "temperature": 0.7},
+    "a static cache": {"cache_implementation": "static"},
+    "outputs": {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True},
+    "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 3, "max_new_tokens": 6},
+    "lookup": {"prompt_lookup_num_tokens": 2, "max_new_tokens": 6},
+    "guidance": {"guidance_scale": 1.5, "max_new_tokens": 4},
+    "a watermark": {"watermarking_config": {"bias": 2.0}, "max_new_tokens": 4},
+    "chunks": {"prefill_chunk_size": 2, "max_new_tokens": 4},
+    "code of the hub": {"penalty_alpha": 0.6, "top_k": 4},
+    "stop strings without a tokenizer": {"stop_strings": ["a"]},
+    "nonsense": {"cache_implementation": "nonsense"},
+    "a negative number": {"max_new_tokens": -3},
+    "a list": [1, 2],
+    "no JSON": "{",
+}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -52,9 +79,59 @@ def test_any_use_gives_what_transformers_gives_or_is_refused(pair: Pair) -> None
     def check(drawn: list[Any]) -> None:
         pair.forget()
         pair.said.clear()
-        for use in drawn:
-            use.run(pair)
-        for refusal in pair.said:
-            note(refusal)
+        try:
+            for use in drawn:
+                use.run(pair)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # which Hypothesis keeps, and they have caches
+            raise
+        finally:
+            for refusal in pair.said:
+                note(refusal)
 
     check()
+
+
+def test_a_cache_that_nobody_has_any_more_ends_its_sessions(pair: Pair) -> None:
+    pair.forget()
+    output = pair.served(torch.tensor([[1, 2, 3]]), use_cache=True)
+    (entered,) = output.cache._entered.values()
+    del output
+    entered._left.result(timeout=10)
+
+
+def test_a_cache_grows_as_it_is_used(pair: Pair) -> None:
+    """Past what it has room for at first, which the servers copy."""
+    tokens = torch.arange(1, 101)[None]
+    cache = None
+    for part in tokens.split((60, 30, 10), dim=1):
+        output = pair.served(part, cache=cache, use_cache=True)
+        cache = output.cache
+    expected = pair.alone(tokens).logits[:, -10:]
+    torch.testing.assert_close(output.logits, expected, **TOLERANCE)
+    with pytest.raises(ConfigError, match="context"):
+        pair.served(torch.ones(1, pair.served.info.context_tokens, dtype=torch.long), cache=cache)
+    assert cache.get_seq_length() == tokens.shape[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_generation_configs_of_any_content_mean_the_same(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    make_model("llama", tied=False).save_pretrained(tmp_path)
+
+    def generated(load: Callable[[], Any]) -> tuple[object, str]:
+        try:
+            model = load()
+            torch.manual_seed(0)
+            output = model.generate(torch.tensor([[1, 2, 3, 1, 2]]), pad_token_id=0)
+        except (ModelError, TypeError, ValueError) as error:
+            return None, str(error).rpartition(": ")[2]
+        return getattr(output, "sequences", output).tolist(), ""
+
+    with ExitStack() as stack:
+        node = stack.enter_context(Node(str(tmp_path), blocks=f"0:{BLOCKS}", worker="thread", threads=1))
+        for name, content in GENERATION_CONFIGS.items():
+            (tmp_path / "generation_config.json").write_text(content if name == "no JSON" else json.dumps(content))
+            alone = generated(lambda: AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+            served = generated(lambda: stack.enter_context(llmnode.connect(str(tmp_path), peers=node.addresses)))
+            assert served == alone, name

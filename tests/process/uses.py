@@ -42,8 +42,11 @@ class Pair:
             (self.caches[1] if behind is None else behind).close()
         self.caches = self.masks = None
 
-    def both(self, call: Any) -> tuple[Any, Any] | None:
-        """What both models give for `call(model, side)`; None if it was refused, after which nothing is kept."""
+    def both(self, call: Any, *, may_exceed: bool = False) -> tuple[Any, Any] | None:
+        """What both models give for `call(model, side)`; None if it was refused, after which nothing is kept.
+
+        `may_exceed` says that the distributed one may do what transformers' own classes cannot.
+        """
         columns = self.caches[1].get_seq_length() if self.caches else 0
         answers: list[Any] = []
         for side, model in enumerate((self.alone, self.served)):
@@ -60,7 +63,7 @@ class Pair:
             except (ValueError, IndexError, RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
                 answers.append(error.with_traceback(None))  # which would keep what the call had open
         if isinstance(answers[0], Exception):
-            assert isinstance(answers[1], Exception), f"only transformers refuses: {answers[0]!r}"
+            assert may_exceed or isinstance(answers[1], Exception), f"only transformers refuses: {answers[0]!r}"
             self.forget()
             return None
         if isinstance(answers[1], Exception):
@@ -153,7 +156,9 @@ class Forward:
                 return model(inputs_embeds=pair.alone.get_input_embeddings()(ids), **options)
             return model(ids, **options)
 
-        if (answers := pair.both(call)) is None:
+        # A static cache has room for padding, of which a session keeps nothing.
+        is_static = pair.caches is not None and isinstance(pair.caches[0], StaticCache)
+        if (answers := pair.both(call, may_exceed=is_static)) is None:
             return
         ours, theirs = answers[1], answers[0]
         kept = self._kept_real(ids, real)
@@ -222,8 +227,6 @@ class Handle:
     def run(self, pair: Pair) -> None:
         if pair.caches is None or pair.masks is None:
             return
-        if self.what in ("select", "repeat") and isinstance(pair.caches[0], StaticCache):
-            return  # which has neither
         count, columns = pair.masks.shape
         rows = {
             "reorder": [(row * self.number + 1) % count for row in range(count)],
@@ -247,12 +250,12 @@ class Handle:
 
         if self.what == "repeat" and count > 3:
             return
-        if (answers := pair.both(call)) is None:
+        # Static caches cannot select rows, and those of windows not crop what they have lost.
+        if (answers := pair.both(call, may_exceed=True)) is None:
             return
         if self.what == "copy":
             pair.forget()
             pair.caches = answers
-        pair.masks = pair.masks if pair.masks is not None else None
         masks = torch.ones(count, columns, dtype=torch.long) if pair.masks is None else pair.masks
         pair.masks = masks[rows][:, : columns - (removed if self.what == "crop" else 0)]
         assert pair.caches is not None, "both have one"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -195,7 +196,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         sessions end when it is closed or forgotten. What a session cannot do raises ConfigError before anything is
         computed. Where the mask has padding, scores are zero. Of `hidden_states` the first and the last are here.
         """
-        check_others(others)
+        check_others({**others, "labels": labels}, self.config)
         given = given_states(input_ids, inputs_embeds, self._embedding_size)
         rows, columns = given.shape[:2]
         sessions = self._sessions_of(cache, rows)
@@ -283,9 +284,10 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         check_ends_real(model_kwargs.get("attention_mask"))
         if generation_config.cache_implementation == "quantized":
             raise ConfigError(f"cache_implementation='quantized': {QUANTIZED}")
-        if generation_config.max_length == self.generation_config.max_length:  # what the model's own files say
-            generation_config.max_length = min(generation_config.max_length, self.info.context_tokens)
-            max_cache_length = min(max_cache_length, self.info.context_tokens - 1)
+        most = self.info.context_tokens
+        if most < generation_config.max_length == self.generation_config.max_length:  # what the model's own files say
+            warnings.warn(f"texts end at the model's context of {most} tokens, and not at its max_length", stacklevel=2)
+            generation_config.max_length, max_cache_length = most, most - 1
         alike = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         rows = batch_size * alike
         cacheless = generation_config.use_cache is False

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 OF_LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
 """Arguments of a forward that go to the loss."""
-_WITHOUT_EFFECT = frozenset({*OF_LOSS, "tokenizer", "assistant_tokenizer", "is_causal", "output_router_logits"})
+_WITHOUT_EFFECT = frozenset({*OF_LOSS, "tokenizer", "assistant_tokenizer", "is_causal", "cache_position"})
+"""What transformers' own models take, and do nothing with."""
 
 
 def given_states(
@@ -37,7 +38,7 @@ def given_states(
     if input_ids is not None:
         if input_ids.ndim != 2 or not input_ids.numel() or input_ids.is_floating_point():
             raise ConfigError(f"input_ids of shape {tuple(input_ids.shape)}: expected whole numbers, (rows, tokens)")
-        return input_ids.cpu()
+        return input_ids.cpu().long()
     assert inputs_embeds is not None, "one of them is there"
     if inputs_embeds.ndim != 3 or not inputs_embeds.numel() or inputs_embeds.shape[2] != embedding_size:
         shape = tuple(inputs_embeds.shape)
@@ -47,13 +48,12 @@ def given_states(
     return inputs_embeds.detach().cpu()
 
 
-def check_others(others: dict[str, Any]) -> None:
+def check_others(others: dict[str, Any], config: Any) -> None:  # Any: each family's config has attributes of its own
     """Raises ConfigError for arguments that would change what comes out, and that we do not know."""
-    wrong = [
-        name
-        for name, value in others.items()
-        if value is not None and value is not False and name not in _WITHOUT_EFFECT
-    ]
+    ignored = {"labels", *_WITHOUT_EFFECT, *(() if config.model_type == "gpt2" else ("token_type_ids",))}
+    wrong = [name for name, value in others.items() if value is not None and value is not False and name not in ignored]
+    if others.get("labels") is not None and getattr(config, "output_router_logits", False):
+        wrong.append("the loss of a router (output_router_logits in the config)")
     if others.get("is_causal") is False:
         wrong.append("is_causal=False")
     if wrong:
