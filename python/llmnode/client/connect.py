@@ -19,8 +19,9 @@ from llmnode.core.model import PRECISIONS
 from llmnode.core.policy import ClientPolicy, LinkPolicy
 from llmnode.errors import ConfigError, single_error
 from llmnode.models.embedded import open_embedded
+from llmnode.models.generation import stop_tokens
 from llmnode.models.parts import load_ends
-from llmnode.models.tokenizer import load_tokenizer
+from llmnode.models.tokenizer import find_tokenizer
 from llmnode.net.addresses import parse_peer
 from llmnode.net.swarm_key import Entry, entry
 from llmnode.wire.payload import Codec
@@ -47,6 +48,7 @@ class ClientParts:
     model: ModelInfo
     ends: Ends
     tokenizer: Tokenizer
+    stop_token_ids: frozenset[int]
 
 
 class Client:
@@ -56,7 +58,8 @@ class Client:
         self.model = parts.model
         self.tokenizer = parts.tokenizer
         self.router = router
-        self.ends = SharedEnds(parts.ends)
+        self.ends = SharedEnds(parts.ends, parts.tokenizer.token)
+        self.stop_token_ids = parts.stop_token_ids
         self.codec = codec
         self.policy = policy
 
@@ -112,8 +115,10 @@ class Client:
     ) -> Generation:
         """Greedy tokens after the token ids `prompt`; `on_token` sees each as it is chosen.
 
-        Raises ConfigError if they do not fit the model's context, PeerError or SessionLost if the swarm fails.
+        They end with the tokens that end an answer of this model, unless not `stop_at_eos`. Raises ConfigError if they
+        do not fit the model's context or one is no token of the model, PeerError or SessionLost if the swarm fails.
         """
+        self.ends.check(prompt)
         max_length = check_length(len(prompt), max_new_tokens, self.model)
         async with self.inference_session(max_length) as session:
             return await generate_greedy(
@@ -121,7 +126,7 @@ class Client:
                 self.ends,
                 prompt,
                 max_new_tokens,
-                stop_token_id=self.tokenizer.eos_token_id if stop_at_eos else None,
+                stop_token_ids=self.stop_token_ids if stop_at_eos else frozenset(),
                 on_token=on_token,
             )
 
@@ -136,9 +141,12 @@ class Resumed:
 
 
 def load_parts(folder: ModelFolder | None = None) -> ClientParts:
-    """Read the ends and the tokenizer of the model in `folder`, by default the embedded one. Blocks for seconds."""
+    """Read the ends and the tokenizer of the model in `folder`, by default the embedded one. Blocks for seconds.
+
+    A model may be without a tokenizer: what needs it says so.
+    """
     folder = folder or open_embedded()
-    return ClientParts(folder.info, load_ends(folder), load_tokenizer(folder))
+    return ClientParts(folder.info, load_ends(folder), find_tokenizer(folder), stop_tokens(folder))
 
 
 @asynccontextmanager

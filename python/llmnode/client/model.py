@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.deprecation import deprecate_kwarg
 
@@ -19,12 +19,15 @@ from llmnode.core.beams import first_alike
 from llmnode.core.policy import ClientPolicy, RelayedPolicy
 from llmnode.core.scheduling import PRIORITIES
 from llmnode.errors import ConfigError
+from llmnode.models.generation import generation_config
 from llmnode.models.narrow_ends import MOST_ROWS
 from llmnode.models.source import open_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
+
+    from transformers import GenerationConfig
 
     from llmnode.client.connect import Client
     from llmnode.client.portal import Portal
@@ -130,8 +133,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         self._client = client
         self._portal = portal
         self._stack = stack
-        if (folder.path / "generation_config.json").exists():
-            self.generation_config = GenerationConfig.from_pretrained(folder.path, local_files_only=True)
+        self.generation_config = generation_config(folder)
 
     def __enter__(self) -> Self:
         return self
@@ -183,7 +185,12 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
             yield HiddenSession(cache)
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:  # Any: transformers' own signature
-        """transformers' `generate`. Sessions that it opens are closed when it ends, however it ends."""
+        """transformers' `generate`. Sessions that it opens are closed when it ends, however it ends.
+
+        Raises ConfigError for a token that is not one of the model's, before any is opened.
+        """
+        given = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        self._check_inputs(given, kwargs.get("attention_mask"))
         with ExitStack() as opened:
             token = _opened_for_generate.set(opened)
             try:
@@ -217,9 +224,14 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is not None:
             logits = self._run(cache, input_ids, attention_mask, position_ids, logits_to_keep)
             return CausalLMOutputWithPast(logits=logits, cache=cache)
+        self._check_inputs(input_ids, attention_mask)
         with self.open_cache(input_ids.shape[1], rows=input_ids.shape[0]) as opened:
             logits = self._run(opened, input_ids, attention_mask, position_ids, logits_to_keep)
             return CausalLMOutputWithPast(logits=logits)
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """Raises ConfigError, which names the token, for one that is not one of the model's."""
+        self._client.ends.check(token_ids)
 
     def get_input_embeddings(self) -> torch.nn.Module:
         module: torch.nn.Module = self._ends.embedding.get_input_embeddings()  # type: ignore[operator]  # a PreTrainedModel
@@ -248,6 +260,14 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
             model_kwargs["cache"] = opened.enter_context(cache)
         elif not isinstance(model_kwargs["cache"], SessionCache):
             raise ConfigError("the cache of a distributed model comes from model.open_cache(max_length)")
+
+    def _check_inputs(self, input_ids: Any, attention_mask: Any) -> None:  # Any: whatever `generate` is given
+        """As `check_tokens`; what is padding may be any token."""
+        if not isinstance(input_ids, torch.Tensor):
+            return
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.shape == input_ids.shape:
+            input_ids = input_ids[attention_mask.bool()]
+        self.check_tokens(input_ids.flatten().tolist())
 
     @torch.no_grad()
     def _run(

@@ -151,7 +151,7 @@ def is_plain(source: str) -> bool:
     nothing is multiplied, padded or formatted, and no variable is made of two that were made before.
     """
     try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)  # noqa: S701 - nothing is rendered
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
         assigns = tree.find_all(nodes.Assign)
         made = [(each.target, each.node) for each in assigns]
         names = {name for target, _ in made for name in _names(target)}

@@ -86,4 +86,4 @@ def _is_by_character(step: Mapping[str, Any]) -> bool:
     """Whether a step of `_PER_TOKEN` is as harmless to a whole text as to a token."""
     if step["type"] == "Replace":
         return len(step["pattern"].get("String", "")) == 1
-    return step["type"] in ("Metaspace", "Strip")
+    return step["type"] == "Metaspace" or (step["type"] == "Strip" and not step["stop"])  # at the end it is unsound

@@ -34,6 +34,7 @@ from llmnode.models.skeleton import (
     without_weights,
 )
 from llmnode.models.stored import block_dtypes, check_complete, read_block, read_parameters
+from llmnode.models.vocabulary import check_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,11 +94,17 @@ class Ends:
     embedding: torch.nn.Module
     scoring: torch.nn.Module
     dtype: torch.dtype
+    vocabulary: int
+    """Tokens that can go in: rows of the embedding."""
     fused: FusedEnds | None
 
     @torch.inference_mode()
     def embed(self, token_ids: list[int], start: int) -> torch.Tensor:
-        """Hidden states (tokens, hidden_size), in fp32, of tokens at the positions `start` and on."""
+        """Hidden states (tokens, hidden_size), in fp32, of tokens at the positions `start` and on.
+
+        Raises ConfigError as `check_tokens`.
+        """
+        check_tokens(token_ids, self.vocabulary)
         tokens = torch.tensor(token_ids)
         if self.fused is not None:
             return self.fused.embed(tokens).float()
@@ -272,7 +279,8 @@ def load_ends(folder: ModelFolder, dtype: torch.dtype = torch.float32) -> Ends:
     bare = _shallow_copy(scoring, family.decoder).get_submodule(family.decoder)
     remove_exit(bare, family)
     check_transparent(folder, bare, dtype)
-    return Ends(embedding, scoring, dtype, FusedEnds(model, family) if family.fused else None)
+    vocabulary: int = getattr(model.get_submodule(family.decoder), family.tokens).num_embeddings
+    return Ends(embedding, scoring, dtype, vocabulary, FusedEnds(model, family) if family.fused else None)
 
 
 def tensor_bytes(module: torch.nn.Module) -> int:

@@ -15,7 +15,6 @@ they cannot: mostly half a character, in the worst case all of the answer.
 
 from __future__ import annotations
 
-from os.path import commonprefix
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ _WINDOW = 64
 as this stay when the window moves. Each decoder looks back by one token, or by one run of bytes."""
 
 _HALF = "\N{REPLACEMENT CHARACTER}"
-"""How the end of a text decodes that is a part of a character's bytes. Only the last one may become another."""
+"""How the end of a text decodes that is a part of a character's bytes. It may also be one that was meant."""
 
 
 def answer_text(tokenizer: Tokenizer, prompt: Sequence[int], answer: Sequence[int]) -> str:
@@ -62,7 +61,7 @@ class TextStream:
         if reach.byte_runs and self._tokenizer.is_byte(token_id):
             return ""
         text = self._tokenizer.decode(self._token_ids[self._start :])
-        settled = len(text.removesuffix(_HALF)) - reach.characters
+        settled = len(text.rstrip(_HALF)) - reach.characters
         if self._next is None:
             begins, is_certain = _answer_begins(text[: max(0, settled)], self._before)
             if not is_certain:
@@ -108,8 +107,10 @@ def _answer_begins(whole: str, before: str) -> tuple[int, bool]:
     """
     if whole.startswith(before):
         return len(before), True
-    at = len(commonprefix([whole, before]))
-    for char in before[at:]:
+    if before.startswith(whole):
+        return len(whole), False
+    at = 0
+    for char in before:
         if at == len(whole):
             return at, False
         if whole[at] == char:

@@ -40,10 +40,13 @@ def render(source: str, messages: Sequence[Mapping[str, str]], special_tokens: M
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
-        rendered, _ = render_jinja_template(
-            conversations=[list(messages)], chat_template=source, add_generation_prompt=True, **special_tokens
+        rendered = render_jinja_template(
+            conversations=[[dict(each) for each in messages]],
+            chat_template=source,
+            add_generation_prompt=True,
+            **special_tokens,
         )
-        text = str(rendered[0])
+        text = str(rendered[0][0])  # with it comes which parts of it are answers
     except TemplateSyntaxError as error:
         raise TemplateFailed(f"has an error in line {error.lineno}: {_words(error)}") from error
     except UndefinedError as error:
@@ -62,7 +65,7 @@ def render(source: str, messages: Sequence[Mapping[str, str]], special_tokens: M
 
 
 def _words(error: Exception) -> str:
-    words = " ".join(str(error).split())
+    words = "".join(char for char in " ".join(str(error).split()) if char.isprintable()).rstrip(".")
     return words if len(words) <= _MOST_WORDS else f"{words[:_MOST_WORDS]}..."
 
 

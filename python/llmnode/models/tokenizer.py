@@ -7,8 +7,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from llmnode.errors import ConfigError, ModelError
-from llmnode.models.chat_template import ChatTemplate, TemplateFailed
+from llmnode.models.chat_template import ChatTemplate
 from llmnode.models.decoding import reach_of
+from llmnode.models.template_process import TemplateFailed
 from llmnode.models.tokenizer_files import check_found, what_is_wrong
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _BYTE = re.compile("<0x..>")
 """A token that is a single byte, as byte fallback has it."""
+_OTHERWISE = "use generate without --chat, or another model"
 
 
 class Tokenizer:
@@ -51,9 +53,7 @@ class Tokenizer:
         try:
             prompt = self._chat_template.render(messages, self._tokenizer.special_tokens_map)
         except TemplateFailed as failed:
-            raise ConfigError(
-                f"the chat template of {self._name} {failed}: use generate without --chat, or another model"
-            ) from failed
+            raise ConfigError(f"the chat template of {self._name} {failed}; {_OTHERWISE}") from failed
         return list(self._tokenizer(prompt, add_special_tokens=False).input_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -75,8 +75,8 @@ class Tokenizer:
         return _BYTE.fullmatch(self.token(token_id) or "") is not None
 
     def token(self, token_id: int) -> str | None:
-        """How the vocabulary writes it; None if it is not there."""
-        if not 0 <= token_id < 2**31:  # others overflow in Rust
+        """How the vocabulary writes it; None if it is not there, or nobody knows."""
+        if isinstance(self._loaded, ModelError) or not 0 <= token_id < 2**31:  # others overflow in Rust
             return None
         token: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
         return token
@@ -89,22 +89,12 @@ class Tokenizer:
     @cached_property
     def _chat_template(self) -> ChatTemplate:
         """Raises ConfigError if there is none for a dialogue without tools."""
-        found = self._tokenizer.chat_template
-        if not found:
-            raise ConfigError(
-                f"{self._name} has no chat template, so it was not made for dialogues: use generate without --chat, or "
-                "another model"
-            )
-        if isinstance(found, dict):  # as transformers chooses, which has no name for what is missing but a page of text
-            names = ", ".join(sorted(map(str, found)))
+        found, why = self._tokenizer.chat_template, ""
+        if isinstance(found, dict):  # as transformers' `get_chat_template` chooses
+            why = f", only templates for other uses ({', '.join(sorted(map(str, found)))})"
             found = found.get("default")
-            if found is None:
-                raise ConfigError(
-                    f"{self._name} has chat templates for special uses ({names}) and none named default: use generate "
-                    "without --chat, or another model"
-                )
-        if not isinstance(found, str):
-            raise ConfigError(f"the chat template of {self._name} is no text: use generate without --chat")
+        if not found or not isinstance(found, str):
+            raise ConfigError(f"{self._name} has no chat template{why}; {_OTHERWISE}")
         return ChatTemplate(found)
 
 

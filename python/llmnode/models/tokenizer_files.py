@@ -16,7 +16,9 @@ _VOCABULARIES = ("*.model", "*.tiktoken", "vocab.*", "merges.txt")
 _LFS = b"version https://git-lfs"
 _MOST_LETTERS = 200
 """Of a library's message: the rest is on where to read more."""
-_FAST = "`AutoTokenizer.from_pretrained(...).save_pretrained(...)` where its library is installed makes a tokenizer.json"
+_FAST = (
+    "`AutoTokenizer.from_pretrained(...).save_pretrained(...)` where its library is installed makes a tokenizer.json"
+)
 
 
 def what_is_wrong(folder: Path, error: Exception) -> str:
