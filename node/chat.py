@@ -52,6 +52,10 @@ def chat(config: ChatConfig) -> None:
                 _answer(dialogue, message)
 
 
+class MessageRefused(ConfigError):
+    """The chat template makes no prompt of the dialogue with this message, or the model does not have its tokens."""
+
+
 @dataclass
 class Dialogue:
     """What was said, and the servers' memory of it. Only what is new since the last turn is run."""
@@ -66,16 +70,15 @@ class Dialogue:
     def answer(self, message: str, stop: StopFlag) -> None:
         """Stream the answer to `message` to stdout.
 
-        Raises SessionLost, after which the next turn starts afresh, and ConfigError for a message that the model or its
-        chat template does not take. After either it is as if that message had not been said.
+        Raises SessionLost, after which the next turn starts afresh, or MessageRefused. After either it is as if that
+        message had not been said.
         """
         import torch
         from transformers import StoppingCriteriaList
 
         from llmnode.node.text import ScreenStreamer
 
-        prompt = self.model.tokenizer.encode_dialogue([*self.turns, ("user", message)])
-        self.model.check_tokens(prompt)
+        prompt = self._prompt(message)
         room = self.max_length - len(prompt)
         if room < 1:
             print(
@@ -103,6 +106,14 @@ class Dialogue:
         self.turns += [("user", message), ("assistant", streamer.text)]
         sys.stdout.write("\n")
         print(streamer.speed_line(), file=sys.stderr)
+
+    def _prompt(self, message: str) -> list[int]:
+        try:
+            prompt = self.model.tokenizer.encode_dialogue([*self.turns, ("user", message)])
+            self.model.check_tokens(prompt)
+        except ConfigError as error:
+            raise MessageRefused(str(error)) from error
+        return prompt
 
     def reset(self) -> None:
         self.turns.clear()
@@ -159,7 +170,7 @@ def _answer(dialogue: Dialogue, message: str) -> None:
     try:
         with stop.set_by_ctrl_c():
             dialogue.answer(message, stop)
-    except ConfigError as error:
+    except MessageRefused as error:
         print(f"{error}; this message is not part of the dialogue: say it otherwise, or /reset", file=sys.stderr)
     except SessionLost as error:
         print(f"\n{error}; the dialogue is kept: ask again, which needs every server to be there", file=sys.stderr)

@@ -106,7 +106,7 @@ def load_tokenizer(folder: ModelFolder) -> Tokenizer:
         loaded = AutoTokenizer.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise nothing narrower
         raise ModelError(f"{folder.path} has no usable tokenizer: {what_is_wrong(folder.path, error)}") from error
-    check_found(folder.path, loaded)
+    check_found(folder.path)
     return Tokenizer(loaded, folder.name)
 
 

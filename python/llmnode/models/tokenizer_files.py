@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmnode.errors import ModelError
 from llmnode.models.folder import one_line
@@ -16,9 +16,8 @@ _VOCABULARIES = ("*.model", "*.tiktoken", "vocab.*", "merges.txt")
 _LFS = b"version https://git-lfs"
 _MOST_LETTERS = 200
 """Of a library's message: the rest is on where to read more."""
-_FAST = (
-    "`AutoTokenizer.from_pretrained(...).save_pretrained(...)` where its library is installed makes a tokenizer.json"
-)
+_NONE = "it has no tokenizer.json: put the one of the model's publisher there"
+_FAST = "where it is installed, `AutoTokenizer.from_pretrained(...).save_pretrained(...)` makes a tokenizer.json"
 
 
 def what_is_wrong(folder: Path, error: Exception) -> str:
@@ -26,7 +25,7 @@ def what_is_wrong(folder: Path, error: Exception) -> str:
     for name in _JSON:
         if (folder / name).is_file() and (wrong := _of_json(folder / name)):
             return f"{name} {wrong}"
-    others = sorted({file for pattern in _VOCABULARIES for file in folder.glob(pattern)})
+    others = _other_vocabularies(folder)
     if pointer := next((file for file in others if _begins_with(file, _LFS)), None):
         return f"{pointer.name} is a git-lfs pointer: run `git lfs pull` in its folder"
     if "trust_remote_code" in str(error):
@@ -34,18 +33,18 @@ def what_is_wrong(folder: Path, error: Exception) -> str:
     if not (folder / "tokenizer.json").is_file():
         if others:
             return f"{others[0].name} alone needs a library that is not here ({_short(error)}); {_FAST}"
-        return "it has no tokenizer.json: put the one of the model's publisher there"
-    return f"{type(error).__name__}: {_short(error)}"
+        return _NONE
+    return f"transformers does not take its files ({type(error).__name__}: {_short(error)}); download them again"
 
 
-def check_found(folder: Path, tokenizer: Any) -> None:  # Any: transformers types its tokenizers so
-    """Raises ModelError if it was made of no file: some classes of transformers then have a vocabulary of nothing."""
-    names = {"tokenizer.json", *getattr(tokenizer, "vocab_files_names", {}).values()}
-    if not any((folder / name).is_file() for name in names):
-        raise ModelError(
-            f"{folder} has no usable tokenizer: it has none of {', '.join(sorted(names))}; put those of the model's "
-            "publisher there"
-        )
+def check_found(folder: Path) -> None:
+    """Raises ModelError without any vocabulary: some classes of transformers then load, and know nothing."""
+    if not (folder / "tokenizer.json").is_file() and not _other_vocabularies(folder):
+        raise ModelError(f"{folder} has no usable tokenizer: {_NONE}")
+
+
+def _other_vocabularies(folder: Path) -> list[Path]:
+    return sorted({file for pattern in _VOCABULARIES for file in folder.glob(pattern)})
 
 
 def _of_json(file: Path) -> str | None:
