@@ -48,7 +48,7 @@ WORK = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "loops over characters": "{% for a in messages[0].content %}{{ messages[0].content }}{% endfor %}",
     "a string of loops": "{% set found = messages[0].content %}{% for a in found %}{% endfor %}",
-    "a variable of its own": "{% set x = namespace(y='a') %}{% for m in range(60) %}{% set x.y = x.y+x.y %}{% endfor %}",
+    "a variable of its own": "{% set x = namespace(y='a') %}{% for m in range(60) %}{% set x.y=x.y+x.y %}{% endfor %}",
     "doubled": "{% set x = 'ab' %}{% set x = x ~ x %}",
     "doubled by two": "{% set x = 'a' %}{% set y = x ~ 'b' %}{% set x = x ~ y %}",
     "escaped again": "{% set x = '\"' %}{% set x = '' ~ [x] %}",

@@ -67,7 +67,7 @@ def without_files(path: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no file": (lambda path: (path / "tokenizer.json").unlink(), "it has no tokenizer.json: put"),
-    "no file that its class wants": (without_files, "none of spiece.model, tokenizer.json"),
+    "no file that its class wants": (without_files, "it has no tokenizer.json: put"),
     "a pointer": (lambda path: (path / "tokenizer.json").write_text(POINTER), f"tokenizer.json {LFS}"),
     "a config's pointer": (
         lambda path: (path / "tokenizer_config.json").write_text(POINTER),
@@ -97,7 +97,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: edited(path, tokenizer_class="X", auto_map={"AutoTokenizer": ["x.X", None]}),
         "it is code of the model's own, which is never run here",
     ),
-    "a null": (lambda path: edited(path, added_tokens_decoder=None), "AttributeError: 'NoneType' object"),
+    "a null": (lambda path: edited(path, added_tokens_decoder=None), "(AttributeError: 'NoneType' "),
 }
 
 
