@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 RENDER_S = 5.0
 """Templates take milliseconds for the longest of dialogues."""
-_START_S = 60.0
+_START_S = 120.0
 """It imports transformers: a second, or several on a machine that is busy."""
 _PLAIN_LETTERS = 1 << 16
 """Longer templates are not even looked at here: those of models have a tenth of it."""
