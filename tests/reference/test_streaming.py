@@ -117,3 +117,11 @@ def test_it_is_held_back_until_it_is_settled(
 ) -> None:
     tokenizer = tokenizer_of(kind)
     assert pieces_of(TextStream(tokenizer, ids(kind, *prompt)), ids(kind, *answer)) == pieces
+
+
+def test_of_a_tokenizer_written_in_python_the_text_comes_at_the_end() -> None:
+    from transformers import ByT5Tokenizer
+
+    tokenizer = Tokenizer(ByT5Tokenizer(), "small")
+    prompt, answer = tokenizer.encode("hé"), tokenizer.encode("llo é!")
+    assert pieces_of(TextStream(tokenizer, prompt), answer) == [*[""] * len(answer), "llo é!"]

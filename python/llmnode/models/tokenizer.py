@@ -78,7 +78,10 @@ class Tokenizer:
         """How the vocabulary writes it; None if it is not there, or nobody knows."""
         if isinstance(self._loaded, ModelError) or not 0 <= token_id < 2**31:  # others overflow in Rust
             return None
-        token: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        try:
+            token: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        except (LookupError, ValueError, TypeError):  # as tokenizers that are written in Python have it
+            return None
         return token
 
     @cached_property
