@@ -8,17 +8,19 @@ import sys
 import trio
 
 import llmnode
+from llmnode.models.streaming import TextStream
 
 
 async def main(question: str, peers: list[str]) -> None:
     async with llmnode.aconnect(peers) as client:
         prompt = client.tokenizer.encode_dialogue([("user", question)])
+        stream = TextStream(client.tokenizer, prompt)
 
         def show(token: int) -> None:
-            print(client.tokenizer.decode([token]), end="", flush=True)
+            print(stream.add(token), end="", flush=True)
 
         await client.generate(prompt, max_new_tokens=48, on_token=show)
-        print()
+        print(stream.finish())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from llmnode.errors import SessionLost
+from llmnode.errors import ConfigError, SessionLost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +37,7 @@ class ChatConfig:
 def chat(config: ChatConfig) -> None:
     """Talk until /quit or the end of the input. Raises ConfigError, PeerError or NoRoute."""
     with config.access.connect() as model:
+        model.tokenizer.encode_dialogue([("user", "hello")])  # raises what no message can change, before one is typed
         print(f"{model.info.name}\n{HELP}\nwarning: {WARNING}", file=sys.stderr)
         dialogue = Dialogue(model, config.sampling, config.max_length)
         while (message := _read_message()) is not None:
@@ -51,6 +52,10 @@ def chat(config: ChatConfig) -> None:
                 _answer(dialogue, message)
 
 
+class MessageRefused(ConfigError):
+    """The chat template makes no prompt of the dialogue with this message, or the model does not have its tokens."""
+
+
 @dataclass
 class Dialogue:
     """What was said, and the servers' memory of it. Only what is new since the last turn is run."""
@@ -63,17 +68,19 @@ class Dialogue:
     _cached_ids: list[int] = field(default_factory=list)
 
     def answer(self, message: str, stop: StopFlag) -> None:
-        """Stream the answer to `message` to stdout. Raises SessionLost, after which the next turn starts afresh."""
+        """Stream the answer to `message` to stdout.
+
+        Raises SessionLost, after which the next turn starts afresh, or MessageRefused. After either it is as if that
+        message had not been said.
+        """
         import torch
         from transformers import StoppingCriteriaList
 
         from llmnode.node.text import ScreenStreamer
 
-        self.turns.append(("user", message))
-        prompt = self.model.tokenizer.encode_dialogue(self.turns)
+        prompt = self._prompt(message)
         room = self.max_length - len(prompt)
         if room < 1:
-            self.turns.pop()
             print(
                 f"the dialogue is full ({self.max_length} tokens): /reset, or start with --max-length", file=sys.stderr
             )
@@ -93,13 +100,20 @@ class Dialogue:
                 **options,
             )
         except BaseException:
-            self.turns.pop()
             self._forget_cache()
             raise
         self._cached_ids = output[0, : cache.get_seq_length()].tolist()
-        self.turns.append(("assistant", streamer.text))
+        self.turns += [("user", message), ("assistant", streamer.text)]
         sys.stdout.write("\n")
         print(streamer.speed_line(), file=sys.stderr)
+
+    def _prompt(self, message: str) -> list[int]:
+        try:
+            prompt = self.model.tokenizer.encode_dialogue([*self.turns, ("user", message)])
+            self.model.check_tokens(prompt)
+        except ConfigError as error:
+            raise MessageRefused(str(error)) from error
+        return prompt
 
     def reset(self) -> None:
         self.turns.clear()
@@ -156,6 +170,8 @@ def _answer(dialogue: Dialogue, message: str) -> None:
     try:
         with stop.set_by_ctrl_c():
             dialogue.answer(message, stop)
+    except MessageRefused as error:
+        print(f"{error}; this message is not part of the dialogue: say it otherwise, or /reset", file=sys.stderr)
     except SessionLost as error:
         print(f"\n{error}; the dialogue is kept: ask again, which needs every server to be there", file=sys.stderr)
     except KeyboardInterrupt:

@@ -108,9 +108,9 @@ def _encode(tokenizer: Tokenizer, config: DemoConfig) -> list[int]:
 
 async def _stream(client: Client, config: DemoConfig, prompt: list[int], screen: TextIO) -> tuple[Generation, str]:
     """Generate greedily and write the text to `screen` as it comes, after the prompt it continues (unless `chat`)."""
-    from llmnode.models.tokenizer import TextStream
+    from llmnode.models.streaming import TextStream
 
-    stream = TextStream(client.tokenizer)
+    stream = TextStream(client.tokenizer, prompt)
     parts: list[str] = []
 
     def show(text: str) -> None:

@@ -90,13 +90,14 @@ def read_prompts(path: str) -> list[Prompt]:
 
 
 def _encode(model: DistributedModelForCausalLM, config: GenerateConfig, prompt: Prompt) -> list[int]:
-    """Raises ConfigError, which names the prompt's source, if there is no room for what is to follow."""
+    """Raises ConfigError, which names the prompt's source, if the model cannot go on from it."""
     from llmnode.client.generate import check_length
 
     tokenizer = model.tokenizer
-    token_ids = tokenizer.encode_dialogue([("user", prompt.text)]) if config.chat else tokenizer.encode(prompt.text)
     try:
+        token_ids = tokenizer.encode_dialogue([("user", prompt.text)]) if config.chat else tokenizer.encode(prompt.text)
         check_length(len(token_ids), config.sampling.max_new_tokens, model.info)
+        model.check_tokens(token_ids)
     except ConfigError as error:
         raise ConfigError(f"{prompt.source}: {error}") from error
     return token_ids
@@ -145,6 +146,7 @@ def _generate_one(
 def _generate_several(model: DistributedModelForCausalLM, config: GenerateConfig, encoded: Sequence[list[int]]) -> None:
     import torch
 
+    from llmnode.models.streaming import answer_text
     from llmnode.node.several import all_at_once, beginnings, metered
 
     begun = beginnings(model, encoded, config.samples)
@@ -172,7 +174,7 @@ def _generate_several(model: DistributedModelForCausalLM, config: GenerateConfig
             "sample": sample,
             "prompt_token_ids": encoded[index],
             "token_ids": token_ids,
-            "text": model.tokenizer.decode(token_ids),
+            "text": answer_text(model.tokenizer, encoded[index], token_ids),
         }
 
     with metered(len(encoded) * config.samples) as meter:

@@ -8,15 +8,20 @@ from typing import TYPE_CHECKING, TextIO
 
 from transformers.generation.streamers import BaseStreamer
 
-from llmnode.models.tokenizer import TextStream, Tokenizer
+from llmnode.models.streaming import TextStream
 
 if TYPE_CHECKING:
     import torch
 
+    from llmnode.models.tokenizer import Tokenizer
+
 
 @dataclass
 class ScreenStreamer(BaseStreamer):
-    """Writes each token's text as it comes, and remembers when. transformers hands it the prompt first."""
+    """Writes an answer's text as it comes, and remembers when. transformers hands it the prompt first.
+
+    `text` is all of it when the answer has ended, as `models/streaming.py` says.
+    """
 
     tokenizer: Tokenizer
     screen: TextIO
@@ -24,22 +29,20 @@ class ScreenStreamer(BaseStreamer):
     token_ids: list[int] = field(default_factory=list)
     started_s: float = field(default_factory=time.perf_counter)
     times_s: list[float] = field(default_factory=list)
-    _stream: TextStream = field(init=False)
-    _prompt_seen: bool = False
-
-    def __post_init__(self) -> None:
-        self._stream = TextStream(self.tokenizer)
+    _stream: TextStream | None = None
 
     def put(self, value: torch.Tensor) -> None:
-        if not self._prompt_seen:
-            self._prompt_seen = True
+        token_ids = value.flatten().tolist()
+        if self._stream is None:
+            self._stream = TextStream(self.tokenizer, token_ids)
             return
-        self.times_s.append(time.perf_counter() - self.started_s)
-        self.token_ids += value.flatten().tolist()
-        self._show(self._stream.add(self.token_ids[-1]))
+        self.times_s += [time.perf_counter() - self.started_s] * len(token_ids)
+        self.token_ids += token_ids
+        self._show("".join(map(self._stream.add, token_ids)))
 
     def end(self) -> None:
-        self._show(self._stream.finish())
+        if self._stream is not None:
+            self._show(self._stream.finish())
 
     def speed_line(self) -> str:
         if not self.times_s:

@@ -111,7 +111,7 @@ class Dialogue:
     async def _choose(self, session: InferenceSession, text: list[int], fresh: list[int]) -> None:
         """Append the likeliest token to `text`, whose end is `fresh`: not yet given to the session."""
         generation = await generate_greedy(
-            session, self._rig.client.ends, fresh, 1, stop_token_id=None, on_token=lambda _token: None
+            session, self._rig.client.ends, fresh, 1, stop_token_ids=(), on_token=lambda _token: None
         )
         text.extend(generation.token_ids)
 

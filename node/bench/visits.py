@@ -172,6 +172,6 @@ class Visitor:
             self._client.ends,
             turn.said,
             turn.chosen,
-            stop_token_id=None,
+            stop_token_ids=(),
             on_token=text.append,
         )

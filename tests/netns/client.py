@@ -35,7 +35,7 @@ async def generate(parts: ClientParts, asked: dict[str, Any]) -> None:
         say("opened", peers=[hop.peer for hop in session.route])
         made = await generate_greedy(
             session, client.ends, prompt, new_tokens,
-            stop_token_id=None, on_token=lambda token: say("token", token=token),
+            stop_token_ids=(), on_token=lambda token: say("token", token=token),
         )  # fmt: skip
         say(
             "done",

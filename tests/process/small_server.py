@@ -148,7 +148,7 @@ class SmallClient:
                     ends,
                     prompt,
                     new_tokens,
-                    stop_token_id=None,
+                    stop_token_ids=(),
                     on_token=tokens.append,
                 )
             chosen[index] = tokens

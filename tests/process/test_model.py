@@ -122,6 +122,19 @@ def test_padding_on_the_right_is_left_out(model: Any, transformers_model: Any, f
     assert not scores[~real].any(), "nothing comes of padding"
 
 
+@pytest.mark.parametrize("token", [-1, 49152])
+def test_a_token_that_the_model_does_not_have_is_refused_before_a_session_is_opened(
+    model: Any, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmnode.client.causal_lm.SessionCache", None)
+    ids = torch.tensor([[5, token]])
+    for use in (model, model.generate):
+        with pytest.raises(
+            ConfigError, match=f"token {token} is not one of the model's 49152: give ids from 0 to 49151"
+        ):
+            use(ids)
+
+
 def test_position_ids_may_begin_anywhere_and_go_on_from_there(model: Any, tokenizer: Any) -> None:
     inputs = tokenizer(TEXTS, return_tensors="pt", padding=True)
     usual = (inputs.attention_mask.cumsum(-1) - 1).clamp(min=0)

@@ -90,7 +90,7 @@ def test_a_program_goes_on_though_a_server_has_gone(
             assert [each.taken_over_by for each in session.recoveries] == [(late.ready["peer"],)]
             fresh = resumed.token_ids[session.position :]
             generation = await generate_greedy(
-                session, resumed.client.ends, fresh, HALF, stop_token_id=None, on_token=lambda _token: None
+                session, resumed.client.ends, fresh, HALF, stop_token_ids=(), on_token=lambda _token: None
             )
             return (*resumed.token_ids, *generation.token_ids)
 

@@ -24,12 +24,12 @@ from llmnode.client.forward import OF_LOSS, check_others, given_states, hidden_s
 from llmnode.client.hidden_session import HiddenSession
 from llmnode.core.beams import first_alike
 from llmnode.core.scheduling import PRIORITIES
-from llmnode.errors import ConfigError, ModelError
+from llmnode.errors import ConfigError
 from llmnode.models.families import family_of
-from llmnode.models.folder import one_line
+from llmnode.models.generation import generation_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from transformers import GenerationConfig
 
@@ -70,6 +70,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, folder: ModelFolder, ends: Ends, client: Client, portal: Portal, stack: ExitStack) -> None:
         super().__init__(copy.deepcopy(folder.config))
+        self.tokenizer: Tokenizer = client.tokenizer
         self.info: ModelInfo = client.model
         self.embedding = ends.embedding
         self.scoring = ends.scoring
@@ -85,22 +86,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         weight = self.get_input_embeddings().weight
         assert isinstance(weight, torch.Tensor), "an embedding"
         self._embedding_size = weight.shape[1]
-        self._read_generation_config(folder)
-
-    def _read_generation_config(self, folder: ModelFolder) -> None:
-        """From the files that transformers takes it from. Raises ModelError."""
-        files: dict[str, Any] = {
-            "local_files_only": True,
-            "revision": "main",
-            "subfolder": "",
-            "trust_remote_code": False,
-        }
-        nothing = dict.fromkeys(("cache_dir", "force_download", "proxies", "token"))
-        try:
-            own: Any = self  # Any: transformers types what it is called on as a class of its own
-            own.adjust_generation_fn(None, False, None, folder.path, **nothing, **files)
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise ModelError(f"{folder.path}: its generation config is damaged: {one_line(error)}") from error
+        self.generation_config = generation_config(folder)
 
     def __enter__(self) -> Self:
         return self
@@ -111,11 +97,6 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
     def close(self) -> None:
         """Leave the swarm: end every session and connection. Safe to call twice."""
         self._stack.close()
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """That of the model. Raises ModelError if its folder has none that can be used."""
-        return self._client.tokenizer
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,6 +140,11 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if kwargs.get("cache_implementation") == "paged":
             raise ConfigError("continuous batching is the servers' own: call generate from several threads instead")
+        given = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        if isinstance(given, torch.Tensor) and given.ndim == 2:
+            mask = kwargs.get("attention_mask")
+            new = mask[:, -given.shape[1] :].bool() if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
+            self._check_tokens(given, new if new is not None and new.shape == given.shape else None)
         scope = _Scope()
         token = _generating.set(scope)
         output = None
@@ -202,6 +188,8 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         sessions = self._sessions_of(cache, rows)
         past = Past.empty(rows) if sessions is None else sessions.past
         batch = read_batch(past, columns, attention_mask, position_ids, self._positions)
+        if input_ids is not None:
+            self._check_tokens(given, batch.real)
         kept = kept_columns(rows, columns, logits_to_keep)
         if labels is not None:
             check_labels(labels, batch.real)
@@ -232,6 +220,14 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
             if is_kept:
                 stack.pop_all()
             return output
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """Raises ConfigError, which names the token, for one that is not one of the model's."""
+        self._client.ends.check(token_ids)
+
+    def _check_tokens(self, input_ids: torch.Tensor, real: torch.Tensor | None) -> None:
+        """As `check_tokens`. Padding may be any token."""
+        self.check_tokens((input_ids if real is None else input_ids[real]).flatten().tolist())
 
     def train(self, mode: bool = True) -> Self:
         """Raises ConfigError but for `train(False)`: there is no dropout, and no backward pass yet."""

@@ -17,10 +17,11 @@ from llmnode.client.routing import Router
 from llmnode.client.saved import read
 from llmnode.core.model import PRECISIONS
 from llmnode.core.policy import ClientPolicy, LinkPolicy
-from llmnode.errors import ConfigError, ModelError, single_error
+from llmnode.errors import ConfigError, single_error
 from llmnode.models.embedded import open_embedded
+from llmnode.models.generation import stop_tokens
 from llmnode.models.parts import load_ends
-from llmnode.models.tokenizer import load_tokenizer
+from llmnode.models.tokenizer import find_tokenizer
 from llmnode.net.addresses import parse_peer
 from llmnode.net.swarm_key import Entry, entry
 from llmnode.wire.payload import Codec
@@ -44,19 +45,13 @@ if TYPE_CHECKING:
 class ClientParts:
     """What a client reads from disk: the ends and the tokenizer, no block.
 
-    A folder need not have a tokenizer for callers that bring token ids: then `loaded` says what is wrong with it.
+    A model may be without a tokenizer: what needs it says so.
     """
 
     model: ModelInfo
     ends: Ends
-    loaded: Tokenizer | ModelError
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Raises ModelError if the model's folder has none that can be used."""
-        if isinstance(self.loaded, ModelError):
-            raise self.loaded
-        return self.loaded
+    tokenizer: Tokenizer
+    stop_token_ids: frozenset[int]
 
 
 class Client:
@@ -64,16 +59,12 @@ class Client:
 
     def __init__(self, parts: ClientParts, router: Router, codec: Codec, policy: ClientPolicy) -> None:
         self.model = parts.model
-        self._parts = parts
+        self.tokenizer = parts.tokenizer
         self.router = router
-        self.ends = SharedEnds(parts.ends)
+        self.ends = SharedEnds(parts.ends, parts.tokenizer.token)
+        self.stop_token_ids = parts.stop_token_ids
         self.codec = codec
         self.policy = policy
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """That of the model. Raises ModelError if its folder has none that can be used."""
-        return self._parts.tokenizer
 
     @property
     def swarm(self) -> Swarm:
@@ -127,8 +118,10 @@ class Client:
     ) -> Generation:
         """Greedy tokens after the token ids `prompt`; `on_token` sees each as it is chosen.
 
-        Raises ConfigError if they do not fit the model's context, PeerError or SessionLost if the swarm fails.
+        They end with the tokens that end an answer of this model, unless not `stop_at_eos`. Raises ConfigError if they
+        do not fit the model's context or one is no token of the model, PeerError or SessionLost if the swarm fails.
         """
+        self.ends.check(prompt)
         max_length = check_length(len(prompt), max_new_tokens, self.model)
         async with self.inference_session(max_length) as session:
             return await generate_greedy(
@@ -136,7 +129,7 @@ class Client:
                 self.ends,
                 prompt,
                 max_new_tokens,
-                stop_token_id=self.tokenizer.eos_token_id if stop_at_eos else None,
+                stop_token_ids=self.stop_token_ids if stop_at_eos else frozenset(),
                 on_token=on_token,
             )
 
@@ -151,13 +144,12 @@ class Resumed:
 
 
 def load_parts(folder: ModelFolder | None = None) -> ClientParts:
-    """Read the ends and the tokenizer of the model in `folder`, by default the embedded one. Blocks for seconds."""
+    """Read the ends and the tokenizer of the model in `folder`, by default the embedded one. Blocks for seconds.
+
+    A model may be without a tokenizer: what needs it says so.
+    """
     folder = folder or open_embedded()
-    ends = load_ends(folder)
-    try:
-        return ClientParts(folder.info, ends, load_tokenizer(folder))
-    except ModelError as error:
-        return ClientParts(folder.info, ends, error)
+    return ClientParts(folder.info, load_ends(folder), find_tokenizer(folder), stop_tokens(folder))
 
 
 @asynccontextmanager

@@ -14,9 +14,10 @@ import torch
 import trio
 
 from llmnode.models.narrow_ends import MOST_ROWS
+from llmnode.models.vocabulary import check_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from llmnode.models.parts import Ends
 
@@ -33,14 +34,20 @@ class _Asked:
 class SharedEnds:
     """`Ends` for several threads, and for tasks of trio."""
 
-    def __init__(self, ends: Ends) -> None:
+    def __init__(self, ends: Ends, written: Callable[[int], str | None] = lambda _token: None) -> None:
+        """`written` is how the tokenizer writes a token, for messages."""
         self._ends = ends
+        self._written = written
         self._threads = trio.CapacityLimiter(_THREADS)
         self._change = threading.Condition()
         self._asked: dict[_Asked, None] = {}
         """Of all who want scores, in the order in which they came."""
         self._turn: _Asked | None = None
         """Whose thread computes now, for others too."""
+
+    def check(self, token_ids: Sequence[int]) -> None:
+        """Raises ConfigError for a token that the model does not have, as `embed` does: but before any work."""
+        check_tokens(token_ids, self._ends.vocabulary, self._written)
 
     def embed(self, token_ids: Sequence[int], start: int) -> torch.Tensor:
         """As `Ends.embed`."""

@@ -11,7 +11,7 @@ from llmnode.compute.tensors import from_bytes, to_bytes
 from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     import torch
 
@@ -71,12 +71,12 @@ async def generate_greedy(
     prompt: Sequence[int],
     max_new_tokens: int,
     *,
-    stop_token_id: int | None,
+    stop_token_ids: Collection[int],
     on_token: Callable[[int], None],
 ) -> Generation:
-    """Append `prompt`, then choose the likeliest token until `stop_token_id` or `max_new_tokens`.
+    """Append `prompt`, then choose the likeliest token until one of `stop_token_ids` or `max_new_tokens`.
 
-    `on_token` is called with each token as it is chosen, the stop token included. Raises SessionLost.
+    `on_token` is called with each token as it is chosen, a stop token included. Raises SessionLost.
     """
     chosen: list[int] = []
     timings: list[TokenTiming] = []
@@ -86,7 +86,7 @@ async def generate_greedy(
         chosen.append(token)
         timings.append(timing)
         on_token(token)
-        if token == stop_token_id or len(chosen) == max_new_tokens:
+        if token in stop_token_ids or len(chosen) == max_new_tokens:
             return Generation(tuple(chosen), tuple(timings))
         fresh = [token]
 

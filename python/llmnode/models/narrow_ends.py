@@ -27,6 +27,10 @@ class NarrowEmbedding(torch.nn.Module):
         self.layer = layer
 
     @property
+    def num_embeddings(self) -> int:
+        return self.layer.outputs
+
+    @property
     def weight(self) -> torch.Tensor:
         """A copy, in fp32."""
         return self.layer.rows(torch.arange(self.layer.outputs))

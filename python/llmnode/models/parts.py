@@ -34,6 +34,7 @@ from llmnode.models.skeleton import (
     without_weights,
 )
 from llmnode.models.stored import block_dtypes, check_complete, read_block, read_parameters
+from llmnode.models.vocabulary import check_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,17 +94,23 @@ class Ends:
     embedding: torch.nn.Module
     scoring: torch.nn.Module
     dtype: torch.dtype
+    vocabulary: int
+    """Tokens that can go in: rows of the embedding."""
     fused: FusedEnds | None
     decoder: str
     """The path to the decoder in `scoring`."""
 
     def embed(self, token_ids: list[int], start: int) -> torch.Tensor:
-        """Hidden states (tokens, hidden_size), in fp32, of tokens at the positions `start` and on."""
+        """Hidden states (tokens, hidden_size), in fp32, of tokens at the positions `start` and on.
+
+        Raises ConfigError as `check_tokens`.
+        """
+        check_tokens(token_ids, self.vocabulary)
         return self.embed_at(torch.tensor(token_ids), torch.arange(start, start + len(token_ids)))
 
     @torch.inference_mode()
     def embed_at(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """As `embed`, of tokens (tokens,) at `positions` (tokens,)."""
+        """As `embed`, of tokens (tokens,) at `positions` (tokens,), which are tokens of the model."""
         if self.fused is not None:
             return self.fused.embed(tokens).float()
         return self._entered(positions, input_ids=tokens[None])
@@ -291,7 +298,9 @@ def load_ends(folder: ModelFolder, dtype: torch.dtype = torch.float32) -> Ends:
     bare = _shallow_copy(scoring, family.decoder).get_submodule(family.decoder)
     remove_exit(bare, family)
     check_transparent(folder, bare, dtype)
-    return Ends(embedding, scoring, dtype, FusedEnds(model, family) if family.fused else None, family.decoder)
+    vocabulary: int = getattr(model.get_submodule(family.decoder), family.tokens).num_embeddings
+    fused = FusedEnds(model, family) if family.fused else None
+    return Ends(embedding, scoring, dtype, vocabulary, fused, family.decoder)
 
 
 def tensor_bytes(module: torch.nn.Module) -> int:
