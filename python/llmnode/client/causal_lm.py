@@ -292,6 +292,8 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         given = model_kwargs.get("cache")
         if given is not None and not isinstance(given, Cache):
             check_adoptable(given)
+        if given is not None and cacheless:
+            raise ConfigError("use_cache=False with a cache: leave out one of them")
         if generation_config.cache_implementation is not None or given is not None:
             own: Any = self  # Any: as above
             GenerationMixin._prepare_cache_for_generation(
