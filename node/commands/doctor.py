@@ -15,8 +15,9 @@ from llmnode.node.commands.options import (
     add_precision,
     at_least_one,
     precision,
-    printable,
 )
+from llmnode.node.terminal import printable
+from llmnode.node.values import model
 
 if TYPE_CHECKING:
     import argparse
@@ -38,7 +39,7 @@ def add(commands: Commands) -> None:
         "  llmnode doctor --peers ADDRESS1 ADDRESS2 --json\n\n"
         "the last line is `ready`, or the blocker to mend first; the exit status is then 1",
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("model", nargs="?", type=model, metavar="MODEL", help=MODEL_HELP)
     add_peers(parser, "servers or relays to reach")
     add_listen(parser)
     add_kv_tokens(parser, 32_768)

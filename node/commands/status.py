@@ -6,7 +6,8 @@ import json
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from llmnode.node.commands.options import add_command, add_peers, printable, way_in
+from llmnode.node.commands.options import add_command, add_peers, way_in
+from llmnode.node.terminal import printable
 
 if TYPE_CHECKING:
     import argparse

@@ -9,10 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import GenerationConfig
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
 from llmnode.node.sampling import Sampling, draw, likelier_than, stays
 
+PLAIN = GenerationConfig()
 VOCABULARY = 49_152
 ROUNDING = 1e-6
 """A token whose tail is so near to 1 - top_p may be on either side: a softmax of sorted scores is rounded otherwise."""
@@ -93,7 +95,7 @@ def test_tokens_come_as_often_as_the_softmax_of_what_is_left_says(scores: list[f
     given_scores = torch.tensor(scores)
     left: Any = TemperatureLogitsWarper(temperature)(None, given_scores[None])
     left = TopPLogitsWarper(top_p)(None, left)[0].softmax(0)
-    processors = Sampling(1, temperature, top_p, seed=2).options()["logits_processor"]
+    processors = Sampling(temperature, top_p, seed=2).of(PLAIN).options()["logits_processor"]
     drawn = processors(None, given_scores.repeat(rows, 1)).argmax(dim=-1)
     found = torch.bincount(drawn, minlength=len(scores)) / rows
     if scores == [0.0] * 8:  # any as many may be left
@@ -114,7 +116,7 @@ def test_a_row_is_drawn_of_its_own_scores() -> None:
     scores = torch.full((3, 5), -math.inf)
     scores[0, 4] = scores[1, 0] = scores[2, 3] = -7.0
     for top_p in (0.5, 1.0):
-        marked = Sampling(1, 0.8, top_p, seed=1).options()["logits_processor"](None, scores)
+        marked = Sampling(0.8, top_p, seed=1).of(PLAIN).options()["logits_processor"](None, scores)
         assert marked.argmax(dim=-1).tolist() == [4, 0, 3]
 
 
