@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from llmnode.errors import ConfigError, SessionLost
 from llmnode.node.generate import run_generate
 from llmnode.node.outcome import describe_empty
-from llmnode.node.terminal import end_line, say
+from llmnode.node.terminal import say
 from llmnode.node.typed import NoLine, TypedLines
 
 if TYPE_CHECKING:
@@ -205,7 +205,6 @@ def _read_message(lines: TypedLines) -> str | None:
             say("/quit leaves")
             return ""
         if line is None:
-            end_line()
             return "\n".join(message).strip() or None
         message.append(line.removesuffix("\\"))
         if not line.endswith("\\"):

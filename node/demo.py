@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 import trio
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
@@ -19,7 +18,7 @@ from llmnode.errors import ConfigError, single_error
 from llmnode.node.generate import DEFAULT_NEW_TOKENS
 from llmnode.node.outcome import describe_empty, finish_reason
 from llmnode.node.processes import ServerDied, ServerProcess, all_ready, last_words, private_swarm, pss_mib
-from llmnode.node.terminal import say
+from llmnode.node.terminal import open_console, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +50,7 @@ async def demo(config: DemoConfig) -> None:
     """Start the servers, generate, stop them. Raises ServerDied if one of them dies on the way."""
     started_s = time.perf_counter()
     spans = split_evenly(EMBEDDED_BLOCKS, config.servers)
-    console = Console(stderr=True)
+    console = open_console(stderr=True)
     with single_error(), Live(console=console, auto_refresh=False) as live:
 
         def draw(servers: Sequence[ServerProcess]) -> None:

@@ -17,7 +17,16 @@ import tomllib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from llmnode.core.given import Unreadable, decode, home_folder, is_text, path_from, read_file, split_lines
+from llmnode.core.given import (
+    Unreadable,
+    decode,
+    find_no_text,
+    home_folder,
+    path_from,
+    read_file,
+    recover_text,
+    split_lines,
+)
 from llmnode.errors import ConfigError
 from llmnode.node.values import PATHS
 
@@ -111,7 +120,7 @@ def parse(
         if option.action.dest not in given:
             outdone = any(options[chosen][rival].action.dest in given for rival in option.rivals)
             setattr(arguments, option.action.dest, option.default if outdone else settings[chosen][option.name].value)
-        _check_text(option, getattr(arguments, option.action.dest))
+        setattr(arguments, option.action.dest, _as_text(option, getattr(arguments, option.action.dest)))
     arguments.settings = settings
     return arguments
 
@@ -215,11 +224,16 @@ def _check_known(names: Iterable[str], known: Collection[str], complaint: str) -
             raise ConfigError(f"{complaint} {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
 
 
-def _check_text(option: Option, value: Any) -> None:
+def _as_text(option: Option, value: Any) -> Any:
     """Raises ConfigError for bytes that are no text. In paths they may be: those are no `str`."""
-    for each in value if isinstance(value, list) else [value]:
-        if isinstance(each, str) and not is_text(each):
-            raise ConfigError(f"{'--' * bool(option.action.option_strings)}{option.name} {each!r}: write it in UTF-8")
+    if isinstance(value, list):
+        return [_as_text(option, each) for each in value]
+    if not isinstance(value, str):
+        return value
+    text = recover_text(value)
+    if byte := find_no_text(text):
+        raise ConfigError(f"{'--' * bool(option.action.option_strings)}{option.name}: {byte}: write it in UTF-8")
+    return text
 
 
 def _from_toml(action: argparse.Action, value: Any, place: str, environ: Mapping[str, str]) -> Any:

@@ -17,8 +17,12 @@ from llmnode.errors import LlmnodeError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from rich.console import Console
+
 MOST_SHOWN = 2000
 """Characters of one line of ours: an error may quote what a user gave."""
+LEAST_COLUMNS = 40
+"""Below which nothing is laid out: a terminal of 0 columns, as some say that they have, would show nothing."""
 _STEERING = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[78]")
 
 
@@ -114,6 +118,23 @@ def end_line() -> None:
                 stream.flush()
             if _are_one_place(sys.stdout, sys.stderr):
                 return
+
+
+def line_ended() -> None:
+    """Nothing is begun on a terminal whose user has ended the line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, _Output):
+            stream.is_line_begun = False
+
+
+def open_console(*, stderr: bool, **options: Any) -> Console:  # Any: rich's own
+    """rich's console of stdout or stderr, as wide as is of use."""
+    from rich.console import Console
+
+    console = Console(stderr=stderr, **options)
+    if console.width < LEAST_COLUMNS:
+        console.width = LEAST_COLUMNS
+    return console
 
 
 def printable(text: str) -> str:

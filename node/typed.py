@@ -6,9 +6,9 @@ import io
 import sys
 from contextlib import suppress
 
-from llmnode.core.given import find_mark, is_text
+from llmnode.core.given import find_mark, find_no_text
 from llmnode.errors import ConfigError
-from llmnode.node.terminal import say
+from llmnode.node.terminal import line_ended, say
 
 MOST_CHARS = 1 << 20
 """Of one line."""
@@ -42,12 +42,14 @@ class TypedLines:
         try:
             line = self._read(prompt).removeprefix("\ufeff" if is_first else "")
         except EOFError:
+            if self._is_terminal:
+                print(file=sys.stderr)  # what it shows next stands on a line of its own
             return None
         except OSError as error:
             say(f"cannot read stdin ({error.strerror})")
             return None
-        if not is_text(line) or "\0" in line:
-            raise NoLine("this line was no text: it is left out; send UTF-8")
+        if what := find_no_text(line) or ("\0" in line and "it has a NUL"):
+            raise NoLine(f"this line was no text ({what}): it is left out; send UTF-8")
         return line
 
     def _read(self, prompt: str) -> str:
@@ -58,6 +60,8 @@ class TypedLines:
             if self._is_terminal:
                 print(prompt, end="", file=sys.stderr, flush=True)
             line = sys.stdin.readline(MOST_CHARS + 1)
+            if self._is_terminal:
+                line_ended()  # with the user's key
         if not line:
             raise EOFError
         if len(line) > MOST_CHARS:
@@ -81,7 +85,7 @@ class TypedLines:
         encoding, errors = sys.stdin.encoding, "surrogateescape"
         if encoding.lower().replace("_", "-") in ("ascii", "us-ascii", "ansi-x3.4-1968"):  # what was meant has more
             encoding = "utf-8"
-        if not self._is_terminal:
+        if not self._is_terminal and isinstance(sys.stdin.buffer, io.BufferedReader):
             with suppress(OSError):  # told by who reads on
                 start = sys.stdin.buffer.peek(MOST_MARK_BYTES)
                 mark, marked = find_mark(start)

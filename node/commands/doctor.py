@@ -16,7 +16,7 @@ from llmnode.node.commands.options import (
     at_least_one,
     precision,
 )
-from llmnode.node.terminal import printable
+from llmnode.node.terminal import open_console, printable
 from llmnode.node.values import model
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     import trio
-    from rich.console import Console
     from rich.text import Text
 
     from llmnode.net.swarm_key import entry
@@ -67,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         kv_tokens=at_least_one(arguments.kv_tokens, "--kv-tokens"),
         precision=precision(arguments),
     )
-    console = Console(stderr=arguments.json, soft_wrap=True)
+    console = open_console(stderr=arguments.json, soft_wrap=True)
 
     def report(finding: Finding) -> None:
         line = Text.assemble(

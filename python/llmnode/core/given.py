@@ -86,9 +86,21 @@ def split_lines(text: str) -> list[str]:
     return lines if lines[-1] else lines[:-1]
 
 
-def is_text(text: str) -> bool:
-    """Whether no byte of it, as a command line or an environment has it, was something else than UTF-8."""
-    return _SURROGATE.search(text) is None
+def recover_text(text: str) -> str:
+    """`text`, of a command line or an environment, as UTF-8 has it: Python may have read it by an ASCII locale."""
+    try:
+        return text.encode(errors="surrogateescape").decode()
+    except UnicodeError:  # it was not
+        return text
+
+
+def find_no_text(text: str) -> str:
+    """The first byte that is no UTF-8, of a text that a command line or an environment has; "" if all of it is text."""
+    if (found := _SURROGATE.search(text)) is None:
+        return ""
+    byte = ord(found[0]) - 0xDC00  # as Python keeps what it could not decode
+    what = f"0x{byte:02x}" if 0x80 <= byte <= 0xFF else ascii(found[0])
+    return f"{what} after {found.start()} characters is no UTF-8"
 
 
 def expand_path(text: str, variables: Mapping[str, str] | None = None) -> Path:
