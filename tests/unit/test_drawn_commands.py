@@ -25,7 +25,6 @@ import trio
 from llmnode.errors import PeerUnreachable
 from llmnode.node import access, app, cli, doctor, several
 from llmnode.node.bench import codec, quality
-from llmnode.node.commands import status
 from llmnode.node.settings import options_of, variable_of, without_settings
 from llmnode.testing import seeds
 from unit.canned import FAIL, INTERRUPT, REFUSED, CannedModel, canned_beginnings, canned_tokenizer
@@ -40,7 +39,8 @@ OPTIONS = {command: options_of(parser) for command, parser in cli._parser()[1].i
 NAMES = sorted({name for of in OPTIONS.values() for name in of})
 CHOICES = {name: option.action.choices or () for of in OPTIONS.values() for name, option in of.items()}
 GOOD = {
-    "prompt": ["hi", FAIL, INTERRUPT, REFUSED, "", "é\u2028"], "prompts": ["prompts.txt", "utf16.txt", "latin1.txt", "nul.txt"],
+    "prompt": ["hi", FAIL, INTERRUPT, REFUSED, "", "é\u2028"],
+    "prompts": ["prompts.txt", "utf16.txt", "latin1.txt", "nul.txt"],
     "temperature": ["0", "0.8"], "top-p": ["0.5"], "seed": ["3"],
     "samples": ["2"], "at-once": ["3"], "max-length": ["40"],
     "max-new-tokens": ["3", "1", "70"], "receipts": ["receipts.json"], "peers": [PEER], "blocks": ["0:2", "auto", "2"],
@@ -202,7 +202,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         enter(patch.object(quality, "bench_quality", unreachable))
         enter(patch.object(several, "beginnings", canned_beginnings))
         enter(patch.object(trio, "run", run_unless_a_bench(trio.run)))
-        enter(patch.object(status, "STYLES", status.STYLES))
         yield folder
 
 
@@ -226,7 +225,7 @@ class Ended:
 
     def __init__(self, line: list[str], encoding: str, stdin: bytes | None, model: Any) -> None:
         out, err = io.BytesIO(), io.BytesIO()
-        given = None if stdin is None else io.TextIOWrapper(io.BytesIO(stdin), encoding=encoding)
+        given = None if stdin is None else io.TextIOWrapper(io.BufferedReader(io.BytesIO(stdin)), encoding=encoding)
         before = found_in(Path.cwd())
         with (
             patch.object(sys, "stdin", given),

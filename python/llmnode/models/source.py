@@ -29,6 +29,12 @@ def open_model(name: str | None = None, report: Callable[[str], None] = lambda _
     if name is None or name == EMBEDDED_MODEL:
         return open_embedded(report)
     path = expand_path(name)
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # a name on the hub
+    except OSError as error:
+        raise ConfigError(f"the model {name}: cannot be read ({error.strerror})") from error
     if path.is_dir():
         return open_folder(path.resolve(), path.resolve().name, "local")
     if path.is_file():

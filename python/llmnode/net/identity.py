@@ -10,7 +10,7 @@ from libp2p.crypto.ed25519 import Ed25519PrivateKey, Ed25519PublicKey, create_ne
 from libp2p.crypto.keys import KeyPair
 from libp2p.peer.id import ID
 
-from llmnode.core.given import Unreadable, read_file
+from llmnode.core.given import Unreadable, expand_path, read_file
 from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def open_identity(path: Path) -> KeyPair:
 
     Raises ConfigError if it cannot be read or written, is no identity, or is open to others.
     """
+    path = expand_path(str(path))
     try:
         seed = read_file(path, f"the identity {path}", _MOST_BYTES, secret=True)
     except Unreadable as error:
