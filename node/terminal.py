@@ -6,6 +6,7 @@ continues a line that was begun. Stderr may fail: it is nobody's result. If stdo
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -30,6 +31,13 @@ class CannotPrint(LlmnodeError):
     """Stdout takes no more."""
 
 
+class _Nowhere(io.StringIO):
+    """Takes everything and keeps nothing."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
 class _Output:
     """Stands for stdout or stderr. Everything that is not about writing is the stream's own."""
 
@@ -37,7 +45,7 @@ class _Output:
         """Without a `stream`, as after `>&-`, what is written is lost."""
         self.is_closed = stream is None
         self.is_line_begun = False
-        self.stream: TextIO = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - lasts as long as we do
+        self.stream: TextIO = stream or _Nowhere()
         self._name = name
         self._matters = matters
 

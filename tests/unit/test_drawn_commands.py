@@ -251,7 +251,7 @@ def test_whatever_is_given_the_program_ends_with_a_sentence(seed: int, place: Pa
     encoding, stdin = drawn.choice(["utf-8", "utf-8", "ascii", "cp1252"]), drawn.choice(STDINS)
     model = partial(CannedModel, tokenizer, **drawn.choice(CONFIGS))
     print(f"{line} {config!r} {environment} {encoding} {stdin and stdin[:99]!r}")
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     with tempfile.TemporaryDirectory(dir=place) as temporary, pytest.MonkeyPatch.context() as patched:
         patched.chdir(temporary)
         put_files(Path(temporary), config)
@@ -266,7 +266,9 @@ def test_whatever_is_given_the_program_ends_with_a_sentence(seed: int, place: Pa
         assert last.startswith("llmnode: ") or (ended.status == 1 and line[0] in ("status", "verify", "doctor"))
     else:
         assert ended.out or line[0] in ("chat",)
-    assert threading.active_count() <= threads
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(timeout=5)  # a spinner's ends soon after what it shows
+        assert not thread.is_alive()
     made = ended.made if ended.status else {each for each in ended.made if line[0] not in ("invite", "generate")}
     assert not made
 
