@@ -82,6 +82,8 @@ class CannedModel:
         self.traffic = Traffic(0, 0, 0, 0)
         self.options: list[dict[str, Any]] = []
         """What `generate` was called with, one call after another."""
+        self.lengths: list[int] = []
+        """Of the caches."""
         self._says = self.tokenizer.encode(says)
 
     def check_tokens(self, _token_ids: Sequence[int]) -> None:
@@ -98,6 +100,7 @@ class CannedModel:
 
     def open_cache(self, max_length: int, **_options: Any) -> CannedCache:
         assert 1 <= max_length <= CONTEXT_TOKENS
+        self.lengths.append(max_length)
         return CannedCache()
 
     def generate(self, inputs: torch.Tensor, *, streamer: Any, cache: CannedCache, **options: Any) -> torch.Tensor:
