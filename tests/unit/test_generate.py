@@ -82,9 +82,9 @@ def test_by_default_as_many_tokens_as_fit_follow(prompt: int, new: int, tokenize
         (["--prompt", "x" * 10, "--max-new-tokens", "55"], "ask for at most 54"),
         (
             ["--prompt", "x" * 64],
-            "--prompt: 64 prompt tokens leave no room in the model's context of 64: shorten the prompt",
+            "--prompt: 64 prompt tokens and a new one exceed the model's context of 64: shorten the prompt",
         ),
-        (["--prompt", "x" * 101, "--max-new-tokens", "5"], "101 prompt tokens leave no room"),
+        (["--prompt", "x" * 101, "--max-new-tokens", "5"], "101 prompt tokens and a new one exceed"),
         (["--prompt", ""], "--prompt: the prompt is empty, and this model's tokenizer puts no token before it"),
         (["--samples", "2"], "--samples 2 would all be the same: give a --temperature"),
     ],

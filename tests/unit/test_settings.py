@@ -254,9 +254,9 @@ def test_a_file_of_any_bytes_is_refused_in_a_line(run: Run, tmp_path: Path, cont
 
 
 def test_bytes_that_are_no_text_are_refused_by_option(run: Run) -> None:
-    with pytest.raises(ConfigError, match="^--name: 0xff after 1 characters is no UTF-8: write it in UTF-8$"):
+    with pytest.raises(ConfigError, match=r"^--name: 0xff after 1 characters is no UTF-8: write it in UTF-8$"):
         run("bake --ovens a --name é\udcff")
-    with pytest.raises(ConfigError, match="^--ovens: 0xff after 0 characters"):
+    with pytest.raises(ConfigError, match=r"^--ovens: 0xff after 0 characters"):
         run("bake", environ={"LLMNODE_OVENS": "a \udcff"})
     assert run("bake --ovens a --name \udcc3\udca9").name == "é"
 

@@ -72,7 +72,7 @@ def room_for(prompt_tokens: int, model: ModelInfo) -> int:
         )
     if prompt_tokens >= model.context_tokens:
         raise ConfigError(
-            f"{prompt_tokens} prompt tokens leave no room in the model's context of {model.context_tokens}: "
+            f"{prompt_tokens} prompt tokens and a new one exceed the model's context of {model.context_tokens}: "
             f"shorten the prompt to at most {model.context_tokens - 1}"
         )
     return model.context_tokens - prompt_tokens
