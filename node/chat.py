@@ -46,7 +46,9 @@ def chat(config: ChatConfig) -> None:
     """Talk until /quit or the end of the input. Raises ConfigError, PeerError or NoRoute."""
     lines = TypedLines()
     with config.access.connect() as model:
+        model.tokenizer.encode_dialogue([("user", "hello")])  # raises what no message can change, before one is typed
         sampler = config.sampling.of(model.generation_config)
+        sampler.options()  # likewise
         dialogue = Dialogue(model, sampler, config.max_new_tokens, _length(config.max_length, model))
         print(f"{model.info.name}; {sampler.line()}\n{HELP}\nwarning: {WARNING}", file=sys.stderr)
         while (message := _read_message(lines)) is not None:
