@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmnode.compute.startup import collection_paused
+from llmnode.node.terminal import say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from transformers import GenerationConfig
 
     from llmnode.client.causal_lm import DistributedModelForCausalLM
 
@@ -21,11 +24,22 @@ class Access:
 
     model: str | None
     peers: Sequence[str]
-    swarm_key: str | None
+    swarm_key: str | Path | None
     codec: str
     dtype: str
     spot_check: float
     relayed_prefill: str
+
+    def generation_config(self) -> GenerationConfig:
+        """The model's, from its own files. Raises ConfigError or ModelError."""
+        from transformers import GenerationConfig
+
+        from llmnode.models.source import open_model
+
+        folder = open_model(self.model, say).path
+        if not (folder / "generation_config.json").exists():
+            return GenerationConfig()
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
 
     def connect(self) -> AbstractContextManager[DistributedModelForCausalLM]:
         """Open until the context ends; what takes long is told on stderr. Raises ConfigError, PeerError or NoRoute."""
@@ -41,5 +55,5 @@ class Access:
             dtype=self.dtype,
             spot_check=self.spot_check,
             relayed_prefill=self.relayed_prefill,
-            report=lambda line: print(f"llmnode: {line}", file=sys.stderr),
+            report=say,
         )

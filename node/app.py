@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import statistics
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
@@ -377,7 +378,7 @@ def _check(config: NodeConfig) -> None:
         raise ConfigError(f"there is no worker {config.worker!r}: choose one of {', '.join(WORKERS)}, {AUTO}")
     if ":" in config.blocks:
         parse_span(config.blocks)
-    elif config.blocks != AUTO and not (config.blocks.isascii() and config.blocks.isdigit()):
+    elif config.blocks != AUTO and not re.fullmatch("[0-9]{1,9}", config.blocks):
         raise ConfigError(f"--blocks {config.blocks!r}: write START:END (as 0:10), a number of blocks, or {AUTO}")
     if config.kv_memory is not None:
         parse_memory(config.kv_memory, "--kv-memory")

@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from llmnode.errors import ConfigError, SessionLost
+from llmnode.node.generate import run_generate
+from llmnode.node.outcome import describe_empty
+from llmnode.node.terminal import say
+from llmnode.node.typed import NoLine, TypedLines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,28 +23,35 @@ if TYPE_CHECKING:
     from llmnode.client.cache import SessionCache
     from llmnode.client.causal_lm import DistributedModelForCausalLM
     from llmnode.node.access import Access
-    from llmnode.node.sampling import Sampling
+    from llmnode.node.sampling import Sampler, Sampling
 
 HELP = "/reset forgets the dialogue, /quit leaves; a line that ends in \\ goes on in the next; Ctrl-C stops an answer"
 WARNING = "whoever runs these servers can read this dialogue: use your own for what is private"
+DEFAULT_NEW_TOKENS = 512
+DEFAULT_LENGTH = 4096
+DEFAULT_TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True, slots=True)
 class ChatConfig:
-    """What `llmnode chat` was asked for. A dialogue has room for `max_length` tokens."""
+    """What `llmnode chat` was asked for. A dialogue has room for `max_length` tokens; None for what fits the model."""
 
     access: Access
     sampling: Sampling
-    max_length: int
+    max_new_tokens: int
+    max_length: int | None
 
 
 def chat(config: ChatConfig) -> None:
     """Talk until /quit or the end of the input. Raises ConfigError, PeerError or NoRoute."""
+    lines = TypedLines()
     with config.access.connect() as model:
         model.tokenizer.encode_dialogue([("user", "hello")])  # raises what no message can change, before one is typed
-        print(f"{model.info.name}\n{HELP}\nwarning: {WARNING}", file=sys.stderr)
-        dialogue = Dialogue(model, config.sampling, config.max_length)
-        while (message := _read_message()) is not None:
+        sampler = config.sampling.of(model.generation_config)
+        sampler.options()  # likewise
+        dialogue = Dialogue(model, sampler, config.max_new_tokens, _length(config.max_length, model))
+        print(f"{model.info.name}; {sampler.line()}\n{HELP}\nwarning: {WARNING}", file=sys.stderr)
+        while (message := _read_message(lines)) is not None:
             if message == "/quit":
                 return
             if message == "/reset":
@@ -52,8 +63,14 @@ def chat(config: ChatConfig) -> None:
                 _answer(dialogue, message)
 
 
-class MessageRefused(ConfigError):
-    """The chat template makes no prompt of the dialogue with this message, or the model does not have its tokens."""
+def _length(asked: int | None, model: DistributedModelForCausalLM) -> int:
+    """Raises ConfigError for more than the model's context."""
+    context_tokens = model.info.context_tokens
+    if asked is None:
+        return min(DEFAULT_LENGTH, context_tokens)
+    if asked > context_tokens:
+        raise ConfigError(f"--max-length {asked}: the model's context has {context_tokens} tokens: give at most those")
+    return asked
 
 
 @dataclass
@@ -61,7 +78,8 @@ class Dialogue:
     """What was said, and the servers' memory of it. Only what is new since the last turn is run."""
 
     model: DistributedModelForCausalLM
-    sampling: Sampling
+    sampler: Sampler
+    max_new_tokens: int
     max_length: int
     turns: list[tuple[str, str]] = field(default_factory=list)
     _cache: SessionCache | None = None
@@ -70,34 +88,29 @@ class Dialogue:
     def answer(self, message: str, stop: StopFlag) -> None:
         """Stream the answer to `message` to stdout.
 
-        Raises SessionLost, after which the next turn starts afresh, or MessageRefused. After either it is as if that
-        message had not been said.
+        Raises SessionLost, after which the next turn starts afresh, and ConfigError for a message that cannot be
+        answered. After either it is as if that message had not been said.
         """
-        import torch
         from transformers import StoppingCriteriaList
 
         from llmnode.node.text import ScreenStreamer
 
-        prompt = self._prompt(message)
+        prompt = self.model.tokenizer.encode_dialogue([*self.turns, ("user", message)])
+        self.model.check_tokens(prompt)
         room = self.max_length - len(prompt)
         if room < 1:
-            print(
-                f"the dialogue is full ({self.max_length} tokens): /reset, or start with --max-length", file=sys.stderr
-            )
-            return
+            raise ConfigError(self._full(len(prompt)))
         streamer = ScreenStreamer(self.model.tokenizer, sys.stdout)
-        options = self.sampling.options()
-        options["max_new_tokens"] = min(options["max_new_tokens"], room)
-        inputs = torch.tensor([prompt])
+        options = {**self.sampler.options(), "max_new_tokens": min(self.max_new_tokens, room)}
         try:
             cache = self._cache_up_to(prompt)
-            output = self.model.generate(
-                inputs,
-                attention_mask=torch.ones_like(inputs),
+            output = run_generate(
+                self.model,
+                prompt,
+                options,
                 cache=cache,
                 streamer=streamer,
                 stopping_criteria=StoppingCriteriaList([stop]),
-                **options,
             )
         except BaseException:
             self._forget_cache()
@@ -105,15 +118,17 @@ class Dialogue:
         self._cached_ids = output[0, : cache.get_seq_length()].tolist()
         self.turns += [("user", message), ("assistant", streamer.text)]
         sys.stdout.write("\n")
+        sys.stdout.flush()
         print(streamer.speed_line(), file=sys.stderr)
+        ends = self.model.generation_config.eos_token_id
+        if why := describe_empty(streamer.token_ids, streamer.text, ends):
+            say(f"the answer is empty: {why}; ask otherwise, or /reset")
 
-    def _prompt(self, message: str) -> list[int]:
-        try:
-            prompt = self.model.tokenizer.encode_dialogue([*self.turns, ("user", message)])
-            self.model.check_tokens(prompt)
-        except ConfigError as error:
-            raise MessageRefused(str(error)) from error
-        return prompt
+    def _full(self, prompt_tokens: int) -> str:
+        longer = " or start with a longer --max-length" if self.max_length < self.model.info.context_tokens else ""
+        if self.turns:
+            return f"the dialogue is full ({self.max_length} tokens): /reset{longer}"
+        return f"this message takes {prompt_tokens} tokens, of {self.max_length} for a dialogue: shorten it{longer}"
 
     def reset(self) -> None:
         self.turns.clear()
@@ -166,31 +181,35 @@ class StopFlag:
 
 
 def _answer(dialogue: Dialogue, message: str) -> None:
+    """Whatever comes of it, the dialogue goes on."""
     stop = StopFlag()
     try:
         with stop.set_by_ctrl_c():
             dialogue.answer(message, stop)
-    except MessageRefused as error:
-        print(f"{error}; this message is not part of the dialogue: say it otherwise, or /reset", file=sys.stderr)
+    except ConfigError as error:
+        say(f"{error}; this message is not part of the dialogue")
     except SessionLost as error:
-        print(f"\n{error}; the dialogue is kept: ask again, which needs every server to be there", file=sys.stderr)
+        say(f"{error}; the dialogue is kept: ask again, which needs every server to be there")
     except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
+        say("stopped")
 
 
-def _read_message() -> str | None:
+def _read_message(lines: TypedLines) -> str | None:
     """The user's next message, of one line or several; None at the end of the input."""
-    prompt = "> " if sys.stdin.isatty() else ""
-    lines: list[str] = []
+    prompt = "> "
+    message: list[str] = []
     while True:
         try:
-            line = input(prompt)
-        except EOFError:
-            return "\n".join(lines) or None
-        except KeyboardInterrupt:
-            print("\n/quit leaves", file=sys.stderr)
+            line = lines.read(prompt)
+        except NoLine as error:
+            say(f"{error}")
             return ""
-        lines.append(line.removesuffix("\\"))
+        except KeyboardInterrupt:
+            say("/quit leaves")
+            return ""
+        if line is None:
+            return "\n".join(message).strip() or None
+        message.append(line.removesuffix("\\"))
         if not line.endswith("\\"):
-            return "\n".join(lines).strip()
-        prompt = prompt and "| "
+            return "\n".join(message).strip()
+        prompt = "| "

@@ -8,12 +8,13 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from llmnode.errors import ConfigError, LlmnodeError
+from llmnode.errors import ConfigError, LlmnodeError, single_error
 from llmnode.models.cache import cache_folder
 from llmnode.models.online import keep_libraries_offline
 from llmnode.node.commands import bench, chat, config, demo, doctor, generate, invite, relay, serve, status, verify
-from llmnode.node.commands.options import Parser, log_to_stderr, printable
+from llmnode.node.commands.options import Parser, log_to_stderr
 from llmnode.node.settings import parse
+from llmnode.node.terminal import prepared, require_stdout, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,20 +28,20 @@ COMMANDS = (demo, serve, relay, generate, chat, status, doctor, invite, verify, 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0, 1 (it failed), 2 (the user can fix it) or 130 (Ctrl-C)."""
-    _settle_libraries()
-    parser, commands = _parser()
-    try:
-        arguments = parse(parser, commands, sys.argv[1:] if argv is None else argv, os.environ)
-        return int(arguments.run(arguments))
-    except ConfigError as error:
-        return _fail(error, EXIT_CONFIG)
-    except LlmnodeError as error:
-        return _fail(error, EXIT_FAILED)
-    except KeyboardInterrupt:
-        return _fail("interrupted", EXIT_INTERRUPTED)
-    except BrokenPipeError:  # `llmnode ... | head`
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter closes it on its way out
-        return EXIT_FAILED
+    with prepared():
+        try:
+            with single_error():
+                return _run(sys.argv[1:] if argv is None else argv)
+        except ConfigError as error:
+            return _fail(error, EXIT_CONFIG)
+        except LlmnodeError as error:
+            return _fail(error, EXIT_FAILED)
+        except KeyboardInterrupt:
+            return _fail("interrupted", EXIT_INTERRUPTED)
+        except BrokenPipeError:  # `llmnode ... | head`
+            return EXIT_FAILED
+        except OSError as error:  # of a file or device that nobody here knows better
+            return _fail(f"{error.filename or 'the system'}: {error.strerror or error}", EXIT_FAILED)
 
 
 def run() -> NoReturn:
@@ -48,10 +49,25 @@ def run() -> NoReturn:
 
     What torch does on its way out takes a second, and everything that must be closed has been.
     """
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    try:
+        status = main()
+    except SystemExit as ended:  # by --help or --version
+        status = ended.code if isinstance(ended.code, int) else 0
     os._exit(status)
+
+
+def _run(argv: Sequence[str]) -> int:
+    require_stdout()
+    _settle_libraries()
+    parser, commands = _parser()
+    try:
+        arguments = parse(parser, commands, argv, os.environ)
+        status = int(arguments.run(arguments))
+    except SystemExit:
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
+    return status
 
 
 def _parser() -> tuple[Parser, dict[str, Parser]]:
@@ -75,13 +91,14 @@ def _settle_libraries() -> None:
         "OMP_WAIT_POLICY": "PASSIVE",  # idle threads must sleep, not spin: several nodes share a machine's cores
         "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "torchinductor"),  # else a folder in /tmp, left behind
         "TQDM_DISABLE": "1",  # libraries' own progress bars would tear ours
+        "TRANSFORMERS_VERBOSITY": "error",  # it warns of flags that the model's own files hold
     }.items():
         os.environ.setdefault(name, value)
     keep_libraries_offline()
     logging.getLogger().setLevel(logging.CRITICAL)  # libp2p logs to the root; this is the program's own process
-    log_to_stderr(logging.WARNING, "llmnode: %(message)s")
+    log_to_stderr(logging.WARNING, "%(message)s")
 
 
 def _fail(error: LlmnodeError | str, status: int) -> int:
-    print(f"llmnode: {printable(str(error))}", file=sys.stderr)
+    say(str(error))
     return status

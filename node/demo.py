@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 import trio
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from llmnode.compute.startup import collection_paused
 from llmnode.core.span import split_evenly
-from llmnode.errors import single_error
+from llmnode.errors import ConfigError, single_error
+from llmnode.node.generate import DEFAULT_NEW_TOKENS
+from llmnode.node.outcome import describe_empty, finish_reason
 from llmnode.node.processes import ServerDied, ServerProcess, all_ready, last_words, private_swarm, pss_mib
+from llmnode.node.terminal import open_console, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,11 +33,14 @@ EMBEDDED_BLOCKS = 30
 
 @dataclass(frozen=True, slots=True)
 class DemoConfig:
-    """What `llmnode demo` was asked for. `threads` is torch's in every process, None for its own choice."""
+    """What `llmnode demo` was asked for. Without `max_new_tokens` it is as `generate` has it.
+
+    `threads` is torch's in every process, None for its own choice.
+    """
 
     servers: int
     prompt: str
-    max_new_tokens: int
+    max_new_tokens: int | None
     chat: bool
     json: bool
     threads: int | None
@@ -45,7 +50,7 @@ async def demo(config: DemoConfig) -> None:
     """Start the servers, generate, stop them. Raises ServerDied if one of them dies on the way."""
     started_s = time.perf_counter()
     spans = split_evenly(EMBEDDED_BLOCKS, config.servers)
-    console = Console(stderr=True)
+    console = open_console(stderr=True)
     with single_error(), Live(console=console, auto_refresh=False) as live:
 
         def draw(servers: Sequence[ServerProcess]) -> None:
@@ -83,7 +88,11 @@ async def _generate(config: DemoConfig, servers: Sequence[ServerProcess], parts:
         ready_s = time.perf_counter() - started_s
         screen = sys.stderr if config.json else sys.stdout
         prompt = _encode(client.tokenizer, config)
-        generation, text = await _stream(client, config, prompt, screen)
+        asked = _new_tokens(client, config, prompt)
+        generation, text = await _stream(client, config, prompt, asked, screen)
+        ended = generation.token_ids[-1:] if len(generation.token_ids) < asked else ()  # only a token of the end does
+        if why := describe_empty(generation.token_ids, text, ended):
+            say(f"the text is empty: {why}; give another --prompt")
         first_s = ready_s + generation.time_to_first_token_s
         speed = speed_line(len(generation.token_ids), generation.time_to_first_token_s, generation.tokens_per_s)
         print(f"{speed}; {first_s:.1f} s from the start of the demo", file=sys.stderr)
@@ -94,6 +103,7 @@ async def _generate(config: DemoConfig, servers: Sequence[ServerProcess], parts:
                 "prompt_token_ids": prompt,
                 "token_ids": list(generation.token_ids),
                 "text": text,
+                "finish_reason": finish_reason(generation.token_ids, asked, ended),
                 "tokens_per_s": generation.tokens_per_s,
                 "time_to_first_token_s": generation.time_to_first_token_s,
                 "start_to_first_token_s": first_s,
@@ -106,7 +116,21 @@ def _encode(tokenizer: Tokenizer, config: DemoConfig) -> list[int]:
     return tokenizer.encode_dialogue([("user", config.prompt)]) if config.chat else tokenizer.encode(config.prompt)
 
 
-async def _stream(client: Client, config: DemoConfig, prompt: list[int], screen: TextIO) -> tuple[Generation, str]:
+def _new_tokens(client: Client, config: DemoConfig, prompt: list[int]) -> int:
+    """Raises ConfigError if nothing can follow this prompt, or not so much."""
+    from llmnode.client.generate import check_length, room_for
+
+    try:
+        asked = config.max_new_tokens or min(DEFAULT_NEW_TOKENS, room_for(len(prompt), client.model))
+        check_length(len(prompt), asked, client.model)
+    except ConfigError as error:
+        raise ConfigError(f"--prompt: {error}") from error
+    return asked
+
+
+async def _stream(
+    client: Client, config: DemoConfig, prompt: list[int], max_new_tokens: int, screen: TextIO
+) -> tuple[Generation, str]:
     """Generate greedily and write the text to `screen` as it comes, after the prompt it continues (unless `chat`)."""
     from llmnode.models.streaming import TextStream
 
@@ -120,7 +144,7 @@ async def _stream(client: Client, config: DemoConfig, prompt: list[int], screen:
 
     if not config.chat:
         screen.write(config.prompt)
-    generation = await client.generate(prompt, config.max_new_tokens, on_token=lambda token: show(stream.add(token)))
+    generation = await client.generate(prompt, max_new_tokens, on_token=lambda token: show(stream.add(token)))
     show(stream.finish())
     screen.write("\n")
     return generation, "".join(parts)

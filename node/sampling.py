@@ -1,51 +1,141 @@
-"""How tokens are chosen, as flags say it. Loads torch only when used."""
+"""How tokens are chosen: as flags say it, and where they do not, as the model's generation config does.
+
+Loads torch only when used.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from llmnode.errors import ConfigError
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
+    from transformers import GenerationConfig
 
 SEED_STEP = 1_000_003
 """From one text to the next: a prime, so that seeds that are near each other share none of their texts' seeds soon."""
+LOWEST, HIGHEST = 1e-3, 1e3
+"""Temperatures other than 0: beyond them scores of fp32 have no softmax, or all the same."""
+TEMPERATURE, TOP_P = 1.0, 0.9
+"""Of a model whose generation config does not say that it is sampled, if a flag does."""
+WARPERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""What transformers applies to scores only if it samples."""
+PENALTIES = ("repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "guidance_scale")
+"""What it applies in any case. Flags say nothing of these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen. A `temperature` of 0 takes the likeliest; `seed` makes a run repeatable."""
+    """What flags say of it; None where they say nothing. A `temperature` of 0 takes the likeliest token.
 
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    seed: int | None
+    `otherwise` is the temperature if the model says nothing either: 0, or what dialogues are drawn with.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    otherwise: float = 0.0
+
+    def of(self, config: GenerationConfig) -> Sampler:
+        """Together with the generation config of a model."""
+        from transformers import GenerationConfig
+
+        # What a flag turns on is drawn with the settings of the model, if that has some.
+        asked = bool(self.temperature) if self.temperature is not None else None if self.top_p is None else True
+        by_model = config.do_sample is True
+        draws = asked if asked is not None else by_model or (config.do_sample is None and self.otherwise > 0)
+        penalties = {name: getattr(config, name) for name in PENALTIES}
+        if not draws:
+            return Sampler(None, self.seed, penalties)
+        theirs = GenerationConfig._get_default_generation_params()
+        ours = {"temperature": self.otherwise or TEMPERATURE, "top_p": TOP_P, "top_k": 0}
+        settings = {name: theirs.get(name) for name in WARPERS} | ({} if by_model else ours)
+        settings |= {name: value for name in WARPERS if (value := getattr(config, name)) is not None}
+        flags = {"temperature": self.temperature, "top_p": self.top_p}
+        settings |= {name: value for name, value in flags.items() if value is not None}
+        return Sampler(settings, self.seed, penalties)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """How the tokens of texts are chosen: `settings` are those of `WARPERS`, None for the likeliest token."""
+
+    settings: dict[str, Any] | None  # Any: as a generation config has it
+    seed: int | None = None
+    penalties: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.settings is None
 
     def options(self, number: int = 0) -> dict[str, Any]:  # Any: keyword arguments of transformers' `generate`
-        """For transformers' `generate`, of text `number`: each has a generator of its own, however many are at once."""
-        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": False}
-        if self.temperature:
+        """For transformers' `generate`, of text `number`: each has a generator of its own, however many are at once.
+
+        One token of one text at a time, whatever the generation config says: that is what is streamed.
+        """
+        alone = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
+        options = {**alone, "prompt_lookup_num_tokens": None, "do_sample": False}
+        if self.settings is not None:
             options["logits_processor"] = self._drawn_at_random(number)
         return options
 
+    def as_json(self) -> dict[str, Any]:
+        return {"do_sample": not self.is_greedy, **self._told(), "seed": self.seed}
+
+    def line(self) -> str:
+        how = "the likeliest tokens are taken" if self.is_greedy else "tokens are drawn"
+        told = ", ".join(f"{name} {value}" for name, value in self._told().items())
+        return f"{how} ({told})" if told else how
+
+    def _told(self) -> dict[str, Any]:
+        """Without what changes nothing: 0 and 1 do not, but as a temperature."""
+        settings = {**(self.settings or {}), **self.penalties}
+        return {name: value for name, value in settings.items() if name == "temperature" or value not in (None, 0, 1)}
+
     def _drawn_at_random(self, number: int) -> Any:  # Any: torch is loaded only now
         import torch
-        from transformers import LogitsProcessorList
+        from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
+        from transformers.generation.logits_process import TopPLogitsWarper
 
         generator = torch.Generator()
         if self.seed is None:
             generator.seed()
         else:
             generator.manual_seed((self.seed + SEED_STEP * number) % 2**63)
-        return LogitsProcessorList([_Draws(self.temperature, self.top_p, generator)])
+        settings = dict(self.settings or {})
+        with refusing(TypeError):
+            settings["temperature"] = float(settings["temperature"])
+            # Which warpers there are, in which order, is transformers' to say: these settings make no other processor.
+            config = GenerationConfig(do_sample=True, **settings)
+            of_no_model: Any = GenerationMixin()  # Any: other processors would look at a model, these do not
+            warpers = of_no_model._get_logits_processor(config)
+        top_p = 1.0
+        if warpers and isinstance(warpers[-1], TopPLogitsWarper):  # which sorts the vocabulary, and `draw` does not
+            top_p = warpers.pop().top_p
+        return LogitsProcessorList([*warpers, _Draws(top_p, generator)])
+
+
+@contextmanager
+def refusing(*more: type[Exception]) -> Iterator[None]:
+    """What transformers refuses, of flags or of a model's generation config, is a ConfigError."""
+    kinds: tuple[type[Exception], ...] = (ValueError, *more)
+    try:
+        yield
+    except kinds as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(f"transformers refuses the model's generation_config.json, or the flags: {why}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class _Draws:
     """A logits processor. No function, whose signature transformers would look up for 0.1 ms at each token."""
 
-    temperature: float
     top_p: float
     generator: torch.Generator
 
@@ -53,9 +143,8 @@ class _Draws:
         """scores: (rows, vocabulary). `generate` takes the highest of each row: that is made the one that is drawn."""
         import torch
 
-        warm = scores / self.temperature
-        drawn = [[draw(shares, self.top_p, self.generator)] for shares in warm.softmax(-1)]
-        return warm.scatter_(1, torch.tensor(drawn), math.inf)
+        drawn = [[draw(shares, self.top_p, self.generator)] for shares in scores.softmax(-1)]
+        return scores.scatter(1, torch.tensor(drawn), math.inf)
 
 
 def draw(shares: torch.Tensor, top_p: float, generator: torch.Generator) -> int:

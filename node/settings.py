@@ -15,13 +15,24 @@ import argparse
 import difflib
 import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmnode.core.given import (
+    Unreadable,
+    decode,
+    find_no_text,
+    home_folder,
+    path_from,
+    read_file,
+    recover_text,
+    split_lines,
+)
 from llmnode.errors import ConfigError
+from llmnode.node.values import PATHS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     Options = Mapping[str, Mapping[str, "Option"]]  # by command and name
     Table = dict[str, Any]  # Any: what TOML can hold
@@ -31,6 +42,8 @@ NO_OPTIONS = frozenset(
     {FILE_VARIABLE} | {f"LLMNODE_{name}" for name in ("CACHE", "OFFLINE", "PYTHON", "SETUP_GIB", "VENV")}
 )
 """Variables that mean something else: no option may be given such a name."""
+_MOST_BYTES = 1 << 20
+"""Of the file."""
 
 _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 _FLAGS = (argparse._StoreTrueAction, argparse._StoreFalseAction, argparse.BooleanOptionalAction)
@@ -40,6 +53,7 @@ _TYPES: Mapping[Any, tuple[tuple[type, ...], str]] = {  # Any: an option's conve
     str: _TEXT,
     int: ((int,), "a whole number"),
     float: ((int, float), "a number"),
+    **dict.fromkeys(PATHS, _TEXT),
 }
 _ANY_TYPE = (str, int, float), "text in quotes or a number"  # for an option with a conversion of its own
 
@@ -64,10 +78,13 @@ class Setting:
 
 
 def settings_path(environ: Mapping[str, str]) -> Path:
-    """`$LLMNODE_CONFIG`, else `llmnode/config.toml` in the user's configuration folder, which need not exist."""
-    if chosen := environ.get(FILE_VARIABLE):
-        return Path(chosen).expanduser()
-    return Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "llmnode" / "config.toml"
+    """`$LLMNODE_CONFIG`, else `llmnode/config.toml` in the user's configuration folder, which need not exist.
+
+    Raises ConfigError if there is no such path.
+    """
+    if (chosen := path_from(environ, FILE_VARIABLE)) is not None:
+        return chosen
+    return home_folder(environ, "XDG_CONFIG_HOME", ".config") / "llmnode" / "config.toml"
 
 
 def variable_of(option: str) -> str:
@@ -92,7 +109,7 @@ def parse(
     `parser` cannot be used again. Raises ConfigError, which names the file and key, or the variable.
     """
     if {"-h", "--help", "--version"} & set(argv):  # they must work with a broken file
-        return parser.parse_args(argv)
+        parser.parse_args(argv)  # which ends the program, unless that is some option's value
     options = {command: options_of(of) for command, of in commands.items()}
     settings = read_settings(options, environ)
     for command, of in commands.items():
@@ -103,6 +120,7 @@ def parse(
         if option.action.dest not in given:
             outdone = any(options[chosen][rival].action.dest in given for rival in option.rivals)
             setattr(arguments, option.action.dest, option.default if outdone else settings[chosen][option.name].value)
+        setattr(arguments, option.action.dest, _as_text(option, getattr(arguments, option.action.dest)))
     arguments.settings = settings
     return arguments
 
@@ -116,11 +134,11 @@ def read_settings(options: Options, environ: Mapping[str, str]) -> dict[str, dic
         layers: dict[str, dict[str, Setting]] = {"file": {}, "environment": {}}
         for section, table in (("", common), (f" in [{command}]", tables.get(command, {}))):
             for name in table.keys() & of.keys():
-                value = _from_toml(of[name].action, table[name], f"{path}: {name}{section}")
+                value = _from_toml(of[name].action, table[name], f"{path}: {name}{section}", environ)
                 layers["file"][name] = Setting(value, "file", str(path))
         for name, option in of.items():
             if text := environ.get(variable := variable_of(name)):
-                value = _from_text(option.action, text, variable)
+                value = _from_text(option.action, text, variable, environ)
                 layers["environment"][name] = Setting(value, "environment", variable)
         for name in [name for name in layers["file"] if of[name].rivals & layers["environment"].keys()]:
             del layers["file"][name]
@@ -170,14 +188,17 @@ def _leave_out_rest(
 
 def _read(path: Path, *, must_exist: bool) -> Table:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+        content = read_file(path, str(path), _MOST_BYTES, fix=f"name another in {FILE_VARIABLE}")
+    except Unreadable as error:
+        if not error.is_missing:
+            raise
         if must_exist:
-            raise ConfigError(f"{path} is not there: write it, or unset {FILE_VARIABLE}, which names it") from None
+            raise ConfigError(f"{path} is not there: write it, or unset {FILE_VARIABLE}, which names it") from error
         return {}
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): name another in {FILE_VARIABLE}") from error
-    except ValueError as error:  # TOML's, or UTF-8's
+    text = "\n".join(split_lines(decode(content, str(path))))
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # RecursionError: lists in lists without end
         raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
@@ -203,40 +224,57 @@ def _check_known(names: Iterable[str], known: Collection[str], complaint: str) -
             raise ConfigError(f"{complaint} {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
 
 
-def _from_toml(action: argparse.Action, value: Any, where: str) -> Any:
+def _as_text(option: Option, value: Any) -> Any:
+    """Raises ConfigError for bytes that are no text. In paths they may be: those are no `str`."""
+    if isinstance(value, list):
+        return [_as_text(option, each) for each in value]
+    if not isinstance(value, str):
+        return value
+    text = recover_text(value)
+    if byte := find_no_text(text):
+        raise ConfigError(f"{'--' * bool(option.action.option_strings)}{option.name}: {byte}: write it in UTF-8")
+    return text
+
+
+def _from_toml(action: argparse.Action, value: Any, place: str, environ: Mapping[str, str]) -> Any:
+    try:
+        where = f"{place} = {value!r}"
+    except (ValueError, RecursionError):  # a number of more digits than Python prints; lists in lists
+        where = f"{place} = ..."
     if isinstance(action, _FLAGS):
         if not isinstance(value, bool):
-            raise ConfigError(f"{where} = {value!r}: write true or false")
+            raise ConfigError(f"{where}: write true or false")
         return value is not isinstance(action, argparse._StoreFalseAction)
     values = value if _is_list(action) else [value]
     if not isinstance(values, list):
-        raise ConfigError(f"{where} = {value!r}: write a list")
+        raise ConfigError(f"{where}: write a list")
     accepted, expected = _TYPES.get(action.type, _ANY_TYPE)
     for each in values:
         if not isinstance(each, accepted):
-            raise ConfigError(f"{where} = {value!r}: write {expected}")
-    return _converted(action, [str(each) for each in values], f"{where} = {value!r}")
+            raise ConfigError(f"{where}: write {expected}")
+    return _converted(action, values, where, environ)
 
 
-def _from_text(action: argparse.Action, text: str, variable: str) -> Any:
+def _from_text(action: argparse.Action, text: str, variable: str, environ: Mapping[str, str]) -> Any:
     where = f"{variable}={text}"
     if isinstance(action, _FLAGS):
         if (flag := _WORDS.get(text.lower())) is None:
             raise ConfigError(f"{where}: write true or false")
         return flag is not isinstance(action, argparse._StoreFalseAction)
-    return _converted(action, text.split() if _is_list(action) else [text], where)
+    return _converted(action, text.split() if _is_list(action) else [text], where, environ)
 
 
 def _is_list(action: argparse.Action) -> bool:
     return isinstance(action, argparse._AppendAction) or action.nargs not in (None, "?")
 
 
-def _converted(action: argparse.Action, texts: Sequence[str], where: str) -> Any:
+def _converted(action: argparse.Action, given: Sequence[Any], where: str, environ: Mapping[str, str]) -> Any:
     convert: Any = action.type or str  # Any: it may return anything
+    more = (environ,) if convert in PATHS else ()
     try:
-        values = [convert(text) for text in texts]
+        values = [convert(str(each), *more) for each in given]
     except (TypeError, ValueError, argparse.ArgumentTypeError, ConfigError) as error:
-        raise ConfigError(f"{where}: {f'write {_TYPES[convert][1]}' if convert in _TYPES else error}") from error
+        raise ConfigError(f"{where}: {f'write {_TYPES[convert][1]}' if convert in (int, float) else error}") from error
     for value in values:
         if action.choices is not None and value not in action.choices:
             raise ConfigError(f"{where}: choose {', '.join(map(str, action.choices))}")

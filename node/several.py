@@ -16,17 +16,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.generation.streamers import BaseStreamer
 
 from llmnode.core.beginnings import shared_beginnings
 from llmnode.errors import PeerRefused
+from llmnode.node.terminal import open_console
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
+    from rich.console import Console
     from rich.progress import TaskID
 
     from llmnode.client.cache import SessionCache
@@ -193,7 +194,7 @@ class TokenCounter(BaseStreamer):
 @contextmanager
 def metered(texts: int, console: Console | None = None) -> Iterator[Meter]:
     """On stderr, unless on another `console`."""
-    console = console or Console(stderr=True)
+    console = console or open_console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(
         *columns,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Self
 
-from llmnode.node.commands.options import printable
+from llmnode.node.terminal import open_console, printable, tell
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +35,7 @@ class Telling:
 
     def tell(self, text: str) -> None:
         if self._status is None:
-            print(f"llmnode: {text}", file=sys.stderr)
+            tell(text)
             return
         from rich.text import Text
 
@@ -62,9 +62,7 @@ def terminal() -> Console | None:
     """That of stderr, if it is one: rich is not imported for nothing."""
     if not sys.stderr.isatty():
         return None
-    from rich.console import Console
-
-    return Console(stderr=True)
+    return open_console(stderr=True)
 
 
 def continues(before: str, text: str) -> bool:

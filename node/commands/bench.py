@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmnode.errors import ConfigError
-from llmnode.node.commands.options import add_command, at_least_one
+from llmnode.node.commands.options import MOST_THREADS, add_command, at_least_one
+from llmnode.node.values import model, path
 
 if TYPE_CHECKING:
     import argparse
+    from pathlib import Path
 
     from llmnode.node.commands.options import Commands
 
@@ -78,12 +79,13 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--plot",
-        type=Path,
+        type=path,
         metavar="FILE",
         help="pipeline: draw tokens against time; clients: decodes beside a prefill against it (.svg, .png, .pdf)",
     )
     parser.add_argument(
         "--model",
+        type=model,
         metavar="NAME",
         help="clients, swarm: as for serve, or llama-34m or llama-222m, of random weights (default: the embedded one)",
     )
@@ -94,25 +96,25 @@ def add(commands: Commands) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout's last line")
 
 
-def _plot(path: Path | None) -> Path | None:
+def _plot(file: Path | None) -> Path | None:
     """Raises ConfigError now rather than when all is measured."""
-    if path is None:
+    if file is None:
         return None
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("--plot needs matplotlib: pip install 'llmnode[plot]'") from error
     forms = sorted(Figure().canvas.get_supported_filetypes())
-    if path.suffix[1:] not in forms:
-        raise ConfigError(f"--plot {path}: end its name in one of {', '.join('.' + form for form in forms)}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
-    return path
+    if file.suffix[1:] not in forms:
+        raise ConfigError(f"--plot {file}: end its name in one of {', '.join('.' + form for form in forms)}")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--plot {file}: there is no folder {file.parent}")
+    return file
 
 
 def run(arguments: argparse.Namespace) -> int:
     repeats = at_least_one(5 if arguments.repeats is None else arguments.repeats, "--repeats")
-    threads = at_least_one(arguments.threads, "--threads")
+    threads = at_least_one(arguments.threads, "--threads", MOST_THREADS)
     if arguments.name == "codec":
         from llmnode.node.bench.codec import CodecBench, bench_codec
 
@@ -135,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
     import trio
 
     if arguments.name == "clients":
-        return _clients(arguments, repeats)
+        return _clients(arguments, repeats, threads)
 
     if arguments.name == "failures":
         from llmnode.node.bench.cells import choose
@@ -193,7 +195,7 @@ def run(arguments: argparse.Namespace) -> int:
         from llmnode.node.bench.soak import SoakBench, bench_soak
 
         minutes = arguments.minutes or (0.25 if arguments.thin else 30.0)
-        if minutes < 0:
+        if not 0 < minutes < float("inf"):
             raise ConfigError(f"--minutes {minutes:g}: give more than 0")
         trio.run(bench_soak, SoakBench(minutes, arguments.saturate, arguments.thin, threads, arguments.json))
         return 0
@@ -211,13 +213,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _clients(arguments: argparse.Namespace, repeats: int) -> int:
+def _clients(arguments: argparse.Namespace, repeats: int, threads: int) -> int:
     import trio
 
     from llmnode.node.bench.clients import ClientsBench, bench_clients
 
     tokens, drawn = 64 if arguments.tokens is None else max(2, arguments.tokens), _plot(arguments.plot)
-    asked = (arguments.model, repeats, tokens, arguments.thin, arguments.threads, arguments.json, drawn)
+    asked = (arguments.model, repeats, tokens, arguments.thin, threads, arguments.json, drawn)
     trio.run(bench_clients, ClientsBench(*asked))
     return 0
 
@@ -228,6 +230,6 @@ def _workers(arguments: argparse.Namespace, repeats: int) -> int:
     from llmnode.node.bench.workers import WorkersBench, bench_workers
 
     steps = (40 if arguments.thin else 400) if arguments.tokens is None else max(2, arguments.tokens)
-    threads = at_least_one(arguments.threads, "--threads")
+    threads = at_least_one(arguments.threads, "--threads", MOST_THREADS)
     trio.run(bench_workers, WorkersBench(repeats, steps, arguments.thin, threads, arguments.json))
     return 0

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from llmnode.node.chat import DEFAULT_LENGTH, DEFAULT_NEW_TOKENS, DEFAULT_TEMPERATURE
 from llmnode.node.commands.options import (
     access,
     add_command,
     add_sampling,
     add_swarm,
     at_least_one,
+    new_tokens,
     sampling,
 )
 
@@ -28,18 +31,30 @@ def add(commands: Commands) -> None:
         "  llmnode chat --peers ADDRESS1 ADDRESS2\n  llmnode chat --peers ADDRESS1 ADDRESS2 --temperature 0",
     )
     add_swarm(parser)
-    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of one answer (default 512)")
-    parser.add_argument("--max-length", type=int, default=4096, metavar="N", help="of the dialogue (default 4096)")
-    add_sampling(parser, temperature=0.7)
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help=f"of one answer (default {DEFAULT_NEW_TOKENS}, or what is left of the dialogue)",
+    )
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help=f"tokens of the dialogue (default {DEFAULT_LENGTH}, or the model's context if that is shorter)",
+    )
+    add_sampling(parser, f"tokens are drawn at {DEFAULT_TEMPERATURE:g}")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from llmnode.node.chat import ChatConfig, chat
 
+    length = arguments.max_length
     config = ChatConfig(
         access=access(arguments),
-        sampling=sampling(arguments),
-        max_length=at_least_one(arguments.max_length, "--max-length"),
+        sampling=replace(sampling(arguments), otherwise=DEFAULT_TEMPERATURE),
+        max_new_tokens=new_tokens(arguments) or DEFAULT_NEW_TOKENS,
+        max_length=None if length is None else at_least_one(length, "--max-length"),
     )
     chat(config)
     return 0

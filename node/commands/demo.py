@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmnode.node.commands.options import add_command, add_generation, at_least_one, threads
+from llmnode.node.commands.options import add_command, add_generation, at_least_one, new_tokens, threads
 
 if TYPE_CHECKING:
     import argparse
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = DemoConfig(
         servers=at_least_one(arguments.servers, "--servers"),
         prompt=arguments.prompt,
-        max_new_tokens=at_least_one(arguments.max_new_tokens, "--max-new-tokens"),
+        max_new_tokens=new_tokens(arguments),
         chat=arguments.chat,
         json=arguments.json,
         threads=threads(arguments),

@@ -15,8 +15,9 @@ from llmnode.node.commands.options import (
     add_precision,
     at_least_one,
     precision,
-    printable,
 )
+from llmnode.node.terminal import open_console, printable
+from llmnode.node.values import model
 
 if TYPE_CHECKING:
     import argparse
@@ -38,7 +39,7 @@ def add(commands: Commands) -> None:
         "  llmnode doctor --peers ADDRESS1 ADDRESS2 --json\n\n"
         "the last line is `ready`, or the blocker to mend first; the exit status is then 1",
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("model", nargs="?", type=model, metavar="MODEL", help=MODEL_HELP)
     add_peers(parser, "servers or relays to reach")
     add_listen(parser)
     add_kv_tokens(parser, 32_768)
@@ -53,7 +54,6 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     import trio
-    from rich.console import Console
     from rich.text import Text
 
     from llmnode.net.swarm_key import entry
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         kv_tokens=at_least_one(arguments.kv_tokens, "--kv-tokens"),
         precision=precision(arguments),
     )
-    console = Console(stderr=arguments.json, soft_wrap=True)
+    console = open_console(stderr=arguments.json, soft_wrap=True)
 
     def report(finding: Finding) -> None:
         line = Text.assemble(

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from llmnode.errors import ConfigError
 from llmnode.node.commands.options import (
+    MOST_THREADS,
     access,
     add_command,
     add_generation,
     add_sampling,
     add_swarm,
     at_least_one,
+    new_tokens,
     sampling,
 )
+from llmnode.node.values import path
 
 if TYPE_CHECKING:
     import argparse
+    from pathlib import Path
 
     from llmnode.node.commands.options import Commands
 
@@ -33,7 +39,13 @@ def add(commands: Commands) -> None:
     )
     add_swarm(parser)
     prompts = add_generation(parser)
-    prompts.add_argument("--prompts", metavar="FILE", help="a file of prompts, one a line, instead of --prompt")
+    prompts.add_argument(
+        "--prompts",
+        type=path,
+        metavar="FILE",
+        help="a file of prompts, one a line, instead of --prompt; - is stdin. In UTF-8, or UTF-16 with a byte order "
+        "mark; a line ends at LF, CRLF or CR alone",
+    )
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts for each prompt (default 1)")
     parser.add_argument(
         "--at-once",
@@ -43,39 +55,46 @@ def add(commands: Commands) -> None:
         "(default: 4 for each server that a text goes through)",
     )
     parser.add_argument(
-        "--receipts", type=Path, metavar="FILE", help="write what the servers signed for, for `llmnode verify FILE`"
+        "--receipts", type=path, metavar="FILE", help="write what the servers signed for, for `llmnode verify FILE`"
     )
-    add_sampling(parser, temperature=0.0)
+    add_sampling(parser, "the likeliest tokens")
 
 
-def _writable(path: Path) -> Path:
-    """Raises ConfigError now rather than when all is generated."""
-    from llmnode.errors import ConfigError
-
+def _writable(file: Path) -> Path:
+    """Raises ConfigError now rather than when all is generated. Nothing is left where nothing was."""
+    was_there = os.path.lexists(file)
     try:
-        path.touch()
+        if file.is_file() or not was_there:
+            with file.open("ab"):
+                pass
+        elif file.is_dir():
+            raise IsADirectoryError(None, "Is a directory")
     except OSError as error:
-        raise ConfigError(f"--receipts {path}: cannot be written ({error.strerror})") from error
-    return path
+        raise ConfigError(f"--receipts {file}: cannot be written ({error.strerror})") from error
+    if not was_there:
+        with suppress(OSError):
+            file.unlink()
+    return file
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from llmnode.errors import ConfigError
-    from llmnode.node.generate import GenerateConfig, Prompt, generate, read_prompts
+    from llmnode.node.generate import MOST_TEXTS, GenerateConfig, Prompt, generate, read_prompts
 
-    samples = at_least_one(arguments.samples, "--samples")
+    samples = at_least_one(arguments.samples, "--samples", MOST_TEXTS)
     if arguments.receipts and (arguments.prompts or samples > 1):
         raise ConfigError("--receipts is of one session: give --prompt, not --prompts, and no --samples")
-    if samples > 1 and not arguments.temperature:
-        raise ConfigError(f"--samples {samples} would all be the same: give a --temperature, as 0.8, too")
+    prompts = read_prompts(arguments.prompts) if arguments.prompts else [Prompt(arguments.prompt, "--prompt")]
+    if (texts := len(prompts) * samples) > MOST_TEXTS:
+        raise ConfigError(f"{texts} texts are asked for, of at most {MOST_TEXTS}: give fewer prompts or --samples")
     config = GenerateConfig(
         access=access(arguments),
-        prompts=read_prompts(arguments.prompts) if arguments.prompts else [Prompt(arguments.prompt, "--prompt")],
+        prompts=prompts,
         sampling=sampling(arguments),
+        max_new_tokens=new_tokens(arguments),
         chat=arguments.chat,
         json=arguments.json,
         samples=samples,
-        at_once=None if arguments.at_once is None else at_least_one(arguments.at_once, "--at-once"),
+        at_once=None if arguments.at_once is None else at_least_one(arguments.at_once, "--at-once", MOST_THREADS),
         receipts=_writable(arguments.receipts) if arguments.receipts else None,
     )
     generate(config)

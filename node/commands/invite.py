@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmnode.node.commands.options import add_command, check_peers
+from llmnode.node.terminal import say
+from llmnode.node.values import path
 
 if TYPE_CHECKING:
     import argparse
+    from pathlib import Path
 
     from llmnode.node.commands.options import Commands
 
@@ -28,7 +29,7 @@ def add(commands: Commands) -> None:
         "  llmnode chat --swarm-key INVITE",
     )
     parser.add_argument(
-        "--swarm-key", type=Path, required=True, metavar="FILE", help="the swarm's key; made if there is none"
+        "--swarm-key", type=path, required=True, metavar="FILE", help="the swarm's key; made if there is none"
     )
     parser.add_argument(
         "--peers", nargs="+", default=[], metavar="ADDRESS", help="relays or servers of the swarm, to join it through"
@@ -40,15 +41,15 @@ def run(arguments: argparse.Namespace) -> int:
     from llmnode.net.swarm_key import make_key, read_key, write_invite
 
     check_peers(arguments.peers)
-    path: Path = arguments.swarm_key
-    is_new = not path.exists()
-    invite = write_invite(make_key(path) if is_new else read_key(path), arguments.peers)
+    file: Path = arguments.swarm_key
+    is_new = not file.exists()
+    invite = write_invite(make_key(file) if is_new else read_key(file), arguments.peers)
     if is_new:
-        print(f"llmnode: made the key of a new swarm, {path}", file=sys.stderr)
+        say(f"made the key of a new swarm, {file}")
     if not arguments.peers:
-        print("llmnode: it names no peers to join through: add --peers once one runs", file=sys.stderr)
-    print("llmnode: whoever has this can join: send it to members alone, over what nobody else reads", file=sys.stderr)
+        say("it names no peers to join through: add --peers once one runs")
+    say("whoever has this can join: send it to members alone, over what nobody else reads")
     print(
-        json.dumps({"invite": invite, "swarm_key": str(path), "peers": arguments.peers}) if arguments.json else invite
+        json.dumps({"invite": invite, "swarm_key": str(file), "peers": arguments.peers}) if arguments.json else invite
     )
     return 0

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
-from pathlib import Path
+import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from llmnode.core.model import DTYPES, KV_DTYPES, QUANTS, SAME, Precision
 from llmnode.errors import ConfigError
+from llmnode.node import values
+from llmnode.node.generate import DEFAULT_NEW_TOKENS
+from llmnode.node.terminal import tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,6 +27,9 @@ MODEL_HELP = (
     "default: the embedded SmolLM2-135M-Instruct)"
 )
 DEFAULT_PROMPT = "The three laws of thermodynamics are"
+MOST = 1 << 40
+"""Of whatever is counted: more than any machine has."""
+MOST_THREADS = 1024
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,7 +58,12 @@ def add_generation(parser: Parser) -> argparse._MutuallyExclusiveGroup:
     """Returns the group of --prompt, for what may be given instead."""
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", default=DEFAULT_PROMPT, metavar="TEXT", help=f"(default {DEFAULT_PROMPT!r})")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(default 64)")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help=f"(default {DEFAULT_NEW_TOKENS}, or fewer if the model's context has no room for so many)",
+    )
     parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     parser.add_argument(
         "--json", action="store_true", help="one JSON object a prompt on stdout; the text goes to stderr"
@@ -76,7 +87,7 @@ def add_kv_tokens(
 
 
 def add_swarm(parser: Parser) -> None:
-    parser.add_argument("--model", metavar="NAME", help=MODEL_HELP)
+    parser.add_argument("--model", type=values.model, metavar="NAME", help=MODEL_HELP)
     add_peers(parser, "servers or relays: one that knows the others is enough")
     add_precision(
         parser,
@@ -112,8 +123,10 @@ def add_peers(parser: Parser, what: str) -> None:
     parser.add_argument("--peers", nargs="+", default=[], metavar="ADDRESS", help=what)
     parser.add_argument(
         "--swarm-key",
+        type=values.swarm_key,
         metavar="INVITE|FILE",
-        help="of a private swarm: an invite, which names peers too, or the file of its key (see `llmnode invite`)",
+        help="of a private swarm: an invite, which names peers too, or a file with its key or with an invite "
+        "(see `llmnode invite`)",
     )
 
 
@@ -146,7 +159,7 @@ def precision(arguments: argparse.Namespace) -> Precision:
 def add_identity(parser: Parser) -> None:
     parser.add_argument(
         "--identity",
-        type=Path,
+        type=values.path,
         metavar="FILE",
         help="keep the node's key there, made if missing: its peer id then lasts (default: a fresh one each time)",
     )
@@ -182,32 +195,40 @@ def add_relay(parser: Parser) -> None:
     )
 
 
-def add_sampling(parser: Parser, temperature: float) -> None:
+def add_sampling(parser: Parser, otherwise: str) -> None:
+    """`otherwise`: what is done if neither flags nor the model's generation config say how tokens are chosen."""
     parser.add_argument(
         "--temperature",
         type=float,
-        default=temperature,
         metavar="T",
-        help=f"0 takes the likeliest (default {temperature})",
+        help="0 takes the likeliest tokens, more draws among them (default: the temperature, top_k, top_p and so on of "
+        f"the model's generation_config.json if that has do_sample; else {otherwise})",
     )
-    parser.add_argument("--top-p", type=float, default=0.9, metavar="P", help="of the likeliest tokens (default 0.9)")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="draw one of the likeliest tokens that together have this probability (default: as the model's "
+        "generation_config.json has it, else 0.9)",
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="makes a run repeatable")
 
 
 def sampling(arguments: argparse.Namespace) -> Sampling:
-    """From the options of `add_sampling` and --max-new-tokens. Raises ConfigError."""
-    from llmnode.node.sampling import Sampling
+    """From the options of `add_sampling`. Raises ConfigError."""
+    from llmnode.node.sampling import HIGHEST, LOWEST, Sampling
 
-    if arguments.temperature < 0:
-        raise ConfigError(f"--temperature {arguments.temperature:g}: give 0 or more")
-    if not 0 < arguments.top_p <= 1:
+    if arguments.temperature and not LOWEST <= arguments.temperature <= HIGHEST:
+        limits = "0 or more" if arguments.temperature < 0 else f"0, or {LOWEST:g} to {HIGHEST:g}"
+        raise ConfigError(f"--temperature {arguments.temperature:g}: give {limits}")
+    if arguments.top_p is not None and not 0 < arguments.top_p <= 1:
         raise ConfigError(f"--top-p {arguments.top_p:g}: give more than 0 and at most 1")
-    return Sampling(
-        max_new_tokens=at_least_one(arguments.max_new_tokens, "--max-new-tokens"),
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-    )
+    return Sampling(temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed)
+
+
+def new_tokens(arguments: argparse.Namespace) -> int | None:
+    """--max-new-tokens, None for as many as fit. Raises ConfigError."""
+    return None if arguments.max_new_tokens is None else at_least_one(arguments.max_new_tokens, "--max-new-tokens")
 
 
 def check_peers(peers: Sequence[str]) -> None:
@@ -220,7 +241,7 @@ def check_peers(peers: Sequence[str]) -> None:
 
 def log_to_stderr(level: int = logging.INFO, form: str = "%(asctime)s %(message)s") -> None:
     """Of our own modules: by default what operators need (--verbose)."""
-    handler = logging.StreamHandler()
+    handler = _Told()
     handler.setFormatter(logging.Formatter(form))
     ours = logging.getLogger("llmnode")
     ours.handlers = [handler]
@@ -229,9 +250,23 @@ def log_to_stderr(level: int = logging.INFO, form: str = "%(asctime)s %(message)
     logging.getLogger().addHandler(logging.NullHandler())
 
 
+class _Told(logging.Handler):
+    """Each record is a line of ours on stderr, whatever that is by then."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)
+            trace = record.exc_text or ""  # of a bug, for whoever mends it
+            tell(text.removesuffix(f"\n{trace}"))
+            if trace:
+                print(trace, file=sys.stderr)
+        except Exception:  # noqa: BLE001 - as every handler: logging must not end what logs
+            self.handleError(record)
+
+
 def threads(arguments: argparse.Namespace) -> int | None:
     """--threads, None for torch's own choice. Raises ConfigError."""
-    return None if arguments.threads is None else at_least_one(arguments.threads, "--threads")
+    return None if arguments.threads is None else at_least_one(arguments.threads, "--threads", MOST_THREADS)
 
 
 def access(arguments: argparse.Namespace) -> Access:
@@ -252,13 +287,10 @@ def access(arguments: argparse.Namespace) -> Access:
     )
 
 
-def at_least_one(value: int, flag: str) -> int:
+def at_least_one(value: int, flag: str, most: int = MOST) -> int:
     """Raises ConfigError."""
     if value < 1:
         raise ConfigError(f"{flag} {value}: give at least 1")
+    if value > most:
+        raise ConfigError(f"{flag} {value}: give at most {most}")
     return value
-
-
-def printable(text: str) -> str:
-    """A peer's words may be in it: nothing of theirs may steer the terminal."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

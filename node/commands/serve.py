@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,8 @@ from llmnode.node.commands.options import (
     log_to_stderr,
     threads,
 )
+from llmnode.node.terminal import tell
+from llmnode.node.values import model
 
 if TYPE_CHECKING:
     import argparse
@@ -43,7 +44,7 @@ def add(commands: Commands) -> None:
         "  llmnode serve --listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/203.0.113.7/tcp/4001  (behind a port forward)\n"
         "  llmnode serve --peers RELAY --relay RELAY        (behind a NAT: the address that `llmnode relay` printed)",
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("model", nargs="?", type=model, metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
         "--blocks",
         default="auto",
@@ -181,11 +182,7 @@ async def _warn_if_unreached(node: RunningNode, as_json: bool) -> None:
         if as_json:
             event = {"event": "unreached", "nat": str(reach.nat), "host": reach.host, "text": text, "fix": fix}
             print(json.dumps(event), flush=True)
-        _report(f"{text}; {fix}")
-
-
-def _report(text: str) -> None:
-    print(f"llmnode: {text}", file=sys.stderr)
+        tell(f"{text}; {fix}")
 
 
 def _report_json(text: str) -> None:
@@ -193,7 +190,7 @@ def _report_json(text: str) -> None:
 
 
 def _addresses(addresses: Sequence[str]) -> None:
-    _report(f"now reached at {' '.join(addresses)}" if addresses else "not reached any more: no relay reserves for us")
+    tell(f"now reached at {' '.join(addresses)}" if addresses else "not reached any more: no relay reserves for us")
 
 
 def _addresses_json(addresses: Sequence[str]) -> None:
@@ -202,16 +199,16 @@ def _addresses_json(addresses: Sequence[str]) -> None:
 
 
 def _worker(text: str, _serves: bool) -> None:
-    _report(text)
+    tell(text)
 
 
 def _worker_json(text: str, serves: bool) -> None:
     print(json.dumps({"event": "worker", "serves": serves, "text": text}), flush=True)
-    _report(text)
+    tell(text)
 
 
 def _draining(sessions: int) -> None:
-    _report(_left(sessions))
+    tell(_left(sessions))
 
 
 def _draining_json(sessions: int) -> None:

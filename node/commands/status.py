@@ -6,7 +6,8 @@ import json
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from llmnode.node.commands.options import add_command, add_peers, printable, way_in
+from llmnode.node.commands.options import add_command, add_peers, way_in
+from llmnode.node.terminal import open_console, printable
 
 if TYPE_CHECKING:
     import argparse
@@ -85,9 +86,7 @@ async def _ask(to: Entry) -> tuple[list[Announcement], dict[PeerId, Description]
 
 
 def _show(models: Sequence[ModelStatus]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
+    console = open_console(stderr=False, highlight=False)
     if not models:
         console.print("nobody serves anything: start with `llmnode serve`")
     for model in models:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmnode.core.given import read_file
 from llmnode.errors import ConfigError
-from llmnode.node.commands.options import add_command, printable
+from llmnode.node.commands.options import add_command
+from llmnode.node.terminal import printable
+from llmnode.node.values import path
 
 if TYPE_CHECKING:
     import argparse
@@ -36,17 +38,19 @@ def add(commands: Commands) -> None:
         "the exit status is 1 if anything is wrong: a signature, a gap, a chain that does not join, two receipts that\n"
         "contradict each other",
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="what a session exported")
+    parser.add_argument("file", type=path, metavar="FILE", help="what a session exported")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from llmnode.client.audit import audit
-    from llmnode.client.transcript import parse
+    from llmnode.client.transcript import MOST_BYTES, parse
     from llmnode.net.identity import is_signed
 
+    content = read_file(arguments.file, str(arguments.file), MOST_BYTES, fix="name a file that a session exported")
+
     try:
-        transcript = parse(_read(arguments.file))
+        transcript = parse(content)
     except ConfigError as error:
         raise ConfigError(f"{arguments.file}: {error}") from error
     found = audit(transcript, is_signed)
@@ -55,17 +59,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(_lines(transcript, found))
     return EXIT_WRONG if found.problems else 0
-
-
-def _read(path: Path) -> bytes:
-    """Raises ConfigError."""
-    from llmnode.client.transcript import MOST_BYTES
-
-    try:
-        with path.open("rb") as file:
-            return file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot be read ({error.strerror}): name a file that a session exported") from error
 
 
 def _lines(transcript: Transcript, found: Audit) -> str:

@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, LogitsProcessorList
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
 from llmnode.models.embedded import open_embedded
@@ -65,7 +65,7 @@ def ours_ms(processors: Any, scores: torch.Tensor) -> list[float]:  # Any: of tr
 
 
 def pairs(temperature: float, top_p: float, scores: torch.Tensor) -> Iterator[tuple[list[float], list[float]]]:
-    processors = Sampling(1, temperature, top_p, seed=1).options()["logits_processor"]
+    processors = Sampling(temperature, top_p, seed=1).of(GenerationConfig()).options()["logits_processor"]
     for number, row in enumerate(scores):
         if number % 2:
             ours = ours_ms(processors, row[None].clone())

@@ -156,7 +156,7 @@ def test_a_turn_of_a_dialogue_runs_only_what_is_new(model: Any, monkeypatch: pyt
         return run_rows(cache, hidden)
 
     monkeypatch.setattr(SessionCache, "run_rows", counted)
-    dialogue = Dialogue(model, Sampling(max_new_tokens=6, temperature=0, top_p=1, seed=None), max_length=256)
+    dialogue = Dialogue(model, Sampling().of(model.generation_config), max_new_tokens=6, max_length=256)
     dialogue.answer("Name three fruits, please, and tell me which of them grows in the north.", StopFlag())
     first_prompt, ran[:] = ran[0], []
     dialogue.answer("And now?", StopFlag())

@@ -92,7 +92,10 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["verify", "/nowhere"], "/nowhere: cannot be read (No such file or directory): name a file that a session"),
         (["verify", "/"], "/: cannot be read (Is a directory)"),
         (["verify", "/dev/null"], "/dev/null: not JSON"),
-        (["verify", "/dev/zero"], "/dev/zero: a transcript has at most"),
+        (
+            ["verify", "/dev/zero"],
+            "/dev/zero: has more than 16777216 bytes, which is the most: name a file that a session exported",
+        ),
     ],
 )
 def test_a_wrong_argument_is_one_line_that_names_the_fix(
@@ -107,7 +110,7 @@ def test_a_wrong_argument_is_one_line_that_names_the_fix(
 def test_a_warning_is_told_once_whatever_libraries_log() -> None:
     program = (
         "import logging; from llmnode.node.commands.options import log_to_stderr\n"
-        "log_to_stderr(logging.WARNING, 'llmnode: %(message)s')\n"
+        "log_to_stderr(logging.WARNING, '%(message)s')\n"
         "logging.debug('as py-libp2p does')\n"
         "logging.getLogger('llmnode.client.session').warning('waiting')"
     )

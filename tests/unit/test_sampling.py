@@ -9,10 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
-from llmnode.node.sampling import Sampling, draw, likelier_than, stays
+from llmnode.errors import ConfigError
+from llmnode.node.sampling import WARPERS, Sampling, draw, likelier_than, stays
 
+PLAIN = GenerationConfig()
 VOCABULARY = 49_152
 ROUNDING = 1e-6
 """A token whose tail is so near to 1 - top_p may be on either side: a softmax of sorted scores is rounded otherwise."""
@@ -93,7 +96,7 @@ def test_tokens_come_as_often_as_the_softmax_of_what_is_left_says(scores: list[f
     given_scores = torch.tensor(scores)
     left: Any = TemperatureLogitsWarper(temperature)(None, given_scores[None])
     left = TopPLogitsWarper(top_p)(None, left)[0].softmax(0)
-    processors = Sampling(1, temperature, top_p, seed=2).options()["logits_processor"]
+    processors = Sampling(temperature, top_p, seed=2).of(PLAIN).options()["logits_processor"]
     drawn = processors(None, given_scores.repeat(rows, 1)).argmax(dim=-1)
     found = torch.bincount(drawn, minlength=len(scores)) / rows
     if scores == [0.0] * 8:  # any as many may be left
@@ -114,10 +117,92 @@ def test_a_row_is_drawn_of_its_own_scores() -> None:
     scores = torch.full((3, 5), -math.inf)
     scores[0, 4] = scores[1, 0] = scores[2, 3] = -7.0
     for top_p in (0.5, 1.0):
-        marked = Sampling(1, 0.8, top_p, seed=1).options()["logits_processor"](None, scores)
+        marked = Sampling(0.8, top_p, seed=1).of(PLAIN).options()["logits_processor"](None, scores)
         assert marked.argmax(dim=-1).tolist() == [4, 0, 3]
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
 def test_scores_that_have_no_softmax_give_some_token(score: float) -> None:
     assert draw(torch.full((4,), score).softmax(0), 0.9, torch.Generator()) == 0
+
+
+# What is said of it: by flags, by the model, by neither
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=16, **shape))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"temperature": 0.6, "top_p": 0.9},
+        {"do_sample": False, "temperature": 0.6},
+        {"do_sample": True},
+        {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20},
+        {"do_sample": True, "temperature": 2, "top_k": 0, "min_p": 0.05},
+        {"do_sample": True, "typical_p": 0.7, "epsilon_cutoff": 0.01, "eta_cutoff": 0.01},
+    ],
+)
+def test_without_flags_a_model_is_sampled_as_transformers_would(config: dict[str, Any], small: Any) -> None:
+    small.generation_config = GenerationConfig(**config)
+    theirs, _ = small._prepare_generation_config(None)
+    ours = Sampling().of(small.generation_config)
+    assert ours.is_greedy == (not theirs.do_sample)
+    if ours.settings is not None:
+        assert ours.settings == {name: getattr(theirs, name) for name in WARPERS}
+        theirs.temperature = float(theirs.temperature)  # an int they refuse
+        expected = [type(each) for each in small._get_logits_processor(theirs)]
+        *warpers, _draws = ours.options()["logits_processor"]
+        assert [type(each) for each in warpers] == [each for each in expected if each is not TopPLogitsWarper]
+
+
+DIALOGUE = 0.7
+SAMPLED = {"do_sample": True, "temperature": 0.6, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("flags", "config", "told"),
+    [
+        ({}, {}, {"do_sample": False}),
+        ({}, {"repetition_penalty": 1.2}, {"do_sample": False, "repetition_penalty": 1.2}),
+        ({"temperature": 0.8}, {}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9}),
+        ({"top_p": 0.5}, {}, {"do_sample": True, "temperature": 1.0, "top_p": 0.5}),
+        ({"temperature": 0.8}, {"top_p": 0.3}, {"do_sample": True, "temperature": 0.8, "top_p": 0.3}),
+        ({"temperature": 0.0}, SAMPLED, {"do_sample": False}),
+        ({"temperature": 0.0, "top_p": 0.5}, SAMPLED, {"do_sample": False}),
+        ({"temperature": 0.8}, SAMPLED, {"do_sample": True, "temperature": 0.8, "top_k": 20}),
+        ({"top_p": 0.5}, SAMPLED, {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.5}),
+        ({"otherwise": DIALOGUE}, {}, {"do_sample": True, "temperature": 0.7, "top_p": 0.9}),
+        ({"otherwise": DIALOGUE}, {"do_sample": False}, {"do_sample": False}),
+        ({"otherwise": DIALOGUE}, SAMPLED, {"do_sample": True, "temperature": 0.6, "top_k": 20}),
+        ({"otherwise": DIALOGUE, "temperature": 0.0}, {}, {"do_sample": False}),
+    ],
+)
+def test_flags_go_before_the_model(flags: dict[str, Any], config: dict[str, Any], told: dict[str, Any]) -> None:
+    sampler = Sampling(**flags, seed=5).of(GenerationConfig(**config))
+    assert sampler.as_json() == told | {"seed": 5}
+    assert sampler.line().startswith("tokens are drawn (temperature" if told["do_sample"] else "the likeliest tokens")
+
+
+def test_the_likeliest_of_one_is_taken_however_it_is_drawn() -> None:
+    """A model whose top_k is 1 is deterministic, as with transformers."""
+    sampler = Sampling().of(GenerationConfig(do_sample=True, top_k=1, temperature=5.0))
+    scores = torch.randn(40, 30)
+    drawn = sampler.options()["logits_processor"](None, scores.clone()).argmax(-1)
+    assert drawn.tolist() == scores.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    "config", [{"temperature": 0}, {"temperature": -1.0}, {"top_k": -3}, {"top_p": 3.0, "min_p": 7.0}]
+)
+def test_a_generation_config_that_transformers_refuses_is_an_error_of_one_line(config: dict[str, Any]) -> None:
+    sampler = Sampling().of(GenerationConfig(do_sample=True, **config))
+    with pytest.raises(
+        ConfigError, match=r"^transformers refuses the model's generation_config\.json, or the flags: "
+    ) as e:
+        sampler.options()
+    assert "\n" not in str(e.value)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
 from typing import TYPE_CHECKING
 
 import pytest
 
 from llmnode.errors import ConfigError
+from llmnode.node.cli import main
 from llmnode.node.commands.options import Parser
 from llmnode.node.settings import parse, settings_path, without_settings
 
@@ -199,6 +202,67 @@ def test_an_error_names_the_variable(run: Run, variable: str, text: str, complai
     with pytest.raises(ConfigError) as raised:
         run("bake", OVENS, {variable: text})
     assert str(raised.value) == complaint
+
+
+def test_paths_may_have_variables_where_no_shell_has_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in os.environ if name.startswith("LLMNODE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", "/the/home")
+    file = tmp_path / "my.toml"
+    file.write_text("identity = '$HOME/id'\nmodel = '~/m'\nswarm-key = '~/key'\n[chat]\nmodel = 'org/name'\n")
+    monkeypatch.setenv("LLMNODE_CONFIG", str(file))
+    monkeypatch.setenv("LLMNODE_PROMPTS", "${HOME}/prompts")
+    assert main(["config", "--json"]) == 0
+    commands = json.loads(capsys.readouterr().out)["commands"]
+    assert commands["serve"]["identity"]["value"] == "/the/home/id"
+    assert commands["serve"]["model"]["value"] == "/the/home/m"
+    assert commands["chat"]["model"]["value"] == "org/name"
+    assert commands["chat"]["swarm-key"]["value"] == "/the/home/key"
+    assert commands["generate"]["prompts"]["value"] == "/the/home/prompts"
+    monkeypatch.setenv("LLMNODE_PROMPTS", "$NOPE/x")
+    assert main(["config"]) == 2
+    assert "llmnode: LLMNODE_PROMPTS=$NOPE/x: the variable NOPE is not set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("end", ["\r\n", "\r"])
+def test_the_file_is_read_as_editors_save_it(run: Run, tmp_path: Path, encoding: str, end: str) -> None:
+    (tmp_path / "w.toml").write_bytes(f"name = 'é\u2028'{end}[bake]{end}loaves = 3{end}".encode(encoding))
+    found = run("bake --ovens a", environ={"LLMNODE_CONFIG": str(tmp_path / "w.toml")})
+    assert (found.name, found.loaves) == ("é\u2028", 3)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"loaves = 2\nname = '\xe9'", ", line 2, byte 9: 0xe9 is no UTF-8: save it as UTF-8"),
+        (b"loaves = 2\0", ", line 1, byte 11: a NUL, which no text has: save it as UTF-8"),
+        (b"loaves = 0x" + b"f" * 5000, ": loaves = ...: write a whole number"),
+        (b"loaves = " + b"9" * 5000, " is not TOML: "),
+        (b"ovens = " + b"[" * 5000, " is not TOML: "),
+        (b"#" * (1 << 20) + b"#", ": has more than 1048576 bytes"),
+    ],
+)
+def test_a_file_of_any_bytes_is_refused_in_a_line(run: Run, tmp_path: Path, content: bytes, complaint: str) -> None:
+    (tmp_path / "w.toml").write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        run("bake --ovens a", environ={"LLMNODE_CONFIG": str(tmp_path / "w.toml")})
+    assert str(raised.value).startswith(f"{tmp_path / 'w.toml'}{complaint}")
+    assert "\n" not in str(raised.value)
+
+
+def test_bytes_that_are_no_text_are_refused_by_option(run: Run) -> None:
+    with pytest.raises(ConfigError, match=r"^--name: 0xff after 1 characters is no UTF-8: write it in UTF-8$"):
+        run("bake --ovens a --name é\udcff")
+    with pytest.raises(ConfigError, match=r"^--ovens: 0xff after 0 characters"):
+        run("bake", environ={"LLMNODE_OVENS": "a \udcff"})
+    assert run("bake --ovens a --name \udcc3\udca9").name == "é"
+
+
+def test_help_may_be_a_value(run: Run) -> None:
+    assert run("bake --ovens a -- --help").dough == "--help"
 
 
 def test_where_the_file_is() -> None:

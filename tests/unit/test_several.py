@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from transformers import GenerationConfig
 
 from llmnode.node.sampling import Sampling
 from llmnode.node.several import AT_ONCE_PER_STAGE, all_at_once, metered
@@ -140,13 +141,15 @@ def test_texts_that_are_printed_into_a_file_are_not_shown_on_the_terminal(capsys
 
 def drawn(sampling: Sampling, scores: torch.Tensor, number: int = 0) -> list[int]:
     """scores: (rows, vocabulary). What `generate` takes of each row: the highest of what it is handed back."""
-    choices: list[int] = sampling.options(number)["logits_processor"](None, scores).argmax(dim=-1).tolist()
+    choices: list[int] = (
+        sampling.of(GenerationConfig()).options(number)["logits_processor"](None, scores).argmax(dim=-1).tolist()
+    )
     return choices
 
 
 def test_tokens_are_drawn_from_the_softmax_of_what_top_p_leaves() -> None:
     shares = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    sampling = Sampling(max_new_tokens=1, temperature=1.0, top_p=0.9, seed=3)
+    sampling = Sampling(temperature=1.0, top_p=0.9, seed=3)
     rows = 20_000
     found = torch.bincount(torch.tensor(drawn(sampling, shares.log().repeat(rows, 1))), minlength=4) / rows
     left = torch.tensor([0.5, 0.3, 0.15, 0.0]) / 0.95
@@ -155,9 +158,9 @@ def test_tokens_are_drawn_from_the_softmax_of_what_top_p_leaves() -> None:
 
 
 def test_each_text_is_drawn_with_a_seed_of_its_own_and_repeats() -> None:
-    sampling = Sampling(max_new_tokens=1, temperature=0.7, top_p=1.0, seed=11)
+    sampling = Sampling(temperature=0.7, top_p=1.0, seed=11)
     scores = torch.zeros(64, 1000)
     first, second = drawn(sampling, scores), drawn(sampling, scores, number=1)
     assert first == drawn(sampling, scores)
     assert first != second
-    assert drawn(Sampling(1, 0.7, 1.0, None), scores) != drawn(Sampling(1, 0.7, 1.0, None), scores)
+    assert drawn(Sampling(0.7, 1.0), scores) != drawn(Sampling(0.7, 1.0), scores)

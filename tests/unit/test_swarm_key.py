@@ -63,7 +63,7 @@ def test_a_file_that_is_not_there_open_to_others_or_a_folder_is_refused_with_the
     with pytest.raises(ConfigError, match="chmod 600"):
         entry([], str(path))
     os.chmod(tmp_path, 0o700)
-    with pytest.raises(ConfigError, match="cannot read the swarm key"):
+    with pytest.raises(ConfigError, match=r"the swarm key .*: cannot be read \(Is a directory\)"):
         entry([], tmp_path)
 
 

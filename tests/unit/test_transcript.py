@@ -113,6 +113,11 @@ def test_an_export_is_read_back_as_it_was() -> None:
     assert [each.kept for each in read.passages] == [6, 6, 2]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+def test_an_export_that_an_editor_saved_is_read(encoding: str) -> None:
+    assert parse(json.dumps(FILE, indent=1).replace("\n", "\r\n").encode(encoding)) == parse(text_of(FILE))
+
+
 @pytest.mark.parametrize("path", ALL, ids=lambda path: ".".join(map(str, path)))
 def test_a_changed_field_is_noticed(path: Path) -> None:
     """By the client's signature, if by nothing else."""
@@ -250,8 +255,8 @@ def at(path: str, value: object) -> bytes:
 
 REFUSED: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "not JSON"),
-    "not text": (b"\xff\xfe\x00", "not JSON"),
-    "another encoding": (json.dumps(FILE).encode("utf-16"), "not JSON"),
+    "not text": (b"{\n \xff}", "line 2, byte 2: 0xff is no UTF-8: save it as UTF-8"),
+    "half a character": (b"\xff\xfe\x00", "line 1, byte 1: 0x00 is no UTF-16-LE"),
     "cut": (text_of(FILE)[:-1], "not JSON"),
     "deep": (b"[" * 100_000, "not JSON"),
     "deep objects": (b'{"a":' * 100_000, "not JSON"),

@@ -52,17 +52,30 @@ class Generation:
 
 def check_length(prompt_tokens: int, max_new_tokens: int, model: ModelInfo) -> int:
     """The session length for this generation. Raises ConfigError before any work is done."""
-    if prompt_tokens < 1:
-        raise ConfigError("the prompt is empty: give at least one token")
+    room = room_for(prompt_tokens, model)
     if max_new_tokens < 1:
         raise ConfigError(f"{max_new_tokens} new tokens asked for: at least 1 is needed")
-    total = prompt_tokens + max_new_tokens
-    if total > model.context_tokens:
+    if max_new_tokens > room:
         raise ConfigError(
             f"{prompt_tokens} prompt tokens and {max_new_tokens} new ones exceed the model's context of "
-            f"{model.context_tokens}: shorten the prompt or ask for at most {model.context_tokens - prompt_tokens}"
+            f"{model.context_tokens}: shorten the prompt or ask for at most {room}"
         )
-    return total
+    return prompt_tokens + max_new_tokens
+
+
+def room_for(prompt_tokens: int, model: ModelInfo) -> int:
+    """How many new tokens fit the model's context after the prompt, at least one. Raises ConfigError."""
+    if prompt_tokens < 1:
+        raise ConfigError(
+            "the prompt is empty, and this model's tokenizer puts no token before it: give at least one token to go "
+            "on from"
+        )
+    if prompt_tokens >= model.context_tokens:
+        raise ConfigError(
+            f"{prompt_tokens} prompt tokens and a new one exceed the model's context of {model.context_tokens}: "
+            f"shorten the prompt to at most {model.context_tokens - 1}"
+        )
+    return model.context_tokens - prompt_tokens
 
 
 async def generate_greedy(

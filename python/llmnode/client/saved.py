@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from llmnode import _native
+from llmnode.core.given import read_file
 from llmnode.core.ids import SESSION_ID_BYTES, Epoch, PeerId, SessionId
 from llmnode.core.model import PRECISIONS
 from llmnode.core.policy import LinkPolicy
@@ -164,13 +165,7 @@ def write(path: Path, content: bytes) -> None:
 
 def read(path: Path) -> SavedSession:
     """Raises ConfigError if the file cannot be read, is no session, or is open to others."""
-    try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_mode & 0o077:
-                raise ConfigError(f"the session {path} can be read by others, and its key is in it: `chmod 600 {path}`")
-            content = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot read the session {path} ({error.strerror}): name another file") from error
+    content = read_file(path, f"the session {path}", MOST_BYTES, secret=True)
     try:
         return parse(content)
     except ConfigError as error:

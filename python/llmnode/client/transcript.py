@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from llmnode.core.given import decode
 from llmnode.core.ids import SESSION_ID_BYTES, Epoch, PeerId, SessionId, Step
 from llmnode.core.model import PRECISIONS
 from llmnode.core.span import Span
@@ -122,8 +123,8 @@ def parse(text: bytes) -> Transcript:
     if len(text) > MOST_BYTES:
         raise ConfigError(f"a transcript has at most {MOST_BYTES} bytes")
     try:
-        values = json.loads(text.decode(), object_pairs_hook=_without_repeats, parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number beyond Python's limit, too deep
+        values = json.loads(decode(text), object_pairs_hook=_without_repeats, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:  # not JSON, a number beyond Python's limit, too deep
         raise ConfigError(f"not JSON ({error})") from error
     top = _Fields(values, "")
     if top.take("format") != FORMAT:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
+from typing import TYPE_CHECKING
 
+from llmnode.core.given import home_folder, path_from
 from llmnode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """`$LLMNODE_CACHE`, else `llmnode` in the user's cache folder."""
-    if chosen := os.environ.get("LLMNODE_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmnode"
+    """`$LLMNODE_CACHE`, else `llmnode` in the user's cache folder. Raises ConfigError if there is no such path."""
+    if (chosen := path_from(os.environ, "LLMNODE_CACHE")) is not None:
+        return chosen
+    return home_folder(os.environ, "XDG_CACHE_HOME", ".cache") / "llmnode"
 
 
 def require_room(folder: Path, needed_bytes: int, variable: str = "LLMNODE_CACHE") -> None:

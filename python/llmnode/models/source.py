@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmnode.core.given import expand_path
 from llmnode.errors import ConfigError
 from llmnode.models.embedded import EMBEDDED_MODEL, open_embedded
 from llmnode.models.folder import open_folder
@@ -28,7 +28,13 @@ def open_model(name: str | None = None, report: Callable[[str], None] = lambda _
     """
     if name is None or name == EMBEDDED_MODEL:
         return open_embedded(report)
-    path = Path(name).expanduser()
+    path = expand_path(name)
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # a name on the hub
+    except OSError as error:
+        raise ConfigError(f"the model {name}: cannot be read ({error.strerror})") from error
     if path.is_dir():
         return open_folder(path.resolve(), path.resolve().name, "local")
     if path.is_file():

@@ -10,6 +10,7 @@ from libp2p.crypto.ed25519 import Ed25519PrivateKey, Ed25519PublicKey, create_ne
 from libp2p.crypto.keys import KeyPair
 from libp2p.peer.id import ID
 
+from llmnode.core.given import Unreadable, expand_path, read_file
 from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
 
 _SEED_BYTES = 32
+_MOST_BYTES = 1 << 16
+"""Of a file that may be something else."""
 
 
 def fresh_identity() -> KeyPair:
@@ -29,17 +32,13 @@ def open_identity(path: Path) -> KeyPair:
 
     Raises ConfigError if it cannot be read or written, is no identity, or is open to others.
     """
+    path = expand_path(str(path))
     try:
-        try:
-            descriptor = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            return _make(path)
-        with open(descriptor, "rb") as file:
-            if os.fstat(descriptor).st_mode & 0o077:
-                raise ConfigError(f"the identity {path} can be read by others: `chmod 600 {path}`")
-            seed = file.read(_SEED_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot use the identity {path} ({error.strerror}): name another file") from error
+        seed = read_file(path, f"the identity {path}", _MOST_BYTES, secret=True)
+    except Unreadable as error:
+        if not error.is_missing:
+            raise
+        return _make(path)
     if len(seed) != _SEED_BYTES:
         raise ConfigError(f"{path} is no identity: name another file, or remove it to have one made")
     return identity_of(seed)
@@ -74,8 +73,11 @@ def _key_of(peer: PeerId) -> Ed25519PublicKey | None:
 
 def _make(path: Path) -> KeyPair:
     key_pair = create_new_key_pair()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(key_pair.private_key.to_bytes())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(key_pair.private_key.to_bytes())
+    except OSError as error:
+        raise ConfigError(f"the identity {path}: cannot be written ({error.strerror}): name another file") from error
     return key_pair

@@ -12,26 +12,27 @@ import binascii
 import os
 import secrets
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgpack
 
 from llmnode import _native
+from llmnode.core.given import Unreadable, decode, expand_path, read_file, split_lines
 from llmnode.errors import ConfigError
 from llmnode.wire.messages import ADDRESS_CHARS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 KEY_BYTES = 32
 INVITE = "llmnode-invite-"
 INVITED_PEERS = 16
 """Addresses in an invite, at most: one that knows the others is enough."""
 _HEADER = "/key/swarm/psk/1.0.0/\n/base16/\n"
-_FILE_BYTES = 4096
 _CHECK_BYTES = 4
 _INVITE_CHARS = 2 * (INVITED_PEERS * ADDRESS_CHARS + 100)
+_FILE_BYTES = 2 * _INVITE_CHARS  # an invite in UTF-16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,34 +44,51 @@ class Entry:
 
 
 def entry(peers: Sequence[str], swarm_key: str | Path | None) -> Entry:
-    """`swarm_key` is an invite, whose peers are added to `peers`, or names a file that there is. Raises ConfigError."""
+    """`swarm_key` is an invite, whose peers are added to `peers`, or names a file with one, or with the key itself.
+
+    Raises ConfigError.
+    """
     if swarm_key is None:
         return Entry(tuple(peers))
-    if isinstance(swarm_key, str) and swarm_key.startswith(INVITE):
-        invited = read_invite(swarm_key)
-        return Entry(tuple(dict.fromkeys((*peers, *invited.peers))), invited.key)
-    return Entry(tuple(peers), read_key(Path(swarm_key)))
+    if not isinstance(swarm_key, str) or not swarm_key.strip().startswith(INVITE):
+        path = expand_path(str(swarm_key))
+        if not (swarm_key := _read(path)).startswith(INVITE):
+            return Entry(tuple(peers), _parse_key(swarm_key, path))
+    invited = read_invite(swarm_key.strip())
+    return Entry(tuple(dict.fromkeys((*peers, *invited.peers))), invited.key)
 
 
 def read_key(path: Path) -> bytes:
     """Raises ConfigError if there is none, if it is no key, or if others can read it."""
+    return _parse_key(_read(path), path)
+
+
+def _read(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_mode & 0o077:
-                raise ConfigError(f"the swarm key {path} can be read by others: `chmod 600 {path}`")
-            text = file.read(_FILE_BYTES)
-    except FileNotFoundError:
-        raise ConfigError(f"there is no swarm key {path}: `llmnode invite --swarm-key {path}` makes one") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read the swarm key {path} ({error.strerror})") from error
+        content = read_file(path, f"the swarm key {path}", _FILE_BYTES, secret=True)
+    except Unreadable as error:
+        if not error.is_missing:
+            raise
+        raise ConfigError(f"there is no swarm key {path}: `llmnode invite --swarm-key {path}` makes one") from error
     try:
-        header, digits = text[: len(_HEADER)], text[len(_HEADER) :].strip()
-        key = bytes.fromhex(digits.decode("ascii"))
+        return decode(content, str(path)).strip()
+    except ConfigError as error:
+        raise _no_key(path) from error
+
+
+def _parse_key(text: str, path: Path) -> bytes:
+    *header, digits = split_lines(text) or [""]
+    try:
+        key = bytes.fromhex(digits)
     except ValueError:
         key = b""
-    if header != _HEADER.encode() or len(key) != KEY_BYTES:
-        raise ConfigError(f"{path} is no swarm key: name another file, or have `llmnode invite` make one")
+    if header != _HEADER.split() or len(key) != KEY_BYTES:
+        raise _no_key(path)
     return key
+
+
+def _no_key(path: Path) -> ConfigError:
+    return ConfigError(f"{path} is no swarm key: name another file, or have `llmnode invite` make one")
 
 
 def make_key(path: Path) -> bytes:
