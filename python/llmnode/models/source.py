@@ -30,7 +30,7 @@ def open_model(name: str | None = None, report: Callable[[str], None] = lambda _
         return open_embedded(report)
     path = Path(name).expanduser()
     if path.is_dir():
-        return open_folder(path.resolve(), path.resolve().name, "local")
+        return open_folder(path.resolve(), path.resolve().name)
     if path.is_file():
         if not is_gguf(path):
             raise ConfigError(f"{name} is a file and no GGUF: name the folder that holds config.json and safetensors")
