@@ -100,7 +100,7 @@ OTHER: dict[str, tuple[Callable[[Path], None], str]] = {
     "swapped": (lambda path: _rewritten(path, _swapped), WEIGHTS),
     "another config": (lambda path: _edited(path, rms_norm_eps=1e-3), "of the same weights, with another config.json"),
     "both": (
-        lambda path: (_rewritten(path, _rounded), _edited(path, rope_theta=5e5)) and None,
+        lambda path: [_rewritten(path, _rounded), _edited(path, rope_theta=5e5)].clear(),
         f"{WEIGHTS}: trained further, or stored in another dtype, with another config.json",
     ),
 }

@@ -85,7 +85,7 @@ def test_a_swarm_that_holds_all_is_well() -> None:
     ("others", "missing", "fix"),
     [
         ([_offer(5, 9)], "[3, 5), [9, 10)", "start servers"),
-        ([replace(_offer(3, 10), state=PeerState.JOINING)], "[3, 10)", "start servers"),
+        ([replace(_offer(3, 10), state=PeerState.JOINING)], "[3, 10)", "try again in a moment"),
         ([_offer(3, 10, "theirs")], "[3, 10)", "give the MODEL that it serves"),
         ([_offer(3, 10, "theirs"), _offer(3, 10, dtype="bfloat16")], "[3, 10)", "give --dtype bfloat16 --quant none"),
         ([_offer(3, 10, dtype="float32+int8")], "[3, 10)", "give --dtype float32 --quant int8 --kv-dtype same"),

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.announcement import Announcement, PeerState, SignedAnnouncement
+from llmnode.core.announcement import DOUBLE, Announcement, PeerState, SignedAnnouncement
+from llmnode.core.clocks import Clocks
 from llmnode.core.view import View
 from llmnode.errors import ConfigError, PeerError, RemoteProtocolError
 from llmnode.wire.announcement import (
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from llmnode.client.connection import Connection
     from llmnode.client.pool import ConnectionPool
     from llmnode.core.announcement import Offer
+    from llmnode.core.clocks import ClockVerdict
     from llmnode.core.ids import PeerId
     from llmnode.core.policy import SwarmPolicy
     from llmnode.ports import Directory, Network
@@ -70,8 +72,9 @@ class Swarm:
         roams: bool = True,
     ) -> None:
         self.view = View(policy)
-        self.clock_offsets_ms: dict[PeerId, int] = {}
-        """How far the clock of each peer that we asked last is ahead of ours."""
+        self._double: Announcement | None = None
+        self._ahead: int | None = None
+        self._clocks = Clocks(policy)
         self._network = network
         self._pool = pool
         self._policy = policy
@@ -82,7 +85,28 @@ class Swarm:
         self._roams = roams
         self._news = trio.Event()
         self._changed = trio.Event()
+        self._noticed = trio.Event()
+        self._began_ms = now_ms()
         self._sequence = 0
+        self._said: set[int] = set()
+        self._offer: Callable[[], Offer] | None = None
+
+    @property
+    def double(self) -> Announcement | None:
+        """What another node says that uses our identity, as long as it holds; None if we know of none."""
+        return self._double if self._double is not None and self._double.expires_ms > self._now_ms() else None
+
+    @property
+    def clock_offsets_ms(self) -> dict[PeerId, int]:
+        """How far the clocks of peers are ahead of ours, as far as they have told lately."""
+        return self._clocks.offsets_ms(trio.current_time())
+
+    def judge_clocks(self) -> ClockVerdict:
+        return self._clocks.judge(trio.current_time())
+
+    async def wait_noticed(self) -> None:
+        """Until `double` or a clock is new."""
+        await self._noticed.wait()
 
     # Keeping current
 
@@ -98,6 +122,7 @@ class Swarm:
 
     async def announce(self, offer: Callable[[], Offer]) -> None:
         """Announce what `offer` says, and again before it expires, until cancelled."""
+        self._offer = offer
         async with trio.open_nursery() as nursery:
             if self._directory is not None:
                 nursery.start_soon(self._publish, self._directory)
@@ -113,13 +138,15 @@ class Swarm:
 
     def say(self, offer: Offer) -> None:
         """Sign an announcement of `offer` and let others hear of it soon."""
-        self._sequence = max(self._now_ms(), self._sequence + 1)
+        now_ms, lifetime_ms = self._now_ms(), int(1000 * self._policy.lifetime_s)
+        self._sequence = max(now_ms, self._sequence + 1)
+        self._said = {each for each in self._said if each + lifetime_ms > now_ms} | {self._sequence}
         announcement = Announcement(
             peer=self._network.peer,
             addresses=tuple(self._network.addresses)[: self._policy.addresses],
             sequence=self._sequence,
-            expires_ms=self._sequence + int(1000 * self._policy.lifetime_s),
-            software=software(),
+            expires_ms=self._sequence + lifetime_ms,
+            software=software() if self.double is None else f"{software()} ({DOUBLE})",
             offer=offer,
         )
         body = pack_announcement(announcement)
@@ -178,7 +205,7 @@ class Swarm:
             await self._merge(news.announcements)
         except RemoteProtocolError as error:
             raise error.blame(connection.peer) from None
-        self.clock_offsets_ms[connection.peer] = clock.now_ms - (asked_ms + self._now_ms()) // 2
+        self._note_clock(connection.peer, clock.now_ms - (asked_ms + self._now_ms()) // 2, asked=True)
         await self.introduce(connection, news.wanted)
 
     async def introduce(self, connection: Connection, peers: Iterable[PeerId]) -> None:
@@ -190,9 +217,10 @@ class Swarm:
 
     # Being asked
 
-    def answer(self, frame: Frame) -> Frame:
-        """The NEWS that answers a VIEW frame. Raises RemoteProtocolError."""
-        unpack(Clock, frame.meta)
+    def answer(self, frame: Frame, peer: PeerId) -> Frame:
+        """The NEWS that answers a VIEW frame of `peer`. Raises RemoteProtocolError."""
+        clock = unpack(Clock, frame.meta)
+        self._note_clock(peer, clock.now_ms - self._now_ms(), asked=False)
         theirs = unpack_sequences(frame.payload, self._policy)
         self._drop_expired()
         payload = pack_news(self.view.newer_than(theirs), self.view.lacks(theirs), self._policy)
@@ -211,15 +239,54 @@ class Swarm:
         verified = 0
         for signed in announcements:
             announcement = signed.announcement
-            if announcement.peer == self._network.peer or not self.view.is_newer(announcement, self._now_ms()):
+            is_ours = announcement.peer == self._network.peer
+            if not (self._is_foreign if is_ours else self.view.is_newer)(announcement, self._now_ms()):
                 continue
             if not self._network.verify(announcement.peer, SIGNING_CONTEXT + signed.body, signed.signature):
                 raise RemoteProtocolError(f"passes on an announcement that {announcement.peer} did not sign")
-            self._take(signed)
+            if is_ours:
+                self._take_foreign(announcement)
+            else:
+                self._take(signed)
             verified += 1
             if verified % VERIFIED_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()
         await trio.lowlevel.checkpoint()
+
+    def _is_foreign(self, announcement: Announcement, now_ms: int) -> bool:
+        """Whether it holds, though not we but somebody with our key has made it since we began.
+
+        Our own former life made its announcements before, and says at most that it has left since.
+        """
+        if announcement.sequence <= self._began_ms or announcement.offer.state is PeerState.LEFT:
+            return False
+        return announcement.sequence not in self._said and self.view.holds(announcement, now_ms)
+
+    def _take_foreign(self, announcement: Announcement) -> None:
+        """Somebody else announces itself as the peer that we are. Others believe the newest: let it be ours.
+
+        One that is ahead of our clock may be of our former life, before this clock was set back. It makes no second.
+        """
+        self._sequence = max(self._sequence, announcement.sequence)
+        known = self.double
+        if known is None and announcement.sequence > self._now_ms() and self._ahead in (None, announcement.sequence):
+            self._ahead = announcement.sequence
+            return
+        self._double = announcement
+        if known is None:
+            log.info("another node uses our identity, at %s", " ".join(announcement.addresses))
+            if self._offer is not None:
+                self.say(self._offer())  # so that it hears of us, too
+        self._note_noticed()
+
+    def _note_clock(self, peer: PeerId, offset_ms: int, *, asked: bool) -> None:
+        if peer != self._network.peer:
+            self._clocks.note(peer, offset_ms, trio.current_time(), asked=asked)
+            self._note_noticed()
+
+    def _note_noticed(self) -> None:
+        self._noticed.set()
+        self._noticed = trio.Event()
 
     def _take(self, signed: SignedAnnouncement) -> None:
         if self.view.accept(signed, self._now_ms()):

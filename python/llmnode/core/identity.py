@@ -70,7 +70,8 @@ def explain_difference(ours: bytes, theirs: bytes, their_name: str) -> tuple[str
     The first is for after "the peers serve NAME": "in revision ..., and ours is ...".
     """
     here, there = read_digest(ours), read_digest(theirs)
-    assert here is not None and there is not None, "variants have digests that can be read"
+    assert here is not None, "variants have digests that can be read"
+    assert there is not None, "likewise"
     config = "" if here.config == there.config else ", with another config.json"
     if here.weights == there.weights:
         return (

@@ -28,15 +28,18 @@ class View:
         return len(self._newest)
 
     def is_newer(self, announcement: Announcement, now_ms: int) -> bool:
-        """Whether `announcement` is worth verifying: alive, not from the future, and newer than what we have."""
+        """Whether `announcement` is worth verifying: it holds, and is newer than what we have."""
+        held = self._newest.get(announcement.peer)
+        is_newer = held is None or announcement.sequence > held.announcement.sequence
+        return is_newer and self.holds(announcement, now_ms)
+
+    def holds(self, announcement: Announcement, now_ms: int) -> bool:
+        """Whether it is alive, and not from the future."""
         lifetime_ms = announcement.expires_ms - announcement.sequence
         ahead_ms = announcement.sequence - now_ms
         if announcement.expires_ms <= now_ms or lifetime_ms > self._policy.lifetime_s * 1000:
             return False
-        if ahead_ms > self._policy.clock_skew_s * 1000:
-            return False
-        held = self._newest.get(announcement.peer)
-        return held is None or announcement.sequence > held.announcement.sequence
+        return ahead_ms <= self._policy.clock_skew_s * 1000
 
     def accept(self, signed: SignedAnnouncement, now_ms: int) -> bool:
         """Take a verified announcement if it is newer. True if it is news: an offer that we did not know."""
