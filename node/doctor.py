@@ -10,6 +10,8 @@ import importlib.metadata
 import os
 import platform
 import shutil
+from collections import Counter
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from llmnode.models.size import ModelSize, Place
     from llmnode.net.swarm_key import Entry
     from llmnode.ports import Network
+    from llmnode.wire.messages import Description
 
 OK, WARNING, BLOCKER = "ok", "warning", "blocker"
 REINSTALL = "set it up again: `node/llmnode setup` in a checkout, else `pip install --force-reinstall llmnode`"
@@ -237,12 +240,20 @@ async def check_peers(doctor: Doctor, model: ModelInfo | None) -> None:
     failures: list[PeerError] = []
     addresses = list(dict.fromkeys(doctor.config.to.peers))
     doctor.working(f"asking {len(addresses)} peers")
-    async with (
-        open_network([], LinkPolicy(), swarm_key=doctor.config.to.key) as network,
-        trio.open_nursery() as nursery,
-    ):
-        for address in addresses:
-            nursery.start_soon(_check_peer, doctor, network, address, reached, failures)
+    described: dict[str, Description] = {}
+    async with AsyncExitStack() as stack:
+        # One network has one connection to a peer, whatever its addresses: each address of a peer gets another.
+        peers = Counter(address.rpartition("/p2p/")[2] for address in addresses)
+        networks = [
+            await stack.enter_async_context(open_network([], LinkPolicy(), swarm_key=doctor.config.to.key))
+            for _ in range(max(peers.values()))
+        ]
+        async with trio.open_nursery() as nursery:
+            for address in addresses:
+                peers[address.rpartition("/p2p/")[2]] -= 1
+                network = networks[peers[address.rpartition("/p2p/")[2]]]
+                nursery.start_soon(_check_peer, doctor, network, address, reached, failures, described)
+    doctor.found(*check_named(described))
     if len(failures) == len(addresses):  # a node goes on with those that answer
         doctor.found(Finding("peers", BLOCKER, f"no peer answers: {failures[0]}", PEERS_FIX))
     if reached:
@@ -251,7 +262,12 @@ async def check_peers(doctor: Doctor, model: ModelInfo | None) -> None:
 
 
 async def _check_peer(
-    doctor: Doctor, network: Network, address: str, reached: list[str], failures: list[PeerError]
+    doctor: Doctor,
+    network: Network,
+    address: str,
+    reached: list[str],
+    failures: list[PeerError],
+    described: dict[str, Description],
 ) -> None:
     from llmnode.client.connection import open_connection
 
@@ -273,6 +289,7 @@ async def _check_peer(
         doctor.found(Finding("peer", WARNING, str(error), PEERS_FIX))
     else:
         reached.append(address)
+        described[address] = description
         blocks = Span(description.span_start, description.span_end)
         took = f"connected in {_ms(dialled_s - started_s)}, answered in {_ms(answered_s - dialled_s)}"
         doctor.found(Finding("peer", OK, f"{address} has blocks {blocks} of {description.model}; {took}"))
@@ -349,11 +366,23 @@ def check_coverage(announcements: Sequence[Announcement], model: ModelInfo) -> F
     return Finding("peers", WARNING, f"{text}; {why.text}", why.fix)
 
 
+def check_named(described: Mapping[str, Description]) -> list[Finding]:
+    """Of peers that were asked at their addresses: those of one peer must lead to one node."""
+    findings: list[Finding] = []
+    first: dict[str, str] = {}
+    for address, answer in described.items():
+        before = described[known := first.setdefault(address.rpartition("/p2p/")[2], address)]
+        if any(getattr(before, what) != getattr(answer, what) for what in ("model_digest", "span_start", "span_end")):
+            text = f"two nodes use one identity: {known} and {address}"
+            findings.append(Finding("double", WARNING, text, DOUBLE_FIX))
+    return findings
+
+
 def check_identities(announcements: Sequence[Announcement]) -> list[Finding]:
     """Of servers, as they have noticed it themselves."""
     doubles = [each.peer for each in announcements if each.has_double][:MOST_NAMED]
     return [
-        Finding("identity", WARNING, f"two nodes use the identity of peer {peer}: others find one of them", DOUBLE_FIX)
+        Finding("double", WARNING, f"two nodes use the identity of peer {peer}: others find one of them", DOUBLE_FIX)
         for peer in doubles
     ]
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from llmnode.node.commands.options import add_command, add_peers, printable, way_in
+from llmnode.node.watching import DOUBLE_FIX
 
 if TYPE_CHECKING:
     import argparse
@@ -92,6 +93,10 @@ def _show(models: Sequence[ModelStatus]) -> None:
         console.print("nobody serves anything: start with `llmnode serve`")
     for model in models:
         console.print(_table(model, max(LEAST_BAR, console.width - BESIDE_BAR)))
+        for each in model.servers:
+            if each.has_double:
+                told = f"two nodes use the identity of peer {printable(each.peer)}, and one hides the other"
+                console.print(f"{told}: {DOUBLE_FIX}", style="bold red", markup=False)
         if model.holes:
             holes = ", ".join(str(hole) for hole in model.holes)
             console.print(f"nobody serves blocks {holes}", style="bold red", markup=False)

@@ -224,7 +224,9 @@ class _ServedLink:
         if request.codec not in list(Codec):
             raise PeerRefused(RefusalCode.UNKNOWN_CODEC, f"this server knows {', '.join(Codec)}")
         if not held.covers(span):
-            raise PeerRefused(RefusalCode.SPAN_NOT_HELD, f"{span} asked for, {held} held")
+            double = self._server.swarm is not None and self._server.swarm.double is not None
+            why = ": another node uses the identity of this one, and announces others" if double else ""
+            raise PeerRefused(RefusalCode.SPAN_NOT_HELD, f"{span} asked for, {held} held{why}")
         if request.max_length > self._server.model.context_tokens:
             raise PeerRefused(RefusalCode.NO_ROOM, f"the model's context is {self._server.model.context_tokens} tokens")
         self._check_room()

@@ -18,7 +18,7 @@ import trio
 
 from llmnode.core.announcement import DOUBLE, Announcement, PeerState, SignedAnnouncement
 from llmnode.core.clocks import Clocks
-from llmnode.core.view import View
+from llmnode.core.view import View, is_news
 from llmnode.errors import ConfigError, PeerError, RemoteProtocolError
 from llmnode.wire.announcement import (
     SIGNING_CONTEXT,
@@ -273,10 +273,10 @@ class Swarm:
             self._ahead = announcement.sequence
             return
         self._double = announcement
-        if known is None:
+        if known is None or is_news(known, announcement):
             log.info("another node uses our identity, at %s", " ".join(announcement.addresses))
             if self._offer is not None:
-                self.say(self._offer())  # so that it hears of us, too
+                self.say(self._offer())  # so that it hears of us, too: what it said is newer than what we did
         self._note_noticed()
 
     def _note_clock(self, peer: PeerId, offset_ms: int, *, asked: bool) -> None:

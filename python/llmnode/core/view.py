@@ -49,7 +49,7 @@ class View:
         held = self._newest.get(announcement.peer)
         self._newest[announcement.peer] = signed
         self._make_room()
-        return held is None or _essence(held.announcement) != _essence(announcement)
+        return held is None or is_news(held.announcement, announcement)
 
     def drop_expired(self, now_ms: int) -> list[PeerId]:
         """Forget, and name, the peers that have not renewed their announcements in time."""
@@ -104,6 +104,11 @@ def online(announcements: Iterable[Announcement]) -> list[Announcement]:
 def serving(announcements: Iterable[Announcement]) -> list[Announcement]:
     """Those that have sessions, whether or not they take others."""
     return [each for each in announcements if each.offer.state in (PeerState.ONLINE, PeerState.DRAINING)]
+
+
+def is_news(before: Announcement, announcement: Announcement) -> bool:
+    """Whether others must hear of it at once."""
+    return _essence(before) != _essence(announcement)
 
 
 def _essence(announcement: Announcement) -> tuple[object, ...]:

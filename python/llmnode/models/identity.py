@@ -2,9 +2,9 @@
 
 Weights on the hub are known by their commit, since nobody has all of them, and those of a GGUF file by its SHA-256.
 Those in a folder are known by a fingerprint of the numbers themselves: all of them where they are few, else windows
-that are spread over all tensors. It tells apart what training, merging, pruning or another dtype makes of a model, which changes
-numbers everywhere. It can miss a change of a few numbers in a large model. It is no defence against a peer that wants
-to deceive: what a peer says of its own model is its word anyway.
+that are spread over all tensors. It tells apart what training, merging, pruning or another dtype makes of a model,
+which changes numbers everywhere. It can miss a change of a few numbers in a large model. It is no defence against a
+peer that wants to deceive: what a peer says of its own model is its word anyway.
 """
 
 from __future__ import annotations

@@ -94,10 +94,12 @@ async def open_network(
         check_bindable(address)
     announced = [parse_announced(address) for address in announce]
     reserving = {relay.peer_id: relay for relay in map(parse_relay, relays)}
-    key_pair = _identity(identity)
-    peer = PeerId(ID.from_pubkey(key_pair.public_key).to_base58())
-    told = [of_peer(address, peer) for address in announced]
-    async with open_host(key_pair, addresses, policy, told, swarm_key) as host, trio.open_nursery() as nursery:
+    async with contextlib.AsyncExitStack() as stack:
+        key_pair = stack.enter_context(_identity(identity))
+        peer = PeerId(ID.from_pubkey(key_pair.public_key).to_base58())
+        told = [of_peer(address, peer) for address in announced]
+        host = await stack.enter_async_context(open_host(key_pair, addresses, policy, told, swarm_key))
+        nursery = await stack.enter_async_context(trio.open_nursery())
         network = Libp2pNetwork(
             host,
             nursery,
@@ -120,10 +122,10 @@ async def open_network(
             nursery.cancel_scope.cancel()
 
 
-def _identity(identity: Path | bytes | None) -> KeyPair:
+def _identity(identity: Path | bytes | None) -> contextlib.AbstractContextManager[KeyPair]:
     if isinstance(identity, bytes):
-        return identity_of(identity)
-    return fresh_identity() if identity is None else open_identity(identity)
+        return contextlib.nullcontext(identity_of(identity))
+    return contextlib.nullcontext(fresh_identity()) if identity is None else open_identity(identity)
 
 
 @dataclass(frozen=True, slots=True)
