@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import math
 import random
 import time
 from dataclasses import replace
@@ -73,7 +74,6 @@ class Swarm:
     ) -> None:
         self.view = View(policy)
         self._double: Announcement | None = None
-        self._ahead: int | None = None
         self._clocks = Clocks(policy)
         self._network = network
         self._pool = pool
@@ -86,15 +86,16 @@ class Swarm:
         self._news = trio.Event()
         self._changed = trio.Event()
         self._noticed = trio.Event()
-        self._began_ms = now_ms()
+        self._began_ms = self._former_ms = now_ms()
+        self._said_again_s = self._double_until_s = -math.inf
         self._sequence = 0
         self._said: set[int] = set()
         self._offer: Callable[[], Offer] | None = None
 
     @property
     def double(self) -> Announcement | None:
-        """What another node says that uses our identity, as long as it holds; None if we know of none."""
-        return self._double if self._double is not None and self._double.expires_ms > self._now_ms() else None
+        """What another node says that uses our identity; None if we know of none, or have not heard of it for long."""
+        return self._double if trio.current_time() < self._double_until_s else None
 
     @property
     def clock_offsets_ms(self) -> dict[PeerId, int]:
@@ -258,26 +259,33 @@ class Swarm:
 
         Our own former life made its announcements before, and says at most that it has left since.
         """
-        if announcement.sequence <= self._began_ms or announcement.offer.state is PeerState.LEFT:
+        if announcement.sequence <= self._former_ms or announcement.offer.state is PeerState.LEFT:
             return False
         return announcement.sequence not in self._said and self.view.holds(announcement, now_ms)
 
     def _take_foreign(self, announcement: Announcement) -> None:
         """Somebody else announces itself as the peer that we are. Others believe the newest: let it be ours.
 
-        One that is ahead of our clock may be of our former life, before this clock was set back. It makes no second.
+        The first that is ahead of our clock may be our former life's, from before this clock was set back.
         """
         self._sequence = max(self._sequence, announcement.sequence)
-        known = self.double
-        if known is None and announcement.sequence > self._now_ms() and self._ahead in (None, announcement.sequence):
-            self._ahead = announcement.sequence
+        if announcement.sequence > self._now_ms() and self._former_ms == self._began_ms:
+            self._former_ms = announcement.sequence
+            self._say_again()
             return
-        self._double = announcement
+        known, self._double = self.double, announcement
+        self._double_until_s = trio.current_time() + 2 * self._policy.lifetime_s
         if known is None or is_news(known, announcement):
             log.info("another node uses our identity, at %s", " ".join(announcement.addresses))
-            if self._offer is not None:
-                self.say(self._offer())  # so that it hears of us, too: what it said is newer than what we did
+            self._say_again()
+        elif trio.current_time() > self._said_again_s + self._policy.announce_every_s / 3:
+            self._say_again()  # else it may never hear of us: what it says then is always newer
         self._note_noticed()
+
+    def _say_again(self) -> None:
+        self._said_again_s = trio.current_time()
+        if self._offer is not None:
+            self.say(self._offer())
 
     def _note_clock(self, peer: PeerId, offset_ms: int, *, asked: bool) -> None:
         if peer != self._network.peer:
