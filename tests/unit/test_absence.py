@@ -71,7 +71,7 @@ CAUSES = {
     ),
     "others": ([announced(**THEIRS)], {}, "the swarm serves theirs, of other weights", "give the MODEL that it serves"),
     "a peer's clock": (
-        [announced(span=Span(0, 4))], {"clocks": PEERS_CLOCK_OFF}, "clock of peer a is off by -95.0 s", "tell who runs it",
+        [announced(span=Span(0, 4))], {"clocks": PEERS_CLOCK_OFF}, "clock of peer a is off by -95.0 s", "tell who",
     ),
     "nobody": ([], {}, "the peers that answer know of no server at all", "name other peers"),
     "nobody for these": ([announced(span=Span(0, 4))], {}, "^$", "start a server for them"),

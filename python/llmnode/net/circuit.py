@@ -20,7 +20,8 @@ from llmnode.core.ids import PeerId
 from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError
 from llmnode.net.addresses import CIRCUIT, circuit_address, host_and_port
 from llmnode.net.circuit_wire import HOP, CircuitConnection, leave, name_of, receive, send
-from llmnode.net.connections import close_when_silent, connection_of, innermost, open_stream
+from llmnode.net.connections import close_when_silent, connection_of, open_stream
+from llmnode.net.explain import explain_failure, innermost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -107,8 +108,8 @@ class Circuits:
                 await self._host.connect(relay)
                 stream = cast("NetStream", await self._host.new_stream(relay.peer_id, [HOP]))
             except (BaseLibp2pError, OSError) as error:
-                reason = innermost(error)
-                raise PeerUnreachable(f"cannot connect to the relay at {relay.addrs[0]} ({reason})") from error
+                why = explain_failure(error, relay.addrs[0])
+                raise PeerUnreachable(f"cannot connect to the relay at {relay.addrs[0]} {why}") from error
             holds.enter_context(self._held.hold(stream.muxed_conn))
         return stream
 

@@ -40,7 +40,8 @@ from llmnode.net.addresses import (
 from llmnode.net.circuit import Circuits
 from llmnode.net.circuit_relay import Relay, RelayCounts
 from llmnode.net.circuit_wire import HOP, STOP, limit_bytes_of
-from llmnode.net.connections import HeldConnections, connection_of, innermost, is_relayed
+from llmnode.net.connections import HeldConnections, connection_of, is_relayed
+from llmnode.net.explain import explain_failure
 from llmnode.net.identity import fresh_identity, identity_of, is_signed, open_identity
 from llmnode.net.libp2p_host import open_host
 from llmnode.net.link import Libp2pLink
@@ -234,11 +235,13 @@ class Libp2pNetwork:
                     link = self._link(stream, peer)
                     self._links[link] = stream.muxed_conn
         except trio.TooSlowError:
-            raise PeerUnreachable(f"no answer from {address} in {self._policy.dial_timeout_s:g} s", peer=peer) from None
+            why = f"no answer from {address} in {self._policy.dial_timeout_s:g} s: it hangs, or a firewall is between"
+            raise PeerUnreachable(why, peer=peer) from None
         except PeerUnreachable as error:
             raise PeerUnreachable(f"cannot connect to {address}: {error.message}", peer=peer) from error
         except (BaseLibp2pError, SwarmException, StreamError, OSError) as error:
-            raise PeerUnreachable(f"cannot connect to {address} ({innermost(error)})", peer=peer) from error
+            why = f"cannot connect to {address} {explain_failure(error, info.addrs[0])}"
+            raise PeerUnreachable(why, peer=peer) from error
         finally:
             if link is None:
                 # A connection over which no stream could be opened would be given to the next dial as well.
