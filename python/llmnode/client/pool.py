@@ -71,7 +71,7 @@ class ConnectionPool:
         Raises PeerUnreachable with the last cause, or ConfigError for an address of no known form.
         """
         if not addresses:
-            raise PeerUnreachable("it names no address")
+            raise PeerUnreachable("it names no address: it is reached through relays alone, and has lost them")
         peer = PeerId(addresses[0].rpartition("/p2p/")[2])
         asked_s = trio.current_time()
         await trio.lowlevel.checkpoint()

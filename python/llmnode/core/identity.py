@@ -64,6 +64,14 @@ def is_variant(one: bytes, other: bytes) -> bool:
     return ours is not None and theirs is not None and ours.layout == theirs.layout
 
 
+def how_other(ours: bytes, theirs: bytes, their_name: str) -> str:
+    """How the model of the digest `theirs` differs, in a few words after its name."""
+    if not is_variant(ours, theirs):
+        return "of other weights"
+    text, _ = explain_difference(ours, theirs, their_name)
+    return text
+
+
 def explain_difference(ours: bytes, theirs: bytes, their_name: str) -> tuple[str, str]:
     """Of two models that are variants: how theirs differs, and what to do about it.
 
