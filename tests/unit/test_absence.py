@@ -50,6 +50,7 @@ CAUSES = {
     "our clock": ([], {"clocks": CLOCK_OFF}, "this machine's clock is 95.0 s behind that of peer a", "NTP"),
     "KV": ([announced(kv=50)], {"positions": 51}, "51 positions are asked for, and the KV .* for 50 at most", "fewer"),
     "suspected": ([announced()], {"excluded": ["server"]}, "peer server would have some, but gave results", "trust"),
+    "failed": ([announced()], {"failed": ["server"]}, "peer server announces some, and has failed", "can be reached"),
     "joining": ([announced(state=PeerState.JOINING)], {}, "peer server still loads them", "try again in a moment"),
     "draining": ([announced(state=PeerState.DRAINING)], {}, "has some, but is about to stop", "start another"),
     "precision": ([announced(dtype="bfloat16+int8")], {}, "in bfloat16.int8, and float32 is asked", "--quant int8"),

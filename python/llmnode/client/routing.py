@@ -224,7 +224,7 @@ class Router:
         try:
             route = find_detour(span, _held(usable), self._costs(usable, positions))
         except NoRoute as error:
-            raise NoRoute(error.missing, self._hint(error.missing, positions)) from None
+            raise NoRoute(error.missing, self._hint(error.missing, positions, avoid)) from None
         connections, errors = await self._connect(route, usable)
         if errors:
             raise errors[0]
@@ -401,12 +401,20 @@ class Router:
         self._rng.shuffle(usable)  # of equal peers, clients take different ones
         return usable
 
-    def _hint(self, missing: Sequence[Span], positions: int) -> str:
+    def _hint(self, missing: Sequence[Span], positions: int, failed: Collection[PeerId] = ()) -> str:
         """What the swarm has instead, if anything, and what to do."""
         known, now_s = self.swarm.view.announcements(), trio.current_time()
         excluded = [each.peer for each in known if self._suspicion.is_excluded(each.peer, now_s)]
-        clocks = self.swarm.judge_clocks()
-        return str(explain_absence(self._model, missing, known, positions=positions, clocks=clocks, excluded=excluded))
+        why = explain_absence(
+            self._model,
+            missing,
+            known,
+            positions=positions,
+            clocks=self.swarm.judge_clocks(),
+            excluded=excluded,
+            failed=failed,
+        )
+        return str(why)
 
 
 def _held(announcements: Sequence[Announcement]) -> list[Hop]:

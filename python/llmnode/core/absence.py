@@ -45,17 +45,18 @@ def explain_absence(
     positions: int = 0,
     clocks: ClockVerdict | None = None,
     excluded: Collection[PeerId] = (),
+    failed: Collection[PeerId] = (),
 ) -> Absence:
     """Why a session of so many positions finds nobody for the blocks `missing`. The first cause that there is counts.
 
-    `excluded` are peers that are not used because they are suspected of wrong results.
+    `excluded` are peers that are not used because they are suspected of wrong results, `failed` those that were tried.
     """
     if clocks is not None and clocks.is_ours:
         return Absence(f"{clocks.text}, so what others announce counts for nothing here", clocks.fix)
     ours = [each for each in announcements if each.offer.model_digest == model.digest]
     holders = [each for each in ours if any(_overlap(each.offer.span, span) for span in missing)]
     found = (
-        _of_holders([each for each in holders if each.offer.dtype == model.dtype], positions, excluded)
+        _of_holders([each for each in holders if each.offer.dtype == model.dtype], positions, excluded, failed)
         or _of_precisions(model, holders)
         or _of_doubles(ours)
         or _of_variants(model, [each for each in announcements if each not in ours])
@@ -69,13 +70,17 @@ def explain_absence(
     return Absence("", "start a server for them or name more peers with --peers")
 
 
-def _of_holders(holders: Sequence[Announcement], positions: int, excluded: Collection[PeerId]) -> Absence | None:
+def _of_holders(
+    holders: Sequence[Announcement], positions: int, excluded: Collection[PeerId], failed: Collection[PeerId]
+) -> Absence | None:
     """Of servers that would do, but for what they say of themselves, or what they did."""
     online = [each for each in holders if each.offer.state is PeerState.ONLINE]
     if usable := [each for each in online if each.peer not in excluded]:
         largest = max(each.offer.kv_tokens for each in usable)
         if largest >= positions:
-            return None
+            tried = [each.peer for each in usable if each.peer in failed]
+            text = f"{_named(tried)} announces some, and has failed"
+            return Absence(text, "see that it runs and can be reached, or start another server") if tried else None
         text = f"{positions} positions are asked for, and the KV of those that hold some is for {largest} at most"
         return Absence(text, "ask for fewer, or start servers with more --kv-tokens")
     if online:
