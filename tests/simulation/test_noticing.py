@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from llmnode.core.span import Span
-from llmnode.errors import NoRoute
+from llmnode.errors import NoRoute, PeerUnreachable
 from llmnode.node.watching import Notice, watch
 from llmnode.testing import Conditions, open_world, simulated, simulated_ms
 
@@ -121,6 +121,23 @@ async def test_a_node_that_leaves_while_its_successor_starts_is_no_double() -> N
         await trio.sleep(LIFETIME_S + SOON_S)
         assert not told
         nursery.cancel_scope.cancel()
+
+
+@simulated
+async def test_a_node_that_is_told_to_ask_itself_is_no_double_and_needs_no_answer() -> None:
+    """All nodes of a swarm may be given one list of addresses."""
+    async with open_world(conditions=FAR) as swarm:
+        first = await swarm.start("first", HALVES[0], contacts=[])
+        relay = await swarm.start_relay("relay", contacts=[])
+        own = [*first.network.addresses, "/memory/elsewhere/p2p/peer-first"]
+        swarm.internet.black_holes.add(own[1])
+        await first.swarm.meet_all(own)
+        await first.swarm.meet_all([*own, *relay.network.addresses])
+        assert relay.peer in {each.peer for each in first.pool.living()}
+        assert not await said_within(first.swarm, SOON_S)
+        with pytest.raises(PeerUnreachable) as caught:
+            await first.swarm.meet_all([*own, "/memory/p2p/peer-nobody"])
+        assert caught.value.peer == "peer-nobody"
 
 
 @pytest.mark.parametrize("offset_ms", [HOUR_MS, -HOUR_MS, 40_000, -40_000, 30 * 365 * 24 * HOUR_MS])

@@ -174,7 +174,10 @@ class Swarm:
         await self.exchange(await self._pool.connect([address]))
 
     async def meet_all(self, addresses: Sequence[str]) -> None:
-        """Exchange views with the peers at `addresses`, all at once. Raises the first's PeerError if none answers."""
+        """Exchange views with the peers at `addresses`, all at once. Raises the first's PeerError if none answers.
+
+        We may be among them, as where all nodes are given one list: nobody needs to answer for us.
+        """
         errors: list[PeerError] = []
 
         async def meet(address: str) -> None:
@@ -183,12 +186,13 @@ class Swarm:
             except PeerError as error:
                 errors.append(error)
 
-        different = list(dict.fromkeys(addresses))
+        different = [each for each in dict.fromkeys(addresses) if each not in self._network.addresses]
         async with trio.open_nursery() as nursery:
             for address in different:
                 nursery.start_soon(meet, address)
-        if errors and len(errors) == len(different):
-            raise errors[0]
+        of_others = [each for each in errors if each.peer != self._network.peer]
+        if of_others and len(errors) == len(different):
+            raise of_others[0]
 
     async def exchange(self, connection: Connection) -> None:
         """Afterwards both know what either knew. Raises PeerError."""
