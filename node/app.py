@@ -31,6 +31,7 @@ from llmnode.net.host import open_network
 from llmnode.net.swarm_key import Entry, entry
 from llmnode.node.serve.links import serve_links, serve_view
 from llmnode.node.serve.server import Server
+from llmnode.node.watching import Notice, log_notice, watch
 from llmnode.ports import Piece
 
 if TYPE_CHECKING:
@@ -142,11 +143,12 @@ async def open_node(
     report: Callable[[str], None] = lambda _line: None,
     report_addresses: Callable[[Sequence[str]], None] = lambda _addresses: None,
     report_worker: Callable[[str, bool], None] = lambda _line, _serves: None,
+    report_notice: Callable[[Notice], None] = log_notice,
 ) -> AsyncIterator[RunningNode]:
     """Serve for as long as the context lasts; leaving it tells the swarm. `report` is told in a line what takes long.
 
     `report_addresses` is told what we announce when that has changed, `report_worker` in a line that a worker process
-    was lost, or serves again.
+    was lost, or serves again, `report_notice` what only whoever runs this node can mend.
 
     Raises ConfigError (blocks, address, missing model), ModelError, PeerError if none of `peers`, or of `relays`, can
     be reached, or WorkerLost if a worker process does not start time after time.
@@ -154,10 +156,9 @@ async def open_node(
     _check(config)
     with single_error():
         way_in = entry(config.peers, config.swarm_key)
-        async with _joined(config.listen, config.announce, way_in, config.identity, relays=config.relays) as (
-            network,
-            swarm,
-        ):
+        async with _joined(
+            config.listen, config.announce, way_in, config.identity, report_notice, relays=config.relays
+        ) as (network, swarm):
             report("loading torch")
             async with _open_loader(config, report, report_worker) as loader:
                 model = await loader.open_model()
@@ -189,14 +190,18 @@ async def open_node(
 
 @asynccontextmanager
 async def open_relay(
-    listen: Sequence[str], announce: Sequence[str], way_in: Entry, identity: Path | None
+    listen: Sequence[str],
+    announce: Sequence[str],
+    way_in: Entry,
+    identity: Path | None,
+    report_notice: Callable[[Notice], None] = log_notice,
 ) -> AsyncIterator[Libp2pNetwork]:
     """A node that holds no blocks and knows who does: where others join the swarm, and through which they reach those
-    that cannot be dialled. Loads no torch.
+    that cannot be dialled. Loads no torch. `report_notice` as for `open_node`.
     """
     with single_error():
         async with (
-            _joined(listen, announce, way_in, identity, relay_policy=RelayPolicy()) as (network, swarm),
+            _joined(listen, announce, way_in, identity, report_notice, relay_policy=RelayPolicy()) as (network, swarm),
             trio.open_nursery() as nursery,
         ):
             nursery.start_soon(serve_links, network, ServePolicy().links, lambda link: serve_view(swarm, link))
@@ -210,6 +215,7 @@ async def _joined(
     announce: Sequence[str],
     way_in: Entry,
     identity: Path | None,
+    report_notice: Callable[[Notice], None],
     *,
     relays: Sequence[str] = (),
     relay_policy: RelayPolicy | None = None,
@@ -235,9 +241,10 @@ async def _joined(
         pool = await stack.enter_async_context(open_pool(network))
         contacts = [*way_in.peers, *relays]
         swarm = Swarm(network, pool, SwarmPolicy(), contacts=contacts, directory=directory)
-        with suppress(PeerError) if not way_in.peers else nullcontext():  # a relay need not be one of ours
-            await swarm.meet_all(contacts)
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch, swarm, report_notice)
+            with suppress(PeerError) if not way_in.peers else nullcontext():  # a relay need not be one of ours
+                await swarm.meet_all(contacts)
             nursery.start_soon(swarm.run)
             yield network, swarm
             nursery.cancel_scope.cancel()

@@ -10,13 +10,16 @@ import importlib.metadata
 import os
 import platform
 import shutil
+from collections import Counter
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import trio
 
 from llmnode.compute.startup import collection_paused
-from llmnode.core.model import PRECISIONS, Precision
+from llmnode.core.absence import explain_absence
+from llmnode.core.clocks import CLOCK_FIX, judge_clocks
 from llmnode.core.nat import Reached
 from llmnode.core.policy import ClientPolicy, LinkPolicy, ReachPolicy, SwarmPolicy
 from llmnode.core.route import uncovered
@@ -26,6 +29,7 @@ from llmnode.errors import ConfigError, ModelError, PeerError, PeerRefused, sing
 from llmnode.models.cache import cache_folder
 from llmnode.models.cores import usable_cores
 from llmnode.node.reach import explain
+from llmnode.node.watching import DOUBLE_FIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,12 +37,13 @@ if TYPE_CHECKING:
 
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
-    from llmnode.core.model import ModelInfo
+    from llmnode.core.model import ModelInfo, Precision
     from llmnode.core.nat import Reach
     from llmnode.models.folder import ModelFolder
     from llmnode.models.size import ModelSize, Place
     from llmnode.net.swarm_key import Entry
     from llmnode.ports import Network
+    from llmnode.wire.messages import Description
 
 OK, WARNING, BLOCKER = "ok", "warning", "blocker"
 REINSTALL = "set it up again: `node/llmnode setup` in a checkout, else `pip install --force-reinstall llmnode`"
@@ -46,15 +51,14 @@ PEERS_FIX = (
     "start that server or take it out of --peers, see that no firewall is between, and give the --swarm-key of a "
     "private swarm"
 )
-CLOCK_FIX = "set the clock by NTP (`timedatectl set-ntp true` where there is systemd)"
 CRC32C_CHECK = 0xE3069283
 """Of b"123456789", as the catalogues of CRCs have it."""
 SPARE_DISK_BYTES = 2 << 30
 """The embedded model takes a quarter of it, what torch compiles some more."""
 LISTEN_ANYWHERE = "/ip4/0.0.0.0/tcp/0"
 """For the moment in which peers try to dial this machine."""
-MODELS_NAMED = 5
-"""Of those that the swarm has instead of ours: strangers may announce any number."""
+MOST_NAMED = 5
+"""Of peers with the same trouble: strangers may announce any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,12 +240,20 @@ async def check_peers(doctor: Doctor, model: ModelInfo | None) -> None:
     failures: list[PeerError] = []
     addresses = list(dict.fromkeys(doctor.config.to.peers))
     doctor.working(f"asking {len(addresses)} peers")
-    async with (
-        open_network([], LinkPolicy(), swarm_key=doctor.config.to.key) as network,
-        trio.open_nursery() as nursery,
-    ):
-        for address in addresses:
-            nursery.start_soon(_check_peer, doctor, network, address, reached, failures)
+    described: dict[str, Description] = {}
+    async with AsyncExitStack() as stack:
+        # One network has one connection to a peer, whatever its addresses: each address of a peer gets another.
+        peers = Counter(address.rpartition("/p2p/")[2] for address in addresses)
+        networks = [
+            await stack.enter_async_context(open_network([], LinkPolicy(), swarm_key=doctor.config.to.key))
+            for _ in range(max(peers.values()))
+        ]
+        async with trio.open_nursery() as nursery:
+            for address in addresses:
+                peers[address.rpartition("/p2p/")[2]] -= 1
+                network = networks[peers[address.rpartition("/p2p/")[2]]]
+                nursery.start_soon(_check_peer, doctor, network, address, reached, failures, described)
+    doctor.found(*check_named(described))
     if len(failures) == len(addresses):  # a node goes on with those that answer
         doctor.found(Finding("peers", BLOCKER, f"no peer answers: {failures[0]}", PEERS_FIX))
     if reached:
@@ -250,7 +262,12 @@ async def check_peers(doctor: Doctor, model: ModelInfo | None) -> None:
 
 
 async def _check_peer(
-    doctor: Doctor, network: Network, address: str, reached: list[str], failures: list[PeerError]
+    doctor: Doctor,
+    network: Network,
+    address: str,
+    reached: list[str],
+    failures: list[PeerError],
+    described: dict[str, Description],
 ) -> None:
     from llmnode.client.connection import open_connection
 
@@ -272,6 +289,7 @@ async def _check_peer(
         doctor.found(Finding("peer", WARNING, str(error), PEERS_FIX))
     else:
         reached.append(address)
+        described[address] = description
         blocks = Span(description.span_start, description.span_end)
         took = f"connected in {_ms(dialled_s - started_s)}, answered in {_ms(answered_s - dialled_s)}"
         doctor.found(Finding("peer", OK, f"{address} has blocks {blocks} of {description.model}; {took}"))
@@ -309,6 +327,7 @@ async def _check_swarm(doctor: Doctor, addresses: Sequence[str], model: ModelInf
             doctor.found(*(clocks := check_clocks(swarm.clock_offsets_ms, SwarmPolicy().clock_skew_s)))
             if model is None or blocker_of(clocks):  # with such a clock a view stays empty
                 return
+            doctor.found(*check_identities(swarm.view.announcements()))
             found = check_coverage(swarm.view.announcements(), model)
             if found.verdict != OK:
                 doctor.working("asking the directory")
@@ -321,40 +340,51 @@ async def _check_swarm(doctor: Doctor, addresses: Sequence[str], model: ModelInf
 
 def check_clocks(offsets_ms: Mapping[PeerId, int], tolerated_s: float) -> list[Finding]:
     """Of peers, how far theirs are ahead of ours. It is ours that is wrong if most say so."""
-    wrong = [peer for peer, offset_ms in offsets_ms.items() if abs(offset_ms) > 1000 * tolerated_s]
+    verdict = judge_clocks(offsets_ms, tolerated_s)
+    if verdict.is_ours:
+        return [Finding("clock", BLOCKER, verdict.text, verdict.fix)]
     limit = f"announcements tolerate {tolerated_s:g} s"
-    if 2 * len(wrong) > len(offsets_ms):
-        offset_s = offsets_ms[wrong[0]] / 1000
-        apart = f"{abs(offset_s):.1f} s {'behind' if offset_s > 0 else 'ahead of'} that of peer {wrong[0]}"
-        text = f"this machine's clock is {apart}, and too far off for {len(wrong)} of {len(offsets_ms)}: {limit}"
-        return [Finding("clock", BLOCKER, text, f"{CLOCK_FIX}, or the peers' if this one is right")]
     findings: list[Finding] = []
-    for peer in wrong:
+    for peer in verdict.wrong:
         text = f"the clock of peer {peer} is off by {offsets_ms[peer] / 1000:+.1f} s; {limit}"
         findings.append(Finding("clock", WARNING, text, f"tell who runs it: {CLOCK_FIX}"))
-    largest_ms = max((abs(each) for peer, each in offsets_ms.items() if peer not in wrong), default=0)
-    text = f"within {largest_ms} ms of the clocks of {len(offsets_ms) - len(wrong)} of {len(offsets_ms)} peers; {limit}"
-    return [*findings, Finding("clock", OK, text)]
+    largest_ms = max((abs(each) for peer, each in offsets_ms.items() if peer not in verdict.wrong), default=0)
+    right = f"{len(offsets_ms) - len(verdict.wrong)} of {len(offsets_ms)}"
+    return [*findings, Finding("clock", OK, f"within {largest_ms} ms of the clocks of {right} peers; {limit}")]
 
 
 def check_coverage(announcements: Sequence[Announcement], model: ModelInfo) -> Finding:
     """Does the swarm hold this model, and all of it? No blocker: it may wait for us."""
-    offers = [each.offer for each in online(announcements)]
-    ours = [offer for offer in offers if offer.model_digest == model.digest]
-    spans = [offer.span for offer in ours if offer.dtype == model.dtype]
+    held = [each.offer for each in online(announcements) if each.offer.model_digest == model.digest]
+    spans = [offer.span for offer in held if offer.dtype == model.dtype]
     if not (missing := uncovered(model.blocks, spans)):
         return Finding("peers", OK, f"the swarm has all {model.blocks} blocks, at {len(spans)} servers")
     text = f"no server of the swarm has blocks {', '.join(map(str, missing))} of {model.name} in {model.dtype}"
-    if dtypes := sorted({offer.dtype for offer in ours} - {model.dtype})[:MODELS_NAMED]:
-        text = f"{text}; it has some in {', '.join(dtypes)}"
-        if (held := PRECISIONS.get(dtypes[0])) is None:
-            return Finding("peers", WARNING, text, "get a newer llmnode, or start servers for them")
-        options = f"--dtype {held.dtype} --quant {held.quant} --kv-dtype {held.kv_dtype}"
-        return Finding("peers", WARNING, text, f"give {options}, or start servers for them")
-    if models := sorted({offer.model for offer in offers if offer.model_digest != model.digest})[:MODELS_NAMED]:
-        text = f"{text}; it serves {', '.join(models)}, of other weights"
-        return Finding("peers", WARNING, text, "give the MODEL that it serves, or start servers for them")
-    return Finding("peers", WARNING, text, "start servers for them")
+    why = explain_absence(model, missing, announcements)
+    if not why.text:
+        return Finding("peers", WARNING, text, "start servers for them")
+    return Finding("peers", WARNING, f"{text}; {why.text}", why.fix)
+
+
+def check_named(described: Mapping[str, Description]) -> list[Finding]:
+    """Of peers that were asked at their addresses: those of one peer must lead to one node."""
+    findings: list[Finding] = []
+    first: dict[str, str] = {}
+    for address, answer in described.items():
+        before = described[known := first.setdefault(address.rpartition("/p2p/")[2], address)]
+        if any(getattr(before, what) != getattr(answer, what) for what in ("model_digest", "span_start", "span_end")):
+            text = f"two nodes use one identity: {known} and {address}"
+            findings.append(Finding("double", WARNING, text, DOUBLE_FIX))
+    return findings
+
+
+def check_identities(announcements: Sequence[Announcement]) -> list[Finding]:
+    """Of servers, as they have noticed it themselves."""
+    doubles = [each.peer for each in announcements if each.has_double][:MOST_NAMED]
+    return [
+        Finding("double", WARNING, f"two nodes use the identity of peer {peer}: others find one of them", DOUBLE_FIX)
+        for peer in doubles
+    ]
 
 
 def _ms(duration_s: float) -> str:

@@ -93,6 +93,7 @@ def _server_json(each: Announcement, model: ModelStatus, now_ms: int) -> dict[st
         "kv_tokens": offer.kv_tokens,
         "kv_tokens_free": offer.kv_tokens_free,
         "software": each.software,
+        "identity_used_twice": each.has_double,
         "age_s": round((now_ms - each.sequence) / 1000, 1),
         "reached": answer is not None,
         "relayed": answer and each.peer in model.relayed,

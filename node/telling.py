@@ -5,6 +5,7 @@ Of "read 3 of 30 blocks" and "read 9 of 30 blocks", which begin with the same wo
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import TYPE_CHECKING, Self
 
@@ -13,6 +14,8 @@ from llmnode.node.terminal import open_console, printable, tell
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
+
+    from llmnode.node.watching import Notice
 
 
 class Telling:
@@ -43,6 +46,13 @@ class Telling:
             self._leave_standing()
         self._last = text
         self._status.update(Text(printable(text)))
+
+    def notice(self, notice: Notice, *, as_json: bool) -> None:
+        """What only whoever reads this can mend; `as_json` programs read it on stdout, too."""
+        if as_json:
+            event = {"event": notice.event, **notice.more, "text": notice.text, "fix": notice.fix}
+            print(json.dumps(event), flush=True)
+        self.tell(f"{notice.text}; {notice.fix}" if notice.fix else notice.text)
 
     def stop(self) -> None:
         """The last line stands, and those to come are plain."""

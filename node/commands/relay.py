@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING
 
 from llmnode.node.commands.options import (
@@ -58,11 +59,13 @@ async def _relay(arguments: argparse.Namespace, to: Entry) -> None:
     from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
     from llmnode.node.app import open_relay
     from llmnode.node.stopping import stopped_by_signals
+    from llmnode.node.telling import Telling
 
+    notice = partial(Telling(None).notice, as_json=arguments.json)
     listen = arguments.listen or [LISTEN_ANY_LOOPBACK]
     async with (
         stopped_by_signals(until_stdin_closes=arguments.until_stdin_closes) as stop,
-        open_relay(listen, arguments.announce or [], to, arguments.identity) as network,
+        open_relay(listen, arguments.announce or [], to, arguments.identity, notice) as network,
     ):
         _ready(network, arguments)
         stop.in_order()

@@ -156,6 +156,7 @@ async def _serve(config: NodeConfig, drain_s: float, as_json: bool, until_stdin_
                 _report_json if as_json else telling.tell,
                 _addresses_json if as_json else _addresses,
                 _worker_json if as_json else _worker,
+                partial(telling.notice, as_json=as_json),
             ) as node,
             trio.open_nursery() as nursery,
         ):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from llmnode.node.commands.options import add_command, add_peers, way_in
 from llmnode.node.terminal import open_console, printable
+from llmnode.node.watching import DOUBLE_FIX
 
 if TYPE_CHECKING:
     import argparse
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from llmnode.core.announcement import Announcement
+    from llmnode.core.clocks import ClockVerdict
     from llmnode.core.ids import PeerId
     from llmnode.net.swarm_key import Entry
     from llmnode.node.commands.options import Commands
@@ -48,16 +51,19 @@ def run(arguments: argparse.Namespace) -> int:
     from llmnode.client.swarm import wall_clock_ms
     from llmnode.node.status import as_json, by_model
 
-    models = by_model(*trio.run(_ask, way_in(arguments)))
+    announcements, answers, relayed, clocks = trio.run(_ask, way_in(arguments))
+    models = by_model(announcements, answers, relayed)
     if arguments.json:
         print(json.dumps(as_json(models, wall_clock_ms())))
     else:
         _show(models)
+    if clocks.is_ours:
+        print(f"llmnode: {clocks.text}, so that servers may seem to be missing; {clocks.fix}", file=sys.stderr)
     return 0 if any(not model.holes for model in models) else 1
 
 
-async def _ask(to: Entry) -> tuple[list[Announcement], dict[PeerId, Description], set[PeerId]]:
-    """Who is there, what those that can be reached say of themselves, and who of them is behind a relay."""
+async def _ask(to: Entry) -> tuple[list[Announcement], dict[PeerId, Description], set[PeerId], ClockVerdict]:
+    """Who is there, what those that can be reached say of themselves, who of them is behind a relay, and clocks."""
     import trio
 
     from llmnode.client.join import join_swarm
@@ -82,7 +88,8 @@ async def _ask(to: Entry) -> tuple[list[Announcement], dict[PeerId, Description]
         async with trio.open_nursery() as nursery:
             for each in announcements:
                 nursery.start_soon(describe, each)
-    return announcements, answers, relayed
+        clocks = swarm.judge_clocks()
+    return announcements, answers, relayed, clocks
 
 
 def _show(models: Sequence[ModelStatus]) -> None:
@@ -91,6 +98,10 @@ def _show(models: Sequence[ModelStatus]) -> None:
         console.print("nobody serves anything: start with `llmnode serve`")
     for model in models:
         console.print(_table(model, max(LEAST_BAR, console.width - BESIDE_BAR)))
+        for each in model.servers:
+            if each.has_double:
+                told = f"two nodes use the identity of peer {printable(each.peer)}, and one hides the other"
+                console.print(f"{told}: {DOUBLE_FIX}", style="bold red", markup=False)
         if model.holes:
             holes = ", ".join(str(hole) for hole in model.holes)
             console.print(f"nobody serves blocks {holes}", style="bold red", markup=False)

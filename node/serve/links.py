@@ -76,7 +76,7 @@ async def serve_view(swarm: Swarm, link: Link) -> None:
 async def answer_about_swarm(swarm: Swarm | None, link: Link, frame: Frame) -> None:
     """Raises RemoteProtocolError for what is malformed, and for frames of any other kind."""
     if frame.type is FrameType.VIEW and swarm is not None:
-        await link.send(swarm.answer(frame))
+        await link.send(swarm.answer(frame, link.peer))
     elif frame.type is FrameType.NEWS and swarm is not None:
         await swarm.take_news(frame)
     else:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.client.swarm import software
+from llmnode.core.identity import how_other
 from llmnode.core.ids import NO_SESSION
 from llmnode.core.scheduling import PRIORITIES
 from llmnode.core.span import Span
@@ -219,16 +220,26 @@ class _ServedLink:
         span = Span(request.span_start, request.span_end)
         if frame.session in self._server.sessions:
             raise PeerRefused(RefusalCode.CONFLICT, "a session of this name is open")
-        if request.model_digest != self._server.model.digest or request.dtype != self._server.model.dtype:
-            raise PeerRefused(RefusalCode.WRONG_MODEL, f"this server holds {self._server.model.name}, of other weights")
+        self._check_model(request)
         if request.codec not in list(Codec):
             raise PeerRefused(RefusalCode.UNKNOWN_CODEC, f"this server knows {', '.join(Codec)}")
         if not held.covers(span):
-            raise PeerRefused(RefusalCode.SPAN_NOT_HELD, f"{span} asked for, {held} held")
+            double = self._server.swarm is not None and self._server.swarm.double is not None
+            why = ": another node uses the identity of this one, and announces others" if double else ""
+            raise PeerRefused(RefusalCode.SPAN_NOT_HELD, f"{span} asked for, {held} held{why}")
         if request.max_length > self._server.model.context_tokens:
             raise PeerRefused(RefusalCode.NO_ROOM, f"the model's context is {self._server.model.context_tokens} tokens")
         self._check_room()
         return span, request
+
+    def _check_model(self, request: Open) -> None:
+        model = self._server.model
+        if request.model_digest != model.digest:
+            how = how_other(request.model_digest, model.digest, model.name)
+            raise PeerRefused(RefusalCode.WRONG_MODEL, f"this server holds {model.name} {how}")
+        if request.dtype != model.dtype:
+            why = f"this server holds {model.name} in {model.dtype}, and {request.dtype} is asked for"
+            raise PeerRefused(RefusalCode.WRONG_MODEL, why)
 
     def _check_room(self) -> None:
         if self._server.is_draining:

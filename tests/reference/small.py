@@ -253,7 +253,7 @@ def session(name: int) -> SessionId:
 
 
 def open_saved(path: Path) -> ModelFolder:
-    return open_folder(path, "small", "0")
+    return open_folder(path, "small")
 
 
 @torch.inference_mode()

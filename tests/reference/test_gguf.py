@@ -65,7 +65,7 @@ def test_it_is_what_transformers_reads(
         assert torch.allclose(model(ids).logits, original(ids).logits, atol=1e-4)  # the file is right
     lines: list[str] = []
     folder = open_model(str(file), lines.append)
-    assert folder.name == "Small-Q8" and len(folder.revision) == 16
+    assert folder.name == "Small-Q8" and len(folder.revision) == 40
     size_mib = 3 if case == "qwen3" else 1
     assert lines == [f"converting Small-Q8 from GGUF to safetensors, once ({size_mib} MiB)"]
     ours = cut(folder, (0, 2, BLOCKS))
@@ -84,6 +84,8 @@ def test_it_is_converted_once_and_known_by_its_content(llama: Path, tmp_path: Pa
     copy.parent.mkdir()
     shutil.copy(llama, copy)
     assert open_model(str(copy), lines.append).path == first.path
+    renamed = shutil.copy(llama, tmp_path / "renamed.gguf")
+    assert open_model(str(renamed)).digest == first.digest
     of_model(make_model("llama", tied=False, attention_bias=False, seed=1), "llama").write(llama)
     changed = open_model(str(llama), lines.append)
     assert changed.path != first.path and changed.digest != first.digest

@@ -22,6 +22,7 @@ from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError
 from llmnode.models import download
 from llmnode.models.folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, open_folder
+from llmnode.models.identity import hub_weights
 from llmnode.models.parts import load_ends, load_span
 from llmnode.models.source import open_model
 from llmnode.models.tokenizer import load_tokenizer
@@ -79,7 +80,7 @@ def test_peers_with_other_parts_have_the_same_digest(
     new_caches(tmp_path / "second", monkeypatch)
     second = open_model(f"{NAME}@main")
     load_span(second, Span(4, 5), "sdpa")
-    whole = open_folder(saved, NAME, "a" * 40)  # from the files themselves
+    whole = open_folder(saved, NAME, hub_weights("a" * 40))  # from the files themselves
     assert first.digest == again.digest == second.digest == whole.digest
     assert first.revision == "a" * 40 and first.name == NAME
     hub.repositories[NAME].commit = "b" * 40
@@ -166,7 +167,7 @@ def test_files_that_another_program_has_downloaded_are_used(
     load_span(folder, Span(0, BLOCKS), "sdpa")
     load_ends(folder)
     assert len(hub.asked) == asked
-    assert folder.digest == open_folder(saved, NAME, "a" * 40).digest
+    assert folder.digest == open_folder(saved, NAME, hub_weights("a" * 40)).digest
 
 
 def test_a_cache_that_may_only_be_read_is_used(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

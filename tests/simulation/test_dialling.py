@@ -95,3 +95,15 @@ async def test_if_none_answers_all_have_had_their_time() -> None:
             await pool.connect([GOOD, OTHER, HOLE])
         patience_s = LinkPolicy().dial_timeout_s + 2 * POLICY.stagger_s
         assert trio.current_time() - began_s == pytest.approx(patience_s, abs=SLACK_S)
+
+
+@simulated
+async def test_each_address_says_why_it_failed_and_several_that_say_the_same_say_it_once() -> None:
+    async with open_internet() as internet, open_pool(internet.network("client")) as pool:
+        with pytest.raises(PeerUnreachable) as caught:
+            await pool.connect(["/memory/one/p2p/peer-nobody", "/memory/two/p2p/peer-nobody"])
+        message = "no answer from /memory/one/p2p/peer-nobody; no answer from /memory/two/p2p/peer-nobody"
+        assert caught.value.message == message
+        with pytest.raises(PeerUnreachable) as caught:
+            await pool.connect(["/memory/one/p2p/peer-nobody"] * 2)
+        assert caught.value.message == "no answer from /memory/one/p2p/peer-nobody"

@@ -54,7 +54,7 @@ class CannedCache:
     def get_seq_length(self) -> int:
         return self.length
 
-    def crop(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         self.length = length
 
     def transcripts(self) -> list[dict[str, str]]:

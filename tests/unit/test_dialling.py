@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from contextlib import suppress
 from dataclasses import replace
@@ -22,7 +24,8 @@ from multiaddr import Multiaddr
 
 from llmnode.client.pool import open_pool
 from llmnode.errors import ConfigError, PeerUnreachable
-from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
+from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer
+from llmnode.net.explain import explain_failure, name_stranger
 from llmnode.net.host import open_network
 from unit.in_trio import DEADLINE_S, in_trio
 from unit.links import POLICY, served
@@ -66,13 +69,14 @@ async def test_dialling_in_vain_says_why(exact_worker: Any) -> None:
             f"{place}/p2p/",
             f"{place}/p2p/Qm",
             f"/ip4/1.2.3.4/tcp/-1/p2p/{peer}",
+            f"/p2p/{peer}",
         ):
             with pytest.raises(ConfigError, match="is not the address of a peer"):
                 await network.dial(address)
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))  # and does not listen
             nobody = f"/ip4/127.0.0.1/tcp/{unused.getsockname()[1]}"
-            for address in (f"{place}/p2p/{someone}", f"{nobody}/p2p/{someone}", f"/p2p/{someone}"):
+            for address in (f"{place}/p2p/{someone}", f"{nobody}/p2p/{someone}"):
                 with pytest.raises(PeerUnreachable) as caught:
                     await network.dial(address)
                 assert caught.value.peer == someone
@@ -162,3 +166,80 @@ async def test_many_that_dial_a_peer_at_once_share_a_connection(exact_worker: An
             while network.count_open().links < 5:
                 await trio.testing.wait_all_tasks_blocked(0.01)
         assert network.count_open().connections == 1
+
+
+PEER = "12D3KooWHatDJpvRfD7CvXhA3hg2Pc115M26JP2Zph8nShom4ESy"
+
+
+@pytest.mark.parametrize(
+    ("address", "fault", "form"),
+    [
+        ("127.0.0.1:4001", "it is no multiaddr", "/ip4/127.0.0.1/tcp/4001/p2p/PEER_ID"),
+        ("http://node.example:4001/", "it is no multiaddr", "/dns/node.example/tcp/4001/p2p/PEER_ID"),
+        ("[2001:db8::1]:4001", "it is no multiaddr", "/ip6/2001:db8::1/tcp/4001/p2p/PEER_ID"),
+        (PEER, "it is no multiaddr", "/ip4/ADDRESS/tcp/PORT/p2p/PEER_ID"),
+        ("/ip4/127.0.0.1/tcp/4001", "it ends without /p2p/PEER_ID", "/ip4/ADDRESS/tcp/PORT/p2p/PEER_ID"),
+        ("/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWHat", "Invalid CID", "/ip4/ADDRESS/tcp/PORT/p2p/PEER_ID"),
+        (f"/ip4/300.0.0.1/tcp/4001/p2p/{PEER}", "is not IPv4", "/ip4/ADDRESS/tcp/PORT/p2p/PEER_ID"),
+        (f"/p2p/{PEER}", "it does not say where the peer is", "/ip4/ADDRESS/tcp/PORT/p2p/PEER_ID"),
+        (f"/ip4/127.0.0.1/tcp/0/p2p/{PEER}", "port 0 means any port", "/ip4/ADDRESS/tcp/PORT/p2p/PEER_ID"),
+        (f"/ip4/127.0.0.1/udp/4001/quic-v1/p2p/{PEER}", "by TCP alone", "/ip4/ADDRESS/tcp/PORT/p2p/PEER_ID"),
+        (f"/ip4/127.0.0.1/tcp/4001/ws/p2p/{PEER}", "by TCP alone", "/ip4/ADDRESS/tcp/PORT/p2p/PEER_ID"),
+        (f"/dnsaddr/bootstrap.example/p2p/{PEER}", "by TCP alone", "/ip4/ADDRESS/tcp/PORT/p2p/PEER_ID"),
+        (f"/ip4/127.0.0.1/udp/1/p2p/{PEER}/p2p-circuit/p2p/{PEER}", "by TCP alone", "/ip4/ADDRESS/tcp/PORT"),
+    ],
+)
+def test_what_is_wrong_with_an_address_is_told_and_what_to_write(address: str, fault: str, form: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_peer(address)
+    text = str(caught.value)
+    assert text.startswith(f"{address!r} is not the address of a peer (")
+    assert fault in text
+    assert f"write {form}" in text
+    assert text.count(address) == 1
+
+
+@in_trio
+async def test_what_keeps_a_dial_from_its_peer_is_told_and_what_to_do() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and does not listen
+        port = unused.getsockname()[1]
+        async with open_network([LISTEN_ANY_LOOPBACK], POLICY) as server, open_network([], POLICY) as network:
+            place = server.addresses[0].partition("/p2p/")[0]
+            for address, words in {
+                f"{place}/p2p/{PEER}": f"{server.peer} answers, not {PEER}): copy its address anew",
+                f"/ip4/127.0.0.1/tcp/{port}/p2p/{PEER}": "nothing listens there): 127.0.0.1 is this machine itself",
+                f"/dns4/localhost/tcp/{port}/p2p/{PEER}": "nothing listens there): see that the node runs",
+                f"/dns4/nowhere.invalid/tcp/{port}/p2p/{PEER}": "no such name",
+            }.items():
+                with pytest.raises(PeerUnreachable) as caught:
+                    await network.dial(address)
+                assert f"cannot connect to {address} (" in caught.value.message
+                assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (errno.ENETUNREACH, "no way there from this machine; this machine may have no IPv6"),
+        (errno.EPERM, "not permitted"),
+    ],
+)
+def test_what_the_system_says_is_told_in_its_words(code: int, words: str) -> None:
+    wrapped = RuntimeError("all dials failed")
+    wrapped.__cause__ = ExceptionGroup("dials", [OSError(code, os.strerror(code))])
+    assert words in explain_failure(wrapped, Multiaddr("/ip6/2001:db8::1/tcp/1"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n", "it answers by HTTP"),
+        (b"\x15\x03\x01\x00\x02\x02F", "it answers by TLS"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "it answers by SSH"),
+        (b"-ERR unknown command\r\n", "it is no node of libp2p"),
+        (b"\x13/multistream/1.0.0\n\x03na\n", "it is a node of libp2p that has other ways to encrypt"),
+    ],
+)
+def test_another_program_on_the_port_is_named(answer: bytes, words: str) -> None:
+    assert words in name_stranger(answer)

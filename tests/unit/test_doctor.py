@@ -12,7 +12,7 @@ import trio
 
 from llmnode.client.pool import open_pool
 from llmnode.client.swarm import Swarm, wall_clock_ms
-from llmnode.core.announcement import Announcement, Offer, PeerState
+from llmnode.core.announcement import DOUBLE, Announcement, Offer, PeerState
 from llmnode.core.ids import PeerId
 from llmnode.core.model import ModelInfo, Precision
 from llmnode.core.policy import LinkPolicy, SwarmPolicy
@@ -32,10 +32,13 @@ from llmnode.node.doctor import (
     check_clocks,
     check_coverage,
     check_disk,
+    check_identities,
     check_memory,
+    check_named,
     check_peers,
 )
 from llmnode.node.serve.links import serve_links, serve_view
+from llmnode.wire.messages import Description
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -85,7 +88,7 @@ def test_a_swarm_that_holds_all_is_well() -> None:
     ("others", "missing", "fix"),
     [
         ([_offer(5, 9)], "[3, 5), [9, 10)", "start servers"),
-        ([replace(_offer(3, 10), state=PeerState.JOINING)], "[3, 10)", "start servers"),
+        ([replace(_offer(3, 10), state=PeerState.JOINING)], "[3, 10)", "try again in a moment"),
         ([_offer(3, 10, "theirs")], "[3, 10)", "give the MODEL that it serves"),
         ([_offer(3, 10, "theirs"), _offer(3, 10, dtype="bfloat16")], "[3, 10)", "give --dtype bfloat16 --quant none"),
         ([_offer(3, 10, dtype="float32+int8")], "[3, 10)", "give --dtype float32 --quant int8 --kv-dtype same"),
@@ -133,6 +136,28 @@ def test_a_single_clock_that_is_off_is_the_peers() -> None:
     warning, well = check_clocks({PeerId("a"): 0, PeerId("b"): 95_000}, SKEW_S)
     assert (warning.verdict, well.verdict) == (WARNING, OK)
     assert "peer b is off by +95.0 s" in warning.text and "within 0 ms of the clocks of 1 of 2" in well.text
+
+
+def _described(model: str, start: int, end: int) -> Description:
+    values = dict.fromkeys(Description.__dataclass_fields__, 0)
+    return Description(**values | {"model_digest": model.encode(), "span_start": start, "span_end": end})
+
+
+def test_two_nodes_that_answer_by_one_identity_are_a_double_and_one_at_two_addresses_is_none() -> None:
+    one, same, other = (f"/ip4/192.0.2.{n}/tcp/1/p2p/peer" for n in range(3))
+    answers = {one: _described("ours", 0, 5), same: _described("ours", 0, 5), "/p2p/b": _described("ours", 5, 10)}
+    assert check_named(answers) == []
+    for answer in (_described("ours", 5, 10), _described("theirs", 0, 5)):
+        (found,) = check_named({**answers, other: answer})
+        assert (found.verdict, found.text) == (WARNING, f"two nodes use one identity: {one} and {other}")
+        assert "--identity" in found.fix
+
+
+def test_doubles_that_servers_have_noticed_are_told() -> None:
+    offers = _announced(_offer(0, 5), _offer(5, 10))
+    assert check_identities(offers) == []
+    (found,) = check_identities([offers[0], replace(offers[1], software=f"llmnode/1 ({DOUBLE})")])
+    assert (found.verdict, "identity of peer peer1" in found.text) == (WARNING, True)
 
 
 @asynccontextmanager

@@ -54,6 +54,19 @@ async def test_an_open_is_refused(exact_worker: Any, changes: dict[str, Any], co
 
 
 @in_trio
+async def test_who_asks_for_another_model_is_told_how_this_one_differs(exact_worker: Any) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        link = await network.dial(swarm.address)
+        refusal = await refusal_to(link, open_frame(session_id(), dtype="float16"))
+        assert refusal.message.endswith(" in float32, and float16 is asked for")
+        refusal = await refusal_to(link, open_frame(session_id(), model_digest=b"x" * 32))
+        assert refusal.message.endswith(" of other weights")
+        refusal = await refusal_to(link, open_frame(session_id(), span_end=5))
+        assert refusal.message == "[0, 5) asked for, [0, 4) held"
+        await link.end("done")
+
+
+@in_trio
 async def test_a_name_is_open_once_whoever_opens_it(exact_worker: Any) -> None:
     async with served(exact_worker) as swarm, open_network([], POLICY) as ours, open_network([], POLICY) as others:
         link, other = await ours.dial(swarm.address), await others.dial(swarm.address)

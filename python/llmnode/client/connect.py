@@ -15,6 +15,7 @@ from llmnode.client.holding import check_choice
 from llmnode.client.join import join_swarm
 from llmnode.client.routing import Router
 from llmnode.client.saved import read
+from llmnode.core.identity import how_other
 from llmnode.core.model import PRECISIONS
 from llmnode.core.policy import ClientPolicy, LinkPolicy
 from llmnode.errors import ConfigError, single_error
@@ -239,7 +240,8 @@ async def _parts_in(dtype: str, parts: ClientParts | None) -> ClientParts:
 def _check_model(saved: SavedSession, model: ModelInfo) -> None:
     """Raises ConfigError if the session is of another one."""
     if saved.model_digest != model.digest:
-        raise ConfigError(f"the session is of {saved.model}, not of {model.name} as it is here: name its model")
+        how = how_other(model.digest, saved.model_digest, saved.model)
+        raise ConfigError(f"the session is of {saved.model} {how}, not of {model.name} as it is here: name its model")
     if (saved.blocks, saved.hidden_size) != (model.blocks, model.hidden_size):
         raise ConfigError(f"the session is of {saved.blocks} blocks, and {model.name} has {model.blocks}")
     if saved.max_length > model.context_tokens:

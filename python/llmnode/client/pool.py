@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ERRORS_TOLD = 3
+"""Of the addresses of one peer, in one message."""
+
 
 @dataclass(slots=True)
 class _Dial:
@@ -68,7 +71,7 @@ class ConnectionPool:
         Raises PeerUnreachable with the last cause, or ConfigError for an address of no known form.
         """
         if not addresses:
-            raise PeerUnreachable("it names no address")
+            raise PeerUnreachable("it names no address: it is reached through relays alone, and has lost them")
         peer = PeerId(addresses[0].rpartition("/p2p/")[2])
         asked_s = trio.current_time()
         await trio.lowlevel.checkpoint()
@@ -132,7 +135,7 @@ class ConnectionPool:
             await _end_all(opened)
             raise
         if not opened:
-            raise errors[in_order[-1]]
+            raise _all_of([errors[address] for address in in_order])
         await _end_all(opened[1:])  # that were opened in the same moment
         return opened[0]
 
@@ -186,6 +189,14 @@ class ConnectionPool:
     async def _end_unused(self, connection: Connection) -> None:
         await connection.wait_unused(self._policy.idle_s)
         await connection.end()
+
+
+def _all_of(errors: Sequence[PeerError | ConfigError]) -> PeerError | ConfigError:
+    """One error that says what several say: of two addresses each may fail for a reason of its own."""
+    texts = dict.fromkeys(each.message if isinstance(each, PeerError) else str(each) for each in errors)
+    if len(texts) == 1:
+        return errors[-1]
+    return PeerUnreachable("; ".join(list(texts)[-ERRORS_TOLD:]))
 
 
 def _is_relayed(address: str) -> bool:

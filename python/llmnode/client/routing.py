@@ -15,6 +15,7 @@ from llmnode.client.receipts import ReceiptBook
 from llmnode.client.saved import MOST_CONTACTS, pack, write
 from llmnode.client.session import open_session, resume_session
 from llmnode.client.spot import SpotChecks
+from llmnode.core.absence import explain_absence
 from llmnode.core.bans import Bans
 from llmnode.core.route import Hop, HopCost, Route, find_detour, find_route
 from llmnode.core.suspicion import Suspicion
@@ -220,7 +221,10 @@ class Router:
             for each in self._candidates(positions)
             if each.peer not in avoid and (hurry or not self._is_banned(each))
         ]
-        route = find_detour(span, _held(usable), self._costs(usable, positions))
+        try:
+            route = find_detour(span, _held(usable), self._costs(usable, positions))
+        except NoRoute as error:
+            raise NoRoute(error.missing, self._hint(error.missing, positions, avoid)) from None
         connections, errors = await self._connect(route, usable)
         if errors:
             raise errors[0]
@@ -397,26 +401,21 @@ class Router:
         self._rng.shuffle(usable)  # of equal peers, clients take different ones
         return usable
 
-    def _hint(self, missing: Sequence[Span], positions: int) -> str:
-        """What the swarm has instead, if anything."""
-        offers = [each.offer for each in self._candidates()]
-        budgets = [each.kv_tokens for each in offers if any(_overlap(each.span, span) for span in missing)]
-        if budgets:
-            largest = f"{positions} positions are asked for, and the KV of those that hold some is for {max(budgets)}"
-            return f"{largest} at most: ask for fewer, or start servers with more --kv-tokens"
-        others = self.swarm.view.announcements()
-        ours = [each for each in others if each.offer.model_digest == self._model.digest]
-        if dtypes := sorted({each.offer.dtype for each in ours} - {self._model.dtype}):
-            held = f"some are held in {', '.join(dtypes)}, and {self._model.dtype} is asked for"
-            return f"{held}: choose with --dtype, --quant and --kv-dtype"
-        if models := sorted({each.offer.model for each in others if each not in ours}):
-            return f"the peers serve {', '.join(models)}, of other weights than our {self._model.name}"
-        return ""
+    def _hint(self, missing: Sequence[Span], positions: int, failed: Collection[PeerId] = ()) -> str:
+        """What the swarm has instead, if anything, and what to do."""
+        known, now_s = self.swarm.view.announcements(), trio.current_time()
+        excluded = [each.peer for each in known if self._suspicion.is_excluded(each.peer, now_s)]
+        why = explain_absence(
+            self._model,
+            missing,
+            known,
+            positions=positions,
+            clocks=self.swarm.judge_clocks(),
+            excluded=excluded,
+            failed=failed,
+        )
+        return str(why)
 
 
 def _held(announcements: Sequence[Announcement]) -> list[Hop]:
     return [Hop(each.peer, each.offer.span) for each in announcements]
-
-
-def _overlap(one: Span, other: Span) -> bool:
-    return one.start < other.end and other.start < one.end

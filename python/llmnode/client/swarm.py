@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import math
 import random
 import time
 from dataclasses import replace
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.announcement import Announcement, PeerState, SignedAnnouncement
-from llmnode.core.view import View
+from llmnode.core.announcement import DOUBLE, Announcement, PeerState, SignedAnnouncement
+from llmnode.core.clocks import Clocks
+from llmnode.core.view import View, is_news
 from llmnode.errors import ConfigError, PeerError, RemoteProtocolError
 from llmnode.wire.announcement import (
     SIGNING_CONTEXT,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from llmnode.client.connection import Connection
     from llmnode.client.pool import ConnectionPool
     from llmnode.core.announcement import Offer
+    from llmnode.core.clocks import ClockVerdict
     from llmnode.core.ids import PeerId
     from llmnode.core.policy import SwarmPolicy
     from llmnode.ports import Directory, Network
@@ -70,8 +73,8 @@ class Swarm:
         roams: bool = True,
     ) -> None:
         self.view = View(policy)
-        self.clock_offsets_ms: dict[PeerId, int] = {}
-        """How far the clock of each peer that we asked last is ahead of ours."""
+        self._double: Announcement | None = None
+        self._clocks = Clocks(policy)
         self._network = network
         self._pool = pool
         self._policy = policy
@@ -82,7 +85,29 @@ class Swarm:
         self._roams = roams
         self._news = trio.Event()
         self._changed = trio.Event()
+        self._noticed = trio.Event()
+        self._began_ms = self._former_ms = now_ms()
+        self._said_again_s = self._double_until_s = -math.inf
         self._sequence = 0
+        self._said: set[int] = set()
+        self._offer: Callable[[], Offer] | None = None
+
+    @property
+    def double(self) -> Announcement | None:
+        """What another node says that uses our identity; None if we know of none, or have not heard of it for long."""
+        return self._double if trio.current_time() < self._double_until_s else None
+
+    @property
+    def clock_offsets_ms(self) -> dict[PeerId, int]:
+        """How far the clocks of peers are ahead of ours, as far as they have told lately."""
+        return self._clocks.offsets_ms(trio.current_time())
+
+    def judge_clocks(self) -> ClockVerdict:
+        return self._clocks.judge(trio.current_time())
+
+    async def wait_noticed(self) -> None:
+        """Until `double` or a clock is new."""
+        await self._noticed.wait()
 
     # Keeping current
 
@@ -98,6 +123,7 @@ class Swarm:
 
     async def announce(self, offer: Callable[[], Offer]) -> None:
         """Announce what `offer` says, and again before it expires, until cancelled."""
+        self._offer = offer
         async with trio.open_nursery() as nursery:
             if self._directory is not None:
                 nursery.start_soon(self._publish, self._directory)
@@ -113,13 +139,15 @@ class Swarm:
 
     def say(self, offer: Offer) -> None:
         """Sign an announcement of `offer` and let others hear of it soon."""
-        self._sequence = max(self._now_ms(), self._sequence + 1)
+        now_ms, lifetime_ms = self._now_ms(), int(1000 * self._policy.lifetime_s)
+        self._sequence = max(now_ms, self._sequence + 1)
+        self._said = {each for each in self._said if each + lifetime_ms > now_ms} | {self._sequence}
         announcement = Announcement(
             peer=self._network.peer,
             addresses=tuple(self._network.addresses)[: self._policy.addresses],
             sequence=self._sequence,
-            expires_ms=self._sequence + int(1000 * self._policy.lifetime_s),
-            software=software(),
+            expires_ms=self._sequence + lifetime_ms,
+            software=software() if self.double is None else f"{software()} ({DOUBLE})",
             offer=offer,
         )
         body = pack_announcement(announcement)
@@ -146,7 +174,10 @@ class Swarm:
         await self.exchange(await self._pool.connect([address]))
 
     async def meet_all(self, addresses: Sequence[str]) -> None:
-        """Exchange views with the peers at `addresses`, all at once. Raises the first's PeerError if none answers."""
+        """Exchange views with the peers at `addresses`, all at once. Raises the first's PeerError if none answers.
+
+        We may be among them, as where all nodes are given one list: nobody needs to answer for us.
+        """
         errors: list[PeerError] = []
 
         async def meet(address: str) -> None:
@@ -155,12 +186,13 @@ class Swarm:
             except PeerError as error:
                 errors.append(error)
 
-        different = list(dict.fromkeys(addresses))
+        different = [each for each in dict.fromkeys(addresses) if each not in self._network.addresses]
         async with trio.open_nursery() as nursery:
             for address in different:
                 nursery.start_soon(meet, address)
-        if errors and len(errors) == len(different):
-            raise errors[0]
+        of_others = [each for each in errors if each.peer != self._network.peer]
+        if of_others and len(errors) == len(different):
+            raise of_others[0]
 
     async def exchange(self, connection: Connection) -> None:
         """Afterwards both know what either knew. Raises PeerError."""
@@ -178,7 +210,7 @@ class Swarm:
             await self._merge(news.announcements)
         except RemoteProtocolError as error:
             raise error.blame(connection.peer) from None
-        self.clock_offsets_ms[connection.peer] = clock.now_ms - (asked_ms + self._now_ms()) // 2
+        self._note_clock(connection.peer, clock.now_ms - (asked_ms + self._now_ms()) // 2, asked=True)
         await self.introduce(connection, news.wanted)
 
     async def introduce(self, connection: Connection, peers: Iterable[PeerId]) -> None:
@@ -190,9 +222,10 @@ class Swarm:
 
     # Being asked
 
-    def answer(self, frame: Frame) -> Frame:
-        """The NEWS that answers a VIEW frame. Raises RemoteProtocolError."""
-        unpack(Clock, frame.meta)
+    def answer(self, frame: Frame, peer: PeerId) -> Frame:
+        """The NEWS that answers a VIEW frame of `peer`. Raises RemoteProtocolError."""
+        clock = unpack(Clock, frame.meta)
+        self._note_clock(peer, clock.now_ms - self._now_ms(), asked=False)
         theirs = unpack_sequences(frame.payload, self._policy)
         self._drop_expired()
         payload = pack_news(self.view.newer_than(theirs), self.view.lacks(theirs), self._policy)
@@ -211,15 +244,61 @@ class Swarm:
         verified = 0
         for signed in announcements:
             announcement = signed.announcement
-            if announcement.peer == self._network.peer or not self.view.is_newer(announcement, self._now_ms()):
+            is_ours = announcement.peer == self._network.peer
+            if not (self._is_foreign if is_ours else self.view.is_newer)(announcement, self._now_ms()):
                 continue
             if not self._network.verify(announcement.peer, SIGNING_CONTEXT + signed.body, signed.signature):
                 raise RemoteProtocolError(f"passes on an announcement that {announcement.peer} did not sign")
-            self._take(signed)
+            if is_ours:
+                self._take_foreign(announcement)
+            else:
+                self._take(signed)
             verified += 1
             if verified % VERIFIED_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()
         await trio.lowlevel.checkpoint()
+
+    def _is_foreign(self, announcement: Announcement, now_ms: int) -> bool:
+        """Whether it holds, though not we but somebody with our key has made it since we began.
+
+        Our own former life made its announcements before, and says at most that it has left since.
+        """
+        if announcement.sequence <= self._former_ms or announcement.offer.state is PeerState.LEFT:
+            return False
+        return announcement.sequence not in self._said and self.view.holds(announcement, now_ms)
+
+    def _take_foreign(self, announcement: Announcement) -> None:
+        """Somebody else announces itself as the peer that we are. Others believe the newest: let it be ours.
+
+        The first that is ahead of our clock may be our former life's, from before this clock was set back.
+        """
+        self._sequence = max(self._sequence, announcement.sequence)
+        if announcement.sequence > self._now_ms() and self._former_ms == self._began_ms:
+            self._former_ms = announcement.sequence
+            self._say_again()
+            return
+        known, self._double = self.double, announcement
+        self._double_until_s = trio.current_time() + 2 * self._policy.lifetime_s
+        if known is None or is_news(known, announcement):
+            log.info("another node uses our identity, at %s", " ".join(announcement.addresses))
+            self._say_again()
+        elif trio.current_time() > self._said_again_s + self._policy.announce_every_s / 3:
+            self._say_again()  # else it may never hear of us: what it says then is always newer
+        self._note_noticed()
+
+    def _say_again(self) -> None:
+        self._said_again_s = trio.current_time()
+        if self._offer is not None:
+            self.say(self._offer())
+
+    def _note_clock(self, peer: PeerId, offset_ms: int, *, asked: bool) -> None:
+        if peer != self._network.peer:
+            self._clocks.note(peer, offset_ms, trio.current_time(), asked=asked)
+            self._note_noticed()
+
+    def _note_noticed(self) -> None:
+        self._noticed.set()
+        self._noticed = trio.Event()
 
     def _take(self, signed: SignedAnnouncement) -> None:
         if self.view.accept(signed, self._now_ms()):

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from llmnode.core.span import Span
 
 
+DOUBLE = "identity used twice"
+
+
 class PeerState(StrEnum):
     """A peer's own word about itself."""
 
@@ -62,7 +65,13 @@ class Announcement:
     sequence: int
     expires_ms: int
     software: str
+    """`product/version`, and in parentheses what its peer has noticed about itself."""
     offer: Offer
+
+    @property
+    def has_double(self) -> bool:
+        """Whether its peer has noticed that another node uses its identity."""
+        return self.software.endswith(f"({DOUBLE})")
 
 
 @dataclass(frozen=True, slots=True)

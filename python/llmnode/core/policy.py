@@ -385,6 +385,10 @@ class SwarmPolicy:
     """Of an announcement. A peer that died without a word is out of every view after this."""
     clock_skew_s: float = 30.0
     """An announcement from further in the future than this is refused: it would outlive its peer."""
+    clocks: int = 64
+    """Of that many peers it is known what their clocks say: most of them decide whose is wrong."""
+    clock_keeps_s: float = 120.0
+    """What a peer said of its clock counts for this long: either clock may have been set since."""
     exchange_every_s: float = 3.0
     news_every_s: float = 0.2
     """News is passed on at once, but no faster than this."""

@@ -28,15 +28,18 @@ class View:
         return len(self._newest)
 
     def is_newer(self, announcement: Announcement, now_ms: int) -> bool:
-        """Whether `announcement` is worth verifying: alive, not from the future, and newer than what we have."""
+        """Whether `announcement` is worth verifying: it holds, and is newer than what we have."""
+        held = self._newest.get(announcement.peer)
+        is_newer = held is None or announcement.sequence > held.announcement.sequence
+        return is_newer and self.holds(announcement, now_ms)
+
+    def holds(self, announcement: Announcement, now_ms: int) -> bool:
+        """Whether it is alive, and not from the future."""
         lifetime_ms = announcement.expires_ms - announcement.sequence
         ahead_ms = announcement.sequence - now_ms
         if announcement.expires_ms <= now_ms or lifetime_ms > self._policy.lifetime_s * 1000:
             return False
-        if ahead_ms > self._policy.clock_skew_s * 1000:
-            return False
-        held = self._newest.get(announcement.peer)
-        return held is None or announcement.sequence > held.announcement.sequence
+        return ahead_ms <= self._policy.clock_skew_s * 1000
 
     def accept(self, signed: SignedAnnouncement, now_ms: int) -> bool:
         """Take a verified announcement if it is newer. True if it is news: an offer that we did not know."""
@@ -46,7 +49,7 @@ class View:
         held = self._newest.get(announcement.peer)
         self._newest[announcement.peer] = signed
         self._make_room()
-        return held is None or _essence(held.announcement) != _essence(announcement)
+        return held is None or is_news(held.announcement, announcement)
 
     def drop_expired(self, now_ms: int) -> list[PeerId]:
         """Forget, and name, the peers that have not renewed their announcements in time."""
@@ -101,6 +104,11 @@ def online(announcements: Iterable[Announcement]) -> list[Announcement]:
 def serving(announcements: Iterable[Announcement]) -> list[Announcement]:
     """Those that have sessions, whether or not they take others."""
     return [each for each in announcements if each.offer.state in (PeerState.ONLINE, PeerState.DRAINING)]
+
+
+def is_news(before: Announcement, announcement: Announcement) -> bool:
+    """Whether others must hear of it at once."""
+    return _essence(before) != _essence(announcement)
 
 
 def _essence(announcement: Announcement) -> tuple[object, ...]:

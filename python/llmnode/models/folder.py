@@ -6,7 +6,6 @@ yet is obtained by who opened the folder, when it is read.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import deque
 from dataclasses import dataclass
@@ -17,16 +16,20 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError, safe_open
 
+from llmnode.core.identity import read_digest
 from llmnode.core.model import ModelInfo
 from llmnode.errors import ModelError
 from llmnode.models.blueprint import kept_blueprint
 from llmnode.models.families import FAMILIES
+from llmnode.models.identity import folder_weights, identify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
     from transformers import PreTrainedConfig
+
+    from llmnode.core.identity import Weights
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -52,7 +55,6 @@ class ModelFolder:
 
     path: Path
     name: str
-    revision: str
     files: Mapping[str, Path]
     dtypes: Mapping[str, str]
     digest: bytes
@@ -61,6 +63,13 @@ class ModelFolder:
     @property
     def config_file(self) -> Path:
         return self.path / CONFIG_FILE
+
+    @property
+    def revision(self) -> str:
+        """The commit, if it is from the hub; else what stands for its weights."""
+        identity = read_digest(self.digest)
+        assert identity is not None, "ours are made so"
+        return identity.weights.fingerprint.hex()
 
     @property
     def is_local(self) -> bool:
@@ -139,12 +148,15 @@ def _read_some(file: Path, names: deque[str], dtypes: Mapping[str, torch.dtype])
     return tensors
 
 
-def open_folder(path: Path, name: str, revision: str) -> ModelFolder:
-    """Read config and tensor index, but no tensor. Raises ModelError if the folder is not a whole model."""
+def open_folder(path: Path, name: str, weights: Weights | None = None) -> ModelFolder:
+    """Read config and tensor index. Raises ModelError if the folder is not a whole model.
+
+    Which `weights` it has is found out, by a part of them, unless the caller knows.
+    """
     if kept_blueprint(path / CONFIG_FILE) is None:
         read_config(path)
     headers = {shard: read_header(path / shard) for shard in shard_names(path)}
-    return ModelFolder(path, name, revision, *index_tensors(path, name, revision, headers))
+    return ModelFolder(path, name, *index_tensors(path, headers, weights))
 
 
 def read_config(path: Path) -> PreTrainedConfig:
@@ -197,19 +209,17 @@ def read_header(shard: Path) -> Header:
 
 
 def index_tensors(
-    path: Path, name: str, revision: str, headers: Mapping[str, Header]
+    path: Path, headers: Mapping[str, Header], weights: Weights | None = None
 ) -> tuple[dict[str, Path], dict[str, str], bytes]:
     """The file and the dtype of each tensor, and the model's digest, from the headers of all shards by their names.
 
-    The digest is the identity of a model: peers with another name, revision, config or tensor layout never meet.
+    The digest is the identity of a model: peers with other weights, config or tensor layout never meet.
     """
     config = json.loads((path / CONFIG_FILE).read_text())
-    config.pop("transformers_version", None)  # of who wrote the file: the same GGUF is converted by several
     index = {tensor: description for header in headers.values() for tensor, description in header.items()}
-    identity = {"name": name, "revision": revision, "config": config, "index": index}
     files = {tensor: path / shard for shard, header in headers.items() for tensor in header}
     dtypes = {tensor: dtype for tensor, (dtype, _) in index.items()}
-    return files, dtypes, hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).digest()
+    return files, dtypes, identify(config, index, weights or folder_weights(files, index))
 
 
 def one_line(error: BaseException) -> str:

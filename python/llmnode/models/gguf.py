@@ -24,6 +24,7 @@ from llmnode.errors import ConfigError, LlmnodeError, ModelError
 from llmnode.models.cache import cache_folder, require_room, show_bytes
 from llmnode.models.families import family_of
 from llmnode.models.folder import CONFIG_FILE, SINGLE_FILE, ModelFolder, one_line, open_folder
+from llmnode.models.identity import gguf_weights
 from llmnode.models.memory import free_bytes
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def open_gguf(path: Path, report: Callable[[str], None] = lambda _line: None) ->
 
 
 def open_converted(gguf: Path, name: str, sha256: str, report: Callable[[str], None]) -> ModelFolder:
-    """As `open_gguf`, for a file whose SHA-256 (in hex) the caller knows. It is the model's revision."""
+    """As `open_gguf`, for a file whose SHA-256 (in hex) the caller knows. By it the weights are known."""
     folder = _folder_of(name, sha256)
     if not (folder / CONFIG_FILE).exists():
         require_room(folder.parent, 0)
@@ -79,7 +80,7 @@ def open_converted(gguf: Path, name: str, sha256: str, report: Callable[[str], N
                     _convert_file(gguf, name, folder, report)
     for line in _notes_of(folder):
         report(f"{name}: {line}")
-    return open_folder(folder, name, _revision(sha256))
+    return open_folder(folder, name, gguf_weights(sha256))
 
 
 def is_converted(name: str, sha256: str) -> bool:

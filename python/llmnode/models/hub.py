@@ -38,6 +38,7 @@ from llmnode.models.folder import (
     read_header,
     shard_names,
 )
+from llmnode.models.identity import hub_weights
 from llmnode.models.online import hub_access, is_offline, is_out_of_reach
 
 if TYPE_CHECKING:
@@ -117,8 +118,8 @@ def open_hub(name: HubName, report: Callable[[str], None] = lambda _line: None) 
         if kept_blueprint(snapshot.path / CONFIG_FILE) is None:
             family_of(read_config(snapshot.path))  # before anything large
         headers = _headers(snapshot)
-    index = index_tensors(snapshot.path, name.repo, snapshot.commit, headers)
-    return ModelFolder(snapshot.path, name.repo, snapshot.commit, *index, partial(_obtain, snapshot, report))
+    index = index_tensors(snapshot.path, headers, hub_weights(snapshot.commit))
+    return ModelFolder(snapshot.path, name.repo, *index, partial(_obtain, snapshot, report))
 
 
 def _locate(name: HubName, offline: bool, report: Callable[[str], None]) -> _Snapshot:

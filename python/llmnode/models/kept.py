@@ -175,8 +175,9 @@ def _name_of(index: int) -> str:
 def _made_from(folder: ModelFolder, precision: list[str]) -> dict[str, object]:
     """All that numbers follow from.
 
-    The model's digest is of names and shapes: in a folder somebody may train it further and save it again, so files are
-    told apart by when they were written. What comes from the hub is of the commit that the digest has.
+    The digest of a large model in a folder is of a sample of its numbers, and somebody may change a few and save it
+    again, so files are told apart by when they were written, too. What comes from the hub is of the commit that the
+    digest has.
     """
     files = sorted(set(folder.files.values())) if folder.is_local else []
     return {

@@ -36,7 +36,7 @@ def open_model(name: str | None = None, report: Callable[[str], None] = lambda _
     except OSError as error:
         raise ConfigError(f"the model {name}: cannot be read ({error.strerror})") from error
     if path.is_dir():
-        return open_folder(path.resolve(), path.resolve().name, "local")
+        return open_folder(path.resolve(), path.resolve().name)
     if path.is_file():
         if not is_gguf(path):
             raise ConfigError(f"{name} is a file and no GGUF: name the folder that holds config.json and safetensors")

@@ -6,6 +6,7 @@ A circuit address is that of a relay and then `/p2p-circuit/p2p/PEER`. Opens no 
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from typing import TYPE_CHECKING
 
@@ -19,13 +20,15 @@ from llmnode.errors import ConfigError
 from llmnode.wire.messages import ADDRESS_CHARS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from llmnode.core.ids import PeerId
 
 LISTEN_ANY_LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
-ANNOUNCED_HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6")
+HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6")
+
+_HOST_AND_PORT = re.compile(r"(\w+://)?(?P<host>[\w.-]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})/?")
 
 CIRCUIT = "/p2p-circuit"
 
@@ -34,13 +37,42 @@ def parse_peer(address: str) -> PeerInfo:
     """Peer id and address in a multiaddr that ends in `/p2p/ID`. Raises ConfigError with the form that is right."""
     try:
         info = info_from_p2p_addr(Multiaddr(address))
-        relay_of(info)
+        _check_dialled((relay_of(info) or info).addrs)
     except (MultiaddrError, InvalidAddrError, ValueError) as error:
         raise ConfigError(
-            f"{address!r} is not the address of a peer ({error}): write /ip4/ADDRESS/tcp/PORT/p2p/PEER_ID, "
+            f"{address!r} is not the address of a peer ({_fault(address, error)}): write {_form(address)}, "
             "as `llmnode serve` prints it"
         ) from error
     return info
+
+
+def _check_dialled(addresses: Sequence[Multiaddr]) -> None:
+    """Raises ValueError unless it is one that TCP can dial."""
+    if not addresses or not (protocols := [protocol.name for protocol in addresses[0].protocols()]):
+        raise ValueError("it does not say where the peer is")
+    if protocols[0] not in HOSTS or protocols[1:] != ["tcp"]:
+        raise ValueError("peers are dialled by TCP alone")
+    if not int(addresses[0].value_for_protocol("tcp")):
+        raise ValueError("port 0 means any port where a node listens, and none to dial")
+
+
+def _fault(address: str, error: Exception) -> str:
+    if "://" in address or not address.startswith("/"):
+        return "it is no multiaddr"
+    if "/p2p/" not in address:
+        return "it ends without /p2p/PEER_ID"
+    return str(error).removeprefix(f"Invalid MultiAddr {address!r}").removesuffix(f" (string: {address})").lstrip(": ")
+
+
+def _form(address: str) -> str:
+    """Of host and port, if that is what `address` is."""
+    match = _HOST_AND_PORT.fullmatch(address)
+    host = match["host"].strip("[]") if match else ""
+    try:
+        protocol = f"ip{ipaddress.ip_address(host).version}"
+    except ValueError:
+        protocol = "dns"
+    return f"/{protocol}/{host}/tcp/{match['port']}/p2p/PEER_ID" if match else "/ip4/ADDRESS/tcp/PORT/p2p/PEER_ID"
 
 
 def peer_at_ip(address: str) -> PeerInfo | None:
@@ -175,7 +207,7 @@ def parse_announced(address: str) -> Multiaddr:
         raise ConfigError(f"--announce {address!r} is not a multiaddr ({error}): {form}") from error
     if "p2p-circuit" in protocols:
         raise ConfigError(f"--announce {address!r}: give the relay's own address to --relay")
-    if protocols[:1] not in ([name] for name in ANNOUNCED_HOSTS) or protocols[1:] not in (["tcp"], ["tcp", "p2p"]):
+    if protocols[:1] not in ([name] for name in HOSTS) or protocols[1:] not in (["tcp"], ["tcp", "p2p"]):
         raise ConfigError(f"--announce {address!r}: {form}")
     host, port = parsed.value_for_protocol(protocols[0]), int(parsed.value_for_protocol("tcp"))
     if protocols[0] in ("ip4", "ip6") and ipaddress.ip_address(host).is_unspecified:

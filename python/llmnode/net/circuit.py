@@ -20,7 +20,8 @@ from llmnode.core.ids import PeerId
 from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError
 from llmnode.net.addresses import CIRCUIT, circuit_address, host_and_port
 from llmnode.net.circuit_wire import HOP, CircuitConnection, leave, name_of, receive, send
-from llmnode.net.connections import close_when_silent, connection_of, innermost, open_stream
+from llmnode.net.connections import close_when_silent, connection_of, open_stream
+from llmnode.net.explain import explain_failure, innermost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REASONS = {
-    pb.NO_RESERVATION: "it has no reservation at the relay",
+    pb.NO_RESERVATION: "it has no reservation at the relay: it has stopped, or lost the relay",
     pb.CONNECTION_FAILED: "the relay cannot reach it, or it refuses circuits",
     pb.RESOURCE_LIMIT_EXCEEDED: "the relay is full",
     pb.RESERVATION_REFUSED: "the relay is full",
@@ -105,10 +106,15 @@ class Circuits:
         with self._held.hold(relay.peer_id):
             try:
                 await self._host.connect(relay)
+            except (BaseLibp2pError, OSError) as error:
+                why = explain_failure(error, relay.addrs[0])
+                raise PeerUnreachable(f"cannot connect to the relay at {relay.addrs[0]} {why}") from error
+            try:
                 stream = cast("NetStream", await self._host.new_stream(relay.peer_id, [HOP]))
             except (BaseLibp2pError, OSError) as error:
-                reason = innermost(error)
-                raise PeerUnreachable(f"cannot connect to the relay at {relay.addrs[0]} ({reason})") from error
+                log.info("peer=%s opens no stream for circuits: %s", relay.peer_id, innermost(error))
+                why = f"the node at {relay.addrs[0]} does not relay: name one that `llmnode relay` started"
+                raise PeerUnreachable(why) from error
             holds.enter_context(self._held.hold(stream.muxed_conn))
         return stream
 

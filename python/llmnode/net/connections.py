@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, cast
 
 import trio
 from libp2p.connection_types import ConnectionType
-from libp2p.exceptions import BaseLibp2pError, MultiError
+from libp2p.exceptions import BaseLibp2pError
 from libp2p.host.ping import ID as PING
 from libp2p.host.ping import PING_LENGTH
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
-from libp2p.security.noise.exceptions import NoiseFailure
 
 from llmnode.net.select import EagerSelect, reset_if_it_fails
 
@@ -132,16 +131,3 @@ async def _ping(stream: NetStream) -> None:
     await stream.write(sent)
     while left:
         left -= len(await stream.read(left))
-
-
-def innermost(error: BaseException) -> str:
-    """The root cause in a few words; libp2p wraps an OSError in several layers. What Noise says is one."""
-    while not isinstance(error, NoiseFailure):
-        match error:
-            case BaseExceptionGroup(exceptions=inner) | MultiError(errors=inner) if inner:
-                error = inner[0]
-            case _ if cause := error.__cause__ or error.__context__:
-                error = cause
-            case _:
-                break
-    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

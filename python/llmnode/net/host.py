@@ -40,7 +40,8 @@ from llmnode.net.addresses import (
 from llmnode.net.circuit import Circuits
 from llmnode.net.circuit_relay import Relay, RelayCounts
 from llmnode.net.circuit_wire import HOP, STOP, limit_bytes_of
-from llmnode.net.connections import HeldConnections, connection_of, innermost, is_relayed
+from llmnode.net.connections import HeldConnections, connection_of, is_relayed
+from llmnode.net.explain import explain_failure
 from llmnode.net.identity import fresh_identity, identity_of, is_signed, open_identity
 from llmnode.net.libp2p_host import open_host
 from llmnode.net.link import Libp2pLink
@@ -94,10 +95,12 @@ async def open_network(
         check_bindable(address)
     announced = [parse_announced(address) for address in announce]
     reserving = {relay.peer_id: relay for relay in map(parse_relay, relays)}
-    key_pair = _identity(identity)
-    peer = PeerId(ID.from_pubkey(key_pair.public_key).to_base58())
-    told = [of_peer(address, peer) for address in announced]
-    async with open_host(key_pair, addresses, policy, told, swarm_key) as host, trio.open_nursery() as nursery:
+    async with contextlib.AsyncExitStack() as stack:
+        key_pair = stack.enter_context(_identity(identity))
+        peer = PeerId(ID.from_pubkey(key_pair.public_key).to_base58())
+        told = [of_peer(address, peer) for address in announced]
+        host = await stack.enter_async_context(open_host(key_pair, addresses, policy, told, swarm_key))
+        nursery = await stack.enter_async_context(trio.open_nursery())
         network = Libp2pNetwork(
             host,
             nursery,
@@ -120,10 +123,10 @@ async def open_network(
             nursery.cancel_scope.cancel()
 
 
-def _identity(identity: Path | bytes | None) -> KeyPair:
+def _identity(identity: Path | bytes | None) -> contextlib.AbstractContextManager[KeyPair]:
     if isinstance(identity, bytes):
-        return identity_of(identity)
-    return fresh_identity() if identity is None else open_identity(identity)
+        return contextlib.nullcontext(identity_of(identity))
+    return contextlib.nullcontext(fresh_identity()) if identity is None else open_identity(identity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +235,13 @@ class Libp2pNetwork:
                     link = self._link(stream, peer)
                     self._links[link] = stream.muxed_conn
         except trio.TooSlowError:
-            raise PeerUnreachable(f"no answer from {address} in {self._policy.dial_timeout_s:g} s", peer=peer) from None
+            why = f"no answer from {address} in {self._policy.dial_timeout_s:g} s: it hangs, or a firewall is between"
+            raise PeerUnreachable(why, peer=peer) from None
         except PeerUnreachable as error:
             raise PeerUnreachable(f"cannot connect to {address}: {error.message}", peer=peer) from error
         except (BaseLibp2pError, SwarmException, StreamError, OSError) as error:
-            raise PeerUnreachable(f"cannot connect to {address} ({innermost(error)})", peer=peer) from error
+            why = f"cannot connect to {address} {explain_failure(error, info.addrs[0])}"
+            raise PeerUnreachable(why, peer=peer) from error
         finally:
             if link is None:
                 # A connection over which no stream could be opened would be given to the next dial as well.

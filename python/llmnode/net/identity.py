@@ -2,46 +2,54 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
 from libp2p.crypto.ed25519 import Ed25519PrivateKey, Ed25519PublicKey, create_new_key_pair
 from libp2p.crypto.keys import KeyPair
 from libp2p.peer.id import ID
 
-from llmnode.core.given import Unreadable, expand_path, read_file
+from llmnode.core.given import expand_path
 from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
     from llmnode.core.ids import PeerId
 
 _SEED_BYTES = 32
-_MOST_BYTES = 1 << 16
-"""Of a file that may be something else."""
 
 
 def fresh_identity() -> KeyPair:
     return create_new_key_pair()
 
 
-def open_identity(path: Path) -> KeyPair:
+@contextmanager
+def open_identity(path: Path) -> Iterator[KeyPair]:
     """The identity in the file at `path`, made first if there is none. The file is for its owner's eyes alone.
 
-    Raises ConfigError if it cannot be read or written, is no identity, or is open to others.
+    Within the context no other node on this machine can use the file. Raises ConfigError if one does, or if the file
+    cannot be read or written, is no identity, or is open to others.
     """
     path = expand_path(str(path))
-    try:
-        seed = read_file(path, f"the identity {path}", _MOST_BYTES, secret=True)
-    except Unreadable as error:
-        if not error.is_missing:
-            raise
-        return _make(path)
-    if len(seed) != _SEED_BYTES:
-        raise ConfigError(f"{path} is no identity: name another file, or remove it to have one made")
-    return identity_of(seed)
+    with ExitStack() as stack:
+        try:
+            if path.exists() and not path.is_file():
+                raise ConfigError(f"the identity {path} is no file: name another one")
+            file = stack.enter_context(_opened(path))
+            if os.fstat(file.fileno()).st_mode & 0o077:
+                raise ConfigError(f"the identity {path} can be read by others: `chmod 600 {path}`")
+            seed = file.read(_SEED_BYTES + 1)
+        except OSError as error:
+            raise ConfigError(f"cannot use the identity {path} ({error.strerror}): name another file") from error
+        if len(seed) != _SEED_BYTES:
+            raise ConfigError(f"{path} is no identity: name another file, or remove it to have one made")
+        _lock(file, path)
+        yield identity_of(seed)
 
 
 def identity_of(seed: bytes) -> KeyPair:
@@ -71,13 +79,49 @@ def _key_of(peer: PeerId) -> Ed25519PublicKey | None:
     return public_key
 
 
-def _make(path: Path) -> KeyPair:
-    key_pair = create_new_key_pair()
+def _opened(path: Path) -> BinaryIO:
+    """For reading."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        return path.open("rb")
+    except FileNotFoundError:
+        with suppress(FileExistsError):  # another node has just made it
+            _make(path)
+        return path.open("rb")
+
+
+def _make(path: Path) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
         with open(descriptor, "wb") as file:
-            file.write(key_pair.private_key.to_bytes())
-    except OSError as error:
-        raise ConfigError(f"the identity {path}: cannot be written ({error.strerror}): name another file") from error
-    return key_pair
+            file.write(create_new_key_pair().private_key.to_bytes())
+    except OSError:  # as on a full disk
+        path.unlink()
+        raise
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Until the file is closed. Of the file itself, which may be on a disk that is only read."""
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        process = _locked_by(file)
+        by = "this program" if process == os.getpid() else f"process {process}" if process else "another process"
+        raise ConfigError(
+            f"the identity {path} is in use by {by} on this machine, and two nodes with one identity hide each other: "
+            "give this node another --identity FILE, or stop the other one"
+        ) from None
+    except OSError:  # a file system without locks: nodes notice a double by its announcements
+        return
+
+
+def _locked_by(file: BinaryIO) -> int | None:
+    """The process, where the system says so (Linux), and it is not in another container."""
+    inode = str(os.fstat(file.fileno()).st_ino)
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            # 1: FLOCK  ADVISORY  WRITE 4711 08:01:123456 0 EOF
+            if len(fields := line.split()) > 5 and fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == inode:
+                return int(fields[4]) if int(fields[4]) > 0 else None
+    return None

@@ -27,7 +27,8 @@ from llmnode.core.nat import Reached, Sight
 from llmnode.errors import PeerUnreachable, RemoteProtocolError
 from llmnode.net.addresses import host_and_port, tcp_address
 from llmnode.net.circuit_wire import leave, receive, send
-from llmnode.net.connections import innermost, is_relayed, open_stream
+from llmnode.net.connections import is_relayed, open_stream
+from llmnode.net.explain import innermost
 from llmnode.net.punch import FAILURES, connect_from, identify
 
 if TYPE_CHECKING:

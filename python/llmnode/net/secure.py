@@ -30,6 +30,7 @@ from libp2p.security.noise.messages import (
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 
 from llmnode._native import NoiseHandshake, NoiseSession
+from llmnode.net.explain import name_stranger
 from llmnode.net.select import proposal
 from llmnode.net.sockets import remote_address
 
@@ -86,16 +87,17 @@ class NoiseTransport(ISecureTransport):
     async def _initiate(self, conn: IRawConnection, peer_id: ID, asked: bytes) -> NoiseConnection:
         """`asked` is sent first, and answered with the same."""
         handshake = NoiseHandshake(self._noise_key, initiator=True, swarm_key=self._swarm_key)
+        answer = await _ask(conn, asked, handshake.send(b""))
         try:
-            await conn.write(asked + handshake.send(b""))
-            proof = _proved(handshake, await _receive(conn, handshake, await _read_answer(conn, asked)))
+            proof = _proved(handshake, await _receive(conn, handshake, answer))
             if (found := ID.from_pubkey(proof.id_pubkey)) != peer_id:
                 raise PeerIDMismatchesPubkey(f"{found} answers, not {peer_id}")
             await conn.write(handshake.send(self._proof))
             return self._secured(conn, handshake, proof, initiator=True)
         except (ValueError, IOException, HandshakeHasNotFinished) as error:
-            another = "another swarm key" if self._swarm_key else "a swarm key, and you gave none"
-            raise NoiseFailure(f"no handshake: {error}; perhaps it has {another}") from error
+            another = "another swarm key, or none" if self._swarm_key else "a swarm key, and you gave none"
+            fix = "ask whoever runs it for an invite, and give that as --swarm-key"
+            raise NoiseFailure(f"no handshake: {error}; perhaps it has {another}: {fix}") from error
 
     def _secured(
         self, conn: IRawConnection, handshake: NoiseHandshake, proof: NoiseHandshakePayload, *, initiator: bool
@@ -113,16 +115,20 @@ class NoiseTransport(ISecureTransport):
         )
 
 
-async def _read_answer(conn: IRawConnection, asked: bytes) -> bytes:
-    """What follows the answer to `asked`."""
+async def _ask(conn: IRawConnection, asked: bytes, opening: bytes) -> bytes:
+    """Agree on what is `asked`, and begin; returns what follows the answer. Raises NoiseFailure."""
     data = b""
-    while len(data) < len(asked) and asked.startswith(data):
-        read = await conn.read(READ_BYTES)
-        if not read:
-            raise NoiseFailure("it hung up before it agreed to Noise: it is full, or no peer of libp2p")
-        data += read
+    try:
+        await conn.write(asked + opening)
+        while len(data) < len(asked) and asked.startswith(data):
+            read = await conn.read(READ_BYTES)
+            if not read:
+                raise NoiseFailure("it hung up before it agreed to Noise: it is full, or no peer of libp2p")
+            data += read
+    except IOException as error:
+        raise NoiseFailure("it cut us off before it agreed to Noise: it is full, or no peer of libp2p") from error
     if not data.startswith(asked):
-        raise NoiseFailure("it does not agree to Noise")
+        raise NoiseFailure(f"it does not agree to Noise: {name_stranger(data)}")
     return data[len(asked) :]
 
 

@@ -204,7 +204,12 @@ class World:
 
     @asynccontextmanager
     async def client(
-        self, policy: ClientPolicy | None = None, *, name: str = "client", router: type[WatchedRouter] = WatchedRouter
+        self,
+        policy: ClientPolicy | None = None,
+        *,
+        name: str = "client",
+        router: type[WatchedRouter] = WatchedRouter,
+        now_ms: Callable[[], int] = simulated_ms,
     ) -> AsyncIterator[SimulatedClient]:
         """Somebody who knows all nodes that live. For a scheduler of your own, give a `router` of that class."""
         network = self.internet.network(name)
@@ -218,7 +223,7 @@ class World:
                 self._swarm_policy,
                 contacts=contacts,
                 directory=self.directory,
-                now_ms=simulated_ms,
+                now_ms=now_ms,
                 rng=rng,
                 roams=False,
             )
