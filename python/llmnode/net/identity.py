@@ -38,8 +38,8 @@ def open_identity(path: Path) -> Iterator[KeyPair]:
     path = expand_path(str(path))
     with ExitStack() as stack:
         try:
-            if path.exists() and not path.is_file():
-                raise ConfigError(f"the identity {path} is no file: name another one")
+            if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for
+                raise ConfigError(f"the identity {path} is no file: name another file")
             file = stack.enter_context(_opened(path))
             if os.fstat(file.fileno()).st_mode & 0o077:
                 raise ConfigError(f"the identity {path} can be read by others: `chmod 600 {path}`")
