@@ -60,7 +60,7 @@ def check_length(prompt_tokens: int, max_new_tokens: int, model: ModelInfo) -> i
     if total > model.context_tokens:
         raise ConfigError(
             f"{prompt_tokens} prompt tokens and {max_new_tokens} new ones exceed the model's context of "
-            f"{model.context_tokens}: shorten the prompt or ask for at most {model.context_tokens - prompt_tokens}"
+            f"{model.context_text}: shorten the prompt or ask for at most {model.context_tokens - prompt_tokens}"
         )
     return total
 

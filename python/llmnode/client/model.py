@@ -170,9 +170,10 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if priority is not None and priority not in PRIORITIES:
             raise ConfigError(f"there is no priority {priority!r}: choose one of {', '.join(PRIORITIES)}")
-        context_tokens = self._client.model.context_tokens
-        if not 1 <= max_length <= context_tokens:
-            raise ConfigError(f"{max_length} positions do not fit the model's context: ask for 1 to {context_tokens}")
+        model = self._client.model
+        if not 1 <= max_length <= model.context_tokens:
+            most = model.context_text
+            raise ConfigError(f"{max_length} positions do not fit the model's context: ask for 1 to {most}")
         of_priority = None if priority is None else PRIORITIES[priority]
         return SessionCache(self._portal, self._client, rows, max_length, alike, of_priority, waits=waits)
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from llmnode.errors import ConfigError, ModelError
+from llmnode.models.damage import require_content
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llmnode.models.folder import ModelFolder
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+"""What a tokenizer is read from, as far as it is there, and is never empty."""
 
 
 class Tokenizer:
@@ -45,6 +49,7 @@ class Tokenizer:
 def load_tokenizer(folder: ModelFolder) -> Tokenizer:
     from transformers import AutoTokenizer
 
+    require_content(folder.path / name for name in _FILES)
     try:
         return Tokenizer(AutoTokenizer.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False))
     except Exception as error:  # tokenizers raises nothing narrower
