@@ -35,6 +35,11 @@ def without_weights(
     for name, function in ATTENTIONS.items():
         AttentionInterface.register(name, function)
     config = copy.deepcopy(folder.config)  # transformers writes into it
+    if folder.info.blocks > len(folder.files):  # else a slip in a config has a model made without end
+        raise ModelError(
+            f"{folder.config_file} tells of {folder.info.blocks} blocks, and all files together have "
+            f"{len(folder.files)} tensors: they are of different models, get both again"
+        )
     known = "eager" if family.own_attention else attention
     try:
         with init_empty_weights(include_buffers=False):
