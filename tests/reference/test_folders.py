@@ -219,6 +219,7 @@ def test_what_bloom_was_made_for_is_known_though_its_configs_do_not_say(tmp_path
         ("llama", {"quantization_config": {"load_in_4bit": True, "quant_method": "bitsandbytes"}}, "by bitsandbytes"),
         ("llama", {"quantization_config": {}}, "by a method that it does not name"),
         ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact"),
+        ("llama", {"sliding_window": 8}, "sliding_window in its config, by which transformers' cache forgets"),
         ("llama", {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "embeddings of the type 'spiral'"),
         ("llama", {"model_type": "mpt"}, "supported are: bloom, cohere"),
         ("llama", {"model_type": "t5"}, "supported are: bloom, cohere"),

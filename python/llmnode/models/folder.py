@@ -194,7 +194,7 @@ def read_config(path: Path) -> PreTrainedConfig:
 
     written = read_json(path / CONFIG_FILE)
     family = written.get("model_type")
-    if family is not None and family not in FAMILIES and family not in CONFIG_MAPPING:
+    if isinstance(family, str) and family not in FAMILIES and family not in CONFIG_MAPPING:
         supported = ", ".join(sorted(FAMILIES))
         code = ", needs code of its own (auto_map), which llmnode never runs" if "auto_map" in written else ""
         raise ModelError(f"models of the family {family!r}{code} are not supported; supported are: {supported}")
