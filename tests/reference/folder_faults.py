@@ -173,7 +173,8 @@ def _variant(path: Path, _random: Random) -> None:
 def _only_variant(path: Path, random: Random) -> None:
     _variant(path, random)
     for file in (SINGLE_FILE, INDEX_FILE):
-        (path / file).unlink(missing_ok=True)
+        if (path / file).is_file():
+            (path / file).unlink()
 
 
 def _leftovers(path: Path, random: Random) -> None:
@@ -242,7 +243,8 @@ def _gone(path: Path, random: Random) -> None:
 def _pickled(path: Path, _random: Random) -> None:
     if tensors := _all(path):
         for file in (*_files(path), path / INDEX_FILE):
-            file.unlink(missing_ok=True)
+            if file.is_file():
+                file.unlink()
         torch.save(tensors, path / "pytorch_model.bin")
 
 
