@@ -134,7 +134,7 @@ def _copy_over(shards: list[Path], random: Random) -> None:
 
 def _noise(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Other weights of the same names."""
-    return {name: 0.7 * tensor + 0.01 for name, tensor in tensors.items()}
+    return {name: 0.7 * tensor.float() + 0.01 for name, tensor in tensors.items()}
 
 
 def _read(file: Path) -> dict[str, torch.Tensor]:
@@ -266,7 +266,7 @@ def _renamed(tensors: dict[str, torch.Tensor], random: Random) -> None:
 def _twice(tensors: dict[str, torch.Tensor], random: Random) -> None:
     """Under another name too, with other values: one of them is taken."""
     for name in random.sample(sorted(tensors), min(3, len(tensors))):
-        tensors.setdefault(_prefix(name), tensors[name] + 1)
+        tensors.setdefault(_prefix(name), tensors[name].float() + 1)
 
 
 def _dropped(tensors: dict[str, torch.Tensor], random: Random) -> None:

@@ -251,6 +251,10 @@ def test_what_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
         patched.setattr("pathlib.Path.read_bytes", refuse)
         with pytest.raises(ModelError, match=r"config\.json cannot be read: Permission denied"):
             open_saved(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("os.scandir", refuse)
+        with pytest.raises(ModelError, match=f"{tmp_path} cannot be read: Permission denied"):
+            open_saved(tmp_path)
     monkeypatch.setattr("pathlib.Path.resolve", refuse)
     with pytest.raises(ConfigError, match=f"cannot read {tmp_path}: Permission denied"):
         open_model(str(tmp_path))

@@ -6,9 +6,11 @@ precision, does not count. Knows names of files and what JSON says, neither tens
 
 from __future__ import annotations
 
+import os
 import re
+from functools import partial
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from llmnode.errors import ModelError
@@ -16,6 +18,7 @@ from llmnode.models.damage import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+    from pathlib import Path
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -43,7 +46,7 @@ _FOREIGN = (
     ".mlmodel",
     ".llamafile",
 )
-_SHOWN_FILES = 10_000
+_MOST_NAMES = 10_000
 
 
 def weights_file(config: Mapping[str, Any], has: Callable[[str], bool]) -> str | None:
@@ -119,9 +122,15 @@ def check_options(config_file: Path, config: Mapping[str, Any], names: Collectio
 
 
 def names_in(path: Path) -> list[str]:
-    """Of the files in the folder, and of what makes a model of the folders in it."""
-    found = (*path.glob("*"), *path.glob(f"*/{CONFIG_FILE}"))
-    return sorted(each.relative_to(path).as_posix() for each in islice(found, _SHOWN_FILES) if not each.is_dir())
+    """Of the files in the folder, and of what makes a model of the folders in it. Raises OSError."""
+    with os.scandir(path) as entries:
+        is_folder = {entry.name: entry.is_dir() for entry in islice(entries, _MOST_NAMES)}
+    within = (f"{name}/{CONFIG_FILE}" for name in is_folder if is_folder[name])
+    return sorted([*(name for name in is_folder if not is_folder[name]), *filter(partial(_is_file, path), within)])
+
+
+def _is_file(path: Path, name: str) -> bool:
+    return os.path.isfile(path / name)
 
 
 def explain_lack(names: Sequence[str], base: Callable[[], object]) -> str:

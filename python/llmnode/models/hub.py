@@ -80,7 +80,7 @@ class _Snapshot:
     @property
     def names(self) -> Collection[str]:
         """Of its files: those that are known here, without the hub."""
-        return self.remote_files or names_in(self.path)
+        return self.remote_files or (names_in(self.path) if self.path.is_dir() else ())
 
     @property
     def headers_file(self) -> Path:
