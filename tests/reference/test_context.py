@@ -25,6 +25,7 @@ pytestmark = pytest.mark.reference
 HALVES = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}  # of a head of 16
 OF_TYPES = {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {"rope_type": "default"}}
 DYNAMIC = "beyond it its rotary embeddings, of the type 'dynamic', change with the length"
+FORGETS = "beyond it transformers' cache forgets what its attention has no window for: sliding_window"
 LONGROPE = DYNAMIC.replace("dynamic", "longrope")
 
 
@@ -82,6 +83,10 @@ TOLD: dict[str, tuple[str, dict[str, Any], Context]] = {
     "bloom": ("bloom", {"max_position_embeddings": None}, Context(2048)),
     "bloom, longer": ("bloom", {"max_position_embeddings": None, "seq_length": 4096}, Context(4096)),
     "alibi is not stretched": ("falcon-alibi", _new("linear", factor=4.0), Context(64)),
+    "a window of no family": ("llama", {"sliding_window": 8}, Context(8, FORGETS)),
+    "a window beside a table": ("gpt2", {"sliding_window": 8}, Context(8, FORGETS)),
+    "a window that is larger": ("llama", {"sliding_window": 4096}, Context(64)),
+    "a window of its own": ("mistral", {"sliding_window": 8}, Context(64)),
     "command-r": ("cohere", {"model_max_length": 512}, Context(512)),
     "neox": ("gpt_neox", _old("linear", factor=2.0), Context(128)),
 }

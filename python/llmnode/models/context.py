@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from llmnode.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from transformers import PreTrainedConfig
 
@@ -38,6 +38,8 @@ _NAMES = (
     "model_max_length",
 )
 """By which configs tell it, or tell a longer one: Command-R in `model_max_length`, BLOOM in `seq_length`."""
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+"""What transformers' cache reads of any config, and attention of those families alone that declare it."""
 _MOST_TOKENS = 2**32 - 1
 """What an announcement can say."""
 
@@ -52,21 +54,34 @@ class Context:
 
 def context_of(config: PreTrainedConfig, family: Family | None) -> Context:
     """Raises ModelError if the config does not tell."""
-    if family is not None and family.positions is not None:  # a table of so many
-        return Context(_first(config))
-    told = [_whole(getattr(config, name, None)) for name in _NAMES] + [(family and family.context_tokens) or 0]
-    declared = max(told)
-    if declared < 1:
-        raise ModelError(f"the config of the family {config.model_type!r} has no max_position_embeddings: get it again")
     ropes = list(ropes_of(config))
+    return min((*_limits(config, ropes), Context(_told(config, family, ropes))), key=lambda each: each.tokens)
+
+
+def _told(
+    config: Any, family: Family | None, ropes: Sequence[Mapping[str, Any]]
+) -> int:  # Any: each family's has its own
+    if family is not None and family.positions is not None:  # a table of so many
+        return _first(config)
+    told = [_whole(getattr(config, name, None)) for name in _NAMES]
+    if len(ropes) == 1 and ropes[0].get("rope_type") in SCALED_ROPES:
+        told.append(_stretched(config, ropes[0]))
+    if family is not None and family.context_tokens is not None:
+        told.append(family.context_tokens)
+    return min(max(told), _MOST_TOKENS) or _first(config)
+
+
+def _limits(config: Any, ropes: Sequence[Mapping[str, Any]]) -> Iterator[Context]:  # Any: likewise
+    """How far what we compute is what transformers does."""
     for rope in ropes:
         if (kind := rope.get("rope_type")) in CHANGING_ROPES:
             first = _whole(rope.get("original_max_position_embeddings")) if kind == "longrope" else 0
-            tokens = min(first or _first(config), declared)
-            return Context(tokens, f"beyond it its rotary embeddings, of the type {kind!r}, change with the length")
-        if kind in SCALED_ROPES and len(ropes) == 1:  # of models with several the length is that of the whole model
-            declared = max(declared, _stretched(config, rope))
-    return Context(min(declared, _MOST_TOKENS))
+            why = f"beyond it its rotary embeddings, of the type {kind!r}, change with the length"
+            yield Context(first or _first(config), why)
+    for option in _WINDOWS:
+        if not hasattr(type(config), option) and (window := _whole(getattr(config, option, None))):
+            why = f"beyond it transformers' cache forgets what its attention has no window for: {option}"
+            yield Context(window, why)
 
 
 def ropes_of(config: Any) -> Iterator[Mapping[str, Any]]:  # Any: each family's config has attributes of its own

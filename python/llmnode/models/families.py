@@ -84,10 +84,6 @@ FAMILIES = {
 """By `model_type` of the config."""
 
 
-_WINDOWS = ("sliding_window", "attention_chunk_size", "layer_types")
-"""Options that transformers' cache reads of any config, and attention of those families alone that declare them."""
-
-
 def family_of(config: PreTrainedConfig) -> Family:
     """Raises ModelError for a family that is not supported, or an option of it."""
     family = FAMILIES.get(config.model_type)
@@ -114,12 +110,12 @@ def _refused_options(config: Any) -> Iterator[str]:  # Any: each family's config
         yield f"weights quantized by {_method(quantized)} (quantization_config)"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         yield "attention that is not causal"
-    if option := next(
-        (each for each in _WINDOWS if getattr(config, each, None) is not None and not hasattr(type(config), each)), None
-    ):
-        yield f"{option} in its config, by which transformers' cache forgets positions that its attention still wants"
-    if (window := getattr(config, "sliding_window", None)) is not None and window < 1:
-        yield f"a sliding_window of {window} positions"
+    types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    are_full = types is None or (isinstance(types, list) and all(each == "full_attention" for each in types))
+    if not are_full and not hasattr(type(config), "layer_types"):
+        yield "layer_types, of which its attention knows nothing, and transformers' cache does"
+    if window is not None and (types is None or not are_full) and (not isinstance(window, int) or window < 1):
+        yield f"a sliding_window of {window!r} positions"
     if getattr(config, "slow_but_exact", False) and config.pretraining_tp > 1:
         yield "slow_but_exact, products cut as they were in training"
     if getattr(config, "add_cross_attention", False):
