@@ -19,7 +19,7 @@ from gguf import GGMLQuantizationType
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError
 from llmnode.models.cache import cache_folder
-from llmnode.models.folder import CONFIG_FILE, SINGLE_FILE
+from llmnode.models.checkpoint import CONFIG_FILE, SINGLE_FILE
 from llmnode.models.parts import load_span
 from llmnode.models.source import open_model
 from llmnode.models.tokenizer import load_tokenizer

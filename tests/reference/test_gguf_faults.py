@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from llmnode.errors import ConfigError, ModelError
 from llmnode.models.cache import cache_folder
-from llmnode.models.folder import SINGLE_FILE
+from llmnode.models.checkpoint import SINGLE_FILE
 from llmnode.models.source import open_model
 from llmnode.models.tokenizer import load_tokenizer
 from reference.gguf_files import File, byte_tokens, of_model

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from llmnode.errors import ModelError
-from llmnode.models.folder import SINGLE_FILE
+from llmnode.models.checkpoint import SINGLE_FILE
 from llmnode.models.gguf_file import open_file, readable_types
 from llmnode.models.source import open_model
 from reference.gguf_files import File, of_model

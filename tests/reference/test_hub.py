@@ -21,7 +21,8 @@ from huggingface_hub import constants, file_download
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError
 from llmnode.models import download
-from llmnode.models.folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, open_folder
+from llmnode.models.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
+from llmnode.models.folder import open_folder
 from llmnode.models.identity import hub_weights
 from llmnode.models.parts import load_ends, load_span
 from llmnode.models.source import open_model

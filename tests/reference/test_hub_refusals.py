@@ -12,8 +12,8 @@ from huggingface_hub import constants
 
 from llmnode.errors import ConfigError, LlmnodeError, ModelError
 from llmnode.models import online
+from llmnode.models.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from llmnode.models.embedded import EMBEDDED_MODEL
-from llmnode.models.folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from llmnode.models.hub import HubName, parse_hub_name
 from llmnode.models.source import open_model
 from reference.hub import NAME, Hub, Repository, save_sharded, the_hub
@@ -80,7 +80,11 @@ REFUSED = {
     "new": Refused(_with_family("new9"), ModelError, "'new9' are not supported; supported are: bloom, cohere"),
     "out": Refused(_with_index({"weight_map": {"x": "../../x"}}), ModelError, "'../../x', which is outside"),
     "absolute": Refused(_with_index({"weight_map": {"x": "/etc/x"}}), ModelError, "'/etc/x', which is outside"),
-    "lacking": Refused(_with_index({"weight_map": {"x": "y.x"}}), ModelError, "names y.x, which it lacks"),
+    "lacking": Refused(
+        _with_index({"weight_map": {"x": "y.safetensors"}, "metadata": {}}),
+        ModelError,
+        "names y.safetensors, which it lacks",
+    ),
     "odd index": Refused(_with_index({"weight_map": ["x"]}), ModelError, "index.json is damaged"),
     "no header": Refused(
         _without(INDEX_FILE, **{SINGLE_FILE: b"\xff" * 100}), ModelError, "holds no readable safetensors"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from llmnode.core.identity import explain_difference, is_variant
 from llmnode.errors import ModelError
 from llmnode.models import identity
-from llmnode.models.folder import CONFIG_FILE, SINGLE_FILE, shard_names
+from llmnode.models.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, shard_names
 from llmnode.models.source import open_model
 from reference.small import make_model
 
@@ -50,7 +50,7 @@ def _in_shards(path: Path) -> None:
     (path / SINGLE_FILE).unlink()
     make_model("llama", tied=False, seed=0).save_pretrained(path, max_shard_size="60KB")
     (path / CONFIG_FILE).write_text(config)
-    assert len(shard_names(path)) > 1
+    assert len(shard_names(path, INDEX_FILE)) > 1
 
 
 SAME: dict[str, Callable[[Path], None]] = {

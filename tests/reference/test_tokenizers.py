@@ -106,7 +106,7 @@ def test_what_is_wrong_with_a_tokenizer_is_said_in_a_line_and_only_to_who_uses_i
     path: Path, damage: Callable[[Path], object], said: str
 ) -> None:
     damage(path)
-    folder = open_folder(path, "small", "main")
+    folder = open_folder(path, "small")
     with pytest.raises(ModelError) as failed:
         load_tokenizer(folder)
     assert f"{path} has no usable tokenizer: " in str(failed.value) and said in str(failed.value)
@@ -121,14 +121,14 @@ def test_what_is_wrong_with_a_tokenizer_is_said_in_a_line_and_only_to_who_uses_i
 @pytest.mark.parametrize("nothing", ["eos_token", "bos_token", "pad_token", "chat_template", "model_max_length"])
 def test_what_a_tokenizer_config_leaves_open_is_null(path: Path, nothing: str) -> None:
     edited(path, **{nothing: None})
-    tokenizer = load_tokenizer(open_folder(path, "small", "main"))
+    tokenizer = load_tokenizer(open_folder(path, "small"))
     assert tokenizer.decode(tokenizer.encode("Once upon a")) == "Once upon a"
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
 def test_a_token_that_the_embedding_does_not_have_is_named(case: str, tmp_path: Path) -> None:
     make_model(case, tied=True).save_pretrained(tmp_path)
-    ends = load_ends(open_folder(tmp_path, "small", "main"))
+    ends = load_ends(open_folder(tmp_path, "small"))
     size = ends.embedding.config.vocab_size  # type: ignore[union-attr]  # of transformers
     assert ends.vocabulary == size
     assert ends.embed([0, size - 1], 0).shape[0] == 2
@@ -170,7 +170,7 @@ def test_what_ends_an_answer_is_what_transformers_takes(
     (path / "generation_config.json").unlink()
     if generation is not None:
         (path / "generation_config.json").write_text(json.dumps(generation))
-    folder = open_folder(path, "small", "main")
+    folder = open_folder(path, "small")
     theirs = AutoModelForCausalLM.from_pretrained(path).generation_config
     assert generation_config(folder).to_dict() == theirs.to_dict()
     assert stop_tokens(folder) == stop

@@ -241,7 +241,7 @@ class SessionCache(DynamicCache):
         """
         if positions > self._client.model.context_tokens:
             raise ConfigError(
-                f"{positions} positions do not fit the model's context of {self._client.model.context_tokens}"
+                f"{positions} positions do not fit the model's context of {self._client.model.context_text}"
             )
         if positions <= self._terms.max_length:
             return

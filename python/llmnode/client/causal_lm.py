@@ -124,7 +124,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         a server has no room, also after some time; without `waits` sooner.
         """
         if max_length < 1:
-            raise ConfigError(f"a cache of {max_length} positions: ask for 1 to {self.info.context_tokens}")
+            raise ConfigError(f"a cache of {max_length} positions: ask for 1 to {self.info.context_text}")
         return self._open_cache(max_length, rows, alike, priority, waits=waits)
 
     @contextmanager
@@ -342,6 +342,6 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         return SessionCache(self._portal, self._client, rows, CacheTerms(max_length, of_priority, **terms), firsts)
 
     def _check_context(self, positions: int) -> None:
-        most = self.info.context_tokens
-        if not 0 <= positions <= most:
+        if not 0 <= positions <= self.info.context_tokens:
+            most = self.info.context_text
             raise ConfigError(f"{positions} positions do not fit the model's context: ask for 1 to {most}")

@@ -58,7 +58,7 @@ def check_length(prompt_tokens: int, max_new_tokens: int, model: ModelInfo) -> i
     if max_new_tokens > room:
         raise ConfigError(
             f"{prompt_tokens} prompt tokens and {max_new_tokens} new ones exceed the model's context of "
-            f"{model.context_tokens}: shorten the prompt or ask for at most {room}"
+            f"{model.context_text}: shorten the prompt or ask for at most {room}"
         )
     return prompt_tokens + max_new_tokens
 

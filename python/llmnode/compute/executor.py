@@ -14,23 +14,25 @@ from llmnode.compute.kv import KVForm, SequenceKV
 from llmnode.compute.own_attention import replace_own_attention
 from llmnode.compute.pages import FLASH_DTYPES, PagePool
 from llmnode.compute.tensors import FLOAT_BYTES, from_bytes, to_bytes
+from llmnode.core.ids import SessionId
 from llmnode.core.span import Span
-from llmnode.errors import LocalProtocolError
+from llmnode.errors import LlmnodeError, LocalProtocolError, ModelError
+from llmnode.models.damage import one_line
 from llmnode.models.native import are_few
 from llmnode.models.parts import load_span, tensor_bytes
 from llmnode.models.reading import say_nothing
+from llmnode.ports import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from llmnode.compute.kv import KV
-    from llmnode.core.ids import SessionId
     from llmnode.models.folder import ModelFolder
     from llmnode.models.fused import FusedSpan
     from llmnode.models.parts import SpanModel
-    from llmnode.ports import Piece
     from llmnode.wire.frame import Buffer
 
+_TRIAL = SessionId(b"trial".ljust(16, b"\0"))
 _LARGE_TOKENS = 256
 """A forward of so many works with tens of MiB, and takes a hundred times as long as giving them back."""
 
@@ -204,6 +206,7 @@ def load_executor(
 
     Weights are of `dtype`, whatever it is on disk, and on torch's `device`; `quant` is for those of linear layers, one
     of `core.model.QUANTS`. KV is likewise, unless `kv` says otherwise. `report` is told how far it is.
+    Raises ModelError as `load_span`, and if the blocks cannot compute.
     """
     in_rust = kv is None or kv.device is None
     model = load_span(folder, span, ATTENTION, dtype, device, quant, in_rust=in_rust, report=report)
@@ -215,4 +218,23 @@ def load_executor(
         torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every shape, in 40 ms (pytorch#191576)
         pool = PagePool(kv_tokens, torch.device(device), flash=dtype in FLASH_DTYPES)
         return PagedExecutor(model, folder.info.hidden_size, pool, CudaGraphs(pool.device))
-    return SpanExecutor(model, folder.info.hidden_size, kv_tokens, device, kv)
+    executor = SpanExecutor(model, folder.info.hidden_size, kv_tokens, device, kv)
+    _try_out(executor, folder)
+    return executor
+
+
+def _try_out(executor: SpanExecutor, folder: ModelFolder) -> None:
+    """The first block, with one position: sizes in a config may fit the weights, and not each other."""
+    span = Span(executor.span.start, executor.span.start + 1)
+    if not executor.open(_TRIAL, span, 1):
+        return
+    try:
+        executor.forward([Piece(_TRIAL, 0, 1, bytes(folder.info.hidden_size * FLOAT_BYTES))])
+    except (LlmnodeError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # what does not fit brings torch and transformers to raise anything
+        raise ModelError(
+            f"the blocks that {folder.config_file} describes cannot compute ({one_line(error)}): get it again"
+        ) from error
+    finally:
+        executor.close(_TRIAL)

@@ -42,7 +42,7 @@ class ModelInfo:
     `digest` is 32 bytes over name, revision, config and tensor index (`llmnode.models.folder`).
     `dtype`, one of `PRECISIONS`, is what the blocks are computed in, and what their weights and KV are rounded to;
     hidden states between them are fp32 whatever it is. `context_tokens` is the longest sequence that the model was made
-    for.
+    for, and `context_reason` says what is beyond it, if anything.
     """
 
     name: str
@@ -51,6 +51,12 @@ class ModelInfo:
     hidden_size: int
     context_tokens: int
     dtype: str
+    context_reason: str = ""
+
+    @property
+    def context_text(self) -> str:
+        """For messages."""
+        return f"{self.context_tokens}" + (f" ({self.context_reason})" if self.context_reason else "")
 
     @property
     def row_bytes(self) -> int:

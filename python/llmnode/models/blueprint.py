@@ -20,6 +20,7 @@ import torch
 
 from llmnode.errors import ModelError
 from llmnode.models.cache import cache_folder
+from llmnode.models.context import Context, context_of
 from llmnode.models.families import family_of
 from llmnode.models.fused import ACTIVATIONS, LAYERS, Rotary
 from llmnode.models.skeleton import check_transparent, remove_blocks, remove_entry, remove_exit, without_weights
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 """Of the file: to be raised when it says something else."""
 _TRIED_POSITIONS = 1000
 _TURNS_APART = 1e-4
@@ -56,7 +57,7 @@ class Blueprint:
     """All that its blocks are made from but weights, and how large it is: `ends` are the parameters in no block."""
 
     hidden_size: int
-    context_tokens: int
+    context: Context
     ends: int
     activation: str
     frequencies: tuple[float, ...]
@@ -85,7 +86,8 @@ def kept_blueprint(config: Path) -> Blueprint | None:
         described = json.loads(_file_of(config).read_text())
         blocks = tuple(BlockPlan(**{**block, "shapes": _shapes(block["shapes"])}) for block in described.pop("blocks"))
         frequencies = tuple(map(float, described.pop("frequencies")))
-        return Blueprint(**described, frequencies=frequencies, blocks=blocks)
+        context = Context(**described.pop("context"))
+        return Blueprint(**described, context=context, frequencies=frequencies, blocks=blocks)
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):  # RuntimeError: nobody's home
         return None
 
@@ -122,14 +124,14 @@ def _draw(folder: ModelFolder, family: Family) -> Blueprint:
     theirs = decoder.rotary_emb
     drawn = Blueprint(
         hidden_size=folder.info.hidden_size,
-        context_tokens=folder.info.context_tokens,
+        context=context_of(folder.config, family),
         ends=sum(each.numel() for each in ends),
         activation=folder.config.hidden_act,
         frequencies=tuple(theirs.inv_freq.tolist()),
         rotary_scaling=float(theirs.attention_scaling),
         blocks=blocks,
     )
-    positions, like = torch.arange(_TRIED_POSITIONS)[None], torch.zeros(1)
+    positions, like = torch.arange(min(_TRIED_POSITIONS, drawn.context.tokens))[None], torch.zeros(1)
     ours = Rotary(drawn.frequencies, drawn.rotary_scaling)(positions, like.dtype)
     pairs = zip(ours, theirs(like, positions), strict=True)
     if not all(torch.allclose(one, other, rtol=0, atol=_TURNS_APART) for one, other in pairs):

@@ -7,9 +7,11 @@ do right, is refused here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llmnode.errors import ModelError
+from llmnode.models.context import KNOWN_ROPES, ropes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,10 +83,6 @@ FAMILIES = {
 }
 """By `model_type` of the config."""
 
-FIXED_ROPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings that depend on the position alone. The others (dynamic, longrope) change with the length of a
-sequence, so that one row of several sequences has no single right answer."""
-
 
 def family_of(config: PreTrainedConfig) -> Family:
     """Raises ModelError for a family that is not supported, or an option of it."""
@@ -93,7 +91,9 @@ def family_of(config: PreTrainedConfig) -> Family:
         supported = ", ".join(sorted(FAMILIES))
         raise ModelError(f"models of the family {config.model_type!r} are not supported; supported are: {supported}")
     if option := next(_refused_options(config), None):
-        raise ModelError(f"this model of the family {config.model_type!r} has {option}, which is not supported")
+        raise ModelError(
+            f"this model of the family {config.model_type!r} has {option}, which is not supported: get one without"
+        )
     return family
 
 
@@ -106,15 +106,25 @@ def kv_heads(config: Any) -> int:  # Any: each family's config has attributes of
 
 
 def _refused_options(config: Any) -> Iterator[str]:  # Any: each family's config has attributes of its own
-    if getattr(config, "quantization_config", None) is not None:
-        yield "quantized weights"
+    if (quantized := getattr(config, "quantization_config", None)) is not None:
+        yield f"weights quantized by {_method(quantized)} (quantization_config)"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         yield "attention that is not causal"
+    types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    are_full = types is None or (isinstance(types, list) and all(each == "full_attention" for each in types))
+    if not are_full and not hasattr(type(config), "layer_types"):
+        yield "layer_types, of which its attention knows nothing, and transformers' cache does"
+    if window is not None and (types is None or not are_full) and (not isinstance(window, int) or window < 1):
+        yield f"a sliding_window of {window!r} positions"
     if getattr(config, "slow_but_exact", False) and config.pretraining_tp > 1:
         yield "slow_but_exact, products cut as they were in training"
     if getattr(config, "add_cross_attention", False):
         yield "cross attention"
-    parameters = getattr(config, "rope_parameters", None) or {}
-    for rope in (parameters, *parameters.values()):  # one for all blocks, or one a layer type
-        if isinstance(rope, dict) and rope.get("rope_type", "default") not in FIXED_ROPES:
-            yield f"rotary embeddings of the type {rope['rope_type']!r}, which change with the length of the sequence"
+    for rope in ropes_of(config):
+        if (kind := rope.get("rope_type", "default")) not in KNOWN_ROPES:
+            yield f"rotary embeddings of the type {kind!r}"
+
+
+def _method(quantized: Any) -> str:  # Any: an object of transformers', or what JSON says
+    read = quantized.get if isinstance(quantized, dict) else partial(getattr, quantized)
+    return str(read("quant_method", None) or "a method that it does not name")

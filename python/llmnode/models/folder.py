@@ -6,12 +6,10 @@ yet is obtained by who opened the folder, when it is read.
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,7 +18,18 @@ from llmnode.core.identity import read_digest
 from llmnode.core.model import ModelInfo
 from llmnode.errors import ModelError
 from llmnode.models.blueprint import kept_blueprint
-from llmnode.models.families import FAMILIES
+from llmnode.models.checkpoint import (
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    check_options,
+    explain_lack,
+    names_in,
+    shard_names,
+    weights_file,
+)
+from llmnode.models.context import context_of
+from llmnode.models.damage import one_line, read_json, what_is_wrong
+from llmnode.models.families import FAMILIES, family_of
 from llmnode.models.identity import folder_weights, identify
 
 if TYPE_CHECKING:
@@ -31,15 +40,14 @@ if TYPE_CHECKING:
 
     from llmnode.core.identity import Weights
 
-CONFIG_FILE = "config.json"
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
-
 _MAPPED_BYTES = 64 << 20
 """Of a file that is read, so much is in memory beside the copies: then it is opened anew."""
 
 Header = dict[str, tuple[str, list[int]]]
 """What a safetensors file says of its tensors: by name, dtype and shape."""
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""What weights are. Others are those of models that were quantized, whose scales no config tells us to apply."""
 
 
 def _nothing_to_obtain(_files: Collection[Path]) -> None:
@@ -85,22 +93,20 @@ class ModelFolder:
     def info(self) -> ModelInfo:
         """Raises ModelError if the config does not say how large the model is."""
         if (kept := kept_blueprint(self.config_file)) is not None:
-            blocks, hidden_size, context_tokens = len(kept.blocks), kept.hidden_size, kept.context_tokens
+            blocks, hidden_size, context = len(kept.blocks), kept.hidden_size, kept.context
         else:
             blocks, hidden_size = self._size("num_hidden_layers"), self._size("hidden_size")
-            context_tokens = self._context_tokens()
+            context = context_of(self.config, FAMILIES.get(self.config.model_type))
         # Hidden states travel in fp32 whatever the dtype of the weights, on disk or in memory.
-        return ModelInfo(self.name, self.digest, blocks, hidden_size, context_tokens, dtype="float32")
-
-    def _context_tokens(self) -> int:
-        family = FAMILIES.get(self.config.model_type)
-        return (family and family.context_tokens) or self._size("max_position_embeddings")
+        return ModelInfo(
+            self.name, self.digest, blocks, hidden_size, context.tokens, dtype="float32", context_reason=context.reason
+        )
 
     def _size(self, attribute: str) -> int:
         """By the name that transformers gives it; families that name it otherwise (`n_layer`) are mapped there."""
         size = getattr(self.config, attribute, None)
-        if not isinstance(size, int):
-            raise ModelError(f"{self.config_file} of the family {self.config.model_type!r} has no {attribute}")
+        if not isinstance(size, int) or size < 1:
+            raise ModelError(f"{self.config_file} has no {attribute} that a model can have: get it again")
         return size
 
     def read(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
@@ -109,6 +115,7 @@ class ModelFolder:
         A copy, because pages of a mapped file may be dropped by the system and read again in the middle of a step.
         """
         files = {name: self._file_of(name) for name in dtypes}
+        self._check_floats(dtypes)
         self.obtain(sorted(set(files.values())))
         tensors: dict[str, torch.Tensor] = {}
         for file in sorted(set(files.values())):
@@ -120,6 +127,13 @@ class ModelFolder:
         if file is None:
             raise ModelError(f"{self.path} has no tensor {name!r}: the folder is incomplete")
         return file
+
+    def _check_floats(self, names: Collection[str]) -> None:
+        if (other := next((name for name in names if self.dtypes[name] not in _FLOATS), None)) is not None:
+            raise ModelError(
+                f"{self.files[other]} holds {other} as {self.dtypes[other]}, and {CONFIG_FILE} has no quantization: "
+                f"get the model in one of {', '.join(_FLOATS)}"
+            )
 
 
 def read_tensors(file: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
@@ -149,63 +163,70 @@ def _read_some(file: Path, names: deque[str], dtypes: Mapping[str, torch.dtype])
 
 
 def open_folder(path: Path, name: str, weights: Weights | None = None) -> ModelFolder:
-    """Read config and tensor index. Raises ModelError if the folder is not a whole model.
+    """Read config and tensor index. Raises ModelError unless it is a whole model that we can run.
 
     Which `weights` it has is found out, by a part of them, unless the caller knows.
     """
-    if kept_blueprint(path / CONFIG_FILE) is None:
-        read_config(path)
-    headers = {shard: read_header(path / shard) for shard in shard_names(path)}
+    try:
+        names = names_in(path)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
+    config = open_config(path, str(path), names)
+    file = weights_file(config, lambda each: (path / each).is_file())
+    if file is None:
+        raise no_model(path, str(path), names)
+    headers = {shard: read_header(path / shard) for shard in shard_names(path, file)}
     return ModelFolder(path, name, *index_tensors(path, headers, weights))
+
+
+def open_config(path: Path, name: str, names: Collection[str]) -> dict[str, Any]:
+    """What the config of the folder `path`, of files of these `names`, says: `name` is what people call it.
+
+    Raises ModelError unless it is of a model that we can run.
+    """
+    if CONFIG_FILE not in names:
+        raise no_model(path, name, names)
+    config = read_json(path / CONFIG_FILE)
+    check_options(path / CONFIG_FILE, config, names)
+    if kept_blueprint(path / CONFIG_FILE) is None:
+        family_of(read_config(path))
+    return config
+
+
+def no_model(path: Path, name: str, names: Collection[str]) -> ModelError:
+    """What to do with a folder that has no config or weights for us, by what else it has."""
+    lack = explain_lack(sorted(names), lambda: read_json(path / ADAPTER_FILE).get("base_model_name_or_path"))
+    return ModelError(f"{name} is not a model folder: it {lack}")
 
 
 def read_config(path: Path) -> PreTrainedConfig:
     """Raises ModelError if there is none, or if transformers does not know it. No code of the folder is ever run."""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
+    written = read_json(path / CONFIG_FILE)
+    family = written.get("model_type")
+    if isinstance(family, str) and family not in FAMILIES and family not in CONFIG_MAPPING:
+        supported = ", ".join(sorted(FAMILIES))
+        code = ", needs code of its own (auto_map), which llmnode never runs" if "auto_map" in written else ""
+        raise ModelError(f"models of the family {family!r}{code} are not supported; supported are: {supported}")
     try:
-        family = json.loads((path / CONFIG_FILE).read_text()).get("model_type")
-        if family is not None and family not in FAMILIES and not _is_known(family):
-            supported = ", ".join(sorted(FAMILIES))
-            raise ModelError(f"models of the family {family!r} are not supported; supported are: {supported}")
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        return config
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path} is not a model folder: {one_line(error)}") from error
-
-
-def _is_known(family: object) -> bool:
-    from transformers import CONFIG_MAPPING
-
-    return family in CONFIG_MAPPING
-
-
-def shard_names(path: Path) -> list[str]:
-    """The folder's safetensors files, by their index. Raises ModelError if that leads out of the folder."""
-    if not (path / INDEX_FILE).exists():
-        return [SINGLE_FILE]
-    try:
-        weight_map: dict[str, str] = json.loads((path / INDEX_FILE).read_text())["weight_map"]
-        names = sorted({str(name) for name in weight_map.values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path / INDEX_FILE} is damaged: {one_line(error)}") from error
-    for name in names:
-        parts = PurePosixPath(name).parts
-        if not parts or name.startswith("/") or ".." in parts or "\\" in name or ":" in name:
-            raise ModelError(
-                f"{path / INDEX_FILE} names the file {name!r}, which is outside of the model: do not use this model"
-            )
-    return names
+    except Exception as error:  # what a config may say brings transformers to raise anything
+        raise ModelError(
+            f"{path} is not a model folder: transformers takes no such {CONFIG_FILE} ({one_line(error)}): get it again"
+        ) from error
+    return config
 
 
 def read_header(shard: Path) -> Header:
-    """Raises ModelError if there is no such file, or not of safetensors."""
+    """Raises ModelError, with what to do, if there is no such file, or not of safetensors."""
     try:
         with safe_open(shard, framework="pt") as opened:
             views = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
             return {name: (view.get_dtype(), view.get_shape()) for name, view in views.items()}
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{shard.parent} is not a model folder: {shard.name}: {one_line(error)}") from error
+        why = what_is_wrong(shard) or f"is not of safetensors, or damaged ({one_line(error)}): download it again"
+        raise ModelError(f"{shard.parent} is not a model folder: {shard.name} {why}") from error
 
 
 def index_tensors(
@@ -215,13 +236,8 @@ def index_tensors(
 
     The digest is the identity of a model: peers with other weights, config or tensor layout never meet.
     """
-    config = json.loads((path / CONFIG_FILE).read_text())
+    config = read_json(path / CONFIG_FILE)
     index = {tensor: description for header in headers.values() for tensor, description in header.items()}
     files = {tensor: path / shard for shard, header in headers.items() for tensor in header}
     dtypes = {tensor: dtype for tensor, (dtype, _) in index.items()}
     return files, dtypes, identify(config, index, weights or folder_weights(files, index))
-
-
-def one_line(error: BaseException) -> str:
-    """A library's message, which may be a page long, for a message of ours."""
-    return " ".join(str(error).split())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from llmnode.errors import ModelError
-from llmnode.models.folder import one_line
+from llmnode.models.damage import one_line
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

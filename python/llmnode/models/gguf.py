@@ -22,8 +22,10 @@ from filelock import FileLock, Timeout
 
 from llmnode.errors import ConfigError, LlmnodeError, ModelError
 from llmnode.models.cache import cache_folder, require_room, show_bytes
+from llmnode.models.checkpoint import CONFIG_FILE, SINGLE_FILE
+from llmnode.models.damage import one_line
 from llmnode.models.families import family_of
-from llmnode.models.folder import CONFIG_FILE, SINGLE_FILE, ModelFolder, one_line, open_folder
+from llmnode.models.folder import ModelFolder, open_folder
 from llmnode.models.identity import gguf_weights
 from llmnode.models.memory import free_bytes
 

@@ -15,7 +15,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType
 
 from llmnode.errors import ModelError
-from llmnode.models.folder import one_line
+from llmnode.models.damage import one_line
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,37 +23,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmnode.errors import ConfigError, ModelError
-from llmnode.models.blueprint import kept_blueprint
 from llmnode.models.cache import cache_folder, require_room
-from llmnode.models.download import Shard, download, size_of
-from llmnode.models.families import family_of
-from llmnode.models.folder import (
+from llmnode.models.checkpoint import (
+    ADAPTER_FILE,
     CONFIG_FILE,
-    INDEX_FILE,
-    SINGLE_FILE,
-    Header,
-    ModelFolder,
-    index_tensors,
-    read_config,
-    read_header,
+    is_index,
+    names_in,
     shard_names,
+    weights_file,
 )
+from llmnode.models.download import Shard, download, size_of
+from llmnode.models.folder import Header, ModelFolder, index_tensors, no_model, open_config, read_header
 from llmnode.models.identity import hub_weights
 from llmnode.models.online import hub_access, is_offline, is_out_of_reach
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>\w[\w./+-]*))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NEWEST = "main"
+_CONFIGS = (CONFIG_FILE, ADAPTER_FILE)
 _SMALL_FILES = (
-    *(CONFIG_FILE, "generation_config.json", INDEX_FILE),
-    *("tokenizer*.json", "tokenizer.model*", "special_tokens_map.json", "added_tokens.json"),
+    *("generation_config.json", "tokenizer*.json", "tokenizer.model*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece*.model", "*.tiktoken"),
     *("chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja"),
 )
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _TIMEOUT_S = 30.0  # for one answer of the hub's API
 _HEADERS_AT_ONCE = 8
 
@@ -84,9 +79,17 @@ class _Snapshot:
         return _repository(self.name.repo) / "snapshots" / self.commit
 
     @property
+    def names(self) -> Collection[str]:
+        """Of its files: those that are known here, without the hub."""
+        return self.remote_files or (names_in(self.path) if self.path.is_dir() else ())
+
+    @property
     def headers_file(self) -> Path:
-        """Where we keep its shards' headers: the cache of huggingface_hub has no place for a part of a file."""
-        return cache_folder() / "hub" / self.name.repo.replace("/", "--") / f"{self.commit}.json"
+        """Where we keep its shards' headers: the cache of huggingface_hub has no place for a part of a file.
+
+        They are of all files that are the model, so that it is known later, without the hub, which those are.
+        """
+        return cache_folder() / "hub" / self.name.repo.replace("/", "--") / f"{self.commit}.headers.json"
 
 
 def parse_hub_name(text: str) -> HubName | None:
@@ -114,10 +117,9 @@ def open_hub(name: HubName, report: Callable[[str], None] = lambda _line: None) 
     offline = is_offline()
     with hub_access(str(name)):
         snapshot = _locate(name, offline, report)
-        _fetch_small_files(snapshot)
-        if kept_blueprint(snapshot.path / CONFIG_FILE) is None:
-            family_of(read_config(snapshot.path))  # before anything large
-        headers = _headers(snapshot)
+        _fetch(snapshot, _CONFIGS)
+        config = open_config(snapshot.path, str(name), snapshot.names)  # before anything large
+        headers = _headers(snapshot, _shards(snapshot, config))
     index = index_tensors(snapshot.path, headers, hub_weights(snapshot.commit))
     return ModelFolder(snapshot.path, name.repo, *index, partial(_obtain, snapshot, report))
 
@@ -144,7 +146,6 @@ def _locate(name: HubName, offline: bool, report: Callable[[str], None]) -> _Sna
     if info.sha is None or not _COMMIT.fullmatch(info.sha):
         raise ConfigError(f"{constants.ENDPOINT} names no commit of {name}: check HF_ENDPOINT")
     remote_files = frozenset(sibling.rfilename for sibling in info.siblings or ())
-    _require_safetensors(name, remote_files)
     _remember(name, info.sha)
     return _Snapshot(name, info.sha, None, remote_files)
 
@@ -189,19 +190,6 @@ def _repository(repo: str) -> Path:
     return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
 
 
-def _require_safetensors(name: HubName, files: Collection[str]) -> None:
-    if SINGLE_FILE in files or INDEX_FILE in files:
-        return
-    if _matching(files, _PICKLES):
-        raise ModelError(
-            f"{name} holds its weights as pickles, which may run code when they are read: name a revision with "
-            "safetensors (conversions are offered as pull requests, @refs/pr/N), or another model"
-        )
-    if gguf := _matching(files, ["*.gguf"]):
-        raise ModelError(f"{name} holds GGUF files: download one ({gguf[0]}, say) and give its path")
-    raise ModelError(f"{name} holds neither {SINGLE_FILE} nor {INDEX_FILE}: choose another model or revision")
-
-
 def _matching(files: Iterable[str], patterns: Iterable[str]) -> list[str]:
     """A pattern is for a folder's files, not for those of the folders in it."""
     patterns = list(patterns)
@@ -217,29 +205,46 @@ def _is_opened(snapshot: _Snapshot) -> bool:
     return (snapshot.path / CONFIG_FILE).is_file() and snapshot.headers_file.is_file()
 
 
-def _fetch_small_files(snapshot: _Snapshot) -> None:
+def _fetch(snapshot: _Snapshot, patterns: Iterable[str]) -> None:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils.tqdm import silent_tqdm
 
     silent: Any = silent_tqdm  # Any: made by huggingface_hub to be given here, and not typed so
     if not _is_opened(snapshot):
-        for file in _matching(snapshot.remote_files, _SMALL_FILES):
+        for file in _matching(snapshot.remote_files, patterns):
             hf_hub_download(snapshot.name.repo, file, revision=snapshot.commit, tqdm_class=silent)
 
 
-def _headers(snapshot: _Snapshot) -> dict[str, Header]:
-    """Of every shard, here or not."""
-    shards = shard_names(snapshot.path)
+def _shards(snapshot: _Snapshot, config: Mapping[str, Any]) -> list[str]:
+    """The files that are the model, as the hub has them; without the hub, as it had them, or else the cache has."""
+    if not snapshot.remote_files and (known := _known_headers(snapshot)):
+        return [*known]
+    remote = snapshot.remote_files
+    file = weights_file(config, lambda each: each in remote if remote else (snapshot.path / each).is_file())
+    if file is None:
+        raise _partly(snapshot) if not remote else no_model(snapshot.path, str(snapshot.name), remote)
+    _fetch(snapshot, (*_SMALL_FILES, *((file,) if is_index(file) else ())))
+    return shard_names(snapshot.path, file)
+
+
+def _partly(snapshot: _Snapshot) -> ConfigError:
+    return ConfigError(
+        f"the cache has only a part of {snapshot.name}, and {snapshot.unreachable}: run once with the network"
+    )
+
+
+def _headers(snapshot: _Snapshot, shards: Sequence[str]) -> dict[str, Header]:
+    """Of every one of `shards`, here or not."""
     known = _known_headers(snapshot)
     here = [shard for shard in shards if shard not in known and (snapshot.path / shard).exists()]
     known |= {shard: read_header(snapshot.path / shard) for shard in here}
     missing = [shard for shard in shards if shard not in known]
     if missing and snapshot.unreachable is not None:
-        raise ConfigError(
-            f"the cache has only a part of {snapshot.name}, and {snapshot.unreachable}: run once with the network"
-        )
+        raise _partly(snapshot)
     if strange := [shard for shard in missing if snapshot.remote_files and shard not in snapshot.remote_files]:
-        raise ModelError(f"{snapshot.name} has an index that names {strange[0]}, which it lacks: choose another model")
+        raise ModelError(
+            f"{snapshot.name} has an index that names {strange[0]}, which it lacks: choose another model or revision"
+        )
     if missing:
         with ThreadPoolExecutor(_HEADERS_AT_ONCE) as pool:
             known |= dict(zip(missing, pool.map(partial(_fetch_header, snapshot), missing), strict=True))

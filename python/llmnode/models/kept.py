@@ -27,7 +27,8 @@ from llmnode._native import crc32c
 from llmnode.core.keeping import KeepPolicy, Kept, room_for
 from llmnode.errors import ModelError
 from llmnode.models.cache import cache_folder, show_bytes
-from llmnode.models.folder import one_line, read_tensors
+from llmnode.models.damage import one_line
+from llmnode.models.folder import read_tensors
 from llmnode.models.quantized import fill_block, quantized_state
 
 if TYPE_CHECKING:

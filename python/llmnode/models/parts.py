@@ -18,6 +18,7 @@ from llmnode.models.blueprint import blueprint_of
 from llmnode.models.families import Family, family_of
 from llmnode.models.fused import FusedEnds, FusedSpan, Rotary, join_products, make_block
 from llmnode.models.kept import KeptBlocks
+from llmnode.models.missing import check_complete
 from llmnode.models.narrow import found_narrow, keep_narrow
 from llmnode.models.narrow_ends import keep_ends_narrow
 from llmnode.models.native import native_blocks, takes_narrow
@@ -33,7 +34,7 @@ from llmnode.models.skeleton import (
     run_embedded,
     without_weights,
 )
-from llmnode.models.stored import block_dtypes, check_complete, read_block, read_parameters
+from llmnode.models.stored import block_dtypes, read_block, read_parameters
 from llmnode.models.vocabulary import check_tokens
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmnode.errors import ModelError
+from llmnode.models.damage import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,18 +25,32 @@ ATTENTIONS: dict[str, Attention] = {}
 def without_weights(
     folder: ModelFolder, family: Family, attention: str, dtype: torch.dtype
 ) -> Any:  # Any: as transformers types them
-    """The causal LM with parameters of no storage; buffers, which no file holds, are computed."""
+    """The causal LM with parameters of no storage; buffers, which no file holds, are computed.
+
+    Raises ModelError for a config of which transformers makes none.
+    """
     from accelerate import init_empty_weights
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     for name, function in ATTENTIONS.items():
         AttentionInterface.register(name, function)
     config = copy.deepcopy(folder.config)  # transformers writes into it
-    with init_empty_weights(include_buffers=False):
-        known = "eager" if family.own_attention else attention
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=known, trust_remote_code=False
+    if folder.info.blocks > len(folder.files):  # else a slip in a config has a model made without end
+        raise ModelError(
+            f"{folder.config_file} tells of {folder.info.blocks} blocks, and all files together have "
+            f"{len(folder.files)} tensors: they are of different models, get both again"
         )
+    known = "eager" if family.own_attention else attention
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=known, trust_remote_code=False
+            )
+    except Exception as error:  # sizes that do not fit each other bring transformers and torch to raise anything
+        raise ModelError(
+            f"transformers makes no model of {folder.config_file} ({type(error).__name__}: {one_line(error)}): "
+            "get it again"
+        ) from error
     model.config._attn_implementation = attention  # by which the decoder knows whether to make a mask
     return model.eval()  # dropout is for training
 

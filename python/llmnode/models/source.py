@@ -13,6 +13,7 @@ from llmnode.models.hub import open_hub, parse_hub_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from llmnode.models.folder import ModelFolder
 
@@ -28,22 +29,34 @@ def open_model(name: str | None = None, report: Callable[[str], None] = lambda _
     """
     if name is None or name == EMBEDDED_MODEL:
         return open_embedded(report)
-    path = expand_path(name)
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass  # a name on the hub
-    except OSError as error:
-        raise ConfigError(f"the model {name}: cannot be read ({error.strerror})") from error
-    if path.is_dir():
-        return open_folder(path.resolve(), path.resolve().name)
-    if path.is_file():
-        if not is_gguf(path):
+    path = _path_of(name)
+    if path is not None and path.is_dir():
+        return open_folder(path, path.name)
+    if path is not None and path.is_file():
+        if not _is_gguf(path):
             raise ConfigError(f"{name} is a file and no GGUF: name the folder that holds config.json and safetensors")
-        return open_gguf(path.resolve(), report)
+        return open_gguf(path, report)
     if (on_the_hub := parse_hub_name(name)) is not None:
         return open_hub(on_the_hub, report)
     raise ConfigError(
         f"{name!r} is neither {EMBEDDED_MODEL} nor a folder with safetensors, a GGUF file, "
         "or a name on the Hugging Face hub (org/name or org/name@revision)"
     )
+
+
+def _path_of(name: str) -> Path | None:
+    """None if there is none by that name. Raises ConfigError for one that may not be looked at."""
+    try:
+        path = expand_path(name).resolve(strict=True)
+    except PermissionError as error:
+        raise ConfigError(f"the model {name}: cannot be read ({error.strerror})") from error
+    except (OSError, ValueError, RuntimeError):  # there is none, or no file can have that name, or no such user
+        return None
+    return path
+
+
+def _is_gguf(path: Path) -> bool:
+    try:
+        return is_gguf(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error

@@ -10,20 +10,23 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from llmnode.errors import ModelError
+from llmnode.models.damage import one_line
+from llmnode.models.families import family_of
+from llmnode.models.missing import check_complete
 from llmnode.models.narrow import HALVES
+from llmnode.models.skeleton import without_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-
-    import torch
+    from collections.abc import Iterable, Iterator, Mapping, Set
 
     from llmnode.models.blueprint import BlockPlan
     from llmnode.models.folder import ModelFolder
 
 _PREFIX = "model."
 _LAYERS = f"{_PREFIX}layers."
-_SHOWN = 4
 
 
 def read_parameters(
@@ -56,12 +59,17 @@ def read_block(folder: ModelFolder, index: int, expected: Mapping[str, torch.Ten
 
     Raises ModelError if one is missing, or not of the `expected` one's shape.
     """
-    stored = _stored_names(folder, index, expected)
-    check_complete(folder, [_full_name(index, name) for name, each in stored.items() if each not in folder.files])
-    read = folder.read({each: expected[name].dtype for name, each in stored.items()})
-    tensors = {_full_name(index, name): read[each] for name, each in stored.items()}
-    _check_shapes(folder, tensors, {_full_name(index, name): each for name, each in expected.items()})
-    return {name: tensors[_full_name(index, name)] for name in expected}
+    full = {name: _full_name(index, name) for name in expected}
+    if (stored := _stored_names(folder, full.values())) is None:
+        (dtype,) = {each.dtype for each in expected.values()}
+        model = without_weights(folder, family_of(folder.config), "eager", dtype)
+        tensors = read_parameters(folder, model, {*full.values()}, dtype)
+        check_complete(folder, [each for each in full.values() if each not in tensors])
+    else:
+        read = folder.read({stored[full[name]]: each.dtype for name, each in expected.items()})
+        tensors = {each: read[stored[each]] for each in full.values()}
+    _check_shapes(folder, tensors, {full[name]: each for name, each in expected.items()})
+    return {name: tensors[each] for name, each in full.items()}
 
 
 def block_dtypes(
@@ -69,30 +77,30 @@ def block_dtypes(
 ) -> dict[str, torch.dtype]:
     """Of a block's parameters in memory: `dtype`, but if `halves`, matrices that files have in 16 bits stay so."""
     dtypes = dict.fromkeys(plan.shapes, dtype)
-    if halves:
-        for name, stored in _stored_names(folder, index, plan.shapes).items():
+    stored = _stored_names(folder, [_full_name(index, name) for name in plan.shapes]) if halves else None
+    if stored is not None:
+        for name in plan.shapes:
             if len(plan.shapes[name]) > 1:
-                dtypes[name] = HALVES.get(folder.dtypes.get(stored, ""), dtype)
+                dtypes[name] = HALVES.get(folder.dtypes[stored[_full_name(index, name)]], dtype)
     return dtypes
 
 
-def _stored_names(folder: ModelFolder, index: int, names: Iterable[str]) -> dict[str, str]:
-    """Files name them with `model.`, or without."""
-    full = {name: _full_name(index, name) for name in names}
-    return {name: each if each in folder.files else each.removeprefix(_PREFIX) for name, each in full.items()}
+def _stored_names(folder: ModelFolder, names: Iterable[str]) -> dict[str, str] | None:
+    """What files call parameters: the same, or without `model.`. None if it takes transformers to tell.
+
+    That is if one is not there by these names, or more than once: then its rules say what is taken.
+    """
+    stored = {}
+    for name in names:
+        known = [each for each in (name, name.removeprefix(_PREFIX), f"{_PREFIX}{name}") if each in folder.files]
+        if len(known) != 1 or known[0].startswith(2 * _PREFIX):
+            return None
+        stored[name] = known[0]
+    return stored
 
 
 def _full_name(index: int, name: str) -> str:
     return f"{_LAYERS}{index}.{name}"
-
-
-def check_complete(folder: ModelFolder, missing: Sequence[str]) -> None:
-    """Raises ModelError if any is `missing`."""
-    if missing:
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        raise ModelError(
-            f"{folder.path} has no tensors for {', '.join(missing[:_SHOWN])}{more}: the folder is incomplete"
-        )
 
 
 def _check_shapes(
@@ -102,7 +110,7 @@ def _check_shapes(
         if tensor.shape != expected[name].shape:
             raise ModelError(
                 f"{folder.path} holds {name} of shape {tuple(tensor.shape)}, "
-                f"and its config asks for {tuple(expected[name].shape)}: the folder is incomplete or mixed up"
+                f"and its config asks for {tuple(expected[name].shape)}: they are of different models, get both again"
             )
 
 
@@ -122,8 +130,10 @@ class _Conversion:
             self._converter.add_tensor(name, stored, pattern, tensors.pop(stored))
         try:
             made = self._converter.convert(name, model=model, config=model.config)
-        except (RuntimeError, ValueError) as error:
-            raise ModelError(f"{folder.path} holds parts of {name} that do not fit together: {error}") from error
+        except Exception as error:  # tensors that do not fit each other bring transformers to raise anything
+            raise ModelError(
+                f"{folder.path} holds parts of {name} that do not fit together ({one_line(error)}): download it again"
+            ) from error
         return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
 
 
@@ -140,5 +150,5 @@ def _matches(folder: ModelFolder, model: Any, expected: dict[str, torch.Tensor])
     for stored in sorted(folder.files, key=dot_natural_key):  # experts in the order of their numbers
         name, pattern = rename_source_key(stored, renamings, converters, prefix, expected)
         if name not in expected and stored in expected:  # named as the model does, though a rule matches
-            name, pattern = stored, None
+            name, pattern = rename_source_key(stored, [], [], prefix, expected)
         yield stored, name, of_pattern[pattern] if pattern else None, pattern or ""

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from llmnode.errors import ModelError
-from llmnode.models.folder import one_line
+from llmnode.models.damage import one_line
 
 if TYPE_CHECKING:
     from pathlib import Path
