@@ -16,8 +16,8 @@ from llmnode.models import chat_template
 from llmnode.models.chat_template import ChatTemplate, _Process, is_plain
 from llmnode.models.template_process import TemplateFailed
 from llmnode.models.tokenizer import Tokenizer
-from llmnode.node.chat import Dialogue, MessageRefused, StopFlag
-from llmnode.node.sampling import Sampling
+from llmnode.node.chat import Dialogue, StopFlag
+from llmnode.node.sampling import Sampler
 
 pytestmark = pytest.mark.reference
 CHATML = (
@@ -163,7 +163,7 @@ def dialogue() -> Dialogue:
     """With a model that answers "hi" whatever is said, by a template that does not take "no"."""
     refuses = "{% if m.content == 'no' %}{{ raise_exception('not that') }}{% endif %}"
     refusing = f"{{% for m in messages %}}{refuses}{{{{ m.content }}}} {{% endfor %}}"
-    cache = SimpleNamespace(get_seq_length=lambda: 0, crop=lambda _kept: None, close=lambda: None)
+    cache = SimpleNamespace(get_seq_length=lambda: 0, truncate=lambda _kept: None, close=lambda: None)
 
     def generate(inputs: Any, streamer: Any, **_options: Any) -> Any:
         streamer.put(inputs)
@@ -172,14 +172,18 @@ def dialogue() -> Dialogue:
         return inputs
 
     model: Any = SimpleNamespace(
-        tokenizer=made(refusing), check_tokens=lambda _ids: None, open_cache=lambda _length: cache, generate=generate
+        tokenizer=made(refusing),
+        check_tokens=lambda _ids: None,
+        open_cache=lambda _length: cache,
+        generate=generate,
+        generation_config=SimpleNamespace(eos_token_id=None, stop_strings=None),
     )
-    return Dialogue(model, Sampling(4, 0, 1, None), max_length=64)
+    return Dialogue(model, Sampler(None), max_new_tokens=4, max_length=64)
 
 
 def test_a_message_that_the_template_refuses_is_not_part_of_the_dialogue(dialogue: Dialogue) -> None:
     dialogue.answer("hi", StopFlag())
-    with pytest.raises(MessageRefused, match="not that"):
+    with pytest.raises(ConfigError, match="not that"):
         dialogue.answer("no", StopFlag())
     dialogue.answer("hi", StopFlag())
     assert dialogue.turns == [("user", "hi"), ("assistant", " hi")] * 2

@@ -22,7 +22,6 @@ from llmnode.models.checkpoint import (
     shard_names,
     weights_file,
 )
-from llmnode.models.damage import require_content
 from llmnode.models.parts import load_ends, load_span
 from llmnode.models.size import measure_size
 from llmnode.models.source import open_model
@@ -256,13 +255,13 @@ def test_what_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(ModelError, match=f"{tmp_path} cannot be read: Permission denied"):
             open_saved(tmp_path)
     monkeypatch.setattr("pathlib.Path.resolve", refuse)
-    with pytest.raises(ConfigError, match=f"cannot read {tmp_path}: Permission denied"):
+    with pytest.raises(ConfigError, match=rf"{tmp_path}: cannot be read \(Permission denied"):
         open_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["~nobody-of-that-name/x", "a\0b", "x" * 5000])
 def test_what_no_path_can_be_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="is neither"):
+    with pytest.raises(ConfigError, match=r"is neither|give the path of a file or folder"):
         open_model(name)
 
 
@@ -280,7 +279,6 @@ def test_a_tokenizer_that_is_not_the_file_itself_is_told(tmp_path: Path) -> None
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(ModelError, match=rf"tokenizer\.json .*{says}"):
             load_tokenizer(open_saved(tmp_path))
-    require_content([tmp_path / CONFIG_FILE, tmp_path / "missing"])
 
 
 def _sharded(path: Path) -> Path:

@@ -52,7 +52,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("nr", "name"), enumerate(FAULTS))
+@pytest.mark.parametrize(("nr", "name"), list(enumerate(FAULTS)))
 def test_each_fault_alone(nr: int, name: str, saved: Path) -> None:
     for number in range(nr % 2, len(FOLDERS), 3):
         _compare(saved / str(number), [(name, number)])

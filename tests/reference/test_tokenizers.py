@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.reference
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 17\n"
-LFS = "is a git-lfs pointer: run `git lfs pull` in its folder"
+LFS = "is a pointer of git-lfs"
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +82,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: (path / "tokenizer.json").write_text('{"version": '),
         "tokenizer.json is no JSON (Expecting",
     ),
-    "empty": (lambda path: (path / "tokenizer.json").write_text(""), "tokenizer.json is no JSON (Expecting"),
-    "another JSON": (lambda path: (path / "tokenizer.json").write_text("[1]"), "tokenizer.json is no JSON object"),
+    "empty": (lambda path: (path / "tokenizer.json").write_text(""), "tokenizer.json is empty"),
+    "another JSON": (lambda path: (path / "tokenizer.json").write_text("[1]"), "tokenizer.json holds a list"),
     "JSON of something else": (
         lambda path: (path / "tokenizer.json").write_text('{"a": 1}'),
         "KeyError: 'added_tokens'",
     ),
-    "a byte order mark": (with_mark, "tokenizer_config.json begins with a byte order mark: save it as UTF-8"),
+    "a byte order mark": (with_mark, "tokenizer_config.json begins with a byte order mark, which"),
     "another file": (
         lambda path: (path / "special_tokens_map.json").write_text("null"),
-        "special_tokens_map.json is no JSON object",
+        "special_tokens_map.json holds a NoneType",
     ),
     "code": (
         lambda path: edited(path, tokenizer_class="X", auto_map={"AutoTokenizer": ["x.X", None]}),

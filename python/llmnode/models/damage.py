@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from llmnode.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
 _LOOKED_BYTES = 1024
@@ -34,25 +33,40 @@ _OTHERS = (
 
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a `file` of a model. Raises ModelError, in one line that says what to do, if there is none."""
+    found = _read_object(file)
+    if isinstance(found, str):
+        raise ModelError(f"{file.parent} is not a model folder: {file.name} {found}")
+    return found
+
+
+def what_is_wrong_in_json(file: Path) -> str | None:
+    """As the end of a sentence that begins with the file's name. None if it holds an object."""
+    found = _read_object(file)
+    return found if isinstance(found, str) else None
+
+
+def what_is_instead(file: Path) -> str | None:
+    """What stands in the place of a file that is there, likewise."""
     try:
-        if (why := _not_there(file)) is None:
-            content = _whole(file)
-            found = json.loads(content.decode("utf-8"))
-            if isinstance(found, dict):
-                return found
-            why = f"holds a {type(found).__name__} where an object must be: {_AGAIN}"
+        return _in_place(_beginning(file))
     except OSError as error:
-        why = f"cannot be read: {error.strerror or error}"
+        return f"cannot be read: {error.strerror or error}"
+
+
+def _read_object(file: Path) -> dict[str, Any] | str:
+    """Or what is wrong with it."""
+    try:
+        if (why := _not_there(file)) is not None:
+            return why
+        content = _whole(file)
+        found = json.loads(content.decode("utf-8"))
+        if isinstance(found, dict):
+            return found
+        return f"holds a {type(found).__name__} where an object must be: {_AGAIN}"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
     except (ValueError, RecursionError) as error:  # of what is no UTF-8, too
-        why = _in_place(content) or _other_encoding(content) or f"is no JSON ({one_line(error)}): {_AGAIN}"
-    raise ModelError(f"{file.parent} is not a model folder: {file.name} {why}")
-
-
-def require_content(files: Iterable[Path]) -> None:
-    """Raises ModelError if one of `files` is there and has something else in its place."""
-    for file in files:
-        if file.is_file() and (wrong := _in_place(_beginning(file))):
-            raise ModelError(f"{file} {wrong}")
+        return _in_place(content) or _other_encoding(content) or f"is no JSON ({one_line(error)}): {_AGAIN}"
 
 
 def what_is_wrong(file: Path) -> str | None:

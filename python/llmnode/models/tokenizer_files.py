@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 from llmnode.errors import ModelError
-from llmnode.models.damage import one_line
+from llmnode.models.damage import one_line, what_is_instead, what_is_wrong_in_json
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _JSON = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 _VOCABULARIES = ("*.model", "*.tiktoken", "vocab.*", "merges.txt")
-_LFS = b"version https://git-lfs"
 _MOST_LETTERS = 200
 """Of a library's message: the rest is on where to read more."""
 _NONE = "it has no tokenizer.json: put the one of the model's publisher there"
@@ -23,11 +21,12 @@ _FAST = "where it is installed, `AutoTokenizer.from_pretrained(...).save_pretrai
 def what_is_wrong(folder: Path, error: Exception) -> str:
     """In one line. `error` is transformers', whose words are seldom about the file that is to blame."""
     for name in _JSON:
-        if (folder / name).is_file() and (wrong := _of_json(folder / name)):
+        if (folder / name).is_file() and (wrong := what_is_wrong_in_json(folder / name)):
             return f"{name} {wrong}"
     others = _other_vocabularies(folder)
-    if pointer := next((file for file in others if _begins_with(file, _LFS)), None):
-        return f"{pointer.name} is a git-lfs pointer: run `git lfs pull` in its folder"
+    for file in others:
+        if wrong := what_is_instead(file):
+            return f"{file.name} {wrong}"
     if "trust_remote_code" in str(error):
         return "it is code of the model's own, which is never run here; use a model that has a tokenizer.json"
     if not (folder / "tokenizer.json").is_file():
@@ -45,32 +44,6 @@ def check_found(folder: Path) -> None:
 
 def _other_vocabularies(folder: Path) -> list[Path]:
     return sorted({file for pattern in _VOCABULARIES for file in folder.glob(pattern)})
-
-
-def _of_json(file: Path) -> str | None:
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
-    if content.startswith(_LFS):
-        return "is a git-lfs pointer: run `git lfs pull` in its folder"
-    if content.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
-        return "begins with a byte order mark: save it as UTF-8 without one"
-    try:
-        found = json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        return f"is no JSON ({_short(error)}): download it again"
-    if not isinstance(found, dict):
-        return "is no JSON object: download it again"
-    return None
-
-
-def _begins_with(file: Path, beginning: bytes) -> bool:
-    try:
-        with file.open("rb") as opened:
-            return opened.read(len(beginning)) == beginning
-    except OSError:
-        return False
 
 
 def _short(error: Exception) -> str:
