@@ -136,7 +136,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:  # Any: transformers' own signature
         """transformers' `generate`. The sessions that it opens end with it, unless it returns their cache.
 
-        `tests/README.md` lists what it can do, and what is refused. Raises ConfigError for that.
+        `client/README.md` lists what it can do, and what is refused. Raises ConfigError for that.
         """
         if kwargs.get("cache_implementation") == "paged":
             raise ConfigError("continuous batching is the servers' own: call generate from several threads instead")
