@@ -24,7 +24,7 @@ from llmnode.errors import ConfigError
 
 def positions(kind: str = "rotary", **options: Any) -> Positions:
     config: Any = SimpleNamespace(model_type="bloom" if kind == "alibi" else "llama", **options)
-    return Positions(config, are_learned=kind == "learned")
+    return Positions(config, learned=10 if kind == "learned" else None)
 
 
 def read(mask: Any, ids: Any = None, past: Past | None = None, kind: Positions | None = None) -> Batch:
@@ -113,6 +113,9 @@ def test_learned_positions_may_be_any_but_packed_rows() -> None:
     batch = read([[1, 1, 1]], [[4, 2, 9]], kind=learned)
     assert batch.position_ids[0].tolist() == [4, 2, 9]
     assert not batch.is_uniform
+    for outside in (10, -1):
+        with pytest.raises(ConfigError, match="embeddings for 0 to 9"):
+            read([[1]], [[outside]], kind=learned)
     with pytest.raises(ConfigError, match="pack several sequences"):
         read_batch(Past.empty(1), 3, None, torch.tensor([[0, 1, 0]]), learned)
 

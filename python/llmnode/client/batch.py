@@ -51,10 +51,11 @@ class Batch:
 class Positions:
     """What the position ids of a model mean, by its config."""
 
-    def __init__(self, config: PreTrainedConfig, *, are_learned: bool) -> None:
+    def __init__(self, config: PreTrainedConfig, *, learned: int | None) -> None:
+        """`learned` says how many positions have an embedding, in models that learn one for each."""
         has_alibi = config.model_type == "bloom" or bool(getattr(config, "alibi", False))
-        self.are_learned = are_learned
-        """The client adds an embedding for each. Otherwise servers rotate queries and keys, or have ALiBi."""
+        self.learned = learned
+        """The client adds these. Otherwise servers rotate queries and keys, or have ALiBi."""
         self.follow_mask = config.model_type == "opt" or has_alibi
         """Without position ids, and in spite of them with ALiBi, tokens are counted without the padding."""
         self.are_ignored = has_alibi
@@ -83,11 +84,11 @@ def read_batch(
     for row in range(rows):
         if counts[row]:
             offsets[row] = _offset(ids[row], past.positions[row], past.offsets[row], kind, row)
-    if kind.are_learned and attention_mask is None and not past.real.shape[1] and not _go_on(given):
+    if kind.learned is not None and attention_mask is None and not past.real.shape[1] and not _go_on(given):
         raise ConfigError("position_ids that begin anew pack several sequences into a row: give each a row of its own")
     longest = max(position + count for position, count in zip(past.positions, counts, strict=True))
     firsts = {int(row[0]) for row in ids if len(row)}
-    is_uniform = not kind.are_learned or (len(firsts) < 2 and all(_go_on(row[None]) for row in ids))
+    is_uniform = kind.learned is None or (len(firsts) < 2 and all(_go_on(row[None]) for row in ids))
     return Batch(real, ids, offsets, longest, is_uniform)
 
 
@@ -197,7 +198,12 @@ def _position_ids(seen: torch.Tensor, columns: int, position_ids: torch.Tensor |
 def _offset(ids: torch.Tensor, position: int, before: int | None, kind: Positions, row: int) -> int:
     """By how much `ids` exceed the positions that the session has for them, the first of which is `position`."""
     first = int(ids[0])
-    if kind.are_learned:
+    if kind.learned is not None:
+        if not 0 <= int(ids.min()) <= int(ids.max()) < kind.learned:
+            raise ConfigError(
+                f"the position_ids of row {row} go from {int(ids.min())} to {int(ids.max())}, and the model has "
+                f"embeddings for 0 to {kind.learned - 1}"
+            )
         return 0
     offset = first - position
     if int(ids[-1]) - first != len(ids) - 1 or (len(ids) > 2 and not _go_on(ids[None])):

@@ -82,7 +82,8 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         self._stack = stack
         # Else `pipeline` says that it does not support this class, and names two hundred that it does.
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("llmnode", DistributedModelForCausalLM.__name__)
-        self._positions = Positions(folder.config, are_learned=family_of(folder.config).positions is not None)
+        are_learned = family_of(folder.config).positions is not None
+        self._positions = Positions(folder.config, learned=self.info.context_tokens if are_learned else None)
         weight = self.get_input_embeddings().weight
         assert isinstance(weight, torch.Tensor), "an embedding"
         self._embedding_size = weight.shape[1]
@@ -319,7 +320,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
             return None
         found = cache if isinstance(cache, SessionCache) else sessions_behind(cache)
         if found is None:
-            found = self._adopted(cache, rows, min(max_length, self.info.context_tokens))
+            found = self._adopted(cache, rows, max_length)
         if found.rows != rows:
             raise ConfigError(f"{rows} rows for a cache of {found.rows}: open it with rows={rows}")
         return found
@@ -327,7 +328,8 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
     def _adopted(self, cache: Cache, rows: int, max_length: int, alike: int = 1) -> SessionCache:
         """Sessions for an empty cache, which are as long as it is made for."""
         most = check_adoptable(cache)
-        opened = self._open_cache(most or max_length, rows, alike, grows=most is None)
+        length = min(most or max_length, self.info.context_tokens)
+        opened = self._open_cache(length, rows, alike, grows=most is None)
         adopt(cache, opened)
         return opened
 
