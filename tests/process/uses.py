@@ -233,13 +233,13 @@ class Handle:
             "select": list(range(count))[: max(1, self.number % (count + 1))],
             "repeat": [row for row in range(count) for _ in range(2)],
         }.get(self.what, list(range(count)))
-        removed = self.number % (columns + 1)
+        removed = min(self.number, columns)
 
         def call(_model: Any, side: int) -> Any:
             assert pair.caches is not None, "there is one"
             cache = pair.caches[side]
             if self.what == "crop":
-                return cache.crop(-removed)
+                return cache.crop(-self.number)  # perhaps more than there is
             if self.what == "reorder":
                 return cache.reorder_cache(torch.tensor(rows))
             if self.what == "select":

@@ -125,9 +125,7 @@ class SessionCache(DynamicCache):
         self.close()
 
     def __copy__(self) -> NoReturn:
-        raise ConfigError(
-            "two caches cannot share their sessions: use copy.deepcopy, which has the servers copy the KV"
-        )
+        raise ConfigError("caches cannot share sessions: use copy.deepcopy, which has the servers copy the KV")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SessionCache:  # Any: as copy has it
         """A cache that goes on by itself: the servers copy the KV. Raises as `open_beside` and `run_rows`."""
@@ -267,11 +265,12 @@ class SessionCache(DynamicCache):
         return self.columns + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last columns, as many as a negative number says; none for 0.
+        """Forget the last columns, as many as a negative number says, or all; none for 0.
 
         A positive number says how many to keep, as it did in transformers before 5.24.
         """
-        self.truncate(self.columns + tokens_to_remove if tokens_to_remove <= 0 else tokens_to_remove)
+        kept = self.columns + tokens_to_remove if tokens_to_remove <= 0 else tokens_to_remove
+        self.truncate(max(0, min(kept, self.columns)))
 
     def truncate(self, columns: int) -> None:
         """Forget all columns from `columns` on. Raises SessionLost, and LocalProtocolError if there are not as many."""
