@@ -66,7 +66,7 @@ def test_five_clients_at_once_are_each_exact(
         assert answer["prompt"] == prompt
         prompts.append(answer["prompt_token_ids"])
         chosen.append(answer["token_ids"])
-        ended = chosen[-1][-1] == reference.model.generation_config.eos_token_id
+        ended = chosen[-1][-1] in reference.model.generation_config.eos_token_id  # several, as its GGUF file says
         assert len(chosen[-1]) == NEW_TOKENS or ended
     near_ties, wrong = check(reference, prompts, chosen)
     assert wrong == 0

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import trio
 from hypothesis import HealthCheck, given, note, settings
 from transformers import AutoModelForCausalLM
 
 import llmnode
-from llmnode.errors import ConfigError, ModelError
+from llmnode.client import cache
+from llmnode.core.span import Span
+from llmnode.errors import ConfigError, ModelError, NoRoute
 from llmnode.node import Node
 from process.uses import TOLERANCE, Pair, uses
 from reference.small import BLOCKS, make_model
@@ -92,6 +95,41 @@ def test_any_use_gives_what_transformers_gives_or_is_refused(pair: Pair) -> None
     check()
 
 
+def test_equal_rows_in_other_columns_have_scores_of_their_own(pair: Pair) -> None:
+    ids = torch.tensor([[0, 5, 6], [5, 6, 0]])
+    mask, positions = torch.tensor([[0, 1, 1], [1, 1, 0]]), torch.tensor([[0, 0, 1], [0, 1, 0]])
+    given = {"attention_mask": mask, "position_ids": positions}
+    scores, expected = pair.served(ids, **given).logits, pair.alone(ids, **given).logits
+    torch.testing.assert_close(scores[mask.bool()], expected[mask.bool()], **TOLERANCE)
+    same, kept = torch.tensor([[5, 6, 7]] * 2), torch.tensor([[0], [2]])
+    scores, expected = (model(same, logits_to_keep=kept).logits for model in (pair.served, pair.alone))
+    torch.testing.assert_close(scores, expected, **TOLERANCE)
+
+
+def test_a_row_that_got_on_alone_goes_back_before_the_next_forward(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    output = pair.served(ids, use_cache=True)
+    run, ran, is_done = cache.run_blocks, [], trio.Event()
+
+    async def fails_at_the_second(session: Any, states: torch.Tensor) -> torch.Tensor:
+        ran.append(session)
+        if len(ran) == 2:
+            await is_done.wait()
+            raise NoRoute([Span(0, 1)])
+        outputs = await run(session, states)
+        is_done.set()
+        return outputs
+
+    next_ids = torch.tensor([[7], [8]])
+    with monkeypatch.context() as patched:
+        patched.setattr(cache, "run_blocks", fails_at_the_second)
+        with pytest.raises(NoRoute):
+            pair.served(next_ids, cache=output.cache)
+    again = pair.served(next_ids, cache=output.cache).logits
+    expected = pair.alone(torch.cat((ids, next_ids), dim=1)).logits[:, -1:]
+    torch.testing.assert_close(again, expected, **TOLERANCE)
+
+
 def test_a_cache_that_nobody_has_any_more_ends_its_sessions(pair: Pair) -> None:
     pair.forget()
     output = pair.served(torch.tensor([[1, 2, 3]]), use_cache=True)
@@ -103,15 +141,15 @@ def test_a_cache_that_nobody_has_any_more_ends_its_sessions(pair: Pair) -> None:
 def test_a_cache_grows_as_it_is_used(pair: Pair) -> None:
     """Past what it has room for at first, which the servers copy."""
     tokens = torch.arange(1, 101)[None]
-    cache = None
+    grown = None
     for part in tokens.split((60, 30, 10), dim=1):
-        output = pair.served(part, cache=cache, use_cache=True)
-        cache = output.cache
+        output = pair.served(part, cache=grown, use_cache=True)
+        grown = output.cache
     expected = pair.alone(tokens).logits[:, -10:]
     torch.testing.assert_close(output.logits, expected, **TOLERANCE)
-    with pytest.raises(ConfigError, match="context"):
-        pair.served(torch.ones(1, pair.served.info.context_tokens, dtype=torch.long), cache=cache)
-    assert cache.get_seq_length() == tokens.shape[1]
+    with pytest.raises(ConfigError, match=r"context|embeddings for"):
+        pair.served(torch.ones(1, pair.served.info.context_tokens, dtype=torch.long), cache=grown)
+    assert grown.get_seq_length() == tokens.shape[1]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -156,8 +156,8 @@ class Forward:
                 return model(inputs_embeds=pair.alone.get_input_embeddings()(ids), **options)
             return model(ids, **options)
 
-        # A static cache has room for padding, of which a session keeps nothing.
-        is_static = pair.caches is not None and isinstance(pair.caches[0], StaticCache)
+        # A static cache has room for padding, of which a session keeps nothing; BLOOM cannot use one with a mask.
+        is_static = self.cache == "static" or (pair.caches is not None and isinstance(pair.caches[0], StaticCache))
         if (answers := pair.both(call, may_exceed=is_static)) is None:
             return
         ours, theirs = answers[1], answers[0]

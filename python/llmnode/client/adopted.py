@@ -90,8 +90,9 @@ def check_adoptable(cache: object) -> int | None:
         raise ConfigError(f"a QuantizedCache: {QUANTIZED}")
     if any(getattr(layer, "is_initialized", False) for layer in cache.layers) and cache.get_seq_length():
         raise ConfigError("the cache holds keys and values of a model in this process: pass an empty one")
-    longest = cache.get_max_length() if cache.layers else -1
-    return longest if longest > 0 else None
+    # Layers of a window say how long that is, which is no limit.
+    limits = [layer.get_max_length() for layer in cache.layers if not getattr(layer, "is_sliding", False)]
+    return limits[0] if limits and limits[0] > 0 else None
 
 
 def adopt(cache: Cache, sessions: SessionCache) -> None:

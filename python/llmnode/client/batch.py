@@ -107,10 +107,12 @@ def kept_columns(rows: int, columns: int, keep: int | torch.Tensor) -> Kept:
         if isinstance(keep, int):
             return Kept(every[:, slice(-keep, None)].tolist())
         keep = keep.cpu()
-        if keep.ndim < 2:
+        if keep.ndim == 1:
             return Kept(every[:, keep].tolist())
         if keep.dtype == torch.bool:
             return Kept([row[kept].tolist() for row, kept in zip(every, keep, strict=True)], are_apart=False)
+        if keep.ndim != 2:
+            raise ValueError(f"it has {keep.ndim} dimensions")
         return Kept(torch.take_along_dim(every, keep, dim=1).tolist())
     except (IndexError, RuntimeError, ValueError) as error:
         raise ConfigError(f"logits_to_keep does not fit {rows} rows of {columns} new tokens: {error}") from error
@@ -126,12 +128,16 @@ def check_ends_real(attention_mask: torch.Tensor | None) -> None:
         raise ConfigError(f'row {row} ends in padding: set padding_side="left" in the tokenizer')
 
 
-def check_labels(labels: torch.Tensor, real: torch.Tensor) -> None:
-    """labels, real: (rows, columns). Raises ConfigError if padding is to predict one: its scores mean nothing."""
-    if labels.shape != real.shape:
-        raise ConfigError(f"labels of shape {tuple(labels.shape)}: expected {tuple(real.shape)}")
-    predicted = labels[:, 1:] != IGNORED_LABEL
-    if (predicted & ~real[:, :-1]).any():
+def check_labels(labels: torch.Tensor, real: torch.Tensor, shifted: torch.Tensor | None = None) -> None:
+    """labels, real: (rows, columns). Raises ConfigError if padding is to predict one: its scores mean nothing.
+
+    `shifted` are the labels that the columns themselves predict, if the caller has them.
+    """
+    for given in (labels, shifted):
+        if given is not None and given.shape != real.shape:
+            raise ConfigError(f"labels of shape {tuple(given.shape)}: expected {tuple(real.shape)}")
+    predicted = (labels[:, 1:] if shifted is None else shifted[:, :-1]) != IGNORED_LABEL
+    if (predicted.cpu() & ~real[:, :-1]).any():
         raise ConfigError(
             f"a label follows padding, from which nothing can be predicted: set it to {IGNORED_LABEL}, as the labels "
             "of padding itself, or pad on the right"

@@ -82,6 +82,8 @@ class SessionCache(DynamicCache):
         self._client = client
         self._terms = terms
         self._sessions: list[InferenceSession] = []
+        self._is_copying = False
+        self._resumed: InferenceSession | None = None
         self._entered: dict[InferenceSession, Entered[InferenceSession]] = {}
         # A caller may just drop a cache, as one of transformers'. Nobody waits then, so that any thread may collect it.
         weakref.finalize(self, _drop, self._entered).atexit = False
@@ -102,7 +104,7 @@ class SessionCache(DynamicCache):
         cache.real = torch.ones(1, resumed.session.position, dtype=torch.bool)
         cache.offsets = [0]
         cache.token_ids = resumed.token_ids
-        cache._sessions = [resumed.session]
+        cache._sessions, cache._resumed = [resumed.session], resumed.session
         return cache
 
     def open_beside(self, max_length: int) -> SessionCache:
@@ -124,6 +126,12 @@ class SessionCache(DynamicCache):
     def __exit__(self, *_exc_info: object) -> None:
         self.close()
 
+    def __bool__(self) -> bool:
+        return True  # whatever it holds; `len` counts the layers of transformers' caches
+
+    def __iter__(self) -> NoReturn:
+        raise ConfigError("keys and values are with the servers: copy the cache with copy.deepcopy")
+
     def __copy__(self) -> NoReturn:
         raise ConfigError("caches cannot share sessions: use copy.deepcopy, which has the servers copy the KV")
 
@@ -142,9 +150,7 @@ class SessionCache(DynamicCache):
     def close(self) -> None:
         """End the sessions. Safe to call twice."""
         for session in self._sessions:
-            if session not in self._entered:  # a resumed one
-                with suppress(SessionClosed):  # with its client
-                    self._portal.call(session.close)
+            self._end(session)
         while self._entered:
             self._entered.popitem()[1].close()
 
@@ -165,9 +171,21 @@ class SessionCache(DynamicCache):
         return not any(session.position for session in self._sessions)
 
     @property
-    def past(self) -> Past:
-        """What is in it."""
-        return Past(self.real, [session.position for session in self._sessions], self.offsets)
+    def hidden_size(self) -> int:
+        return self._client.model.hidden_size
+
+    def settled(self) -> Past:
+        """What is in it. A row that got on alone, when another failed or was interrupted, goes back first.
+
+        Raises SessionClosed if rows were being copied when that failed: nobody knows what they are.
+        """
+        positions: list[int] = self.real.sum(dim=1).tolist()
+        ahead = [session.position - position for session, position in zip(self._sessions, positions, strict=True)]
+        if self._is_copying or min(ahead, default=0) < 0:
+            raise SessionClosed("the rows of this cache were being changed when that failed: open another one")
+        if any(ahead):
+            self._portal.call(lambda: self._truncate(positions))
+        return Past(self.real, positions, self.offsets)
 
     @property
     def routes(self) -> tuple[Route, ...]:
@@ -306,13 +324,22 @@ class SessionCache(DynamicCache):
         self.real = self.real[list(sources)]
         self.offsets = [self.offsets[source] for source in sources]
         for session in set(before).difference(self._sessions):
-            self._entered.pop(session).close()
+            self._end(session)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self.reorder(torch.arange(self.rows)[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.reorder(torch.arange(self.rows).repeat_interleave(repeats).tolist())
+
+    def _end(self, session: InferenceSession) -> None:
+        if (entered := self._entered.pop(session, None)) is not None:
+            entered.close()
+            return
+        if session is self._resumed:
+            self._resumed = None
+            with suppress(SessionClosed):  # with its client
+                self._portal.call(session.close)
 
     def _open(self, terms: CacheTerms, beside: InferenceSession | None, *, waits: bool) -> InferenceSession:
         opening = self._client.inference_session(terms.max_length, beside, priority=terms.priority, waits=waits)
@@ -331,8 +358,7 @@ class SessionCache(DynamicCache):
                 longer = self._open(terms, None, waits=True)
             self._copy([(session, longer)])
             self._sessions[row] = longer
-            if session in self._entered:
-                self._entered.pop(session).close()
+            self._end(session)
         self._terms = terms
 
     def _copy(self, pairs: Sequence[tuple[InferenceSession, InferenceSession]]) -> None:
@@ -342,7 +368,9 @@ class SessionCache(DynamicCache):
             if target is not source:
                 forks.setdefault(source, []).append(target)
         if forks:
+            self._is_copying = True
             self._portal.call(lambda: self._fork(list(forks.items())))
+            self._is_copying = False
 
     def _rows_alike(self, rows: Iterable[int], tokens: Sequence[Sequence[int]]) -> list[tuple[list[int], int]]:
         """Those of `rows` that go the same route and begin with the same tokens, and with how many."""

@@ -183,24 +183,29 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         sessions end when it is closed or forgotten. What a session cannot do raises ConfigError before anything is
         computed. Where the mask has padding, scores are zero. Of `hidden_states` the first and the last are here.
         """
-        check_others({**others, "labels": labels}, self.config)
+        check_others({**others, "labels": labels, "output_hidden_states": output_hidden_states}, self.config)
         given = given_states(input_ids, inputs_embeds, self._embedding_size)
         rows, columns = given.shape[:2]
         sessions = self._sessions_of(cache, rows)
-        past = Past.empty(rows) if sessions is None else sessions.past
+        past = Past.empty(rows) if sessions is None else sessions.settled()
         batch = read_batch(past, columns, attention_mask, position_ids, self._positions)
         if input_ids is not None:
             self._check_tokens(given, batch.real)
         kept = kept_columns(rows, columns, logits_to_keep)
         if labels is not None:
-            check_labels(labels, batch.real)
+            check_labels(labels, batch.real, others.get("shift_labels"))
+        has_states = (
+            getattr(self.config, "output_hidden_states", False)
+            if output_hidden_states is None
+            else output_hidden_states
+        )
 
         def run_in(sessions: SessionCache, cache: Cache | None) -> CausalLMOutputWithPast:
             ends, config = self._client.ends, self.config.get_text_config()
             with torch.no_grad():
                 ran = run(ends, sessions, batch, given)
                 logits = scores(ends, ran, kept, config.vocab_size)
-                states: Any = hidden_states(ends, ran, self.info) if output_hidden_states else None
+                states: Any = hidden_states(ends, ran, self.info) if has_states else None
             loss = None
             if labels is not None:
                 options = {name: others[name] for name in OF_LOSS if name in others}
@@ -306,6 +311,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         if sessions is not None:
             sessions.make_room(max_cache_length)
             return
+        self._check_context(max_cache_length + 1)
         if (made := model_kwargs.get("cache")) is not None:  # of the class that was asked for
             opened = self._adopted(made, rows, max_cache_length + 1, alike)
         else:

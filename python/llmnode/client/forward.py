@@ -50,8 +50,15 @@ def given_states(
 
 def check_others(others: dict[str, Any], config: Any) -> None:  # Any: each family's config has attributes of its own
     """Raises ConfigError for arguments that would change what comes out, and that we do not know."""
-    ignored = {"labels", *_WITHOUT_EFFECT, *(() if config.model_type == "gpt2" else ("token_type_ids",))}
+    ignored = {
+        "labels",
+        "output_hidden_states",
+        *_WITHOUT_EFFECT,
+        *(() if config.model_type == "gpt2" else ("token_type_ids",)),
+    }
     wrong = [name for name, value in others.items() if value is not None and value is not False and name not in ignored]
+    if isinstance(others.get("output_hidden_states"), (list, tuple)):
+        wrong.append("a choice of hidden states")
     if others.get("labels") is not None and getattr(config, "output_router_logits", False):
         wrong.append("the loss of a router (output_router_logits in the config)")
     if others.get("is_causal") is False:
@@ -97,22 +104,25 @@ def run(ends: SharedEnds, cache: SessionCache, batch: Batch, given: torch.Tensor
 def scores(ends: SharedEnds, ran: Ran, kept: Kept, vocabulary: int) -> torch.Tensor:
     """The scores (rows, columns, vocabulary) at the columns `kept`; zeros for padding."""
     found = [torch.zeros(len(columns), vocabulary) for columns in kept.columns]
-    wanted = _real_columns(ran, kept.columns)
+    wanted = _real_columns(ran, kept)
     together = max(1, MOST_ROWS // max(1, *(len(states) for _, _, states in wanted))) if wanted else 1
     for start in range(0, len(wanted), together):
         some = wanted[start : start + together]
         scored = ends.logits(torch.cat([states for _, _, states in some]))
         for (row, places, _), own in zip(some, scored.split([len(states) for _, _, states in some]), strict=True):
             found[row][places] = own
-    rows = [found[first] for first in ran.firsts]
+    rows = [
+        found[first] if _is_scored_as(first, row, ran, kept) else found[row] for row, first in enumerate(ran.firsts)
+    ]
     return torch.stack(rows) if kept.are_apart else torch.cat(rows)
 
 
-def _real_columns(ran: Ran, kept: Sequence[Sequence[int]]) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """For each row that was run: which of its `kept` columns are real, and the states after the last block there."""
+def _real_columns(ran: Ran, kept: Kept) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """For each row to be scored: which of its `kept` columns are real, and the states after the last block there."""
     wanted = []
-    for row, (states, columns) in enumerate(zip(ran.left, kept, strict=True)):
-        if states is None:
+    for row, (first, columns) in enumerate(zip(ran.firsts, kept.columns, strict=True)):
+        states = ran.left[first]
+        if states is None or _is_scored_as(first, row, ran, kept):
             continue
         chosen = torch.tensor(columns, dtype=torch.long)
         is_real = ran.real[row][chosen]
@@ -120,6 +130,11 @@ def _real_columns(ran: Ran, kept: Sequence[Sequence[int]]) -> list[tuple[int, to
             places = ran.real[row].cumsum(dim=0) - 1  # of each column, in the session
             wanted.append((row, is_real, states[places[chosen[is_real]]]))
     return wanted
+
+
+def _is_scored_as(first: int, row: int, ran: Ran, kept: Kept) -> bool:
+    """Whether the scores of `row` are those of another one, which has the same tokens in the same columns."""
+    return first != row and kept.columns[first] == kept.columns[row] and torch.equal(ran.real[first], ran.real[row])
 
 
 class WithServers:

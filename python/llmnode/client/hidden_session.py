@@ -29,10 +29,10 @@ class HiddenSession:
 
     def step(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: (rows, tokens, hidden_size) fp32, as it leaves the embedding. Returns it after the last block."""
-        if hidden.dim() != 3 or hidden.shape[0] != self._cache.rows or not hidden.shape[1]:
-            raise ConfigError(
-                f"hidden states of shape {tuple(hidden.shape)}: expected ({self._cache.rows}, tokens, size)"
-            )
+        rows, size = self._cache.rows, self._cache.hidden_size
+        if hidden.dim() != 3 or (hidden.shape[0], hidden.shape[2]) != (rows, size) or not hidden.shape[1]:
+            raise ConfigError(f"hidden states of shape {tuple(hidden.shape)}: expected ({rows}, tokens, {size})")
+        self._cache.settled()
         columns = hidden.shape[1]
         self._cache.make_room(self.position + columns)
         outputs = self._cache.run_rows([row.detach().float() for row in hidden])

@@ -90,8 +90,9 @@ class Portal:
     def wait(self, waiter: Future[T], scope: trio.CancelScope) -> T:
         try:
             return waiter.result()
-        except KeyboardInterrupt:
-            self.tell(scope.cancel)
+        except BaseException:  # an interrupt, or what the caller's signal handlers raise
+            if not waiter.done():
+                self.tell(scope.cancel)
             raise
 
 
@@ -163,6 +164,10 @@ def _reported_to(waiter: Future[T]) -> Iterator[None]:
         if waiter.done():
             raise
         waiter.set_exception(error)
+    except BaseException:  # a group of several cancellations, as of the rows of a batch
+        if not waiter.done():
+            waiter.set_exception(_closed())
+        raise
 
 
 def _closed() -> SessionClosed:
