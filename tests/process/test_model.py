@@ -11,7 +11,7 @@ import trio.testing
 from transformers import AutoTokenizer, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 import llmnode
-from llmnode.client import cache
+from llmnode.client import rows as rows_module
 from llmnode.client.cache import SessionCache
 from llmnode.errors import ConfigError, SessionClosed
 from llmnode.node.chat import Dialogue, StopFlag
@@ -166,7 +166,7 @@ def test_a_turn_of_a_dialogue_runs_only_what_is_new(model: Any, monkeypatch: pyt
 
 
 def test_of_a_batch_of_long_rows_few_are_under_way_together(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, long = 4, cache.POSITIONS_PER_HOP
+    rows, long = 4, rows_module.POSITIONS_PER_HOP
     under_way, most = 0, 0
 
     async def counted(_session: Any, states: torch.Tensor) -> torch.Tensor:
@@ -177,7 +177,7 @@ def test_of_a_batch_of_long_rows_few_are_under_way_together(model: Any, monkeypa
         under_way -= 1
         return states
 
-    monkeypatch.setattr(cache, "run_blocks", counted)
+    monkeypatch.setattr(rows_module, "run_blocks", counted)
     with model.open_cache(1, rows) as opened:
         for positions, at_once in ((long, len(model.route)), (10 * long, 1), (1, rows)):
             most = 0

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, note, settings
 from transformers import AutoModelForCausalLM
 
 import llmnode
-from llmnode.client import cache
+from llmnode.client import rows
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError, NoRoute
 from llmnode.node import Node
@@ -109,7 +109,7 @@ def test_equal_rows_in_other_columns_have_scores_of_their_own(pair: Pair) -> Non
 def test_a_row_that_got_on_alone_goes_back_before_the_next_forward(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
     output = pair.served(ids, use_cache=True)
-    run, ran, is_done = cache.run_blocks, [], trio.Event()
+    run, ran, is_done = rows.run_blocks, [], trio.Event()
 
     async def fails_at_the_second(session: Any, states: torch.Tensor) -> torch.Tensor:
         ran.append(session)
@@ -122,7 +122,7 @@ def test_a_row_that_got_on_alone_goes_back_before_the_next_forward(pair: Pair, m
 
     next_ids = torch.tensor([[7], [8]])
     with monkeypatch.context() as patched:
-        patched.setattr(cache, "run_blocks", fails_at_the_second)
+        patched.setattr(rows, "run_blocks", fails_at_the_second)
         with pytest.raises(NoRoute):
             pair.served(next_ids, cache=output.cache)
     again = pair.served(next_ids, cache=output.cache).logits

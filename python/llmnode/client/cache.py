@@ -18,23 +18,18 @@ import trio
 from transformers import DynamicCache
 
 from llmnode.client.batch import Past
-from llmnode.client.generate import run_blocks
+from llmnode.client.rows import rows_alike, run_rows
 from llmnode.core.beams import sessions_of_rows
-from llmnode.core.beginnings import shared_beginnings
 from llmnode.errors import ConfigError, LocalProtocolError, PeerRefused, SessionClosed, single_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from llmnode.client.connect import Client, Resumed
     from llmnode.client.portal import Entered, Portal
     from llmnode.client.session import InferenceSession
     from llmnode.core.route import Route
     from llmnode.core.scheduling import Priority
-
-POSITIONS_PER_HOP = 1024
-"""Of a batch, so many are under way together: one chunk that a hop computes, and one that waits. With more, the last of
-many long rows would only wait in a server's memory, until its step counts as lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +205,7 @@ class SessionCache(DynamicCache):
 
         A row of None has nothing new. Raises SessionLost.
         """
-        return self._portal.call(lambda: self._run_rows(hidden))
+        return self._portal.call(lambda: run_rows(self._sessions, hidden))
 
     def run_first(
         self, hidden: Sequence[torch.Tensor | None], tokens: Sequence[Sequence[int]]
@@ -219,7 +214,7 @@ class SessionCache(DynamicCache):
 
         What rows of the same route begin with is run for one of them, and their servers copy its KV for the others.
         """
-        runs = self._rows_alike([row for row, states in enumerate(hidden) if states is not None], tokens)
+        runs = rows_alike(self._sessions, [row for row, states in enumerate(hidden) if states is not None], tokens)
         if not runs:
             return self.run_rows(hidden)
         firsts = list(hidden)
@@ -372,40 +367,11 @@ class SessionCache(DynamicCache):
             self._portal.call(lambda: self._fork(list(forks.items())))
             self._is_copying = False
 
-    def _rows_alike(self, rows: Iterable[int], tokens: Sequence[Sequence[int]]) -> list[tuple[list[int], int]]:
-        """Those of `rows` that go the same route and begin with the same tokens, and with how many."""
-        by_route: dict[Route, list[int]] = {}
-        for row in sorted(rows, key=lambda row: tuple(tokens[row])):
-            by_route.setdefault(self._sessions[row].route, []).append(row)
-        return [
-            ([beside[text] for text in run.texts], run.tokens)
-            for beside in by_route.values()
-            for run in shared_beginnings([tokens[row] for row in beside])
-            if run.tokens
-        ]
-
     async def _fork(self, forks: Sequence[tuple[InferenceSession, list[InferenceSession]]]) -> None:
         with single_error():
             async with trio.open_nursery() as nursery:
                 for source, targets in forks:
                     nursery.start_soon(source.fork, targets)
-
-    async def _run_rows(self, hidden: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        outputs: list[torch.Tensor | None] = [None] * self.rows
-        longest = max((len(states) for states in hidden if states is not None), default=1)
-        positions = POSITIONS_PER_HOP * max(len(session.route) for session in self._sessions)
-        under_way = trio.CapacityLimiter(max(1, positions // longest))
-
-        async def run_row(row: int, states: torch.Tensor) -> None:
-            async with under_way:
-                outputs[row] = await run_blocks(self._sessions[row], states)
-
-        with single_error():
-            async with trio.open_nursery() as nursery:
-                for row, states in enumerate(hidden):
-                    if states is not None:
-                        nursery.start_soon(run_row, row, states)
-        return outputs
 
     async def _truncate(self, positions: Sequence[int]) -> None:
         for session, position in zip(self._sessions, positions, strict=True):

@@ -1,0 +1,62 @@
+"""The rows of a batch through their sessions, beside each other; and which of them begin alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.client.generate import run_blocks
+from llmnode.core.beginnings import shared_beginnings
+from llmnode.errors import single_error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+
+    from llmnode.client.session import InferenceSession
+    from llmnode.core.route import Route
+
+POSITIONS_PER_HOP = 1024
+"""Positions of a batch that are under way at a time, for each hop: one chunk that the hop computes, and one that waits.
+With more, the last of many long rows would only wait in a server's memory, until its step counts as lost."""
+
+
+async def run_rows(
+    sessions: Sequence[InferenceSession], hidden: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """New hidden states (tokens, hidden_size) of each session through the blocks; None has nothing new.
+
+    Raises SessionLost.
+    """
+    outputs: list[torch.Tensor | None] = [None] * len(sessions)
+    longest = max((len(states) for states in hidden if states is not None), default=1)
+    positions = POSITIONS_PER_HOP * max(len(session.route) for session in sessions)
+    under_way = trio.CapacityLimiter(max(1, positions // longest))
+
+    async def run_row(row: int, states: torch.Tensor) -> None:
+        async with under_way:
+            outputs[row] = await run_blocks(sessions[row], states)
+
+    with single_error():
+        async with trio.open_nursery() as nursery:
+            for row, states in enumerate(hidden):
+                if states is not None:
+                    nursery.start_soon(run_row, row, states)
+    return outputs
+
+
+def rows_alike(
+    sessions: Sequence[InferenceSession], rows: Iterable[int], tokens: Sequence[Sequence[int]]
+) -> list[tuple[list[int], int]]:
+    """Those of `rows` that go the same route and begin with the same tokens, and with how many."""
+    by_route: dict[Route, list[int]] = {}
+    for row in sorted(rows, key=lambda row: tuple(tokens[row])):
+        by_route.setdefault(sessions[row].route, []).append(row)
+    return [
+        ([beside[text] for text in run.texts], run.tokens)
+        for beside in by_route.values()
+        for run in shared_beginnings([tokens[row] for row in beside])
+        if run.tokens
+    ]
