@@ -101,6 +101,10 @@ class TimedEnds:
         self._ends = ends
         self.busy_s = 0.0
 
+    @property
+    def vocabulary(self) -> int:
+        return self._ends.vocabulary
+
     def embed(self, token_ids: list[int], start: int) -> torch.Tensor:
         began_s = time.perf_counter()
         hidden = self._ends.embed(token_ids, start)
