@@ -9,6 +9,7 @@ passed, and which do not apply; `tests/bench/README.md` has the result.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import os
 import re
@@ -185,4 +186,9 @@ def shared(source: str, names: Collection[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("checkout", type=Path, help="a checkout of transformers, of about the installed version")
+    given = parser.parse_args()
+    if not (given.checkout / "tests" / "generation").is_dir():
+        parser.error(f"{given.checkout} is no checkout of transformers: it has no tests/generation")
+    sys.exit(main(given.checkout))

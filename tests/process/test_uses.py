@@ -106,6 +106,24 @@ def test_equal_rows_in_other_columns_have_scores_of_their_own(pair: Pair) -> Non
     torch.testing.assert_close(scores, expected, **TOLERANCE)
 
 
+def test_a_decoding_loop_of_ones_own_goes_on_from_the_cache(pair: Pair) -> None:
+    """`custom_generate` of transformers."""
+
+    def twice(model: Any, input_ids: torch.Tensor, cache: Any, **_options: Any) -> torch.Tensor:
+        given = input_ids
+        for _ in range(2):
+            given = model(given, cache=cache, use_cache=True).logits[:, -1:].argmax(-1)
+            input_ids = torch.cat((input_ids, given), dim=1)
+        return input_ids
+
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    ours, theirs = (
+        model.generate(ids, custom_generate=twice, max_new_tokens=2, pad_token_id=0)
+        for model in (pair.served, pair.alone)
+    )
+    assert ours.tolist() == theirs.tolist()
+
+
 def test_a_row_that_got_on_alone_goes_back_before_the_next_forward(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
     output = pair.served(ids, use_cache=True)
