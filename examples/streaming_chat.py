@@ -8,7 +8,7 @@ import sys
 import trio
 
 import llmnode
-from llmnode.models.streaming import TextStream
+from llmnode.models.text.streaming import TextStream
 
 
 async def main(question: str, peers: list[str]) -> None:

@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING, NoReturn
 
 import trio
 
-from llmnode.client.pool import open_pool
-from llmnode.client.swarm import Swarm
 from llmnode.compute.loading import AUTO, SpanLoader, Wanted
-from llmnode.compute.process import can_start
-from llmnode.compute.supervised import ProcessLoader
+from llmnode.compute.restarting_worker import ProcessLoader
 from llmnode.compute.worker import ThreadLoader
+from llmnode.compute.worker_process import can_start
 from llmnode.core.announcement import Offer, PeerState
 from llmnode.core.ids import SESSION_ID_BYTES, PeerId, SessionId
-from llmnode.core.memory import parse_memory
 from llmnode.core.model import DTYPES, KV_DTYPES, QUANTS, SAME
-from llmnode.core.placement import choose_span
 from llmnode.core.policy import LinkPolicy, ReachPolicy, RelayPolicy, ServePolicy, SwarmPolicy
+from llmnode.core.serving.kv_memory import parse_memory
+from llmnode.core.serving.placement import choose_span
 from llmnode.core.span import Span, parse_span
 from llmnode.errors import ConfigError, PeerError, WorkerLost, single_error
 from llmnode.net.addresses import CIRCUIT, LISTEN_ANY_LOOPBACK, parse_peer, parse_relay
@@ -33,13 +31,15 @@ from llmnode.node.serve.links import serve_links, serve_view
 from llmnode.node.serve.server import Server
 from llmnode.node.watching import Notice, log_notice, watch
 from llmnode.ports import Piece
+from llmnode.swarm.membership import Swarm
+from llmnode.swarm.pool import open_pool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
     from llmnode.core.model import ModelInfo
-    from llmnode.core.nat import Reach
+    from llmnode.core.peers.nat import Reach
     from llmnode.net.host import Libp2pNetwork
     from llmnode.ports import Worker
 
@@ -99,7 +99,7 @@ class RunningNode:
     tensor_bytes: int
     swarm: Swarm
     server: Server
-    share: Share
+    share: Announced
 
     @property
     def addresses(self) -> Sequence[str]:
@@ -162,7 +162,7 @@ async def open_node(
             report("loading torch")
             async with _open_loader(config, report, report_worker) as loader:
                 model = await loader.open_model()
-                share = Share(model, await _choose_span(config, model, loader, swarm))
+                share = Announced(model, await _choose_span(config, model, loader, swarm))
                 async with open_pool(network) as pushes, trio.open_nursery() as nursery:
                     nursery.start_soon(swarm.announce, share.offer)  # as joining: others choose other blocks
                     report(f"reading blocks {share.span} of {model.name}")
@@ -276,7 +276,7 @@ async def _open_loader(
         await loader.end()
 
 
-async def _bring_up(loader: Loader, share: Share) -> None:
+async def _bring_up(loader: Loader, share: Announced) -> None:
     """Until a worker takes sessions. Raises what makes that hopeless."""
     while True:
         worker = await loader.load(share.span)
@@ -290,7 +290,7 @@ async def _bring_up(loader: Loader, share: Share) -> None:
 
 
 async def _keep_worker(
-    loader: Loader, share: Share, server: Server, swarm: Swarm, report_worker: Callable[[str, bool], None]
+    loader: Loader, share: Announced, server: Server, swarm: Swarm, report_worker: Callable[[str, bool], None]
 ) -> NoReturn:
     """Whenever the worker is lost say so, and have it serve again. Raises what makes that hopeless."""
     try:
@@ -306,7 +306,7 @@ async def _keep_worker(
         loader.kill()  # sessions need not wait for what it computes: they end too
 
 
-class Share:
+class Announced:
     """What this node serves of the swarm's model, as it is announced."""
 
     def __init__(self, model: ModelInfo, span: Span) -> None:

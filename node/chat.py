@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from llmnode.client.cache import SessionCache
     from llmnode.client.causal_lm import DistributedModelForCausalLM
-    from llmnode.node.access import Access
+    from llmnode.node.connect_options import Access
     from llmnode.node.sampling import Sampler, Sampling
 
 HELP = "/reset forgets the dialogue, /quit leaves; a line that ends in \\ goes on in the next; Ctrl-C stops an answer"

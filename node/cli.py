@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from llmnode.errors import ConfigError, LlmnodeError, single_error
-from llmnode.models.cache import cache_folder
-from llmnode.models.online import keep_libraries_offline
+from llmnode.models.sources.cache_folder import cache_folder
+from llmnode.models.sources.online import keep_libraries_offline
 from llmnode.node.commands import bench, chat, config, demo, doctor, generate, invite, relay, serve, status, verify
 from llmnode.node.commands.options import Parser, log_to_stderr
 from llmnode.node.settings import parse

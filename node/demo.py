@@ -12,9 +12,9 @@ import trio
 from rich.live import Live
 from rich.table import Table
 
-from llmnode.compute.startup import collection_paused
 from llmnode.core.span import split_evenly
 from llmnode.errors import ConfigError, single_error
+from llmnode.machine.startup import collection_paused
 from llmnode.node.generate import DEFAULT_NEW_TOKENS
 from llmnode.node.outcome import describe_empty, finish_reason
 from llmnode.node.processes import ServerDied, ServerProcess, all_ready, last_words, private_swarm, pss_mib
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from llmnode.client.connect import Client, ClientParts
     from llmnode.client.generate import Generation
-    from llmnode.models.tokenizer import Tokenizer
+    from llmnode.models.text.tokenizer import Tokenizer
 
 EMBEDDED_BLOCKS = 30
 """SmolLM2-135M's: told here so that the servers can start before this process has read the model's config."""
@@ -74,7 +74,7 @@ async def demo(config: DemoConfig) -> None:
 def _load_parts(threads: int | None) -> ClientParts:
     with collection_paused():
         from llmnode.client.connect import load_parts
-        from llmnode.models.cores import use_threads
+        from llmnode.machine.threads import use_threads
 
         use_threads(threads)
         return load_parts()
@@ -132,7 +132,7 @@ async def _stream(
     client: Client, config: DemoConfig, prompt: list[int], max_new_tokens: int, screen: TextIO
 ) -> tuple[Generation, str]:
     """Generate greedily and write the text to `screen` as it comes, after the prompt it continues (unless `chat`)."""
-    from llmnode.models.streaming import TextStream
+    from llmnode.models.text.streaming import TextStream
 
     stream = TextStream(client.tokenizer, prompt)
     parts: list[str] = []

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.compute.startup import collection_paused
-from llmnode.core.absence import explain_absence
-from llmnode.core.clocks import CLOCK_FIX, judge_clocks
-from llmnode.core.nat import Reached
+from llmnode.core.peers.absence import explain_absence
+from llmnode.core.peers.clocks import CLOCK_FIX, judge_clocks
+from llmnode.core.peers.nat import Reached
 from llmnode.core.policy import ClientPolicy, LinkPolicy, ReachPolicy, SwarmPolicy
 from llmnode.core.route import uncovered
 from llmnode.core.span import Span
 from llmnode.core.view import online
 from llmnode.errors import ConfigError, ModelError, PeerError, PeerRefused, single_error
-from llmnode.models.cache import cache_folder
-from llmnode.models.cores import usable_cores
+from llmnode.machine.startup import collection_paused
+from llmnode.machine.threads import usable_cores
+from llmnode.models.sources.cache_folder import cache_folder
 from llmnode.node.reach import explain
 from llmnode.node.watching import DOUBLE_FIX
 
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo, Precision
-    from llmnode.core.nat import Reach
-    from llmnode.models.folder import ModelFolder
+    from llmnode.core.peers.nat import Reach
     from llmnode.models.size import ModelSize, Place
+    from llmnode.models.sources.folder import ModelFolder
     from llmnode.net.swarm_key import Entry
     from llmnode.ports import Network
     from llmnode.wire.messages import Description
@@ -171,7 +171,7 @@ def _check_model(doctor: Doctor) -> ModelFolder | None:
     import torch
 
     from llmnode.models.size import find_places, measure_size
-    from llmnode.models.source import open_model
+    from llmnode.models.sources.open_model import open_model
 
     asked = doctor.config.precision
     device, kind = ("cuda", "GPU memory") if torch.cuda.is_available() else ("cpu", "memory")  # as `llmnode serve`
@@ -269,7 +269,7 @@ async def _check_peer(
     failures: list[PeerError],
     described: dict[str, Description],
 ) -> None:
-    from llmnode.client.connection import open_connection
+    from llmnode.swarm.peer_connection import open_connection
 
     started_s = dialled_s = trio.current_time()
     try:
@@ -319,7 +319,7 @@ def reach_finding(reach: Reach | None) -> Finding:
 
 async def _check_swarm(doctor: Doctor, addresses: Sequence[str], model: ModelInfo | None) -> None:
     """Clocks, and who has the blocks of `model`, as a client that joins through `addresses` learns it."""
-    from llmnode.client.join import join_swarm
+    from llmnode.swarm.join import join_swarm
 
     doctor.working("asking what they know of their swarm")
     try:

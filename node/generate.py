@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmnode.core.given import decode, read_file, split_lines
+from llmnode.core.user_input import decode, read_file, split_lines
 from llmnode.errors import ConfigError
 from llmnode.node.outcome import describe_empty, finish_reason
 from llmnode.node.sampling import refusing
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from llmnode.client.causal_lm import DistributedModelForCausalLM
     from llmnode.core.traffic import Traffic
-    from llmnode.node.access import Access
+    from llmnode.node.connect_options import Access
     from llmnode.node.sampling import Sampler, Sampling
 
 DEFAULT_NEW_TOKENS = 64
@@ -185,8 +185,8 @@ def _generate_one(
 def _generate_several(
     model: DistributedModelForCausalLM, config: GenerateConfig, sampler: Sampler, encoded: Sequence[Encoded]
 ) -> None:
-    from llmnode.models.streaming import answer_text
-    from llmnode.node.several import all_at_once, beginnings, metered
+    from llmnode.models.text.streaming import answer_text
+    from llmnode.node.batch_generate import all_at_once, beginnings, metered
 
     begun = beginnings(model, [each.token_ids for each in encoded], config.samples)
 

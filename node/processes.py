@@ -16,7 +16,7 @@ import trio
 
 from llmnode.core.span import Span
 from llmnode.errors import LlmnodeError
-from llmnode.node.readout import SIGNAL
+from llmnode.node.introspect import SIGNAL
 from llmnode.node.settings import without_settings
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class ServerProcess:
     def pss_mib(self) -> float:
         return sum(pss_mib(each.pid) for each in with_worker(self.pid))
 
-    async def read_out(self) -> dict[str, Any]:  # Any: JSON
+    async def introspect(self) -> dict[str, Any]:  # Any: JSON
         """What it says it has open now: see `readout.py`. For one task at a time, and a server that is ready."""
         self.read = trio.Event()
         assert SIGNAL is not None

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmnode.core.nat import Nat, Reached
+from llmnode.core.peers.nat import Nat, Reached
 
 if TYPE_CHECKING:
-    from llmnode.core.nat import Reach
+    from llmnode.core.peers.nat import Reach
 
-FORWARD = "forward a port to it and --announce /ip4/{host}/tcp/PORT"
+NEIGHBOURS = "forward a port to it and --announce /ip4/{host}/tcp/PORT"
 FIXES = {
     Nat.NONE: "open its port for TCP in the firewall, and listen there (--listen /ip4/0.0.0.0/tcp/PORT), or serve with "
     "--relay ADDRESS",
-    Nat.STEADY: f"serve with --relay ADDRESS: peers then meet by hole punching; or {FORWARD}",
-    Nat.SYMMETRIC: f"serve with --relay ADDRESS, through which all will go; or {FORWARD}",
-    Nat.SOME: f"serve with --relay ADDRESS, or {FORWARD}; with --peers at two hosts `llmnode doctor` names the kind",
+    Nat.STEADY: f"serve with --relay ADDRESS: peers then meet by hole punching; or {NEIGHBOURS}",
+    Nat.SYMMETRIC: f"serve with --relay ADDRESS, through which all will go; or {NEIGHBOURS}",
+    Nat.SOME: f"serve with --relay ADDRESS, or {NEIGHBOURS}; with --peers at two hosts `llmnode doctor` names the kind",
 }
 
 

@@ -17,7 +17,7 @@ import tomllib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from llmnode.core.given import (
+from llmnode.core.user_input import (
     Unreadable,
     decode,
     find_no_text,

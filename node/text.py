@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, TextIO
 
 from transformers.generation.streamers import BaseStreamer
 
-from llmnode.models.streaming import TextStream
+from llmnode.models.text.streaming import TextStream
 
 if TYPE_CHECKING:
     import torch
 
-    from llmnode.models.tokenizer import Tokenizer
+    from llmnode.models.text.tokenizer import Tokenizer
 
 
 @dataclass
 class ScreenStreamer(BaseStreamer):
     """Writes an answer's text as it comes, and remembers when. transformers hands it the prompt first.
 
-    `text` is all of it when the answer has ended, as `models/streaming.py` says.
+    `text` is all of it when the answer has ended, as `models/text/streaming.py` says.
     """
 
     tokenizer: Tokenizer

@@ -6,7 +6,7 @@ import io
 import sys
 from contextlib import suppress
 
-from llmnode.core.given import find_mark, find_no_text
+from llmnode.core.user_input import find_mark, find_no_text
 from llmnode.errors import ConfigError
 from llmnode.node.terminal import line_ended, say
 

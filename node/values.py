@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from llmnode.core.given import expand_path
+from llmnode.core.user_input import expand_path
 from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:

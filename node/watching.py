@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
-    from llmnode.client.swarm import Swarm
     from llmnode.core.announcement import Announcement
-    from llmnode.core.clocks import ClockVerdict
+    from llmnode.core.peers.clocks import ClockVerdict
+    from llmnode.swarm.membership import Swarm
 
 log = logging.getLogger(__name__)
 

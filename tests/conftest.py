@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from llmnode.models.folder import ModelFolder
+    from llmnode.models.sources.folder import ModelFolder
     from llmnode.node.bench.exact import Reference
 
 # A shell has what it starts in the background ignore Ctrl-C, and so would the processes that tests interrupt.
@@ -17,7 +17,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(scope="session")
 def folder() -> ModelFolder:
-    from llmnode.models.embedded import open_embedded  # which imports torch: few tests ask for it
+    from llmnode.models.sources.embedded import open_embedded  # which imports torch: few tests ask for it
 
     return open_embedded()
 

@@ -22,11 +22,11 @@ import torch
 import trio
 
 from llmnode.client.connect import aconnect, load_parts
-from llmnode.compute.tensors import to_bytes
 from llmnode.core.policy import ClientPolicy
-from llmnode.core.scheduling import Priority
+from llmnode.core.serving.scheduling import Priority
 from llmnode.core.span import Span
 from llmnode.errors import single_error
+from llmnode.models.tensors import to_bytes
 from llmnode.node.bench.exact import Reference
 from llmnode.node.bench.random_llama import opened
 from llmnode.node.bench.report import Aim, Row, environment, print_report, spread
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llmnode.client.connect import Client, ClientParts
-    from llmnode.models.folder import ModelFolder
+    from llmnode.models.sources.folder import ModelFolder
     from llmnode.wire.frame import Buffer
 
 COUNTS = (1, 2, 4, 8, 16)

@@ -10,9 +10,9 @@ import torch
 
 from llmnode.compute.executor import SpanExecutor, load_executor
 from llmnode.compute.kv import KVForm
-from llmnode.compute.tensors import to_bytes
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.model import PRECISIONS
+from llmnode.models.tensors import to_bytes
 from llmnode.node.bench.report import Spread, spread
 from llmnode.ports import Piece
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llmnode.core.span import Span
-    from llmnode.models.folder import ModelFolder
+    from llmnode.models.sources.folder import ModelFolder
 
 PREFILL = 32
 STEPS = 8

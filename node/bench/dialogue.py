@@ -17,11 +17,11 @@ from llmnode.node.bench.replicas import start_all
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from llmnode.client.recovery import Recovery
-    from llmnode.client.session import InferenceSession
     from llmnode.node.bench.cells import Cell
     from llmnode.node.bench.replicas import Replica
     from llmnode.node.bench.rig import Rig
+    from llmnode.session.failures import Recovery
+    from llmnode.session.session import InferenceSession
 
     T = TypeVar("T")
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from llmnode.client.session import InferenceSession
     from llmnode.core.ids import PeerId
     from llmnode.core.traffic import Traffic
     from llmnode.ports import Link, Network
+    from llmnode.session.session import InferenceSession
     from llmnode.wire.frame import Frame
 
 

@@ -18,26 +18,26 @@ import torch
 import trio
 
 from llmnode.client.connect import aconnect, load_parts
-from llmnode.client.join import join_swarm
-from llmnode.compute.tensors import to_bytes
 from llmnode.core.policy import ClientPolicy, LinkPolicy
 from llmnode.errors import single_error
-from llmnode.models.embedded import open_embedded
+from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.tensors import to_bytes
 from llmnode.node.bench.cells import CHUNK_TOKENS, PROMPT_TOKENS, SPANS, Fault, Moment
 from llmnode.node.bench.dialogue import MAX_LENGTH, Dialogue
 from llmnode.node.bench.exact import Reference
 from llmnode.node.bench.replicas import replicas, start_all
 from llmnode.node.bench.report import Aim, Row, environment, print_report
 from llmnode.node.bench.rig import Rig
+from llmnode.swarm.join import join_swarm
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
 
     from llmnode.client.connect import ClientParts
-    from llmnode.client.recovery import Recovery
     from llmnode.node.bench.cells import Cell
     from llmnode.node.bench.dialogue import Act
     from llmnode.node.bench.replicas import Replica
+    from llmnode.session.failures import Recovery
 
 BASELINES = 3
 NEAR_TIE_LIMIT = 0.001

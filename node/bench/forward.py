@@ -21,7 +21,7 @@ from llmnode.client.connect import load_parts
 from llmnode.client.model import connect
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
-from llmnode.models.embedded import open_embedded
+from llmnode.models.sources.embedded import open_embedded
 from llmnode.node.bench.exact import Reference
 from llmnode.node.bench.report import Aim, Row, environment, print_report, spread
 from llmnode.node.processes import all_ready, private_swarm
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from llmnode.client.causal_lm import DistributedModelForCausalLM
     from llmnode.client.connect import ClientParts
-    from llmnode.models.folder import ModelFolder
-    from llmnode.models.parts import Ends
+    from llmnode.models.load import Ends
+    from llmnode.models.sources.folder import ModelFolder
 
 ROW_TOKENS = 128
 BATCHES = (1, 16, 64)

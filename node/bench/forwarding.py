@@ -19,11 +19,11 @@ import torch
 import trio
 
 from llmnode.client.connect import aconnect, load_parts
-from llmnode.compute.tensors import from_bytes, to_bytes
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
-from llmnode.models.embedded import open_embedded
+from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.tensors import from_bytes, to_bytes
 from llmnode.node.bench.paired import change_percent
 from llmnode.node.bench.report import Aim, Row, environment, print_report, spread
 from llmnode.node.bench.shaped import shaped_swarm

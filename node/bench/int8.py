@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from llmnode.client.connect import Client
-    from llmnode.models.folder import ModelFolder
+    from llmnode.models.sources.folder import ModelFolder
     from llmnode.node.bench.report import Spread
 
 PROMPT = "The history of computing begins long before the first electronic machines. "

@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import trio
 
-from llmnode.client.connection import open_connection
-from llmnode.client.session import open_session
 from llmnode.core.model import ModelInfo
 from llmnode.core.policy import ClientPolicy, LinkPolicy
 from llmnode.core.route import Hop
@@ -29,14 +27,16 @@ from llmnode.errors import ConfigError, single_error
 from llmnode.net.host import open_network
 from llmnode.node.bench.report import Aim, Row, environment, print_report
 from llmnode.node.processes import all_ready, private_swarm, with_worker
+from llmnode.session.session import open_session
+from llmnode.swarm.peer_connection import open_connection
 from llmnode.wire.payload import Codec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from llmnode.client.connection import Connection
-    from llmnode.client.session import InferenceSession
     from llmnode.node.processes import ServerProcess
+    from llmnode.session.session import InferenceSession
+    from llmnode.swarm.peer_connection import PeerConnection
 
 MIB = 1 << 20
 PETALS_MIB = 0.81e9 / MIB
@@ -72,7 +72,7 @@ import sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from llmnode.models.blueprint import blueprint_of
-from llmnode.models.source import open_model
+from llmnode.models.sources.open_model import open_model
 folder, blocks, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 torch.manual_seed(0)
 config = LlamaConfig(
@@ -187,7 +187,7 @@ def _position_bytes(measured: Measured) -> int:
 
 
 @asynccontextmanager
-async def _connected(server: ServerProcess) -> AsyncIterator[tuple[Connection, ModelInfo]]:
+async def _connected(server: ServerProcess) -> AsyncIterator[tuple[PeerConnection, ModelInfo]]:
     async with open_network([], LinkPolicy()) as network, open_connection(await network.dial(server.address)) as known:
         said = await known.describe(60.0)
         info = ModelInfo(said.model, said.model_digest, said.blocks, said.hidden_size, said.context_tokens, said.dtype)
@@ -196,7 +196,7 @@ async def _connected(server: ServerProcess) -> AsyncIterator[tuple[Connection, M
 
 @asynccontextmanager
 async def _session(
-    connection: Connection, model: ModelInfo, measured: Measured, positions: int
+    connection: PeerConnection, model: ModelInfo, measured: Measured, positions: int
 ) -> AsyncIterator[InferenceSession]:
     route = (Hop(connection.peer, Span(0, measured.blocks)),)
     connections = {connection.peer: connection}

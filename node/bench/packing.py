@@ -17,8 +17,8 @@ from transformers import AutoModel
 
 from llmnode import _native
 from llmnode.core.policy import PackPolicy
-from llmnode.models.embedded import open_embedded
-from llmnode.models.tokenizer import load_tokenizer
+from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.text.tokenizer import load_tokenizer
 from llmnode.node.bench.report import Aim, Row, spread
 
 if TYPE_CHECKING:

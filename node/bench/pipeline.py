@@ -20,25 +20,25 @@ import torch
 import trio
 
 from llmnode.client.connect import aconnect, load_parts
-from llmnode.client.pool import open_pool
 from llmnode.core.policy import LinkPolicy
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
-from llmnode.models.embedded import open_embedded
+from llmnode.models.sources.embedded import open_embedded
 from llmnode.net.host import open_network
+from llmnode.node.batch_generate import AT_ONCE_PER_STAGE
 from llmnode.node.bench.drawing import axes_in
 from llmnode.node.bench.report import Aim, Row, environment, print_report, spread
 from llmnode.node.processes import all_ready, private_swarm
-from llmnode.node.several import AT_ONCE_PER_STAGE
+from llmnode.swarm.pool import open_pool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from llmnode.client.connect import Client, ClientParts
-    from llmnode.client.connection import Connection
     from llmnode.client.generate import Generation
-    from llmnode.models.parts import Ends
+    from llmnode.models.load import Ends
+    from llmnode.swarm.peer_connection import PeerConnection
 
 PROMPT_TOKENS = 24
 TEXTS_PER_PLACE = 3
@@ -75,7 +75,7 @@ class _Variant:
     at_once: int
     is_emulated: bool
     client: Client
-    servers: Sequence[Connection]
+    servers: Sequence[PeerConnection]
     mib_per_node: float
     speeds: list[float] = field(default_factory=list)
     of_one: list[float] = field(default_factory=list)

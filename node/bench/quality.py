@@ -29,8 +29,8 @@ from llmnode.client.model import connect
 from llmnode.core.model import PRECISIONS
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
-from llmnode.models.embedded import open_embedded
-from llmnode.models.tokenizer import load_tokenizer
+from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.text.tokenizer import load_tokenizer
 from llmnode.node.bench.decoding import decode_ratios
 from llmnode.node.bench.int8 import measure_int8
 from llmnode.node.bench.paired import change_percent, compare_choices, equal_prefix
@@ -43,7 +43,7 @@ from llmnode.wire.payload import Codec, payload_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from llmnode.models.tokenizer import Tokenizer
+    from llmnode.models.text.tokenizer import Tokenizer
 
 PROMPTS = (
     "The three laws of thermodynamics are",

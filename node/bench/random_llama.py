@@ -7,13 +7,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from llmnode.models.embedded import open_embedded
-from llmnode.models.source import open_model
+from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.sources.open_model import open_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from llmnode.models.folder import ModelFolder
+    from llmnode.models.sources.folder import ModelFolder
 
 SIZES = {"llama-34m": (8, 512), "llama-222m": (16, 1024)}
 """Blocks and hidden size."""

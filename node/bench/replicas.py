@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.client.swarm import wall_clock_ms
 from llmnode.core.ids import PeerId
 from llmnode.core.span import split_evenly
 from llmnode.node.bench.cells import SPANS
@@ -27,6 +26,7 @@ from llmnode.node.bench.proxy import open_proxies
 from llmnode.node.bench.starved import SIGNAL
 from llmnode.node.processes import START_TIMEOUT_S, STOP_TIMEOUT_S, ServerDied
 from llmnode.node.settings import without_settings
+from llmnode.swarm.membership import wall_clock_ms
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llmnode.client.connect import Client, ClientParts
-    from llmnode.client.pool import ConnectionPool
     from llmnode.core.ids import PeerId
     from llmnode.node.bench.replicas import Replica
+    from llmnode.swarm.pool import ConnectionPool
 
 SETTLE_S = 60.0
 """For news to reach the client, and for KV to be free again: longer than any deadline that may have to pass."""

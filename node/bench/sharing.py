@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llmnode.compute.executor import SpanExecutor
-    from llmnode.models.folder import ModelFolder
+    from llmnode.models.sources.folder import ModelFolder
     from llmnode.wire.frame import Buffer
 
     Act = Callable[[], Awaitable[object]]

@@ -26,7 +26,7 @@ from llmnode.client.connect import aconnect, load_parts
 from llmnode.core.ids import PeerId
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
-from llmnode.models.embedded import open_embedded
+from llmnode.models.sources.embedded import open_embedded
 from llmnode.node.bench.exact import Reference
 from llmnode.node.bench.report import Aim, Interval, Row, environment, print_report
 from llmnode.node.bench.shaped import shaped_swarm
@@ -265,7 +265,7 @@ async def _watch(config: SoakBench, servers: Sequence[ServerProcess], record: Re
 
 
 async def _sample(servers: Sequence[ServerProcess], time_s: float) -> Sample:
-    readouts = [await server.read_out() for server in servers]
+    readouts = [await server.introspect() for server in servers]
     memory = [sum(map(_memory_mib, with_worker(server.pid))) for server in servers]
     of_servers = {name: statistics.mean(readout[name] for readout in readouts) for name in ("sessions", *OPEN)}
     of_servers[MEMORY] = statistics.mean(memory)
@@ -285,7 +285,7 @@ async def _settled(servers: Sequence[ServerProcess]) -> dict[str, int]:
     left: dict[str, int] = {}
     with trio.move_on_after(SETTLE_S):
         while not left or any(left.values()):
-            readouts = [await server.read_out() for server in servers]
+            readouts = [await server.introspect() for server in servers]
             left = {name: sum(each[name] for each in readouts) for name in ("sessions", "kv_tokens_reserved")}
             await trio.sleep(0.1)
     return left

@@ -16,28 +16,28 @@ from typing import TYPE_CHECKING
 import torch
 import trio
 
-from llmnode.client.pool import open_pool
-from llmnode.client.routing import Router
-from llmnode.client.session import open_session
-from llmnode.client.swarm import Swarm
-from llmnode.compute.tensors import from_bytes, to_bytes
 from llmnode.core.ids import PeerId
 from llmnode.core.policy import ClientPolicy, LinkPolicy, SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.core.view import online
 from llmnode.errors import SessionLost
+from llmnode.models.tensors import from_bytes, to_bytes
 from llmnode.net.host import open_network
 from llmnode.node.bench.failing import FailingNetwork
+from llmnode.session.router import Router
+from llmnode.session.session import open_session
+from llmnode.swarm.membership import Swarm
+from llmnode.swarm.pool import open_pool
 from llmnode.wire.payload import Codec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 
     from llmnode.client.connect import ClientParts
-    from llmnode.client.pool import ConnectionPool
-    from llmnode.client.recovery import Recovery
-    from llmnode.client.session import InferenceSession
     from llmnode.node.bench.failing import Draws
+    from llmnode.session.failures import Recovery
+    from llmnode.session.session import InferenceSession
+    from llmnode.swarm.pool import ConnectionPool
     from llmnode.wire.frame import Buffer
 
 SCORED_AT_ONCE = 128

@@ -20,7 +20,7 @@ import trio
 from llmnode.client.connect import load_parts
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
-from llmnode.models.embedded import open_embedded
+from llmnode.models.sources.embedded import open_embedded
 from llmnode.node.bench.exact import Reference
 from llmnode.node.bench.failing import Draws, count_restarts, typical_seed
 from llmnode.node.bench.paired import change_percent

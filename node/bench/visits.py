@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llmnode.client.connect import Client, ClientParts
-    from llmnode.client.session import InferenceSession
     from llmnode.core.ids import PeerId
+    from llmnode.session.session import InferenceSession
 
 SCRIPTS = 24
 """So few that most visits repeat one: a text is compared with transformers' once."""

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.client.pool import open_pool
 from llmnode.compute.batching import BatchingWorker
-from llmnode.compute.crossing import LOAD, OPEN_MODEL
 from llmnode.compute.loading import Wanted
-from llmnode.compute.process import start_process
 from llmnode.compute.worker import ThreadWorker
+from llmnode.compute.worker_messages import LOAD, OPEN_MODEL
+from llmnode.compute.worker_process import start_process
 from llmnode.core.ids import SESSION_ID_BYTES, PeerId, SessionId, Step
 from llmnode.core.policy import BatchPolicy, LinkPolicy, WorkerPolicy
 from llmnode.core.span import Span
@@ -32,6 +31,7 @@ from llmnode.node.bench.echoing import ECHO, EchoExecutor
 from llmnode.node.bench.report import Aim, Row, environment, print_report, spread
 from llmnode.node.processes import all_ready, private_swarm
 from llmnode.ports import Piece
+from llmnode.swarm.pool import open_pool
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Open, Result, pack, unpack
 from llmnode.wire.payload import Codec
@@ -39,7 +39,7 @@ from llmnode.wire.payload import Codec
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from llmnode.client.connection import Connection
+    from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.wire.messages import Description
 
 POSITIONS = {"1 position": 1, "512 positions": 512}
@@ -162,7 +162,7 @@ async def _open_servers(config: WorkersBench) -> AsyncIterator[dict[str, _Server
 
 @dataclass(frozen=True, slots=True)
 class _Server:
-    connection: Connection
+    connection: PeerConnection
     model: Description
 
 

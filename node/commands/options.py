@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from llmnode.net.swarm_key import Entry
-    from llmnode.node.access import Access
+    from llmnode.node.connect_options import Access
     from llmnode.node.sampling import Sampling
 
     Commands = argparse._SubParsersAction["Parser"]
@@ -271,7 +271,7 @@ def threads(arguments: argparse.Namespace) -> int | None:
 
 def access(arguments: argparse.Namespace) -> Access:
     """From the options of `add_swarm`. Raises ConfigError."""
-    from llmnode.node.access import Access
+    from llmnode.node.connect_options import Access
 
     way_in(arguments)
     if not 0 <= arguments.spot_check <= 1:

@@ -58,8 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
 async def _relay(arguments: argparse.Namespace, to: Entry) -> None:
     from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
     from llmnode.node.app import open_relay
+    from llmnode.node.status_lines import Telling
     from llmnode.node.stopping import stopped_by_signals
-    from llmnode.node.telling import Telling
 
     notice = partial(Telling(None).notice, as_json=arguments.json)
     listen = arguments.listen or [LISTEN_ANY_LOOPBACK]

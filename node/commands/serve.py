@@ -144,9 +144,9 @@ async def _serve(config: NodeConfig, drain_s: float, as_json: bool, until_stdin_
     import trio
 
     from llmnode.node.app import open_node
-    from llmnode.node.readout import read_out_when_signalled
+    from llmnode.node.introspect import introspect_when_signalled
+    from llmnode.node.status_lines import Telling, terminal
     from llmnode.node.stopping import stopped_by_signals
-    from llmnode.node.telling import Telling, terminal
 
     with Telling(None if as_json else terminal()) as telling:
         async with (
@@ -160,7 +160,7 @@ async def _serve(config: NodeConfig, drain_s: float, as_json: bool, until_stdin_
             ) as node,
             trio.open_nursery() as nursery,
         ):
-            await nursery.start(partial(read_out_when_signalled, node, as_json=as_json))
+            await nursery.start(partial(introspect_when_signalled, node, as_json=as_json))
             stop.in_order()
             telling.stop()
             (_ready_json if as_json else _ready)(node)
@@ -174,7 +174,7 @@ async def _serve(config: NodeConfig, drain_s: float, as_json: bool, until_stdin_
 
 async def _warn_if_unreached(node: RunningNode, as_json: bool) -> None:
     """A server that nobody can dial is chosen by clients all the same, and costs each of them seconds."""
-    from llmnode.core.nat import Reached
+    from llmnode.core.peers.nat import Reached
     from llmnode.node.reach import explain
 
     reach = await node.look()

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from llmnode.core.announcement import Announcement
-    from llmnode.core.clocks import ClockVerdict
     from llmnode.core.ids import PeerId
+    from llmnode.core.peers.clocks import ClockVerdict
     from llmnode.net.swarm_key import Entry
     from llmnode.node.commands.options import Commands
     from llmnode.node.status import ModelStatus
@@ -48,8 +48,8 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import trio
 
-    from llmnode.client.swarm import wall_clock_ms
     from llmnode.node.status import as_json, by_model
+    from llmnode.swarm.membership import wall_clock_ms
 
     announcements, answers, relayed, clocks = trio.run(_ask, way_in(arguments))
     models = by_model(announcements, answers, relayed)
@@ -66,9 +66,9 @@ async def _ask(to: Entry) -> tuple[list[Announcement], dict[PeerId, Description]
     """Who is there, what those that can be reached say of themselves, who of them is behind a relay, and clocks."""
     import trio
 
-    from llmnode.client.join import join_swarm
     from llmnode.core.policy import ClientPolicy, LinkPolicy
     from llmnode.errors import ConfigError, PeerError
+    from llmnode.swarm.join import join_swarm
 
     answers: dict[PeerId, Description] = {}
     relayed: set[PeerId] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from llmnode.core.given import read_file
+from llmnode.core.user_input import read_file
 from llmnode.errors import ConfigError
 from llmnode.node.commands.options import add_command
 from llmnode.node.terminal import printable
@@ -14,9 +14,9 @@ from llmnode.node.values import path
 if TYPE_CHECKING:
     import argparse
 
-    from llmnode.client.audit import Audit
-    from llmnode.client.transcript import Transcript
     from llmnode.node.commands.options import Commands
+    from llmnode.receipts.audit import Audit
+    from llmnode.receipts.transcript import Transcript
 
 EXIT_WRONG = 1
 MOST_SHOWN = 20
@@ -43,9 +43,9 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from llmnode.client.audit import audit
-    from llmnode.client.transcript import MOST_BYTES, parse
     from llmnode.net.identity import is_signed
+    from llmnode.receipts.audit import audit
+    from llmnode.receipts.transcript import MOST_BYTES, parse
 
     content = read_file(arguments.file, str(arguments.file), MOST_BYTES, fix="name a file that a session exported")
 

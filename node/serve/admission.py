@@ -1,4 +1,4 @@
-"""Gives sessions KV in the order that `core/room.py` says, and a typed no to those that would wait for too long."""
+"""Gives sessions KV in the order of `core/serving/admission_queue.py`, and refuses those that would wait too long."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.room import Room
+from llmnode.core.serving.admission_queue import AdmissionQueue
 from llmnode.errors import PeerRefused, WorkerLost
 from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
     from llmnode.core.ids import PeerId, SessionId
-    from llmnode.core.policy import RoomPolicy
-    from llmnode.core.scheduling import Priority
+    from llmnode.core.policy import AdmissionPolicy
+    from llmnode.core.serving.scheduling import Priority
     from llmnode.core.span import Span
     from llmnode.ports import Worker
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 class Admission:
     """To all KV that `worker` has. Nobody else is to open sessions there."""
 
-    def __init__(self, worker: Worker, policy: RoomPolicy) -> None:
+    def __init__(self, worker: Worker, policy: AdmissionPolicy) -> None:
         self._worker = worker
         self._policy = policy
-        self._room = Room(worker.kv_tokens, policy)
+        self._room = AdmissionQueue(worker.kv_tokens, policy)
         self._waiting: dict[SessionId, trio.Event] = {}
         self._is_closed = False
 

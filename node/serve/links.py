@@ -15,9 +15,9 @@ from llmnode.wire.messages import RefusalCode
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from llmnode.client.swarm import Swarm
     from llmnode.core.ids import PeerId
     from llmnode.ports import Link, Network
+    from llmnode.swarm.membership import Swarm
 
 log = logging.getLogger(__name__)
 

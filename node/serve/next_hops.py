@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.bans import Bans
+from llmnode.core.peers.bans import Bans
 from llmnode.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable
 from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from llmnode.client.connection import Connection
-    from llmnode.client.pool import ConnectionPool
     from llmnode.core.ids import PeerId
     from llmnode.core.policy import ServePolicy
+    from llmnode.swarm.peer_connection import PeerConnection
+    from llmnode.swarm.pool import ConnectionPool
 
 
 class NextHops:
@@ -32,9 +32,9 @@ class NextHops:
         self._policy = policy
         self._unreached = Bans(policy.redial_s, policy.longest_redial_s)
         self._proving: dict[PeerId, trio.Event] = {}
-        self._proved: dict[PeerId, tuple[Connection, float]] = {}
+        self._proved: dict[PeerId, tuple[PeerConnection, float]] = {}
 
-    async def find(self, peer: PeerId, since_s: float, *, again: bool) -> Connection:
+    async def find(self, peer: PeerId, since_s: float, *, again: bool) -> PeerConnection:
         """A connection to `peer`: one that is there, or, if it is asked for `again`, over which it has answered since.
 
         Raises PeerUnreachable for one that has announced no part of our model, or that cannot be reached, which is
@@ -61,7 +61,7 @@ class NextHops:
         retry_after_s = self._policy.connect_timeout_s
         raise PeerRefused(RefusalCode.CANNOT_FORWARD, "is being dialled", retry_after_s=retry_after_s, peer=peer)
 
-    def _known(self, pool: ConnectionPool, peer: PeerId, since_s: float | None) -> Connection | None:
+    def _known(self, pool: ConnectionPool, peer: PeerId, since_s: float | None) -> PeerConnection | None:
         """Over which it has answered since then; by None, any that is there."""
         if since_s is None:
             return next((each for each in pool.living() if each.peer == peer), None)

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.client.swarm import software
 from llmnode.core.identity import how_other
 from llmnode.core.ids import NO_SESSION
-from llmnode.core.scheduling import PRIORITIES
+from llmnode.core.serving.scheduling import PRIORITIES
 from llmnode.core.span import Span
 from llmnode.core.view import serving
 from llmnode.errors import PeerRefused, RemoteProtocolError
 from llmnode.node.serve.admission import Admission
 from llmnode.node.serve.links import answer_about_swarm, log_bug, serve_links
 from llmnode.node.serve.next_hops import NextHops
-from llmnode.node.serve.serving import Serving, Tally
+from llmnode.node.serve.serving import ServeStats, Serving
 from llmnode.node.serve.session import ServedSession, refusal_of
+from llmnode.swarm.membership import software
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import (
     Description,
@@ -43,13 +43,13 @@ from llmnode.wire.stage import Stage
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from llmnode.client.pool import ConnectionPool
-    from llmnode.client.swarm import Swarm
     from llmnode.core.ids import PeerId, SessionId
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ServePolicy
     from llmnode.core.traffic import Traffic
     from llmnode.ports import Link, Network, Worker
+    from llmnode.swarm.membership import Swarm
+    from llmnode.swarm.pool import ConnectionPool
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Server:
     pushes: ConnectionPool | None = None
     """Connections over which results go to next hops; without them every hop goes through the client."""
     sessions: dict[SessionId, ServedSession] = field(default_factory=dict)
-    tally: Tally = field(default_factory=Tally)
+    tally: ServeStats = field(default_factory=ServeStats)
     is_draining: bool = False
     on_bug: Callable[[PeerId, Exception], None] = log_bug
     """Told what nobody foresaw, which has ended a session or link of that peer; what it raises ends the server."""
@@ -182,7 +182,7 @@ class _ServedLink:
                 case FrameType.STEP | FrameType.TRUNCATE:
                     check_empty(frame.meta, frame.type.name)
                     self._session(frame).submit(frame)
-                case FrameType.FORWARD | FrameType.REPLAY | FrameType.FORK:
+                case FrameType.NEIGHBOURS | FrameType.REPLAY | FrameType.FORK:
                     self._session(frame).submit(frame)
                 case FrameType.CLOSE:
                     check_empty(frame.meta, "CLOSE")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Tally:
+class ServeStats:
     """What all sessions together have done since the server started."""
 
     steps: int = 0
@@ -37,4 +37,4 @@ class Serving:
     network: Network
     """Signs receipts."""
     next_hops: NextHops
-    tally: Tally
+    tally: ServeStats

@@ -17,14 +17,14 @@ import trio
 
 from llmnode import _native
 from llmnode.core.ids import PeerId, SessionId
-from llmnode.core.relaying import RelayedBudget
+from llmnode.core.peers.relaying import RelayBudget
 from llmnode.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable, RemoteProtocolError, WorkerLost
 from llmnode.ports import Piece
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.log import PayloadLog
 from llmnode.wire.messages import (
     Fork,
-    Forward,
+    Neighbours,
     Pushed,
     Refusal,
     RefusalCode,
@@ -42,11 +42,11 @@ from llmnode.wire.stage import Answer, Compute, Copy, Refuse, Truncate, Wait
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from llmnode.client.connection import Connection
-    from llmnode.core.scheduling import Priority
+    from llmnode.core.serving.scheduling import Priority
     from llmnode.core.span import Span
     from llmnode.node.serve.serving import Serving
     from llmnode.ports import Link
+    from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.wire.frame import Buffer
     from llmnode.wire.payload import HiddenForm
     from llmnode.wire.stage import Action, Stage
@@ -90,9 +90,9 @@ class ServedSession:
         self._profile = profile_digest(serving.model.digest, serving.model.dtype, form.codec)
         self._outputs = PayloadLog(form) if keep_outputs else None
         """As long as the KV, whose reservation bounds it."""
-        self._receiver: tuple[Connection, SessionId] | None = None
+        self._receiver: tuple[PeerConnection, SessionId] | None = None
         self._quiet = False
-        self._relayed = RelayedBudget(serving.policy.relayed)
+        self._relayed = RelayBudget(serving.policy.relayed)
         self._asked_s: float | None = None  # since when it is to push to a next hop that it has not found
         self._doing = Frame(FrameType.OPENED, stage.session, stage.epoch)  # what the client waits for an answer to
         self._submitted, self._frames = trio.open_memory_channel[Frame](4 * serving.policy.steps_ahead)
@@ -175,7 +175,7 @@ class ServedSession:
             match frame.type:
                 case FrameType.RESUME:
                     await self._send(_resumed(frame, self.stage))
-                case FrameType.FORWARD:
+                case FrameType.NEIGHBOURS:
                     await self._stand_between(frame)
                 case FrameType.REPLAY:
                     await self._replay(frame)
@@ -327,7 +327,7 @@ class ServedSession:
     async def _stand_between(self, frame: Frame) -> None:
         """Take steps from, and push results to, whom the client names."""
         try:
-            request = unpack(Forward, frame.meta)
+            request = unpack(Neighbours, frame.meta)
             self.sender = PeerId(request.sender) if request.sender else None
             self._receiver, self._quiet = None, request.quiet
             if request.receiver == self._serving.network.peer:

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from llmnode.client.model import AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM
     from llmnode.client.model import connect as connect
     from llmnode.client.model import resume as resume
-    from llmnode.client.session import InferenceSession as InferenceSession
+    from llmnode.session.session import InferenceSession as InferenceSession
 
 _HOMES = {
     "AutoDistributedModelForCausalLM": "llmnode.client.model",
     "Client": "llmnode.client.connect",
     "DistributedModelForCausalLM": "llmnode.client.causal_lm",
-    "InferenceSession": "llmnode.client.session",
+    "InferenceSession": "llmnode.session.session",
     "aconnect": "llmnode.client.connect",
     "aresume": "llmnode.client.connect",
     "connect": "llmnode.client.model",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from llmnode.core.scheduling import Priority
+from llmnode.core.serving.scheduling import Priority
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager

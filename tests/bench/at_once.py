@@ -2,7 +2,7 @@
 
     python tests/bench/at_once.py [NODES] [THREADS] [ROUNDS] [TEXTS AT ONCE ...]      (2, 1, 2; 4 8 12 16)
 
-What `generate --prompts` does by default is `AT_ONCE_PER_STAGE` (node/several.py) for each of them.
+What `generate --prompts` does by default is `AT_ONCE_PER_STAGE` (node/batch_generate.py) for each of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import trio
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
-from llmnode.models.embedded import open_embedded
+from llmnode.models.sources.embedded import open_embedded
 from llmnode.node.processes import all_ready, private_swarm
 
 if TYPE_CHECKING:

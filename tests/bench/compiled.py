@@ -15,12 +15,12 @@ import time
 import torch
 
 from llmnode.compute.executor import SpanExecutor
-from llmnode.compute.tensors import to_bytes
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.span import Span
-from llmnode.models.embedded import open_embedded
-from llmnode.models.parts import load_span
-from llmnode.models.skeleton import ATTENTIONS
+from llmnode.models.load import load_span
+from llmnode.models.meta_model import ATTENTIONS
+from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.tensors import to_bytes
 from llmnode.node.bench.report import spread
 from llmnode.ports import Piece
 

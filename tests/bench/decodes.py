@@ -17,16 +17,16 @@ from unittest.mock import patch
 import torch
 
 from llmnode.compute.executor import SpanExecutor, load_executor
-from llmnode.compute.tensors import to_bytes
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.span import Span
+from llmnode.models.tensors import to_bytes
 from llmnode.node.bench.random_llama import opened
 from llmnode.ports import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from llmnode.models.folder import ModelFolder
+    from llmnode.models.sources.folder import ModelFolder
 
 POSITIONS = 100
 ROUNDS = 40
@@ -45,10 +45,10 @@ def executor_of(folder: ModelFolder, quant: str = "none", spare_tokens: int = 0)
 
 
 def executors_of(folder: ModelFolder) -> dict[str, SpanExecutor]:
-    with patch("llmnode.models.parts.blueprint_of", lambda _folder: None):
+    with patch("llmnode.models.load.blueprint_of", lambda _folder: None):
         executors = {BASELINE: executor_of(folder)}
-    with patch("llmnode.models.parts.takes_narrow", lambda *_: False):
-        with patch("llmnode.models.parts.native_blocks", lambda *_: None):
+    with patch("llmnode.models.load.takes_narrow", lambda *_: False):
+        with patch("llmnode.models.load.native_blocks", lambda *_: None):
             executors["by torch, fused"] = executor_of(folder)
             executors["by torch, fused, int8"] = executor_of(folder, "int8")
         executors[FP32] = executor_of(folder)

@@ -17,9 +17,9 @@ from unittest.mock import patch
 import torch
 
 from llmnode.compute.executor import load_executor
-from llmnode.compute.tensors import to_bytes
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.span import Span
+from llmnode.models.tensors import to_bytes
 from llmnode.node.bench.random_llama import opened
 from llmnode.ports import Piece
 

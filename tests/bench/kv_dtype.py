@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llmnode.compute.tensors import to_bytes
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.span import Span
-from llmnode.models.embedded import open_embedded
+from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.tensors import to_bytes
 from llmnode.node.bench.decoding import load_in
 from llmnode.ports import Piece
 
 if TYPE_CHECKING:
     from llmnode.compute.executor import SpanExecutor
-    from llmnode.models.folder import ModelFolder
+    from llmnode.models.sources.folder import ModelFolder
 
 POSITIONS = (100, 1000, 4000)
 PREFILL = 500

@@ -19,9 +19,9 @@ import torch
 from decodes import SESSIONS, decode_of, executor_of
 
 from llmnode.client.connect import load_parts
-from llmnode.compute.tensors import to_bytes
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
-from llmnode.models.parts import tensor_bytes
+from llmnode.models.load import tensor_bytes
+from llmnode.models.tensors import to_bytes
 from llmnode.node.bench.random_llama import opened
 from llmnode.ports import Piece
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from llmnode.compute.executor import SpanExecutor
-    from llmnode.models.folder import ModelFolder
+    from llmnode.models.sources.folder import ModelFolder
 
 PREFILLS = (33, 64, 128, 512)
 PREFILLED = SessionId(b"p" * SESSION_ID_BYTES)
@@ -74,8 +74,8 @@ def main(model: str = "embedded", rounds: str = str(ROUNDS), threads: str = "1")
     with opened(model if model != "embedded" else None) as folder:
         narrow, narrow_bytes = variants_of(folder)
         with (
-            patch("llmnode.models.parts.takes_narrow", lambda *_: False),
-            patch("llmnode.models.parts.keep_ends_narrow", lambda *_: None),
+            patch("llmnode.models.load.takes_narrow", lambda *_: False),
+            patch("llmnode.models.load.keep_ends_narrow", lambda *_: None),
         ):
             wide, wide_bytes = variants_of(folder)
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in narrow}

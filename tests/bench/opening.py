@@ -20,10 +20,10 @@ import torch
 import trio
 
 from llmnode.client.connect import ClientParts, aconnect, load_parts
-from llmnode.compute.tensors import to_bytes
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
-from llmnode.models.embedded import open_embedded
+from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.tensors import to_bytes
 from llmnode.node.bench.shaped import shaped_swarm
 
 if TYPE_CHECKING:

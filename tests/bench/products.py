@@ -1,4 +1,4 @@
-"""What a few rows at once take in the forms of `models/products.py`, and as torch's linear layers.
+"""What a few rows at once take in the forms of `models/weights/matmul_choice.py`, and as torch's linear layers.
 
     python tests/bench/products.py [ROUNDS]
 
@@ -17,10 +17,10 @@ from unittest.mock import patch
 import torch
 
 from llmnode.compute.executor import SpanExecutor, load_executor
-from llmnode.compute.tensors import to_bytes
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.span import Span
-from llmnode.models.embedded import open_embedded
+from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.tensors import to_bytes
 from llmnode.ports import Piece
 
 ROWS = (1, 2, 4, 6, 8, 12, 15, 16, 32)
@@ -31,9 +31,9 @@ SESSIONS = [SessionId(bytes([number]) * SESSION_ID_BYTES) for number in range(ma
 
 
 def executor_of(*, chooses: bool) -> SpanExecutor:
-    without_rust = patch("llmnode.models.parts.native_blocks", lambda *_: None)
-    wide = patch("llmnode.models.parts.takes_narrow", lambda *_: False)
-    with without_rust, wide, nullcontext() if chooses else patch("llmnode.models.parts.use_fastest"):
+    without_rust = patch("llmnode.models.load.native_blocks", lambda *_: None)
+    wide = patch("llmnode.models.load.takes_narrow", lambda *_: False)
+    with without_rust, wide, nullcontext() if chooses else patch("llmnode.models.load.use_fastest"):
         executor = load_executor(open_embedded(), SPAN, (CONTEXT + 1) * len(SESSIONS))
     for session in SESSIONS:
         assert executor.open(session, SPAN, CONTEXT + 1)

@@ -17,14 +17,14 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
-from llmnode.models.embedded import open_embedded
-from llmnode.models.tokenizer import load_tokenizer
+from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.text.tokenizer import load_tokenizer
 from llmnode.node.sampling import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from llmnode.models.folder import ModelFolder
+    from llmnode.models.sources.folder import ModelFolder
 
 TOKENS = 200
 PROMPT = "Write a story about the sea."

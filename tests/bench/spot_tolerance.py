@@ -1,4 +1,4 @@
-"""How far honest peers of one profile are apart, and how far a cheap fake: for the tolerance of `client/recompute.py`.
+"""How far honest peers of one profile are apart, and how far a cheap fake: for the tolerance of `session/recompute.py`.
 
     python tests/bench/spot_tolerance.py [PRECISION ...]      (as float32, or float32+int8: then honest peers alone)
 
@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llmnode.client.recompute import deviations
 from llmnode.compute.executor import SpanExecutor, load_executor
 from llmnode.compute.kv import KVForm
-from llmnode.compute.tensors import to_bytes
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.model import DTYPES
 from llmnode.core.span import Span
-from llmnode.models.embedded import open_embedded
-from llmnode.models.parts import load_ends
-from llmnode.models.tokenizer import load_tokenizer
+from llmnode.models.load import load_ends
+from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.tensors import to_bytes
+from llmnode.models.text.tokenizer import load_tokenizer
 from llmnode.node.bench.decoding import load_in
 from llmnode.ports import Piece
+from llmnode.session.recompute import deviations
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
 
 if TYPE_CHECKING:

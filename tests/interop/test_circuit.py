@@ -12,7 +12,7 @@ import pytest
 from libp2p.peer.id import ID
 
 from interop.played import played
-from llmnode.core.nat import Nat, Reached
+from llmnode.core.peers.nat import Nat, Reached
 from llmnode.core.policy import LinkPolicy, ReachPolicy, RelayPolicy
 from llmnode.errors import PeerUnreachable
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer, relay_of

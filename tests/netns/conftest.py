@@ -37,7 +37,7 @@ def internet(namespaces: None) -> Iterator[Internet]:
 
 @pytest.fixture(scope="session")
 def question(folder: Any, transformers_model: Any) -> Question:
-    from llmnode.models.tokenizer import load_tokenizer
+    from llmnode.models.text.tokenizer import load_tokenizer
 
     prompt = load_tokenizer(folder).encode(PROMPT)
     expected = expected_tokens(transformers_model, prompt, MANY_TOKENS)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.client.connection import open_connection
 from llmnode.core.policy import LinkPolicy
 from llmnode.net.host import open_network
+from llmnode.swarm.peer_connection import open_connection
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,12 +19,12 @@ from llmnode import _native
 from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement
 from llmnode.core.ids import SESSION_ID_BYTES, Epoch, PeerId, SessionId, Step
 from llmnode.core.policy import LinkPolicy, SwarmPolicy
-from llmnode.core.scheduling import PRIORITIES
+from llmnode.core.serving.scheduling import PRIORITIES
 from llmnode.core.span import Span
 from llmnode.errors import RemoteProtocolError
 from llmnode.wire.announcement import pack_announcement, pack_news, pack_sequences
 from llmnode.wire.frame import HEADER_BYTES, Frame, FrameDecoder, FrameType, encode
-from llmnode.wire.messages import Clock, Description, Fork, Forward, Lease, Open, Replay, pack
+from llmnode.wire.messages import Clock, Description, Fork, Lease, Neighbours, Open, Replay, pack
 from llmnode.wire.payload import Codec, encode_hidden
 
 if TYPE_CHECKING:
@@ -163,14 +163,14 @@ class Attacker:
     def _forward(self, session: SessionId) -> Frame:
         """Between peers that nobody has heard of, or to the client alone."""
         sender, receiver = (PeerId(self.chance.randbytes(20).hex()) for _ in range(2))
-        request = Forward(
+        request = Neighbours(
             sender,
             self.chance.choice((receiver, "")),
             _name(self.chance),
             quiet=self.chance.random() < 0.5,
             again=self.chance.random() < 0.5,
         )
-        return Frame(FrameType.FORWARD, session, meta=pack(request))
+        return Frame(FrameType.NEIGHBOURS, session, meta=pack(request))
 
     def _view(self) -> Frame:
         known = {PeerId(self.chance.randbytes(20).hex()): self.chance.getrandbits(40) for _ in range(3)}

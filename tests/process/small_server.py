@@ -15,16 +15,16 @@ import pytest
 import torch
 import trio
 
-from llmnode.client.connection import Connection, open_connection
 from llmnode.client.ends import SharedEnds
 from llmnode.client.generate import generate_greedy
-from llmnode.client.session import InferenceSession, open_session
 from llmnode.core.policy import ClientPolicy, LinkPolicy
 from llmnode.core.route import Hop, Route
 from llmnode.core.span import Span
-from llmnode.models.parts import Ends, load_ends
+from llmnode.models.load import Ends, load_ends
 from llmnode.net.host import open_network
 from llmnode.node.processes import with_worker
+from llmnode.session.session import InferenceSession, open_session
+from llmnode.swarm.peer_connection import PeerConnection, open_connection
 from llmnode.wire.payload import Codec
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
-    from llmnode.models.folder import ModelFolder
+    from llmnode.models.sources.folder import ModelFolder
 
 STOP_S = 20.0
 ANSWER_S = 30.0
@@ -129,7 +129,7 @@ class SmallClient:
     model: ModelInfo
     ends: Ends
     route: Route
-    connections: dict[PeerId, Connection]
+    connections: dict[PeerId, PeerConnection]
     policy: ClientPolicy
 
     def session(self, max_length: int) -> AbstractAsyncContextManager[InferenceSession]:
@@ -165,7 +165,7 @@ async def connected(
 ) -> AsyncIterator[SmallClient]:
     """A client of the servers at `addresses`, whose spans follow each other."""
     async with open_network([], LinkPolicy()) as network, AsyncExitStack() as stack:
-        connections: dict[PeerId, Connection] = {}
+        connections: dict[PeerId, PeerConnection] = {}
         hops = []
         for address in addresses:
             connection = await stack.enter_async_context(open_connection(await network.dial(address)))

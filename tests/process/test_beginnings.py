@@ -12,7 +12,7 @@ import pytest
 
 import llmnode
 from llmnode.core.span import Span
-from llmnode.node.several import beginnings
+from llmnode.node.batch_generate import beginnings
 from process.described import described, positions
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from llmnode.node.several import AT_ONCE_PER_STAGE
+from llmnode.node.batch_generate import AT_ONCE_PER_STAGE
 
 if TYPE_CHECKING:
     from pathlib import Path

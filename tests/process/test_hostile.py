@@ -26,7 +26,7 @@ from llmnode.core.policy import LinkPolicy
 from llmnode.core.route import Hop
 from llmnode.core.span import Span
 from llmnode.errors import PeerError, PeerRefused, PeerUnreachable, SessionLost
-from llmnode.models.source import open_model
+from llmnode.models.sources.open_model import open_model
 from llmnode.net.host import LINK_PROTOCOL, open_network
 from llmnode.wire.frame import Frame, FrameDecoder, FrameType
 from llmnode.wire.messages import Description, Refusal, RefusalCode, unpack
@@ -37,7 +37,7 @@ from reference.small import BLOCKS, make_model
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-    from llmnode.models.folder import ModelFolder
+    from llmnode.models.sources.folder import ModelFolder
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -66,7 +66,7 @@ ANSWERS = {
         FrameType.OPEN,
         FrameType.STEP,
         FrameType.TRUNCATE,
-        FrameType.FORWARD,
+        FrameType.NEIGHBOURS,
         FrameType.FORK,
         FrameType.LEASE,
         FrameType.RESUME,
@@ -112,7 +112,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @dataclass
-class Tally:
+class ServeStats:
     """What was sent, and what came back."""
 
     frames: int = 0
@@ -134,10 +134,10 @@ class Tally:
 def test_a_hundred_thousand_hostile_frames_leave_nothing_behind(
     served: Served, record_property: Callable[[str, object], None]
 ) -> None:
-    server, tally = served.server, Tally()
+    server, tally = served.server, ServeStats()
 
     async def flood() -> None:
-        await attack(served.address, SEED, WARM_UP_FRAMES, Tally())
+        await attack(served.address, SEED, WARM_UP_FRAMES, ServeStats())
         await served.check_serves_exactly()
         await until(lambda: kv_is_free(served.address), "the KV of the warm-up is free")
         before = server.footprint()
@@ -166,7 +166,7 @@ def test_a_hundred_thousand_hostile_frames_leave_nothing_behind(
     assert reached <= tally.answers.keys(), "the flood reaches every part of the server"
 
 
-async def attack(address: str, seed: int, frames: int, tally: Tally) -> None:
+async def attack(address: str, seed: int, frames: int, tally: ServeStats) -> None:
     """From several hosts at once, each with a link of its own, which it opens again whenever the server ended it."""
     target = await describe(address)
     try:
@@ -179,7 +179,7 @@ async def attack(address: str, seed: int, frames: int, tally: Tally) -> None:
         raise
 
 
-async def _attack(address: str, attacker: Attacker, frames: int, tally: Tally) -> None:
+async def _attack(address: str, attacker: Attacker, frames: int, tally: ServeStats) -> None:
     batches = attacker.batches()
     left = frames
     async with hostile_host() as open_stream:
@@ -198,7 +198,7 @@ async def _attack(address: str, attacker: Attacker, frames: int, tally: Tally) -
                         break
 
 
-async def _send(stream: Any, decoder: FrameDecoder, batch: Batch, asked: set[Any], tally: Tally) -> bool:
+async def _send(stream: Any, decoder: FrameDecoder, batch: Batch, asked: set[Any], tally: ServeStats) -> bool:
     """Until the batch is answered. False when the link is over, as it must be after a batch of this ending."""
     try:
         await stream.write(batch.data)

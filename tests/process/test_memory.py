@@ -15,7 +15,7 @@ from llmnode.node.processes import pss_mib, with_worker
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from llmnode.models.folder import ModelFolder
+    from llmnode.models.sources.folder import ModelFolder
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -37,7 +37,7 @@ def _pss_mib(node: Any) -> float:
 
 def test_client_holds_the_ends_and_no_block(folder: Any) -> None:
     from llmnode.client.connect import load_parts
-    from llmnode.models.parts import tensor_bytes
+    from llmnode.models.load import tensor_bytes
 
     ends = load_parts(folder).ends
     embedding = ends.embedding.embed_tokens.layer

@@ -11,12 +11,12 @@ import torch
 import trio
 
 from llmnode.client.connect import aconnect, load_parts
-from llmnode.client.recompute import tolerance
-from llmnode.compute.tensors import from_bytes, to_bytes
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.span import Span
+from llmnode.models.tensors import from_bytes, to_bytes
 from llmnode.node.bench.decoding import load_in
 from llmnode.ports import Piece
+from llmnode.session.recompute import tolerance
 from llmnode.wire.payload import Codec
 from reference.small import session
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from llmnode.client.connect import ClientParts
-    from llmnode.client.session import InferenceSession
     from llmnode.compute.executor import SpanExecutor
+    from llmnode.session.session import InferenceSession
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -14,10 +14,10 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import llmnode
 from llmnode.client.connect import load_parts
+from llmnode.node.batch_generate import beginnings
 from llmnode.node.bench.cells import THIN
 from llmnode.node.bench.failures import Undisturbed, open_matrix
 from llmnode.node.bench.replicas import replicas, start_all
-from llmnode.node.several import beginnings
 from process.test_beams import NEW_TOKENS, TEXTS, both, check_beams
 
 if TYPE_CHECKING:

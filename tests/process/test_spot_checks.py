@@ -20,7 +20,7 @@ from process.conftest import Node
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from llmnode.client.session import InferenceSession
+    from llmnode.session.session import InferenceSession
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -16,11 +16,11 @@ import torch
 import trio
 
 from llmnode.client.connect import aconnect, load_parts
-from llmnode.client.join import join_swarm
 from llmnode.core.policy import LinkPolicy, SwarmPolicy
 from llmnode.core.route import uncovered
 from llmnode.core.view import online
 from llmnode.errors import NoRoute, PeerUnreachable
+from llmnode.swarm.join import join_swarm
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 

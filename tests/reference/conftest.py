@@ -24,7 +24,7 @@ def blueprints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("blueprints")
     with (
         patch("llmnode.models.blueprint.cache_folder", lambda: folder),
-        patch("llmnode.models.kept.cache_folder", lambda: folder),
+        patch("llmnode.models.weights.quantized_cache.cache_folder", lambda: folder),
     ):
         yield folder
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from llmnode.models.checkpoint import ADAPTER_FILE, CONFIG_FILE, INDEX_FILE, SINGLE_FILE
+from llmnode.models.sources.checkpoint import ADAPTER_FILE, CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

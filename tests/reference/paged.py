@@ -16,10 +16,10 @@ from llmnode.compute.own_attention import replace_own_attention
 from llmnode.compute.paged_executor import PagedExecutor
 from llmnode.compute.pages import PagePool
 from llmnode.core.span import Span
-from llmnode.models import parts
+from llmnode.models import load
 from llmnode.models.blueprint import blueprint_of
-from llmnode.models.folder import ModelFolder
-from llmnode.models.parts import load_ends, load_span
+from llmnode.models.load import load_ends, load_span
+from llmnode.models.sources.folder import ModelFolder
 from reference.small import KV_TOKENS, Cut
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from llmnode.compute.recording import Record, Replay
+    from llmnode.compute.cuda_graphs import Record, Replay
 
 PAGE = 8
 """So that short sequences have several; the window of small models is of as many positions."""
@@ -160,8 +160,8 @@ def without_numbers(folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> Fak
         return module
 
     monkeypatch.setattr(ModelFolder, "read", read_shapes)
-    monkeypatch.setattr(parts, "check_transparent", lambda *_of_numbers: None)
-    monkeypatch.setattr(parts, "blueprint_of", lambda _folder: drawn)
+    monkeypatch.setattr(load, "check_transparent", lambda *_of_numbers: None)
+    monkeypatch.setattr(load, "blueprint_of", lambda _folder: drawn)
     monkeypatch.setattr(torch, "empty", not_pinned)
     monkeypatch.setattr(torch.nn.Module, "_apply", moved)
     monkeypatch.setattr(torch_varlen, "_select_backend", lambda *_of_device: torch_varlen._FLASH_ATTENTION_BACKEND)

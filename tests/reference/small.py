@@ -10,12 +10,12 @@ import torch
 
 from llmnode.compute.executor import SpanExecutor, load_executor
 from llmnode.compute.kv import KVForm
-from llmnode.compute.tensors import from_bytes, to_bytes
 from llmnode.core.ids import SessionId
 from llmnode.core.span import Span
 from llmnode.models.families import FAMILIES
-from llmnode.models.folder import ModelFolder, open_folder
-from llmnode.models.parts import Ends, load_ends
+from llmnode.models.load import Ends, load_ends
+from llmnode.models.sources.folder import ModelFolder, open_folder
+from llmnode.models.tensors import from_bytes, to_bytes
 from llmnode.ports import Piece
 
 if TYPE_CHECKING:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmnode.client.recompute import deviations, tolerance
 from llmnode.compute.executor import load_executor
 from llmnode.compute.kv import KVForm
-from llmnode.compute.tensors import to_bytes
 from llmnode.core.span import Span
-from llmnode.models.embedded import open_embedded
+from llmnode.models.load import load_ends
 from llmnode.models.native import MOST_POSITIONS
-from llmnode.models.parts import load_ends
-from llmnode.models.tokenizer import load_tokenizer
+from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.tensors import to_bytes
+from llmnode.models.text.tokenizer import load_tokenizer
 from llmnode.ports import Piece
+from llmnode.session.recompute import deviations, tolerance
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
 from reference.small import session
 

@@ -14,7 +14,7 @@ import torch
 
 from llmnode.errors import ModelError
 from llmnode.models.blueprint import blueprint_of, kept_blueprint, plan_of
-from llmnode.models.checkpoint import CONFIG_FILE
+from llmnode.models.sources.checkpoint import CONFIG_FILE
 from reference.small import BLOCKS, VOCABULARY, cut, deviation, make_model, open_saved, session
 
 if TYPE_CHECKING:

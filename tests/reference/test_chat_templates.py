@@ -12,10 +12,10 @@ from tokenizers import models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from llmnode.errors import ConfigError
-from llmnode.models import chat_template
-from llmnode.models.chat_template import ChatTemplate, _Process, is_plain
-from llmnode.models.template_process import TemplateFailed
-from llmnode.models.tokenizer import Tokenizer
+from llmnode.models.text import chat_template
+from llmnode.models.text.chat_template import ChatTemplate, _Process, is_plain
+from llmnode.models.text.template_process import TemplateFailed
+from llmnode.models.text.tokenizer import Tokenizer
 from llmnode.node.chat import Dialogue, StopFlag
 from llmnode.node.sampling import Sampler
 

@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError
-from llmnode.models.checkpoint import (
+from llmnode.models.load import load_ends, load_span
+from llmnode.models.size import measure_size
+from llmnode.models.sources.checkpoint import (
     ADAPTER_FILE,
     CONFIG_FILE,
     INDEX_FILE,
@@ -22,10 +24,8 @@ from llmnode.models.checkpoint import (
     shard_names,
     weights_file,
 )
-from llmnode.models.parts import load_ends, load_span
-from llmnode.models.size import measure_size
-from llmnode.models.source import open_model
-from llmnode.models.tokenizer import load_tokenizer
+from llmnode.models.sources.open_model import open_model
+from llmnode.models.text.tokenizer import load_tokenizer
 from reference.folder_faults import PAGE, POINTER
 from reference.small import cut, make_model, open_saved, session
 

@@ -22,13 +22,13 @@ from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError
 from llmnode.models.families import FAMILIES
 from llmnode.models.fused import join_products
-from llmnode.models.parts import load_ends
-from llmnode.models.source import open_model
+from llmnode.models.load import load_ends
+from llmnode.models.sources.open_model import open_model
 from reference.folder_faults import FAULTS, HARMLESS
 from reference.small import KV_TOKENS, Cut, make_model, session
 
 if TYPE_CHECKING:
-    from llmnode.models.folder import ModelFolder
+    from llmnode.models.sources.folder import ModelFolder
 
 pytestmark = pytest.mark.reference
 

@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 
 from llmnode.core.span import Span
 from llmnode.errors import ModelError
-from llmnode.models import folder as folder_module
-from llmnode.models.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from llmnode.models.families import FAMILIES, Family
 from llmnode.models.fused import join_products
-from llmnode.models.parts import load_ends, load_span
+from llmnode.models.load import load_ends, load_span
+from llmnode.models.sources import folder as folder_module
+from llmnode.models.sources.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from reference.small import (
     BLOCKS,
     HIDDEN_SIZE,

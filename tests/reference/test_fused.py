@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from llmnode.models.products import MOST_BITS, turned
+from llmnode.models.weights.matmul_choice import MOST_BITS, turned
 from reference.small import BLOCKS, FUSED, cut, make_model, open_saved, session
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def test_a_few_rows_are_multiplied_in_the_form_that_was_found_fastest(
 ) -> None:
     make_model(case, tied=False).save_pretrained(tmp_path)
     folder, tokens = open_saved(tmp_path), [3, 1, 4, 1, 5]
-    monkeypatch.setattr("llmnode.models.parts.native_blocks", lambda *_: None)  # which multiplies in its own
+    monkeypatch.setattr("llmnode.models.load.native_blocks", lambda *_: None)  # which multiplies in its own
     expected = cut(folder, (0, BLOCKS)).forward({session(0): tokens})[session(0)]
     rows: list[int] = []
 
@@ -49,8 +49,8 @@ def test_a_few_rows_are_multiplied_in_the_form_that_was_found_fastest(
     def fastest(weights: Sequence[torch.Tensor], _clock: object) -> dict[Any, list[Any]]:
         return {(each.shape, each.dtype): [counted] * (MOST_BITS + 1) for each in weights}
 
-    monkeypatch.setattr("llmnode.models.products.LEAST_BYTES", 0)
-    monkeypatch.setattr("llmnode.models.products.fastest", fastest)
+    monkeypatch.setattr("llmnode.models.weights.matmul_choice.LEAST_BYTES", 0)
+    monkeypatch.setattr("llmnode.models.weights.matmul_choice.fastest", fastest)
     whole = cut(folder, (0, BLOCKS))
     rows.clear()  # one position has gone through a block, to see whether sizes fit each other
     scores = whole.forward({session(0): tokens})[session(0)]

@@ -18,11 +18,11 @@ from gguf import GGMLQuantizationType
 
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError
-from llmnode.models.cache import cache_folder
-from llmnode.models.checkpoint import CONFIG_FILE, SINGLE_FILE
-from llmnode.models.parts import load_span
-from llmnode.models.source import open_model
-from llmnode.models.tokenizer import load_tokenizer
+from llmnode.models.load import load_span
+from llmnode.models.sources.cache_folder import cache_folder
+from llmnode.models.sources.checkpoint import CONFIG_FILE, SINGLE_FILE
+from llmnode.models.sources.open_model import open_model
+from llmnode.models.text.tokenizer import load_tokenizer
 from reference.gguf_files import File, of_model
 from reference.small import BLOCKS, VOCABULARY, cut, deviation, make_model, session
 
@@ -167,7 +167,7 @@ def test_a_conversion_says_one_line_and_draws_no_bar(llama: Path, capfd: pytest.
 
 def test_what_an_older_version_made_of_a_file_is_made_anew(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as older:
-        older.setattr("llmnode.models.gguf._VERSION", 1)
+        older.setattr("llmnode.models.gguf.convert._VERSION", 1)
         old = open_model(str(llama)).path
     lines: list[str] = []
     new = open_model(str(llama), lines.append)
@@ -184,7 +184,7 @@ def test_a_folder_that_somebody_deleted_a_part_of_is_made_anew(llama: Path) -> N
 def test_two_at_once_convert_once(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from llmnode.models import gguf as ours
 
-    monkeypatch.setattr("llmnode.models.gguf._PATIENCE_S", 0.01)
+    monkeypatch.setattr("llmnode.models.gguf.convert._PATIENCE_S", 0.01)
     convert, may_go_on, lines = ours._convert_file, Event(), [[], []]
 
     def slowly(*arguments: Any) -> None:
@@ -210,7 +210,7 @@ def test_two_at_once_convert_once(llama: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_room_is_asked_for_by_the_size_of_the_model(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")
     with monkeypatch.context() as patched:
-        patched.setattr("llmnode.models.cache.shutil.disk_usage", lambda _path: usage._replace(free=16 << 20))
+        patched.setattr("shutil.disk_usage", lambda _path: usage._replace(free=16 << 20))
         with pytest.raises(ConfigError, match=r"16 MiB free and the model needs 17 MiB: .* set LLMNODE_CACHE"):
             open_model(str(llama))
     with monkeypatch.context() as patched:

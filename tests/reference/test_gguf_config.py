@@ -11,9 +11,9 @@ import torch
 from gguf import GGMLQuantizationType, Keys
 
 from llmnode.errors import ModelError
-from llmnode.models.gguf_config import MODEL_TYPES, config_of
-from llmnode.models.gguf_file import open_file
-from llmnode.models.source import open_model
+from llmnode.models.gguf.config import MODEL_TYPES, config_of
+from llmnode.models.gguf.file import open_file
+from llmnode.models.sources.open_model import open_model
 from reference.gguf_files import File, of_any_model
 from reference.small import VOCABULARY, WINDOW, make_model
 
@@ -177,7 +177,7 @@ def _llama3_factors(head_dim: int, base: float, **options: float) -> tuple[dict[
 def test_llama3s_factors_become_the_frequencies_they_were_made_from(
     base: float, head_dim: int, factor: float, low: float, high: float, original: int
 ) -> None:
-    from llmnode.models.gguf_rope import llama3_scaling
+    from llmnode.models.gguf.rope import llama3_scaling
 
     options = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": original}
     _, factors = _llama3_factors(head_dim, base, factor=factor, **options)

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from llmnode.errors import ConfigError, ModelError
-from llmnode.models.cache import cache_folder
-from llmnode.models.checkpoint import SINGLE_FILE
-from llmnode.models.source import open_model
-from llmnode.models.tokenizer import load_tokenizer
+from llmnode.models.sources.cache_folder import cache_folder
+from llmnode.models.sources.checkpoint import SINGLE_FILE
+from llmnode.models.sources.open_model import open_model
+from llmnode.models.text.tokenizer import load_tokenizer
 from reference.gguf_files import File, byte_tokens, of_model
 from reference.small import make_model
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from llmnode.models.folder import ModelFolder
+    from llmnode.models.sources.folder import ModelFolder
 
 pytestmark = pytest.mark.reference
 

@@ -11,11 +11,11 @@ from tokenizers import pre_tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from llmnode.errors import ModelError
-from llmnode.models.gguf_file import open_file
-from llmnode.models.gguf_generation import generation_config_of
-from llmnode.models.gguf_tokenizer import GgufTokenizer
-from llmnode.models.source import open_model
-from llmnode.models.tokenizer import load_tokenizer
+from llmnode.models.gguf.file import open_file
+from llmnode.models.gguf.generation import generation_config_of
+from llmnode.models.gguf.tokenizer import GgufTokenizer
+from llmnode.models.sources.open_model import open_model
+from llmnode.models.text.tokenizer import load_tokenizer
 from reference.gguf_files import File, of_any_model
 from reference.small import make_model
 

@@ -20,13 +20,13 @@ from huggingface_hub import constants, file_download
 
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError
-from llmnode.models import download
-from llmnode.models.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
-from llmnode.models.folder import open_folder
-from llmnode.models.identity import hub_weights
-from llmnode.models.parts import load_ends, load_span
-from llmnode.models.source import open_model
-from llmnode.models.tokenizer import load_tokenizer
+from llmnode.models.load import load_ends, load_span
+from llmnode.models.sources import download
+from llmnode.models.sources.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
+from llmnode.models.sources.folder import open_folder
+from llmnode.models.sources.identity import hub_weights
+from llmnode.models.sources.open_model import open_model
+from llmnode.models.text.tokenizer import load_tokenizer
 from reference.hub import NAME, Hub, Repository, new_caches, save_sharded, sha256, the_hub
 from reference.small import BLOCKS, VOCABULARY, cut, deviation, make_model, session
 
@@ -251,14 +251,14 @@ def test_a_broken_connection_is_resumed(hub: Hub, breaks: int, tmp_path: Path) -
 
 
 PROGRAM = """
-from llmnode.models.online import keep_libraries_offline
+from llmnode.models.sources.online import keep_libraries_offline
 keep_libraries_offline()
 from huggingface_hub import constants
 assert constants.HF_HUB_OFFLINE
 constants.DOWNLOAD_CHUNK_SIZE = 1024
 from llmnode.core.span import Span
-from llmnode.models.parts import load_span
-from llmnode.models.source import open_model
+from llmnode.models.load import load_span
+from llmnode.models.sources.open_model import open_model
 load_span(open_model("org/small", lambda line: print(line, flush=True)), Span(0, 1), "sdpa")
 """
 
@@ -305,7 +305,7 @@ def test_a_disk_that_is_too_full_is_told_before_the_download(
     hub.repositories[NAME] = Repository.of(saved)
     folder = open_model(NAME)
     usage = shutil.disk_usage("/")
-    monkeypatch.setattr("llmnode.models.cache.shutil.disk_usage", lambda _path: usage._replace(free=1000))
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: usage._replace(free=1000))
     with pytest.raises(ConfigError, match=r"1 MiB free and .* set HF_HUB_CACHE to another disk"):
         load_span(folder, Span(0, 1), "sdpa")
     assert not hub.downloaded()

@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from llmnode.compute.executor import load_executor
 from llmnode.core.identity import is_variant
 from llmnode.core.span import Span
-from llmnode.models import kept as kept_module
-from llmnode.models import parts
+from llmnode.models import load
 from llmnode.models.blueprint import blueprint_of
-from llmnode.models.folder import ModelFolder
-from llmnode.models.parts import load_span
+from llmnode.models.load import load_span
+from llmnode.models.sources.folder import ModelFolder
+from llmnode.models.weights import quantized_cache as kept_module
 from reference.small import BLOCKS, KV_TOKENS, Cut, cut, make_model, open_saved, session
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from llmnode.core.span import Span
-from llmnode.models.folder import open_folder
-from llmnode.models.parts import load_span
+from llmnode.models.sources.folder import open_folder
+from llmnode.models.load import load_span
 
 folder = open_folder(Path(sys.argv[1]), "small")
 print("ready", flush=True)
@@ -97,7 +97,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From then on no weights are quantized, nor read from a model."""
 
     def patch() -> None:
-        monkeypatch.setattr(parts, "quantize_block", _forbidden)
+        monkeypatch.setattr(load, "quantize_block", _forbidden)
         monkeypatch.setattr(ModelFolder, "read", _forbidden)
 
     return patch

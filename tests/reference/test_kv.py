@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from llmnode.compute.executor import load_executor
 from llmnode.compute.kv import KVForm, SequenceKV
-from llmnode.compute.tensors import to_bytes
 from llmnode.core.span import Span
 from llmnode.models.size import measure_size
+from llmnode.models.tensors import to_bytes
 from llmnode.ports import Piece
 from reference.small import (
     BLOCKS,

@@ -10,9 +10,9 @@ import psutil
 import pytest
 import torch
 
-from llmnode.compute.heap import give_back
 from llmnode.compute.kv import KVForm, SequenceKV
 from llmnode.core.model import KV_DTYPES, SAME
+from llmnode.machine.malloc import give_back
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

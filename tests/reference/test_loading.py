@@ -149,7 +149,7 @@ def test_a_device_that_runs_out_of_memory_is_named(tmp_path: Path, monkeypatch: 
 def test_blocks_are_told_as_they_are_read(
     case: str, quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmnode.models.reading.TOLD_EVERY_S", 0.0)
+    monkeypatch.setattr("llmnode.models.weights.read_progress.TOLD_EVERY_S", 0.0)
     make_model(case, tied=True).save_pretrained(tmp_path)
     lines: list[str] = []
     loader_of(tmp_path, monkeypatch, 1 << 30, lines.append, quant=quant).load(SPAN)

@@ -14,18 +14,18 @@ from torch.nn.functional import linear
 from llmnode.compute.attention import ATTENTION
 from llmnode.compute.loading import SpanLoader, Wanted
 from llmnode.core.span import Span
-from llmnode.models.embedded import open_embedded
-from llmnode.models.narrow import HALVES, HalfLinear, Q4Linear, Q8Linear
-from llmnode.models.narrow_ends import NarrowEmbedding, NarrowHead
+from llmnode.models.load import found_block_bytes, load_ends, load_span, tensor_bytes
 from llmnode.models.native import MOST_POSITIONS
-from llmnode.models.parts import found_block_bytes, load_ends, load_span, tensor_bytes
 from llmnode.models.size import measure_size
+from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.weights.packed_ends import NarrowEmbedding, NarrowHead
+from llmnode.models.weights.packed_linear import HALVES, HalfLinear, Q4Linear, Q8Linear
 from reference.small import BLOCKS, HIDDEN_SIZE, VOCABULARY, Cut, cut, make_model, open_saved, session
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from llmnode.models.folder import ModelFolder
+    from llmnode.models.sources.folder import ModelFolder
 
 pytestmark = pytest.mark.reference
 
@@ -127,7 +127,7 @@ def test_the_embedded_model_is_of_4_bits() -> None:
 def test_auto_quantizes_a_model_of_4_bits_where_it_is_not_kept_so(
     asked: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmnode.models.quantized._has_fast_int8", lambda: True)
+    monkeypatch.setattr("llmnode.models.weights.quantized._has_fast_int8", lambda: True)
     loader = SpanLoader(Wanted(quant="auto", device="cpu", **asked), print)
     assert loader.open_model().dtype == dtype
 
@@ -156,7 +156,7 @@ def test_the_ends_too_have_as_few_bits_as_they_need(
     folder = saved(model, tmp_path)
     ours = load_ends(folder)
     with monkeypatch.context() as patched:
-        patched.setattr("llmnode.models.parts.keep_ends_narrow", lambda *_ends: None)
+        patched.setattr("llmnode.models.load.keep_ends_narrow", lambda *_ends: None)
         theirs = load_ends(folder)
     embedding, head = ours.embedding.embed_tokens, ours.scoring.lm_head
     assert torch.equal(embedding.weight, theirs.embedding.embed_tokens.weight)
@@ -273,7 +273,7 @@ def test_sizes_that_vectors_do_not_fit_go_through_torch_as_wide_as_it_computes(t
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
 @torch.inference_mode()
 def test_a_product_of_several_parts_is_that_of_the_whole(has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmnode.models.narrow._MOST_WIDENED", 700)
+    monkeypatch.setattr("llmnode.models.weights.packed_linear._MOST_WIDENED", 700)
     weight, bias = torch.randn(40, 96).bfloat16(), torch.randn(40) if has_bias else None
     rows = torch.randn(2, 5, 96)
     ours = HalfLinear(weight, bias)(rows)

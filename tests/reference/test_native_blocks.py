@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from llmnode.compute.kv import KVForm
-from llmnode.compute.tensors import to_bytes
 from llmnode.errors import LocalProtocolError
 from llmnode.models.fused import FusedSpan
 from llmnode.models.native import MOST_POSITIONS, NativeBlocks, are_few, native_blocks
+from llmnode.models.tensors import to_bytes
 from llmnode.ports import Piece
 from reference.small import BLOCKS, FUSED, HIDDEN_SIZE, VOCABULARY, Cut, cut, make_model, open_saved, session
 

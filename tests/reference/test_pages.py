@@ -13,17 +13,17 @@ import pytest
 import torch
 import torch.nn.attention.varlen as torch_varlen
 
-from llmnode.compute import recording
+from llmnode.compute import cuda_graphs
 from llmnode.compute.attention import ATTENTION, Segment, segments_of_forward
+from llmnode.compute.cuda_graphs import RecordedForwards
 from llmnode.compute.executor import load_executor
 from llmnode.compute.kv import KVForm, SequenceKV
 from llmnode.compute.own_attention import replace_own_attention
 from llmnode.compute.paged_executor import PagedExecutor
 from llmnode.compute.pages import PagePool, lay_out
-from llmnode.compute.recording import PagedForwards
-from llmnode.compute.tensors import from_bytes, to_bytes
 from llmnode.core.span import Span
-from llmnode.models.parts import load_span
+from llmnode.models.load import load_span
+from llmnode.models.tensors import from_bytes, to_bytes
 from llmnode.ports import Piece
 from reference.paged import PAGE, AsInCapture, cut_paged, load_paged, record_by_tracing, varlen_attn, without_numbers
 from reference.small import (
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from llmnode.compute.recording import Replay
-    from llmnode.models.folder import ModelFolder
+    from llmnode.compute.cuda_graphs import Replay
+    from llmnode.models.sources.folder import ModelFolder
 
 pytestmark = pytest.mark.reference
 
@@ -275,7 +275,7 @@ def test_all_that_a_forward_reads_is_on_the_gpu(
             hidden = torch.zeros(sum(lengths), HIDDEN_SIZE)
             if not isinstance(form, KVForm):
                 row = [(kv, kv.length, length) for kv, length in zip(kvs, lengths, strict=True)]
-                made = PagedForwards(model, pool).run(whole, row, hidden)
+                made = RecordedForwards(model, pool).run(whole, row, hidden)
             else:
                 token = segments_of_forward.set(segments)
                 made = model(whole, hidden.to(gpu), torch.arange(sum(lengths), device=gpu)).cpu()
@@ -299,7 +299,7 @@ def test_a_step_on_a_gpu_has_nothing_that_cannot_be_recorded(
         shape, numbers = lay_out([(pool.take(400), 7, 1), (pool.take(400), 300, 1)])
         step = torch.zeros(2, HIDDEN_SIZE, device="cuda"), numbers.to("cuda")
         with AsInCapture():
-            made = PagedForwards(model, pool)._run(whole, shape, (), *step)
+            made = RecordedForwards(model, pool)._run(whole, shape, (), *step)
         assert made.shape == (2, HIDDEN_SIZE)
 
 
@@ -328,7 +328,7 @@ def test_a_row_is_gathered_into_no_more_than_all_pages_and_is_right_beyond(tmp_p
 def test_what_was_not_used_for_longest_makes_room_for_new_recordings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "MOST_RECORDINGS", 2)
+    monkeypatch.setattr(cuda_graphs, "MOST_RECORDINGS", 2)
     executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), record=record_by_tracing)
     rows = torch.randn(40, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
     expected = _chunks(executor, rows, (40,))

@@ -11,8 +11,8 @@ from llmnode.compute.executor import load_executor
 from llmnode.compute.loading import SpanLoader, Wanted
 from llmnode.core.span import Span
 from llmnode.errors import ModelError
-from llmnode.models.quantized import OUTLIER, Int8Linear, NF4Linear
 from llmnode.models.size import measure_size
+from llmnode.models.weights.quantized import OUTLIER, Int8Linear, NF4Linear
 from reference.small import BLOCKS, CONFIGS, DENSE, EXPERTS, KV_TOKENS, VOCABULARY, cut, make_model, open_saved, session
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def test_experts_are_refused_before_anything_is_read(case: str, tmp_path: Path) 
 def test_auto_is_for_whatever_can_be_quantized(
     case: str, fast: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmnode.models.quantized.fast_quant", lambda _device: fast)
+    monkeypatch.setattr("llmnode.models.weights.quantized.fast_quant", lambda _device: fast)
     make_model(case, tied=True).save_pretrained(tmp_path)
     loader = SpanLoader(Wanted(str(tmp_path), quant="auto", device="cpu", kv_tokens=KV_TOKENS), print)
     assert loader.open_model().dtype == ("float32" if case in EXPERTS else f"float32+{fast}")

@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 
 from llmnode.compute.batching import BatchingWorker
 from llmnode.compute.executor import load_executor
-from llmnode.compute.tensors import from_bytes, to_bytes
 from llmnode.compute.work import Done, Work, do
 from llmnode.core.ids import PeerId
 from llmnode.core.policy import BatchPolicy
-from llmnode.core.scheduling import Priority
+from llmnode.core.serving.scheduling import Priority
 from llmnode.core.span import Span
+from llmnode.models.load import load_ends
 from llmnode.models.native import MOST_POSITIONS
-from llmnode.models.parts import load_ends
+from llmnode.models.tensors import from_bytes, to_bytes
 from llmnode.node.bench.exact import Reference
 from llmnode.ports import Piece
 from reference.small import BLOCKS, HIDDEN_SIZE, KV_TOKENS, VOCABULARY, make_model, open_saved, session
@@ -119,7 +119,7 @@ def test_any_schedule_is_exact(
     make_model(name, tied=False).save_pretrained(tmp_path)
     folder = open_saved(tmp_path)
     monkeypatch.setattr("llmnode.models.native.MOST_POSITIONS", most_in_rust)
-    with nullcontext() if most_in_rust else patch("llmnode.models.parts.native_blocks", lambda *_: None):
+    with nullcontext() if most_in_rust else patch("llmnode.models.load.native_blocks", lambda *_: None):
         executor = load_executor(folder, Span(0, BLOCKS), KV_TOKENS)
     ends, reference = load_ends(folder), Reference(tmp_path)
     *embedded, astray = (ends.embed(text, 0) for text in (*TEXTS, OTHER))

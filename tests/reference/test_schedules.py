@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from llmnode.compute.attention import ragged_attention
 from llmnode.compute.executor import load_executor
-from llmnode.compute.tensors import from_bytes, to_bytes
 from llmnode.compute.worker import ThreadWorker
 from llmnode.core.ids import PeerId
 from llmnode.core.policy import BatchPolicy
-from llmnode.core.scheduling import Priority
+from llmnode.core.serving.scheduling import Priority
 from llmnode.core.span import Span
 from llmnode.errors import LocalProtocolError, ModelError
-from llmnode.models.parts import Ends, load_ends
+from llmnode.models.load import Ends, load_ends
+from llmnode.models.tensors import from_bytes, to_bytes
 from llmnode.ports import Piece
 from reference.small import (
     BLOCKS,

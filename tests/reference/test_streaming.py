@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmnode.models.streaming import TextStream, answer_text
-from llmnode.models.tokenizer import Tokenizer
+from llmnode.models.text.streaming import TextStream, answer_text
+from llmnode.models.text.tokenizer import Tokenizer
 from reference.tokenizers_of_all_kinds import BYTES, BYTES_LEVEL, KINDS, UNSETTLED, of_bytes
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def test_the_pieces_of_an_answer_are_what_decoding_the_whole_adds(
 ) -> None:
     kind, prompt, answer = text
     tokenizer = tokenizer_of(kind)
-    with patch("llmnode.models.streaming._WINDOW", window):
+    with patch("llmnode.models.text.streaming._WINDOW", window):
         pieces = pieces_of(TextStream(tokenizer, prompt), answer)
     assert "".join(pieces) == answer_text(tokenizer, prompt, answer)
     before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *answer])

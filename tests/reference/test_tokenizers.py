@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from llmnode.errors import ConfigError, ModelError
-from llmnode.models.folder import open_folder
-from llmnode.models.generation import generation_config, stop_tokens
-from llmnode.models.parts import load_ends
-from llmnode.models.streaming import answer_text
-from llmnode.models.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
-from llmnode.models.vocabulary import check_tokens
+from llmnode.models.generation_config import generation_config, stop_tokens
+from llmnode.models.load import load_ends
+from llmnode.models.sources.folder import open_folder
+from llmnode.models.text.streaming import answer_text
+from llmnode.models.text.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
+from llmnode.models.text.vocabulary import check_tokens
 from llmnode.node.text import ScreenStreamer
 from reference.small import make_model
 from reference.tokenizers_of_all_kinds import KINDS

@@ -12,7 +12,7 @@ import trio
 
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.policy import BatchPolicy
-from llmnode.core.scheduling import Priority
+from llmnode.core.serving.scheduling import Priority
 from llmnode.core.span import Span
 from llmnode.errors import LocalProtocolError
 from llmnode.ports import Piece

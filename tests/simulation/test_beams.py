@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.core.beams import sessions_of_rows
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.span import Span
+from llmnode.core.texts.beams import sessions_of_rows
 from llmnode.errors import LocalProtocolError, NoRoute, SessionClosed
 from llmnode.testing import FaultPlan, Odds, check_no_banned_peer, seeds
 from llmnode.wire.payload import Codec
@@ -39,7 +39,7 @@ from simulation.world import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from llmnode.client.routing import Router
+    from llmnode.session.router import Router
 
 BEAMS = 3
 TICK_S = 0.001

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llmnode.client.connection import open_connection
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.errors import PeerRefused, PeerUnreachable
 from llmnode.node.serve.links import log_bug
 from llmnode.node.serve.server import Server
+from llmnode.swarm.peer_connection import open_connection
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Open, RefusalCode, pack
 from llmnode.wire.payload import Codec

@@ -28,7 +28,7 @@ for seed in map(int, sys.argv[1:]):
 """
 
 BREAK = """
-from llmnode.client.session import InferenceSession
+from llmnode.session.session import InferenceSession
 from llmnode.testing import worker
 
 whole = worker.ExactExecutor.truncate

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.client.pool import open_pool
 from llmnode.core.policy import LinkPolicy, PoolPolicy
 from llmnode.errors import PeerUnreachable
+from llmnode.swarm.pool import open_pool
 from llmnode.testing import Conditions, open_internet
 from simulation.world import simulated
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from llmnode.client.pool import ConnectionPool
+    from llmnode.swarm.pool import ConnectionPool
     from llmnode.testing.network import MemoryInternet, MemoryNetwork
 
 DELAY_S = 0.3

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.client.saved import read
 from llmnode.core.policy import ClientPolicy, PoolPolicy
 from llmnode.errors import PeerUnreachable
+from llmnode.session.saved import read
 from llmnode.testing import Conditions, check_coverage, peer_named, seeds
 from llmnode.wire.payload import Codec
 from simulation.world import DELAY_S, SPANS, Dialogue, World, kv_is_free, simulated, world
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from llmnode.client.session import InferenceSession
     from llmnode.core.ids import PeerId
+    from llmnode.session.session import InferenceSession
     from llmnode.testing.link import MemoryLink
     from llmnode.testing.network import MemoryNetwork
 

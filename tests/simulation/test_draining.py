@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.client.saved import read
 from llmnode.core.announcement import PeerState
 from llmnode.errors import PeerRefused
+from llmnode.session.saved import read
 from llmnode.wire.messages import RefusalCode
 from llmnode.wire.payload import Codec
 from simulation.world import ALL_BLOCKS, SPANS, Dialogue, pairs_of_servers, simulated, world

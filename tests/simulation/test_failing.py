@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.client.pool import open_pool
-from llmnode.client.routing import Router
-from llmnode.client.session import open_session
-from llmnode.client.swarm import Swarm
 from llmnode.core.policy import ClientPolicy, SwarmPolicy
 from llmnode.errors import SessionLost
 from llmnode.node.bench.failing import Draws, FailingNetwork
+from llmnode.session.router import Router
+from llmnode.session.session import open_session
+from llmnode.swarm.membership import Swarm
+from llmnode.swarm.pool import open_pool
 from llmnode.testing import check_coverage, inline, seeds, simulated_ms
 from llmnode.wire.payload import Codec
 from simulation.world import ALL_BLOCKS, MODEL, ROW, SPANS, Dialogue, World, kv_is_free, simulated, world

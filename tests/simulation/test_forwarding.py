@@ -13,12 +13,12 @@ import torch
 import trio
 
 from llmnode.client.generate import run_blocks
-from llmnode.client.pool import open_pool
-from llmnode.client.session import open_session
 from llmnode.core.ids import Step
 from llmnode.core.policy import ClientPolicy, ServePolicy
 from llmnode.core.route import Hop
 from llmnode.core.span import Span
+from llmnode.session.session import open_session
+from llmnode.swarm.pool import open_pool
 from llmnode.testing import check_coverage, peer_named, seeds
 from llmnode.testing.link import MemoryLink
 from llmnode.wire.frame import Frame, FrameType
@@ -28,8 +28,8 @@ from simulation.world import DELAY_S, FORWARD_S, MODEL, ROW, SPANS, Dialogue, pa
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from llmnode.client.routing import Router
     from llmnode.core.ids import PeerId
+    from llmnode.session.router import Router
     from llmnode.testing.world import World
     from llmnode.wire.frame import Buffer
 
@@ -90,8 +90,8 @@ async def test_a_hop_whose_new_neighbours_may_not_have_reached_it_is_told_of_the
         line, (first, second, _) = session._line, session._line.hops
         at = line.epoch, Step(line.step + 10)  # a step that does not come: a late answer is none to it
         with trio.move_on_after(DELAY_S / 2):  # it is told, and we do not hear so
-            await first.stand_between(None, None, *at)
-        await first.stand_between(None, second, *at)
+            await first.set_neighbours(None, None, *at)
+        await first.set_neighbours(None, second, *at)
         await dialogue.step(1)
         assert all(timing.direct for timing in session.timings[1:])
         assert not session.recoveries

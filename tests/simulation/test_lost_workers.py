@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.compute.supervised import ProcessWorker
+from llmnode.compute.restarting_worker import RestartingWorker
 from llmnode.compute.work import failed
 from llmnode.errors import WorkerLost
 from llmnode.testing import ExactWorker, seeds
@@ -36,7 +36,7 @@ class ExactLife(ExactWorker):
         return failed(work, WorkerLost("as told")) if self.is_lost else done, began_s, ended_s
 
 
-class MortalWorker(ProcessWorker):
+class MortalWorker(RestartingWorker):
     """In place of the `ExactWorker` of a node."""
 
     gate = None

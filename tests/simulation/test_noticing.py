@@ -15,7 +15,7 @@ from llmnode.testing import Conditions, open_world, simulated, simulated_ms
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from llmnode.client.swarm import Swarm
+    from llmnode.swarm.membership import Swarm
 
 FAR = Conditions(delay_s=0.05)
 HALVES = Span(0, 3), Span(3, 6)

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llmnode import _native
-from llmnode.client.audit import audit
-from llmnode.client.transcript import parse
 from llmnode.core.policy import ClientPolicy
 from llmnode.node.serve import session as serving
+from llmnode.receipts.audit import audit
+from llmnode.receipts.transcript import parse
 from llmnode.wire.messages import Pushed, Result, pack
 from llmnode.wire.receipt import signed
 from simulation.world import Dialogue, World, pairs_of_servers, simulated
 
 if TYPE_CHECKING:
-    from llmnode.client.audit import Audit
-    from llmnode.client.session import InferenceSession
     from llmnode.core.ids import PeerId
     from llmnode.node.serve.session import ServedSession
+    from llmnode.receipts.audit import Audit
+    from llmnode.session.session import InferenceSession
     from llmnode.wire.frame import Buffer, Frame
 
 WINDOW = ClientPolicy().unverified_steps

@@ -51,8 +51,8 @@ from simulation.world import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from llmnode.client.routing import Router
-    from llmnode.client.session import InferenceSession
+    from llmnode.session.router import Router
+    from llmnode.session.session import InferenceSession
 
 MAX_LENGTH = 120
 LONGEST_OUTAGE_S = 12.0

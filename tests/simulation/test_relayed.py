@@ -20,8 +20,8 @@ from simulation.world import DELAY_S, ROW, SPANS, simulated, world
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from llmnode.client.session import InferenceSession
     from llmnode.core.span import Span
+    from llmnode.session.session import InferenceSession
     from llmnode.testing import Dialogue, World
 
 RELAYED = RelayedPolicy(prefill_bytes=10 * ROW, step_positions=2)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.client.connection import open_connection
-from llmnode.client.saved import read
 from llmnode.core.policy import ClientPolicy, ServePolicy
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute, PeerRefused
+from llmnode.session.saved import read
+from llmnode.swarm.peer_connection import open_connection
 from llmnode.testing import Conditions, open_world, peer_named, seeds
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import RefusalCode
@@ -34,8 +34,8 @@ from simulation.world import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from llmnode.client.saved import SavedSession
-    from llmnode.client.session import InferenceSession
+    from llmnode.session.saved import SavedSession
+    from llmnode.session.session import InferenceSession
 
 MAX_LENGTH = 120
 LEASE_S = ServePolicy().lease_s

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.client.session import open_session
 from llmnode.core.announcement import PeerState
 from llmnode.core.ids import PeerId, SessionId
-from llmnode.core.policy import ClientPolicy, RoomPolicy, ServePolicy
-from llmnode.core.scheduling import Priority
+from llmnode.core.policy import AdmissionPolicy, ClientPolicy, ServePolicy
+from llmnode.core.serving.scheduling import Priority
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute, PeerError, PeerRefused
 from llmnode.node.serve.admission import Admission
+from llmnode.session.session import open_session
 from llmnode.testing import Conditions, Dialogue, ExactWorker, check_kv_is_free, open_world, simulate, simulated
 from llmnode.testing.simulate import seeds
 from llmnode.wire.messages import RefusalCode
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
-    from llmnode.client.session import InferenceSession
+    from llmnode.session.session import InferenceSession
     from llmnode.testing import World
     from llmnode.testing.world import SimulatedClient
 
 FIFTH = KV_TOKENS // 5
 HALVES = [Span(0, 3), Span(3, 6)]
-WAIT_S = RoomPolicy().wait_s
+WAIT_S = AdmissionPolicy().wait_s
 PATIENT = ClientPolicy(chunk_tokens=8, room_patience_s=600)
 IMPATIENT = replace(PATIENT, room_patience_s=0)
 
@@ -228,7 +228,7 @@ async def test_those_that_wait_at_a_server_that_drains_are_told_at_once() -> Non
 @simulated
 async def test_who_has_stopped_waiting_is_let_in_no_more_though_it_has_not_left_yet(why: str) -> None:
     worker = ExactWorker(ALL_BLOCKS, ROW, KV_TOKENS)
-    admission, whole, other = Admission(worker, RoomPolicy()), SessionId(b"w" * 16), SessionId(b"o" * 16)
+    admission, whole, other = Admission(worker, AdmissionPolicy()), SessionId(b"w" * 16), SessionId(b"o" * 16)
     await admission.enter(whole, ALL_BLOCKS, KV_TOKENS, PeerId("client"), Priority.INTERACTIVE)
 
     async def wait_in_vain() -> None:
@@ -306,7 +306,7 @@ async def test_who_has_refused_for_want_of_room_is_asked_last_for_a_while() -> N
                     assert session.route[0].peer == other.peer
                 asked_s += [trio.current_time()] * (full.worker.executor.refused - before)
             assert asked_s, "it is one of two, and so was asked before long"
-            assert all(later - sooner > RoomPolicy().least_retry_s for sooner, later in pairwise(asked_s))
+            assert all(later - sooner > AdmissionPolicy().least_retry_s for sooner, later in pairwise(asked_s))
 
 
 @simulated

@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from llmnode.core.policy import ClientPolicy
-from llmnode.core.scheduling import Priority
+from llmnode.core.serving.scheduling import Priority
 from llmnode.errors import IntegrityError, SessionLost
 from llmnode.testing import FaultPlan, Odds, seeds, simulate
 from llmnode.testing.faults import ALL_KINDS
@@ -25,9 +25,9 @@ from simulation.world import MODEL, ROW, SPANS, Dialogue, World, kv_is_free, pai
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from llmnode.client.session import InferenceSession
     from llmnode.core.ids import PeerId
     from llmnode.ports import Computed, Piece
+    from llmnode.session.session import InferenceSession
     from llmnode.testing import WatchedRouter
 
 POLICY = ClientPolicy(chunk_tokens=8, spot_check=1.0, spot_check_tolerance=0.0)

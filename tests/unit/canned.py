@@ -13,13 +13,13 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from llmnode.core.model import ModelInfo
 from llmnode.core.traffic import Traffic
 from llmnode.errors import ConfigError, PeerUnreachable, SessionLost
-from llmnode.models.tokenizer import load_tokenizer
+from llmnode.models.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from llmnode.models.tokenizer import Tokenizer
+    from llmnode.models.text.tokenizer import Tokenizer
 
 CONTEXT_TOKENS = 64
 END = 0

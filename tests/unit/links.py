@@ -15,8 +15,6 @@ from libp2p.network.stream.exceptions import StreamError
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from multiaddr import Multiaddr
 
-from llmnode.client.connection import Connection, open_connection
-from llmnode.client.session import InferenceSession, open_session
 from llmnode.core.ids import SESSION_ID_BYTES, Epoch, SessionId, Step
 from llmnode.core.model import ModelInfo
 from llmnode.core.policy import ClientPolicy, LinkPolicy, ServePolicy
@@ -26,6 +24,8 @@ from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.host import LINK_PROTOCOL, Libp2pNetwork, open_network
 from llmnode.net.link import Libp2pLink
 from llmnode.node.serve.server import Server
+from llmnode.session.session import InferenceSession, open_session
+from llmnode.swarm.peer_connection import PeerConnection, open_connection
 from llmnode.testing import exact_output
 from llmnode.testing.world import raise_bug
 from llmnode.wire.frame import Frame, FrameDecoder, FrameType
@@ -74,13 +74,13 @@ async def served(worker: Any, *, link: LinkPolicy = POLICY, serve: ServePolicy |
 
 
 @asynccontextmanager
-async def connected(network: Libp2pNetwork, address: str) -> AsyncIterator[Connection]:
+async def connected(network: Libp2pNetwork, address: str) -> AsyncIterator[PeerConnection]:
     async with open_connection(await network.dial(address)) as connection:
         yield connection
 
 
 @asynccontextmanager
-async def opened(connection: Connection, max_length: int = 16) -> AsyncIterator[InferenceSession]:
+async def opened(connection: PeerConnection, max_length: int = 16) -> AsyncIterator[InferenceSession]:
     route = (Hop(connection.peer, Span(0, MODEL.blocks)),)
     async with open_session(
         route, {connection.peer: connection}, MODEL, max_length, Codec.RAW, ClientPolicy()

@@ -10,14 +10,14 @@ from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.peer.id import ID
 
 from llmnode import _native
-from llmnode.client.chunk import Chunk
-from llmnode.client.receipts import ReceiptBook
 from llmnode.core.ids import Epoch, PeerId, SessionId, Step
 from llmnode.core.model import ModelInfo
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.route import Hop
 from llmnode.core.span import Span, split_evenly
 from llmnode.net.identity import is_signed
+from llmnode.receipts.book import ReceiptBook
+from llmnode.wire.chunk import Chunk
 from llmnode.wire.payload import Codec
 from llmnode.wire.receipt import signed
 

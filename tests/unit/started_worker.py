@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.compute.loading import Wanted
-from llmnode.compute.supervised import ProcessLoader
+from llmnode.compute.restarting_worker import ProcessLoader
 from llmnode.core.policy import WorkerPolicy
 from llmnode.core.span import Span
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from llmnode.compute.supervised import ProcessWorker
+    from llmnode.compute.restarting_worker import RestartingWorker
 
 CHILD = (sys.executable, str(Path(__file__).with_name("exact_child.py")))
 SPAN = Span(1, 4)
@@ -52,7 +52,7 @@ async def open_loader(
 
 
 @asynccontextmanager
-async def open_worker(**policy: float | int) -> AsyncIterator[tuple[ProcessLoader, ProcessWorker]]:
+async def open_worker(**policy: float | int) -> AsyncIterator[tuple[ProcessLoader, RestartingWorker]]:
     async with open_loader(**policy) as loader:  # type: ignore[arg-type]
         await loader.open_model()
         yield loader, await loader.load(SPAN)

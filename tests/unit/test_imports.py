@@ -18,7 +18,7 @@ LIGHT = [
     "llmnode.core.model",
     "llmnode.core.policy",
     "llmnode.core.route",
-    "llmnode.models.online",
+    "llmnode.models.sources.online",
     "llmnode.core.span",
     "llmnode.wire.frame",
     "llmnode.wire.messages",

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from llmnode.client.batch import Past
 from llmnode.client.rows import rows_alike, run_rows
-from llmnode.core.beams import sessions_of_rows
+from llmnode.core.texts.beams import sessions_of_rows
 from llmnode.errors import ConfigError, LocalProtocolError, PeerRefused, SessionClosed, single_error
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from llmnode.client.connect import Client, Resumed
     from llmnode.client.portal import Entered, Portal
-    from llmnode.client.session import InferenceSession
     from llmnode.core.route import Route
-    from llmnode.core.scheduling import Priority
+    from llmnode.core.serving.scheduling import Priority
+    from llmnode.session.session import InferenceSession
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,11 @@ from llmnode.client.batch import Past, Positions, check_ends_real, check_labels,
 from llmnode.client.cache import CacheTerms, SessionCache
 from llmnode.client.forward import OF_LOSS, check_others, given_states, hidden_states, run, scores
 from llmnode.client.hidden_session import HiddenSession
-from llmnode.core.beams import first_alike
-from llmnode.core.scheduling import PRIORITIES
+from llmnode.core.serving.scheduling import PRIORITIES
+from llmnode.core.texts.beams import first_alike
 from llmnode.errors import ConfigError
 from llmnode.models.families import family_of
-from llmnode.models.generation import generation_config
+from llmnode.models.generation_config import generation_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from llmnode.core.model import ModelInfo
     from llmnode.core.route import Route
     from llmnode.core.traffic import Traffic
-    from llmnode.models.folder import ModelFolder
-    from llmnode.models.parts import Ends
-    from llmnode.models.tokenizer import Tokenizer
+    from llmnode.models.load import Ends
+    from llmnode.models.sources.folder import ModelFolder
+    from llmnode.models.text.tokenizer import Tokenizer
 
 FIRST_POSITIONS = 64
 """Room of a cache that will grow, at first: a prompt and an answer of a few lines."""

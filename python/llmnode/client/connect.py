@@ -11,35 +11,35 @@ import trio
 
 from llmnode.client.ends import SharedEnds
 from llmnode.client.generate import Generation, check_length, generate_greedy
-from llmnode.client.holding import check_choice
-from llmnode.client.join import join_swarm
-from llmnode.client.routing import Router
-from llmnode.client.saved import read
 from llmnode.core.identity import how_other
 from llmnode.core.model import PRECISIONS
 from llmnode.core.policy import ClientPolicy, LinkPolicy
 from llmnode.errors import ConfigError, single_error
-from llmnode.models.embedded import open_embedded
-from llmnode.models.generation import stop_tokens
-from llmnode.models.parts import load_ends
-from llmnode.models.tokenizer import find_tokenizer
+from llmnode.models.generation_config import stop_tokens
+from llmnode.models.load import load_ends
+from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.text.tokenizer import find_tokenizer
 from llmnode.net.addresses import parse_peer
 from llmnode.net.swarm_key import Entry, entry
+from llmnode.session.relay_gate import check_choice
+from llmnode.session.router import Router
+from llmnode.session.saved import read
+from llmnode.swarm.join import join_swarm
 from llmnode.wire.payload import Codec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from llmnode.client.saved import SavedSession
-    from llmnode.client.session import InferenceSession
-    from llmnode.client.swarm import Swarm
     from llmnode.core.model import ModelInfo
     from llmnode.core.route import Route
-    from llmnode.core.scheduling import Priority
+    from llmnode.core.serving.scheduling import Priority
     from llmnode.core.traffic import Traffic
-    from llmnode.models.folder import ModelFolder
-    from llmnode.models.parts import Ends
-    from llmnode.models.tokenizer import Tokenizer
+    from llmnode.models.load import Ends
+    from llmnode.models.sources.folder import ModelFolder
+    from llmnode.models.text.tokenizer import Tokenizer
+    from llmnode.session.saved import SavedSession
+    from llmnode.session.session import InferenceSession
+    from llmnode.swarm.membership import Swarm
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 import trio
 
-from llmnode.models.narrow_ends import MOST_ROWS
-from llmnode.models.vocabulary import check_tokens
+from llmnode.models.text.vocabulary import check_tokens
+from llmnode.models.weights.packed_ends import MOST_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from llmnode.models.parts import Ends
+    from llmnode.models.load import Ends
 
 _THREADS = 64
 """Of tasks that wait for scores; others wait for one of them."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
-from llmnode.core.beams import first_alike
+from llmnode.core.texts.beams import first_alike
 from llmnode.errors import ConfigError
-from llmnode.models.narrow_ends import MOST_ROWS
+from llmnode.models.weights.packed_ends import MOST_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

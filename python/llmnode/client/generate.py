@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.compute.tensors import from_bytes, to_bytes
 from llmnode.errors import ConfigError
+from llmnode.models.tensors import from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     import torch
 
-    from llmnode.client.chunk import HopTiming
     from llmnode.client.ends import SharedEnds
-    from llmnode.client.session import InferenceSession
     from llmnode.core.model import ModelInfo
+    from llmnode.session.session import InferenceSession
+    from llmnode.wire.chunk import HopTiming
 
 
 @dataclass(frozen=True, slots=True)

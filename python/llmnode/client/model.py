@@ -10,7 +10,7 @@ from llmnode.client.causal_lm import DistributedModelForCausalLM
 from llmnode.client.connect import aconnect, aresume, load_parts
 from llmnode.client.portal import open_portal
 from llmnode.core.policy import ClientPolicy, RelayedPolicy
-from llmnode.models.source import open_model
+from llmnode.models.sources.open_model import open_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ def connect(
     `codec` is how hidden states cross the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Only
     servers that compute in `dtype` are used: "float32" is exact, "float32+int8" and the like have quantized weights
     (`core.model.PRECISIONS`). `spot_check` is the share of what they compute that others compute again
-    (`client/spot.py`); a session that so finds a cheat ends with SessionLost. `relayed_prefill` is
+    (`session/spot_checks.py`); a session that so finds a cheat ends with SessionLost. `relayed_prefill` is
     for long prompts to servers that are reached through a relay: "wait" some seconds for a direct way and then use the
     relay, "allow" that at once, or "refuse" it with ConfigError. `report` is told in a line what takes long, as a
     download does. What is returned is a context manager; or call `close()` when done. Raises ConfigError, PeerError or

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.client.generate import run_blocks
-from llmnode.core.beginnings import shared_beginnings
+from llmnode.core.texts.shared_prefix import shared_beginnings
 from llmnode.errors import single_error
 
 if TYPE_CHECKING:
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from llmnode.client.session import InferenceSession
     from llmnode.core.route import Route
+    from llmnode.session.session import InferenceSession
 
 POSITIONS_PER_HOP = 1024
 """Positions of a batch that are under way at a time, for each hop: one chunk that the hop computes, and one that waits.

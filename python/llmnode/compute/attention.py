@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from llmnode.compute.pages import row_of_forward
 from llmnode.errors import ModelError
-from llmnode.models.skeleton import ATTENTIONS
+from llmnode.models.meta_model import ATTENTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

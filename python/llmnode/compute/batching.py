@@ -17,7 +17,7 @@ import trio
 
 from llmnode.compute.work import Close, Fork, Open, Part, Truncate, Work
 from llmnode.core.policy import BatchPolicy
-from llmnode.core.scheduling import Priority, Scheduler
+from llmnode.core.serving.scheduling import Priority, Scheduler
 from llmnode.errors import LocalProtocolError, WorkerLost
 from llmnode.ports import Computed, Piece
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from llmnode.compute.work import Chore, Done
     from llmnode.core.ids import PeerId, SessionId
-    from llmnode.core.scheduling import Batch
-    from llmnode.core.scheduling import Part as Chosen
+    from llmnode.core.serving.scheduling import Batch
+    from llmnode.core.serving.scheduling import Part as Chosen
     from llmnode.core.span import Span
     from llmnode.ports import Held
     from llmnode.wire.frame import Buffer

@@ -17,7 +17,10 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from llmnode.compute.crossing import (
+from llmnode.compute.loading import SpanLoader, Wanted
+from llmnode.compute.shared import SharedMemory
+from llmnode.compute.work import do
+from llmnode.compute.worker_messages import (
     ANSWER,
     FAILED,
     FITTING_BLOCKS,
@@ -33,12 +36,9 @@ from llmnode.compute.crossing import (
     put_done,
     take_work,
 )
-from llmnode.compute.loading import SpanLoader, Wanted
-from llmnode.compute.shared import SharedMemory
-from llmnode.compute.work import do
 from llmnode.core.span import Span
 from llmnode.errors import LlmnodeError
-from llmnode.models.online import keep_libraries_offline
+from llmnode.models.sources.online import keep_libraries_offline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -9,27 +9,27 @@ import torch
 
 from llmnode._native import SequenceSlabs
 from llmnode.compute.attention import ATTENTION, Segment, segments_of_forward
-from llmnode.compute.heap import give_back
 from llmnode.compute.kv import KVForm, SequenceKV
 from llmnode.compute.own_attention import replace_own_attention
 from llmnode.compute.pages import FLASH_DTYPES, PagePool
-from llmnode.compute.tensors import FLOAT_BYTES, from_bytes, to_bytes
 from llmnode.core.ids import SessionId
 from llmnode.core.span import Span
 from llmnode.errors import LlmnodeError, LocalProtocolError, ModelError
-from llmnode.models.damage import one_line
+from llmnode.machine.malloc import give_back
+from llmnode.models.load import load_span, tensor_bytes
 from llmnode.models.native import are_few
-from llmnode.models.parts import load_span, tensor_bytes
-from llmnode.models.reading import say_nothing
+from llmnode.models.sources.damage import one_line
+from llmnode.models.tensors import FLOAT_BYTES, from_bytes, to_bytes
+from llmnode.models.weights.read_progress import say_nothing
 from llmnode.ports import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from llmnode.compute.kv import KV
-    from llmnode.models.folder import ModelFolder
     from llmnode.models.fused import FusedSpan
-    from llmnode.models.parts import SpanModel
+    from llmnode.models.load import SpanModel
+    from llmnode.models.sources.folder import ModelFolder
     from llmnode.wire.frame import Buffer
 
 _TRIAL = SessionId(b"trial".ljust(16, b"\0"))
@@ -212,8 +212,8 @@ def load_executor(
     model = load_span(folder, span, ATTENTION, dtype, device, quant, in_rust=in_rust, report=report)
     replace_own_attention(model)
     if torch.device(device).type == "cuda" and kv in (None, KVForm()):
+        from llmnode.compute.cuda_graphs import CudaGraphs
         from llmnode.compute.paged_executor import PagedExecutor
-        from llmnode.compute.recording import CudaGraphs
 
         torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every shape, in 40 ms (pytorch#191576)
         pool = PagePool(kv_tokens, torch.device(device), flash=dtype in FLASH_DTYPES)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from llmnode.compute.heap import reserve
 from llmnode.core.model import SAME
+from llmnode.machine.malloc import reserve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from llmnode.compute.startup import collection_paused
-from llmnode.core.memory import parse_memory
 from llmnode.core.model import QUANTS, SAME, Precision
+from llmnode.core.serving.kv_memory import parse_memory
 from llmnode.errors import ConfigError
+from llmnode.machine.startup import collection_paused
 from llmnode.ports import Loaded
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from llmnode.core.model import ModelInfo
     from llmnode.core.span import Span
-    from llmnode.models.folder import ModelFolder
     from llmnode.models.size import ModelSize, Place
+    from llmnode.models.sources.folder import ModelFolder
 
 AUTO = "auto"
 USUAL_KV_TOKENS = 32_768
@@ -56,8 +56,8 @@ class SpanLoader:
 
     def open_model(self) -> ModelInfo:
         with collection_paused():
-            from llmnode.models.cores import use_threads
-            from llmnode.models.source import open_model
+            from llmnode.machine.threads import use_threads
+            from llmnode.models.sources.open_model import open_model
 
             use_threads(self._wanted.threads)
             self._folder = open_model(self._wanted.model, self._report)
@@ -168,8 +168,8 @@ def _quant(wanted: Wanted, folder: ModelFolder) -> str:
     if wanted.quant != AUTO:
         assert wanted.quant in QUANTS
         return wanted.quant
-    from llmnode.models.parts import can_quantize, found_block_bytes
-    from llmnode.models.quantized import fast_quant
+    from llmnode.models.load import can_quantize, found_block_bytes
+    from llmnode.models.weights.quantized import fast_quant
 
     quant = fast_quant(wanted.device)
     if quant == "none" or not can_quantize(folder):

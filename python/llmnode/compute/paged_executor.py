@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from llmnode.compute.cuda_graphs import RecordedForwards
 from llmnode.compute.executor import SpanExecutor
-from llmnode.compute.recording import PagedForwards
-from llmnode.compute.trial import use_what_works
+from llmnode.compute.gpu_self_test import use_what_works
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from llmnode.compute.cuda_graphs import Record
     from llmnode.compute.pages import PagedKV, PagePool
-    from llmnode.compute.recording import Record
     from llmnode.core.ids import SessionId
     from llmnode.core.span import Span
     from llmnode.models.fused import FusedSpan
-    from llmnode.models.parts import SpanModel
+    from llmnode.models.load import SpanModel
     from llmnode.ports import Piece
 
 
@@ -32,7 +32,7 @@ class PagedExecutor(SpanExecutor):
         super().__init__(model, hidden_size, pool.tokens, str(pool.device))
         self._pool = pool
         self._paged: dict[SessionId, PagedKV] = {}
-        self._forwards = PagedForwards(model, pool, record)
+        self._forwards = RecordedForwards(model, pool, record)
         with torch.inference_mode():
             use_what_works(self._forwards, pool, model.span, hidden_size)
 

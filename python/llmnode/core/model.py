@@ -39,7 +39,7 @@ PRECISIONS = {each.name: each for each in starmap(Precision, product(DTYPES, QUA
 class ModelInfo:
     """Two peers serve the same model if their `digest`s are equal; the rest is for people and for limits.
 
-    `digest` is 32 bytes over name, revision, config and tensor index (`llmnode.models.folder`).
+    `digest` is 32 bytes over name, revision, config and tensor index (`llmnode.models.sources.folder`).
     `dtype`, one of `PRECISIONS`, is what the blocks are computed in, and what their weights and KV are rounded to;
     hidden states between them are fp32 whatever it is. `context_tokens` is the longest sequence that the model was made
     for, and `context_reason` says what is beyond it, if anything.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from llmnode.core.scheduling import Priority
+from llmnode.core.serving.scheduling import Priority
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PackPolicy:
-    """When hidden states are packed for a link, see `core/packing.py`."""
+    """When hidden states are packed for a link, see `core/links/packing.py`."""
 
     least_bytes: int = 1024
     """Of less there is too little to gain: a row of hidden states is larger."""
@@ -64,7 +64,7 @@ class LinkPolicy:
     max_meta_bytes: int = 64 << 10
     piece_bytes: int = 128 << 10
     """Larger frames cross in pieces: a step of another session waits for one of them. On a slow link they are smaller
-    (`core/flow.py`)."""
+    (`core/links/write_size.py`)."""
     packing: PackPolicy = field(default_factory=PackPolicy)
 
 
@@ -159,7 +159,7 @@ class RelayPolicy:
 
 @dataclass(frozen=True, slots=True)
 class BatchPolicy:
-    """Which pieces of sessions are computed together, see `core/scheduling.py`."""
+    """Which pieces of sessions are computed together, see `core/serving/scheduling.py`."""
 
     decode_positions: int = 8
     """A piece of no more counts as a decode: somebody may be reading along, and it hardly lengthens a forward."""
@@ -227,8 +227,8 @@ class PoolPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class RoomPolicy:
-    """Which sessions get KV, and how long others wait for it, see `core/room.py`."""
+class AdmissionPolicy:
+    """Which sessions get KV, and how long others wait for it, see `core/serving/admission_queue.py`."""
 
     wait_s: float = 4.0
     """A session waits so long for room, well within what clients wait for an answer (`ClientPolicy.open_timeout_s`)."""
@@ -249,7 +249,7 @@ class RoomPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RelayedPolicy:
-    """What of a session goes through relays, see `core/relaying.py`."""
+    """What of a session goes through relays, see `core/peers/relaying.py`."""
 
     prefill: str = "wait"
     """A larger one is held for `patience_s`, until there are direct ways: with "wait" it then goes through the relay
@@ -294,7 +294,7 @@ class ServePolicy:
     """Of `kv_tokens`, what sessions without a link may hold together: nobody may ever come for them."""
     leased_client_share: float = 0.5
     """Of that, what those of one client may hold."""
-    room: RoomPolicy = field(default_factory=RoomPolicy)
+    room: AdmissionPolicy = field(default_factory=AdmissionPolicy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +314,7 @@ class ClientPolicy:
     room_patience_s: float = 60.0
     """The same while servers have no room for it, and say when they may."""
     room_cost_s: float = 4.0
-    """What it adds to a peer's cost that it has no room for the session: as long as one waits there (`RoomPolicy`)."""
+    """Added to the cost of a peer that has no room for the session: the wait for admission (`AdmissionPolicy`)."""
     step_timeout_s: float = 60.0
     """Generous: a long prefill on a slow peer. A peer that died is noticed by its link in `LinkPolicy.silence_s`."""
     step_patience_s: float = 15.0
@@ -366,13 +366,13 @@ class ClientPolicy:
     most_suspicion: float = 16.0
     """Breaks that count at most, so that who holds blocks alone is forgiven within an hour."""
     spot_check: float = 0.0
-    """Share of the chunks that are computed again by another peer. 0.01 costs servers a prefill in 100 tokens."""
+    """Announced of the chunks that are computed again by another peer. 0.01 costs servers a prefill in 100 tokens."""
     spot_check_positions: int = 2048
     """Chunks that end further on are not checked: a check is a prefill of all positions, and their transfer."""
     spot_check_timeout_s: float = 60.0
     """What a peer may take to compute a chunk again; then others are asked, or the check is given up."""
     spot_check_tolerance: float | None = None
-    """Relative L2 error of a position that honest peers may differ by. None: as measured (`client/spot.py`)."""
+    """Relative L2 error of a position that honest peers may differ by. None: as measured (`session/spot_checks.py`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmnode.errors import ModelError
-from llmnode.models.cache import cache_folder
 from llmnode.models.context import Context, context_of
 from llmnode.models.families import family_of
 from llmnode.models.fused import ACTIVATIONS, LAYERS, Rotary
-from llmnode.models.skeleton import check_transparent, remove_blocks, remove_entry, remove_exit, without_weights
+from llmnode.models.meta_model import check_transparent, remove_blocks, remove_entry, remove_exit, without_weights
+from llmnode.models.sources.cache_folder import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from llmnode.models.families import Family
-    from llmnode.models.folder import ModelFolder
+    from llmnode.models.sources.folder import ModelFolder
 
 log = logging.getLogger(__name__)
 

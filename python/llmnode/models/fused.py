@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import gelu, layer_norm, linear, relu, rms_norm, silu
 
-from llmnode.models.skeleton import ATTENTIONS
+from llmnode.models.meta_model import ATTENTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from llmnode.core.span import Span
     from llmnode.models.blueprint import BlockPlan
     from llmnode.models.families import Family
+    from llmnode.models.meta_model import Attention
     from llmnode.models.native import NativeBlocks
-    from llmnode.models.skeleton import Attention
 
     Mapped = Callable[[torch.Tensor], torch.Tensor]
 

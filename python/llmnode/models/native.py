@@ -14,8 +14,8 @@ import torch
 
 from llmnode._native import LlamaBlocks
 from llmnode.models.fused import ACTIVATIONS, Norm
-from llmnode.models.narrow import HalfLinear, Q4Linear, Q8Linear
-from llmnode.models.quantized import Int8Linear
+from llmnode.models.weights.packed_linear import HalfLinear, Q4Linear, Q8Linear
+from llmnode.models.weights.quantized import Int8Linear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llmnode._native import _LlamaBlock, _Weight
     from llmnode.models.blueprint import Blueprint
     from llmnode.models.fused import Rotary
-    from llmnode.models.narrow import Narrow
+    from llmnode.models.weights.packed_linear import Narrow
 
     _Linear = torch.nn.Linear | Narrow | Int8Linear
 

@@ -9,21 +9,21 @@ import torch
 
 from llmnode.core.model import SAME
 from llmnode.errors import ConfigError
+from llmnode.machine.memory import free_bytes
 from llmnode.models.blueprint import blueprint_of
 from llmnode.models.families import family_of, kv_heads
 from llmnode.models.fused import join_products, make_block
-from llmnode.models.memory import free_bytes
+from llmnode.models.load import found_block_bytes, tensor_bytes
+from llmnode.models.meta_model import without_weights
 from llmnode.models.native import takes_narrow
-from llmnode.models.parts import found_block_bytes, tensor_bytes
-from llmnode.models.quantized import quantized_bytes
-from llmnode.models.skeleton import without_weights
-from llmnode.models.stored import block_dtypes
+from llmnode.models.weights.quantized import quantized_bytes
+from llmnode.models.weights.read_block import block_dtypes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from llmnode.core.span import Span
-    from llmnode.models.folder import ModelFolder
+    from llmnode.models.sources.folder import ModelFolder
 
 _MOST_POSITIONS = 2**32 - 1
 """What an announcement can say."""

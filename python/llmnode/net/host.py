@@ -19,7 +19,7 @@ from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
 from llmnode.core.ids import PeerId
-from llmnode.core.nat import judge
+from llmnode.core.peers.nat import judge
 from llmnode.core.policy import CircuitPolicy, ReachPolicy
 from llmnode.core.traffic import Traffic
 from llmnode.errors import PeerUnreachable
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from libp2p.network.swarm import Swarm
     from libp2p.peer.peerinfo import PeerInfo
 
-    from llmnode.core.nat import Reach
+    from llmnode.core.peers.nat import Reach
     from llmnode.core.policy import LinkPolicy, RelayPolicy
     from llmnode.net.yamux import YamuxConnection
     from llmnode.net.yamux_stream import YamuxStream

@@ -13,7 +13,7 @@ from libp2p.crypto.ed25519 import Ed25519PrivateKey, Ed25519PublicKey, create_ne
 from libp2p.crypto.keys import KeyPair
 from libp2p.peer.id import ID
 
-from llmnode.core.given import expand_path
+from llmnode.core.user_input import expand_path
 from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:

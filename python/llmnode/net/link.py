@@ -7,8 +7,8 @@ which libp2p does not report, ends the link.
 
 It reads and writes our muxer's stream, not py-libp2p's around it, which switches tasks for a lock in every call.
 
-Hidden states are packed where that pays (`core/packing.py`). How fast a link is its receiver tells its sender, in the
-`start` of heartbeats, in kB/s: who does so can unpack.
+Hidden states are packed where that pays (`core/links/packing.py`). The receiver of a link tells the sender how fast it
+is (`start` of heartbeats, in kB/s). A receiver that does so can unpack.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import trio
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 
 from llmnode import _native
-from llmnode.core.flow import part_bytes
 from llmnode.core.ids import NO_SESSION
-from llmnode.core.packing import ArrivalRate, PackChoice
+from llmnode.core.links.packing import ArrivalRate, PackChoice
+from llmnode.core.links.write_size import part_bytes
 from llmnode.core.traffic import Traffic
 from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError
 from llmnode.net.outbox import Outbox

@@ -23,7 +23,7 @@ from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
 from llmnode.core.ids import PeerId
-from llmnode.core.nat import Reached, Sight
+from llmnode.core.peers.nat import Reached, Sight
 from llmnode.errors import PeerUnreachable, RemoteProtocolError
 from llmnode.net.addresses import host_and_port, tcp_address
 from llmnode.net.circuit_wire import leave, receive, send

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgpack
 
 from llmnode import _native
-from llmnode.core.given import Unreadable, decode, expand_path, read_file, split_lines
+from llmnode.core.user_input import Unreadable, decode, expand_path, read_file, split_lines
 from llmnode.errors import ConfigError
 from llmnode.wire.messages import ADDRESS_CHARS
 

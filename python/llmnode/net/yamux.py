@@ -21,7 +21,7 @@ from libp2p.io.exceptions import IOException
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 
 from llmnode._native import Connection
-from llmnode.core.flow import Amid, DrainRate, part_bytes
+from llmnode.core.links.write_size import Amid, DrainRate, part_bytes
 from llmnode.net.secure import YAMUX, NoiseConnection
 from llmnode.net.sockets import local_address, socket_of
 from llmnode.net.yamux_stream import LINGER_S, YamuxStream
@@ -45,7 +45,7 @@ CALL_BYTES = 512
 
 UNSENT_BYTES = 1 << 17
 """What the kernel may hold of bytes that it cannot send yet: a small message would wait behind them, megabytes else.
-Of a slow line less (`core/flow.py`)."""
+Of a slow line less (`core/links/write_size.py`)."""
 
 PART_BYTES = 1 << 18
 """What a stream gives us at once to be encrypted, of a slow line less: nothing passes it from then on."""

@@ -12,7 +12,7 @@ import trio
 from libp2p.abc import IMuxedConn, IMuxedStream
 from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
 
-from llmnode.core.flow import SMALL_BYTES
+from llmnode.core.links.write_size import SMALL_BYTES
 
 if TYPE_CHECKING:
     from llmnode.net.yamux import YamuxConnection

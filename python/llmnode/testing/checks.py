@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
-from llmnode.client.routing import Router
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute, PeerRefused
+from llmnode.session.router import Router
 from llmnode.testing.simulate import simulated_ms
 from llmnode.testing.worker import EXACT_MODEL, exact_output
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 
-    from llmnode.client.connection import Connection
-    from llmnode.client.session import InferenceSession
-    from llmnode.client.swarm import Swarm
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.core.route import Route
     from llmnode.errors import PeerError
+    from llmnode.session.session import InferenceSession
+    from llmnode.swarm.membership import Swarm
+    from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.testing.world import World
 
 SETTLE_S = 20.0
@@ -125,7 +125,7 @@ class WatchedRouter(Router):
 
     async def find(
         self, span: Span, positions: int, avoid: Collection[PeerId], *, hurry: bool
-    ) -> tuple[Route, Mapping[PeerId, Connection]]:
+    ) -> tuple[Route, Mapping[PeerId, PeerConnection]]:
         asked_s, failures = trio.current_time(), len(self.failures)
         route, connections = await super().find(span, positions, avoid, hurry=hurry)
         if not hurry:

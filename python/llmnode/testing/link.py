@@ -15,7 +15,7 @@ from llmnode.wire.frame import Frame, FrameType
 if TYPE_CHECKING:
     from llmnode.testing.network import MemoryInternet, MemoryNetwork
 
-ASKED_ONCE = {FrameType.OPEN, FrameType.TRUNCATE, FrameType.FORWARD, FrameType.FORK}
+ASKED_ONCE = {FrameType.OPEN, FrameType.TRUNCATE, FrameType.NEIGHBOURS, FrameType.FORK}
 """What may not arrive twice, and over a stream never does: it changes what a session is. Steps may: clients give again
 what they take for lost on the way from server to server."""
 

@@ -11,7 +11,7 @@ from llmnode.compute.batching import BatchingWorker
 from llmnode.compute.work import do
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.model import ModelInfo
-from llmnode.core.scheduling import Priority
+from llmnode.core.serving.scheduling import Priority
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

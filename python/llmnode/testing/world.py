@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
-from llmnode.client.pool import open_pool
-from llmnode.client.swarm import Swarm
 from llmnode.core.announcement import Offer, PeerState
 from llmnode.core.policy import ClientPolicy, LinkPolicy, ServePolicy, SwarmPolicy
 from llmnode.node.serve.links import serve_links, serve_view
 from llmnode.node.serve.server import Server
+from llmnode.swarm.membership import Swarm
+from llmnode.swarm.pool import open_pool
 from llmnode.testing.checks import WatchedRouter
 from llmnode.testing.conditions import Conditions
 from llmnode.testing.directory import MemoryDirectory
@@ -27,11 +27,11 @@ from llmnode.wire.payload import Codec
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from llmnode.client.pool import ConnectionPool
-    from llmnode.client.session import InferenceSession
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.core.span import Span
+    from llmnode.session.session import InferenceSession
+    from llmnode.swarm.pool import ConnectionPool
     from llmnode.testing.network import MemoryInternet, MemoryNetwork
 
 FORWARD_S = 0.01

@@ -53,7 +53,7 @@ class FrameType(IntEnum):
     """Asks for announcements; the payload says which the asker has (`announcement.py`)."""
     NEWS = 12
     """Announcements: the answer to VIEW, and what the asker then sends of its own."""
-    FORWARD = 13
+    NEIGHBOURS = 13
     FORWARDED = 14
     REPLAY = 15
     """Asks for logged results, to be pushed or sent; epoch and step are those of the hop that they are for."""

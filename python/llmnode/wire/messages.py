@@ -180,7 +180,7 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class Neighbours:
     """Between whom a session stands on its route: results are pushed on, and steps may come from a peer.
 
     `sender` may push steps to this session. Results go to the session `receiver_session` at `receiver`, whom the server
@@ -277,7 +277,7 @@ AnyMessage = (
     | Pushed
     | Replay
     | Replayed
-    | Forward
+    | Neighbours
     | Fork
     | Lease
     | Leased
@@ -294,7 +294,7 @@ Message = TypeVar(
     Pushed,
     Replay,
     Replayed,
-    Forward,
+    Neighbours,
     Fork,
     Lease,
     Leased,
@@ -383,7 +383,7 @@ _CHECKS: dict[type[Any], tuple[tuple[str, Callable[[Any], bool]], ...]] = {
         Pushed,
         Replay,
         Replayed,
-        Forward,
+        Neighbours,
         Fork,
         Lease,
         Leased,

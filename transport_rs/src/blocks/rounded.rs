@@ -1,4 +1,4 @@
-//! Products of 8 bits with 8 bits: LLM.int8 (Dettmers et al. 2022), by row, as `models/quantized.py` has it.
+//! Products of 8 bits with 8 bits: LLM.int8 (Dettmers et al. 2022), by row, as `models/weights/quantized.py` has it.
 //!
 //! A row is rounded to 127 steps of either sign of its largest value. Values from [`OUTLIER`] on are left out of that, so
 //! that they do not widen the steps of the others, and multiplied as they are. Sums of products of integers are exact.

@@ -1,0 +1,67 @@
+"""What a serving node has open and holds at a moment: `kill -USR1 PID` has it printed. For whoever looks for a leak."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+import trio
+
+if TYPE_CHECKING:
+    from llmnode.node.app import RunningNode
+
+SIGNAL = getattr(signal, "SIGUSR1", None)
+"""None where the system has no such signal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Readout:
+    """Counts of what is open. `tasks` are trio's; `relayed` are the links that go through a relay; `peers` are those
+    known to serve, ourselves among them.
+    """
+
+    sessions: int
+    kv_tokens_reserved: int
+    links: int
+    relayed: int
+    connections: int
+    streams: int
+    tasks: int
+    files: int
+    peers: int
+
+
+def introspect(node: RunningNode) -> Readout:
+    opened = node.network.count_open()
+    return Readout(
+        sessions=len(node.server.sessions),
+        kv_tokens_reserved=node.server.policy.kv_tokens - node.server.worker.kv_tokens_free,
+        links=opened.links,
+        relayed=opened.relayed,
+        connections=opened.connections,
+        streams=opened.streams,
+        tasks=trio.lowlevel.current_statistics().tasks_living,
+        files=psutil.Process().num_fds(),
+        peers=len(node.swarm.view.announcements()),
+    )
+
+
+async def introspect_when_signalled(
+    node: RunningNode, *, as_json: bool, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Print a readout for each `SIGNAL`, until cancelled; started once signals are taken."""
+    if SIGNAL is None:
+        task_status.started()
+        return
+    with trio.open_signal_receiver(SIGNAL) as signals:
+        task_status.started()
+        async for _signal in signals:
+            counts = asdict(introspect(node))
+            if as_json:
+                print(json.dumps({"event": "readout", **counts}), flush=True)
+            else:
+                print("llmnode: " + ", ".join(f"{name} {count}" for name, count in counts.items()), file=sys.stderr)

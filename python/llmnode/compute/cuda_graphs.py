@@ -1,0 +1,183 @@
+"""Forwards over pages. Steps of one token each are recorded once on a GPU, and then replayed as one (CUDA graphs).
+
+What is recorded is which kernels run on what memory: so a step's hidden states and numbers are laid where those of the
+recorded step were, and there is a recording for each number of sequences, and of pages, up to the next power of two.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from llmnode.compute.attention import Segment, segments_of_forward
+from llmnode.compute.pages import PagedRow, RowShape, in_pages, lay_out, row_of_forward
+from llmnode.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from llmnode.compute.pages import PagePool, Part
+    from llmnode.core.span import Span
+
+    Forward = Callable[[Span, torch.Tensor, torch.Tensor], torch.Tensor]
+    """Through blocks, hidden states (tokens, hidden_size) at positions (tokens)."""
+    Replay = Callable[[], torch.Tensor]
+    Key = tuple[Span, RowShape]
+
+log = logging.getLogger(__name__)
+
+MOST_STEPS = 32
+"""In a recording. More of them take long enough for their launches not to matter."""
+MOST_RECORDINGS = 64
+MOST_SEEN = 1000
+"""Kinds of steps that have come, and not often enough yet."""
+WORTH = 4
+"""A step is recorded when it comes for so many times: that takes as long as about a hundred steps."""
+CANNOT = (ImportError, TypeError, ValueError, RuntimeError, ModelError)
+"""What torch raises for what it cannot do here, or has not in an older version."""
+
+
+class Record(Protocol):
+    """Has a function run, and returns what repeats all that it did on the GPU, in its memory."""
+
+    def __call__(
+        self,
+        function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        hidden: torch.Tensor,
+        numbers: torch.Tensor,
+    ) -> Replay: ...
+
+
+class RecordedForwards:
+    """Runs rows through blocks whose KV is in the pages of `pool`.
+
+    Recorded is if there is something to `record` with, until something cannot be, which is logged.
+    """
+
+    def __init__(self, forward: Forward, pool: PagePool, record: Record | None = None) -> None:
+        self.record = record
+        self._forward = forward
+        self._pool = pool
+        self._recorded: OrderedDict[Key, _Recording] = OrderedDict()
+        self._seen: Counter[Key] = Counter()
+
+    def run(self, span: Span, parts: Sequence[Part], hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: (tokens, hidden_size) of all parts, end to end, on the CPU, as what is returned."""
+        if self.record is not None and len(parts) <= MOST_STEPS and all(length == 1 for _, _, length in parts):
+            steps = _steps(parts)
+            if self._pool.takes_whole(steps) and (recording := self._recording((span, steps), hidden.shape[1])):
+                _, numbers = lay_out(parts, steps)
+                return recording.replay(hidden, numbers)
+        shape, numbers = lay_out(parts)
+        segments = [Segment(*part) for part in parts]
+        device = self._pool.device
+        return self._run(span, shape, segments, hidden.to(device), numbers.to(device)).cpu()
+
+    def forget(self) -> None:
+        """Nothing is recorded from now on, nor replayed."""
+        self.record = None
+        self._recorded.clear()
+
+    def _recording(self, key: Key, hidden_size: int) -> _Recording | None:
+        """Makes it when it is due, in the place of what was not used for longest."""
+        if (recording := self._recorded.get(key)) is not None:
+            self._recorded.move_to_end(key)
+            return recording
+        if len(self._seen) > MOST_SEEN:  # clients choose spans
+            self._seen.clear()
+        self._seen[key] += 1
+        if self._seen[key] < WORTH:
+            return None
+        del self._seen[key]
+        if len(self._recorded) >= MOST_RECORDINGS:
+            self._recorded.popitem(last=False)
+        try:
+            recording = self._recorded[key] = self._make(key, hidden_size)
+        except CANNOT as error:
+            log.warning("without recorded steps, which cannot be made here: %s", error)
+            self.forget()
+        return recording
+
+    def _make(self, key: Key, hidden_size: int) -> _Recording:
+        assert self.record is not None
+        span, shape = key
+        _, nothing = lay_out([], shape)
+        numbers = nothing.to(self._pool.device)
+        hidden = torch.zeros((shape.tokens, hidden_size), device=self._pool.device)
+
+        def step(hidden: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+            return self._run(span, shape, (), hidden, numbers)
+
+        return _Recording(hidden, numbers, self.record(step, hidden, numbers))
+
+    def _run(
+        self, span: Span, shape: RowShape, segments: Sequence[Segment], hidden: torch.Tensor, numbers: torch.Tensor
+    ) -> torch.Tensor:
+        row = PagedRow(self._pool, shape, numbers)
+        tokens = row_of_forward.set(row), segments_of_forward.set(segments)
+        try:
+            return self._forward(span, hidden, row.positions)
+        finally:
+            row_of_forward.reset(tokens[0])
+            segments_of_forward.reset(tokens[1])
+
+
+class _Recording:
+    """`hidden` and `numbers` are where the recorded step has them."""
+
+    def __init__(self, hidden: torch.Tensor, numbers: torch.Tensor, replay: Replay) -> None:
+        self._hidden, self._numbers, self._replay = hidden, numbers, replay
+
+    def replay(self, hidden: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """On the CPU, both and what is returned."""
+        self._hidden[: len(hidden)].copy_(hidden)
+        self._numbers.copy_(numbers)
+        return self._replay()[: len(hidden)].cpu()
+
+
+class CudaGraphs:
+    """The `Record` of a GPU. All graphs work in the same memory: one is replayed, and its output read, at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._beside = torch.cuda.Stream(device)
+        with torch.cuda.device(device):
+            self._memory = torch.cuda.graph_pool_handle()
+
+    def __call__(
+        self,
+        function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        hidden: torch.Tensor,
+        numbers: torch.Tensor,
+    ) -> Replay:
+        """Raises RuntimeError for what cannot be: kernels that a number in the GPU's memory decides on."""
+        self._beside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._beside):  # libraries take what they need when they are first called
+            for _ in range(2):
+                function(hidden, numbers)
+        torch.cuda.current_stream(self._device).wait_stream(self._beside)
+        graph = torch.cuda.CUDAGraph()
+        recording = torch.cuda.graph(graph, self._memory, self._beside, capture_error_mode="thread_local")
+        with torch.cuda.device(self._device), recording:
+            output = function(hidden, numbers)
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+
+def _steps(parts: Sequence[Part]) -> RowShape:
+    """Of a recording that holds them."""
+    sequences = _power_of_two(len(parts))
+    pages = _power_of_two(max(in_pages(start + 1, kv.page) for kv, start, _ in parts))
+    return RowShape(sequences, sequences, 1, pages)
+
+
+def _power_of_two(number: int) -> int:
+    """The next."""
+    return 1 << (number - 1).bit_length()

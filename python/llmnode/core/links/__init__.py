@@ -1,0 +1,1 @@
+"""Decisions about a link: how much to write at once, and whether to pack."""

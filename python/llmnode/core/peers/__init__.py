@@ -1,0 +1,1 @@
+"""Judgements about peers: their speed, failures, clocks and reachability."""

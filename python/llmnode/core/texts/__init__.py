@@ -1,0 +1,1 @@
+"""Which token sequences share a beginning."""

@@ -1,0 +1,36 @@
+"""How a model generates, by its folder: which tokens end an answer, and all else that its publisher has said of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llmnode.errors import ModelError
+from llmnode.models.sources.damage import one_line
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+    from llmnode.models.sources.folder import ModelFolder
+
+
+def generation_config(folder: ModelFolder) -> GenerationConfig:
+    """As transformers' `from_pretrained` has it: what its file says, or, without one, what its config does.
+
+    Raises ModelError if the file says what transformers does not take.
+    """
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(folder.path, local_files_only=True)
+    except OSError:
+        return GenerationConfig.from_pretrained(
+            folder.path, config_file_name=folder.config_file.name, _from_model_config=True, local_files_only=True
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{folder.path / 'generation_config.json'} cannot be used: {one_line(error)}") from error
+
+
+def stop_tokens(folder: ModelFolder) -> frozenset[int]:
+    """One id or several. The tokenizer's own end of text is not one if the generation config does not say so."""
+    found = generation_config(folder).eos_token_id
+    return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)

@@ -1,0 +1,1 @@
+"""Reading GGUF files, and their conversion into model folders."""

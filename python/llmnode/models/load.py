@@ -1,0 +1,337 @@
+"""The parts of a model that a node runs: a span of blocks, or the ends.
+
+A part is cut out of the transformers model itself: the model is built without weights, the tensors that the part needs
+are read, and everything else is removed. What differs between families is a row in `families.py`. The blocks of the
+Llama kind are those of `fused.py` instead, made as `blueprint.py` says.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from llmnode.core.span import Span
+from llmnode.models.blueprint import blueprint_of
+from llmnode.models.families import Family, family_of
+from llmnode.models.fused import FusedEnds, FusedSpan, Rotary, join_products, make_block
+from llmnode.models.meta_model import (
+    ATTENTIONS,
+    check_transparent,
+    remove_blocks,
+    remove_entry,
+    remove_exit,
+    run_embedded,
+    without_weights,
+)
+from llmnode.models.native import native_blocks, takes_narrow
+from llmnode.models.sources.missing import check_complete
+from llmnode.models.text.vocabulary import check_tokens
+from llmnode.models.weights.matmul_choice import use_fastest
+from llmnode.models.weights.packed_ends import keep_ends_narrow
+from llmnode.models.weights.packed_linear import found_narrow, keep_narrow
+from llmnode.models.weights.quantized import check_quantizable, has_experts, quantize_block
+from llmnode.models.weights.quantized_cache import KeptBlocks
+from llmnode.models.weights.read_block import block_dtypes, read_block, read_parameters
+from llmnode.models.weights.read_progress import Reading, say_nothing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llmnode.models.blueprint import Blueprint
+    from llmnode.models.sources.folder import ModelFolder
+
+_NO_ATTENTION = "llmnode-none"
+"""For the ends, which have no block: transformers then makes no attention mask."""
+
+
+class SpanModel(torch.nn.Module):
+    """A transformers decoder cut to the blocks of `span`. Hidden states are fp32 outside, of the weights' dtype inside.
+
+    Not for several threads: a forward through a part of the span moves the cut.
+    """
+
+    def __init__(self, decoder: Any, family: Family, span: Span, dtype: torch.dtype) -> None:  # Any: transformers' own
+        super().__init__()
+        self.span = span
+        self.native = None  # of no family that is not fused
+        self.decoder = decoder
+        self.blocks = getattr(decoder, family.blocks)
+        self._family = family
+        self._layer_types = getattr(decoder.config, "layer_types", None)
+        self._dtype = dtype
+        self._cut_to: Span | None = None
+
+    def forward(self, span: Span, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """`hidden` (tokens, hidden_size) at `positions` (tokens), through the blocks of `span`, a part of ours."""
+        self._cut(span)
+        states = hidden[None].to(self._dtype)
+        output = self.decoder(inputs_embeds=states, position_ids=positions[None], use_cache=False)
+        last: torch.Tensor = output.last_hidden_state[0].float()
+        return last
+
+    def _cut(self, span: Span) -> None:
+        if span == self._cut_to:
+            return
+        first, last = span.start - self.span.start, span.end - self.span.start
+        setattr(self.decoder, self._family.blocks, self.blocks[first:last])
+        config = self.decoder.config
+        config.num_hidden_layers = len(span)
+        if self._layer_types is not None:  # the loop over the blocks reads them by their place in it
+            config.layer_types = self._layer_types[span.start : span.end]
+        self._cut_to = span
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What a client keeps: from token ids to hidden states, and from hidden states to logits.
+
+    Both are the transformers model without its blocks: `embedding` without what follows them, `scoring` without what
+    comes before. So scaled embeddings, learned positions and softcaps are where the family has them, and once.
+    """
+
+    embedding: torch.nn.Module
+    scoring: torch.nn.Module
+    dtype: torch.dtype
+    vocabulary: int
+    """Tokens that can go in: rows of the embedding."""
+    fused: FusedEnds | None
+    decoder: str
+    """The path to the decoder in `scoring`."""
+
+    def embed(self, token_ids: list[int], start: int) -> torch.Tensor:
+        """Hidden states (tokens, hidden_size), in fp32, of tokens at the positions `start` and on.
+
+        Raises ConfigError as `check_tokens`.
+        """
+        check_tokens(token_ids, self.vocabulary)
+        return self.embed_at(torch.tensor(token_ids), torch.arange(start, start + len(token_ids)))
+
+    @torch.inference_mode()
+    def embed_at(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """As `embed`, of tokens (tokens,) at `positions` (tokens,), which are tokens of the model."""
+        if self.fused is not None:
+            return self.fused.embed(tokens).float()
+        return self._entered(positions, input_ids=tokens[None])
+
+    @torch.inference_mode()
+    def enter(self, embeddings: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """As `embed_at`, of `embeddings` (tokens, size): what the input embeddings give, before anything else."""
+        return self._entered(positions, inputs_embeds=embeddings[None].to(self.dtype))
+
+    def _entered(self, positions: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
+        output = self.embedding(position_ids=positions[None], use_cache=False, **given)
+        hidden: torch.Tensor = output.last_hidden_state[0].float()
+        return hidden
+
+    @torch.inference_mode()
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the head scores, (tokens, size) in fp32, of `hidden` (tokens, hidden_size) after the last block."""
+        decoder = self.scoring.get_submodule(self.decoder)
+        states: torch.Tensor = run_embedded(decoder, hidden.to(self.dtype)).last_hidden_state[0].float()
+        return states
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Scores (tokens, vocabulary), in fp32, of the next token after each of `hidden` (tokens, hidden_size)."""
+        hidden = hidden.to(self.dtype)
+        if self.fused is not None:
+            return self.fused.score(hidden).float()
+        scores: torch.Tensor = run_embedded(self.scoring, hidden).logits[0].float()
+        return scores
+
+
+def load_span(
+    folder: ModelFolder,
+    span: Span,
+    attention: str,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    quant: str = "none",
+    *,
+    in_rust: bool = False,
+    report: Callable[[str], None] = say_nothing,
+) -> SpanModel | FusedSpan:
+    """Read the tensors of the blocks of `span`, and of no other.
+
+    `attention` names an attention function registered with transformers, or one of `ATTENTIONS`. Blocks are read,
+    fused, quantized and moved to torch's `device` one by one: never more than one is there twice. `report` is told in a
+    line, every few seconds, how many are read. If `in_rust`, there is `native` too, for blocks that it can be, whose
+    matrices are then in as few bits as they need (`narrow.py`). Raises ModelError for an unsupported model or an
+    incomplete folder.
+    """
+    if (blueprint := blueprint_of(folder)) is not None:
+        reading = Reading(span, quant, report)
+        return _load_fused(folder, blueprint, span, attention, dtype, device, quant, reading, in_rust=in_rust)
+    family = family_of(folder.config)
+    model = without_weights(folder, family, attention, dtype)
+    decoder = model.get_submodule(family.decoder)
+    blocks = getattr(decoder, family.blocks)
+    if quant != "none":
+        check_quantizable(blocks)
+    reading, kept = Reading(span, quant, report), KeptBlocks(folder, span, dtype, quant, device)
+    for block in reading.blocks():
+        if not kept.fill(block, blocks[block]):
+            _load(folder, model, _of_blocks(model, family, Span(block, block + 1)), dtype)
+            if quant != "none":
+                with reading.rounding():
+                    quantize_block(blocks[block], quant, device)
+                kept.keep(block, blocks[block])
+        blocks[block].requires_grad_(False).to(device)
+    remove_entry(decoder, family)
+    remove_exit(decoder, family)
+    remove_blocks(decoder, family)
+    check_transparent(folder, decoder, dtype)
+    setattr(decoder, family.blocks, blocks[span.start : span.end])
+    decoder.requires_grad_(False).to(device)
+    use_fastest(decoder)
+    return SpanModel(decoder, family, span, dtype)
+
+
+def _load_fused(
+    folder: ModelFolder,
+    blueprint: Blueprint,
+    span: Span,
+    attention: str,
+    dtype: torch.dtype,
+    device: str,
+    quant: str,
+    reading: Reading,
+    *,
+    in_rust: bool,
+) -> FusedSpan:
+    """As `load_span`, without transformers."""
+    blocks = torch.nn.ModuleList()
+    is_narrow = in_rust and takes_narrow(blueprint, dtype, device, quant)
+    kept = KeptBlocks(folder, span, dtype, quant, device)
+    for index in reading.blocks():
+        block = _joined_block(blueprint, index, dtype)
+        if not kept.fill(index, block):
+            block = _load_block(folder, blueprint, index, dtype, is_narrow=is_narrow)
+            if quant != "none":
+                with reading.rounding():
+                    quantize_block(block, quant, device)
+                kept.keep(index, block)
+        blocks.append(block.requires_grad_(False).to(device))
+    rotary = Rotary(blueprint.frequencies, blueprint.rotary_scaling)
+    native = native_blocks(blocks, rotary) if in_rust else None
+    if native is None:
+        use_fastest(blocks)
+    return FusedSpan(blocks, rotary.to(device), span, dtype, attention, native)
+
+
+def _joined_block(blueprint: Blueprint, index: int, dtype: torch.dtype) -> Any:  # Any: as transformers types one
+    """Without storage."""
+    plan = blueprint.blocks[index]
+    block = make_block(plan, index, blueprint.activation, dict.fromkeys(plan.shapes, dtype))
+    join_products(block)
+    return block
+
+
+def _load_block(
+    folder: ModelFolder, blueprint: Blueprint, index: int, dtype: torch.dtype, *, is_narrow: bool
+) -> Any:  # Any: as transformers types one
+    plan = blueprint.blocks[index]
+    block = make_block(plan, index, blueprint.activation, block_dtypes(folder, index, plan, dtype, halves=is_narrow))
+    block.load_state_dict(read_block(folder, index, block.state_dict()), assign=True)
+    join_products(block)
+    if is_narrow:
+        keep_narrow(block)
+    return block
+
+
+def can_quantize(folder: ModelFolder) -> bool:
+    """By its config alone. Raises ModelError as `load_span`."""
+    if blueprint_of(folder) is not None:
+        return True
+    family = family_of(folder.config)
+    decoder = without_weights(folder, family, "eager", torch.float32).get_submodule(family.decoder)
+    return not has_experts(getattr(decoder, family.blocks))
+
+
+def found_block_bytes(folder: ModelFolder) -> int | None:
+    """What a block takes in fp32 on a CPU, if files have it in 32 bits and it needs no more than 8; else None.
+
+    By the first block; then by the largest of that, the last and one between. Reads those, but not of a folder that
+    would have to obtain them, as one of the hub. Raises ModelError as `load_span`.
+    """
+    blueprint = blueprint_of(folder)
+    if blueprint is None or not folder.is_local or not takes_narrow(blueprint, torch.float32, "cpu", "none"):
+        return None
+    if set(block_dtypes(folder, 0, blueprint.blocks[0], torch.float32, halves=True).values()) != {torch.float32}:
+        return None
+    name = "self_attn.k_proj.weight"  # a small one tells most models that need all their bits
+    outputs, inputs = blueprint.blocks[0].shapes[name]
+    layer = torch.nn.Linear(inputs, outputs, bias=False, device="meta").requires_grad_(False)
+    layer.load_state_dict({"weight": read_block(folder, 0, {name: layer.weight})[name]}, assign=True)
+    if found_narrow(layer) is None:
+        return None
+    last = len(blueprint.blocks) - 1
+    found_bytes = []
+    for index in dict.fromkeys((0, last // 2, last)):
+        block = _load_block(folder, blueprint, index, torch.float32, is_narrow=True)
+        if any(isinstance(each, torch.nn.Linear) for each in block.modules()):
+            return None
+        found_bytes.append(tensor_bytes(block))
+    return max(found_bytes)
+
+
+def load_ends(folder: ModelFolder, dtype: torch.dtype = torch.float32) -> Ends:
+    """Embeddings, final norm and head. Tied embeddings are read once. Raises ModelError as `load_span`.
+
+    What is computed in fp32, in a family that is fused, is in as few bits as it needs.
+    """
+    family = family_of(folder.config)
+    ATTENTIONS[_NO_ATTENTION] = _no_attention
+    model = without_weights(folder, family, _NO_ATTENTION, dtype)
+    names = {name for name in model.state_dict() if not name.startswith(family.block_prefix)}
+    _load(folder, model, names, dtype)
+    model.requires_grad_(False)
+    if family.fused and dtype == torch.float32:
+        keep_ends_narrow(model, model.get_submodule(family.decoder), family.tokens)
+    remove_blocks(model.get_submodule(family.decoder), family)
+    embedding = _shallow_copy(model, family.decoder).get_submodule(family.decoder)
+    remove_exit(embedding, family)
+    scoring = _shallow_copy(model, family.decoder)
+    remove_entry(scoring.get_submodule(family.decoder), family)
+    bare = _shallow_copy(scoring, family.decoder).get_submodule(family.decoder)
+    remove_exit(bare, family)
+    check_transparent(folder, bare, dtype)
+    vocabulary: int = getattr(model.get_submodule(family.decoder), family.tokens).num_embeddings
+    fused = FusedEnds(model, family) if family.fused else None
+    return Ends(embedding, scoring, dtype, vocabulary, fused, family.decoder)
+
+
+def tensor_bytes(module: torch.nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _of_blocks(model: Any, family: Family, span: Span) -> set[str]:
+    prefixes = tuple(f"{family.block_prefix}{block}." for block in range(span.start, span.end))
+    return {name for name in model.state_dict() if name.startswith(prefixes)}
+
+
+def _load(folder: ModelFolder, model: Any, names: set[str], dtype: torch.dtype) -> None:
+    tensors = read_parameters(folder, model, names, dtype)
+    model.load_state_dict(tensors, assign=True, strict=False)
+    if names & model.all_tied_weights_keys.keys():
+        # As from_pretrained: a tied head is stored once, and one that is stored and differs is not tied after all.
+        model.tie_weights(missing_keys=set(model.state_dict()) - tensors.keys(), recompute_mapping=False)
+    left = [name for name, tensor in model.state_dict().items() if name in names and tensor.is_meta]
+    check_complete(folder, left)
+
+
+def _shallow_copy(model: Any, path: str) -> Any:
+    """`model` with copies of itself and of the modules along `path`, which may be changed; all others are shared."""
+    copied = copy.copy(model)
+    copied._modules = dict(model._modules)
+    name, _, rest = path.partition(".")
+    if name:
+        setattr(copied, name, _shallow_copy(getattr(model, name), rest))
+    return copied
+
+
+def _no_attention(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise AssertionError("the ends have no blocks")

@@ -1,0 +1,105 @@
+"""Models of transformers without weights, and without what a part of them does not need."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from llmnode.errors import ModelError
+from llmnode.models.sources.damage import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llmnode.models.families import Family
+    from llmnode.models.sources.folder import ModelFolder
+
+    Attention = Callable[..., tuple[torch.Tensor, object]]
+
+ATTENTIONS: dict[str, Attention] = {}
+"""Attention functions of ours, by the names that transformers is to know them by."""
+
+
+def without_weights(
+    folder: ModelFolder, family: Family, attention: str, dtype: torch.dtype
+) -> Any:  # Any: as transformers types them
+    """The causal LM with parameters of no storage; buffers, which no file holds, are computed.
+
+    Raises ModelError for a config of which transformers makes none.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    for name, function in ATTENTIONS.items():
+        AttentionInterface.register(name, function)
+    config = copy.deepcopy(folder.config)  # transformers writes into it
+    if folder.info.blocks > len(folder.files):  # else a slip in a config has a model made without end
+        raise ModelError(
+            f"{folder.config_file} tells of {folder.info.blocks} blocks, and all files together have "
+            f"{len(folder.files)} tensors: they are of different models, get both again"
+        )
+    known = "eager" if family.own_attention else attention
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=known, trust_remote_code=False
+            )
+    except Exception as error:  # sizes that do not fit each other bring transformers and torch to raise anything
+        raise ModelError(
+            f"transformers makes no model of {folder.config_file} ({type(error).__name__}: {one_line(error)}): "
+            "get it again"
+        ) from error
+    model.config._attn_implementation = attention  # by which the decoder knows whether to make a mask
+    return model.eval()  # dropout is for training
+
+
+def remove_entry(decoder: Any, family: Family) -> None:  # Any: likewise, from here on
+    setattr(decoder, family.tokens, None)
+    for name in family.enter:
+        setattr(decoder, name, torch.nn.Identity())
+    if family.positions is not None:
+        setattr(decoder, family.positions, _NoPositions())
+    if family.multiplier is not None:
+        setattr(decoder, family.multiplier, 1.0)
+
+
+def remove_exit(decoder: Any, family: Family) -> None:
+    for name in family.leave:
+        setattr(decoder, name, torch.nn.Identity())
+
+
+def remove_blocks(decoder: Any, family: Family) -> None:
+    setattr(decoder, family.blocks, torch.nn.ModuleList())
+    # The blocks keep the whole model's config; the loop over them reads this one.
+    decoder.config = copy.deepcopy(decoder.config)
+    decoder.config.num_hidden_layers = 0
+
+
+@torch.inference_mode()
+def check_transparent(folder: ModelFolder, decoder: Any, dtype: torch.dtype) -> None:
+    """Without entry, blocks and exit nothing may happen to what comes in, else every span would do it once more."""
+    hidden = torch.linspace(-2, 2, 3 * folder.info.hidden_size, dtype=dtype).view(3, -1)
+    if not torch.equal(run_embedded(decoder, hidden).last_hidden_state[0], hidden):
+        raise ModelError(
+            f"the family {folder.config.model_type!r} in this version of transformers changes hidden states "
+            "before or after the blocks in a way that we do not know: use another version of transformers"
+        )
+
+
+def run_embedded(module: torch.nn.Module, hidden: torch.Tensor) -> Any:
+    """Run a model without blocks; the positions do not matter."""
+    positions = torch.arange(len(hidden))
+    return module(inputs_embeds=hidden[None], position_ids=positions[None], use_cache=False)
+
+
+class _NoPositions(torch.nn.Module):
+    """In the place of learned position embeddings, which the ends have added already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = torch.nn.Buffer(torch.zeros(()), persistent=False)  # where the blocks are
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        return self.none

@@ -1,0 +1,1 @@
+"""Where a model comes from: the Hub, a folder, a GGUF file, the embedded package."""

@@ -1,0 +1,243 @@
+"""A model on disk: a folder with `config.json` and safetensors, read tensor by tensor.
+
+Knows no architecture: which tensors belong to which block is `parts.py`'s. Nor where files come from: what is not there
+yet is obtained by who opened the folder, when it is read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from llmnode.core.identity import read_digest
+from llmnode.core.model import ModelInfo
+from llmnode.errors import ModelError
+from llmnode.models.blueprint import kept_blueprint
+from llmnode.models.context import context_of
+from llmnode.models.families import FAMILIES, family_of
+from llmnode.models.sources.checkpoint import (
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    check_options,
+    explain_lack,
+    names_in,
+    shard_names,
+    weights_file,
+)
+from llmnode.models.sources.damage import one_line, read_json, what_is_wrong
+from llmnode.models.sources.identity import folder_weights, identify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+    from pathlib import Path
+
+    from transformers import PreTrainedConfig
+
+    from llmnode.core.identity import Weights
+
+_MAPPED_BYTES = 64 << 20
+"""Of a file that is read, so much is in memory beside the copies: then it is opened anew."""
+
+Header = dict[str, tuple[str, list[int]]]
+"""What a safetensors file says of its tensors: by name, dtype and shape."""
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""What weights are. Others are those of models that were quantized, whose scales no config tells us to apply."""
+
+
+def _nothing_to_obtain(_files: Collection[Path]) -> None:
+    """Of a folder that is all there."""
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """An opened model folder. `files` tells for each tensor name the file that holds it, `dtypes` what it is there.
+
+    `obtain` is called with the files that are about to be read, and returns when they are there.
+    """
+
+    path: Path
+    name: str
+    files: Mapping[str, Path]
+    dtypes: Mapping[str, str]
+    digest: bytes
+    obtain: Callable[[Collection[Path]], None] = _nothing_to_obtain
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / CONFIG_FILE
+
+    @property
+    def revision(self) -> str:
+        """The commit, if it is from the hub; else what stands for its weights."""
+        identity = read_digest(self.digest)
+        assert identity is not None, "ours are made so"
+        return identity.weights.fingerprint.hex()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all of it is on this machine."""
+        return self.obtain is _nothing_to_obtain
+
+    @cached_property
+    def config(self) -> PreTrainedConfig:
+        """As transformers, which takes seconds to import, has it. Raises ModelError as `read_config`."""
+        return read_config(self.path)
+
+    @cached_property
+    def info(self) -> ModelInfo:
+        """Raises ModelError if the config does not say how large the model is."""
+        if (kept := kept_blueprint(self.config_file)) is not None:
+            blocks, hidden_size, context = len(kept.blocks), kept.hidden_size, kept.context
+        else:
+            blocks, hidden_size = self._size("num_hidden_layers"), self._size("hidden_size")
+            context = context_of(self.config, FAMILIES.get(self.config.model_type))
+        # Hidden states travel in fp32 whatever the dtype of the weights, on disk or in memory.
+        return ModelInfo(
+            self.name, self.digest, blocks, hidden_size, context.tokens, dtype="float32", context_reason=context.reason
+        )
+
+    def _size(self, attribute: str) -> int:
+        """By the name that transformers gives it; families that name it otherwise (`n_layer`) are mapped there."""
+        size = getattr(self.config, attribute, None)
+        if not isinstance(size, int) or size < 1:
+            raise ModelError(f"{self.config_file} has no {attribute} that a model can have: get it again")
+        return size
+
+    def read(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+        """Copy the named tensors into memory of our own, each as its one of `dtypes`, and no byte of any other tensor.
+
+        A copy, because pages of a mapped file may be dropped by the system and read again in the middle of a step.
+        """
+        files = {name: self._file_of(name) for name in dtypes}
+        self._check_floats(dtypes)
+        self.obtain(sorted(set(files.values())))
+        tensors: dict[str, torch.Tensor] = {}
+        for file in sorted(set(files.values())):
+            tensors |= read_tensors(file, {name: dtypes[name] for name in files if files[name] == file})
+        return tensors
+
+    def _file_of(self, name: str) -> Path:
+        file = self.files.get(name)
+        if file is None:
+            raise ModelError(f"{self.path} has no tensor {name!r}: the folder is incomplete")
+        return file
+
+    def _check_floats(self, names: Collection[str]) -> None:
+        if (other := next((name for name in names if self.dtypes[name] not in _FLOATS), None)) is not None:
+            raise ModelError(
+                f"{self.files[other]} holds {other} as {self.dtypes[other]}, and {CONFIG_FILE} has no quantization: "
+                f"get the model in one of {', '.join(_FLOATS)}"
+            )
+
+
+def read_tensors(file: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    """As `ModelFolder.read`, of one file. Raises ModelError if one of them cannot be read."""
+    tensors: dict[str, torch.Tensor] = {}
+    waiting = deque(dtypes)
+    while waiting:
+        tensors |= _read_some(file, waiting, dtypes)
+    return tensors
+
+
+def _read_some(file: Path, names: deque[str], dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    """Copies of the first of `names`, which are removed: at least one, and until enough of the file is mapped."""
+    tensors: dict[str, torch.Tensor] = {}
+    mapped = 0
+    try:
+        with safe_open(file, framework="pt") as opened:
+            while names and mapped < _MAPPED_BYTES:
+                stored = opened.get_tensor(names[0])
+                mapped += stored.nbytes
+                tensors[names[0]] = stored.to(dtypes[names[0]], copy=True)
+                names.popleft()
+                del stored  # the map is let go when nothing refers to it
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot read {names[0]} from {file}: {error}") from error
+    return tensors
+
+
+def open_folder(path: Path, name: str, weights: Weights | None = None) -> ModelFolder:
+    """Read config and tensor index. Raises ModelError unless it is a whole model that we can run.
+
+    Which `weights` it has is found out, by a part of them, unless the caller knows.
+    """
+    try:
+        names = names_in(path)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
+    config = open_config(path, str(path), names)
+    file = weights_file(config, lambda each: (path / each).is_file())
+    if file is None:
+        raise no_model(path, str(path), names)
+    headers = {shard: read_header(path / shard) for shard in shard_names(path, file)}
+    return ModelFolder(path, name, *index_tensors(path, headers, weights))
+
+
+def open_config(path: Path, name: str, names: Collection[str]) -> dict[str, Any]:
+    """What the config of the folder `path`, of files of these `names`, says: `name` is what people call it.
+
+    Raises ModelError unless it is of a model that we can run.
+    """
+    if CONFIG_FILE not in names:
+        raise no_model(path, name, names)
+    config = read_json(path / CONFIG_FILE)
+    check_options(path / CONFIG_FILE, config, names)
+    if kept_blueprint(path / CONFIG_FILE) is None:
+        family_of(read_config(path))
+    return config
+
+
+def no_model(path: Path, name: str, names: Collection[str]) -> ModelError:
+    """What to do with a folder that has no config or weights for us, by what else it has."""
+    lack = explain_lack(sorted(names), lambda: read_json(path / ADAPTER_FILE).get("base_model_name_or_path"))
+    return ModelError(f"{name} is not a model folder: it {lack}")
+
+
+def read_config(path: Path) -> PreTrainedConfig:
+    """Raises ModelError if there is none, or if transformers does not know it. No code of the folder is ever run."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    written = read_json(path / CONFIG_FILE)
+    family = written.get("model_type")
+    if isinstance(family, str) and family not in FAMILIES and family not in CONFIG_MAPPING:
+        supported = ", ".join(sorted(FAMILIES))
+        code = ", needs code of its own (auto_map), which llmnode never runs" if "auto_map" in written else ""
+        raise ModelError(f"models of the family {family!r}{code} are not supported; supported are: {supported}")
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # what a config may say brings transformers to raise anything
+        raise ModelError(
+            f"{path} is not a model folder: transformers takes no such {CONFIG_FILE} ({one_line(error)}): get it again"
+        ) from error
+    return config
+
+
+def read_header(shard: Path) -> Header:
+    """Raises ModelError, with what to do, if there is no such file, or not of safetensors."""
+    try:
+        with safe_open(shard, framework="pt") as opened:
+            views = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+            return {name: (view.get_dtype(), view.get_shape()) for name, view in views.items()}
+    except (OSError, SafetensorError) as error:
+        why = what_is_wrong(shard) or f"is not of safetensors, or damaged ({one_line(error)}): download it again"
+        raise ModelError(f"{shard.parent} is not a model folder: {shard.name} {why}") from error
+
+
+def index_tensors(
+    path: Path, headers: Mapping[str, Header], weights: Weights | None = None
+) -> tuple[dict[str, Path], dict[str, str], bytes]:
+    """The file and the dtype of each tensor, and the model's digest, from the headers of all shards by their names.
+
+    The digest is the identity of a model: peers with other weights, config or tensor layout never meet.
+    """
+    config = read_json(path / CONFIG_FILE)
+    index = {tensor: description for header in headers.values() for tensor, description in header.items()}
+    files = {tensor: path / shard for shard, header in headers.items() for tensor in header}
+    dtypes = {tensor: dtype for tensor, (dtype, _) in index.items()}
+    return files, dtypes, identify(config, index, weights or folder_weights(files, index))

@@ -1,0 +1,62 @@
+"""From the name of a model to its folder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llmnode.core.user_input import expand_path
+from llmnode.errors import ConfigError
+from llmnode.models.gguf.convert import is_gguf, open_gguf
+from llmnode.models.sources.embedded import EMBEDDED_MODEL, open_embedded
+from llmnode.models.sources.folder import open_folder
+from llmnode.models.sources.hub import open_hub, parse_hub_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from llmnode.models.sources.folder import ModelFolder
+
+
+def open_model(name: str | None = None, report: Callable[[str], None] = lambda _line: None) -> ModelFolder:
+    """The embedded model (also for None), or the one that `name` is the path or the name on the hub of.
+
+    A path is that of a folder with safetensors, or of a GGUF file. A name on the hub is `org/name`, with
+    `@revision` (a branch, a tag or a commit) if it is not to be the newest; the embedded model's is the hub's too when
+    a revision is given. No tensor is read yet, and none of the hub downloaded: that is done for the part that is
+    loaded, when it is. `report` is told in a line what takes long, then as well as now.
+    Raises ConfigError for any other name, ModelError for what is not a whole model that we can run.
+    """
+    if name is None or name == EMBEDDED_MODEL:
+        return open_embedded(report)
+    path = _path_of(name)
+    if path is not None and path.is_dir():
+        return open_folder(path, path.name)
+    if path is not None and path.is_file():
+        if not _is_gguf(path):
+            raise ConfigError(f"{name} is a file and no GGUF: name the folder that holds config.json and safetensors")
+        return open_gguf(path, report)
+    if (on_the_hub := parse_hub_name(name)) is not None:
+        return open_hub(on_the_hub, report)
+    raise ConfigError(
+        f"{name!r} is neither {EMBEDDED_MODEL} nor a folder with safetensors, a GGUF file, "
+        "or a name on the Hugging Face hub (org/name or org/name@revision)"
+    )
+
+
+def _path_of(name: str) -> Path | None:
+    """None if there is none by that name. Raises ConfigError for one that may not be looked at."""
+    try:
+        path = expand_path(name).resolve(strict=True)
+    except PermissionError as error:
+        raise ConfigError(f"the model {name}: cannot be read ({error.strerror})") from error
+    except (OSError, ValueError, RuntimeError):  # there is none, or no file can have that name, or no such user
+        return None
+    return path
+
+
+def _is_gguf(path: Path) -> bool:
+    try:
+        return is_gguf(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error

@@ -1,0 +1,1 @@
+"""Tokens and text: tokenizers, streaming, chat templates."""

@@ -1,0 +1,1 @@
+"""Weights in memory: read, quantized, packed, and kept on disk."""

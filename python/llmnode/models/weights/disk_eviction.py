@@ -1,0 +1,40 @@
+"""What is kept on disk that can be made again, and what goes to make room for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionPolicy:
+    disk_share: float = 0.25
+    """Of what is free and what we keep together: the disk is others' too."""
+    idle_s: float = 3600.0
+    """What was used since stays: two nodes whose models do not both fit would remove each other's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    name: str
+    size_bytes: int
+    used_s: float
+
+
+def room_for(
+    needed_bytes: int, name: str, kept: Sequence[Kept], free_bytes: int, now_s: float, policy: EvictionPolicy
+) -> list[Kept] | None:
+    """What is to go before so much more is kept under `name`: the longest unused. None if that is not enough."""
+    kept_bytes = sum(each.size_bytes for each in kept)
+    over_bytes = kept_bytes + needed_bytes - int(policy.disk_share * (free_bytes + kept_bytes))
+    going: list[Kept] = []
+    for each in sorted(kept, key=lambda each: (each.used_s, each.name)):
+        if over_bytes <= 0:
+            break
+        if each.name != name and now_s - each.used_s >= policy.idle_s:
+            going.append(each)
+            over_bytes -= each.size_bytes
+    return going if over_bytes <= 0 else None

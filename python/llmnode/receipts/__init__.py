@@ -1,0 +1,1 @@
+"""What servers signed: kept, written into transcripts, and checked."""

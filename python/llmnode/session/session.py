@@ -1,0 +1,335 @@
+"""An inference session: hidden states of one sequence, through every hop of a route, position by position.
+
+Hidden states go from hop to hop directly; of each hop's input and output the digests come here, and must fit together.
+A session outlives its servers (Petals, Algorithm 1): when a peer is lost, its inputs are given to who takes its place,
+by the hop before, which has logged them, or by us. Whatever fails, all hops go back to the last position that all of
+them had computed, under a new epoch, and the rest is done again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.errors import (
+    IntegrityError,
+    LlmnodeError,
+    LocalProtocolError,
+    NoRoute,
+    PeerError,
+    SessionClosed,
+    SessionLost,
+    single_error,
+)
+from llmnode.session import handover
+from llmnode.session.chunk_run import run_chunk, run_chunks
+from llmnode.session.failures import StepFailures
+from llmnode.session.hops import SessionHops
+from llmnode.session.recovery import Recoverer
+from llmnode.wire.payload import decode_hidden
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from llmnode.core.ids import PeerId
+    from llmnode.core.model import ModelInfo
+    from llmnode.core.policy import ClientPolicy
+    from llmnode.core.route import Route
+    from llmnode.receipts.book import ReceiptBook
+    from llmnode.session.chunk_run import ChunkResult
+    from llmnode.session.failures import PeerFinder, Recovery
+    from llmnode.session.saved import SavedSession
+    from llmnode.session.spot_checks import SpotChecks
+    from llmnode.swarm.peer_connection import PeerConnection
+    from llmnode.wire.chunk import Chunk, HopTiming
+    from llmnode.wire.frame import Buffer
+    from llmnode.wire.payload import Codec
+
+log = logging.getLogger(__name__)
+
+
+class InferenceSession:
+    """Petals' primitive: `step` runs hidden states through all blocks and remembers them in the KV of every hop.
+
+    Made by `open_session`. Not for several tasks at once, except that any may close it.
+    """
+
+    def __init__(
+        self,
+        model: ModelInfo,
+        max_length: int,
+        codec: Codec,
+        policy: ClientPolicy,
+        detours: PeerFinder | None,
+        book: ReceiptBook | None,
+        spot: SpotChecks | None = None,
+    ) -> None:
+        self.timings: Sequence[HopTiming] = ()
+        """Of the latest step, one per hop."""
+        self.receipts = book
+        """Who computed what, as they signed it."""
+        self.spot_checks = spot
+        self._policy = policy
+        self._detours = detours
+        introduce = detours.introduce if detours is not None else None
+        self._hops = SessionHops(model, max_length, codec, policy, introduce=introduce, book=book, spot=spot)
+        self._mender = Recoverer(self._hops, detours)
+        self._is_exported = False
+
+    @property
+    def position(self) -> int:
+        """Number of positions in the KV of every hop."""
+        return self._hops.position
+
+    @property
+    def max_length(self) -> int:
+        """Number of positions that there is KV for."""
+        return self._hops.max_length
+
+    @property
+    def route(self) -> Route:
+        """The hops it goes through now."""
+        return tuple(each.hop for each in self._hops.hops)
+
+    @property
+    def connections(self) -> Mapping[PeerId, PeerConnection]:
+        return {each.hop.peer: each.connection for each in self._hops.hops}
+
+    @property
+    def recoveries(self) -> Sequence[Recovery]:
+        """In the order in which peers were lost."""
+        return self._mender.recoveries
+
+    async def open(self, route: Route, connections: Mapping[PeerId, PeerConnection]) -> None:
+        await self._hops.open(route, connections)
+
+    async def take_over(self, saved: SavedSession, connections: Mapping[PeerId, PeerConnection]) -> None:
+        """Instead of `open`: go on where `saved` stands, with the hops that are still there, and others for the rest.
+
+        Raises NoRoute or SessionLost.
+        """
+        assert self._detours is not None, "what was saved may have gone"
+        await handover.take_over(self._hops, saved, connections, self._detours)
+        await self._persist(trio.lowlevel.checkpoint, position_before=saved.position)
+
+    async def step(self, hidden: Buffer) -> Buffer:
+        """Append positions. hidden: (tokens, hidden_size) in fp32, as it leaves the embedding.
+
+        Returns the same shape, as it leaves the last block. What crosses the wire is in the session's codec, in chunks
+        of the policy's size, several under way at once. Peers that fail are replaced meanwhile. Raises SessionLost if
+        that is of no use, after which only closing is left, as it is after a step that was cancelled; and NoRoute if
+        nobody holds a lost peer's blocks: the session stands where it stood, and the same step may be tried again; and
+        so does ConfigError, if so much may not go through a relay.
+        """
+        self._hops.check_open()
+        row_bytes = self._hops.model.row_bytes
+        length, rest = divmod(len(hidden), row_bytes)
+        if rest or not length or self.position + length > self.max_length:
+            raise LocalProtocolError(
+                f"{len(hidden)} bytes ({row_bytes} a position) at position {self.position} of {self.max_length}"
+            )
+        await self._hops.hold_from_relays([None, *self._hops.hops, None], length)
+        waiting = deque(self._chunks(hidden))
+        outputs: list[Buffer] = []
+        with single_error():
+            async with trio.open_nursery() as beside:
+                if self.receipts is not None and self.receipts.pending >= self._policy.unverified_steps:
+                    beside.start_soon(self.verify)
+                await self._persist(lambda: self._stream(waiting, outputs), position_before=self._hops.position)
+        return outputs[0] if len(outputs) == 1 else bytearray().join(outputs)
+
+    async def truncate(self, position: int) -> None:
+        """Forget the positions from `position` on, at every hop. Raises as `step` does."""
+        self._hops.check_open()
+        if not 0 <= position <= self.position:
+            raise LocalProtocolError(f"cannot go back to position {position} from {self.position}")
+        self._hops.position = position
+        self._hops.is_settled = False
+        if self.receipts is not None:
+            self.receipts.truncate(position)
+        await self._persist(trio.lowlevel.checkpoint, position_before=position)
+
+    async def fork(self, targets: Sequence[InferenceSession]) -> None:
+        """Make each of `targets`, other sessions of the same client, a copy of this one, whatever they were.
+
+        It costs them a round trip, at whose end each goes its own way. Raises as `step` does, for any of them.
+        """
+        self._hops.check_open()
+        with single_error():
+            async with trio.open_nursery() as nursery:
+                for target in targets:
+                    nursery.start_soon(target._become, self)
+
+    async def verify(self) -> None:
+        """Check what has been signed so far. A hop that has not signed what it computed is replaced with the next step.
+
+        Steps do that beside others, a few at a time; call it when what is there is all there will be.
+        """
+        try:
+            if self.receipts is not None:
+                await self.receipts.verify_pending()
+        except IntegrityError as error:
+            log.warning("%s", error)
+            for hop in self._hops.hops:
+                if hop.hop.peer == error.peer:
+                    hop.blame(error)
+
+    async def export(self, path: Path, token_ids: Sequence[int] = ()) -> float:
+        """Save the session in the file at `path`, for `llmnode.resume` in another process; it may go on here too.
+
+        Returns for how many seconds the servers keep its KV when this process has gone or closed it, 0 if some do not:
+        then it is resumed by a replay of what is in the file. The file says where the session stands now, `token_ids`,
+        which only the caller knows, and our key: whoever can read it can go on in our name. Raises ConfigError if it
+        cannot be written.
+        """
+        self._hops.check_open()
+        if self._detours is None:
+            raise LocalProtocolError("a session that knows no other peers cannot be saved")
+        lease_s = await handover.lease(self._hops)
+        await self._detours.save(handover.save(self._hops, token_ids), path)
+        self._is_exported = True
+        return lease_s
+
+    async def close(self) -> None:
+        """Tell every hop to free its KV; or, if the session was exported, to keep it for as long as was promised."""
+        self._hops.ended = self._hops.ended or SessionClosed("closed")
+        if self.spot_checks is not None:
+            await self.spot_checks.close()
+        for hop in self._hops.hops:
+            await hop.close(keep=self._is_exported)
+
+    @contextmanager
+    def _ends_if_broken_off(self) -> Iterator[None]:
+        """Some hops may have done their part and others not: going on would take a late answer for a new one."""
+        try:
+            yield
+        except SessionLost as error:
+            self._hops.ended = error
+            raise
+        except LlmnodeError:
+            raise
+        except BaseException:  # a group, if it was cancelled while several hops were busy
+            self._hops.ended = SessionClosed("it was cancelled on the way through its hops")
+            raise
+
+    # The way through the hops
+
+    def _chunks(self, hidden: Buffer) -> Iterator[tuple[Buffer, int]]:
+        """Payloads and their lengths. They go on from hop to hop as they are: a lossy codec loses once, not twice."""
+        row_bytes, most = self._hops.model.row_bytes, self._policy.chunk_tokens
+        for at in range(0, len(hidden), most * row_bytes):
+            rows = memoryview(hidden)[at : at + most * row_bytes]
+            yield bytes(self._hops.form.encode(rows)), len(rows) // row_bytes  # logged, and `hidden` is the caller's
+
+    async def _persist(self, work: Callable[[], Awaitable[None]], *, position_before: int) -> None:
+        """Do `work` with all hops at the session's position, and the rest of it again after what could be mended."""
+        trouble = StepFailures()
+        with self._ends_if_broken_off():
+            while True:
+                if self.spot_checks is not None:
+                    self.spot_checks.raise_finding()
+                try:
+                    if (lost := self._hops.lost) is not None:
+                        raise lost.failure or LocalProtocolError("who is lost has failed")
+                    await self._hops.settle()
+                    await self._hops.switch_to_direct()
+                    return await work()
+                except PeerError as error:
+                    self._hops.is_settled = False
+                    try:
+                        await self._mender.mend(error, trouble)
+                    except NoRoute:
+                        self._hops.position = position_before
+                        raise
+
+    async def _stream(self, waiting: deque[tuple[Buffer, int]], outputs: list[Buffer]) -> None:
+        """All of `waiting` through all hops, several chunks under way; what has passed them goes over to `outputs`."""
+        line, start = self._hops, self._hops.position
+        loads: list[tuple[Chunk, Buffer]] = []
+        for number, (payload, length) in enumerate(waiting):
+            loads.append((line.chunk(line.step + number, start, length), payload))
+            start += length
+
+        async def land(flight: ChunkResult) -> None:
+            outputs.append(await self._land(flight))
+            waiting.popleft()
+
+        if len(loads) == 1:  # as decodes are, to which a nursery would be dear
+            await land(await run_chunk(line.hops, *loads[0], self._policy))
+        else:
+            await run_chunks(line.hops, loads, self._policy, land)
+
+    async def _land(self, flight: ChunkResult) -> Buffer:
+        """All hops have computed the chunk: the session stands after it now. Returns what it became, in fp32."""
+        assert flight.output.payload is not None, "the last hop keeps no outputs"
+        values = flight.chunk.length * self._hops.model.hidden_size
+        output = decode_hidden(flight.output.payload, self._hops.form.codec, values)
+        await self._hops.land(flight)
+        self.timings = [each.timing for each in flight.outputs]
+        if self.spot_checks is not None:
+            self.spot_checks.landed(flight, self._hops.hops)
+        return output
+
+    async def _become(self, source: InferenceSession) -> None:
+        """Be a copy of `source`, at its peers; where that fails, others are given its inputs as if a hop were lost."""
+        self._hops.check_open()
+        with self._ends_if_broken_off():
+            await self._hops.become(source._hops)
+        await self._persist(self._hops.line_up, position_before=self._hops.position)
+
+
+@asynccontextmanager
+async def resume_session(
+    saved: SavedSession,
+    connections: Mapping[PeerId, PeerConnection],
+    model: ModelInfo,
+    policy: ClientPolicy,
+    detours: PeerFinder,
+    book: ReceiptBook,
+    spot: SpotChecks | None = None,
+) -> AsyncIterator[InferenceSession]:
+    """The session that was `saved`, at whichever of its hops there are `connections` to; closed with the context.
+
+    Raises NoRoute if nobody holds the blocks of the others, SessionLost if that is of no use.
+    """
+    session = InferenceSession(model, saved.max_length, saved.codec, policy, detours, book, spot)
+    async with _closed_at_last(session, policy):
+        await session.take_over(saved, connections)
+        yield session
+
+
+@asynccontextmanager
+async def open_session(
+    route: Route,
+    connections: Mapping[PeerId, PeerConnection],
+    model: ModelInfo,
+    max_length: int,
+    codec: Codec,
+    policy: ClientPolicy,
+    detours: PeerFinder | None = None,
+    book: ReceiptBook | None = None,
+    spot: SpotChecks | None = None,
+) -> AsyncIterator[InferenceSession]:
+    """Open a session with KV for `max_length` positions at every hop; it is closed with the context.
+
+    Without `detours` it ends with the first peer that it loses; without a `book` receipts are not kept; without `spot`
+    nothing is computed twice. Raises the PeerError of the first hop that does not open.
+    """
+    session = InferenceSession(model, max_length, codec, policy, detours, book, spot)
+    async with _closed_at_last(session, policy):
+        await session.open(route, connections)
+        yield session
+
+
+@asynccontextmanager
+async def _closed_at_last(session: InferenceSession, policy: ClientPolicy) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        with trio.move_on_after(policy.open_timeout_s, shield=True):
+            await session.close()

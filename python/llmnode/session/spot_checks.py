@@ -1,0 +1,186 @@
+"""Spot checks: a small share of chunks is computed again by another peer of the same profile, and compared.
+
+A receipt says who said what; whether it was computed right, only computing it again tells (design section 7). One hop
+of a chunk that has landed is chosen at random. Another peer is given what that hop was given, from position 0, and what
+it makes of the chunk is held against what the hop has signed. If they differ a third decides: two against one.
+
+All this goes beside the session's steps, over sessions of its own, one check at a time. It costs the checker a prefill,
+and us the transfer of the hop's inputs and of what the checker makes of them. Whoever checks sees hidden states that
+else only the route sees. Peers that lie together, and alike, are not found; nor is a span checked that one peer alone
+holds whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.errors import IntegrityError, PeerError, SessionLost
+from llmnode.session.hop import SessionHop
+from llmnode.session.recompute import Recomputer, Sample, tolerance
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+    from llmnode.core.ids import PeerId
+    from llmnode.core.model import ModelInfo
+    from llmnode.core.policy import ClientPolicy
+    from llmnode.receipts.book import ReceiptBook, Run
+    from llmnode.session.chunk_run import ChunkResult
+    from llmnode.session.failures import PeerFinder
+    from llmnode.session.recompute import Exhibit, Opinion
+    from llmnode.wire.payload import Codec
+
+log = logging.getLogger(__name__)
+
+
+class SpotChecks:
+    """The checks of one session. `start_soon` has work done beside it; `run` runs what takes long, off the event loop.
+
+    A peer that computes something else than two others is not used any more by this client, and the session ends with
+    SessionLost. Others could compute the chunk anew, but nobody knows which chunk was the first wrong one, and tokens
+    were chosen by what came of it, and shown: only the caller can take them back. Where no third peer decides, all who
+    differ are suspected, and the session goes on.
+    """
+
+    def __init__(
+        self,
+        model: ModelInfo,
+        codec: Codec,
+        policy: ClientPolicy,
+        others: PeerFinder,
+        book: ReceiptBook,
+        rng: random.Random,
+        start_soon: Callable[[Callable[[], Awaitable[None]]], None],
+        run: Run = trio.to_thread.run_sync,
+    ) -> None:
+        self.passed = 0
+        self.undecided = 0
+        """Checks that found a difference, but not whose fault it is."""
+        self.given_up = 0
+        """Checks for which nobody could be asked, or a log was not shown."""
+        self.largest_deviation = 0.0
+        """Of two peers that were taken to agree."""
+        self._recomputer = Recomputer(model, codec, policy, others, book, run)
+        asked_for = policy.spot_check_tolerance
+        self._tolerance = tolerance(model.dtype, codec) if asked_for is None else asked_for
+        self._policy = policy
+        self._others = others
+        self._rng = rng
+        self._start_soon = start_soon
+        self._finding: IntegrityError | None = None
+        self._is_open = True
+        self._end = 0  # of the chunk that is being checked
+        self._scope = trio.CancelScope()
+        self._over = trio.Event()
+        self._over.set()
+
+    def landed(self, flight: ChunkResult, hops: Sequence[SessionHop]) -> None:
+        """All `hops` have computed the chunk of `flight`, and stand after it. It may be checked; returns at once."""
+        end = flight.chunk.start + flight.chunk.length
+        if not (self._is_open and self._over.is_set() and self._finding is None and self._recomputer.can_cut):
+            return
+        if end > self._policy.spot_check_positions or self._rng.random() >= self._policy.spot_check:
+            return
+        index = self._rng.randrange(len(hops))
+        hop = hops[index]
+        origin = hops[index - 1] if index and self._policy.upstream_logs else hop.inputs.copy()
+        sample = Sample(flight.chunk, origin, hop, flight.outputs[index].hidden)
+        self._end, self._scope, self._over = end, trio.CancelScope(), trio.Event()
+        self._start_soon(partial(self._check, sample))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a check is under way."""
+        return not self._over.is_set()
+
+    def truncate(self, position: int) -> None:
+        """Positions from `position` on are void: from now on nobody has to have them any more."""
+        if position < self._end:
+            self._scope.cancel()
+
+    def raise_finding(self) -> None:
+        """Raises SessionLost if a hop was found to compute something else than others."""
+        if self._finding is not None:
+            raise SessionLost([self._finding])
+
+    async def finish(self) -> None:
+        """Wait for the check that is under way: closing gives it up. Raises SessionLost as the next step would."""
+        await self._over.wait()
+        self.raise_finding()
+
+    async def close(self) -> None:
+        """Give up the check that is under way, and free what it holds elsewhere."""
+        self._is_open = False
+        self._scope.cancel()
+        await self._over.wait()
+
+    async def _check(self, sample: Sample) -> None:
+        try:
+            with self._scope:
+                await trio.lowlevel.checkpoint()  # it may have been given up before it began
+                await self._compare(await self._recomputer.collect(sample))
+        except PeerError as error:  # the failure of its hop, which the session replaces
+            log.warning("no spot check: %s", error)
+            self.given_up += 1
+        finally:
+            self._over.set()
+
+    async def _compare(self, exhibit: Exhibit) -> None:
+        own, asked = exhibit.own, {exhibit.own.peer}
+        second = await self._recomputer.ask(exhibit, asked)
+        if second is None:
+            log.info("no spot check span=%s: nobody else computes it now", exhibit.span)
+            self.given_up += 1
+        elif await self._agree(own, second):
+            self.passed += 1
+        else:
+            log.warning("%s and %s do not compute the same, span=%s", own.peer, second.peer, exhibit.span)
+            third = await self._recomputer.ask(exhibit, asked)
+            if third is None:
+                self._suspect(exhibit, [second])
+                return
+            with_own, with_second = await self._agree(own, third), await self._agree(second, third)
+            if with_own == with_second:
+                self._suspect(exhibit, [second, third])
+            elif with_own:
+                self.passed += 1
+                self._outvote(second.peer, [own, third])
+            elif exhibit.is_proved:
+                self._outvote(own.peer, [second, third])
+                what = f"computed something else than {second.peer} and {third.peer}"
+                self._finding = IntegrityError(what, peer=own.peer, span=exhibit.span)
+            else:  # the inputs that we were shown may not be what it was given
+                suspects = self._suspect(exhibit, [])
+                what = f"{second.peer} and {third.peer} compute otherwise than {_names(suspects)}"
+                self._finding = IntegrityError(what, span=exhibit.span, suspects=suspects)
+
+    async def _agree(self, one: Opinion, other: Opinion) -> bool:
+        apart = await self._recomputer.deviation(one, other)
+        log.debug("spot check: %s and %s are %.2g apart", one.peer, other.peer, apart)
+        if apart > self._tolerance:
+            return False
+        self.largest_deviation = max(self.largest_deviation, apart)
+        return True
+
+    def _outvote(self, peer: PeerId, others: Sequence[Opinion]) -> None:
+        log.warning("peer=%s is not used any more: %s compute otherwise", peer, _names(each.peer for each in others))
+        self._others.distrust(peer)
+
+    def _suspect(self, exhibit: Exhibit, others: Sequence[Opinion]) -> list[PeerId]:
+        """The checked peer, who gave it its input if that is not proved, and `others`. Returns all of them."""
+        suspects = [exhibit.own.peer, *(each.peer for each in others)]
+        if not exhibit.is_proved and isinstance(exhibit.sample.origin, SessionHop):
+            suspects.append(exhibit.sample.origin.hop.peer)
+        log.warning("one of %s computes wrongly, and nobody decides who: all are suspected", _names(suspects))
+        self.undecided += 1
+        self._others.suspect(suspects)
+        return suspects
+
+
+def _names(peers: Iterable[PeerId]) -> str:
+    return " and ".join(peers)

@@ -1,0 +1,41 @@
+"""Joining a swarm without serving: a network that only dials, and a view that stays current. Loads no torch."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.policy import LinkPolicy, SwarmPolicy
+from llmnode.errors import single_error
+from llmnode.net.directory import open_directory
+from llmnode.net.host import open_network
+from llmnode.swarm.membership import Swarm
+from llmnode.swarm.pool import ConnectionPool, open_pool
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+
+@asynccontextmanager
+async def join_swarm(
+    peers: Sequence[str], link_policy: LinkPolicy, key: bytes | None = None, swarm_key: bytes | None = None
+) -> AsyncIterator[tuple[ConnectionPool, Swarm]]:
+    """As a client, without serving: know what the peers at the addresses `peers` know, and stay up to date.
+
+    Our identity is that of `key`, by default a fresh one; `swarm_key` is that of a private swarm.
+
+    Peers that do not answer are left out. Raises PeerError if none answers, ConfigError for a malformed address.
+    """
+    with single_error():
+        async with AsyncExitStack() as stack:
+            network = await stack.enter_async_context(open_network([], link_policy, key, swarm_key=swarm_key))
+            directory = await stack.enter_async_context(open_directory(network, SwarmPolicy()))
+            pool = await stack.enter_async_context(open_pool(network))
+            nursery = await stack.enter_async_context(trio.open_nursery())
+            stack.callback(nursery.cancel_scope.cancel)
+            swarm = Swarm(network, pool, SwarmPolicy(), contacts=peers, directory=directory, roams=False)
+            await swarm.meet_all(peers)
+            nursery.start_soon(swarm.run)
+            yield pool, swarm

@@ -1,0 +1,362 @@
+"""One peer's knowledge of the swarm: a view, kept current by exchanging what is newer with other peers.
+
+The directory finds a swarm; the exchange keeps it current (design section 8). Every announcement is signed, so anyone
+may pass it on; it is verified before it is believed. Servers, relays and clients all keep one; only servers announce.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import math
+import random
+import time
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.announcement import DOUBLE, Announcement, PeerState, SignedAnnouncement
+from llmnode.core.peers.clocks import Clocks
+from llmnode.core.view import View, is_news
+from llmnode.errors import ConfigError, PeerError, RemoteProtocolError
+from llmnode.wire.announcement import (
+    SIGNING_CONTEXT,
+    pack_announcement,
+    pack_news,
+    pack_sequences,
+    unpack_news,
+    unpack_sequences,
+)
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import Clock, pack, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from llmnode.core.announcement import Offer
+    from llmnode.core.ids import PeerId
+    from llmnode.core.peers.clocks import ClockVerdict
+    from llmnode.core.policy import SwarmPolicy
+    from llmnode.ports import Directory, Network
+    from llmnode.swarm.peer_connection import PeerConnection
+    from llmnode.swarm.pool import ConnectionPool
+
+log = logging.getLogger(__name__)
+
+VERIFIED_AT_ONCE = 16
+"""A signature takes a tenth of a millisecond: other tasks get their turn after this many."""
+
+
+def wall_clock_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+class Swarm:
+    """What we know of others, and what we say of ourselves. `run` keeps both current.
+
+    `contacts` are the addresses that the user gave: the first peers to ask. Who `roams` opens links to others, for the
+    exchange alone; who does not, as a client, asks the peers that it is connected to anyway.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        pool: ConnectionPool,
+        policy: SwarmPolicy,
+        *,
+        contacts: Sequence[str] = (),
+        directory: Directory | None = None,
+        now_ms: Callable[[], int] = wall_clock_ms,
+        rng: random.Random | None = None,
+        roams: bool = True,
+    ) -> None:
+        self.view = View(policy)
+        self._double: Announcement | None = None
+        self._clocks = Clocks(policy)
+        self._network = network
+        self._pool = pool
+        self._policy = policy
+        self.contacts = list(contacts)
+        self._directory = directory
+        self._now_ms = now_ms
+        self._rng = rng or random.Random()
+        self._roams = roams
+        self._news = trio.Event()
+        self._changed = trio.Event()
+        self._noticed = trio.Event()
+        self._began_ms = self._former_ms = now_ms()
+        self._said_again_s = self._double_until_s = -math.inf
+        self._sequence = 0
+        self._said: set[int] = set()
+        self._offer: Callable[[], Offer] | None = None
+
+    @property
+    def double(self) -> Announcement | None:
+        """What another node says that uses our identity; None if we know of none, or have not heard of it for long."""
+        return self._double if trio.current_time() < self._double_until_s else None
+
+    @property
+    def clock_offsets_ms(self) -> dict[PeerId, int]:
+        """How far the clocks of peers are ahead of ours, as far as they have told lately."""
+        return self._clocks.offsets_ms(trio.current_time())
+
+    def judge_clocks(self) -> ClockVerdict:
+        return self._clocks.judge(trio.current_time())
+
+    async def wait_noticed(self) -> None:
+        """Until `double` or a clock is new."""
+        await self._noticed.wait()
+
+    # Keeping current
+
+    async def run(self) -> None:
+        """Exchange with others until cancelled: with one of them now and then, with several when there is news."""
+        while True:
+            with trio.move_on_after(self._policy.exchange_every_s * self._rng.uniform(0.8, 1.2)):
+                await self._news.wait()
+            fanout = self._policy.fanout if self._news.is_set() else 1
+            self._news = trio.Event()
+            await self._exchange_with_some(fanout)
+            await trio.sleep(self._policy.news_every_s)
+
+    async def announce(self, offer: Callable[[], Offer]) -> None:
+        """Announce what `offer` says, and again before it expires, until cancelled."""
+        self._offer = offer
+        async with trio.open_nursery() as nursery:
+            if self._directory is not None:
+                nursery.start_soon(self._publish, self._directory)
+            while True:
+                self.say(offer())
+                await trio.sleep(self._policy.announce_every_s)
+
+    async def leave(self, offer: Offer) -> None:
+        """Tell our neighbours, and they the others, that we stop serving `offer`."""
+        self.say(replace(offer, state=PeerState.LEFT))
+        with trio.move_on_after(self._policy.farewell_s):
+            await self._exchange_with_some(self._policy.neighbours)
+
+    def say(self, offer: Offer) -> None:
+        """Sign an announcement of `offer` and let others hear of it soon."""
+        now_ms, lifetime_ms = self._now_ms(), int(1000 * self._policy.lifetime_s)
+        self._sequence = max(now_ms, self._sequence + 1)
+        self._said = {each for each in self._said if each + lifetime_ms > now_ms} | {self._sequence}
+        announcement = Announcement(
+            peer=self._network.peer,
+            addresses=tuple(self._network.addresses)[: self._policy.addresses],
+            sequence=self._sequence,
+            expires_ms=self._sequence + lifetime_ms,
+            software=software() if self.double is None else f"{software()} ({DOUBLE})",
+            offer=offer,
+        )
+        body = pack_announcement(announcement)
+        self._take(SignedAnnouncement(announcement, body, self._network.sign(SIGNING_CONTEXT + body)))
+
+    async def wait_changed(self) -> None:
+        """Until an offer that was not known is in the view, or somebody's expired."""
+        await self._changed.wait()
+
+    async def ask_around(self) -> None:
+        """Exchange views with neighbours now, instead of when it is time."""
+        await self._exchange_with_some(self._policy.neighbours)
+
+    async def look_up(self, model_digest: bytes) -> None:
+        """Ask the directory who serves a model, and what those that it names know."""
+        if self._directory is None:
+            return
+        await self._merge(await self._directory.find(model_digest))
+        for announcement in self.view.of_model(model_digest)[: self._policy.neighbours]:
+            await self._try_exchange(announcement.addresses)
+
+    async def meet(self, address: str) -> None:
+        """Exchange views with the peer at `address`. Raises PeerError."""
+        await self.exchange(await self._pool.connect([address]))
+
+    async def meet_all(self, addresses: Sequence[str]) -> None:
+        """Exchange views with the peers at `addresses`, all at once. Raises the first's PeerError if none answers.
+
+        We may be among them, as where all nodes are given one list: nobody needs to answer for us.
+        """
+        errors: list[PeerError] = []
+
+        async def meet(address: str) -> None:
+            try:
+                await self.meet(address)
+            except PeerError as error:
+                errors.append(error)
+
+        different = [each for each in dict.fromkeys(addresses) if each not in self._network.addresses]
+        async with trio.open_nursery() as nursery:
+            for address in different:
+                nursery.start_soon(meet, address)
+        of_others = [each for each in errors if each.peer != self._network.peer]
+        if of_others and len(errors) == len(different):
+            raise of_others[0]
+
+    async def exchange(self, connection: PeerConnection) -> None:
+        """Afterwards both know what either knew. Raises PeerError."""
+        asked_ms = self._now_ms()
+        answer = await connection.ask_peer(
+            FrameType.VIEW,
+            FrameType.NEWS,
+            self._policy.exchange_timeout_s,
+            pack(Clock(asked_ms)),
+            pack_sequences(self.view.sequences()),
+        )
+        try:
+            clock = unpack(Clock, answer.meta)
+            news = unpack_news(answer.payload, self._policy)
+            await self._merge(news.announcements)
+        except RemoteProtocolError as error:
+            raise error.blame(connection.peer) from None
+        self._note_clock(connection.peer, clock.now_ms - (asked_ms + self._now_ms()) // 2, asked=True)
+        await self.introduce(connection, news.wanted)
+
+    async def introduce(self, connection: PeerConnection, peers: Iterable[PeerId]) -> None:
+        """Tell a peer of others, as far as we know them. Raises PeerUnreachable."""
+        wanted = set(peers)
+        if theirs := [signed for signed in self.view.newer_than({}) if signed.announcement.peer in wanted]:
+            meta, payload = pack(Clock(self._now_ms())), pack_news(theirs, [], self._policy)
+            await connection.tell(Frame(FrameType.NEWS, meta=meta, payload=payload))
+
+    # Being asked
+
+    def answer(self, frame: Frame, peer: PeerId) -> Frame:
+        """The NEWS that answers a VIEW frame of `peer`. Raises RemoteProtocolError."""
+        clock = unpack(Clock, frame.meta)
+        self._note_clock(peer, clock.now_ms - self._now_ms(), asked=False)
+        theirs = unpack_sequences(frame.payload, self._policy)
+        self._drop_expired()
+        payload = pack_news(self.view.newer_than(theirs), self.view.lacks(theirs), self._policy)
+        return Frame(FrameType.NEWS, step=frame.step, meta=pack(Clock(self._now_ms())), payload=payload)
+
+    async def take_news(self, frame: Frame) -> None:
+        """Believe a NEWS frame that we did not ask for, as far as it is signed. Raises RemoteProtocolError."""
+        unpack(Clock, frame.meta)
+        await self._merge(unpack_news(frame.payload, self._policy).announcements)
+
+    # Inside
+
+    async def _merge(self, announcements: Iterable[SignedAnnouncement]) -> None:
+        """Raises RemoteProtocolError at the first that is not signed by the peer that it names."""
+        self._drop_expired()
+        verified = 0
+        for signed in announcements:
+            announcement = signed.announcement
+            is_ours = announcement.peer == self._network.peer
+            if not (self._is_foreign if is_ours else self.view.is_newer)(announcement, self._now_ms()):
+                continue
+            if not self._network.verify(announcement.peer, SIGNING_CONTEXT + signed.body, signed.signature):
+                raise RemoteProtocolError(f"passes on an announcement that {announcement.peer} did not sign")
+            if is_ours:
+                self._take_foreign(announcement)
+            else:
+                self._take(signed)
+            verified += 1
+            if verified % VERIFIED_AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint()
+
+    def _is_foreign(self, announcement: Announcement, now_ms: int) -> bool:
+        """Whether it holds, though not we but somebody with our key has made it since we began.
+
+        Our own former life made its announcements before, and says at most that it has left since.
+        """
+        if announcement.sequence <= self._former_ms or announcement.offer.state is PeerState.LEFT:
+            return False
+        return announcement.sequence not in self._said and self.view.holds(announcement, now_ms)
+
+    def _take_foreign(self, announcement: Announcement) -> None:
+        """Somebody else announces itself as the peer that we are. Others believe the newest: let it be ours.
+
+        The first that is ahead of our clock may be our former life's, from before this clock was set back.
+        """
+        self._sequence = max(self._sequence, announcement.sequence)
+        if announcement.sequence > self._now_ms() and self._former_ms == self._began_ms:
+            self._former_ms = announcement.sequence
+            self._say_again()
+            return
+        known, self._double = self.double, announcement
+        self._double_until_s = trio.current_time() + 2 * self._policy.lifetime_s
+        if known is None or is_news(known, announcement):
+            log.info("another node uses our identity, at %s", " ".join(announcement.addresses))
+            self._say_again()
+        elif trio.current_time() > self._said_again_s + self._policy.announce_every_s / 3:
+            self._say_again()  # else it may never hear of us: what it says then is always newer
+        self._note_noticed()
+
+    def _say_again(self) -> None:
+        self._said_again_s = trio.current_time()
+        if self._offer is not None:
+            self.say(self._offer())
+
+    def _note_clock(self, peer: PeerId, offset_ms: int, *, asked: bool) -> None:
+        if peer != self._network.peer:
+            self._clocks.note(peer, offset_ms, trio.current_time(), asked=asked)
+            self._note_noticed()
+
+    def _note_noticed(self) -> None:
+        self._noticed.set()
+        self._noticed = trio.Event()
+
+    def _take(self, signed: SignedAnnouncement) -> None:
+        if self.view.accept(signed, self._now_ms()):
+            offer = signed.announcement.offer
+            log.info("news peer=%s state=%s span=%s", signed.announcement.peer, offer.state, offer.span)
+            self._news.set()
+            self._note_change()
+
+    def _drop_expired(self) -> None:
+        for peer in self.view.drop_expired(self._now_ms()):
+            log.info("expired peer=%s", peer)
+            self._note_change()
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def _exchange_with_some(self, count: int) -> None:
+        """With living neighbours, and with a new one if there are few of them."""
+        self._drop_expired()
+        living = self._pool.living()
+        if self._roams and len(living) >= self._policy.neighbours and self._rng.random() < 1 / len(living):
+            await living.pop(self._rng.randrange(len(living))).end()  # make room for somebody else
+        wanted = self._policy.neighbours if self._roams else 1
+        async with trio.open_nursery() as nursery:
+            if len(living) < wanted and (addresses := self._stranger(living)):
+                nursery.start_soon(self._try_exchange, addresses)
+            for connection in self._rng.sample(living, min(count, len(living))):
+                nursery.start_soon(self._try_exchange_with, connection)
+
+    def _stranger(self, living: Sequence[PeerConnection]) -> Sequence[str]:
+        """The addresses of a peer that we have no link to, at random; those that the user named are among them."""
+        known = {connection.peer for connection in living} | {self._network.peer}
+        choices = [each.addresses for each in self.view.announcements() if each.peer not in known and each.addresses]
+        contacts = [[each] for each in self.contacts if each.rpartition("/p2p/")[2] not in known]
+        return self._rng.choice([*choices, *contacts]) if choices or contacts else []
+
+    async def _try_exchange(self, addresses: Sequence[str]) -> None:
+        try:
+            await self.exchange(await self._pool.connect(addresses))
+        except (PeerError, ConfigError) as error:
+            log.debug("no exchange: %s", error)
+
+    async def _try_exchange_with(self, connection: PeerConnection) -> None:
+        try:
+            await self.exchange(connection)
+        except PeerError as error:
+            log.debug("no exchange: %s", error)
+
+    async def _publish(self, directory: Directory) -> None:
+        while True:
+            own = [each for each in self.view.newer_than({}) if each.announcement.peer == self._network.peer]
+            for signed in own:
+                await directory.publish(signed)
+            await trio.sleep(self._policy.directory_every_s if own else self._policy.news_every_s)
+
+
+@cache
+def software() -> str:
+    """Read from disk once: any peer may ask any number of times."""
+    return f"llmnode/{importlib.metadata.version('llmnode')}"

@@ -1,0 +1,235 @@
+"""A client's side of one link: asks, and hands each answer to who asked."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.ids import NO_SESSION, Step
+from llmnode.errors import (
+    LocalProtocolError,
+    PeerError,
+    PeerRefused,
+    PeerTimeout,
+    PeerUnreachable,
+    RemoteProtocolError,
+)
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import Description, Refusal, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from llmnode.core.ids import Epoch, PeerId, SessionId
+    from llmnode.ports import Link
+
+    Question = tuple[SessionId, Epoch, Step]
+
+
+class PeerConnection:
+    """One link, shared by all sessions that go through its peer. Made by `open_connection`."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._waiting: dict[Question, Expected] = {}
+        self._ended: PeerError | None = None
+        self._has_ended = trio.Event()
+        self._questions = 0  # that belong to no session; each has its own step
+        self._told_s = trio.current_time()
+        self.sessions: set[SessionId] = set()
+        """Those that answer over it: it stays open for them."""
+        self._better: PeerConnection | None = None
+        self._has_better = trio.Event()
+
+    @property
+    def peer(self) -> PeerId:
+        return self._link.peer
+
+    @property
+    def relayed(self) -> bool:
+        """Whether it goes through a relay, and not straight to the peer."""
+        return self._link.relayed
+
+    @property
+    def relay_limit_bytes(self) -> int | None:
+        return self._link.relay_limit_bytes
+
+    @property
+    def better(self) -> PeerConnection | None:
+        """To the same peer, and direct, while this is relayed; what goes over this may move there."""
+        return self._better
+
+    @better.setter
+    def better(self, better: PeerConnection | None) -> None:
+        self._better = better
+        if better is None:
+            self._has_better = trio.Event()
+        else:
+            self._has_better.set()
+
+    async def wait_better(self) -> None:
+        """Until there is one, or this has ended."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._cancel_when_ended, nursery.cancel_scope)
+            await self._has_better.wait()
+            nursery.cancel_scope.cancel()
+
+    async def _cancel_when_ended(self, scope: trio.CancelScope) -> None:
+        await self._has_ended.wait()
+        scope.cancel()
+
+    @property
+    def best(self) -> PeerConnection:
+        """What is `better`, or else this."""
+        return self if self.better is None or self.better.has_ended else self.better
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended is not None
+
+    async def wait_direct(self) -> None:
+        """Until a new connection to the peer would not go through a relay."""
+        await self._link.wait_direct()
+
+    async def wait_unused(self, idle_s: float) -> None:
+        """Until no session answers over it, and nothing was sent for so long: all that was has arrived."""
+        while self.sessions or self._waiting or trio.current_time() < self._told_s + idle_s:  # noqa: ASYNC110
+            await trio.sleep(idle_s)
+
+    async def describe(self, timeout_s: float) -> Description:
+        answer = await self.ask_peer(FrameType.DESCRIBE, FrameType.DESCRIPTION, timeout_s)
+        try:
+            description = unpack(Description, answer.meta)
+        except RemoteProtocolError as error:
+            raise error.blame(self.peer) from None
+        if not description.span_start < description.span_end <= description.blocks:
+            raise RemoteProtocolError("describes a span that its model does not have", peer=self.peer)
+        return description
+
+    async def ask_peer(
+        self, question: FrameType, answer_type: FrameType, timeout_s: float, meta: bytes = b"", payload: bytes = b""
+    ) -> Frame:
+        """Ask what belongs to no session. Raises as `ask` does."""
+        self._questions = (self._questions + 1) % 2**32
+        frame = Frame(question, NO_SESSION, step=Step(self._questions), meta=meta, payload=payload)
+        return await self.ask(frame, answer_type, timeout_s)
+
+    async def ask(self, frame: Frame, answer_type: FrameType, timeout_s: float) -> Frame:
+        """Send `frame` and wait for its answer, which has the same session, epoch and step.
+
+        Raises PeerRefused, PeerTimeout, PeerUnreachable or RemoteProtocolError, each naming the peer.
+        """
+        with self.expect(frame.session, frame.epoch, frame.step) as answer:
+            await self.tell(frame)
+            return await answer.receive(answer_type, timeout_s)
+
+    @contextlib.contextmanager
+    def expect(self, session: SessionId, epoch: Epoch, step: Step) -> Iterator[Expected]:
+        """Within the context, an answer to this question is kept, whoever asks it. Raises as `ask` does."""
+        question = session, epoch, step
+        if question in self._waiting:
+            raise LocalProtocolError("this step is waiting for its answer already")
+        if self._ended is not None:
+            raise _again(self._ended)
+        expected = self._waiting[question] = Expected(self)
+        try:
+            yield expected
+        finally:
+            self._waiting.pop(question, None)
+
+    async def tell(self, frame: Frame) -> None:
+        """Send a frame that has no answer."""
+        self._told_s = trio.current_time()
+        await self._link.send(frame)
+
+    async def run(self) -> None:
+        """Hand out answers until the link ends; then every question fails with the link's error."""
+        try:
+            while True:
+                frame = await self._link.receive()
+                if (waiter := self._waiting.get(_question(frame))) is not None:
+                    waiter.arrive(frame)
+                # else it is the late answer to a question that was given up
+        except PeerError as error:
+            self._ended = error
+        finally:
+            if self._ended is None:  # cancelled
+                self._ended = PeerUnreachable("connection closed", peer=self.peer)
+            self._has_ended.set()
+            for waiter in self._waiting.values():
+                waiter.arrive(None)
+
+    async def wait_ended(self) -> None:
+        await self._has_ended.wait()
+
+    async def end(self) -> None:
+        await self._link.end("client is done")
+
+    @property
+    def error(self) -> PeerError:
+        """Why it has ended: a fresh error for each who asks."""
+        assert self._ended is not None
+        return _again(self._ended)
+
+    def checked(self, answer: Frame, expected: FrameType) -> Frame:
+        if answer.type is FrameType.REFUSAL:
+            try:
+                refusal = unpack(Refusal, answer.meta)
+            except RemoteProtocolError as error:
+                raise error.blame(self.peer) from None
+            retry_after_s = refusal.retry_after_ms / 1000 or None
+            raise PeerRefused(refusal.code, refusal.message, retry_after_s=retry_after_s, peer=self.peer)
+        if answer.type is not expected:
+            raise RemoteProtocolError(f"answered {answer.type.name} where {expected.name} is due", peer=self.peer)
+        return answer
+
+
+class Expected:
+    """An answer on its way. Made by `PeerConnection.expect`."""
+
+    def __init__(self, connection: PeerConnection) -> None:
+        self._connection = connection
+        self._answer: Frame | None = None
+        self._arrived = trio.Event()
+
+    def arrive(self, answer: Frame | None) -> None:
+        """None if there will be none, for the connection has ended. Of several the first counts, until it is taken."""
+        self._answer = self._answer or answer
+        self._arrived.set()
+
+    async def receive(self, answer_type: FrameType, timeout_s: float) -> Frame:
+        """Raises PeerTimeout if it does not come in time; it may be waited for again."""
+        with trio.CancelScope(deadline=trio.current_time() + timeout_s) as patience:
+            await self._arrived.wait()
+        if patience.cancelled_caught:
+            raise PeerTimeout(f"no {answer_type.name} in {timeout_s:g} s", peer=self._connection.peer)
+        if (answer := self._answer) is None:
+            raise self._connection.error
+        self._answer, self._arrived = None, trio.Event()
+        if self._connection.has_ended:
+            self._arrived.set()
+        return self._connection.checked(answer, answer_type)
+
+
+@contextlib.asynccontextmanager
+async def open_connection(link: Link) -> AsyncIterator[PeerConnection]:
+    """A running connection over `link`; the link ends with the context."""
+    connection = PeerConnection(link)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(connection.run)
+        try:
+            yield connection
+        finally:
+            await connection.end()
+            nursery.cancel_scope.cancel()
+
+
+def _question(frame: Frame) -> Question:
+    return frame.session, frame.epoch, frame.step
+
+
+def _again(error: PeerError) -> PeerError:
+    """A fresh copy: one error object must not collect the tracebacks of every waiter."""
+    return type(error)(error.message, peer=error.peer, span=error.span)

@@ -1,0 +1,209 @@
+"""The connections that a node has opened: one to a peer, dialled when first needed and again after it ended.
+
+One through a relay is followed by a direct one as soon as there can be one. What is opened later goes over that; the
+relayed one stays until what goes over it has moved, and takes its place again if the direct one ends before.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import asynccontextmanager, suppress
+from copy import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.ids import PeerId
+from llmnode.core.policy import PoolPolicy
+from llmnode.errors import ConfigError, PeerError, PeerUnreachable, single_error
+from llmnode.swarm.peer_connection import open_connection
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+    from llmnode.ports import Network
+    from llmnode.swarm.peer_connection import PeerConnection
+
+log = logging.getLogger(__name__)
+
+ERRORS_TOLD = 3
+"""Of the addresses of one peer, in one message."""
+
+
+@dataclass(slots=True)
+class _Dial:
+    """An attempt that several may wait for."""
+
+    addresses: list[str]
+    began_s: float
+    over: trio.Event = field(default_factory=trio.Event)
+    error: PeerError | ConfigError | None = None
+
+
+@asynccontextmanager
+async def open_pool(network: Network, policy: PoolPolicy | None = None) -> AsyncIterator[ConnectionPool]:
+    """All of the pool's connections end with the context."""
+    async with trio.open_nursery() as nursery:
+        try:
+            yield ConnectionPool(network, nursery, policy or PoolPolicy())
+        finally:
+            nursery.cancel_scope.cancel()
+
+
+class ConnectionPool:
+    """Made by `open_pool`."""
+
+    def __init__(self, network: Network, nursery: trio.Nursery, policy: PoolPolicy) -> None:
+        self.network = network
+        self._nursery = nursery
+        self._policy = policy
+        self._opened: dict[PeerId, PeerConnection] = {}
+        self._dialling: dict[PeerId, _Dial] = {}
+
+    def living(self) -> list[PeerConnection]:
+        """In the order in which they were opened."""
+        return [connection for connection in self._opened.values() if not connection.has_ended]
+
+    async def connect(self, addresses: Sequence[str]) -> PeerConnection:
+        """The living connection to the peer at `addresses`, all of one peer, or a new one to the first that answers.
+
+        Raises PeerUnreachable with the last cause, or ConfigError for an address of no known form.
+        """
+        if not addresses:
+            raise PeerUnreachable("it names no address: it is reached through relays alone, and has lost them")
+        peer = PeerId(addresses[0].rpartition("/p2p/")[2])
+        asked_s = trio.current_time()
+        await trio.lowlevel.checkpoint()
+        while (connection := self._opened.get(peer)) is None or connection.has_ended:
+            if (dial := self._dialling.get(peer)) is None:
+                return await self._dial_for_all(peer, addresses)
+            await dial.over.wait()
+            if dial.error is not None and dial.began_s >= asked_s and dial.addresses == list(addresses):
+                raise copy(dial.error)  # not dialled again by each who waited, one after the other
+        return connection
+
+    def warm(self, addresses: Sequence[str]) -> None:
+        """Have a connection ready for when it is needed. Failing is silent."""
+        self._nursery.start_soon(self._connect_quietly, addresses)
+
+    def start_soon(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Have `work` done beside everything else; it is cancelled when the pool ends."""
+        self._nursery.start_soon(work)
+
+    async def _connect_quietly(self, addresses: Sequence[str]) -> None:
+        with suppress(PeerError, ConfigError):
+            await self.connect(addresses)
+
+    async def _dial_for_all(self, peer: PeerId, addresses: Sequence[str]) -> PeerConnection:
+        """Whoever asks for the same peer meanwhile is given the same answer."""
+        dial = self._dialling[peer] = _Dial(list(addresses), trio.current_time())
+        try:
+            connection = self._opened[peer] = await self._dial(addresses)
+        except (PeerError, ConfigError) as error:
+            dial.error = error
+            raise
+        finally:
+            del self._dialling[peer]
+            dial.over.set()
+        return connection
+
+    async def _dial(self, addresses: Sequence[str]) -> PeerConnection:
+        """The first that is opened. Each address is tried while those before it still are (RFC 8305, in spirit)."""
+        in_order = sorted(addresses, key=_is_relayed)
+        opened: list[PeerConnection] = []
+        errors: dict[str, PeerError | ConfigError] = {}
+        try:
+            with single_error():
+                async with trio.open_nursery() as nursery:
+
+                    async def attempt(address: str, over: trio.Event) -> None:
+                        try:
+                            opened.append(await self._open(address))
+                            nursery.cancel_scope.cancel()
+                        except (PeerError, ConfigError) as error:
+                            errors[address] = error
+                        over.set()
+
+                    over: trio.Event | None = None
+                    for address in in_order:
+                        if over is not None:
+                            with trio.move_on_after(self._stagger_s(address)):
+                                await over.wait()
+                        nursery.start_soon(attempt, address, over := trio.Event())
+        except BaseException:
+            await _end_all(opened)
+            raise
+        if not opened:
+            raise _all_of([errors[address] for address in in_order])
+        await _end_all(opened[1:])  # that were opened in the same moment
+        return opened[0]
+
+    def _stagger_s(self, address: str) -> float:
+        return self._policy.relay_stagger_s if _is_relayed(address) else self._policy.stagger_s
+
+    async def _open(self, address: str) -> PeerConnection:
+        connection: PeerConnection = await self._nursery.start(self._hold, address)
+        return connection
+
+    async def _hold(self, address: str, task_status: trio.TaskStatus[PeerConnection]) -> None:
+        link = await self.network.dial(address)
+        async with open_connection(link) as connection:
+            task_status.started(connection)
+            async with trio.open_nursery() as nursery:
+                if connection.relayed:
+                    nursery.start_soon(self._better, connection, address)
+                await connection.wait_ended()
+                nursery.cancel_scope.cancel()
+        if self._opened.get(connection.peer) is connection:
+            del self._opened[connection.peer]
+
+    async def _better(self, connection: PeerConnection, address: str) -> None:
+        """Have a direct connection follow a relayed one, which ends when nothing uses it any more."""
+        while True:
+            await connection.wait_direct()
+            with suppress(PeerError, ConfigError):
+                better = await self._open(address)
+                if better.relayed:  # it was direct for a moment
+                    await better.end()
+                else:
+                    await self._follow(connection, better)
+            if self._opened.get(connection.peer) is not connection:  # another was opened meanwhile
+                return await self._end_unused(connection)
+            await trio.sleep(self._policy.retry_s)
+
+    async def _follow(self, connection: PeerConnection, better: PeerConnection) -> None:
+        """Until the better one has ended."""
+        peer = connection.peer
+        connection.better = better
+        if self._opened.get(peer) is connection:
+            self._opened[peer] = better
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._end_unused, connection)
+            await better.wait_ended()
+            nursery.cancel_scope.cancel()
+        connection.better = None
+        if self._opened.get(peer) in (None, better):
+            self._opened[peer] = connection
+
+    async def _end_unused(self, connection: PeerConnection) -> None:
+        await connection.wait_unused(self._policy.idle_s)
+        await connection.end()
+
+
+def _all_of(errors: Sequence[PeerError | ConfigError]) -> PeerError | ConfigError:
+    """One error that says what several say: of two addresses each may fail for a reason of its own."""
+    texts = dict.fromkeys(each.message if isinstance(each, PeerError) else str(each) for each in errors)
+    if len(texts) == 1:
+        return errors[-1]
+    return PeerUnreachable("; ".join(list(texts)[-ERRORS_TOLD:]))
+
+
+def _is_relayed(address: str) -> bool:
+    return "/p2p-circuit/" in address
+
+
+async def _end_all(connections: Sequence[PeerConnection]) -> None:
+    for connection in connections:
+        with trio.CancelScope(shield=True):  # ends without waiting for anybody
+            await connection.end()

@@ -1,0 +1,201 @@
+"""Who gets room on a server: never more than there is, in a fair order, and nobody is passed over for ever."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmnode.core.ids import PeerId, SessionId
+from llmnode.core.policy import AdmissionPolicy
+from llmnode.core.serving.admission_queue import AdmissionQueue
+from llmnode.core.serving.scheduling import Priority
+
+POSITIONS = 100
+POLICY = AdmissionPolicy(passed_over=3, line=20, line_per_client=15)
+
+
+def name(number: int) -> SessionId:
+    return SessionId(number.to_bytes(16, "big"))
+
+
+@dataclass
+class Hall:
+    """A room, and what has come of all that asked for some of it."""
+
+    room: AdmissionQueue = field(default_factory=lambda: AdmissionQueue(POSITIONS, POLICY))
+    now_s: float = 0.0
+    asked: dict[int, int] = field(default_factory=dict)
+    waiting: list[int] = field(default_factory=list)
+    inside: list[int] = field(default_factory=list)
+
+    def ask(self, positions: int, client: int = 0, priority: Priority = Priority.INTERACTIVE) -> int:
+        number = len(self.asked)
+        self.asked[number] = positions
+        self.waiting.append(number)
+        self.room.add(name(number), PeerId(f"client {client}"), priority, positions, self.now_s)
+        return number
+
+    def admit(self) -> list[int]:
+        admitted = [int.from_bytes(each, "big") for each in self.room.admit(self.now_s)]
+        for number in admitted:
+            self.waiting.remove(number)
+            self.inside.append(number)
+        return admitted
+
+    def leave(self, number: int) -> None:
+        for where in (self.waiting, self.inside):
+            if number in where:
+                where.remove(number)
+        self.room.remove(name(number), self.now_s)
+
+    @property
+    def held(self) -> int:
+        return sum(self.asked[number] for number in self.inside)
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("ask"), st.integers(1, POSITIONS), st.integers(0, 3), st.sampled_from(Priority)),
+    st.tuples(st.just("leave"), st.integers(0, 99), st.just(0), st.just(Priority.BATCH)),
+    st.tuples(st.just("pass"), st.integers(0, 3), st.just(0), st.just(Priority.BATCH)),
+)
+
+
+@given(script=st.lists(EVENTS, max_size=60))
+def test_there_is_never_more_held_than_there_is_and_in_the_end_all_is_free(
+    script: list[tuple[str, int, int, Priority]],
+) -> None:
+    hall = Hall()
+    for what, number, client, priority in script:
+        if what == "ask" and hall.room.has_place(PeerId(f"client {client}")):
+            hall.ask(number, client, priority)
+        elif what == "pass":
+            hall.now_s += number
+        elif what == "leave" and (here := hall.waiting + hall.inside):
+            hall.leave(here[number % len(here)])
+        hall.admit()
+        assert hall.held <= POSITIONS
+        assert hall.room.free == POSITIONS - hall.held
+        assert hall.room.line == len(hall.waiting)
+        assert POLICY.least_retry_s <= hall.room.retry_after_s(50, hall.now_s) <= POLICY.longest_retry_s
+    for _ in hall.asked:
+        for number in list(hall.inside):
+            hall.leave(number)
+        hall.admit()
+    assert not hall.waiting, "everybody has come in at last"
+    assert not hall.inside
+    assert hall.room.free == POSITIONS
+
+
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12))
+def test_who_fits_does_not_wait_unless_room_is_kept_for_another(sizes: list[int]) -> None:
+    hall = Hall(room=AdmissionQueue(POSITIONS, AdmissionPolicy(passed_over=1000)))
+    for size in sizes:
+        hall.ask(size)
+        hall.admit()
+        assert all(hall.asked[number] > hall.room.free for number in hall.waiting)
+
+
+def test_the_client_that_holds_least_comes_first_and_then_who_came_first() -> None:
+    hall = Hall()
+    first = hall.ask(60, client=0)
+    hall.ask(40, client=1)
+    assert len(hall.admit()) == 2
+    of_holder, of_who_left, of_another = hall.ask(30, client=1), hall.ask(30, client=0), hall.ask(30, client=2)
+    hall.ask(30, client=2)
+    hall.leave(first)
+    assert hall.admit() == [of_who_left, of_another], "they hold nothing"
+    assert hall.waiting[0] == of_holder
+
+
+@given(st.lists(st.integers(0, 4), min_size=5, max_size=30))
+def test_of_equal_sessions_no_client_has_two_more_inside_than_another_that_waits(clients: list[int]) -> None:
+    hall = Hall(room=AdmissionQueue(POSITIONS, AdmissionPolicy(line_per_client=100)))
+    whole = hall.ask(POSITIONS, client=9)
+    hall.admit()
+    of = {hall.ask(20, client=client): client for client in clients}
+    hall.leave(whole)
+    hall.admit()
+    inside = [of[number] for number in hall.inside]
+    for waiting in {of[number] for number in hall.waiting}:
+        assert all(inside.count(client) <= inside.count(waiting) + 1 for client in inside)
+
+
+def test_a_higher_priority_comes_first_until_the_lower_one_has_waited_as_long_as_it_counts() -> None:
+    hall = Hall()
+    whole = hall.ask(POSITIONS)
+    hall.admit()
+    training = hall.ask(POSITIONS, 1, Priority.TRAINING)
+    hall.now_s += 0.9 * POLICY.ageing_s
+    batch = hall.ask(POSITIONS, 2, Priority.BATCH)
+    hall.leave(whole)
+    assert hall.admit() == [batch]
+    hall.now_s += 1.2 * POLICY.ageing_s
+    hall.ask(POSITIONS, 3, Priority.INTERACTIVE)
+    hall.leave(batch)
+    assert hall.admit() == [training], "it has aged twice"
+
+
+def test_smaller_sessions_go_before_a_large_one_a_few_times_and_then_room_is_kept_for_it() -> None:
+    hall = Hall()
+    hall.ask(60)
+    hall.admit()
+    large = hall.ask(80, client=1)
+    for _ in range(POLICY.passed_over):
+        small = hall.ask(10, client=2)
+        assert hall.admit() == [small]
+    kept_out = hall.ask(10, client=2)
+    assert hall.admit() == []
+    hall.leave(0)
+    assert hall.admit() == []
+    hall.leave(hall.inside[0])
+    assert hall.admit() == [large]
+    hall.leave(large)
+    assert hall.admit() == [kept_out]
+
+
+def test_nobody_fills_the_line_alone_nor_all_together_without_end() -> None:
+    hall = Hall()
+    hall.ask(POSITIONS)
+    hall.admit()
+    for _ in range(POLICY.line_per_client):
+        assert hall.room.has_place(PeerId("client 1"))
+        hall.ask(1, client=1)
+    assert not hall.room.has_place(PeerId("client 1"))
+    while hall.room.has_place(PeerId("client 2")):
+        hall.ask(1, client=2)
+    assert hall.room.line == POLICY.line
+
+
+@pytest.mark.parametrize("stay_s", [5.0, 20.0])
+def test_when_to_come_again_is_when_so_much_has_ended_at_the_pace_till_now(stay_s: float) -> None:
+    """Four at a time that stay for as long as each other, one ending every quarter of that."""
+    hall = Hall()
+    begun: list[tuple[float, int]] = []
+    for number in range(40):
+        if number >= 4:
+            began_s, oldest = begun.pop(0)
+            hall.now_s = max(hall.now_s, began_s + stay_s)
+            hall.leave(oldest)
+        else:
+            hall.now_s = number * stay_s / 4
+        begun.append((hall.now_s, hall.ask(25)))
+        hall.admit()
+    assert hall.room.free == 0
+    assert hall.room.retry_after_s(25, hall.now_s) == pytest.approx(stay_s / 4, rel=0.2)
+    hall.ask(25)
+    hall.admit()
+    assert hall.room.retry_after_s(25, hall.now_s) == pytest.approx(stay_s / 2, rel=0.2), "after who waits"
+
+
+def test_before_any_session_has_ended_those_that_are_here_tell_how_long_one_stays() -> None:
+    hall = Hall()
+    hall.ask(POSITIONS)
+    hall.admit()
+    assert hall.room.retry_after_s(10, hall.now_s) == POLICY.least_retry_s
+    hall.now_s = 100.0
+    assert hall.room.retry_after_s(10, hall.now_s) == pytest.approx(10.0)
+    hall.now_s = 10_000.0
+    assert hall.room.retry_after_s(10, hall.now_s) == POLICY.longest_retry_s

@@ -1,0 +1,187 @@
+"""The command line's own part: help, exit statuses, errors that name the fix. What commands do is tested elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llmnode.node.cli import main
+from llmnode.node.settings import NO_OPTIONS, variable_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWHatDJpvRfD7CvXhA3hg2Pc115M26JP2Zph8nShom4ESy"
+COMMANDS = ["demo", "serve", "relay", "generate", "chat", "status", "doctor", "invite", "verify", "config", "bench"]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests may have a file and variables of their own."""
+    for name in os.environ:
+        if name.startswith("LLMNODE_") and name not in NO_OPTIONS:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("LLMNODE_CONFIG", os.devnull)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    assert f"examples:\n  llmnode {command}" in capsys.readouterr().out
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    listed = capsys.readouterr().out
+    assert all(f"\n    {command} " in listed for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [
+        ([], "are required: COMMAND (see `llmnode --help`)"),
+        (["sing"], "invalid choice: 'sing'"),
+        (["chat"], "no peers are named: give --peers ADDRESS"),
+        (["status"], "no peers are named: give --peers ADDRESS"),
+        (["chat", "--peers", PEER, "--swarm-key", "/nowhere"], "there is no swarm key /nowhere: `llmnode invite"),
+        (["serve", "--swarm-key", "/dev/null"], "the swarm key /dev/null can be read by others"),
+        (["relay", "--swarm-key", "llmnode-invite-AAAA"], "this invite is damaged: copy the whole line"),
+        (["invite"], "are required: --swarm-key"),
+        (["invite", "--swarm-key", "/proc/none/swarm.key"], "cannot write the swarm key /proc/none/swarm.key"),
+        (["invite", "--swarm-key", "/nowhere", "--peers", "nonsense"], "is not the address of a peer"),
+        (["serve", "--blocks", "0:5", "--kv-tokens", "many"], "argument --kv-tokens: invalid int value: 'many'"),
+        (["generate", "--peers", PEER, "--prompt", "A", "--prompts", "B"], "not allowed with argument --prompt"),
+        (["serve", "--blocks", "five"], "write START:END (as 0:10), a number of blocks, or auto"),
+        (["serve", "--blocks", "5:5"], "write START:END"),
+        (["serve", "--blocks", "0:5", "--quant", "int3"], "argument --quant: invalid choice: 'int3'"),
+        (["serve", "--blocks", "0:5", "--kv-dtype", "int4"], "argument --kv-dtype: invalid choice: 'int4'"),
+        (["chat", "--peers", PEER, "--kv-device", "cpu"], "unrecognized arguments: --kv-device cpu"),
+        (["generate", "--peers", PEER, "--quant", "auto"], "argument --quant: invalid choice: 'auto'"),
+        (["serve", "--blocks", "0:5", "--threads", "0"], "--threads 0: give at least 1"),
+        (["serve", "--blocks", "0:5", "--kv-tokens", "-1"], "--kv-tokens -1: give at least 1"),
+        (["serve", "--blocks", "0:5", "--announce", "here"], "write where others reach you, as /ip4/ADDRESS/tcp/PORT"),
+        (["relay", "--announce", "/ip4/0.0.0.0/tcp/4001"], "nobody can dial 0.0.0.0; write where others reach you"),
+        (["demo", "--servers", "0"], "--servers 0: give at least 1"),
+        (["demo", "--servers", "31"], "choose 1 to 30"),
+        (["demo", "--max-new-tokens", "0"], "--max-new-tokens 0: give at least 1"),
+        (["generate", "--peers", "nonsense"], "is not the address of a peer"),
+        (["generate", "--peers", PEER, "--temperature", "-1"], "--temperature -1: give 0 or more"),
+        (["generate", "--peers", PEER, "--prompts", "/nowhere"], "--prompts /nowhere: cannot be read"),
+        (["generate", "--peers", PEER, "--prompts", "/dev/null"], "--prompts /dev/null: holds no prompt"),
+        (["generate", "--peers", PEER, "--samples", "2"], "would all be the same: give a --temperature"),
+        (["generate", "--peers", PEER, "--samples", "0"], "--samples 0: give at least 1"),
+        (["generate", "--peers", PEER, "--at-once", "0"], "--at-once 0: give at least 1"),
+        (["generate", "--peers", PEER, "--samples", "2", "--receipts", "/x"], "--receipts is of one session"),
+        (["generate", "--peers", PEER, "--receipts", "/nowhere/x"], "--receipts /nowhere/x: cannot be written"),
+        (["generate", "--peers", PEER, "--model", "/nowhere"], "is neither HuggingFaceTB/"),
+        (["chat", "--peers", PEER, "--top-p", "0"], "--top-p 0: give more than 0"),
+        (["chat", "--peers", PEER, "--max-length", "0"], "--max-length 0: give at least 1"),
+        (["bench", "failures", "--only", "nope"], "--only 'nope': no cell is called so; they are as kill open 0"),
+        (["bench", "pipeline", "--plot", "/tmp/x.nope"], "--plot /tmp/x.nope: end its name in one of"),
+        (["bench", "pipeline", "--plot", "/nowhere/x.svg"], "--plot /nowhere/x.svg: there is no folder /nowhere"),
+        (["config", "sing"], "there is no command 'sing': choose from demo"),
+        (["doctor", "--kv-tokens", "0"], "--kv-tokens 0: give at least 1"),
+        (["verify"], "are required: FILE (see `llmnode verify --help`)"),
+        (["verify", "/nowhere"], "/nowhere: cannot be read (No such file or directory): name a file that a session"),
+        (["verify", "/"], "/: cannot be read (Is a directory)"),
+        (["verify", "/dev/null"], "/dev/null: not JSON"),
+        (
+            ["verify", "/dev/zero"],
+            "/dev/zero: has more than 16777216 bytes, which is the most: name a file that a session exported",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_one_line_that_names_the_fix(
+    arguments: list[str], fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("llmnode: ")
+    assert fix in line
+
+
+def test_a_warning_is_told_once_whatever_libraries_log() -> None:
+    program = (
+        "import logging; from llmnode.node.commands.options import log_to_stderr\n"
+        "log_to_stderr(logging.WARNING, '%(message)s')\n"
+        "logging.debug('as py-libp2p does')\n"
+        "logging.getLogger('llmnode.session.session').warning('waiting')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == "llmnode: waiting\n"
+
+
+def _config(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:  # Any: JSON
+    assert main(["config", "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_no_option_has_the_variable_of_something_else(capsys: pytest.CaptureFixture[str]) -> None:
+    options = {name for of in _config(capsys)["commands"].values() for name in of}
+    assert {"kv-tokens", "model", "peers", "listen", "json"} <= options
+    assert not NO_OPTIONS & {variable_of(name) for name in options}
+
+
+def test_config_tells_where_each_option_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text("threads = 3\n[serve]\nlisten = ['/ip4/0.0.0.0/tcp/4001']\n")
+    monkeypatch.setenv("LLMNODE_CONFIG", str(file))
+    monkeypatch.setenv("LLMNODE_CACHE", "/the/cache")
+    monkeypatch.setenv("LLMNODE_KV_TOKENS", "7")
+    monkeypatch.setenv("LLMNODE_KVTOKENS", "8")
+    shown = _config(capsys, "serve")
+    assert shown["file"] == {"path": str(file), "exists": True}
+    assert shown["cache"] == "/the/cache"
+    assert shown["unknown_variables"] == ["LLMNODE_KVTOKENS"]
+    assert list(shown["commands"]) == ["serve"]
+    serve = shown["commands"]["serve"]
+    assert serve["listen"] == {"value": ["/ip4/0.0.0.0/tcp/4001"], "source": "file", "place": str(file)}
+    assert serve["threads"] == {"value": 3, "source": "file", "place": str(file)}
+    assert serve["kv-tokens"] == {"value": 7, "source": "environment", "place": "LLMNODE_KV_TOKENS"}
+    assert serve["verbose"] == {"value": False, "source": "default", "place": None}
+
+    assert main(["config", "serve"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert f"file {file}" in lines
+    assert f"listen /ip4/0.0.0.0/tcp/4001 file {file}" in lines
+    assert "kv-tokens 7 environment LLMNODE_KV_TOKENS" in lines
+    assert "warning: no option is set by LLMNODE_KVTOKENS" in lines
+
+
+def test_an_invite_is_not_shown_with_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["invite", "--swarm-key", str(tmp_path / "swarm.key"), "--peers", PEER]) == 0
+    invite = capsys.readouterr().out.strip()
+    monkeypatch.setenv("LLMNODE_SWARM_KEY", invite)
+    assert _config(capsys, "serve")["commands"]["serve"]["swarm-key"]["value"] == "llmnode-invite-..."
+    assert main(["config", "serve"]) == 0
+    assert invite not in capsys.readouterr().out
+
+
+def test_a_command_is_run_with_its_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LLMNODE_PEERS", "nonsense")
+    assert main(["chat"]) == 2
+    assert "'nonsense' is not the address of a peer" in capsys.readouterr().err
+
+
+def test_an_error_in_the_file_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text("kv-tokenz = 3\n")
+    monkeypatch.setenv("LLMNODE_CONFIG", str(file))
+    assert main(["serve", "--blocks", "0:1"]) == 2
+    expected = f"llmnode: {file}: no command has the option 'kv-tokenz'; did you mean 'kv-tokens'?"
+    assert capsys.readouterr().err.splitlines() == [expected]

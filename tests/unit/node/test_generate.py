@@ -1,0 +1,217 @@
+"""`llmnode generate` and `llmnode chat` around a model of canned answers: lengths, samplers, empty answers, errors."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+
+from llmnode.node import batch_generate, connect_options
+from llmnode.node.cli import main
+from llmnode.node.outcome import describe_empty, finish_reason
+from llmnode.node.settings import without_settings
+from unit.canned import CONTEXT_TOKENS, FAIL, INTERRUPT, REFUSED, CannedModel, canned_beginnings, canned_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWHatDJpvRfD7CvXhA3hg2Pc115M26JP2Zph8nShom4ESy"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return canned_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    with (
+        patch.dict(os.environ, without_settings(os.environ), clear=True),
+        patch.object(batch_generate, "beginnings", canned_beginnings),
+    ):
+        yield
+
+
+class Run:
+    """What a command printed, with `model` in the place of a swarm's."""
+
+    def __init__(self, model: CannedModel, command: str, *line: str, stdin: str | None = "") -> None:
+        out, err = io.StringIO(), io.StringIO()
+        config: Any = model.generation_config
+        with (
+            patch.object(sys, "stdin", None if stdin is None else io.StringIO(stdin)),
+            patch.object(sys, "stdout", out),
+            patch.object(sys, "stderr", err),
+            patch.object(connect_options.Access, "connect", lambda _self: model),
+            patch.object(connect_options.Access, "generation_config", lambda _self: config),
+        ):
+            self.status = main([command, "--peers", PEER, *line])
+        self.out, self.err = out.getvalue(), err.getvalue()
+        self.last = (self.err.splitlines() or [""])[-1]
+
+
+def generated(model: CannedModel, *line: str) -> list[dict[str, Any]]:
+    run = Run(model, "generate", "--json", *line)
+    assert run.status == 0, run.err
+    return [json.loads(line) for line in run.out.splitlines()]
+
+
+# Lengths
+
+
+@pytest.mark.parametrize(("prompt", "new"), [(1, 63), (10, 54), (63, 1)])
+def test_by_default_as_many_tokens_as_fit_follow(prompt: int, new: int, tokenizer: Any) -> None:
+    model = CannedModel(tokenizer)
+    generated(model, "--prompt", "x" * prompt)
+    assert model.options[-1]["max_new_tokens"] == min(64, new)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            ["--prompt", "x" * 10, "--max-new-tokens", "55"],
+            "--prompt: 10 prompt tokens and 55 new ones exceed the model's",
+        ),
+        (["--prompt", "x" * 10, "--max-new-tokens", "55"], "ask for at most 54"),
+        (
+            ["--prompt", "x" * 64],
+            "--prompt: 64 prompt tokens and a new one exceed the model's context of 64: shorten the prompt",
+        ),
+        (["--prompt", "x" * 101, "--max-new-tokens", "5"], "101 prompt tokens and a new one exceed"),
+        (["--prompt", ""], "--prompt: the prompt is empty, and this model's tokenizer puts no token before it"),
+        (["--samples", "2"], "--samples 2 would all be the same: give a --temperature"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would(line: list[str], said: str, tokenizer: Any) -> None:
+    run = Run(CannedModel(tokenizer), "generate", *line)
+    assert (run.status, run.out) == (2, "")
+    assert run.err.startswith("llmnode: ") and said in run.err and run.err.count("\n") == 1
+
+
+def test_the_prompt_that_is_too_long_is_named_by_its_line(tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_text(f"one\n\n{'x' * 70}\n")
+    assert (
+        f"--prompts {file}, line 3: 70 prompt tokens"
+        in Run(CannedModel(tokenizer), "generate", "--prompts", str(file)).err
+    )
+
+
+@pytest.mark.parametrize(("asked", "length"), [([], CONTEXT_TOKENS), (["--max-length", "20"], 20)])
+def test_a_dialogue_has_the_model_s_context_at_most(asked: list[str], length: int, tokenizer: Any) -> None:
+    model = CannedModel(tokenizer)
+    assert Run(model, "chat", *asked, stdin="hi\n").status == 0
+    assert model.lengths == [length]
+    assert model.options[-1]["max_new_tokens"] == length - len("hi:")
+
+
+def test_a_dialogue_longer_than_the_context_is_refused(tokenizer: Any) -> None:
+    run = Run(CannedModel(tokenizer), "chat", "--max-length", "65")
+    assert (run.status, run.last) == (
+        2,
+        "llmnode: --max-length 65: the model's context has 64 tokens: give at most those",
+    )
+
+
+# How texts end
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "most", "ends", "reason"),
+    [
+        ([5, 0], 9, 0, "end"),
+        ([5, 0], 2, 0, "end"),
+        ([5, 7], 9, [0, 7], "end"),
+        ([5, 6], 2, [0, 7], "length"),
+        ([5, 6], 9, None, "stop"),
+        ([], 9, 0, "stop"),
+    ],
+)
+def test_why_a_text_ended_is_told(token_ids: list[int], most: int, ends: Any, reason: str) -> None:
+    assert finish_reason(token_ids, most, ends) == reason
+
+
+def test_an_answer_is_empty_if_nothing_of_it_can_be_seen() -> None:
+    assert describe_empty([5, 0], "x", 0) == ""
+    assert describe_empty([0], "", 0) == "the model ended it at once, with token 0"
+    assert "2 tokens are spaces" in describe_empty([5, 5], " \n", 0)
+    assert "before its first token" in describe_empty([], "", None)
+
+
+def test_an_empty_answer_is_said_and_explained(tokenizer: Any, tmp_path: Path) -> None:
+    model = CannedModel(tokenizer, says="")
+    (answer,) = generated(model, "--prompt", "hi")
+    assert (answer["text"], answer["finish_reason"], answer["token_ids"]) == ("", "end", [0])
+    run = Run(model, "generate", "--prompt", "hi")
+    assert (run.status, run.out) == (0, "hi\n")
+    assert run.last.startswith(
+        "llmnode: the text is empty: the model ended it at once, with token 0; give another prompt"
+    )
+    (tmp_path / "prompts").write_text("one\ntwo\n")
+    run = Run(model, "generate", "--chat", "--prompts", str(tmp_path / "prompts"))
+    assert run.err.count(" is empty: the model ended it at once") == 2
+    run = Run(model, "chat", stdin="hi\n")
+    assert run.last.startswith("llmnode: the answer is empty: the model ended it at once")
+
+
+@pytest.mark.parametrize("config", [{}, {"do_sample": True, "temperature": 0.5, "top_k": 3}])
+def test_one_text_and_several_are_chosen_alike_and_say_how(
+    config: dict[str, Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    model = CannedModel(tokenizer, **config)
+    (tmp_path / "prompts").write_text("one\ntwo\n")
+    answers = [
+        *generated(model, "--seed", "1"),
+        *generated(model, "--seed", "1", "--prompts", str(tmp_path / "prompts")),
+    ]
+    assert len(answers) == 3
+    told = {"do_sample": False, **config, "seed": 1}
+    assert all(answer["sampling"] == told and answer["finish_reason"] == "end" for answer in answers)
+    for options in model.options:
+        assert ("logits_processor" in options, options["do_sample"], options["num_beams"]) == (bool(config), False, 1)
+
+
+# What goes wrong in the middle
+
+
+@pytest.mark.parametrize(("prompt", "status"), [(FAIL, 1), (INTERRUPT, 130), (REFUSED, 2)])
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_an_error_in_the_middle_of_a_text_begins_a_line(
+    prompt: str, status: int, as_json: list[str], tokenizer: Any
+) -> None:
+    run = Run(CannedModel(tokenizer), "generate", "--prompt", prompt, *as_json)
+    assert run.status == status
+    assert run.last.startswith("llmnode: ")
+    assert (run.err if as_json else run.out).startswith(prompt)
+    assert run.out == "" or run.out.endswith("\n")
+
+
+def test_whatever_a_line_is_the_dialogue_goes_on(tokenizer: Any) -> None:
+    lines = ["hi", FAIL, INTERRUPT, REFUSED, "x" * 70, "a\0b", "/what", "/reset", "bye"]
+    run = Run(CannedModel(tokenizer), "chat", stdin="\n".join(lines))
+    assert run.status == 0
+    assert run.out.splitlines()[0] == run.out.splitlines()[-1] == "é 好"
+    said = [line for line in run.err.splitlines() if line.startswith("llmnode: ")]
+    assert [line.split(": ")[1][:20] for line in said] == [
+        "session lost", "stopped", "this model does not ", "the dialogue is full", "this line was no tex",
+    ]  # fmt: skip
+
+
+def test_a_message_that_alone_fills_a_dialogue_is_told_so(tokenizer: Any) -> None:
+    run = Run(CannedModel(tokenizer), "chat", "--max-length", "20", stdin="x" * 30 + "\n")
+    assert run.last == (
+        "llmnode: this message takes 31 tokens, of 20 for a dialogue: shorten it or start with a longer --max-length; "
+        "this message is not part of the dialogue"
+    )
+
+
+def test_without_stdin_nothing_is_begun(tokenizer: Any) -> None:
+    run = Run(CannedModel(tokenizer), "chat", stdin=None)
+    assert (run.status, run.err.count("\n")) == (2, 1)
