@@ -182,7 +182,7 @@ def test_a_folder_that_somebody_deleted_a_part_of_is_made_anew(llama: Path) -> N
 
 
 def test_two_at_once_convert_once(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from llmnode.models import gguf as ours
+    from llmnode.models.gguf import convert as ours
 
     monkeypatch.setattr("llmnode.models.gguf.convert._PATIENCE_S", 0.01)
     convert, may_go_on, lines = ours._convert_file, Event(), [[], []]
