@@ -19,7 +19,8 @@ from llmnode.client import rows
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError, NoRoute
 from llmnode.node import Node
-from process.uses import TOLERANCE, Pair, uses
+from process.pairs import TOLERANCE, Pair, open_pair
+from process.uses import uses
 from reference.small import BLOCKS, make_model
 
 if TYPE_CHECKING:
@@ -58,16 +59,8 @@ GENERATION_CONFIGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    torch.set_num_threads(1)
-    model = make_model(request.param, tied=False)
-    folder = tmp_path_factory.mktemp("served")
-    model.save_pretrained(folder)
-    with ExitStack() as stack:
-        config = {"worker": "thread", "threads": 1, "kv_tokens": 20_000}
-        first = stack.enter_context(Node(str(folder), blocks="0:2", **config))
-        stack.enter_context(Node(str(folder), blocks=f"2:{BLOCKS}", peers=first.addresses, **config))
-        served = stack.enter_context(llmnode.connect(str(folder), peers=first.addresses))
-        yield Pair(model, served, make_model(request.param, tied=False, seed=1, num_hidden_layers=1))
+    with open_pair(request.param, tmp_path_factory.mktemp("served")) as opened:
+        yield opened
 
 
 @pytest.mark.filterwarnings("ignore")

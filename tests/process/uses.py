@@ -7,68 +7,22 @@ have given the same, or both have refused, or the distributed one has refused wi
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
-from llmnode.client.adopted import sessions_behind
-from llmnode.errors import ConfigError
+from process.pairs import TOLERANCE
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from process.pairs import Pair
+
 SIZE = 30
 """Token ids that are drawn; prompts repeat themselves, as lookup in them needs."""
 PADDING = 0
-TOLERANCE: dict[str, Any] = {"atol": 2e-3, "rtol": 1e-3, "equal_nan": True}
-
-
-@dataclass
-class Pair:
-    """`alone` is transformers' own model, `served` the same through servers. The caches are of the last calls."""
-
-    alone: Any
-    served: Any
-    draft: Any
-    caches: tuple[Any, Any] | None = None
-    masks: torch.Tensor | None = None
-    said: list[str] = field(default_factory=list)
-
-    def forget(self) -> None:
-        if self.caches is not None:
-            behind = sessions_behind(self.caches[1])
-            (self.caches[1] if behind is None else behind).close()
-        self.caches = self.masks = None
-
-    def both(self, call: Any, *, may_exceed: bool = False) -> tuple[Any, Any] | None:
-        """What both models give for `call(model, side)`; None if it was refused, after which nothing is kept.
-
-        `may_exceed` says that the distributed one may do what transformers' own classes cannot.
-        """
-        columns = self.caches[1].get_seq_length() if self.caches else 0
-        answers: list[Any] = []
-        for side, model in enumerate((self.alone, self.served)):
-            torch.manual_seed(0)
-            try:
-                with torch.no_grad():
-                    answers.append(call(model, side))
-            except ConfigError as error:
-                assert side, "transformers knows none of our errors"
-                self.said.append(str(error))
-                assert self.caches is None or self.caches[1].get_seq_length() == columns, "it was refused too late"
-                self.forget()
-                return None
-            except (ValueError, IndexError, RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
-                answers.append(error.with_traceback(None))  # which would keep what the call had open
-        if isinstance(answers[0], Exception):
-            assert may_exceed or isinstance(answers[1], Exception), f"only transformers refuses: {answers[0]!r}"
-            self.forget()
-            return None
-        if isinstance(answers[1], Exception):
-            raise answers[1]
-        return answers[0], answers[1]
 
 
 @dataclass(frozen=True)

@@ -9,28 +9,39 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from transformers import Cache, EncoderDecoderCache, QuantizedCache
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
-from llmnode.errors import ConfigError, LocalProtocolError
+from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
     from llmnode.client.cache import SessionCache
 
+Layers = list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer]
+"""As transformers types the layers of a cache."""
 QUANTIZED = 'connect with dtype="float32+kv-int8" for servers whose keys and values have 8 bits'
 
 
 class SessionLayer(CacheLayerMixin):
-    """All layers of a cache, as its sessions have them."""
+    """One layer of a cache whose keys and values are with the servers. It tells lengths, and changes nothing."""
 
     is_sliding = False
     is_croppable = True
+    is_initialized = True
 
     def __init__(self, sessions: SessionCache) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # transformers'
         self.sessions = sessions
-        self.is_initialized = True
+
+    @property
+    def keys(self) -> NoReturn:  # type: ignore[override]  # an attribute of transformers' layers
+        """Raises ConfigError."""
+        _refuse()
+
+    @property
+    def values(self) -> NoReturn:  # type: ignore[override]  # likewise
+        """Raises ConfigError."""
+        _refuse()
 
     @property
     def batch_size(self) -> int:
@@ -44,6 +55,33 @@ class SessionLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.sessions.get_mask_sizes(query_length, 0)
+
+    def crop(self, _tokens_to_remove: int) -> None:
+        """The first layer does this, and what follows, for all of them."""
+
+    def reset(self) -> None: ...
+
+    def reorder_cache(self, _beam_idx: torch.LongTensor) -> None: ...
+
+    def batch_select_indices(self, _indices: torch.Tensor) -> None: ...
+
+    def batch_repeat_interleave(self, _repeats: int) -> None: ...
+
+    def offload(self) -> None:
+        """There is nothing here."""
+
+    def prefetch(self) -> None:
+        """Likewise."""
+
+    def lazy_initialization(self, *_states: Any) -> NoReturn:
+        _refuse()
+
+    def update(self, *_states: Any, **_options: Any) -> NoReturn:
+        _refuse()
+
+
+class FirstLayer(SessionLayer):
+    """The layer that has the sessions do what is done to all layers of a cache."""
 
     def crop(self, tokens_to_remove: int) -> None:
         self.sessions.crop(tokens_to_remove)
@@ -60,23 +98,20 @@ class SessionLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.sessions.batch_repeat_interleave(repeats)
 
-    def offload(self) -> None:
-        """There is nothing here."""
 
-    def prefetch(self) -> None:
-        """Likewise."""
+def session_layers(sessions: SessionCache, blocks: int) -> Layers:
+    """The layers of a cache for `blocks` blocks whose keys and values are in `sessions`."""
+    return [FirstLayer(sessions), *(SessionLayer(sessions) for _ in range(blocks - 1))]
 
-    def lazy_initialization(self, *_states: Any) -> NoReturn:
-        raise LocalProtocolError("keys and values are with the servers")
 
-    def update(self, *_states: Any, **_options: Any) -> NoReturn:
-        raise LocalProtocolError("keys and values are with the servers")
+def _refuse() -> NoReturn:
+    raise ConfigError("keys and values are with the servers: copy the cache with copy.deepcopy")
 
 
 def sessions_behind(cache: object) -> SessionCache | None:
-    """Those that `adopt` has put into it."""
+    """The sessions that `adopt` has put into it."""
     layers = cache.layers if isinstance(cache, Cache) else []
-    return layers[0].sessions if len(layers) == 1 and isinstance(layers[0], SessionLayer) else None
+    return layers[0].sessions if layers and isinstance(layers[0], SessionLayer) else None
 
 
 def check_adoptable(cache: object) -> int | None:
@@ -96,4 +131,5 @@ def check_adoptable(cache: object) -> int | None:
 
 
 def adopt(cache: Cache, sessions: SessionCache) -> None:
-    cache.layers = [SessionLayer(sessions)]
+    """Put `sessions` in the place of the layers of an empty cache."""
+    cache.layers = sessions.layers

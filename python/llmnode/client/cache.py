@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import trio
 from transformers import DynamicCache
 
+from llmnode.client.adopted import session_layers
 from llmnode.client.batch import Past
-from llmnode.client.rows import rows_alike, run_rows
+from llmnode.client.rows import fork_rows, rows_alike, run_rows, truncate_rows
 from llmnode.core.texts.beams import sessions_of_rows
-from llmnode.errors import ConfigError, LocalProtocolError, PeerRefused, SessionClosed, single_error
+from llmnode.errors import ConfigError, LocalProtocolError, PeerRefused, SessionClosed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from llmnode.client.adopted import Layers
     from llmnode.client.connect import Client, Resumed
     from llmnode.client.portal import Entered, Portal
     from llmnode.core.route import Route
@@ -124,8 +125,14 @@ class SessionCache(DynamicCache):
     def __bool__(self) -> bool:
         return True  # whatever it holds; `len` counts the layers of transformers' caches
 
-    def __iter__(self) -> NoReturn:
-        raise ConfigError("keys and values are with the servers: copy the cache with copy.deepcopy")
+    @property
+    def layers(self) -> Layers:
+        """Made when they are asked for: a cache that kept them would be in a cycle, and outlive its last user."""
+        return session_layers(self, self._client.model.blocks)
+
+    @layers.setter
+    def layers(self, _none: Layers) -> None:
+        """transformers sets it to none at first."""
 
     def __copy__(self) -> NoReturn:
         raise ConfigError("caches cannot share sessions: use copy.deepcopy, which has the servers copy the KV")
@@ -154,10 +161,6 @@ class SessionCache(DynamicCache):
         return len(self._sessions)
 
     @property
-    def batch_size(self) -> int:
-        return self.rows
-
-    @property
     def columns(self) -> int:
         return int(self.real.shape[1])
 
@@ -179,18 +182,13 @@ class SessionCache(DynamicCache):
         if self._is_copying or min(ahead, default=0) < 0:
             raise SessionClosed("the rows of this cache were being changed when that failed: open another one")
         if any(ahead):
-            self._portal.call(lambda: self._truncate(positions))
+            self._portal.call(partial(truncate_rows, self._sessions, positions))
         return Past(self.real, positions, self.offsets)
 
     @property
     def routes(self) -> tuple[Route, ...]:
         """Of each row, the hops that it goes through now."""
         return tuple(session.route for session in self._sessions)
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """As if there were one layer of positions. With none, transformers would give whole texts at every step."""
-        return [False]
 
     def positions(self, row: int) -> int:
         """Positions in the row's session."""
@@ -205,7 +203,7 @@ class SessionCache(DynamicCache):
 
         A row of None has nothing new. Raises SessionLost.
         """
-        return self._portal.call(lambda: run_rows(self._sessions, hidden))
+        return self._portal.call(partial(run_rows, self._sessions, hidden))
 
     def run_first(
         self, hidden: Sequence[torch.Tensor | None], tokens: Sequence[Sequence[int]]
@@ -293,7 +291,7 @@ class SessionCache(DynamicCache):
             return
         real = self.real[:, :columns]
         positions = real.sum(dim=1).tolist()
-        self._portal.call(lambda: self._truncate(positions))
+        self._portal.call(partial(truncate_rows, self._sessions, positions))
         self.real = real
         self.offsets = [offset if left else None for offset, left in zip(self.offsets, positions, strict=True)]
 
@@ -310,11 +308,14 @@ class SessionCache(DynamicCache):
         """
         if not sources or not all(0 <= source < self.rows for source in sources):
             raise ConfigError(f"{list(sources)} cannot be the rows of a cache that has {self.rows} of them")
-        before = self._sessions
-        for source in sources[self.rows :]:
-            before = [*before, self._open(self._terms, before[source], waits=False)]
+        before = list(self._sessions)
         sessions = sessions_of_rows(sources)
-        self._copy([(before[source], before[own]) for source, own in zip(sources, sessions, strict=True)])
+        with ExitStack() as failed:  # else an exception that a caller keeps would keep what was opened
+            for source in sources[self.rows :]:
+                before.append(self._open(self._terms, before[source], waits=False))
+                failed.callback(self._end, before[-1])
+            self._copy([(before[source], before[own]) for source, own in zip(sources, sessions, strict=True)])
+            failed.pop_all()
         self._sessions = [before[own] for own in sessions]
         self.real = self.real[list(sources)]
         self.offsets = [self.offsets[source] for source in sources]
@@ -351,7 +352,10 @@ class SessionCache(DynamicCache):
                 longer = self._open(terms, session, waits=False)
             except PeerRefused:  # elsewhere, then
                 longer = self._open(terms, None, waits=True)
-            self._copy([(session, longer)])
+            with ExitStack() as failed:
+                failed.callback(self._end, longer)
+                self._copy([(session, longer)])
+                failed.pop_all()
             self._sessions[row] = longer
             self._end(session)
         self._terms = terms
@@ -364,19 +368,8 @@ class SessionCache(DynamicCache):
                 forks.setdefault(source, []).append(target)
         if forks:
             self._is_copying = True
-            self._portal.call(lambda: self._fork(list(forks.items())))
+            self._portal.call(partial(fork_rows, forks))
             self._is_copying = False
-
-    async def _fork(self, forks: Sequence[tuple[InferenceSession, list[InferenceSession]]]) -> None:
-        with single_error():
-            async with trio.open_nursery() as nursery:
-                for source, targets in forks:
-                    nursery.start_soon(source.fork, targets)
-
-    async def _truncate(self, positions: Sequence[int]) -> None:
-        for session, position in zip(self._sessions, positions, strict=True):
-            if position < session.position:
-                await session.truncate(position)
 
 
 def _drop(entered: dict[InferenceSession, Entered[InferenceSession]]) -> None:

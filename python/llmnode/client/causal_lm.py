@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
@@ -20,8 +21,19 @@ from transformers.utils.generic import can_return_tuple
 from llmnode.client.adopted import QUANTIZED, adopt, check_adoptable, sessions_behind
 from llmnode.client.batch import Past, Positions, check_ends_real, check_labels, kept_columns, read_batch
 from llmnode.client.cache import CacheTerms, SessionCache
-from llmnode.client.forward import OF_LOSS, check_others, given_states, hidden_states, run, scores
+from llmnode.client.forward import (
+    OF_LOSS,
+    are_last_normed,
+    check_others,
+    chosen_states,
+    given_states,
+    hidden_states,
+    of_servers,
+    run,
+    scores,
+)
 from llmnode.client.hidden_session import HiddenSession
+from llmnode.client.released import releasing
 from llmnode.core.serving.scheduling import PRIORITIES
 from llmnode.core.texts.beams import first_alike
 from llmnode.errors import ConfigError
@@ -48,10 +60,11 @@ FIRST_POSITIONS = 64
 
 @dataclass(slots=True)
 class _Scope:
-    """What one call of `generate` has opened, and whether its caller is to have the cache."""
+    """What one call of `generate` has opened, whether its caller is to have the cache, and what to do if it fails."""
 
     opened: list[SessionCache] = field(default_factory=list)
     returns_cache: bool = True
+    failed: ExitStack = field(default_factory=ExitStack)
 
 
 _generating: ContextVar[_Scope | None] = ContextVar("_generating", default=None)
@@ -134,6 +147,9 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         with self.open_cache(max_length, rows, priority=priority) as cache:
             yield HiddenSession(cache)
 
+    __call__ = releasing(PreTrainedModel.__call__)
+
+    @releasing
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:  # Any: transformers' own signature
         """transformers' `generate`. The sessions that it opens end with it, unless it returns their cache.
 
@@ -150,9 +166,11 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         token = _generating.set(scope)
         output = None
         try:
-            output = GenerationMixin.generate(self, *args, **kwargs)
+            with scope.failed:
+                output = GenerationMixin.generate(self, *args, **kwargs)
+                scope.failed.pop_all()
             if scope.opened and not scope.returns_cache and getattr(output, "cache", None) is not None:
-                output.cache = None
+                output = type(output)(**{name: each for name, each in output.items() if name != "cache"})
             return output
         finally:
             _generating.reset(token)
@@ -194,37 +212,46 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         kept = kept_columns(rows, columns, logits_to_keep)
         if labels is not None:
             check_labels(labels, batch.real, others.get("shift_labels"))
-        has_states = (
-            getattr(self.config, "output_hidden_states", False)
-            if output_hidden_states is None
-            else output_hidden_states
-        )
+        asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        chosen = chosen_states(asked, self._ends.embedding, self.info.blocks)
 
         def run_in(sessions: SessionCache, cache: Cache | None) -> CausalLMOutputWithPast:
             ends, config = self._client.ends, self.config.get_text_config()
+            are_normed = are_last_normed(config, self._ends.embedding)
             with torch.no_grad():
                 ran = run(ends, sessions, batch, given)
                 logits = scores(ends, ran, kept, config.vocab_size)
-                states: Any = hidden_states(ends, ran, self.info) if has_states else None
+                states: Any = hidden_states(ends, ran, self.info, chosen, are_normed=are_normed)
             loss = None
             if labels is not None:
                 options = {name: others[name] for name in OF_LOSS if name in others}
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size, **options)
-            return CausalLMOutputWithPast(loss=loss, logits=logits, cache=cache, hidden_states=states)
+            more = of_servers(config, rows, columns, sessions.columns)
+            output: Any = MoeCausalLMOutputWithPast if "router_logits" in more else CausalLMOutputWithPast
+            made: CausalLMOutputWithPast = output(loss=loss, logits=logits, cache=cache, hidden_states=states, **more)
+            return made
 
         if sessions is not None:
             sessions.make_room(batch.longest)
             return run_in(sessions, cache)
-        is_kept = getattr(self.config, "use_cache", True) if use_cache is None else use_cache
-        length = max(2 * batch.longest, FIRST_POSITIONS) if use_cache else batch.longest  # more is wanted, perhaps
-        self._check_context(batch.longest)
-        terms = CacheTerms(max(1, min(length, self.info.context_tokens)), grows=bool(is_kept))
-        alike = first_alike(given.flatten(1).tolist())
+        is_kept = cache is not None or (getattr(self.config, "use_cache", True) if use_cache is None else use_cache)
         with ExitStack() as stack:
-            opened = stack.enter_context(SessionCache(self._portal, self._client, rows, terms, alike))
-            output = run_in(opened, opened if is_kept else None)
+            if cache is not None:
+                opened = stack.enter_context(self._opened_for(cache, rows, max(batch.longest, FIRST_POSITIONS)))
+                opened.make_room(batch.longest)
+                output = run_in(opened, cache)
+                adopt(cache, opened)
+            else:
+                length = max(2 * batch.longest, FIRST_POSITIONS) if use_cache else batch.longest
+                self._check_context(batch.longest)
+                terms = CacheTerms(max(1, min(length, self.info.context_tokens)), grows=bool(is_kept))
+                alike = first_alike(given.flatten(1).tolist())
+                opened = stack.enter_context(SessionCache(self._portal, self._client, rows, terms, alike))
+                output = run_in(opened, opened if is_kept else None)
             if is_kept:
                 stack.pop_all()
+                if (scope := _generating.get()) is not None:
+                    scope.failed.callback(_close, weakref.ref(opened))
             return output
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
@@ -284,6 +311,10 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> None:  # Any: transformers' hook, as it types it
         """Open the sessions that `generate` needs, unless it was given some. Refuses what will not fit."""
         check_ends_real(model_kwargs.get("attention_mask"))
+        if not generation_config.return_dict_in_generate:  # a file may ask for what nobody is given then
+            model_kwargs.pop("output_attentions", None)
+        if generation_config.assistant_early_exit is not None:
+            raise ConfigError("assistant_early_exit: the blocks are with the servers, and none of them drafts here")
         if generation_config.cache_implementation == "quantized":
             raise ConfigError(f"cache_implementation='quantized': {QUANTIZED}")
         most = self.info.context_tokens
@@ -307,37 +338,39 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
             )
         # Otherwise the whole text would be run for each token. It is the same text.
         generation_config.use_cache = True
-        sessions = self._sessions_of(given, rows, max_cache_length)
+        sessions = self._sessions_of(given, rows)
         if sessions is not None:
             sessions.make_room(max_cache_length)
             return
+        scope = _generating.get() or _Scope()
         self._check_context(max_cache_length + 1)
-        if (made := model_kwargs.get("cache")) is not None:  # of the class that was asked for
-            opened = self._adopted(made, rows, max_cache_length + 1, alike)
+        if (made := model_kwargs.get("cache")) is not None:  # the caller's, or of the class that was asked for
+            opened = self._opened_for(made, rows, max_cache_length + 1, alike)
+            scope.failed.callback(setattr, made, "layers", made.layers)
+            adopt(made, opened)
         else:
             opened = model_kwargs["cache"] = self._open_cache(max_cache_length + 1, rows, alike, grows=True)
-        scope = _generating.get() or _Scope()
-        scope.opened.append(opened)
+        scope.failed.callback(opened.close)
+        opened.make_room(max_cache_length)
+        if given is None:
+            scope.opened.append(opened)
         scope.returns_cache = not cacheless
 
-    def _sessions_of(self, cache: Cache | None, rows: int, max_length: int = FIRST_POSITIONS) -> SessionCache | None:
-        """Those of a cache, opened now if it is an empty one of transformers'. Raises ConfigError for any other."""
+    def _sessions_of(self, cache: Cache | None, rows: int) -> SessionCache | None:
+        """Those of a cache, None for an empty one of transformers'. Raises ConfigError for any other."""
         if cache is None:
             return None
         found = cache if isinstance(cache, SessionCache) else sessions_behind(cache)
         if found is None:
-            found = self._adopted(cache, rows, max_length)
-        if found.rows != rows:
+            check_adoptable(cache)
+        elif found.rows != rows:
             raise ConfigError(f"{rows} rows for a cache of {found.rows}: open it with rows={rows}")
         return found
 
-    def _adopted(self, cache: Cache, rows: int, max_length: int, alike: int = 1) -> SessionCache:
+    def _opened_for(self, cache: Cache, rows: int, max_length: int, alike: int = 1) -> SessionCache:
         """Sessions for an empty cache, which are as long as it is made for."""
         most = check_adoptable(cache)
-        length = min(most or max_length, self.info.context_tokens)
-        opened = self._open_cache(length, rows, alike, grows=most is None)
-        adopt(cache, opened)
-        return opened
+        return self._open_cache(min(most or max_length, self.info.context_tokens), rows, alike, grows=most is None)
 
     def _open_cache(
         self, max_length: int, rows: int, alike: int = 1, priority: str | None = None, **terms: bool
@@ -353,3 +386,9 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         if not 0 <= positions <= self.info.context_tokens:
             most = self.info.context_text
             raise ConfigError(f"{positions} positions do not fit the model's context: ask for 1 to {most}")
+
+
+def _close(cache: weakref.ref[SessionCache]) -> None:
+    """End its sessions if it is still there."""
+    if (found := cache()) is not None:
+        found.close()

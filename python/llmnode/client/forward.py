@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
+from transformers.utils.output_capturing import resolve_hidden_states_indices, selected_hidden_states
 
 from llmnode.core.texts.beams import first_alike
 from llmnode.errors import ConfigError
 from llmnode.models.weights.packed_ends import MOST_ROWS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from llmnode.client.batch import Batch, Kept
     from llmnode.client.cache import SessionCache
@@ -57,11 +58,10 @@ def check_others(others: dict[str, Any], config: Any) -> None:  # Any: each fami
         *(() if config.model_type == "gpt2" else ("token_type_ids",)),
     }
     wrong = [name for name, value in others.items() if value is not None and value is not False and name not in ignored]
-    if isinstance(others.get("output_hidden_states"), (list, tuple)):
-        wrong.append("a choice of hidden states")
-    if others.get("labels") is not None and getattr(config, "output_router_logits", False):
+    if others.get("labels") is not None and _gives_router_logits(config):
         wrong.append("the loss of a router (output_router_logits in the config)")
-    if others.get("is_causal") is False:
+    is_causal = others.get("is_causal")
+    if (getattr(config, "is_causal", None) if is_causal is None else is_causal) is False:
         wrong.append("is_causal=False")
     if wrong:
         raise ConfigError(f"not supported by a distributed model: {', '.join(wrong)}")
@@ -138,13 +138,14 @@ def _is_scored_as(first: int, row: int, ran: Ran, kept: Kept) -> bool:
 
 
 class WithServers:
-    """In the place of hidden states between blocks, which stay with the servers. Using it raises ConfigError.
+    """In the place of what is with the servers. Using it raises ConfigError, which says `what` that is.
 
-    It has the `shape` of all of them, and a part of it is itself, so that transformers may split what it collects.
+    It has the `shape` of the real one, and a part of it is itself, so that transformers may split what it collects.
     """
 
-    def __init__(self, shape: torch.Size) -> None:
-        self.shape = shape
+    def __init__(self, what: str, shape: Sequence[int] = ()) -> None:
+        self._what = what
+        self.shape = torch.Size(shape)
 
     def __getitem__(self, _part: object) -> Self:
         return self
@@ -152,22 +153,86 @@ class WithServers:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        _refuse()
+        self._refuse()
 
     @classmethod
-    def __torch_function__(cls, *_call: Any) -> NoReturn:
-        _refuse()
+    def __torch_function__(
+        cls, _function: object, _types: object, args: Sequence[Any] = (), kwargs: object = None
+    ) -> NoReturn:
+        given = [*args, *(each for some in args if isinstance(some, (list, tuple)) for each in some)]
+        next(each for each in given if isinstance(each, cls))._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ConfigError(f"{self._what} with the servers")
 
 
-def hidden_states(ends: SharedEnds, ran: Ran, model: ModelInfo) -> tuple[torch.Tensor | WithServers, ...]:
-    """As of transformers: before the first block, after each, and after the last norm in the place of the last.
+def chosen_states(asked: Any, embedding: Any, blocks: int) -> frozenset[int]:  # Any: whatever a config says
+    """Which of the blocks + 1 hidden states `output_hidden_states` asks for, as transformers reads it.
 
-    Those that a client has are (rows, columns, size), with zeros for padding.
+    Some families give all of them for any choice. Raises ConfigError for what is no choice.
     """
-    last = [ends.normed(states) if states is not None else None for states in ran.left]
+    every = frozenset(range(blocks + 1))
+    if not asked:
+        return frozenset()
+    if "hidden_states" not in _recorded(embedding):
+        return every
+    try:
+        selected = selected_hidden_states(asked)
+        return every if selected is None else frozenset(resolve_hidden_states_indices(embedding, selected, blocks + 1))
+    except TypeError as error:
+        raise ConfigError(f"output_hidden_states is {asked!r}: give True, False, an index or several") from error
+
+
+def hidden_states(
+    ends: SharedEnds, ran: Ran, model: ModelInfo, chosen: frozenset[int], *, are_normed: bool
+) -> tuple[torch.Tensor | WithServers | None, ...] | None:
+    """As transformers gives them: before the first block, after each, and after the last one, None if not `chosen`.
+
+    Those that a client has are (rows, columns, size), with zeros for padding. `are_normed` says whether the last are
+    those after the last norm.
+    """
+    if not chosen:
+        return None
     first = _padded(ran, ran.entered, model.hidden_size)
-    inner = [WithServers(first.shape)] * (model.blocks - 1)
-    return (first, *inner, _padded(ran, last, model.hidden_size))
+    inner = WithServers(
+        "hidden_states[0] and hidden_states[-1] are here, and the hidden states between blocks are", first.shape
+    )
+    last = [ends.normed(states) if are_normed and states is not None else states for states in ran.left]
+    states: tuple[torch.Tensor | WithServers, ...] = (
+        first,
+        *([inner] * (model.blocks - 1)),
+        _padded(ran, last, model.hidden_size),
+    )
+    return tuple(each if index in chosen else None for index, each in enumerate(states))
+
+
+def are_last_normed(config: Any, embedding: torch.nn.Module) -> bool:  # Any: as above
+    """Whether the last hidden states of a model are those after the last norm, by its config."""
+    return getattr(config, "tie_last_hidden_states", None) is not False or "hidden_states" not in _recorded(embedding)
+
+
+def of_servers(config: Any, rows: int, columns: int, all_columns: int) -> dict[str, Any]:
+    """What else a config has transformers give with the scores, and is with the servers."""
+    blocks = config.num_hidden_layers
+    given: dict[str, Any] = {}
+    if getattr(config, "output_attentions", False):
+        shape = (rows, config.num_attention_heads, columns, all_columns)
+        given["attentions"] = (WithServers("the weights of attention are", shape),) * blocks
+    if _gives_router_logits(config):
+        given["router_logits"] = (WithServers("the scores of experts are"),) * blocks
+        given["aux_loss"] = WithServers("the scores of experts, from which a router's loss is made, are")
+    return given
+
+
+def _gives_router_logits(config: Any) -> bool:
+    """Whether the family has a router, and the config asks for its scores."""
+    return hasattr(type(config), "output_router_logits") and bool(config.output_router_logits)
+
+
+def _recorded(module: torch.nn.Module) -> Collection[str]:
+    """The outputs that transformers records in models of this class by its own means."""
+    recorded: Collection[str] = getattr(module, "_can_record_outputs", None) or ()
+    return recorded
 
 
 def _padded(ran: Ran, rows: Sequence[torch.Tensor | None], size: int) -> torch.Tensor:
@@ -178,9 +243,3 @@ def _padded(ran: Ran, rows: Sequence[torch.Tensor | None], size: int) -> torch.T
         if states is not None:
             whole[row, ran.real[row]] = states
     return whole
-
-
-def _refuse() -> NoReturn:
-    raise ConfigError(
-        "the hidden states between blocks stay with the servers: hidden_states[0] and hidden_states[-1] are here"
-    )

@@ -11,7 +11,7 @@ from llmnode.core.texts.shared_prefix import shared_beginnings
 from llmnode.errors import single_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
 
@@ -45,6 +45,21 @@ async def run_rows(
                 if states is not None:
                     nursery.start_soon(run_row, row, states)
     return outputs
+
+
+async def truncate_rows(sessions: Sequence[InferenceSession], positions: Sequence[int]) -> None:
+    """Have each session forget the positions from its own of `positions` on. Raises SessionLost."""
+    for session, position in zip(sessions, positions, strict=True):
+        if position < session.position:
+            await session.truncate(position)
+
+
+async def fork_rows(forks: Mapping[InferenceSession, Sequence[InferenceSession]]) -> None:
+    """Make sessions copies of others: each key's are copies of the key. Raises SessionLost or NoRoute."""
+    with single_error():
+        async with trio.open_nursery() as nursery:
+            for source, targets in forks.items():
+                nursery.start_soon(source.fork, targets)
 
 
 def rows_alike(

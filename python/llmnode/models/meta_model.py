@@ -35,6 +35,10 @@ def without_weights(
     for name, function in ATTENTIONS.items():
         AttentionInterface.register(name, function)
     config = copy.deepcopy(folder.config)  # transformers writes into it
+    config.return_dict = True  # what a caller is given is the client's affair
+    for output in ("output_attentions", "output_hidden_states", "output_router_logits"):
+        if getattr(config, output, False):
+            setattr(config, output, False)
     if folder.info.blocks > len(folder.files):  # else a slip in a config has a model made without end
         raise ModelError(
             f"{folder.config_file} tells of {folder.info.blocks} blocks, and all files together have "
