@@ -166,14 +166,14 @@ class WithServers:
         raise ConfigError(f"{self._what} with the servers")
 
 
-def chosen_states(asked: Any, embedding: Any, blocks: int) -> frozenset[int]:  # Any: whatever a config says
+def chosen_states(asked: Any, embedding: Any, blocks: int) -> frozenset[int] | None:  # Any: whatever a config says
     """Which of the blocks + 1 hidden states `output_hidden_states` asks for, as transformers reads it.
 
-    Some families give all of them for any choice. Raises ConfigError for what is no choice.
+    None if it asks for nothing. Some families give all of them for any choice. Raises ConfigError for no choice.
     """
     every = frozenset(range(blocks + 1))
     if not asked:
-        return frozenset()
+        return None
     if "hidden_states" not in _recorded(embedding):
         return every
     try:
@@ -184,14 +184,14 @@ def chosen_states(asked: Any, embedding: Any, blocks: int) -> frozenset[int]:  #
 
 
 def hidden_states(
-    ends: SharedEnds, ran: Ran, model: ModelInfo, chosen: frozenset[int], *, are_normed: bool
+    ends: SharedEnds, ran: Ran, model: ModelInfo, chosen: frozenset[int] | None, *, are_normed: bool
 ) -> tuple[torch.Tensor | WithServers | None, ...] | None:
     """As transformers gives them: before the first block, after each, and after the last one, None if not `chosen`.
 
     Those that a client has are (rows, columns, size), with zeros for padding. `are_normed` says whether the last are
     those after the last norm.
     """
-    if not chosen:
+    if chosen is None:
         return None
     first = _padded(ran, ran.entered, model.hidden_size)
     inner = WithServers(
