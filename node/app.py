@@ -18,6 +18,7 @@ from llmnode.compute.worker_process import can_start
 from llmnode.core.announcement import Offer, PeerState
 from llmnode.core.ids import SESSION_ID_BYTES, PeerId, SessionId
 from llmnode.core.model import DTYPES, KV_DTYPES, QUANTS, SAME
+from llmnode.core.operations import Close, Forward, Open
 from llmnode.core.policy import LinkPolicy, ReachPolicy, RelayPolicy, ServePolicy, SwarmPolicy
 from llmnode.core.serving.kv_memory import parse_memory
 from llmnode.core.serving.placement import choose_span
@@ -30,7 +31,6 @@ from llmnode.net.swarm_key import Entry, entry
 from llmnode.node.serve.links import serve_links, serve_view
 from llmnode.node.serve.server import Server
 from llmnode.node.watching import Notice, log_notice, watch
-from llmnode.ports import Piece
 from llmnode.swarm.membership import Swarm
 from llmnode.swarm.pool import open_pool
 
@@ -351,10 +351,10 @@ async def _step_us(worker: Worker, row_bytes: int) -> int:
     """The time of one token through the span: a median, after a first step that warms caches up."""
     session = SessionId(secrets.token_bytes(SESSION_ID_BYTES))
     steps = MEASURED_STEPS + 1
-    if not await worker.open(session, worker.span, steps, PeerId("")):
+    if not await worker.do(Open(session, worker.span, steps)):
         return 0
-    times = [(await worker.forward(Piece(session, step, 1, bytes(row_bytes)))).compute_us for step in range(steps)]
-    await worker.close(session)
+    times = [(await worker.do(Forward(session, step, 1, bytes(row_bytes)))).compute_us for step in range(steps)]
+    await worker.do(Close(session))
     return int(statistics.median(times[1:]))
 
 

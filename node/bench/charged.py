@@ -14,9 +14,8 @@ from llmnode.node.cli import run
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from llmnode.core.operations import Buffer, Slice
     from llmnode.core.span import Span
-    from llmnode.ports import Piece
-    from llmnode.wire.frame import Buffer
 
 BLOCK_S = 52e-3 / 30
 """Of one text's step through a block of SmolLM2-135M, on one core (`notes/compute.md`): a token, or a short prompt."""
@@ -25,9 +24,9 @@ COMPANION = 0.14
 
 
 def main() -> NoReturn:
-    def charge(_executor: SpanExecutor, span: Span, pieces: Sequence[Piece]) -> Sequence[Buffer]:
-        time.sleep(BLOCK_S * len(span) * (1 + COMPANION * (len(pieces) - 1)))
-        return [piece.hidden for piece in pieces]
+    def charge(_executor: SpanExecutor, span: Span, slices: Sequence[Slice]) -> Sequence[Buffer]:
+        time.sleep(BLOCK_S * len(span) * (1 + COMPANION * (len(slices) - 1)))
+        return [each.hidden for each in slices]
 
     setattr(SpanExecutor, "_run", charge)  # noqa: B010 - mypy takes it for a bound method
     run()

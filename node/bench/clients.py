@@ -23,7 +23,7 @@ import trio
 
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.core.policy import ClientPolicy
-from llmnode.core.serving.scheduling import Priority
+from llmnode.core.priority import Priority
 from llmnode.core.span import Span
 from llmnode.errors import single_error
 from llmnode.models.tensors import to_bytes

@@ -12,9 +12,9 @@ from llmnode.compute.executor import SpanExecutor, load_executor
 from llmnode.compute.kv import KVForm
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.model import PRECISIONS
+from llmnode.core.operations import Close, Open, Slice
 from llmnode.models.tensors import to_bytes
 from llmnode.node.bench.report import Spread, spread
-from llmnode.ports import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,12 +47,12 @@ def load_in(name: str, folder: ModelFolder, span: Span, kv_tokens: int) -> SpanE
 
 def _step_s(executor: SpanExecutor, hidden: torch.Tensor) -> float:
     session = SessionId(bytes(SESSION_ID_BYTES))
-    assert executor.open(session, executor.span, len(hidden))
-    executor.forward([Piece(session, 0, PREFILL, to_bytes(hidden[:PREFILL]))])
+    assert executor.apply(Open(session, executor.span, len(hidden)))
+    executor.forward([Slice(session, 0, PREFILL, to_bytes(hidden[:PREFILL]))])
     seconds = []
     for at in range(PREFILL, len(hidden)):
         started = time.perf_counter()
-        executor.forward([Piece(session, at, 1, to_bytes(hidden[at : at + 1]))])
+        executor.forward([Slice(session, at, 1, to_bytes(hidden[at : at + 1]))])
         seconds.append(time.perf_counter() - started)
-    executor.close(session)
+    executor.apply(Close(session))
     return statistics.median(seconds)

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from llmnode.compute.loading import Wanted
-    from llmnode.core.ids import SessionId
-    from llmnode.ports import Piece
-    from llmnode.wire.frame import Buffer
+    from llmnode.core.operations import Buffer, Control, Slice
 
 HIDDEN_SIZE = 576
 """SmolLM2-135M's."""
@@ -31,20 +29,11 @@ class EchoExecutor:
     def kv_tokens_free(self) -> int:
         return KV_TOKENS
 
-    def open(self, session: SessionId, span: Span, max_length: int) -> bool:
+    def apply(self, operation: Control) -> bool:
         return True
 
-    def forward(self, pieces: Sequence[Piece]) -> Sequence[Buffer]:
-        return [piece.hidden for piece in pieces]
-
-    def truncate(self, session: SessionId, length: int) -> None:
-        pass
-
-    def fork(self, session: SessionId, source: SessionId, shared: int, length: int) -> None:
-        pass
-
-    def close(self, session: SessionId) -> None:
-        pass
+    def forward(self, slices: Sequence[Slice]) -> Sequence[Buffer]:
+        return [each.hidden for each in slices]
 
 
 class EchoLoader:

@@ -17,11 +17,11 @@ import trio
 from llmnode.compute.executor import load_executor
 from llmnode.compute.worker import ThreadWorker
 from llmnode.core.ids import PeerId, SessionId
+from llmnode.core.operations import Close, Forward, Open
 from llmnode.core.policy import BatchPolicy
 from llmnode.core.span import Span
 from llmnode.node.bench.drawing import axes_in
 from llmnode.node.bench.report import Row, spread
-from llmnode.ports import Piece
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -165,20 +165,20 @@ class Workers:
     @asynccontextmanager
     async def _open_decoder(self, worker: ThreadWorker) -> AsyncIterator[Act]:
         session, positions = SessionId(b"decoder".ljust(16)), count()
-        assert await worker.open(session, worker.span, MOST_POSITIONS, PeerId("decoder"))
+        assert await worker.do(Open(session, worker.span, MOST_POSITIONS, PeerId("decoder")))
         row = self._hidden[: self._row_bytes]
-        yield lambda: worker.forward(Piece(session, next(positions), 1, row))
-        await worker.close(session)
+        yield lambda: worker.do(Forward(session, next(positions), 1, row))
+        await worker.do(Close(session))
 
     async def _prefill(self, worker: ThreadWorker) -> None:
         session = SessionId(b"prefill".ljust(16))
         length = len(self._hidden) // self._row_bytes
-        assert await worker.open(session, worker.span, length, PeerId("prefill"))
+        assert await worker.do(Open(session, worker.span, length, PeerId("prefill")))
         for start in range(0, length, CHUNK):
             end = min(start + CHUNK, length)
             hidden = self._hidden[start * self._row_bytes : end * self._row_bytes]
-            await worker.forward(Piece(session, start, end - start, hidden))
-        await worker.close(session)
+            await worker.do(Forward(session, start, end - start, hidden))
+        await worker.do(Close(session))
 
 
 def load_workers(folder: ModelFolder, hidden: Buffer, decodes: int) -> Workers:

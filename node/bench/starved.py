@@ -13,8 +13,7 @@ from llmnode.node.cli import run
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llmnode.ports import Piece
-    from llmnode.wire.frame import Buffer
+    from llmnode.core.operations import Buffer, Slice
 
 SIGNAL = signal.SIGUSR2
 TOO_MANY_BYTES = 1 << 60
@@ -38,9 +37,9 @@ class Shortage:
 def main() -> NoReturn:
     shortage, compute = Shortage(), SpanExecutor.forward
 
-    def forward(executor: SpanExecutor, pieces: Sequence[Piece]) -> Sequence[Buffer]:
+    def forward(executor: SpanExecutor, slices: Sequence[Slice]) -> Sequence[Buffer]:
         shortage.check()
-        return compute(executor, pieces)
+        return compute(executor, slices)
 
     signal.signal(SIGNAL, shortage.toggle)
     setattr(SpanExecutor, "forward", forward)  # noqa: B010 - mypy takes it for a bound method

@@ -21,6 +21,7 @@ from llmnode.compute.loading import Wanted
 from llmnode.compute.worker import ThreadWorker
 from llmnode.compute.worker_messages import LOAD, OPEN_MODEL
 from llmnode.compute.worker_process import start_process
+from llmnode.core import operations
 from llmnode.core.ids import SESSION_ID_BYTES, PeerId, SessionId, Step
 from llmnode.core.policy import BatchPolicy, LinkPolicy, WorkerPolicy
 from llmnode.core.span import Span
@@ -30,7 +31,6 @@ from llmnode.node.app import PROCESS, THREAD, WORKERS
 from llmnode.node.bench.echoing import ECHO, EchoExecutor
 from llmnode.node.bench.report import Aim, Row, environment, print_report, spread
 from llmnode.node.processes import all_ready, private_swarm
-from llmnode.ports import Piece
 from llmnode.swarm.pool import open_pool
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Open, Result, pack, unpack
@@ -122,7 +122,7 @@ async def _open_echoes() -> AsyncIterator[dict[str, BatchingWorker]]:
         await process.say_hello()
         await process.ask(OPEN_MODEL, asdict(Wanted()), report=print)
         _, kv_tokens_free = await process.ask(LOAD, 0, ECHO.blocks, report=print)
-        process.holds(Span(0, ECHO.blocks), kv_tokens_free)
+        process.holds(Span(0, ECHO.blocks), kv_tokens_free, ECHO.row_bytes)
         own = BatchingWorker(process, process.run, time.perf_counter, whole)
         yield {THREAD: ThreadWorker(EchoExecutor(), whole), PROCESS: own}
     finally:
@@ -132,13 +132,13 @@ async def _open_echoes() -> AsyncIterator[dict[str, BatchingWorker]]:
 async def _cross(worker: BatchingWorker, positions: int, times: int) -> list[float]:
     """What calls take beyond the forward, in ms."""
     session, hidden = SessionId(secrets.token_bytes(SESSION_ID_BYTES)), secrets.token_bytes(positions * ECHO.row_bytes)
-    assert await worker.open(session, worker.span, times * positions, PeerId("bench"))
+    assert await worker.do(operations.Open(session, worker.span, times * positions, PeerId("bench")))
     times_ms = []
     for number in range(times):
         began_s = time.perf_counter()
-        computed = await worker.forward(Piece(session, number * positions, positions, hidden))
+        computed = await worker.do(operations.Forward(session, number * positions, positions, hidden))
         times_ms.append(1e3 * (time.perf_counter() - began_s) - computed.compute_us / 1e3)
-    await worker.close(session)
+    await worker.do(operations.Close(session))
     return times_ms
 
 

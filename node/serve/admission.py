@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode.core.operations import Close, Open
 from llmnode.core.serving.admission_queue import AdmissionQueue
 from llmnode.errors import PeerRefused, WorkerLost
 from llmnode.wire.messages import RefusalCode
@@ -13,7 +14,7 @@ from llmnode.wire.messages import RefusalCode
 if TYPE_CHECKING:
     from llmnode.core.ids import PeerId, SessionId
     from llmnode.core.policy import AdmissionPolicy
-    from llmnode.core.serving.scheduling import Priority
+    from llmnode.core.priority import Priority
     from llmnode.core.span import Span
     from llmnode.ports import Worker
 
@@ -45,7 +46,7 @@ class Admission:
         if not came_in.is_set():
             raise self._refusal(positions, f"not free within {self._policy.wait_s:g} s")
         try:
-            is_open = await self._worker.open(session, span, positions, client, priority)
+            is_open = await self._worker.do(Open(session, span, positions, client, priority))
         except WorkerLost as error:
             raise PeerRefused(RefusalCode.BUSY, str(error)) from error
         if not is_open:
@@ -54,7 +55,7 @@ class Admission:
     async def leave(self, session: SessionId) -> None:
         """Free its KV, if it has any, and let others in."""
         try:
-            await self._worker.close(session)
+            await self._worker.do(Close(session))
         finally:
             self._forget(session)
 

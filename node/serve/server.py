@@ -15,7 +15,7 @@ import trio
 
 from llmnode.core.identity import how_other
 from llmnode.core.ids import NO_SESSION
-from llmnode.core.serving.scheduling import PRIORITIES
+from llmnode.core.priority import PRIORITIES
 from llmnode.core.span import Span
 from llmnode.core.view import serving
 from llmnode.errors import PeerRefused, RemoteProtocolError

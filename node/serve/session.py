@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode import _native
+from llmnode.core import operations
 from llmnode.core.ids import PeerId, SessionId
+from llmnode.core.operations import Forward, Truncate
 from llmnode.core.peers.relaying import RelayBudget
 from llmnode.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable, RemoteProtocolError, WorkerLost
-from llmnode.ports import Piece
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.log import PayloadLog
 from llmnode.wire.messages import (
@@ -37,12 +38,12 @@ from llmnode.wire.messages import (
 )
 from llmnode.wire.payload import payload_bytes
 from llmnode.wire.receipt import Receipt, profile_digest, signed
-from llmnode.wire.stage import Answer, Compute, Copy, Refuse, Truncate, Wait
+from llmnode.wire.stage import Answer, Compute, Copy, Do, Refuse, Wait
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from llmnode.core.serving.scheduling import Priority
+    from llmnode.core.priority import Priority
     from llmnode.core.span import Span
     from llmnode.node.serve.serving import Serving
     from llmnode.ports import Link
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
     from llmnode.wire.stage import Action, Stage
 
 log = logging.getLogger(__name__)
+
+_DONE = {FrameType.TRUNCATE: FrameType.TRUNCATED}
+"""The answer to a frame whose operation is done."""
 
 
 class ServedSession:
@@ -101,12 +105,7 @@ class ServedSession:
         """Queue a frame of the session. Raises RemoteProtocolError or PeerRefused for what cannot be."""
         if frame.type is FrameType.STEP:
             self._form.check(frame)
-            # The stage would refuse it too, in its turn; but what waits must be bounded by the KV that was asked for.
-            if frame.start + frame.length > self.stage.max_length:
-                raise PeerRefused(
-                    RefusalCode.NO_ROOM,
-                    f"position {frame.start + frame.length} is beyond the session's maximum of {self.stage.max_length}",
-                )
+            self.stage.check(frame)
         try:
             self._submitted.send_nowait(frame)
         except trio.WouldBlock:
@@ -189,23 +188,23 @@ class ServedSession:
             try:
                 await self._act(action)
             except WorkerLost as error:  # the session is of no use any more, but for what it has logged
-                if not isinstance(action, Truncate):
+                if not isinstance(action, Do):
                     self.stage.failed()
                 await self._send(refusal_of(action.frame, RefusalCode.COMPUTE_FAILED, str(error)))
             action = self.stage.next_held()
 
-    async def _act(self, action: Answer | Compute | Copy | Refuse | Truncate) -> None:
+    async def _act(self, action: Answer | Compute | Copy | Do | Refuse) -> None:
         self._doing = action.frame
         match action:
             case Compute(frame):
                 await self._compute(frame)
-            case Truncate(frame, keep):
-                await self._worker.truncate(self.stage.session, keep)
+            case Do(frame, operation):
+                await self._worker.do(operation)
                 if self._outputs is not None:
-                    self._outputs.truncate(keep)
-                await self._send(Frame(FrameType.TRUNCATED, frame.session, frame.epoch, frame.step, start=keep))
-            case Copy(frame, source, shared):
-                await self._copy(frame, self._beside[source], shared)
+                    self._outputs.truncate(self.stage.position)
+                await self._send(self._done(_DONE[frame.type], frame))
+            case Copy(frame, source, operation):
+                await self._copy(frame, self._beside[source], operation)
             case Answer(frame):
                 await self._send(frame)
             case Refuse(frame, code, reason):
@@ -213,14 +212,13 @@ class ServedSession:
 
     async def _compute(self, frame: Frame) -> None:
         try:
-            computed = await self._worker.forward(
-                Piece(frame.session, frame.start, frame.length, self._form.decode(frame))
-            )
+            forward = Forward(frame.session, frame.start, frame.length, self._form.decode(frame))
+            computed = await self._worker.do(forward)
             payload = self._form.encode(computed.hidden)
         except RemoteProtocolError as error:
             await self._refuse_step(frame, RefusalCode.BAD_MESSAGE, error.message)
         except ConfigError as error:  # the codec cannot carry what we computed
-            await self._worker.truncate(frame.session, frame.start)
+            await self._worker.do(Truncate(frame.session, frame.start))
             await self._refuse_step(frame, RefusalCode.COMPUTE_FAILED, str(error))
         except (RuntimeError, MemoryError) as error:  # torch's out-of-memory and kernel errors
             log.exception("step failed span=%s", self._worker.span)
@@ -246,7 +244,7 @@ class ServedSession:
             )
             wanted = not self._quiet and not (pushed and self._outputs is not None)
             answer = self._answer(FrameType.RESULT, frame, pack(result), payload if wanted else b"")
-            self.stage.computed(answer)
+            self.stage.computed(answer, receipt.input_digest)
             await self._send(answer)
 
     def _fork(self, frame: Frame) -> Action:
@@ -266,13 +264,10 @@ class ServedSession:
         """What must be alike for one session to become a copy of another."""
         return self._span, self._form, self._outputs is not None
 
-    async def _copy(self, frame: Frame, source: ServedSession, shared: int) -> None:
+    async def _copy(self, frame: Frame, source: ServedSession, operation: operations.Fork | Truncate) -> None:
         outputs = source._outputs.copy() if source._outputs is not None else None  # as they are now, and the KV is
         try:
-            if shared < frame.start:
-                await self._worker.fork(frame.session, source.stage.session, shared, frame.start)
-            else:
-                await self._worker.truncate(frame.session, shared)
+            await self._worker.do(operation)
         except (RuntimeError, MemoryError) as error:
             log.exception("fork failed span=%s", self._worker.span)
             await self._refuse_step(frame, RefusalCode.COMPUTE_FAILED, str(error))
@@ -281,7 +276,7 @@ class ServedSession:
                 outputs.truncate(frame.start)
                 self._outputs = outputs
             self.stage.copied()
-            await self._send(Frame(FrameType.FORKED, frame.session, frame.epoch, frame.step, start=frame.start))
+            await self._send(self._done(FrameType.FORKED, frame))
 
     def _receipt(self, frame: Frame, payload: Buffer) -> Receipt:
         """What we bind ourselves to: this step, once, after all that can fail (see `receipt.is_proof`)."""
@@ -368,6 +363,10 @@ class ServedSession:
         if self.link is None or self.link.relayed:
             return True
         return self._relayed.allows(positions, size_bytes, trio.current_time())
+
+    def _done(self, kind: FrameType, frame: Frame) -> Frame:
+        """The answer to a frame that changed the KV: where it stands now."""
+        return Frame(kind, frame.session, frame.epoch, frame.step, start=self.stage.position)
 
     def _answer(self, kind: FrameType, frame: Frame, meta: bytes, payload: Buffer) -> Frame:
         """With hidden states for the positions of `frame`."""

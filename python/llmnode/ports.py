@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-from llmnode.core.serving.scheduling import Priority
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from llmnode.core.announcement import SignedAnnouncement
-    from llmnode.core.ids import PeerId, SessionId
+    from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
+    from llmnode.core.operations import Buffer, Control, Operation, Slice
     from llmnode.core.span import Span
     from llmnode.core.traffic import Traffic
-    from llmnode.wire.frame import Buffer, Frame
+    from llmnode.wire.frame import Frame
+
+Result = TypeVar("Result")
 
 
 class Link(Protocol):
@@ -98,36 +99,6 @@ class Directory(Protocol):
         """Announcements of peers that serve the model, as far as they are found in time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of one forward: positions `start` and on of one session, through the blocks that it opened.
-
-    Or through some of these: an executor that was given others before them has kept what came of that, and is given the
-    rest, with the same positions, before any other piece of the session.
-    """
-
-    session: SessionId
-    start: int
-    length: int
-    hidden: Buffer
-    """(length, hidden_size) of the model's dtype; with `first`, empty."""
-    first: int = 0
-    """Of the session's blocks, counted from its own first one."""
-    end: int | None = None
-    """Up to which of them; None for all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """The answer to a `Piece`: hidden states of the same shape, and where the time went."""
-
-    hidden: Buffer
-    queue_us: int
-    """The rest of the time from when it was asked for until it was there."""
-    compute_us: int
-    """Of all forwards that had a part of it, whole, whoever else was in them: what it waited for, and not its share."""
-
-
 class Held(Protocol):
     """What an executor holds, wherever it is."""
 
@@ -140,26 +111,14 @@ class Held(Protocol):
 class Executor(Held, Protocol):
     """Computes a span for any number of sessions. Blocking, and for one thread at a time."""
 
-    def open(self, session: SessionId, span: Span, max_length: int) -> bool:
-        """Reserve KV for `max_length` positions. False, and nothing reserved, if there is no room."""
+    def apply(self, operation: Control) -> bool:
+        """Do an operation. False if it is an `Open` that there is no KV for. On an error no session is changed."""
 
-    def forward(self, pieces: Sequence[Piece]) -> Sequence[Buffer]:
-        """Run every piece, and append to its session's KV. On an error no session is changed.
+    def forward(self, slices: Sequence[Slice]) -> Sequence[Buffer]:
+        """Run every slice, and append it to its session's KV. On an error no session is changed.
 
-        Of a piece that has blocks left to go through nothing comes back yet, and KV does not count it.
+        A slice that has blocks left puts out nothing yet, and KV does not count it.
         """
-
-    def truncate(self, session: SessionId, length: int) -> None:
-        """Keep so much of its KV, and nothing of a piece that has blocks left."""
-
-    def fork(self, session: SessionId, source: SessionId, shared: int, length: int) -> None:
-        """Have the session's KV be the first `length` positions of `source`'s, which goes through the same blocks.
-
-        The first `shared` are the same already. On an error no session is changed.
-        """
-
-    def close(self, session: SessionId) -> None:
-        """Free the session's KV. Closing an unknown session does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +145,10 @@ class Loader(Protocol):
 class Worker(Protocol):
     """Runs one executor apart from the event loop, and shares it among sessions.
 
-    What is asked for one session is done in the order in which it was asked. Whatever fails for one fails for no other.
-    A call that is cancelled is not done, unless it runs already: then it is waited for.
-    Where the executor can be lost with all that it holds, every call but `close` raises WorkerLost for a session that
-    was open then, and `open` until there is another.
+    Operations of one session are done in the order in which they were asked. If one fails, it fails for no other
+    session. A call that is cancelled is not done; but if it runs already, the caller waits for it.
+    Where the executor can be lost with all that it holds, every operation but `Close` raises WorkerLost for a session
+    that was open then, and `Open` does until there is another executor.
     """
 
     @property
@@ -197,29 +156,14 @@ class Worker(Protocol):
 
     @property
     def kv_tokens(self) -> int:
-        """All the KV there is for sessions, whether free or not, and whether the executor is there or lost."""
+        """All the KV that sessions can have, whether free or not, and whether the executor is there or lost."""
 
     @property
     def kv_tokens_free(self) -> int: ...
 
     @property
     def busy_us(self) -> int:
-        """For how long it has run the executor, whichever there was."""
+        """The time for which it has run an executor since it began."""
 
-    async def open(
-        self,
-        session: SessionId,
-        span: Span,
-        max_length: int,
-        client: PeerId,
-        priority: Priority = Priority.INTERACTIVE,
-    ) -> bool:
-        """As `Executor.open`. `client` is on whose account its forwards go."""
-
-    async def forward(self, piece: Piece) -> Computed: ...
-
-    async def truncate(self, session: SessionId, length: int) -> None: ...
-
-    async def fork(self, session: SessionId, source: SessionId, shared: int, length: int) -> None: ...
-
-    async def close(self, session: SessionId) -> None: ...
+    async def do(self, operation: Operation[Result]) -> Result:
+        """Do an operation, and return its result."""

@@ -16,13 +16,13 @@ import torch
 
 from llmnode.compute.executor import SpanExecutor
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
+from llmnode.core.operations import Open, Slice, Truncate
 from llmnode.core.span import Span
 from llmnode.models.load import load_span
 from llmnode.models.meta_model import ATTENTIONS
 from llmnode.models.sources.embedded import open_embedded
 from llmnode.models.tensors import to_bytes
 from llmnode.node.bench.report import spread
-from llmnode.ports import Piece
 
 SPAN = Span(0, 10)
 ROUNDS, STEPS = 15, 30
@@ -52,11 +52,11 @@ def main() -> None:
         again_s = time.perf_counter() - began_s
         rust = SpanExecutor(load_span(folder, SPAN, ITSELF, in_rust=True), folder.info.hidden_size, 8)
         session = SessionId(bytes(SESSION_ID_BYTES))
-        assert rust.open(session, SPAN, 1)
+        assert rust.apply(Open(session, SPAN, 1))
 
         def in_rust() -> None:
-            rust.forward([Piece(session, 0, 1, to_bytes(hidden))])
-            rust.truncate(session, 0)
+            rust.forward([Slice(session, 0, 1, to_bytes(hidden))])
+            rust.apply(Truncate(session, 0))
 
         ways = {
             "torch": lambda: model(SPAN, hidden, positions),

@@ -18,10 +18,10 @@ import torch
 
 from llmnode.compute.executor import SpanExecutor, load_executor
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
+from llmnode.core.operations import Open, Slice, Truncate
 from llmnode.core.span import Span
 from llmnode.models.tensors import to_bytes
 from llmnode.node.bench.random_llama import opened
-from llmnode.ports import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,8 +39,8 @@ def executor_of(folder: ModelFolder, quant: str = "none", spare_tokens: int = 0)
     span = Span(0, folder.info.blocks)
     executor = load_executor(folder, span, len(SESSIONS) * 2 * POSITIONS + spare_tokens, quant=quant)
     for session in SESSIONS:
-        assert executor.open(session, span, 2 * POSITIONS)
-        executor.forward([Piece(session, 0, POSITIONS, to_bytes(torch.randn(POSITIONS, folder.info.hidden_size)))])
+        assert executor.apply(Open(session, span, 2 * POSITIONS))
+        executor.forward([Slice(session, 0, POSITIONS, to_bytes(torch.randn(POSITIONS, folder.info.hidden_size)))])
     return executor
 
 
@@ -59,9 +59,9 @@ def executors_of(folder: ModelFolder) -> dict[str, SpanExecutor]:
 
 def decode_of(executor: SpanExecutor, sessions: int, hidden: bytes) -> Callable[[], None]:
     def compute() -> None:
-        executor.forward([Piece(session, POSITIONS, 1, hidden) for session in SESSIONS[:sessions]])
+        executor.forward([Slice(session, POSITIONS, 1, hidden) for session in SESSIONS[:sessions]])
         for session in SESSIONS[:sessions]:
-            executor.truncate(session, POSITIONS)
+            executor.apply(Truncate(session, POSITIONS))
 
     return compute
 

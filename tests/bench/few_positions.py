@@ -18,10 +18,10 @@ import torch
 
 from llmnode.compute.executor import load_executor
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
+from llmnode.core.operations import Open, Slice, Truncate
 from llmnode.core.span import Span
 from llmnode.models.tensors import to_bytes
 from llmnode.node.bench.random_llama import opened
-from llmnode.ports import Piece
 
 if TYPE_CHECKING:
     from llmnode.compute.executor import SpanExecutor
@@ -34,13 +34,13 @@ def forward_s(executor: SpanExecutor, before: int, states: torch.Tensor, blocks:
     """Through so many blocks at a time."""
     hidden, total = to_bytes(states), len(executor.span)
     firsts = range(0, total, blocks)
-    pieces = [Piece(SESSION, before, len(states), b"" if at else hidden, at, at + blocks) for at in firsts]
+    pieces = [Slice(SESSION, before, len(states), b"" if at else hidden, at, at + blocks) for at in firsts]
     with patch("llmnode.compute.executor.are_few", lambda _lengths: in_rust):
         began_s = time.perf_counter()
         for piece in pieces:
             executor.forward([piece])
         took_s = time.perf_counter() - began_s
-    executor.truncate(SESSION, before)
+    executor.apply(Truncate(SESSION, before))
     return took_s
 
 
@@ -50,13 +50,13 @@ def main(model: str = "embedded", rounds: str = "4", threads: str = "1") -> None
     with opened(model if model != "embedded" else None) as folder:
         total, hidden_size = folder.info.blocks, folder.info.hidden_size
         executor = load_executor(folder, Span(0, total), CAPACITY)
-    assert executor.open(SESSION, executor.span, CAPACITY)
+    assert executor.apply(Open(SESSION, executor.span, CAPACITY))
     print("| after | positions | blocks at a time | Rust, ms | torch, ms | of torch's |\n|---|---|---|---|---|---|")
     known = 0
     for before in BEFORE:
         if before > known:
             executor.forward(
-                [Piece(SESSION, known, before - known, to_bytes(torch.randn(before - known, hidden_size)))]
+                [Slice(SESSION, known, before - known, to_bytes(torch.randn(before - known, hidden_size)))]
             )
             known = before
         for positions in POSITIONS:

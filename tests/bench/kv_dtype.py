@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
+from llmnode.core.operations import Open, Slice, Truncate
 from llmnode.core.span import Span
 from llmnode.models.sources.embedded import open_embedded
 from llmnode.models.tensors import to_bytes
 from llmnode.node.bench.decoding import load_in
-from llmnode.ports import Piece
 
 if TYPE_CHECKING:
     from llmnode.compute.executor import SpanExecutor
@@ -35,19 +35,19 @@ SESSION = SessionId(b"k" * SESSION_ID_BYTES)
 
 def filled(precision: str, folder: ModelFolder, positions: int) -> SpanExecutor:
     executor = load_in(precision, folder, SPAN, positions + 1)
-    assert executor.open(SESSION, SPAN, positions + 1)
+    assert executor.apply(Open(SESSION, SPAN, positions + 1))
     rows = torch.randn(positions, folder.info.hidden_size, generator=torch.Generator().manual_seed(0))
     for start in range(0, positions, PREFILL):
         part = rows[start : start + PREFILL]
-        executor.forward([Piece(SESSION, start, len(part), to_bytes(part))])
+        executor.forward([Slice(SESSION, start, len(part), to_bytes(part))])
     return executor
 
 
 def decode_ms(executor: SpanExecutor, position: int, hidden: bytes) -> float:
     began_s = time.perf_counter()
-    executor.forward([Piece(SESSION, position, 1, hidden)])
+    executor.forward([Slice(SESSION, position, 1, hidden)])
     took_s = time.perf_counter() - began_s
-    executor.truncate(SESSION, position)
+    executor.apply(Truncate(SESSION, position))
     return 1e3 * took_s
 
 

@@ -20,10 +20,10 @@ from decodes import SESSIONS, decode_of, executor_of
 
 from llmnode.client.connect import load_parts
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
+from llmnode.core.operations import Open, Slice, Truncate
 from llmnode.models.load import tensor_bytes
 from llmnode.models.tensors import to_bytes
 from llmnode.node.bench.random_llama import opened
-from llmnode.ports import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,11 +37,11 @@ ROUNDS = 20
 
 
 def prefill_of(executor: SpanExecutor, positions: int, hidden_size: int) -> Callable[[], None]:
-    piece = Piece(PREFILLED, 0, positions, to_bytes(torch.randn(positions, hidden_size)))
+    piece = Slice(PREFILLED, 0, positions, to_bytes(torch.randn(positions, hidden_size)))
 
     def compute() -> None:
         executor.forward([piece])
-        executor.truncate(PREFILLED, 0)
+        executor.apply(Truncate(PREFILLED, 0))
 
     return compute
 
@@ -60,7 +60,7 @@ def variants_of(folder: ModelFolder) -> tuple[dict[str, Callable[[], None]], dic
     """What is timed, and how many bytes weights take."""
     executor, hidden_size = executor_of(folder, spare_tokens=max(PREFILLS)), folder.info.hidden_size
     hidden = bytes(to_bytes(torch.randn(1, hidden_size)))
-    assert executor.open(PREFILLED, executor.span, max(PREFILLS))
+    assert executor.apply(Open(PREFILLED, executor.span, max(PREFILLS)))
     head, head_bytes = head_of(folder)
     timed = {f"decode, {count} at once": decode_of(executor, count, hidden) for count in (1, len(SESSIONS))}
     timed |= {f"prefill of {positions}": prefill_of(executor, positions, hidden_size) for positions in PREFILLS}

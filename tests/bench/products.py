@@ -18,10 +18,10 @@ import torch
 
 from llmnode.compute.executor import SpanExecutor, load_executor
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
+from llmnode.core.operations import Open, Slice, Truncate
 from llmnode.core.span import Span
 from llmnode.models.sources.embedded import open_embedded
 from llmnode.models.tensors import to_bytes
-from llmnode.ports import Piece
 
 ROWS = (1, 2, 4, 6, 8, 12, 15, 16, 32)
 ROUNDS = 30
@@ -36,18 +36,18 @@ def executor_of(*, chooses: bool) -> SpanExecutor:
     with without_rust, wide, nullcontext() if chooses else patch("llmnode.models.load.use_fastest"):
         executor = load_executor(open_embedded(), SPAN, (CONTEXT + 1) * len(SESSIONS))
     for session in SESSIONS:
-        assert executor.open(session, SPAN, CONTEXT + 1)
-        executor.forward([Piece(session, 0, CONTEXT, to_bytes(torch.randn(CONTEXT, 576)))])
+        assert executor.apply(Open(session, SPAN, CONTEXT + 1))
+        executor.forward([Slice(session, 0, CONTEXT, to_bytes(torch.randn(CONTEXT, 576)))])
     return executor
 
 
 def decode_s(executor: SpanExecutor, rows: int) -> float:
-    pieces = [Piece(session, CONTEXT, 1, to_bytes(torch.randn(1, 576))) for session in SESSIONS[:rows]]
+    pieces = [Slice(session, CONTEXT, 1, to_bytes(torch.randn(1, 576))) for session in SESSIONS[:rows]]
     began_s = time.perf_counter()
     executor.forward(pieces)
     took_s = time.perf_counter() - began_s
     for piece in pieces:
-        executor.truncate(piece.session, CONTEXT)
+        executor.apply(Truncate(piece.session, CONTEXT))
     return took_s
 
 

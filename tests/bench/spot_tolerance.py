@@ -19,13 +19,13 @@ from llmnode.compute.executor import SpanExecutor, load_executor
 from llmnode.compute.kv import KVForm
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.model import DTYPES
+from llmnode.core.operations import Close, Open, Slice
 from llmnode.core.span import Span
 from llmnode.models.load import load_ends
 from llmnode.models.sources.embedded import open_embedded
 from llmnode.models.tensors import to_bytes
 from llmnode.models.text.tokenizer import load_tokenizer
 from llmnode.node.bench.decoding import load_in
-from llmnode.ports import Piece
 from llmnode.session.recompute import deviations
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
 
@@ -44,23 +44,23 @@ def as_session(executor: SpanExecutor, span: Span, rows: Sequence[torch.Tensor])
     names = [SessionId(bytes([index + 1]) * SESSION_ID_BYTES) for index in range(len(rows))]
     outputs = []
     for name in names:
-        assert executor.open(name, span, POSITIONS)
+        assert executor.apply(Open(name, span, POSITIONS))
     for name, hidden in zip(names, rows, strict=True):
-        made = executor.forward([Piece(name, 0, PREFILL, to_bytes(hidden[:PREFILL]))])
+        made = executor.forward([Slice(name, 0, PREFILL, to_bytes(hidden[:PREFILL]))])
         outputs += made if name == names[0] else []
     for at in range(PREFILL, POSITIONS):
-        pieces = [Piece(name, at, 1, to_bytes(hidden[at : at + 1])) for name, hidden in zip(names, rows, strict=True)]
+        pieces = [Slice(name, at, 1, to_bytes(hidden[at : at + 1])) for name, hidden in zip(names, rows, strict=True)]
         outputs.append(executor.forward(pieces)[0])
     for name in names:
-        executor.close(name)
+        executor.apply(Close(name))
     return torch.cat([torch.frombuffer(bytearray(each), dtype=torch.float32) for each in outputs])
 
 
 def as_check(executor: SpanExecutor, span: Span, hidden: torch.Tensor) -> torch.Tensor:
     name = SessionId(b"c" * SESSION_ID_BYTES)
-    assert executor.open(name, span, POSITIONS)
-    (made,) = executor.forward([Piece(name, 0, POSITIONS, to_bytes(hidden))])
-    executor.close(name)
+    assert executor.apply(Open(name, span, POSITIONS))
+    (made,) = executor.forward([Slice(name, 0, POSITIONS, to_bytes(hidden))])
+    executor.apply(Close(name))
     return torch.frombuffer(bytearray(made), dtype=torch.float32)
 
 

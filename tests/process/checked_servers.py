@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import trio
 
+from llmnode.core.operations import Computed
 from llmnode.node.app import NodeConfig, open_node
 
 if TYPE_CHECKING:
+    from llmnode.core.operations import Operation
     from llmnode.node.app import RunningNode
-    from llmnode.ports import Computed, Piece, Worker
+    from llmnode.ports import Worker
 
 NOISE = 0.01
 """Of each value: a text stays readable."""
@@ -28,15 +30,17 @@ KV_TOKENS = 2000
 
 
 def make_noisy(worker: Worker) -> None:
-    forward, rng = worker.forward, np.random.default_rng(0)
+    do, rng = worker.do, np.random.default_rng(0)
 
-    async def forward_noisily(piece: Piece) -> Computed:
-        computed = await forward(piece)
+    async def do_noisily(operation: Operation[object]) -> object:
+        computed = await do(operation)
+        if not isinstance(computed, Computed):
+            return computed
         values = np.frombuffer(computed.hidden, "<f4")
         noisy = values * (1 + NOISE * rng.standard_normal(values.shape, np.float32))
         return replace(computed, hidden=noisy.astype("<f4").tobytes())
 
-    worker.forward = forward_noisily  # type: ignore[method-assign]
+    worker.do = do_noisily  # type: ignore[method-assign,assignment]
 
 
 async def main() -> None:

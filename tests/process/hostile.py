@@ -19,7 +19,7 @@ from llmnode import _native
 from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement
 from llmnode.core.ids import SESSION_ID_BYTES, Epoch, PeerId, SessionId, Step
 from llmnode.core.policy import LinkPolicy, SwarmPolicy
-from llmnode.core.serving.scheduling import PRIORITIES
+from llmnode.core.priority import PRIORITIES
 from llmnode.core.span import Span
 from llmnode.errors import RemoteProtocolError
 from llmnode.wire.announcement import pack_announcement, pack_news, pack_sequences

@@ -11,11 +11,11 @@ import torch
 import trio
 
 from llmnode.client.connect import aconnect, load_parts
+from llmnode.core.operations import Close, Open, Slice
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.span import Span
 from llmnode.models.tensors import from_bytes, to_bytes
 from llmnode.node.bench.decoding import load_in
-from llmnode.ports import Piece
 from llmnode.session.recompute import tolerance
 from llmnode.wire.payload import Codec
 from reference.small import session
@@ -48,13 +48,13 @@ class Whole:
     def run(self, chunks: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """What the blocks make of each of the chunks of a sequence: (tokens, hidden_size)."""
         start, made = 0, []
-        assert self.executor.open(session(1), self.executor.span, sum(map(len, chunks)))
+        assert self.executor.apply(Open(session(1), self.executor.span, sum(map(len, chunks))))
         for chunk in chunks:
             hidden = self.parts.ends.embed(list(chunk), start)
-            (output,) = self.executor.forward([Piece(session(1), start, len(chunk), to_bytes(hidden))])
+            (output,) = self.executor.forward([Slice(session(1), start, len(chunk), to_bytes(hidden))])
             made.append(from_bytes(output, self.parts.model.hidden_size))
             start += len(chunk)
-        self.executor.close(session(1))
+        self.executor.apply(Close(session(1)))
         return made
 
     def apart(self, answer: Greedy) -> torch.Tensor:

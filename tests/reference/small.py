@@ -11,12 +11,12 @@ import torch
 from llmnode.compute.executor import SpanExecutor, load_executor
 from llmnode.compute.kv import KVForm
 from llmnode.core.ids import SessionId
+from llmnode.core.operations import Close, Fork, Open, Slice, Truncate
 from llmnode.core.span import Span
 from llmnode.models.families import FAMILIES
 from llmnode.models.load import Ends, load_ends
 from llmnode.models.sources.folder import ModelFolder, open_folder
 from llmnode.models.tensors import from_bytes, to_bytes
-from llmnode.ports import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -198,32 +198,32 @@ class Cut:
             if session not in self._positions:
                 self._positions[session] = 0
                 for executor in self.executors:
-                    assert executor.open(session, executor.span, SESSION_TOKENS)
+                    assert executor.apply(Open(session, executor.span, SESSION_TOKENS))
             start = self._positions[session]
-            pieces.append(Piece(session, start, len(tokens), to_bytes(self.ends.embed(list(tokens), start))))
+            pieces.append(Slice(session, start, len(tokens), to_bytes(self.ends.embed(list(tokens), start))))
             self._positions[session] += len(tokens)
         for executor in self.executors:
             outputs = executor.forward(pieces)
             pieces = [
-                Piece(piece.session, piece.start, piece.length, output)
+                Slice(piece.session, piece.start, piece.length, output)
                 for piece, output in zip(pieces, outputs, strict=True)
             ]
         return {piece.session: from_bytes(piece.hidden, HIDDEN_SIZE) for piece in pieces}
 
     def truncate(self, session: SessionId, length: int) -> None:
         for executor in self.executors:
-            executor.truncate(session, length)
+            executor.apply(Truncate(session, length))
         self._positions[session] = length
 
     def fork(self, session: SessionId, source: SessionId, shared: int, length: int) -> None:
         for executor in self.executors:
-            executor.fork(session, source, shared, length)
+            executor.apply(Fork(session, source, shared, length))
         self._positions[session] = length
 
     def close(self) -> None:
         for session in self._positions:
             for executor in self.executors:
-                executor.close(session)
+                executor.apply(Close(session))
         self._positions.clear()
         assert all(executor.kv_tokens_free() == KV_TOKENS for executor in self.executors)
 

@@ -7,13 +7,13 @@ import torch
 
 from llmnode.compute.executor import load_executor
 from llmnode.compute.kv import KVForm
+from llmnode.core.operations import Open, Slice
 from llmnode.core.span import Span
 from llmnode.models.load import load_ends
 from llmnode.models.native import MOST_POSITIONS
 from llmnode.models.sources.embedded import open_embedded
 from llmnode.models.tensors import to_bytes
 from llmnode.models.text.tokenizer import load_tokenizer
-from llmnode.ports import Piece
 from llmnode.session.recompute import deviations, tolerance
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
 from reference.small import session
@@ -34,15 +34,15 @@ def test_who_computes_in_rust_is_within_the_tolerance_of_who_computes_by_torch(k
     executor = load_executor(folder, span, 2 * POSITIONS, kv=KVForm(kv_dtype))
     hidden = load_ends(folder).embed(load_tokenizer(folder).encode(TEXT * 9)[:POSITIONS], 0)
     for name in (session(0), session(1)):
-        assert executor.open(name, span, POSITIONS)
+        assert executor.apply(Open(name, span, POSITIONS))
     lengths = [PREFILL, *[1] * (POSITIONS - PREFILL)]
     parts = zip(lengths, hidden.split(lengths), strict=True)
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
     in_rust = [
-        executor.forward([Piece(session(0), start, length, to_bytes(part))])[0]
+        executor.forward([Slice(session(0), start, length, to_bytes(part))])[0]
         for start, (length, part) in zip(starts, parts, strict=True)
     ]
-    (by_torch,) = executor.forward([Piece(session(1), 0, POSITIONS, to_bytes(hidden))])
+    (by_torch,) = executor.forward([Slice(session(1), 0, POSITIONS, to_bytes(hidden))])
     dtype = "float32" if kv_dtype == "same" else "float32+kv-int8"
     for codec in Codec:
         form = HiddenForm(folder.info.hidden_size, codec)

@@ -30,16 +30,16 @@ import llmnode.compute.child
 from llmnode.compute.loading import SpanLoader, Wanted
 from llmnode.core.ids import SessionId
 from llmnode.core.span import Span
-from llmnode.ports import Piece
+from llmnode.core.operations import Open, Slice
 
 loader = SpanLoader(Wanted(sys.argv[1], kv_memory="64MiB", threads=1), print)
 model = loader.open_model()
 assert loader.fitting_blocks() == model.blocks
 executor = loader.load(Span(0, model.blocks)).executor
 session = SessionId(bytes(16))
-assert executor.open(session, executor.span, 100)
+assert executor.apply(Open(session, executor.span, 100))
 hidden = bytes.fromhex(sys.stdin.read())
-(output,) = executor.forward([Piece(session, 0, len(hidden) // model.hidden_size // 4, hidden)])
+(output,) = executor.forward([Slice(session, 0, len(hidden) // model.hidden_size // 4, hidden)])
 assert not {"transformers", "torch._dynamo"} & sys.modules.keys()
 print(bytes(output).hex())
 """

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from llmnode.compute.kv import KVForm
+from llmnode.core.operations import Close, Fork, Open
 from llmnode.core.span import Span
 from llmnode.errors import LocalProtocolError
 from reference.small import (
@@ -109,10 +110,10 @@ def test_a_copy_of_more_than_there_is_or_of_other_blocks_is_our_bug(tmp_path: Pa
     (executor,) = through.executors
     run_singly(through, SOURCE, PROMPT[:3])
     run_singly(through, COPY, PROMPT[:2])
-    assert executor.open(FRESH, Span(0, 1), 10)
+    assert executor.apply(Open(FRESH, Span(0, 1), 10))
     for name, shared, length in [(COPY, 0, 4), (COPY, 3, 3), (COPY, 2, 1), (FRESH, 0, 1)]:
         with pytest.raises(LocalProtocolError):
-            executor.fork(name, SOURCE, shared, length)
+            executor.apply(Fork(name, SOURCE, shared, length))
     through.fork(COPY, SOURCE, 2, 3)
-    executor.close(FRESH)
+    executor.apply(Close(FRESH))
     through.close()

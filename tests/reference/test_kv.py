@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from llmnode.compute.executor import load_executor
 from llmnode.compute.kv import KVForm, SequenceKV
+from llmnode.core.operations import Fork, Open, Slice
 from llmnode.core.span import Span
 from llmnode.models.size import measure_size
 from llmnode.models.tensors import to_bytes
-from llmnode.ports import Piece
 from reference.small import (
     BLOCKS,
     CPU,
@@ -132,12 +132,12 @@ def test_blocks_on_a_gpu_compute_the_same_with_kv_on_the_cpu(case: str, dtype: s
     for form in (KVForm(dtype), KVForm(dtype, CPU)):
         executor = load_executor(folder, Span(0, BLOCKS), 100, device="cuda", kv=form)
         for name in (0, 1):
-            assert executor.open(session(name), executor.span, 40)
-        pieces = [Piece(session(0), at, end - at, to_bytes(rows[at:end])) for at, end in ((0, 9), (9, 10), (10, 20))]
+            assert executor.apply(Open(session(name), executor.span, 40))
+        pieces = [Slice(session(0), at, end - at, to_bytes(rows[at:end])) for at, end in ((0, 9), (9, 10), (10, 20))]
         outputs = [bytes(executor.forward([piece])[0]) for piece in pieces]
-        executor.forward([Piece(session(1), 0, 3, to_bytes(rows[:3]))])
-        executor.fork(session(1), session(0), 0, 15)
-        outputs.append(bytes(executor.forward([Piece(session(1), 15, 5, to_bytes(rows[15:]))])[0]))
+        executor.forward([Slice(session(1), 0, 3, to_bytes(rows[:3]))])
+        executor.apply(Fork(session(1), session(0), 0, 15))
+        outputs.append(bytes(executor.forward([Slice(session(1), 15, 5, to_bytes(rows[15:]))])[0]))
         made.append(torch.frombuffer(bytearray(b"".join(outputs)), dtype=torch.float32).reshape(-1, 64))
         slab = executor._sequences[session(0)].kv._blocks[0].slabs[0].states
         assert (slab.device.type, slab.is_pinned()) == (("cuda", False) if form.device is None else ("cpu", True))

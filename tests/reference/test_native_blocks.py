@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from llmnode.compute.kv import KVForm
+from llmnode.core.operations import Open, Slice
 from llmnode.errors import LocalProtocolError
 from llmnode.models.fused import FusedSpan
 from llmnode.models.native import MOST_POSITIONS, NativeBlocks, are_few, native_blocks
 from llmnode.models.tensors import to_bytes
-from llmnode.ports import Piece
 from reference.small import BLOCKS, FUSED, HIDDEN_SIZE, VOCABULARY, Cut, cut, make_model, open_saved, session
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ def test_a_few_positions_go_through_a_few_blocks_in_rust_and_come_to_the_same_by
     (executor,), states = model.executors, to_bytes(torch.randn(9, HIDDEN_SIZE))
     taken = counted(model, monkeypatch)
     for number in range(2):
-        assert executor.open(session(number), executor.span, 9)
-    (whole,) = executor.forward([Piece(session(0), 0, 9, states)])
-    slices = [Piece(session(1), 0, 9, b"" if first else states, first, first + 1) for first in range(BLOCKS)]
+        assert executor.apply(Open(session(number), executor.span, 9))
+    (whole,) = executor.forward([Slice(session(0), 0, 9, states)])
+    slices = [Slice(session(1), 0, 9, b"" if first else states, first, first + 1) for first in range(BLOCKS)]
     assert [executor.forward([each]) for each in slices] == [[b""]] * (BLOCKS - 1) + [[whole]]
     assert len(taken) == 1 + BLOCKS
 
@@ -179,6 +179,6 @@ def test_decodes_alone_are_few_however_many() -> None:
 def test_a_piece_of_other_hidden_states_than_it_says_is_refused(tmp_path: Path) -> None:
     make_model("llama", tied=False).save_pretrained(tmp_path)
     (executor,) = cut(open_saved(tmp_path), (0, BLOCKS)).executors
-    assert executor.open(session(0), executor.span, 8)
+    assert executor.apply(Open(session(0), executor.span, 8))
     with pytest.raises(LocalProtocolError, match="another number of positions"):
-        executor.forward([Piece(session(0), 0, 1, bytes(2 * 4 * HIDDEN_SIZE))])
+        executor.forward([Slice(session(0), 0, 1, bytes(2 * 4 * HIDDEN_SIZE))])

@@ -21,10 +21,10 @@ from llmnode.compute.kv import KVForm, SequenceKV
 from llmnode.compute.own_attention import replace_own_attention
 from llmnode.compute.paged_executor import PagedExecutor
 from llmnode.compute.pages import PagePool, lay_out
+from llmnode.core.operations import Close, Fork, Open, Slice, Truncate
 from llmnode.core.span import Span
 from llmnode.models.load import load_span
 from llmnode.models.tensors import from_bytes, to_bytes
-from llmnode.ports import Piece
 from reference.paged import PAGE, AsInCapture, cut_paged, load_paged, record_by_tracing, varlen_attn, without_numbers
 from reference.small import (
     BLOCKS,
@@ -162,10 +162,10 @@ def test_what_was_taken_back_is_not_looked_at_even_if_it_was_no_number(tmp_path:
     executor = load_paged(_llama(tmp_path), Span(0, BLOCKS))
     rows = torch.randn(12, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
     expected = _chunks(executor, rows, (9, 1, 1, 1))
-    assert executor.open(session(0), executor.span, 40)
+    assert executor.apply(Open(session(0), executor.span, 40))
     made = [_forward(executor, 0, 0, rows[:9])]
     _forward(executor, 0, 9, torch.full((20, HIDDEN_SIZE), float("nan")))
-    executor.truncate(session(0), 9)
+    executor.apply(Truncate(session(0), 9))
     made += [_forward(executor, 0, at, rows[at : at + 1]) for at in range(9, 12)]
     assert torch.equal(torch.cat(made), expected)
 
@@ -176,10 +176,10 @@ def test_a_fork_has_pages_of_its_own(tmp_path: Path) -> None:
     rows = torch.randn(25, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
     expected = _chunks(executor, rows, (19, 6))
     for name in (0, 1):
-        assert executor.open(session(name), executor.span, 40)
+        assert executor.apply(Open(session(name), executor.span, 40))
     _forward(executor, 0, 0, rows[:21])
     _forward(executor, 1, 0, rows[:3])
-    executor.fork(session(1), session(0), 3, 19)
+    executor.apply(Fork(session(1), session(0), 3, 19))
     _forward(executor, 0, 21, -rows[:4])
     assert (_forward(executor, 1, 19, rows[19:]) - expected[19:]).abs().max() < 1e-4
 
@@ -189,15 +189,15 @@ def test_there_are_as_many_pages_as_positions_need_and_none_is_lost(tmp_path: Pa
     executor = load_paged(_llama(tmp_path), Span(0, BLOCKS))
     in_all = executor.kv_tokens_free()
     assert in_all == KV_TOKENS
-    assert executor.open(session(0), executor.span, 1)
+    assert executor.apply(Open(session(0), executor.span, 1))
     assert executor.kv_tokens_free() == in_all - PAGE
-    assert executor.open(session(1), executor.span, in_all - PAGE)
+    assert executor.apply(Open(session(1), executor.span, in_all - PAGE))
     assert executor.kv_tokens_free() == 0
-    assert not executor.open(session(2), executor.span, 1)
-    executor.close(session(0))
-    assert executor.open(session(2), executor.span, PAGE)
+    assert not executor.apply(Open(session(2), executor.span, 1))
+    executor.apply(Close(session(0)))
+    assert executor.apply(Open(session(2), executor.span, PAGE))
     for name in (1, 2):
-        executor.close(session(name))
+        executor.apply(Close(session(name)))
     assert executor.kv_tokens_free() == in_all
     assert sorted(executor._pool._free) == list(range(1, in_all // PAGE + 1))
 
@@ -311,11 +311,11 @@ def test_a_row_is_gathered_into_no_more_than_all_pages_and_is_right_beyond(tmp_p
     expected = _chunks(executor, rows, (700,))
     lengths = {0: 696, 1: 2, 2: 2}
     for name, length in lengths.items():
-        assert executor.open(session(name), executor.span, length + 4)
+        assert executor.apply(Open(session(name), executor.span, length + 4))
         _forward(executor, name, 0, rows[:length])
     for number in range(4):
         at = {name: length + number for name, length in lengths.items()}
-        pieces = [Piece(session(name), start, 1, to_bytes(rows[start : start + 1])) for name, start in at.items()]
+        pieces = [Slice(session(name), start, 1, to_bytes(rows[start : start + 1])) for name, start in at.items()]
         outputs = [from_bytes(output, HIDDEN_SIZE) for output in executor.forward(pieces)]
         assert all(
             (made - expected[start]).abs().max() < 1e-4 for made, start in zip(outputs, at.values(), strict=True)
@@ -365,15 +365,15 @@ def _llama(path: Path) -> ModelFolder:
 
 def _chunks(executor: PagedExecutor, rows: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """Of a session of its own, what comes of `rows` in chunks of so many."""
-    assert executor.open(session(0), executor.span, len(rows))
+    assert executor.apply(Open(session(0), executor.span, len(rows)))
     made, at = [], 0
     for length in lengths:
         made.append(_forward(executor, 0, at, rows[at : at + length]))
         at += length
-    executor.close(session(0))
+    executor.apply(Close(session(0)))
     return torch.cat(made)
 
 
 def _forward(executor: PagedExecutor, name: int, start: int, rows: torch.Tensor) -> torch.Tensor:
-    (output,) = executor.forward([Piece(session(name), start, len(rows), to_bytes(rows))])
+    (output,) = executor.forward([Slice(session(name), start, len(rows), to_bytes(rows))])
     return from_bytes(output, HIDDEN_SIZE)

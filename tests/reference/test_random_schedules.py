@@ -23,14 +23,14 @@ from llmnode.compute.batching import BatchingWorker
 from llmnode.compute.executor import load_executor
 from llmnode.compute.work import Done, Work, do
 from llmnode.core.ids import PeerId
+from llmnode.core.operations import Close, Forward, Open, Truncate
 from llmnode.core.policy import BatchPolicy
-from llmnode.core.serving.scheduling import Priority
+from llmnode.core.priority import Priority
 from llmnode.core.span import Span
 from llmnode.models.load import load_ends
 from llmnode.models.native import MOST_POSITIONS
 from llmnode.models.tensors import from_bytes, to_bytes
 from llmnode.node.bench.exact import Reference
-from llmnode.ports import Piece
 from reference.small import BLOCKS, HIDDEN_SIZE, KV_TOKENS, VOCABULARY, make_model, open_saved, session
 
 if TYPE_CHECKING:
@@ -104,11 +104,11 @@ class ClockedWorker(BatchingWorker):
         super().__init__(executor, partial(self._run_inline, executor), trio.current_time, policy)
 
     async def _run_inline(self, executor: SpanExecutor, work: Work) -> tuple[Done, float, float]:
-        began_s, pieces = trio.current_time(), [part.piece for part in work.parts]
-        chores = do(executor, Work(work.chores, ())).chores
-        outputs = executor.forward(pieces) if pieces else ()
+        began_s = trio.current_time()
+        results = do(executor, Work(work.operations, ())).results
+        outputs = executor.forward(work.slices) if work.slices else ()
         await trio.sleep(1)
-        return Done(chores, outputs), began_s, trio.current_time()
+        return Done(results, outputs), began_s, trio.current_time()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -150,16 +150,16 @@ def run(
 
     async def live(worker: ClockedWorker, row: int) -> None:
         name, position = session(row), 0
-        assert await worker.open(name, executor.span, LENGTH, PeerId(f"{row % 3}"), lives[row].priority)
+        assert await worker.do(Open(name, executor.span, LENGTH, PeerId(f"{row % 3}"), lives[row].priority))
         for after_s, length, what in lives[row].acts:
             await trio.sleep(after_s)
             states = (astray if what == "go astray" else embedded[row])[position:][:length]
             if not len(states):
                 break
             with trio.move_on_after(1.5 if what == "give up" else inf):  # before its batch, in it, or half way through
-                computed = await worker.forward(Piece(name, position, len(states), to_bytes(states)))
+                computed = await worker.do(Forward(name, position, len(states), to_bytes(states)))
                 if what == "go astray":
-                    await worker.truncate(name, position)
+                    await worker.do(Truncate(name, position))
                 else:
                     outputs[row].append(from_bytes(computed.hidden, HIDDEN_SIZE))
                     position += len(states)
@@ -174,6 +174,6 @@ def run(
         trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
     finally:
         for row in range(len(lives)):
-            executor.close(session(row))
+            executor.apply(Close(session(row)))
     assert executor.kv_tokens_free() == KV_TOKENS
     return [torch.cat(each) for each in outputs]

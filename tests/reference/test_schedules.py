@@ -14,13 +14,13 @@ from llmnode.compute.attention import ragged_attention
 from llmnode.compute.executor import load_executor
 from llmnode.compute.worker import ThreadWorker
 from llmnode.core.ids import PeerId
+from llmnode.core.operations import Close, Forward, Open, Slice, Truncate
 from llmnode.core.policy import BatchPolicy
-from llmnode.core.serving.scheduling import Priority
+from llmnode.core.priority import Priority
 from llmnode.core.span import Span
 from llmnode.errors import LocalProtocolError, ModelError
 from llmnode.models.load import Ends, load_ends
 from llmnode.models.tensors import from_bytes, to_bytes
-from llmnode.ports import Piece
 from reference.small import (
     BLOCKS,
     HIDDEN_SIZE,
@@ -135,21 +135,21 @@ def test_sessions_over_different_parts_of_one_span_share_a_forward(case: str, tm
     executor = load_executor(folder, Span(0, BLOCKS), KV_TOKENS)
     through, early, late = session(0), session(1), session(2)
     for name, span in ((through, Span(0, BLOCKS)), (early, Span(0, 2)), (late, Span(2, BLOCKS))):
-        assert executor.open(name, span, 24)
+        assert executor.apply(Open(name, span, 24))
 
     scores: list[list[torch.Tensor]] = [[], []]
-    half_way: Piece | None = None
+    half_way: Slice | None = None
     for start in (*range(0, 24, 6), 24):  # the second sequence's late blocks run a chunk behind its early ones
         pieces = [half_way] if half_way else []
         if start < 24:
             hidden = [to_bytes(ends.embed(row.tolist(), start)) for row in ids[:, start : start + 6]]
-            pieces += [Piece(through, start, 6, hidden[0]), Piece(early, start, 6, hidden[1])]
+            pieces += [Slice(through, start, 6, hidden[0]), Slice(early, start, 6, hidden[1])]
         outputs = dict(zip((piece.session for piece in pieces), executor.forward(pieces), strict=True))
         if through in outputs:
             scores[0].append(ends.logits(from_bytes(outputs[through], HIDDEN_SIZE)))
         if late in outputs:
             scores[1].append(ends.logits(from_bytes(outputs[late], HIDDEN_SIZE)))
-        half_way = Piece(late, start, 6, outputs[early]) if early in outputs else None
+        half_way = Slice(late, start, 6, outputs[early]) if early in outputs else None
 
     deviations = (torch.stack([torch.cat(rows) for rows in scores]) - model(ids).logits).abs()
     assert deviations.max() < 4 * deviation(model, ids)
@@ -166,23 +166,23 @@ def test_a_piece_may_go_through_its_blocks_in_several_forwards(case: str, tmp_pa
     prefill, decode = to_bytes(ends.embed(ids[:40], 0)), to_bytes(ends.embed(ids[40:], 40))
     whole, cut_up, late = session(0), session(1), session(2)
     for name, span in ((whole, Span(0, BLOCKS)), (cut_up, Span(0, BLOCKS)), (late, Span(2, BLOCKS))):
-        assert executor.open(name, span, 41)
-    (expected,) = executor.forward([Piece(whole, 0, 40, prefill)])
+        assert executor.apply(Open(name, span, 41))
+    (expected,) = executor.forward([Slice(whole, 0, 40, prefill)])
 
-    executor.forward([Piece(cut_up, 0, 40, prefill, 0, 3)])
-    executor.truncate(cut_up, 0)
+    executor.forward([Slice(cut_up, 0, 40, prefill, 0, 3)])
+    executor.apply(Truncate(cut_up, 0))
     for first, end, company in (
         (0, 1, []),
-        (1, 2, [Piece(whole, 40, 1, decode)]),
-        (2, BLOCKS, [Piece(late, 0, 40, prefill)]),
+        (1, 2, [Slice(whole, 40, 1, decode)]),
+        (2, BLOCKS, [Slice(late, 0, 40, prefill)]),
     ):
-        output, *others = executor.forward([Piece(cut_up, 0, 40, b"" if first else prefill, first, end), *company])
+        output, *others = executor.forward([Slice(cut_up, 0, 40, b"" if first else prefill, first, end), *company])
         assert bool(output) == (end == BLOCKS)
         assert all(others)
     close = {"rtol": 0, "atol": 4 * deviation(make_model(case, tied=False), torch.tensor([ids]))}
     torch.testing.assert_close(from_bytes(output, HIDDEN_SIZE), from_bytes(expected, HIDDEN_SIZE), **close)
-    executor.truncate(whole, 40)
-    after = [executor.forward([Piece(name, 40, 1, decode)])[0] for name in (whole, cut_up)]
+    executor.apply(Truncate(whole, 40))
+    after = [executor.forward([Slice(name, 40, 1, decode)])[0] for name in (whole, cut_up)]
     torch.testing.assert_close(from_bytes(after[1], HIDDEN_SIZE), from_bytes(after[0], HIDDEN_SIZE), **close)
 
 
@@ -190,13 +190,13 @@ def test_a_piece_may_go_through_its_blocks_in_several_forwards(case: str, tmp_pa
 def test_a_piece_that_leaves_out_blocks_is_refused(whole_span: tuple[SpanExecutor, Ends], tokens: torch.Tensor) -> None:
     executor, ends = whole_span
     hidden = to_bytes(ends.embed(tokens[0, :9].tolist(), 0))
-    assert executor.open(session(0), executor.span, MAX_LENGTH)
-    executor.forward([Piece(session(0), 0, 9, hidden, 0, 2)])
+    assert executor.apply(Open(session(0), executor.span, MAX_LENGTH))
+    executor.forward([Slice(session(0), 0, 9, hidden, 0, 2)])
     for first, end, length in ((3, None, 9), (2, None, 8), (0, None, 9), (2, 2, 9), (2, BLOCKS + 1, 9)):
         with pytest.raises(LocalProtocolError):
-            executor.forward([Piece(session(0), 0, length, b"" if first else hidden, first, end)])
-    assert executor.forward([Piece(session(0), 0, 9, b"", 2)])[0]
-    executor.close(session(0))
+            executor.forward([Slice(session(0), 0, length, b"" if first else hidden, first, end)])
+    assert executor.forward([Slice(session(0), 0, 9, b"", 2)])[0]
+    executor.apply(Close(session(0)))
 
 
 def test_attention_sinks_are_refused() -> None:
@@ -246,22 +246,22 @@ def test_any_schedule_of_a_worker_gives_the_same_hidden_states(
     policy = BatchPolicy(decode_positions=1, fast_prefill=4, **sizes, **times)  # type: ignore[arg-type]
 
     async def live(worker: ThreadWorker, row: int) -> None:
-        assert await worker.open(session(row), executor.span, MAX_LENGTH, PeerId(f"{row % 2}"), priorities[row])
+        assert await worker.do(Open(session(row), executor.span, MAX_LENGTH, PeerId(f"{row % 2}"), priorities[row]))
         position = 0
         for _, length, turns, what in (act for act in acts if act[0] == row):
             for _ in range(turns):
                 await trio.lowlevel.checkpoint()
             if not (chunk := tokens[row, position:][:length].tolist()):
                 break
-            piece = Piece(session(row), position, len(chunk), to_bytes(ends.embed(chunk, position)))
+            piece = Forward(session(row), position, len(chunk), to_bytes(ends.embed(chunk, position)))
             with trio.CancelScope() as scope:
                 if what == "give up":
                     scope.deadline = trio.current_time() + 0.001
-                hidden = from_bytes((await worker.forward(piece)).hidden, HIDDEN_SIZE)
+                hidden = from_bytes((await worker.do(piece)).hidden, HIDDEN_SIZE)
                 expected = undisturbed[row, position : position + len(chunk)]
                 assert (hidden - expected).abs().max() < epsilon
                 position += len(chunk)
-        await worker.close(session(row))
+        await worker.do(Close(session(row)))
 
     async def main() -> None:
         worker = TimedWorker(executor, policy)
@@ -283,19 +283,19 @@ def test_a_worker_lets_a_prefill_go_through_a_few_blocks_between_decodes(
     executor, ends = whole_span
     forward, batches = executor.forward, []
 
-    def noted(pieces: Sequence[Piece]) -> Sequence[Buffer]:
+    def noted(pieces: Sequence[Slice]) -> Sequence[Buffer]:
         batches.append([(piece.session, piece.first, piece.end) for piece in pieces])
         return forward(pieces)
 
     async def ask(worker: ThreadWorker, row: int, start: int, end: int) -> None:
-        piece = Piece(session(row), start, end - start, to_bytes(ends.embed(tokens[row, start:end].tolist(), start)))
-        hidden = from_bytes((await worker.forward(piece)).hidden, HIDDEN_SIZE)
+        piece = Forward(session(row), start, end - start, to_bytes(ends.embed(tokens[row, start:end].tolist(), start)))
+        hidden = from_bytes((await worker.do(piece)).hidden, HIDDEN_SIZE)
         assert (hidden - undisturbed[row, start:end]).abs().max() < epsilon
 
     async def main() -> None:
         worker = TimedWorker(executor, BatchPolicy(decode_positions=1, stretch=1.25, fast_prefill=16, gather_share=0.0))
         for row in range(2):
-            assert await worker.open(session(row), executor.span, MAX_LENGTH, PeerId(f"{row}"))
+            assert await worker.do(Open(session(row), executor.span, MAX_LENGTH, PeerId(f"{row}")))
         await ask(worker, 0, 0, 1)
         await ask(worker, 1, 0, 16)
         monkeypatch.setattr(executor, "forward", noted)
@@ -304,7 +304,7 @@ def test_a_worker_lets_a_prefill_go_through_a_few_blocks_between_decodes(
             for position in range(1, 6):
                 await ask(worker, 0, position, position + 1)
         for row in range(2):
-            await worker.close(session(row))
+            await worker.do(Close(session(row)))
 
     trio.run(main)
     layered = [(first, end) for pieces in batches for name, first, end in pieces if name == session(1)]
@@ -320,8 +320,8 @@ def test_a_piece_at_a_wrong_position_fails_and_its_batch_mates_do_not(
     outputs: dict[int, torch.Tensor] = {}
 
     async def ask(worker: ThreadWorker, row: int, start: int) -> None:
-        piece = Piece(session(row), start, 5, to_bytes(ends.embed(tokens[row, :5].tolist(), 0)))
-        outputs[row] = from_bytes((await worker.forward(piece)).hidden, HIDDEN_SIZE)
+        piece = Forward(session(row), start, 5, to_bytes(ends.embed(tokens[row, :5].tolist(), 0)))
+        outputs[row] = from_bytes((await worker.do(piece)).hidden, HIDDEN_SIZE)
 
     async def ask_wrongly(worker: ThreadWorker, row: int) -> None:
         with pytest.raises(LocalProtocolError, match="does not continue"):
@@ -330,13 +330,13 @@ def test_a_piece_at_a_wrong_position_fails_and_its_batch_mates_do_not(
     async def main() -> None:
         worker = ThreadWorker(executor)
         for row in range(SEQUENCES):
-            assert await worker.open(session(row), executor.span, MAX_LENGTH, PeerId(""))
+            assert await worker.do(Open(session(row), executor.span, MAX_LENGTH, PeerId("")))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask, worker, 0, 0)
             nursery.start_soon(ask_wrongly, worker, 1)
             nursery.start_soon(ask, worker, 2, 0)
         for row in range(SEQUENCES):
-            await worker.close(session(row))
+            await worker.do(Close(session(row)))
 
     trio.run(main)
     assert sorted(outputs) == [0, 2]

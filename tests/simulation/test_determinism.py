@@ -28,18 +28,20 @@ for seed in map(int, sys.argv[1:]):
 """
 
 BREAK = """
+from llmnode.core.operations import Truncate
 from llmnode.session.session import InferenceSession
 from llmnode.testing import worker
 
-whole = worker.ExactExecutor.truncate
+whole = worker.ExactExecutor.apply
 
-def truncate(self, session, length):
-    # What this one thinks that it still has is not what the session says it has.
-    whole(self, session, length)
-    kept = self._kept[session]
-    self._kept[session] = kept[:-1] + bytes([kept[-1] ^ 1]) if kept else kept
+def apply(self, operation):
+    # After a truncation it has other positions than the session thinks.
+    result = whole(self, operation)
+    if isinstance(operation, Truncate) and (kept := self._kept[operation.session]):
+        self._kept[operation.session] = kept[:-1] + bytes([kept[-1] ^ 1])
+    return result
 
-worker.ExactExecutor.truncate = truncate
+worker.ExactExecutor.apply = apply
 """
 
 

@@ -15,7 +15,7 @@ import trio
 from llmnode.core.announcement import PeerState
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.policy import AdmissionPolicy, ClientPolicy, ServePolicy
-from llmnode.core.serving.scheduling import Priority
+from llmnode.core.priority import Priority
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute, PeerError, PeerRefused
 from llmnode.node.serve.admission import Admission

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
+from llmnode.core.operations import Computed
 from llmnode.core.policy import ClientPolicy
-from llmnode.core.serving.scheduling import Priority
+from llmnode.core.priority import Priority
 from llmnode.errors import IntegrityError, SessionLost
 from llmnode.testing import FaultPlan, Odds, seeds, simulate
 from llmnode.testing.faults import ALL_KINDS
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from llmnode.core.ids import PeerId
-    from llmnode.ports import Computed, Piece
+    from llmnode.core.operations import Operation
     from llmnode.session.session import InferenceSession
     from llmnode.testing import WatchedRouter
 
@@ -53,15 +54,15 @@ async def session_of(swarm: World) -> AsyncIterator[tuple[WatchedRouter, Inferen
 def corrupt(swarm: World, peer: PeerId, share: float = 1.0, rng: random.Random | None = None) -> None:
     """From now on a share of its forwards is wrong, and it signs that like all else."""
     worker, rng = swarm.node(peer).worker, rng or random.Random(0)
-    forward = worker.forward
+    do = worker.do
 
-    async def forward_wrongly(piece: Piece) -> Computed:
-        computed = await forward(piece)
-        if rng.random() >= share:
+    async def do_wrongly(operation: Operation[object]) -> object:
+        computed = await do(operation)
+        if not isinstance(computed, Computed) or rng.random() >= share:
             return computed
         return replace(computed, hidden=bytes(each ^ 1 for each in bytes(computed.hidden)))
 
-    worker.forward = forward_wrongly  # type: ignore[method-assign]
+    worker.do = do_wrongly  # type: ignore[method-assign,assignment]
 
 
 async def speak(session: InferenceSession, steps: int, positions: int = 1) -> None:

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from llmnode.compute.loading import Wanted
     from llmnode.core.model import ModelInfo
-    from llmnode.ports import Piece
-    from llmnode.wire.frame import Buffer
+    from llmnode.core.operations import Buffer, Slice
 
 SEIZE, FAIL, STUMBLE, DIE, HANG = 249, 250, 251, 252, 253
 """Never let another thread run, raise what torch raises, raise what nobody foresaw, be killed, never answer."""
@@ -36,8 +35,8 @@ LONG_S = 0.5
 
 
 class TroubledExecutor(ExactExecutor):
-    def forward(self, pieces: Sequence[Piece]) -> Sequence[Buffer]:
-        told = {piece.hidden[0] for piece in pieces if not piece.first}
+    def forward(self, slices: Sequence[Slice]) -> Sequence[Buffer]:
+        told = {each.hidden[0] for each in slices if not each.first}
         if SEIZE in told:
             ctypes.PyDLL(None).pause()  # a call of C that keeps the GIL
         if HANG in told:
@@ -48,7 +47,7 @@ class TroubledExecutor(ExactExecutor):
             raise RuntimeError("out of memory, as told")
         if STUMBLE in told:
             raise KeyError("as told")
-        return super().forward(pieces)
+        return super().forward(slices)
 
 
 class TroubledLoader:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from llmnode.client.adopted import Layers
     from llmnode.client.connect import Client, Resumed
     from llmnode.client.portal import Entered, Portal
+    from llmnode.core.priority import Priority
     from llmnode.core.route import Route
-    from llmnode.core.serving.scheduling import Priority
     from llmnode.session.session import InferenceSession
 
 

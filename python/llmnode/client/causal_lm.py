@@ -34,7 +34,7 @@ from llmnode.client.forward import (
 )
 from llmnode.client.hidden_session import HiddenSession
 from llmnode.client.released import releasing
-from llmnode.core.serving.scheduling import PRIORITIES
+from llmnode.core.priority import PRIORITIES
 from llmnode.core.texts.beams import first_alike
 from llmnode.errors import ConfigError
 from llmnode.models.families import family_of

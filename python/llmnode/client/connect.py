@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from llmnode.core.model import ModelInfo
+    from llmnode.core.priority import Priority
     from llmnode.core.route import Route
-    from llmnode.core.serving.scheduling import Priority
     from llmnode.core.traffic import Traffic
     from llmnode.models.load import Ends
     from llmnode.models.sources.folder import ModelFolder

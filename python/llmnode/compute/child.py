@@ -133,9 +133,9 @@ class _Child:
         self._executor = loaded.executor
         return [loaded.tensor_bytes, loaded.executor.kv_tokens_free()]
 
-    def _work(self, chores: Message, parts: Message, asked_bytes: int, output_bytes: int) -> None:
+    def _work(self, operations: Message, slices: Message, asked_bytes: int, output_bytes: int) -> None:
         assert self._executor is not None, "blocks are loaded first"
-        work = take_work(chores, parts, self._requests.view(asked_bytes))
+        work = take_work(operations, slices, self._requests.view(asked_bytes))
         began_s = time.perf_counter()
         done = do(self._executor, work)
         took_s = time.perf_counter() - began_s
@@ -145,7 +145,7 @@ class _Child:
 
 
 def _log_unforeseen(done: Done) -> None:
-    for outcome in (*done.chores, *done.outputs):
+    for outcome in (*done.results, *done.outputs):
         if isinstance(outcome, Exception):
             _log_if_unforeseen(outcome)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 import torch
 
@@ -13,6 +13,7 @@ from llmnode.compute.kv import KVForm, SequenceKV
 from llmnode.compute.own_attention import replace_own_attention
 from llmnode.compute.pages import FLASH_DTYPES, PagePool
 from llmnode.core.ids import SessionId
+from llmnode.core.operations import Close, Fork, Open, Slice, Truncate
 from llmnode.core.span import Span
 from llmnode.errors import LlmnodeError, LocalProtocolError, ModelError
 from llmnode.machine.malloc import give_back
@@ -21,16 +22,15 @@ from llmnode.models.native import are_few
 from llmnode.models.sources.damage import one_line
 from llmnode.models.tensors import FLOAT_BYTES, from_bytes, to_bytes
 from llmnode.models.weights.read_progress import say_nothing
-from llmnode.ports import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from llmnode.compute.kv import KV
+    from llmnode.core.operations import Buffer, Control
     from llmnode.models.fused import FusedSpan
     from llmnode.models.load import SpanModel
     from llmnode.models.sources.folder import ModelFolder
-    from llmnode.wire.frame import Buffer
 
 _TRIAL = SessionId(b"trial".ljust(16, b"\0"))
 _LARGE_TOKENS = 256
@@ -42,7 +42,7 @@ class _Sequence:
     kv: KV
     span: Span
     slabs: SequenceSlabs | None = None  # of its `kv`, once a few positions have come
-    half_way: Buffer = b""  # of the piece that has been through `passed` of its blocks
+    half_way: Buffer = b""  # of the forward that has been through `passed` of its blocks
     passed: int = 0
 
 
@@ -77,7 +77,21 @@ class SpanExecutor:
     def kv_tokens_free(self) -> int:
         return self._kv_tokens_free
 
-    def open(self, session: SessionId, span: Span, max_length: int) -> bool:
+    def apply(self, operation: Control) -> bool:
+        match operation:
+            case Open(session, span, max_length):
+                return self._open(session, span, max_length)
+            case Truncate(session, length):
+                self._truncate(session, length)
+            case Fork():
+                self._fork(operation)
+            case Close(session):
+                self._close(session)
+            case _:
+                assert_never(operation)
+        return True
+
+    def _open(self, session: SessionId, span: Span, max_length: int) -> bool:
         if session in self._sequences:
             raise LocalProtocolError("this session is open already")
         if max_length > self._kv_tokens_free:
@@ -89,34 +103,35 @@ class SpanExecutor:
         return True
 
     @torch.inference_mode()
-    def forward(self, pieces: Sequence[Piece]) -> Sequence[Buffer]:
-        pieces = [self._checked(piece) for piece in pieces]
+    def forward(self, slices: Sequence[Slice]) -> Sequence[Buffer]:
+        slices = [self._checked(each) for each in slices]
         together: dict[Span, list[int]] = {}
-        for index, piece in enumerate(pieces):
-            together.setdefault(self._blocks_of(piece), []).append(index)
-        outputs: dict[int, Buffer] = {}
+        for index, each in enumerate(slices):
+            together.setdefault(each.blocks(self._sequences[each.session].span), []).append(index)
+        computed: dict[int, Buffer] = {}
         for span, indices in together.items():
-            parts = self._run(span, [pieces[index] for index in indices])
-            outputs.update(zip(indices, parts, strict=True))
-        come_out = [self._settle(piece, outputs[index]) for index, piece in enumerate(pieces)]
-        if sum(piece.length for piece, output in zip(pieces, come_out, strict=True) if output) >= _LARGE_TOKENS:
+            outputs = self._run(span, [slices[index] for index in indices])
+            computed.update(zip(indices, outputs, strict=True))
+        put_out = [self._settle(each, computed[index]) for index, each in enumerate(slices)]
+        if sum(each.length for each, output in zip(slices, put_out, strict=True) if output) >= _LARGE_TOKENS:
             give_back()
-        return come_out
+        return put_out
 
-    def truncate(self, session: SessionId, length: int) -> None:
+    def _truncate(self, session: SessionId, length: int) -> None:
         sequence = self._sequences[session]
         if length > sequence.kv.length:
             raise LocalProtocolError(f"cannot keep {length} positions of {sequence.kv.length}")
         sequence.kv.length, sequence.half_way, sequence.passed = length, b"", 0
 
     @torch.inference_mode()
-    def fork(self, session: SessionId, source: SessionId, shared: int, length: int) -> None:
-        own, other = self._sequences[session], self._sequences[source]
+    def _fork(self, fork: Fork) -> None:
+        own, other = self._sequences[fork.session], self._sequences[fork.source]
+        shared, length = fork.shared, fork.length
         if own.span != other.span or not shared <= min(length, own.kv.length) or length > other.kv.length:
             raise LocalProtocolError(f"cannot copy [{shared}, {length}) of {other.kv.length} positions")
         own.kv.copy(other.kv, shared, length)
 
-    def close(self, session: SessionId) -> None:
+    def _close(self, session: SessionId) -> None:
         sequence = self._sequences.pop(session, None)
         if sequence is not None:
             self._kv_tokens_free += sequence.kv.capacity
@@ -130,50 +145,45 @@ class SpanExecutor:
     def _give_kv_back(self, session: SessionId) -> None:
         """It is used no more."""
 
-    def _checked(self, piece: Piece) -> Piece:
-        """With its hidden states, wherever they are."""
-        sequence = self._sequences[piece.session]
-        kv = sequence.kv
-        if piece.start != kv.length or piece.start + piece.length > kv.capacity:
-            raise LocalProtocolError(f"piece [{piece.start}, +{piece.length}) does not continue a KV of {kv.length}")
-        if piece.first != sequence.passed:
-            raise LocalProtocolError(f"a piece at block {piece.first} of a session that is at {sequence.passed}")
-        if piece.end is not None and not piece.first < piece.end <= len(sequence.span):
-            raise LocalProtocolError(f"a piece through blocks [{piece.first}, {piece.end}) of {len(sequence.span)}")
-        if piece.first:
-            piece = replace(piece, hidden=sequence.half_way)
-        if memoryview(piece.hidden).nbytes != piece.length * self._hidden_size * FLOAT_BYTES:
-            raise LocalProtocolError(f"hidden states of another number of positions than {piece.length}")
-        return piece
+    def _checked(self, asked: Slice) -> Slice:
+        """The slice with its hidden states, wherever they are."""
+        sequence = self._sequences[asked.session]
+        kv, start, length, first, end = sequence.kv, asked.start, asked.length, asked.first, asked.end
+        if start != kv.length or start + length > kv.capacity:
+            raise LocalProtocolError(f"positions [{start}, +{length}) do not continue a KV of {kv.length}")
+        if first != sequence.passed:
+            raise LocalProtocolError(f"a slice at block {first} of a session that is at {sequence.passed}")
+        if end is not None and not first < end <= len(sequence.span):
+            raise LocalProtocolError(f"a slice through blocks [{first}, {end}) of {len(sequence.span)}")
+        if first:
+            asked = replace(asked, hidden=sequence.half_way)
+        if memoryview(asked.hidden).nbytes != length * self._hidden_size * FLOAT_BYTES:
+            raise LocalProtocolError(f"hidden states of another number of positions than {length}")
+        return asked
 
-    def _blocks_of(self, piece: Piece) -> Span:
-        """Through which it goes now."""
-        span = self._sequences[piece.session].span
-        return Span(span.start + piece.first, span.end if piece.end is None else span.start + piece.end)
-
-    def _settle(self, piece: Piece, output: Buffer) -> Buffer:
-        """What comes out: nothing of a piece that has blocks left."""
-        sequence = self._sequences[piece.session]
-        if piece.end is not None and piece.end < len(sequence.span):
-            sequence.half_way, sequence.passed = output, piece.end
+    def _settle(self, computed: Slice, output: Buffer) -> Buffer:
+        """Note what is computed. Returns what the slice puts out, which is nothing while it has blocks left."""
+        sequence = self._sequences[computed.session]
+        if computed.end is not None and computed.end < len(sequence.span):
+            sequence.half_way, sequence.passed = output, computed.end
             return b""
         sequence.half_way, sequence.passed = b"", 0
-        sequence.kv.length = piece.start + piece.length
+        sequence.kv.length = computed.start + computed.length
         return output
 
-    def _run(self, span: Span, pieces: Sequence[Piece]) -> Sequence[Buffer]:
-        """What the blocks of `span` make of `pieces`: they are all that the sessions go through, or some of it."""
+    def _run(self, span: Span, slices: Sequence[Slice]) -> Sequence[Buffer]:
+        """Run the slices through the blocks of `span`, which are all those of their sessions, or some."""
         native = self.model.native
-        if native is not None and are_few([each.length for each in pieces]):
-            few = [(self._slabs(each.session, native.no_kv), each.first, each.start, each.hidden) for each in pieces]
+        if native is not None and are_few([each.length for each in slices]):
+            few = [(self._slabs(each.session, native.no_kv), each.first, each.start, each.hidden) for each in slices]
             return native.blocks.forward(span.start - self.span.start, span.end - self.span.start, few)
-        row = torch.cat([from_bytes(each.hidden, self._hidden_size) for each in pieces])
-        hidden = self._compute(span, pieces, row)
-        return [to_bytes(part) for part in hidden.split([each.length for each in pieces])]
+        row = torch.cat([from_bytes(each.hidden, self._hidden_size) for each in slices])
+        hidden = self._compute(span, slices, row)
+        return [to_bytes(part) for part in hidden.split([each.length for each in slices])]
 
-    def _compute(self, span: Span, pieces: Sequence[Piece], row: torch.Tensor) -> torch.Tensor:
-        """As `_run`, of hidden states end to end, (tokens, hidden_size), by torch."""
-        segments = [Segment(self._sequences[each.session].kv, each.start, each.length) for each in pieces]
+    def _compute(self, span: Span, slices: Sequence[Slice], row: torch.Tensor) -> torch.Tensor:
+        """As `_run`, by torch. `row` has the hidden states end to end, (tokens, hidden_size), as has the result."""
+        segments = [Segment(self._sequences[each.session].kv, each.start, each.length) for each in slices]
         positions = torch.cat([torch.arange(s.start, s.start + s.length) for s in segments])
         token = segments_of_forward.set(segments)
         try:
@@ -226,10 +236,10 @@ def load_executor(
 def _try_out(executor: SpanExecutor, folder: ModelFolder) -> None:
     """The first block, with one position: sizes in a config may fit the weights, and not each other."""
     span = Span(executor.span.start, executor.span.start + 1)
-    if not executor.open(_TRIAL, span, 1):
+    if not executor.apply(Open(_TRIAL, span, 1)):
         return
     try:
-        executor.forward([Piece(_TRIAL, 0, 1, bytes(folder.info.hidden_size * FLOAT_BYTES))])
+        executor.forward([Slice(_TRIAL, 0, 1, bytes(folder.info.hidden_size * FLOAT_BYTES))])
     except (LlmnodeError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # what does not fit brings torch and transformers to raise anything
@@ -237,4 +247,4 @@ def _try_out(executor: SpanExecutor, folder: ModelFolder) -> None:
             f"the blocks that {folder.config_file} describes cannot compute ({one_line(error)}): get it again"
         ) from error
     finally:
-        executor.close(_TRIAL)
+        executor.apply(Close(_TRIAL))

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from llmnode.compute.cuda_graphs import Record
     from llmnode.compute.pages import PagedKV, PagePool
     from llmnode.core.ids import SessionId
+    from llmnode.core.operations import Slice
     from llmnode.core.span import Span
     from llmnode.models.fused import FusedSpan
     from llmnode.models.load import SpanModel
-    from llmnode.ports import Piece
 
 
 class PagedExecutor(SpanExecutor):
@@ -43,6 +43,6 @@ class PagedExecutor(SpanExecutor):
     def _give_kv_back(self, session: SessionId) -> None:
         self._pool.give_back(self._paged.pop(session))
 
-    def _compute(self, span: Span, pieces: Sequence[Piece], row: torch.Tensor) -> torch.Tensor:
-        parts = [(self._paged[each.session], each.start, each.length) for each in pieces]
+    def _compute(self, span: Span, slices: Sequence[Slice], row: torch.Tensor) -> torch.Tensor:
+        parts = [(self._paged[each.session], each.start, each.length) for each in slices]
         return self._forwards.run(span, parts, row)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import trio
 
@@ -16,9 +16,9 @@ from llmnode.compute.batching import BatchingWorker
 from llmnode.compute.worker_messages import FITTING_BLOCKS, LOAD, OPEN_MODEL
 from llmnode.compute.worker_process import COMMAND, start_process
 from llmnode.core.model import ModelInfo
+from llmnode.core.operations import Close, Open
 from llmnode.core.policy import WorkerPolicy
 from llmnode.core.serving.restarts import Restarts
-from llmnode.core.serving.scheduling import Priority
 from llmnode.errors import ConfigError, LocalProtocolError, ModelError, WorkerLost
 
 if TYPE_CHECKING:
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
     from llmnode.compute.loading import Wanted
     from llmnode.compute.worker_process import WorkerProcess
-    from llmnode.core.ids import PeerId, SessionId
+    from llmnode.core.ids import SessionId
+    from llmnode.core.operations import Operation
     from llmnode.core.span import Span
-    from llmnode.ports import Computed, Piece
 
 T = TypeVar("T")
+Result = TypeVar("Result")
 
 
 class RestartingWorker:
@@ -55,39 +56,33 @@ class RestartingWorker:
         """What is opened from now on belongs to this one; None while there is none."""
         self._busy_us, self._life = self.busy_us, life
 
-    async def open(
-        self,
-        session: SessionId,
-        span: Span,
-        max_length: int,
-        client: PeerId,
-        priority: Priority = Priority.INTERACTIVE,
-    ) -> bool:
+    async def do(self, operation: Operation[Result]) -> Result:
+        if isinstance(operation, Open):
+            return cast("Result", await self._open(operation))
+        if isinstance(operation, Close):
+            return cast("Result", await self._close(operation.session))
+        first, *others = map(self._life_of, operation.sessions)
+        if any(each is not first for each in others):
+            raise WorkerLost("one of the two sessions is lost")
+        return await first.do(operation)
+
+    async def _open(self, operation: Open) -> bool:
+        session = operation.session
         if session in self._lives:
             raise LocalProtocolError("this session is open already")
         if (life := self._life) is None:
             raise WorkerLost("the worker process is being started again")
-        is_open = await life.open(session, span, max_length, client, priority)
+        is_open = await life.do(operation)
         if is_open:
             self._lives[session] = life
         return is_open
 
-    async def forward(self, piece: Piece) -> Computed:
-        return await self._life_of(piece.session).forward(piece)
-
-    async def truncate(self, session: SessionId, length: int) -> None:
-        await self._life_of(session).truncate(session, length)
-
-    async def fork(self, session: SessionId, source: SessionId, shared: int, length: int) -> None:
-        if (life := self._life_of(session)) is not self._life_of(source):
-            raise WorkerLost("one of the two sessions is lost")
-        await life.fork(session, source, shared, length)
-
-    async def close(self, session: SessionId) -> None:
+    async def _close(self, session: SessionId) -> bool:
         if (life := self._lives.get(session)) is not None:
             with suppress(WorkerLost):
-                await life.close(session)
+                await life.do(Close(session))
             del self._lives[session]
+        return True
 
     def _life_of(self, session: SessionId) -> BatchingWorker:
         if (life := self._lives.get(session)) is None:
@@ -153,7 +148,8 @@ class ProcessLoader:
                 # What was lost had room: its memory may not be given back yet, or others have it for a while.
                 raise WorkerLost(f"the worker process did not load its blocks again: {error}") from error
             self.tensor_bytes, kv_tokens_free = loaded
-            process.holds(span, kv_tokens_free)
+            assert self._model is not None
+            process.holds(span, kv_tokens_free, self._model.row_bytes)
             self._wanted = replace(self._wanted, kv_tokens=kv_tokens_free, kv_memory=None, is_announced=True)
             worker = self._worker = self._worker or RestartingWorker(span, kv_tokens_free)
             worker.live(BatchingWorker(process, process.run, time.perf_counter))

@@ -1,33 +1,31 @@
-"""How work crosses between a node and its worker process: msgpack for what is small, shared memory for hidden states.
+"""The messages between a node and its worker process: msgpack for small values, shared memory for hidden states.
 
 A message is a list that begins with a word. Both ends are of one version and trust each other, so a wrong message is a
-bug; what a peer has sent is numbers in shared memory, and nothing else.
+bug; from a peer come only numbers in shared memory.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgpack
 
-from llmnode.compute.work import Close, Done, Fork, Open, Part, Truncate, Work
-from llmnode.core.ids import SessionId
-from llmnode.core.span import Span
+from llmnode.compute.packed_fields import pack_fields, unpack_fields
+from llmnode.compute.work import Done, Work
+from llmnode.core.operations import Control, Slice
 from llmnode.errors import ConfigError, LocalProtocolError, ModelError
-from llmnode.ports import Piece
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from llmnode.compute.work import Chore
-    from llmnode.wire.frame import Buffer
+    from llmnode.core.operations import Buffer
 
 Message = list[Any]  # Any: what msgpack can hold
 
 HELLO = "hello"
 """The child's first: it has started, and has imported nothing large."""
 SAID = "said"
-"""The child's, with a line about what takes long. The answer is still to come."""
+"""The child's, with a line about something that takes long. The answer is still to come."""
 ANSWER, FAILED = "answer", "failed"
 OPEN_MODEL, FITTING_BLOCKS, LOAD, WORK = "open-model", "fitting-blocks", "load", "work"
 """The node's, each of which has one answer."""
@@ -37,7 +35,7 @@ ERROR_CHARACTERS = 4000
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ConfigError, ModelError, LocalProtocolError, MemoryError, RuntimeError)
 }
-_CHORES: dict[str, type[Truncate | Fork | Close]] = {"truncate": Truncate, "fork": Fork, "close": Close}
+_CONTROLS: dict[str, type[Control]] = {kind.__name__: kind for kind in get_args(Control)}
 
 
 def pack_message(*message: Any) -> bytes:  # Any: what msgpack can hold
@@ -47,7 +45,7 @@ def pack_message(*message: Any) -> bytes:  # Any: what msgpack can hold
 
 
 class Messages:
-    """Out of bytes, however they were cut."""
+    """Reads messages out of bytes, however they were cut."""
 
     def __init__(self) -> None:
         self._unpacker = msgpack.Unpacker()
@@ -61,7 +59,7 @@ class Messages:
 
 
 def pack_error(error: Exception) -> Message:
-    """What the other end has no class for is a RuntimeError there, as torch's errors are."""
+    """An error that the other end has no class for is a RuntimeError there, as torch's errors are."""
     kind = next((name for name, each in _ERRORS.items() if isinstance(error, each)), None)
     text = str(error) if kind is not None else f"{type(error).__name__}: {error}"
     return [kind or RuntimeError.__name__, text[:ERROR_CHARACTERS].encode(errors="replace")]
@@ -72,86 +70,70 @@ def unpack_error(message: Message) -> Exception:
     return _ERRORS[kind](text.decode())
 
 
-def work_bytes(work: Work) -> tuple[int, int]:
-    """Of hidden states: those that go there, and those that come back."""
-    parts = work.parts
-    return sum(memoryview(part.piece.hidden).nbytes for part in parts), sum(part.output_bytes for part in parts)
+def input_bytes(work: Work) -> int:
+    """The size of the hidden states that go to the process."""
+    return sum(memoryview(each.hidden).nbytes for each in work.slices)
 
 
 def put_work(work: Work, memory: memoryview) -> Message:
-    """Copies hidden states to `memory`, of the first of `work_bytes`."""
-    sizes = put_buffers([part.piece.hidden for part in work.parts], memory)
-    parts = [[size, *_put_part(part)] for part, size in zip(work.parts, sizes, strict=True)]
-    return [[_put_chore(chore) for chore in work.chores], parts, *work_bytes(work)]
+    """Copies hidden states to `memory`, which has the size `input_bytes`."""
+    put = _Writer(memory).put
+    operations = [[type(each).__name__, pack_fields(each, put)] for each in work.operations]
+    return [operations, [pack_fields(each, put) for each in work.slices]]
 
 
-def take_work(chores: Message, parts: Message, memory: memoryview) -> Work:
+def take_work(operations: Message, slices: Message, memory: memoryview) -> Work:
     """Copies nothing: hidden states stay in `memory`."""
-    buffers = take_buffers([size for size, *_ in parts], memory)
+    take = _Reader(memory).take
     return Work(
-        [_take_chore(*chore) for chore in chores],
-        [_take_part(hidden, *part) for (_, *part), hidden in zip(parts, buffers, strict=True)],
+        [unpack_fields(_CONTROLS[kind], packed, take) for kind, packed in operations],
+        [unpack_fields(Slice, packed, take) for packed in slices],
     )
 
 
 def put_done(done: Done, memory: memoryview) -> Message:
     """Copies hidden states to `memory`."""
-    sizes = iter(put_buffers([each for each in done.outputs if not isinstance(each, Exception)], memory))
-    chores = [pack_error(each) if isinstance(each, Exception) else each for each in done.chores]
-    return [chores, [pack_error(each) if isinstance(each, Exception) else next(sizes) for each in done.outputs]]
+    put = _Writer(memory).put
+    return [
+        [pack_error(each) if isinstance(each, Exception) else each for each in done.results],
+        [pack_error(each) if isinstance(each, Exception) else put(each) for each in done.outputs],
+    ]
 
 
-def take_done(chores: Message, outputs: Message, memory: memoryview) -> Done:
+def take_done(results: Message, outputs: Message, memory: memoryview) -> Done:
     """Copies hidden states out of `memory`, which is for the next results then."""
-    buffers = take_buffers([each for each in outputs if isinstance(each, int)], memory)
+    take = _Reader(memory).take
     return Done(
-        [unpack_error(each) if isinstance(each, list) else each for each in chores],
-        [unpack_error(each) if isinstance(each, list) else bytes(next(buffers)) for each in outputs],
+        [unpack_error(each) if isinstance(each, list) else each for each in results],
+        [unpack_error(each) if isinstance(each, list) else bytes(take(each)) for each in outputs],
     )
 
 
-def put_buffers(buffers: Sequence[Buffer], memory: memoryview) -> list[int]:
-    """One after the other. Returns their sizes."""
-    sizes, offset = [], 0
-    for buffer in buffers:
+class _Writer:
+    """Puts buffers into memory, one after the other."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._offset = 0
+
+    def put(self, buffer: Buffer) -> int:
+        """Returns its size."""
         view = memoryview(buffer).cast("B")
-        memory[offset : offset + len(view)] = view
-        sizes.append(len(view))
-        offset += len(view)
-    return sizes
+        end = self._offset + len(view)
+        self._memory[self._offset : end] = view
+        self._offset = end
+        return len(view)
 
 
-def take_buffers(sizes: Sequence[int], memory: memoryview) -> Iterator[memoryview]:
-    offset = 0
-    for size in sizes:
-        yield memory[offset : offset + size]
-        offset += size
+class _Reader:
+    """Takes them out in the same order."""
 
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._offset = 0
 
-def _put_part(part: Part) -> Message:
-    piece = part.piece
-    return [piece.session, piece.start, piece.length, piece.first, piece.end, part.undo_to, part.output_bytes]
-
-
-def _take_part(hidden: Buffer, session: bytes, *fields: Any) -> Part:  # Any: numbers, and None for an end
-    start, length, first, end, undo_to, output_bytes = fields
-    return Part(Piece(SessionId(session), start, length, hidden, first, end), undo_to, output_bytes)
-
-
-def _put_chore(chore: Chore) -> Message:
-    match chore:
-        case Open(session, span, max_length):
-            return ["open", session, span.start, span.end, max_length]
-        case Truncate(session, length):
-            return ["truncate", session, length]
-        case Fork(session, source, shared, length):
-            return ["fork", session, source, shared, length]
-        case Close(session):
-            return ["close", session]
-
-
-def _take_chore(kind: str, session: bytes, *fields: Any) -> Chore:  # Any: as each kind has them
-    if kind == "open":
-        start, end, max_length = fields
-        return Open(SessionId(session), Span(start, end), max_length)
-    return _CHORES[kind](SessionId(session), *fields)
+    def take(self, size: int) -> memoryview:
+        start, self._offset = self._offset, self._offset + size
+        if self._offset > len(self._memory):
+            raise LocalProtocolError(f"{self._offset} bytes in a shared memory of {len(self._memory)}")
+        return self._memory[start : self._offset]

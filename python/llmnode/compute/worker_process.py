@@ -25,11 +25,11 @@ from llmnode.compute.worker_messages import (
     WORK,
     Message,
     Messages,
+    input_bytes,
     pack_message,
     put_work,
     take_done,
     unpack_error,
-    work_bytes,
 )
 from llmnode.core.serving.progress import Effort, Progress
 from llmnode.errors import WorkerLost
@@ -64,6 +64,7 @@ class WorkerProcess:
         """It was ended, if by us."""
         self._span: Span | None = None
         self._kv_tokens_free = 0
+        self._row_bytes = 0
 
     @property
     def pid(self) -> int:
@@ -81,9 +82,9 @@ class WorkerProcess:
     def kv_tokens_free(self) -> int:
         return 0 if self.has_ended else self._kv_tokens_free
 
-    def holds(self, span: Span, kv_tokens_free: int) -> None:
-        """What it has just loaded."""
-        self._span, self._kv_tokens_free = span, kv_tokens_free
+    def holds(self, span: Span, kv_tokens_free: int, row_bytes: int) -> None:
+        """Note what it has just loaded. `row_bytes` is the size of a position's hidden state."""
+        self._span, self._kv_tokens_free, self._row_bytes = span, kv_tokens_free, row_bytes
 
     async def say_hello(self) -> None:
         """Until it has started. Raises WorkerLost."""
@@ -129,13 +130,14 @@ class WorkerProcess:
         When it began and ended is by `time.perf_counter`, the way back counted to neither. What is returned raises
         nothing: if the process is lost, so is all of the batch.
         """
-        asked_bytes, output_bytes = work_bytes(work)
+        asked_bytes = input_bytes(work)
+        output_bytes = self._row_bytes * sum(each.length for each in work.slices if each.end is None)
         if self.has_ended:
             return self._finish(work, memoryview(b""), output_bytes)
         try:
             self._requests.grow(asked_bytes)
             self._results.grow(output_bytes)
-            message = pack_message(WORK, *put_work(work, self._requests.view(asked_bytes)))
+            message = pack_message(WORK, *put_work(work, self._requests.view(asked_bytes)), asked_bytes, output_bytes)
         except (OSError, MemoryError) as error:
             return _failed(work, MemoryError(f"no memory to hand work over in: {error}"))
         return self._finish(work, self._send_some(message), output_bytes)
@@ -146,8 +148,8 @@ class WorkerProcess:
                 if self.has_ended:
                     raise await self._lost()
                 await self._send(unsent)
-                _word, (chores, outputs, took_s, self._kv_tokens_free) = await self._receive()
-                done = take_done(chores, outputs, self._results.view(output_bytes))
+                _word, (results, outputs, took_s, self._kv_tokens_free) = await self._receive()
+                done = take_done(results, outputs, self._results.view(output_bytes))
                 ended_s = time.perf_counter()
                 return done, ended_s - took_s, ended_s
             self.kill(f"has not answered in {self._policy.answer_s:g} s")

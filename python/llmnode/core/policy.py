@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from llmnode.core.serving.scheduling import Priority
+from llmnode.core.priority import Priority
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

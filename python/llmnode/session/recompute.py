@@ -14,7 +14,7 @@ import trio
 from llmnode import _native
 from llmnode.core.ids import Epoch, Step
 from llmnode.core.model import PRECISIONS, SAME
-from llmnode.core.serving.scheduling import Priority
+from llmnode.core.priority import Priority
 from llmnode.errors import IntegrityError, NoRoute, PeerError, PeerRefused
 from llmnode.session.chunk_run import run_chunk
 from llmnode.session.hop import SessionHop

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, assert_never
 
 import numpy as np
 import trio
@@ -11,17 +11,18 @@ from llmnode.compute.batching import BatchingWorker
 from llmnode.compute.work import do
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.model import ModelInfo
-from llmnode.core.serving.scheduling import Priority
+from llmnode.core.operations import Close, Fork, Open, Truncate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llmnode.compute.work import Done, Work
-    from llmnode.core.ids import PeerId
+    from llmnode.core.operations import Buffer, Control, Operation, Slice
     from llmnode.core.policy import BatchPolicy
+    from llmnode.core.priority import Priority
     from llmnode.core.span import Span
-    from llmnode.ports import Piece
-    from llmnode.wire.frame import Buffer
+
+Result = TypeVar("Result")
 
 EXACT_MODEL = ModelInfo("exact", b"d" * 32, blocks=6, hidden_size=2, context_tokens=200, dtype="float32")
 """Small, and right to the bit."""
@@ -60,27 +61,21 @@ class ExactWorker(BatchingWorker):
         """KV positions that sessions hold."""
         return self.executor.reserved
 
-    async def open(
-        self,
-        session: SessionId,
-        span: Span,
-        max_length: int,
-        client: PeerId,
-        priority: Priority = Priority.INTERACTIVE,
-    ) -> bool:
-        self.priorities.append(priority)
-        return await super().open(session, span, max_length, client, priority)
-
     async def until_empty(self) -> None:
         while self.executor.reserved or self._closing:
             await self._closed_one.wait()
 
-    async def close(self, session: SessionId) -> None:
-        self._closing += 1
-        await super().close(session)
-        self._closing -= 1
-        self._closed_one.set()
-        self._closed_one = trio.Event()
+    async def do(self, operation: Operation[Result]) -> Result:
+        if isinstance(operation, Open):
+            self.priorities.append(operation.priority)
+        is_close = isinstance(operation, Close)
+        self._closing += is_close
+        result = await super().do(operation)
+        if is_close:
+            self._closing -= 1
+            self._closed_one.set()
+            self._closed_one = trio.Event()
+        return result
 
     async def _run_inline(self, work: Work) -> tuple[Done, float, float]:
         began_s, forwards = trio.current_time(), self.executor.forwards
@@ -99,8 +94,8 @@ class ExactExecutor:
 
     Each byte that a block puts out is the sum (modulo 256) of all bytes that came in, up to it, and the block's number;
     so an answer is right only if the KV holds exactly what came before, and every block was passed once. `forwards`
-    counts pieces. The next `fails` of them, or of forks, end as if memory had run out, and a forward of several pieces
-    as long as any is to fail. `forks` has the positions that each fork copied, from and to.
+    counts slices. The next `fails` of them, or of forks, end as if memory had run out, and so does a forward of several
+    slices while any is to fail. `forks` has the positions that each fork copied, from and to.
     """
 
     def __init__(self, span: Span, row_bytes: int, kv_tokens: int) -> None:
@@ -108,7 +103,7 @@ class ExactExecutor:
         self.fails = 0
         self.forwards = 0
         self.batches: list[list[SessionId]] = []
-        """Whose pieces went through the blocks together."""
+        """The sessions of the slices that went through the blocks together."""
         self.refused = 0
         """Sessions that there was no room for."""
         self.forks: list[tuple[int, int]] = []
@@ -128,51 +123,58 @@ class ExactExecutor:
     def kv_tokens_free(self) -> int:
         return self._kv_tokens - sum(self._reserved.values())
 
-    def open(self, session: SessionId, span: Span, max_length: int) -> bool:
-        assert self.span.covers(span)
+    def apply(self, operation: Control) -> bool:
+        match operation:
+            case Open():
+                return self._open(operation)
+            case Truncate(session, length):
+                self._half_way.pop(session, None)
+                self._kept[session] = self._kept[session][: length * self._row_bytes]
+            case Fork():
+                self._fork(operation)
+            case Close(session):
+                for of_session in (self._reserved, self._spans, self._kept, self._half_way):
+                    of_session.pop(session, None)
+            case _:
+                assert_never(operation)
+        return True
+
+    def forward(self, slices: Sequence[Slice]) -> Sequence[Buffer]:
+        if self.fails and len(slices) > 1:
+            raise RuntimeError("out of memory, as told, in one of them")
+        self.forwards += len(slices)
+        self.forward_began.set()
+        self._fail_if_told()
+        for each in slices:
+            assert len(self._kept[each.session]) == each.start * self._row_bytes
+            passed, came_in = self._half_way.get(each.session, (0, each.hidden))
+            assert each.first == passed
+            assert len(came_in) == each.length * self._row_bytes
+            assert bool(each.hidden) == (not each.first)
+        self.batches.append([each.session for each in slices])
+        return [self._output(each) for each in slices]
+
+    def _open(self, opened: Open) -> bool:
+        session = opened.session
+        assert self.span.covers(opened.span)
         assert session not in self._reserved
-        if max_length > self.kv_tokens_free():
+        if opened.max_length > self.kv_tokens_free():
             self.refused += 1
             return False
-        self._reserved[session] = max_length
-        self._spans[session] = span
+        self._reserved[session] = opened.max_length
+        self._spans[session] = opened.span
         self._kept[session] = b""
         return True
 
-    def forward(self, pieces: Sequence[Piece]) -> Sequence[Buffer]:
-        if self.fails and len(pieces) > 1:
-            raise RuntimeError("out of memory, as told, in one of them")
-        self.forwards += len(pieces)
-        self.forward_began.set()
+    def _fork(self, fork: Fork) -> None:
         self._fail_if_told()
-        for piece in pieces:
-            assert len(self._kept[piece.session]) == piece.start * self._row_bytes
-            passed, came_in = self._half_way.get(piece.session, (0, piece.hidden))
-            assert piece.first == passed
-            assert len(came_in) == piece.length * self._row_bytes
-            assert bool(piece.hidden) == (not piece.first)
-        self.batches.append([piece.session for piece in pieces])
-        return [self._output(piece) for piece in pieces]
-
-    def truncate(self, session: SessionId, length: int) -> None:
-        self._half_way.pop(session, None)
-        self._kept[session] = self._kept[session][: length * self._row_bytes]
-
-    def fork(self, session: SessionId, source: SessionId, shared: int, length: int) -> None:
-        self._fail_if_told()
-        self.forks.append((shared, length))
-        own, other = self._kept[session], self._kept[source]
-        assert self._spans[session] == self._spans[source]
-        edge, end = shared * self._row_bytes, length * self._row_bytes
+        self.forks.append((fork.shared, fork.length))
+        own, other = self._kept[fork.session], self._kept[fork.source]
+        assert self._spans[fork.session] == self._spans[fork.source]
+        edge, end = fork.shared * self._row_bytes, fork.length * self._row_bytes
         assert edge <= len(own)
         assert end <= len(other)
-        self._kept[session] = own[:edge] + other[edge:end]
-
-    def close(self, session: SessionId) -> None:
-        self._reserved.pop(session, None)
-        self._spans.pop(session, None)
-        self._kept.pop(session, None)
-        self._half_way.pop(session, None)
+        self._kept[fork.session] = own[:edge] + other[edge:end]
 
     def occupy(self, kv_tokens: int) -> None:
         """As another client's session would, until it is called with 0."""
@@ -180,15 +182,15 @@ class ExactExecutor:
         if kv_tokens:
             self._reserved[_STRANGER] = kv_tokens
 
-    def _output(self, piece: Piece) -> Buffer:
-        _, came_in = self._half_way.pop(piece.session, (0, bytes(piece.hidden)))
-        if piece.end is not None and piece.end < len(self._spans[piece.session]):
-            assert piece.end > piece.first
-            self._half_way[piece.session] = piece.end, came_in
+    def _output(self, each: Slice) -> Buffer:
+        _, came_in = self._half_way.pop(each.session, (0, bytes(each.hidden)))
+        if each.end is not None and each.end < len(self._spans[each.session]):
+            assert each.end > each.first
+            self._half_way[each.session] = each.end, came_in
             return b""
-        kept = self._kept[piece.session] + came_in
-        self._kept[piece.session] = kept
-        return exact_output(kept, self._spans[piece.session])[piece.start * self._row_bytes :]
+        kept = self._kept[each.session] + came_in
+        self._kept[each.session] = kept
+        return exact_output(kept, self._spans[each.session])[each.start * self._row_bytes :]
 
     def _fail_if_told(self) -> None:
         if self.fails > 0:

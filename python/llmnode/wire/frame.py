@@ -25,7 +25,7 @@ from llmnode.errors import LocalProtocolError, RemoteProtocolError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    Buffer = bytes | bytearray | memoryview
+    from llmnode.core.operations import Buffer as Buffer  # noqa: PLC0414  its readers find it here
 
 MAGIC = b"LN"
 VERSION = 1

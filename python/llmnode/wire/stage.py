@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from llmnode import _native
 from llmnode.core.ids import Epoch, Step
-from llmnode.errors import LocalProtocolError
+from llmnode.core.operations import Fork, Truncate
+from llmnode.errors import LocalProtocolError, PeerRefused
 from llmnode.wire.frame import FrameType
 from llmnode.wire.messages import RefusalCode
 
@@ -29,23 +30,23 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
-class Truncate:
-    """Forget the KV from position `keep` on, then answer TRUNCATED."""
+class Do:
+    """Have the worker do the operation, then answer the frame. The stage is in its new state already."""
 
     frame: Frame
-    keep: int
+    operation: Truncate
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Keep the first `shared` positions of the KV, and copy those up to the frame's start from the session `source`.
+    """Make this session a copy of `source`: have the worker do the operation, then call `Stage.copied`, and answer.
 
-    Then call `Stage.copied`, and answer FORKED. If all are shared, `source` may have no KV yet.
+    If the two share all positions already, there is nothing to copy: then the operation is a `Truncate`.
     """
 
     frame: Frame
     source: SessionId
-    shared: int
+    operation: Fork | Truncate
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Wait:
 Content: TypeAlias = tuple[int, int, bytes]
 """What a step asks for: its positions and the digest of their hidden states."""
 
-Action: TypeAlias = Compute | Truncate | Copy | Answer | Refuse | Wait
+Action: TypeAlias = Compute | Do | Copy | Answer | Refuse | Wait
 
 
 @dataclass(slots=True)
@@ -89,8 +90,18 @@ class Stage:
     _answered: tuple[Step, Content, Frame] | None = None  # the last step, what it asked for, its answer
     _held: dict[tuple[Epoch, Step], Frame] = field(default_factory=dict)
 
+    def check(self, frame: Frame) -> None:
+        """Raises PeerRefused for a STEP beyond the session's maximum. To be called before the frame waits anywhere.
+
+        So the KV that was asked for bounds what waits, too.
+        """
+        end = frame.start + frame.length
+        if end > self.max_length:
+            reason = f"position {end} is beyond the session's maximum of {self.max_length}"
+            raise PeerRefused(RefusalCode.NO_ROOM, reason)
+
     def receive(self, frame: Frame) -> Action:
-        """Decide about a STEP or TRUNCATE frame of this session."""
+        """Decide about a TRUNCATE frame of this session, or a STEP that has passed `check`."""
         if frame.epoch < self.epoch:
             return Wait()  # a late frame of an epoch that is over
         if frame.type is FrameType.TRUNCATE:
@@ -113,18 +124,20 @@ class Stage:
             return Refuse(frame, *reason)
         assert source is not None
         self._computing = frame  # so it is no source for others till then
-        return Copy(frame, source.session, shared)
+        if shared < frame.start:
+            return Copy(frame, source.session, Fork(self.session, source.session, shared, frame.start))
+        return Copy(frame, source.session, Truncate(self.session, frame.start))
 
     def copied(self) -> None:
         """What `Copy` asked for is done."""
         self._begin_epoch(self._take_computing())
 
-    def computed(self, answer: Frame) -> None:
-        """The step handed out by `Compute` is in the KV, and this is the answer to it."""
+    def computed(self, answer: Frame, input_digest: bytes) -> None:
+        """The step handed out by `Compute` is in the KV. `input_digest` is of its payload."""
         frame = self._take_computing()
         self.position += frame.length
         self._due = Step(frame.step + 1)
-        self._answered = (frame.step, _content(frame), answer)
+        self._answered = (frame.step, (frame.start, frame.length, input_digest), answer)
 
     def failed(self) -> None:
         """The step handed out by `Compute`, or the fork by `Copy`, changed nothing: it may be sent again."""
@@ -141,12 +154,6 @@ class Stage:
                 frame,
                 RefusalCode.WRONG_POSITION,
                 f"step {frame.step} starts at {frame.start}, the KV at {self.position}",
-            )
-        if frame.start + frame.length > self.max_length:
-            return Refuse(
-                frame,
-                RefusalCode.NO_ROOM,
-                f"position {frame.start + frame.length} is beyond the session's maximum of {self.max_length}",
             )
         self._computing = frame
         return Compute(frame)
@@ -177,7 +184,7 @@ class Stage:
                 frame, RefusalCode.WRONG_POSITION, f"cannot keep {frame.start} positions, there are {self.position}"
             )
         self._begin_epoch(frame)
-        return Truncate(frame, keep=frame.start)
+        return Do(frame, Truncate(self.session, frame.start))
 
     def _why_no_copy(self, frame: Frame, source: Stage | None, shared: int) -> tuple[RefusalCode, str] | None:
         if frame.epoch == self.epoch:

@@ -13,8 +13,8 @@ from llmnode.compute.batching import BatchingWorker
 from llmnode.compute.work import do
 from llmnode.compute.worker import ComputeThread, ThreadWorker
 from llmnode.core.ids import PeerId, SessionId
+from llmnode.core.operations import Forward, Open
 from llmnode.core.span import Span
-from llmnode.ports import Piece
 from llmnode.testing import ExactExecutor, exact_output
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ def name(number: int) -> SessionId:
     return SessionId(number.to_bytes(16, "big"))
 
 
-def piece(session: int, start: int) -> Piece:
-    return Piece(name(session), start, 1, bytes(ROW))
+def piece(session: int, start: int) -> Forward:
+    return Forward(name(session), start, 1, bytes(ROW))
 
 
 class HeldExecutor(ExactExecutor):
@@ -83,10 +83,10 @@ def test_who_is_alone_has_as_many_turns_and_thread_hops_as_a_plain_call(monkeypa
 
     async def main() -> None:
         worker, plain = ThreadWorker(ExactExecutor(SPAN, ROW, kv_tokens=1000)), ComputeThread()
-        assert await worker.open(name(0), SPAN, 100, PeerId("client"))
+        assert await worker.do(Open(name(0), SPAN, 100, PeerId("client")))
         hops.clear()
         for start in range(20):
-            turns = await steps_of(partial(worker.forward, piece(0, start)))
+            turns = await steps_of(partial(worker.do, piece(0, start)))
             assert turns == await steps_of(partial(plain.run, lambda: None))
         assert len(hops) == 2 * 20
 
@@ -99,11 +99,11 @@ def test_all_that_waits_goes_to_the_thread_together() -> None:
         answers: dict[int, bytes] = {}
 
         async def ask(session: int) -> None:
-            answers[session] = bytes((await worker.forward(piece(session, 0))).hidden)
+            answers[session] = bytes((await worker.do(piece(session, 0))).hidden)
 
         with trio.fail_after(DEADLINE_S):
             for session in range(5):
-                assert await worker.open(name(session), SPAN, 10, PeerId(f"client {session}"))
+                assert await worker.do(Open(name(session), SPAN, 10, PeerId(f"client {session}")))
             async with trio.open_nursery() as nursery:
                 for session in range(5):
                     nursery.start_soon(ask, session)
@@ -120,7 +120,7 @@ def test_the_executor_begins_with_what_waits_before_anybody_hears_of_what_was_do
     executor = ExactExecutor(SPAN, ROW, kv_tokens=1000)
 
     def run(work: Work) -> Awaitable[tuple[Done, float, float]]:
-        events.extend(["begins"] * len(work.parts))
+        events.extend(["begins"] * len(work.slices))
         return finish(work)
 
     async def finish(work: Work) -> tuple[Done, float, float]:
@@ -130,10 +130,10 @@ def test_the_executor_begins_with_what_waits_before_anybody_hears_of_what_was_do
     async def main() -> None:
         worker = BatchingWorker(executor, run, trio.current_time)
         for session in range(2):
-            assert await worker.open(name(session), SPAN, 100, PeerId("client"))
+            assert await worker.do(Open(name(session), SPAN, 100, PeerId("client")))
 
         async def ask(session: int) -> None:
-            await worker.forward(piece(session, 0))
+            await worker.do(piece(session, 0))
             events.append("answered")
 
         async with trio.open_nursery() as nursery:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmnode.compute.work import Close, Done, Fork, Open, Part, Truncate, Work
+from llmnode.compute.packed_fields import unpack_fields
+from llmnode.compute.work import Done, Work
 from llmnode.compute.worker_messages import (
     Messages,
+    input_bytes,
     pack_error,
     pack_message,
     put_done,
@@ -15,25 +20,25 @@ from llmnode.compute.worker_messages import (
     take_done,
     take_work,
     unpack_error,
-    work_bytes,
 )
-from llmnode.core.ids import SessionId
+from llmnode.core.ids import PeerId, SessionId
+from llmnode.core.operations import Close, Control, Fork, Open, Slice, Truncate
+from llmnode.core.priority import Priority
 from llmnode.core.span import Span
-from llmnode.errors import ConfigError
-from llmnode.ports import Piece
+from llmnode.errors import ConfigError, LocalProtocolError
 
 SESSIONS = st.binary(min_size=16, max_size=16).map(SessionId)
+CHARACTERS = st.characters(codec="utf-8")
 COUNTS = st.integers(0, 2**31)
 SPANS = st.tuples(st.integers(0, 100), st.integers(1, 100)).map(lambda each: Span(each[0], sum(each)))
-CHORES = st.one_of(
-    st.builds(Open, SESSIONS, SPANS, COUNTS),
+CONTROLS = st.one_of(
+    st.builds(Open, SESSIONS, SPANS, COUNTS, st.text(CHARACTERS, max_size=60).map(PeerId), st.sampled_from(Priority)),
     st.builds(Truncate, SESSIONS, COUNTS),
     st.builds(Fork, SESSIONS, SESSIONS, COUNTS, COUNTS),
     st.builds(Close, SESSIONS),
 )
-PIECES = st.builds(Piece, SESSIONS, COUNTS, COUNTS, st.binary(max_size=200), COUNTS, st.none() | COUNTS)
-PARTS = st.builds(Part, PIECES, COUNTS, COUNTS)
-WORK = st.builds(Work, st.lists(CHORES, max_size=5), st.lists(PARTS, max_size=5))
+SLICES = st.builds(Slice, SESSIONS, COUNTS, COUNTS, st.binary(max_size=200), COUNTS, st.none() | COUNTS)
+WORK = st.builds(Work, st.lists(CONTROLS, max_size=5), st.lists(SLICES, max_size=5))
 ERRORS = st.builds(RuntimeError, st.text(max_size=50))
 DONE = st.builds(
     Done,
@@ -60,10 +65,49 @@ def plain(outcomes: list[object]) -> list[object]:
 
 @given(WORK, COUNTS)
 def test_work_arrives_as_it_was(work: Work, cut: int) -> None:
-    memory = memoryview(bytearray(work_bytes(work)[0]))
-    chores, parts, *sizes = crossed(put_work(work, memory), cut)
-    assert tuple(sizes) == work_bytes(work)
-    assert take_work(chores, parts, memory) == work  # type: ignore[arg-type]
+    memory = memoryview(bytearray(input_bytes(work)))
+    operations, slices = crossed(put_work(work, memory), cut)
+    assert take_work(operations, slices, memory) == work  # type: ignore[arg-type]
+
+
+def test_every_control_operation_crosses() -> None:
+    """`CONTROLS` above has each, so that a new one cannot be forgotten here."""
+    assert set(get_args(Control)) == {Open, Truncate, Fork, Close}
+
+
+GOOD: dict[type[object], list[object]] = {
+    Open: [bytes(16), [0, 3], 100, "client", 1],
+    Truncate: [bytes(16), 5],
+    Fork: [bytes(16), bytes(16), 0, 5],
+    Close: [bytes(16)],
+    Slice: [bytes(16), 0, 1, 8, 0, None],
+}
+WRONG = [-1, 2**63, 1.5, True, "5", b"", bytes(17), [], [3], None, "x" * 1001, {"a": 1}]
+
+
+def take(size: int) -> bytes:
+    return bytes(size)
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_a_field_of_another_type_or_beyond_its_limits_is_refused(kind: type[object]) -> None:
+    good = GOOD[kind]
+    assert type(unpack_fields(kind, good, take)) is kind
+    for index in range(len(good)):
+        for wrong in WRONG:
+            if wrong is good[index] is None or (type(good[index]) is str and wrong == "5"):
+                continue
+            with pytest.raises(LocalProtocolError):
+                unpack_fields(kind, [*good[:index], wrong, *good[index + 1 :]], take)
+    for other in (good[:-1], [*good, 0], tuple(good), "no list", None):
+        with pytest.raises(LocalProtocolError):
+            unpack_fields(kind, other, take)  # type: ignore[arg-type]
+
+
+def test_a_size_beyond_the_shared_memory_is_refused() -> None:
+    memory = memoryview(bytearray(8))
+    with pytest.raises(LocalProtocolError, match="shared memory of 8"):
+        take_work([], [[bytes(16), 0, 1, 9, 0, None]], memory)
 
 
 @given(DONE, COUNTS)
@@ -71,7 +115,7 @@ def test_results_and_errors_arrive_as_they_were(done: Done, cut: int) -> None:
     memory = memoryview(bytearray(1000))
     taken = take_done(*crossed(put_done(done, memory), cut), memory)  # type: ignore[arg-type]
     memory[:] = bytes(1000)  # results are the next ones' by then
-    assert plain(list(taken.chores)) == plain(list(done.chores))
+    assert plain(list(taken.results)) == plain(list(done.results))
     assert plain(list(taken.outputs)) == plain(list(done.outputs))
 
 

@@ -19,11 +19,11 @@ import trio.testing
 
 from llmnode.compute import shared
 from llmnode.core.ids import PeerId, SessionId
+from llmnode.core.operations import Close, Fork, Forward, Open, Truncate
 from llmnode.core.policy import AdmissionPolicy
-from llmnode.core.serving.scheduling import Priority
+from llmnode.core.priority import Priority
 from llmnode.errors import LocalProtocolError, PeerRefused, WorkerLost
 from llmnode.node.serve.admission import Admission
-from llmnode.ports import Piece
 from llmnode.testing import exact_output
 from unit.exact_child import DIE, EXACT_ROW, FAIL, HANG, SEIZE, STUMBLE
 from unit.started_worker import DEADLINE_S, LENGTH, SPAN, Told, open_loader, open_worker
@@ -38,13 +38,13 @@ def name(number: int) -> SessionId:
     return SessionId(number.to_bytes(16, "big"))
 
 
-def piece(session: int, start: int, length: int, value: int = 1) -> Piece:
-    return Piece(name(session), start, length, bytes([value]) * (EXACT_ROW * length))
+def piece(session: int, start: int, length: int, value: int = 1) -> Forward:
+    return Forward(name(session), start, length, bytes([value]) * (EXACT_ROW * length))
 
 
 async def open_sessions(worker: RestartingWorker, *sessions: int) -> None:
     for session in sessions:
-        assert await worker.open(name(session), SPAN, LENGTH, PeerId(f"client {session}"))
+        assert await worker.do(Open(name(session), SPAN, LENGTH, PeerId(f"client {session}")))
 
 
 async def together(*calls: Callable[[], Awaitable[object]]) -> None:
@@ -73,20 +73,20 @@ def test_all_that_a_worker_does_comes_out_as_in_this_process() -> None:
         async with open_worker() as (_, worker):
             await open_sessions(worker, 0, 1)
             assert worker.kv_tokens_free == 8 * LENGTH
-            assert not await worker.open(name(2), SPAN, 9 * LENGTH, PeerId("client 2")), "there is no room for it"
+            assert not await worker.do(Open(name(2), SPAN, 9 * LENGTH, PeerId("client 2"))), "there is no room for it"
             whole = exact_output(bytes([1] * 3 + [2]) * EXACT_ROW, SPAN)
             for start, length in ((0, 3), (3, 1)):
-                await worker.forward(piece(0, start, length))
-            await worker.truncate(name(0), 3)
-            assert await worker.forward(Piece(name(0), 3, 1, bytes([2] * EXACT_ROW))) != whole
-            await worker.fork(name(1), name(0), 0, 3)
-            computed = await worker.forward(piece(1, 3, 2, 7))
+                await worker.do(piece(0, start, length))
+            await worker.do(Truncate(name(0), 3))
+            assert await worker.do(Forward(name(0), 3, 1, bytes([2] * EXACT_ROW))) != whole
+            await worker.do(Fork(name(1), name(0), 0, 3))
+            computed = await worker.do(piece(1, 3, 2, 7))
             expected = exact_output(bytes([1] * 3 * EXACT_ROW + [7] * 2 * EXACT_ROW), SPAN)
             assert computed.hidden == expected[3 * EXACT_ROW :]
             assert computed.compute_us > 0
             assert computed.queue_us > 0, "the crossing is in it"
-            await worker.close(name(0))
-            await worker.close(name(1))
+            await worker.do(Close(name(0)))
+            await worker.do(Close(name(1)))
             assert worker.kv_tokens_free == 10 * LENGTH
 
     trio.run(main)
@@ -100,7 +100,7 @@ def test_what_fails_for_one_fails_for_no_other_of_its_batch() -> None:
 
             async def ask(session: int, value: int) -> None:
                 try:
-                    answers[session] = (await worker.forward(piece(session, 0, 2, value))).hidden
+                    answers[session] = (await worker.do(piece(session, 0, 2, value))).hidden
                 except RuntimeError as error:
                     answers[session] = str(error)
 
@@ -108,7 +108,7 @@ def test_what_fails_for_one_fails_for_no_other_of_its_batch() -> None:
             assert answers.pop(1) == "out of memory, as told"
             assert answers.pop(3) == "KeyError: 'as told'"
             assert set(answers.values()) == {exact_output(bytes([1] * 2 * EXACT_ROW), SPAN)}
-            await worker.forward(piece(1, 0, 2))
+            await worker.do(piece(1, 0, 2))
 
     trio.run(main)
 
@@ -120,9 +120,9 @@ def test_shared_memory_grows_to_what_is_sent(monkeypatch: pytest.MonkeyPatch) ->
         async with open_worker() as (_, worker):
             await open_sessions(worker, 0, 1)
             for length in (1, 3, 500, 2000, 2):
-                computed = await worker.forward(piece(0, 0, length, 3))
+                computed = await worker.do(piece(0, 0, length, 3))
                 assert computed.hidden == exact_output(bytes([3] * length * EXACT_ROW), SPAN)
-                await worker.truncate(name(0), 0)
+                await worker.do(Truncate(name(0), 0))
 
     trio.run(main)
 
@@ -139,8 +139,8 @@ def test_where_there_is_no_memory_to_hand_work_over_in_that_fails_and_what_comes
             with monkeypatch.context() as patched:
                 patched.setattr(shared.SharedMemory, "grow", no_room)
                 with pytest.raises(MemoryError, match="as told"):
-                    await worker.forward(piece(0, 0, 1, 9))
-            assert (await worker.forward(piece(0, 0, 1, 9))).hidden == exact_output(bytes([9] * EXACT_ROW), SPAN)
+                    await worker.do(piece(0, 0, 1, 9))
+            assert (await worker.do(piece(0, 0, 1, 9))).hidden == exact_output(bytes([9] * EXACT_ROW), SPAN)
 
     trio.run(main)
 
@@ -150,11 +150,11 @@ def test_a_forward_that_is_cancelled_while_it_runs_leaves_no_answer_for_the_next
         async with open_worker() as (_, worker):
             await open_sessions(worker, 0)
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(worker.forward, piece(0, 0, 1000))
+                nursery.start_soon(worker.do, piece(0, 0, 1000))
                 await trio.testing.wait_all_tasks_blocked()
                 nursery.cancel_scope.cancel()
-            await worker.truncate(name(0), 0)
-            assert (await worker.forward(piece(0, 0, 1, 9))).hidden == exact_output(bytes([9] * EXACT_ROW), SPAN)
+            await worker.do(Truncate(name(0), 0))
+            assert (await worker.do(piece(0, 0, 1, 9))).hidden == exact_output(bytes([9] * EXACT_ROW), SPAN)
 
     trio.run(main)
 
@@ -171,30 +171,30 @@ def test_a_process_that_is_killed_fails_its_sessions_and_another_serves_new_ones
 
             async def ask(session: int, value: int) -> None:
                 with pytest.raises(WorkerLost, match=r"killed \(SIGKILL\)"):
-                    await worker.forward(piece(session, 0, 1, value))
+                    await worker.do(piece(session, 0, 1, value))
                 lost.append(session)
 
             await together(partial(ask, 0, DIE), partial(ask, 1, DIE), loader.wait_lost)
             assert sorted(lost) == [0, 1]
             assert worker.kv_tokens_free == 0
             with pytest.raises(WorkerLost, match="being started again"):
-                await worker.open(name(3), SPAN, LENGTH, PeerId("client 3"))
+                await worker.do(Open(name(3), SPAN, LENGTH, PeerId("client 3")))
             assert await loader.load(SPAN) is worker
             await open_sessions(worker, 3)
             for call in (
-                partial(worker.forward, piece(2, 0, 1)),
-                partial(worker.truncate, name(2), 0),
-                partial(worker.fork, name(2), name(1), 0, 0),
-                partial(worker.fork, name(3), name(2), 0, 0),
+                partial(worker.do, piece(2, 0, 1)),
+                partial(worker.do, Truncate(name(2), 0)),
+                partial(worker.do, Fork(name(2), name(1), 0, 0)),
+                partial(worker.do, Fork(name(3), name(2), 0, 0)),
             ):
                 with pytest.raises(WorkerLost):
                     await call()
             for session in range(3):
-                await worker.close(name(session))
-            await worker.forward(piece(3, 0, 1))
+                await worker.do(Close(name(session)))
+            await worker.do(piece(3, 0, 1))
             assert worker.kv_tokens_free == 9 * LENGTH
             with pytest.raises(LocalProtocolError):
-                await worker.forward(piece(2, 0, 1))
+                await worker.do(piece(2, 0, 1))
         assert told.lines == ["opening", "loading"] * 2
         assert len(told.lost) == 1
         assert told.lost[0].endswith("; its sessions are lost, and another is started in 0 s")
@@ -223,16 +223,16 @@ def test_a_process_that_does_not_answer_is_one_that_has_crashed() -> None:
     async def main() -> None:
         async with open_worker(answer_s=1.0) as (loader, worker):
             await open_sessions(worker, 0)
-            await worker.forward(piece(0, 0, 1))
+            await worker.do(piece(0, 0, 1))
             busy_us = worker.busy_us
             assert busy_us > 0
             with pytest.raises(WorkerLost, match=r"not answered in 1 s"):
-                await worker.forward(piece(0, 1, 1, HANG))
+                await worker.do(piece(0, 1, 1, HANG))
             await loader.wait_lost()
             await loader.load(SPAN)
             assert worker.busy_us == busy_us, "of all processes that there were"
             await open_sessions(worker, 1)
-            await worker.forward(piece(1, 0, 1))
+            await worker.do(piece(1, 0, 1))
 
     trio.run(main)
 
@@ -244,7 +244,7 @@ def test_nothing_of_it_is_left_when_it_is_ended() -> None:
         files = psutil.Process().num_fds()
         async with open_worker() as (loader, worker):
             await open_sessions(worker, 0)
-            await worker.forward(piece(0, 0, 1000))
+            await worker.do(piece(0, 0, 1000))
             pid = loader.pid
         assert not psutil.pid_exists(pid)
         assert psutil.Process().num_fds() == files
@@ -260,7 +260,7 @@ def test_a_forward_that_hangs_does_not_outlive_the_node_that_is_ended() -> None:
 
                 async def ask() -> None:
                     with pytest.raises(WorkerLost, match="ended with its node"):
-                        await worker.forward(piece(0, 0, 1, HANG))
+                        await worker.do(piece(0, 0, 1, HANG))
 
                 nursery.start_soon(ask)
                 await trio.testing.wait_all_tasks_blocked()
@@ -277,7 +277,7 @@ async def main():
     async with open_worker() as (loader, worker):
         await open_sessions(worker, 0)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(worker.forward, piece(0, 0, 1, {what}))
+            nursery.start_soon(worker.do, piece(0, 0, 1, {what}))
             print("ready", flush=True)
 trio.run(main)
 """

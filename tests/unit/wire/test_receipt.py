@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from llmnode._native import blake3_digest
 from llmnode.core.ids import Epoch, PeerId, SessionId, Step
 from llmnode.core.span import Span
 from llmnode.errors import IntegrityError
@@ -231,7 +232,7 @@ class HonestStage:
         answer = replace(frame, type=FrameType.RESULT, payload=output)
         self._receipts[answer] = receipt
         self.given.append(receipt)
-        self._stage.computed(answer)
+        self._stage.computed(answer, blake3_digest(frame.payload))
 
 
 def conflicts(receipts: list[Receipt]) -> list[tuple[Receipt, Receipt]]:

@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from llmnode._native import blake3_digest
 from llmnode.core.ids import Epoch, SessionId, Step
-from llmnode.errors import LocalProtocolError
+from llmnode.core.operations import Fork, Truncate
+from llmnode.errors import LocalProtocolError, PeerRefused
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import RefusalCode
-from llmnode.wire.stage import Action, Answer, Compute, Copy, Refuse, Stage, Truncate, Wait
+from llmnode.wire.stage import Action, Answer, Compute, Copy, Do, Refuse, Stage, Wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,6 +57,11 @@ class Server:
 
     def receive(self, frame: Frame) -> Action:
         """The action for `frame`, done; a Compute is only begun."""
+        if frame.type is FrameType.STEP:
+            try:
+                self.stage.check(frame)
+            except PeerRefused as error:
+                return Refuse(frame, RefusalCode(error.code), error.reason)
         action = self.stage.receive(frame)
         self._act(action)
         return action
@@ -78,11 +85,20 @@ class Server:
         match action:
             case Copy() if good:
                 assert source is not None
-                self.kv[action.shared :] = source.kv[action.shared : frame.start]
+                self._copy(action, source)
                 self.stage.copied()
             case Copy():
                 self.stage.failed()
         return action
+
+    def _copy(self, action: Copy, source: Server) -> None:
+        match action.operation:
+            case Fork(session, of, shared, length):
+                assert (session, of) == (self.stage.session, source.stage.session)
+                self.kv[shared:] = source.kv[shared:length]
+            case Truncate(session, length):
+                assert session == self.stage.session
+                del self.kv[length:]
 
     def finish(self, good: bool = True) -> Frame | None:
         frame, self.computing = self.computing, None
@@ -93,7 +109,7 @@ class Server:
         self.kv += bytes(frame.payload)
         self.forwards += 1
         answer = replace(frame, type=FrameType.RESULT, payload=b"answer %d" % self.forwards)
-        self.stage.computed(answer)
+        self.stage.computed(answer, blake3_digest(frame.payload))
         self.answers.append(answer)
         return answer
 
@@ -112,7 +128,7 @@ class Server:
                 assert self.computing is None, "one step at a time"
                 assert frame.start == len(self.kv), "a step goes to the end of the KV"
                 self.computing = frame
-            case Truncate(_, keep):
+            case Do(_, Truncate(_, keep)):
                 del self.kv[keep:]
             case Answer(frame):
                 self.answers.append(frame)
@@ -255,7 +271,7 @@ def test_a_step_cannot_raise_the_epoch() -> None:
 def test_a_truncation_shortens_the_kv_and_the_session_goes_on() -> None:
     server = after(FIRST, SECOND)
     frame = truncate(keep=2, epoch=1, next_step=2)
-    assert server.serve(frame) == Truncate(frame, keep=2)
+    assert server.serve(frame) == Do(frame, Truncate(frame.session, 2))
     server.serve(step(2, 2, b"xyz", epoch=1))
     assert bytes(server.kv) == b"abxyz"
 
@@ -336,7 +352,7 @@ def test_a_failed_step_can_be_sent_again_and_those_behind_it_follow() -> None:
 def test_driving_a_stage_out_of_order_is_our_bug() -> None:
     stage = new_stage()
     with pytest.raises(LocalProtocolError):
-        stage.computed(FIRST)
+        stage.computed(FIRST, bytes(32))
     with pytest.raises(LocalProtocolError):
         stage.failed()
     with pytest.raises(LocalProtocolError):
@@ -357,7 +373,9 @@ def other(tokens: bytes = b"vwxyz") -> Server:
 def test_a_fork_is_a_copy_that_goes_on_by_itself(keep: int) -> None:
     source, server = other(), after(FIRST, SECOND)
     frame = fork(keep, epoch=1, next_step=2)
-    assert server.fork(frame, source) == Copy(frame, source.stage.session, shared=0)
+    assert server.fork(frame, source) == Copy(
+        frame, source.stage.session, Fork(frame.session, source.stage.session, 0, keep)
+    )
     server.serve(step(2, keep, b"q", epoch=1))
     assert bytes(server.kv) == b"vwxyz"[:keep] + b"q"
     assert bytes(source.kv) == b"vwxyz"
@@ -484,6 +502,8 @@ class Model:
 
     def expect(self, frame: Frame) -> type[Action] | RefusalCode:
         """What the stage must answer to `frame`; the model is then as the stage must be."""
+        if frame.type is FrameType.STEP and frame.start + frame.length > MAX_LENGTH:
+            return RefusalCode.NO_ROOM
         if frame.epoch < self.epoch:
             return Wait
         if frame.type is FrameType.TRUNCATE:
@@ -504,8 +524,6 @@ class Model:
             return Wait
         if frame.start != len(self.contents):
             return RefusalCode.WRONG_POSITION
-        if frame.start + frame.length > MAX_LENGTH:
-            return RefusalCode.NO_ROOM
         self.computing = frame
         return Compute
 
@@ -537,7 +555,7 @@ class Model:
             for held in self.waiting
             if held.epoch > self.epoch or (held.epoch == self.epoch and held.step >= self.due)
         ]
-        return Truncate
+        return Do
 
     def _expect_fork(self, frame: Frame) -> type[Action] | RefusalCode:
         """From SOURCE; the frame's length says how many positions are shared."""
@@ -549,7 +567,7 @@ class Model:
         if frame.start > len(SOURCE) or shared > frame.start or shared > len(self.contents):
             return RefusalCode.WRONG_POSITION
         kept = self.contents[:shared]
-        assert self._expect_truncation(replace(frame, start=0)) is Truncate
+        assert self._expect_truncation(replace(frame, start=0)) is Do
         self.contents = kept + [(at, SOURCE[at]) for at in range(shared, frame.start)]
         return Copy
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from llmnode.core.ids import PeerId, SessionId
     from llmnode.core.policy import AdmissionPolicy
-    from llmnode.core.serving.scheduling import Priority
+    from llmnode.core.priority import Priority
 
 
 @dataclass(slots=True)

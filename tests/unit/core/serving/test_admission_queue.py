@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.policy import AdmissionPolicy
+from llmnode.core.priority import Priority
 from llmnode.core.serving.admission_queue import AdmissionQueue
-from llmnode.core.serving.scheduling import Priority
 
 POSITIONS = 100
 POLICY = AdmissionPolicy(passed_over=3, line=20, line_per_client=15)

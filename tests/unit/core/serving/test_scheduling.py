@@ -11,12 +11,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llmnode.core.ids import PeerId, SessionId
+from llmnode.core.operations import Fork, Forward, Open, Truncate
 from llmnode.core.policy import BatchPolicy
-from llmnode.core.serving.scheduling import Batch, Priority, Scheduler
+from llmnode.core.priority import Priority
+from llmnode.core.serving.scheduling import Batch, Scheduler
 from llmnode.core.span import Span
 
 POLICY = BatchPolicy()
 PREFILL = 512
+START = 7
 FORWARD_S, POSITION_S = 0.050, 0.003
 
 
@@ -28,11 +31,12 @@ def client(number: int) -> PeerId:
     return PeerId(f"client {number}")
 
 
-def seconds(batch: Batch, lengths: dict[int, int], blocks: int) -> float:
-    """What a forward takes here, where all sessions go through so many blocks."""
-    decodes = [part for part in batch.parts if lengths[part.ticket] <= POLICY.decode_positions]
-    share = max((part.end - part.first for part in batch.parts), default=blocks) / blocks
-    through = sum(part.length * (part.end - part.first) for part in batch.parts) / blocks
+def seconds(batch: Batch, lengths: dict[int, int], spans: dict[int, Span], blocks: int) -> float:
+    """The time that a forward takes here, by the span of each ticket's session; the longest has `blocks`."""
+    decodes = [ticket for ticket in batch.slices if lengths[ticket] <= POLICY.decode_positions]
+    passed = [(part.length, len(part.blocks(spans[ticket]))) for ticket, part in batch.slices.items()]
+    share = max((each for _, each in passed), default=blocks) / blocks
+    through = sum(length * each for length, each in passed) / blocks
     return share * FORWARD_S + FORWARD_S / 10 * max(0, len(decodes) - 1) + POSITION_S * (through - len(decodes))
 
 
@@ -51,45 +55,47 @@ class Shop:
     half_way: dict[int, tuple[int, int]] = field(default_factory=dict)
     """How many positions have been through how many blocks."""
     ended: list[int] = field(default_factory=list)
-    _tickets: int = 0
 
     def open(self, session: int, of: int, priority: Priority = Priority.INTERACTIVE, span: Span | None = None) -> None:
         self.spans[session] = span or Span(0, self.blocks)
-        self.scheduler.admit(name(session), client(of), priority, self.spans[session])
+        self.scheduler.admit(Open(name(session), self.spans[session], 0, client(of), priority))
         self.owners[session] = of
 
     def ask(self, session: int, length: int, at_s: float | None = None) -> int:
-        self._tickets += 1
-        self.through[self._tickets] = self.spans[session]
-        self.scheduler.add(self._tickets, name(session), length, self.now_s if at_s is None else at_s)
-        self.lengths[self._tickets] = length
-        self.computed[self._tickets] = 0
-        return self._tickets
+        forward = Forward(name(session), START, length, bytes(each % 256 for each in range(length)))
+        ticket = self.scheduler.add(forward, self.now_s if at_s is None else at_s)
+        self.through[ticket] = self.spans[session]
+        self.lengths[ticket] = length
+        self.computed[ticket] = 0
+        return ticket
 
-    def chore(self, *sessions: int) -> int:
-        self._tickets += 1
-        self.scheduler.add_chore(self._tickets, [name(session) for session in sessions])
-        return self._tickets
+    def control(self, session: int, *others: int) -> int:
+        (source,) = others or (None,)
+        truncate = Truncate(name(session), 0)
+        operation = truncate if source is None else Fork(name(session), name(source), 0, 0)
+        return self.scheduler.add(operation, self.now_s)
 
     def run(self) -> Batch:
         """The next batch, at once."""
         batch = self.scheduler.take(self.now_s)
-        took_s = seconds(batch, self.lengths, self.blocks)
+        took_s = seconds(batch, self.lengths, self.through, self.blocks)
         self.now_s += took_s
         self.scheduler.done(batch, took_s, self.now_s)
-        for chore in batch.chores:
-            self._end(chore)
-        for part in batch.parts:
-            assert part.start == self.computed[part.ticket]
-            assert (part.length, part.first) == self.half_way.pop(part.ticket, (part.length, 0))
-            assert 0 <= part.first < part.end <= len(self.through[part.ticket])
-            assert part.is_through == (part.end == len(self.through[part.ticket]))
-            if not part.is_through:
-                self.half_way[part.ticket] = (part.length, part.end)
+        for ticket in batch.operations:
+            self._end(ticket)
+        for ticket, part in batch.slices.items():
+            start = self.computed[ticket]
+            assert part.start == START + start
+            assert (part.length, part.first) == self.half_way.pop(ticket, (part.length, 0))
+            assert bytes(part.hidden) == (b"" if part.first else bytes((start + i) % 256 for i in range(part.length)))
+            if part.end is not None:
+                assert 0 <= part.first < part.end < len(self.through[ticket])
+                self.half_way[ticket] = (part.length, part.end)
                 continue
-            self.computed[part.ticket] += part.length
-            if self.computed[part.ticket] == self.lengths[part.ticket]:
-                self._end(part.ticket)
+            assert 0 <= part.first < len(self.through[ticket])
+            self.computed[ticket] += part.length
+            if self.computed[ticket] == self.lengths[ticket]:
+                self._end(ticket)
         return batch
 
     def finish(self, ticket: int) -> None:
@@ -103,8 +109,8 @@ class Shop:
 
 SESSIONS = 6
 ASKED = st.one_of(
-    st.tuples(st.just("piece"), st.integers(0, SESSIONS - 1), st.sampled_from([1, 1, 8, 9, 100, 512])),
-    st.tuples(st.just("chore"), st.integers(0, SESSIONS - 1), st.integers(0, SESSIONS - 1)),
+    st.tuples(st.just("forward"), st.integers(0, SESSIONS - 1), st.sampled_from([1, 1, 8, 9, 100, 512])),
+    st.tuples(st.just("control"), st.integers(0, SESSIONS - 1), st.integers(0, SESSIONS - 1)),
     st.tuples(st.just("run"), st.just(0), st.just(0)),
     st.tuples(st.just("leave"), st.integers(0, 99), st.just(0)),
 )
@@ -128,11 +134,11 @@ def test_everything_is_done_once_and_in_the_order_of_its_sessions(
         shop.finish(shop.ask(5, length))
     asked: list[int] = []
     for what, one, other in script:
-        if what == "piece":
+        if what == "forward":
             asked.append(shop.ask(one, other))
             of_session[one].append(asked[-1])
-        elif what == "chore":
-            asked.append(shop.chore(*{one, other}))
+        elif what == "control":
+            asked.append(shop.control(*{one, other}))
             for session in {one, other}:
                 of_session[session].append(asked[-1])
         elif what == "run":
@@ -144,11 +150,11 @@ def test_everything_is_done_once_and_in_the_order_of_its_sessions(
                 if gone in tickets:
                     tickets.remove(gone)
     while len(shop.scheduler):
-        assert shop.run() != Batch([], []), "something is left, and nothing is done"
+        assert shop.run() != Batch({}, {}), "something is left, and nothing is done"
     assert sorted(shop.ended[2 * measured :]) == sorted(asked)
     for tickets in of_session.values():
         assert [ticket for ticket in shop.ended if ticket in tickets] == tickets
-    assert shop.run() == Batch([], [])
+    assert shop.run() == Batch({}, {})
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from([1, 8, 9, 512])), max_size=200))
@@ -159,9 +165,11 @@ def test_whatever_decodes_are_ready_are_in_the_next_batch_as_far_as_it_goes(piec
         shop.ask(session, length)
     decodes = sum(length for _, length in pieces if length <= POLICY.decode_positions)
     batch = shop.run()
-    in_batch = sum(part.length for part in batch.parts if shop.lengths[part.ticket] <= POLICY.decode_positions)
+    in_batch = sum(
+        part.length for ticket, part in batch.slices.items() if shop.lengths[ticket] <= POLICY.decode_positions
+    )
     assert in_batch == min(decodes, POLICY.decodes)
-    prefills = [part for part in batch.parts if shop.lengths[part.ticket] > POLICY.decode_positions]
+    prefills = [ticket for ticket in batch.slices if shop.lengths[ticket] > POLICY.decode_positions]
     assert bool(prefills) == any(length > POLICY.decode_positions for _, length in pieces), "they are not held up"
 
 
@@ -179,7 +187,7 @@ def test_a_prefill_hardly_slows_who_reads_along_and_has_the_forward_to_itself_if
         assert shop.now_s - asked_s <= POLICY.stretch * FORWARD_S
     shop.now_s += 2 * POLICY.decoding_s
     shop.ask(1, PREFILL)
-    (part,) = shop.run().parts
+    (part,) = shop.run().slices.values()
     assert 0.9 * POLICY.prefill_s <= part.length * POSITION_S <= POLICY.prefill_s
 
 
@@ -200,7 +208,9 @@ def test_beside_decodes_a_prefill_goes_through_a_few_blocks_at_a_time_in_chunks_
     while prefill not in shop.ended:
         decode, asked_s = shop.ask(0, 1), shop.now_s
         while decode not in shop.ended:
-            chunks += [part.length for part in shop.run().parts if part.ticket == prefill and part.is_through]
+            chunks += [
+                part.length for ticket, part in shop.run().slices.items() if ticket == prefill and part.end is None
+            ]
         assert shop.now_s - asked_s <= (POLICY.stretch + 0.2) * FORWARD_S
     fitting = (POLICY.stretch - 1) * FORWARD_S / POSITION_S * blocks
     assert min(chunks[:-1], default=PREFILL) >= 0.7 * min(PREFILL, fitting)
@@ -213,7 +223,7 @@ def test_where_half_the_time_of_decodes_is_next_to_no_positions_through_one_bloc
     prefill = shop.ask(1, PREFILL)
     while prefill not in shop.ended:
         shop.ask(0, 1)
-        assert all(part.is_through and not part.first for part in shop.run().parts)
+        assert all(part.is_whole for part in shop.run().slices.values())
 
 
 def test_where_even_the_fewest_take_too_long_through_all_blocks_as_many_as_there_is_time_for_go_through_one() -> None:
@@ -227,18 +237,16 @@ def test_where_even_the_fewest_take_too_long_through_all_blocks_as_many_as_there
         shop.ask(0, 1)
         began_s, batch = shop.now_s, shop.run()
         assert shop.now_s - began_s <= 1.2 * FORWARD_S
-        assert all(part.end - part.first == 1 for part in batch.parts if part.ticket == prefill)
+        assert all((part.end or 30) - part.first == 1 for ticket, part in batch.slices.items() if ticket == prefill)
 
 
 def test_short_prompts_go_through_a_few_blocks_together_as_far_as_they_get_cheaper_by_that() -> None:
     shop = shop_of(30, 6)
     prompts = [shop.ask(session, 40) for session in range(2, 6)]
-    at_first = {part.ticket for _ in range(2) for part in [shop.ask(0, 1), *shop.run().parts] if part in prompts}
     batches = []
     while not set(prompts) <= set(shop.ended):
         shop.ask(0, 1)
-        batches.append([part.ticket for part in shop.run().parts if part.ticket in prompts])
-    assert not at_first
+        batches.append([ticket for ticket in shop.run().slices if ticket in prompts])
     assert prompts[:3] in batches
     assert max(map(len, batches)) * 40 <= POLICY.fast_prefill
 
@@ -269,9 +277,9 @@ def test_clients_with_short_prompts_have_their_share_beside_long_ones() -> None:
         turn, asked_s = shop.ask(5, 30), shop.now_s
         while turn not in shop.ended:
             shop.ask(0, 1)
-            for part in shop.run().parts:
-                if part.ticket in shop.ended and part.ticket in long_ones:
-                    session = long_ones.pop(part.ticket)
+            for ticket in shop.run().slices:
+                if ticket in shop.ended and ticket in long_ones:
+                    session = long_ones.pop(ticket)
                     long_ones[shop.ask(session, PREFILL)] = session
         took_s.append(shop.now_s - asked_s)
         shop.now_s += 0.2
@@ -287,7 +295,7 @@ def test_more_who_decode_do_not_starve_prefills_and_no_forward_is_larger_than_th
         while not prefills <= set(shop.ended):
             for session in range(13, 29):
                 shop.ask(session, 1)
-            parts = [part for part in shop.run().parts if part.ticket in prefills]
+            parts = [part for ticket, part in shop.run().slices.items() if ticket in prefills]
             assert sum(part.length for part in parts) <= POLICY.most_prefill
         alone_s = 12 * PREFILL * POSITION_S
         assert shop.now_s - asked_s < 5 * alone_s
@@ -302,11 +310,11 @@ def test_sessions_whose_blocks_end_alike_go_through_the_same_ones_together() -> 
         if shop.half_way.get(prompts[0], (0, 0))[1] >= 12 and len(prompts) == 1:
             prompts.append(shop.ask(2, 40))
         shop.ask(0, 1)
-        batches.append([part for part in shop.run().parts if part.ticket in prompts])
+        batches.append([each for each in shop.run().slices.items() if each[0] in prompts])
     together = [each for each in batches if len(each) == 2]
     assert together
-    for one, other in together:
-        assert shop.through[one.ticket].start + one.first == shop.through[other.ticket].start + other.first
+    for (one_ticket, one), (other_ticket, other) in together:
+        assert one.blocks(shop.through[one_ticket]) == other.blocks(shop.through[other_ticket])
 
 
 def test_a_forward_through_all_blocks_has_time_for_those_that_each_piece_goes_through() -> None:
@@ -331,7 +339,7 @@ def test_nobody_is_waited_for_before_prefills_that_go_by_themselves() -> None:
         shop.now_s += 0.001
     shop.ask(2, PREFILL)
     assert shop.scheduler.waits_until_s(shop.now_s) is None
-    assert not shop.run().parts[0].is_through
+    assert next(iter(shop.run().slices.values())).end is not None
 
 
 def test_decodes_are_alone_now_and_then_so_that_it_is_known_how_long_they_take() -> None:
@@ -341,7 +349,7 @@ def test_decodes_are_alone_now_and_then_so_that_it_is_known_how_long_they_take()
     for _ in range(100):
         for session in range(2, 40):
             shop.ask(session, 1)
-        alone.append(all(part.ticket != prefill for part in shop.run().parts))
+        alone.append(prefill not in shop.run().slices)
     assert 4 <= sum(alone) <= 10
 
 
@@ -374,11 +382,11 @@ def test_nothing_of_low_priority_waits_for_ever(rivals: list[tuple[int, int]]) -
         newcomer += 1
         batch = shop.run()
         if shop.now_s - asked_s > Priority.TRAINING * POLICY.ageing_s:
-            given_since += sum(part.length for part in batch.parts)
-        for part in batch.parts:
-            if part.ticket in shop.ended and part.ticket != patient:
-                session = lengths[part.ticket]
-                lengths[shop.ask(session, shop.lengths[part.ticket])] = session
+            given_since += sum(part.length for part in batch.slices.values())
+        for ticket in batch.slices:
+            if ticket in shop.ended and ticket != patient:
+                session = lengths[ticket]
+                lengths[shop.ask(session, shop.lengths[ticket])] = session
         assert given_since <= (len({of for of, _ in rivals}) + 2) * POLICY.most_prefill
 
 
@@ -414,11 +422,11 @@ def test_clients_get_equal_shares_however_many_sessions_they_have_and_however_lo
         owner_of[shop.ask(session, length)] = session
     shares = [0, 0]
     for _ in range(40):
-        for part in shop.run().parts:
-            session = owner_of[part.ticket]
+        for ticket, part in shop.run().slices.items():
+            session = owner_of[ticket]
             shares[shop.owners[session]] += part.length
-            if part.ticket in shop.ended:
-                owner_of[shop.ask(session, shop.lengths[part.ticket])] = session
+            if ticket in shop.ended:
+                owner_of[shop.ask(session, shop.lengths[ticket])] = session
         assert abs(shares[0] - shares[1]) <= POLICY.most_prefill
 
 
@@ -464,9 +472,9 @@ def serve_decoders(thinks_s: list[float], policy: BatchPolicy, for_s: float = 8.
             ticket = shop.ask(session, 1, at_s)
             session_of[ticket], asked_s[ticket] = session, at_s
         if len(shop.scheduler) and shop.scheduler.waits_until_s(shop.now_s) is None:
-            for part in shop.run().parts:
-                took_s.append(shop.now_s - asked_s[part.ticket])
-                session = session_of[part.ticket]
+            for ticket in shop.run().slices:
+                took_s.append(shop.now_s - asked_s[ticket])
+                session = session_of[ticket]
                 heapq.heappush(coming, (shop.now_s + thinks_s[session], session))
     return Served(len(took_s) / for_s, max(took_s[len(took_s) // 2 :]))
 

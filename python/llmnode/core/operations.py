@@ -1,0 +1,133 @@
+"""The operations that sessions ask of a worker: each is a value, from the stage that decides on it to the executor.
+
+A worker does an operation (`Worker.do`). It gives a forward to its executor in slices, which batches choose, and every
+other operation as it is. Nothing here knows a frame, a tensor or a queue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+from llmnode.core.ids import PeerId, SessionId
+from llmnode.core.priority import Priority
+from llmnode.core.span import Span
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+Result_co = TypeVar("Result_co", covariant=True)
+
+
+class Operation(Generic[Result_co]):
+    """The base of all operations. A worker answers it with a `Result_co`, or raises."""
+
+    __slots__ = ()
+
+    session: SessionId
+
+    @property
+    def sessions(self) -> tuple[SessionId, ...]:
+        """All sessions that it reads or changes. It waits for what was asked for them before."""
+        return (self.session,)
+
+
+@dataclass(frozen=True, slots=True)
+class Open(Operation[bool]):
+    """Reserve KV for `max_length` positions in the blocks of `span`. False if there is no room for them."""
+
+    session: SessionId
+    span: Span
+    max_length: int
+    client: PeerId = PeerId("")
+    """The account that its forwards are charged to."""
+    priority: Priority = Priority.INTERACTIVE
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The result of a `Forward`: hidden states of the same shape, and where the time went."""
+
+    hidden: Buffer
+    queue_us: int
+    """The rest of the time from the request to the result."""
+    compute_us: int
+    """The whole time of all batches that had a slice of it, whatever else was in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forward(Operation[Computed]):
+    """Run `length` positions, from `start` on, through the session's blocks, and append them to its KV."""
+
+    session: SessionId
+    start: int
+    length: int
+    hidden: Buffer
+    """(length, hidden_size) in fp32."""
+
+    def rows(self, start: int, length: int) -> memoryview:
+        """The hidden states of `length` positions, from its own position `start` on. Copies nothing."""
+        row_bytes = len(self.hidden) // self.length
+        return memoryview(self.hidden)[start * row_bytes : (start + length) * row_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Truncate(Operation[bool]):
+    """Keep the first `length` positions of the session's KV, and nothing of a forward that has blocks left."""
+
+    session: SessionId
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fork(Operation[bool]):
+    """Make the session's KV the first `length` positions of that of `source`, which goes through the same blocks.
+
+    The first `shared` are the same already. On an error no session is changed.
+    """
+
+    session: SessionId
+    source: SessionId
+    shared: int
+    length: int
+
+    @property
+    def sessions(self) -> tuple[SessionId, ...]:
+        return self.session, self.source
+
+
+@dataclass(frozen=True, slots=True)
+class Close(Operation[bool]):
+    """Free the session's KV. Closing an unknown session does nothing."""
+
+    session: SessionId
+
+
+Control: TypeAlias = Open | Truncate | Fork | Close
+"""Every operation but a forward: an executor does it whole, before the slices of its batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The positions and blocks of one forward that one batch computes.
+
+    The positions are [`start`, `start + length`) of the session. Its blocks, counted from its own first one, are
+    [`first`, `end`). The executor keeps what has blocks left, and gets the rest before any other slice of the session.
+    """
+
+    session: SessionId
+    start: int
+    length: int
+    hidden: Buffer
+    """(length, hidden_size) in fp32; empty if `first` is not 0, since the executor has them."""
+    first: int = 0
+    end: int | None = None
+    """None for the session's last block."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it goes through all blocks of the session at once."""
+        return not self.first and self.end is None
+
+    def blocks(self, span: Span) -> Span:
+        """Its blocks in the model, where `span` are those of its session."""
+        return Span(span.start + self.first, span.end if self.end is None else span.start + self.end)
