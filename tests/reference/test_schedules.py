@@ -324,7 +324,7 @@ def test_a_piece_at_a_wrong_position_fails_and_its_batch_mates_do_not(
         outputs[row] = from_bytes((await worker.do(piece)).hidden, HIDDEN_SIZE)
 
     async def ask_wrongly(worker: ThreadWorker, row: int) -> None:
-        with pytest.raises(LocalProtocolError, match="does not continue"):
+        with pytest.raises(LocalProtocolError, match="do not continue"):
             await ask(worker, row, 7)
 
     async def main() -> None:
