@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.compute.executor import load_executor
+from llmnode.compute.load_executor import load_executor
 from llmnode.compute.worker import ThreadWorker
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.operations import Close, Forward, Open

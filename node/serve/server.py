@@ -23,7 +23,7 @@ from llmnode.node.serve.admission import Admission
 from llmnode.node.serve.links import answer_about_swarm, log_bug, serve_links
 from llmnode.node.serve.next_hops import NextHops
 from llmnode.node.serve.serving import ServeStats, Serving
-from llmnode.node.serve.session import ServedSession, refusal_of
+from llmnode.node.serve.session import REQUESTS, ServedSession, refusal_of
 from llmnode.swarm.membership import software
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import (
@@ -182,7 +182,7 @@ class _ServedLink:
                 case FrameType.STEP | FrameType.TRUNCATE:
                     check_empty(frame.meta, frame.type.name)
                     self._session(frame).submit(frame)
-                case FrameType.NEIGHBOURS | FrameType.REPLAY | FrameType.FORK:
+                case request if request in REQUESTS:
                     self._session(frame).submit(frame)
                 case FrameType.CLOSE:
                     check_empty(frame.meta, "CLOSE")

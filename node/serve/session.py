@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_DONE = {FrameType.TRUNCATE: FrameType.TRUNCATED}
-"""The answer to a frame whose operation is done."""
+REQUESTS = frozenset({FrameType.NEIGHBOURS, FrameType.REPLAY, FrameType.FORK})
+"""The frames with metadata that a session takes, besides RESUME."""
 
 
 class ServedSession:
@@ -198,11 +198,11 @@ class ServedSession:
         match action:
             case Compute(frame):
                 await self._compute(frame)
-            case Do(frame, operation):
+            case Do(frame, operation, answer):
                 await self._worker.do(operation)
                 if self._outputs is not None:
                     self._outputs.truncate(self.stage.position)
-                await self._send(self._done(_DONE[frame.type], frame))
+                await self._send(self._done(answer, frame))
             case Copy(frame, source, operation):
                 await self._copy(frame, self._beside[source], operation)
             case Answer(frame):

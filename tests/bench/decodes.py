@@ -16,7 +16,8 @@ from unittest.mock import patch
 
 import torch
 
-from llmnode.compute.executor import SpanExecutor, load_executor
+from llmnode.compute.executor import SpanExecutor
+from llmnode.compute.load_executor import load_executor
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.operations import Open, Slice, Truncate
 from llmnode.core.span import Span

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llmnode.compute.executor import SpanExecutor, load_executor
+from llmnode.compute.executor import SpanExecutor
 from llmnode.compute.kv import KVForm
+from llmnode.compute.load_executor import load_executor
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.model import DTYPES
 from llmnode.core.operations import Close, Open, Slice

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import trio
 
-from llmnode.compute.executor import load_executor
+from llmnode.compute.load_executor import load_executor
 from llmnode.compute.worker import ThreadWorker
 from llmnode.core.policy import LinkPolicy, ServePolicy
 from llmnode.core.span import Span

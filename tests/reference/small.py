@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llmnode.compute.executor import SpanExecutor, load_executor
+from llmnode.compute.executor import SpanExecutor
 from llmnode.compute.kv import KVForm
+from llmnode.compute.load_executor import load_executor
 from llmnode.core.ids import SessionId
 from llmnode.core.operations import Close, Fork, Open, Slice, Truncate
 from llmnode.core.span import Span

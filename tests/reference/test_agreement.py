@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmnode.compute.executor import load_executor
 from llmnode.compute.kv import KVForm
+from llmnode.compute.load_executor import load_executor
 from llmnode.core.operations import Open, Slice
 from llmnode.core.span import Span
 from llmnode.models.load import load_ends

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmnode.compute.executor import load_executor
+from llmnode.compute.load_executor import load_executor
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError
 from llmnode.models.families import FAMILIES

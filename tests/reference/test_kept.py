@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from llmnode.compute.executor import load_executor
+from llmnode.compute.load_executor import load_executor
 from llmnode.core.identity import is_variant
 from llmnode.core.span import Span
 from llmnode.models import load

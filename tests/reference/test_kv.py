@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmnode.compute.executor import load_executor
 from llmnode.compute.kv import KVForm, SequenceKV
+from llmnode.compute.load_executor import load_executor
 from llmnode.core.operations import Fork, Open, Slice
 from llmnode.core.span import Span
 from llmnode.models.size import measure_size

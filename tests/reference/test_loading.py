@@ -56,7 +56,7 @@ def test_a_span_and_its_kv_must_fit_to_the_byte(
     needed = len(SPAN) * size.block_bytes + kv_and_log(size)
     assert loader_of(tmp_path, monkeypatch, needed, **asked).load(SPAN).executor.kv_tokens_free() == KV_TOKENS
     short = loader_of(tmp_path, monkeypatch, needed - 1, **asked)
-    monkeypatch.setattr("llmnode.compute.executor.load_executor", lambda *_asked: pytest.fail("it is read"))
+    monkeypatch.setattr("llmnode.compute.load_executor.load_executor", lambda *_asked: pytest.fail("it is read"))
     with pytest.raises(ConfigError, match=r"blocks \[1, 4\) of .* do not fit: .* lower --kv-tokens"):
         short.load(SPAN)
 
@@ -139,7 +139,7 @@ def test_a_device_that_runs_out_of_memory_is_named(tmp_path: Path, monkeypatch: 
     def load_executor(*_asked: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory, as told")
 
-    monkeypatch.setattr("llmnode.compute.executor.load_executor", load_executor)
+    monkeypatch.setattr("llmnode.compute.load_executor.load_executor", load_executor)
     with pytest.raises(ConfigError, match=r"blocks \[1, 4\) .* 1000 positions do not fit on cpu: .*--blocks.*as told"):
         loader_of(tmp_path, monkeypatch, 1 << 30).load(SPAN)
 

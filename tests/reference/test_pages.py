@@ -16,8 +16,8 @@ import torch.nn.attention.varlen as torch_varlen
 from llmnode.compute import cuda_graphs
 from llmnode.compute.attention import ATTENTION, Segment, segments_of_forward
 from llmnode.compute.cuda_graphs import RecordedForwards
-from llmnode.compute.executor import load_executor
 from llmnode.compute.kv import KVForm, SequenceKV
+from llmnode.compute.load_executor import load_executor
 from llmnode.compute.own_attention import replace_own_attention
 from llmnode.compute.paged_executor import PagedExecutor
 from llmnode.compute.pages import PagePool, lay_out

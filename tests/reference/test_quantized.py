@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from llmnode.compute.executor import load_executor
+from llmnode.compute.load_executor import load_executor
 from llmnode.compute.loading import SpanLoader, Wanted
 from llmnode.core.span import Span
 from llmnode.errors import ModelError

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmnode.compute.batching import BatchingWorker
-from llmnode.compute.executor import load_executor
+from llmnode.compute.load_executor import load_executor
 from llmnode.compute.work import Done, Work, do
 from llmnode.core.ids import PeerId
 from llmnode.core.operations import Close, Forward, Open, Truncate

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     Forward = Callable[[Span, torch.Tensor, torch.Tensor], torch.Tensor]
     """Through blocks, hidden states (tokens, hidden_size) at positions (tokens)."""
     Replay = Callable[[], torch.Tensor]
+    Record = Callable[[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], torch.Tensor, torch.Tensor], Replay]
+    """Runs a function of hidden states and numbers. Returns what repeats all that it did on the GPU, in its memory."""
     Key = tuple[Span, RowShape]
 
 log = logging.getLogger(__name__)
@@ -38,17 +40,6 @@ WORTH = 4
 """A step is recorded when it comes for so many times: that takes as long as about a hundred steps."""
 CANNOT = (ImportError, TypeError, ValueError, RuntimeError, ModelError)
 """What torch raises for what it cannot do here, or has not in an older version."""
-
-
-class Record(Protocol):
-    """Has a function run, and returns what repeats all that it did on the GPU, in its memory."""
-
-    def __call__(
-        self,
-        function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        hidden: torch.Tensor,
-        numbers: torch.Tensor,
-    ) -> Replay: ...
 
 
 class RecordedForwards:

@@ -8,33 +8,27 @@ from typing import TYPE_CHECKING, assert_never
 import torch
 
 from llmnode._native import SequenceSlabs
-from llmnode.compute.attention import ATTENTION, Segment, segments_of_forward
+from llmnode.compute.attention import Segment, segments_of_forward
 from llmnode.compute.kv import KVForm, SequenceKV
-from llmnode.compute.own_attention import replace_own_attention
-from llmnode.compute.pages import FLASH_DTYPES, PagePool
 from llmnode.core.ids import SessionId
 from llmnode.core.operations import Close, Fork, Open, Slice, Truncate
 from llmnode.core.span import Span
-from llmnode.errors import LlmnodeError, LocalProtocolError, ModelError
+from llmnode.errors import LocalProtocolError
 from llmnode.machine.malloc import give_back
-from llmnode.models.load import load_span, tensor_bytes
+from llmnode.models.load import tensor_bytes
 from llmnode.models.native import are_few
-from llmnode.models.sources.damage import one_line
 from llmnode.models.tensors import FLOAT_BYTES, from_bytes, to_bytes
-from llmnode.models.weights.read_progress import say_nothing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from llmnode.compute.kv import KV
     from llmnode.core.operations import Buffer, Control
     from llmnode.models.fused import FusedSpan
     from llmnode.models.load import SpanModel
-    from llmnode.models.sources.folder import ModelFolder
 
-_TRIAL = SessionId(b"trial".ljust(16, b"\0"))
 _LARGE_TOKENS = 256
-"""A forward of so many works with tens of MiB, and takes a hundred times as long as giving them back."""
+"""From this many positions on, a forward works with tens of MiB. Giving them back takes a hundredth of its time."""
 
 
 @dataclass(slots=True)
@@ -200,51 +194,3 @@ class SpanExecutor:
             arrays = [(first.numpy(), second.numpy()) for first, second in pairs]
             sequence.slabs = SequenceSlabs(arrays, sequence.kv.capacity)
         return sequence.slabs
-
-
-def load_executor(
-    folder: ModelFolder,
-    span: Span,
-    kv_tokens: int,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    quant: str = "none",
-    kv: KVForm | None = None,
-    report: Callable[[str], None] = say_nothing,
-) -> SpanExecutor:
-    """Read the span's tensors and make its executor. Takes seconds: run it off the event loop.
-
-    Weights are of `dtype`, whatever it is on disk, and on torch's `device`; `quant` is for those of linear layers, one
-    of `core.model.QUANTS`. KV is likewise, unless `kv` says otherwise. `report` is told how far it is.
-    Raises ModelError as `load_span`, and if the blocks cannot compute.
-    """
-    in_rust = kv is None or kv.device is None
-    model = load_span(folder, span, ATTENTION, dtype, device, quant, in_rust=in_rust, report=report)
-    replace_own_attention(model)
-    if torch.device(device).type == "cuda" and kv in (None, KVForm()):
-        from llmnode.compute.cuda_graphs import CudaGraphs
-        from llmnode.compute.paged_executor import PagedExecutor
-
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every shape, in 40 ms (pytorch#191576)
-        pool = PagePool(kv_tokens, torch.device(device), flash=dtype in FLASH_DTYPES)
-        return PagedExecutor(model, folder.info.hidden_size, pool, CudaGraphs(pool.device))
-    executor = SpanExecutor(model, folder.info.hidden_size, kv_tokens, device, kv)
-    _try_out(executor, folder)
-    return executor
-
-
-def _try_out(executor: SpanExecutor, folder: ModelFolder) -> None:
-    """The first block, with one position: sizes in a config may fit the weights, and not each other."""
-    span = Span(executor.span.start, executor.span.start + 1)
-    if not executor.apply(Open(_TRIAL, span, 1)):
-        return
-    try:
-        executor.forward([Slice(_TRIAL, 0, 1, bytes(folder.info.hidden_size * FLOAT_BYTES))])
-    except (LlmnodeError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # what does not fit brings torch and transformers to raise anything
-        raise ModelError(
-            f"the blocks that {folder.config_file} describes cannot compute ({one_line(error)}): get it again"
-        ) from error
-    finally:
-        executor.apply(Close(_TRIAL))

@@ -93,8 +93,8 @@ class SpanLoader:
         with collection_paused():
             import torch
 
-            from llmnode.compute.executor import load_executor
             from llmnode.compute.kv import KVForm
+            from llmnode.compute.load_executor import load_executor
 
             wanted, folder, dtype = self._wanted, self._opened, getattr(torch, self._wanted.dtype)
             kv_tokens = self._require_room(span)

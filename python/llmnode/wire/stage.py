@@ -19,6 +19,7 @@ from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
     from llmnode.core.ids import SessionId
+    from llmnode.core.operations import Control
     from llmnode.wire.frame import Frame
 
 
@@ -31,10 +32,11 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Do:
-    """Have the worker do the operation, then answer the frame. The stage is in its new state already."""
+    """Have the worker do the operation, then send an answer of type `answer`. The stage is in its new state already."""
 
     frame: Frame
-    operation: Truncate
+    operation: Control
+    answer: FrameType
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,7 @@ class Stage:
                 frame, RefusalCode.WRONG_POSITION, f"cannot keep {frame.start} positions, there are {self.position}"
             )
         self._begin_epoch(frame)
-        return Do(frame, Truncate(self.session, frame.start))
+        return Do(frame, Truncate(self.session, frame.start), FrameType.TRUNCATED)
 
     def _why_no_copy(self, frame: Frame, source: Stage | None, shared: int) -> tuple[RefusalCode, str] | None:
         if frame.epoch == self.epoch:

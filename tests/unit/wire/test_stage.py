@@ -128,7 +128,7 @@ class Server:
                 assert self.computing is None, "one step at a time"
                 assert frame.start == len(self.kv), "a step goes to the end of the KV"
                 self.computing = frame
-            case Do(_, Truncate(_, keep)):
+            case Do(_, Truncate(_, keep), FrameType.TRUNCATED):
                 del self.kv[keep:]
             case Answer(frame):
                 self.answers.append(frame)
@@ -271,7 +271,7 @@ def test_a_step_cannot_raise_the_epoch() -> None:
 def test_a_truncation_shortens_the_kv_and_the_session_goes_on() -> None:
     server = after(FIRST, SECOND)
     frame = truncate(keep=2, epoch=1, next_step=2)
-    assert server.serve(frame) == Do(frame, Truncate(frame.session, 2))
+    assert server.serve(frame) == Do(frame, Truncate(frame.session, 2), FrameType.TRUNCATED)
     server.serve(step(2, 2, b"xyz", epoch=1))
     assert bytes(server.kv) == b"abxyz"
 
