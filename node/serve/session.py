@@ -1,7 +1,7 @@
 """One session of a client, served: drives the `Stage` and does what it decides.
 
 A result goes straight to the next hop where the client has asked for it, and its digest to the client, which gets the
-result itself only if it was not pushed. It is logged, for who takes the next hop's place.
+result itself only if it was not pushed. It is logged, for a peer that takes the next hop's place.
 
 A session belongs to the peer that opened it, and answers over one link, which may end before it does.
 """
@@ -76,7 +76,7 @@ class ServedSession:
         """`beside` are all sessions of the server, this one too."""
         self.stage = stage
         self.sender: PeerId | None = None
-        """Who besides the client may send its steps."""
+        """The peer that may send its steps, besides the client."""
         self.client = link.peer
         self.link: Link | None = link
         """None while it waits for its client to come back, and when it has ended."""
@@ -135,7 +135,7 @@ class ServedSession:
     def move(self, link: Link, frame: Frame) -> None:
         """Answer over another link of the same client from now on; `frame` is its RESUME. Raises as `submit`.
 
-        What was queued before is done first. The lease is over.
+        Frames that were queued before are done first. The lease is over.
         """
         if self._scope.cancel_called:
             raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "this session's lease is over")
@@ -148,7 +148,7 @@ class ServedSession:
         with self._scope:
             try:
                 await self._serve()
-            except Exception as error:  # a bug: the client hears of it, and whoever runs this session handles it
+            except Exception as error:  # a bug: the client hears of it, and the caller of `run` handles it
                 reason = f"this server failed in a way that nobody foresaw: {type(error).__name__}"
                 await self._send(refusal_of(self._doing, RefusalCode.COMPUTE_FAILED, reason))
                 raise
@@ -261,7 +261,7 @@ class ServedSession:
 
     @property
     def _kind(self) -> tuple[Span, HiddenForm, bool]:
-        """What must be alike for one session to become a copy of another."""
+        """A session becomes a copy only of one that has the same kind."""
         return self._span, self._form, self._outputs is not None
 
     async def _copy(self, frame: Frame, source: ServedSession, operation: operations.Fork | Truncate) -> None:
@@ -279,7 +279,7 @@ class ServedSession:
             await self._send(self._done(FrameType.FORKED, frame))
 
     def _receipt(self, frame: Frame, payload: Buffer) -> Receipt:
-        """What we bind ourselves to: this step, once, after all that can fail (see `receipt.is_proof`)."""
+        """The receipt binds us to this step. It is made once, after all that can fail (see `receipt.is_proof`)."""
         return signed(
             Receipt(
                 signer=self._serving.network.peer,
@@ -320,7 +320,7 @@ class ServedSession:
         return self._outputs.read(frame.start, frame.length)
 
     async def _stand_between(self, frame: Frame) -> None:
-        """Take steps from, and push results to, whom the client names."""
+        """Take steps from the peer that the client names, and push results to the one that it names."""
         try:
             request = unpack(Neighbours, frame.meta)
             self.sender = PeerId(request.sender) if request.sender else None
@@ -359,7 +359,7 @@ class ServedSession:
         return True
 
     def _may_relay(self, positions: int, size_bytes: int) -> bool:
-        """Whether so much may go through a relay: else it goes by way of the client, if that is nearer."""
+        """Whether this result may go through a relay. Otherwise it goes by way of the client, if that is nearer."""
         if self.link is None or self.link.relayed:
             return True
         return self._relayed.allows(positions, size_bytes, trio.current_time())

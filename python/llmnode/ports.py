@@ -36,7 +36,7 @@ class Link(Protocol):
 
     @property
     def relay_limit_bytes(self) -> int | None:
-        """What the relay carries at most, in each direction; None if that is not limited, or there is none."""
+        """The most bytes that the relay carries in each direction; None without a limit, or without a relay."""
 
     async def wait_direct(self) -> None:
         """Until a new link to the peer would not go through a relay."""
@@ -64,7 +64,7 @@ class Network(Protocol):
 
     @property
     def traffic(self) -> Traffic:
-        """Of all links so far."""
+        """The traffic of all links since the start."""
 
     @property
     def key(self) -> bytes:
@@ -87,9 +87,9 @@ class Network(Protocol):
 
 
 class Directory(Protocol):
-    """Says who serves a model, to somebody who has met no swarm yet. Slow, and right only after a while.
+    """Names the peers that serve a model, for a node that has met no swarm yet. Slow, and right only after a while.
 
-    What it answers is not verified: whoever asks checks signatures and expiry.
+    Its answers are not verified: the caller checks signatures and expiry.
     """
 
     async def publish(self, signed: SignedAnnouncement) -> None:
@@ -100,7 +100,7 @@ class Directory(Protocol):
 
 
 class Held(Protocol):
-    """What an executor holds, wherever it is."""
+    """The holdings of an executor, wherever it is."""
 
     @property
     def span(self) -> Span: ...

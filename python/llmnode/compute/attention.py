@@ -67,9 +67,9 @@ class Segment:
 
 
 segments_of_forward: ContextVar[Sequence[Segment]] = ContextVar("segments_of_forward")
-"""What the row of the running forward consists of. Set around each forward, in the thread that runs it.
+"""The segments of the running forward. They are set around each forward, in the thread that runs it.
 
-Of none while a step is recorded, which will be replayed for others.
+There are none while a step is recorded, since it will be replayed for others.
 """
 
 

@@ -1,4 +1,4 @@
-"""A worker's own process: `python -m llmnode.compute.child SOCKET REQUESTS RESULTS`, started by `process.py` alone.
+"""A worker's own process: `python -m llmnode.compute.child SOCKET REQUESTS RESULTS`; `worker_process.py` starts it.
 
 It does what the node asks over the socket, one thing after another, and ends with the node, however that ends.
 """

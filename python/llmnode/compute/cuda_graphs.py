@@ -1,7 +1,7 @@
 """Forwards over pages. Steps of one token each are recorded once on a GPU, and then replayed as one (CUDA graphs).
 
-What is recorded is which kernels run on what memory: so a step's hidden states and numbers are laid where those of the
-recorded step were, and there is a recording for each number of sequences, and of pages, up to the next power of two.
+A recording says which kernels run on which memory. So a step's hidden states and numbers are put where those of the
+recorded step were. There is one recording for each number of sequences and of pages, up to the next power of two.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from llmnode.errors import ModelError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from llmnode.compute.pages import PagePool, Part
+    from llmnode.compute.pages import PagedSegment, PagePool
     from llmnode.core.span import Span
 
     Forward = Callable[[Span, torch.Tensor, torch.Tensor], torch.Tensor]
     """Through blocks, hidden states (tokens, hidden_size) at positions (tokens)."""
     Replay = Callable[[], torch.Tensor]
     Record = Callable[[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], torch.Tensor, torch.Tensor], Replay]
-    """Runs a function of hidden states and numbers. Returns what repeats all that it did on the GPU, in its memory."""
+    """Runs a function of hidden states and numbers. Returns a function that repeats all its work on the GPU."""
     Key = tuple[Span, RowShape]
 
 log = logging.getLogger(__name__)
@@ -35,17 +35,17 @@ MOST_STEPS = 32
 """In a recording. More of them take long enough for their launches not to matter."""
 MOST_RECORDINGS = 64
 MOST_SEEN = 1000
-"""Kinds of steps that have come, and not often enough yet."""
+"""The most kinds of steps that are counted before they are recorded."""
 WORTH = 4
-"""A step is recorded when it comes for so many times: that takes as long as about a hundred steps."""
+"""A step is recorded when it comes for the fourth time: a recording takes as long as about a hundred steps."""
 CANNOT = (ImportError, TypeError, ValueError, RuntimeError, ModelError)
-"""What torch raises for what it cannot do here, or has not in an older version."""
+"""The errors of torch for something that it cannot do here, or that an older version does not have."""
 
 
 class RecordedForwards:
     """Runs rows through blocks whose KV is in the pages of `pool`.
 
-    Recorded is if there is something to `record` with, until something cannot be, which is logged.
+    It records if there is something to `record` with, until a recording fails, which is logged.
     """
 
     def __init__(self, forward: Forward, pool: PagePool, record: Record | None = None) -> None:
@@ -55,17 +55,17 @@ class RecordedForwards:
         self._recorded: OrderedDict[Key, _Recording] = OrderedDict()
         self._seen: Counter[Key] = Counter()
 
-    def run(self, span: Span, parts: Sequence[Part], hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: (tokens, hidden_size) of all parts, end to end, on the CPU, as what is returned."""
-        if self.record is not None and len(parts) <= MOST_STEPS and all(length == 1 for _, _, length in parts):
-            steps = _steps(parts)
+    def run(self, span: Span, segments: Sequence[PagedSegment], hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: (tokens, hidden_size) of all segments, end to end, on the CPU, as what is returned."""
+        if self.record is not None and len(segments) <= MOST_STEPS and all(length == 1 for _, _, length in segments):
+            steps = _steps(segments)
             if self._pool.takes_whole(steps) and (recording := self._recording((span, steps), hidden.shape[1])):
-                _, numbers = lay_out(parts, steps)
+                _, numbers = lay_out(segments, steps)
                 return recording.replay(hidden, numbers)
-        shape, numbers = lay_out(parts)
-        segments = [Segment(*part) for part in parts]
+        shape, numbers = lay_out(segments)
+        attended = [Segment(*each) for each in segments]
         device = self._pool.device
-        return self._run(span, shape, segments, hidden.to(device), numbers.to(device)).cpu()
+        return self._run(span, shape, attended, hidden.to(device), numbers.to(device)).cpu()
 
     def forget(self) -> None:
         """Nothing is recorded from now on, nor replayed."""
@@ -162,10 +162,10 @@ class CudaGraphs:
         return replay
 
 
-def _steps(parts: Sequence[Part]) -> RowShape:
-    """Of a recording that holds them."""
-    sequences = _power_of_two(len(parts))
-    pages = _power_of_two(max(in_pages(start + 1, kv.page) for kv, start, _ in parts))
+def _steps(segments: Sequence[PagedSegment]) -> RowShape:
+    """The shape of a recording that holds them."""
+    sequences = _power_of_two(len(segments))
+    pages = _power_of_two(max(in_pages(start + 1, kv.page) for kv, start, _ in segments))
     return RowShape(sequences, sequences, 1, pages)
 
 

@@ -65,7 +65,7 @@ class SpanExecutor:
 
     @property
     def tensor_bytes(self) -> int:
-        """Of the span's weights in memory."""
+        """The size of the span's weights in memory."""
         return tensor_bytes(self.model)
 
     def kv_tokens_free(self) -> int:
@@ -176,7 +176,7 @@ class SpanExecutor:
         return [to_bytes(part) for part in hidden.split([each.length for each in slices])]
 
     def _compute(self, span: Span, slices: Sequence[Slice], row: torch.Tensor) -> torch.Tensor:
-        """As `_run`, by torch. `row` has the hidden states end to end, (tokens, hidden_size), as has the result."""
+        """Compute by torch. `row` and the result have the states of all slices end to end, (tokens, hidden_size)."""
         segments = [Segment(self._sequences[each.session].kv, each.start, each.length) for each in slices]
         positions = torch.cat([torch.arange(s.start, s.start + s.length) for s in segments])
         token = segments_of_forward.set(segments)

@@ -1,6 +1,6 @@
-"""What a GPU is tried for when blocks are loaded: whether the fast ways compute what the plain one does.
+"""Tests on a GPU, when blocks are loaded, whether the fast ways compute the same as the plain one.
 
-That torch has them for a GPU does not say that they do: of some it is known that they put numbers in wrong places.
+Torch offers them on GPUs where they put numbers in wrong places, so nothing is believed before it is tried.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_OFF = 0.2
-"""Of a position's hidden states: in bfloat16 two ways to compute them differ by hundredths, a wrong one by more."""
+"""The relative error allowed. In bfloat16 two right ways to compute differ by hundredths, a wrong one by more."""
 STEPS = 4 * WORTH
 """Half of them on one page more, so that steps are recorded, and replayed, of both."""
 
@@ -29,7 +29,7 @@ STEPS = 4 * WORTH
 def use_what_works(forwards: RecordedForwards, pool: PagePool, span: Span, hidden_size: int) -> None:
     """Leave flash attention and recordings only if, here and now, what they compute is what is computed without them.
 
-    What is left out is logged, and why. Nothing of the pool is taken afterwards.
+    A way that is left out is logged, with the reason. Nothing of the pool is taken afterwards.
     """
     flash, record = pool.flash, forwards.record
     pool.flash, forwards.record = False, None
@@ -64,7 +64,7 @@ def _lengths(pool: PagePool) -> list[int]:
 
 
 def _try_out(forwards: RecordedForwards, pool: PagePool, span: Span, hidden_size: int) -> torch.Tensor:
-    """What comes of three sequences that are prefilled together, the second to the end of a page, and then decoded."""
+    """The output of three sequences that are prefilled together, the second to the end of a page, and then decoded."""
     generator = torch.Generator().manual_seed(0)
     lengths = _lengths(pool)
     kvs = [pool.take(length + STEPS) for length in lengths]

@@ -1,6 +1,6 @@
 """Keys and values of one sequence: as they are computed or in 8 bits, beside the blocks or on another device.
 
-What is read is what was stored, new positions too: so it does not depend on how a sequence was cut into chunks.
+Reading gives what was stored, even for new positions. So it does not depend on how a sequence was cut into chunks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 KVPair = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, (1, heads, positions, head_dim) each."""
 _LARGEST = 127
-"""What stands for the largest number of a head, of either sign."""
+"""The code of the largest number of a head, of either sign."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class KV(Protocol):
 class SequenceKV:
     """The `KV` protocol in slabs of `capacity` positions.
 
-    A slab is reserved address space; the system backs it with memory as positions are written. Of a session for 8192
-    that had used 20, the 20 took twice what they hold, as each head has pages of its own (`llmnode bench memory`).
-    Smaller pages of ours would save that alone, and attention would have to gather them at every step.
+    A slab is reserved address space; the system backs it with memory as positions are written. A session for 8192
+    positions that had used 20 took twice their size, since each head has pages of its own (`llmnode bench memory`).
+    Smaller pages of ours would save only that, and attention would have to gather them at every step.
     """
 
     capacity: int
@@ -76,9 +76,9 @@ class SequenceKV:
         self.length = end
 
     def slabs(self, layers: Iterable[int], like: torch.Tensor) -> list[KVPair]:
-        """What of each layer is written, and read, in place: keys and values, or of both the codes and the scales.
+        """The slabs of each layer, to be written and read in place: keys and values, or the codes and scales of both.
 
-        `like` is of keys and values, of any number of positions.
+        `like` has the shape of keys and values, with any number of positions.
         """
         pairs = (self._block(layer, like).slabs for layer in layers)
         return [(first.states, second.states) for first, second in pairs]
@@ -92,7 +92,7 @@ class SequenceKV:
 
 
 class _Plain:
-    """Of one block, in the dtype of `like`, (1, heads, any, head_dim) where the blocks are."""
+    """The KV of one block, in the dtype of `like`, (1, heads, any, head_dim) where the blocks are."""
 
     def __init__(self, like: torch.Tensor, capacity: int, device: torch.device | None) -> None:
         self.like = _none_of(like)
@@ -108,7 +108,7 @@ class _Plain:
 
 
 class _Rounded:
-    """Of one block, in 8 bits: a scale for each position and head, by which its largest number is 127.
+    """The KV of one block in 8 bits: each position and head has a scale, by which its largest number is 127.
 
     So a number is off by 1/254 of the largest at most, whatever other positions and heads have. The scale is fp32: of
     fp16's two bytes less in 68, large keys would be infinite, small ones coarser.

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 USUAL_KV_TOKENS = 32_768
-"""If nobody says how many; fewer if there is no room for so many, in steps of `_KV_STEP`."""
+"""The default. If there is no room for it, fewer in steps of `_KV_STEP`."""
 _KV_STEP = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a worker is to hold, but for the span, which is chosen when the model is known. As in `NodeConfig`.
+    """The settings of a worker, as in `NodeConfig`. The span is chosen later, when the model is known.
 
     If it `is_announced`, `kv_tokens` are those of a worker that was lost: see `SpanLoader.load`.
     """
@@ -109,7 +109,7 @@ class SpanLoader:
         return Loaded(executor, executor.tensor_bytes)
 
     def _require_room(self, span: Span) -> int:
-        """For how many positions there is to be KV. Raises ConfigError if `span` does not fit with so much."""
+        """The number of positions to have KV for. Raises ConfigError if `span` does not fit with it."""
         from llmnode.models.size import KV, MEMORY_SHARE, find_places
 
         wanted, name = self._wanted, self._opened.name

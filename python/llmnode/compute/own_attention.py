@@ -1,8 +1,8 @@
 """Attention of BLOOM and Falcon, to which transformers gives code of their own, without its `AttentionInterface`.
 
 Only that is replaced here, by the same over `ragged_attention`; the rest of their blocks is transformers'. Queries,
-keys and values come out of one product, as each family lays them out. Of Falcon's keys and values the KV has as few
-heads as the model, and not a copy for each head of queries.
+keys and values come out of one product, as each family lays them out. For Falcon the KV has the few heads that keys and
+values have in the model, and not a copy for each head of queries.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _ALIBI_STEP = 1024
-"""ALiBi is made for a multiple of so many positions, and anew when a sequence outgrows it."""
+"""ALiBi is made for a multiple of this many positions, and anew when a sequence outgrows it."""
 
 
 def replace_own_attention(model: torch.nn.Module) -> None:

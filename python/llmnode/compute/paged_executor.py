@@ -28,7 +28,7 @@ class PagedExecutor(SpanExecutor):
     def __init__(
         self, model: SpanModel | FusedSpan, hidden_size: int, pool: PagePool, record: Record | None = None
     ) -> None:
-        """What steps are recorded with is `record`. What cannot be used on this device is left out, and logged."""
+        """`record` records steps. A way that does not work on this device is left out, and logged."""
         super().__init__(model, hidden_size, pool.tokens, str(pool.device))
         self._pool = pool
         self._paged: dict[SessionId, PagedKV] = {}
@@ -44,5 +44,5 @@ class PagedExecutor(SpanExecutor):
         self._pool.give_back(self._paged.pop(session))
 
     def _compute(self, span: Span, slices: Sequence[Slice], row: torch.Tensor) -> torch.Tensor:
-        parts = [(self._paged[each.session], each.start, each.length) for each in slices]
-        return self._forwards.run(span, parts, row)
+        segments = [(self._paged[each.session], each.start, each.length) for each in slices]
+        return self._forwards.run(span, segments, row)

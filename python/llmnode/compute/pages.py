@@ -1,8 +1,9 @@
 """KV of all sequences in pages of one pool, and attention of a whole row over it at once: for blocks on a GPU.
 
-There a kernel takes less time than its launch, so a step should have few of them, whoever is in it. With a slab for
-each sequence every block launches three for each; with pages (Kwon et al. 2023, arXiv 2309.06180) three for all of
-them, which numbers in the GPU's memory tell what to do, so that a step can be recorded and replayed (`recording.py`).
+There a kernel takes less time than its launch, so a step should have few kernels, whatever the row. With a slab for
+each sequence every block launches three kernels for each sequence. With pages (Kwon et al. 2023, arXiv 2309.06180) it
+launches three for all of them. Numbers in the GPU's memory tell these what to do, so that a step can be recorded and
+replayed (`cuda_graphs.py`).
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ PAGE = 256
 """Positions: flash attention reads no smaller ones."""
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
-Part = tuple["PagedKV", int, int]
-"""Of a row: whose, its first position, and how many."""
+PagedSegment = tuple["PagedKV", int, int]
+"""The positions of one sequence in a row: its KV, the first position, and their number."""
 
 
 class PagePool:
-    """Room for `tokens` positions, in whole pages, and one page that is nobody's, for what nobody wants.
+    """KV for `tokens` positions, in whole pages, and one spare page for values that nobody wants.
 
-    Of each block it is taken when the block first has keys and values. With `flash` all sequences of a row attend by
-    flash attention, which there is on GPUs alone, for pages of `PAGE` and numbers of `FLASH_DTYPES`.
+    The memory of each block is taken when the block first has keys and values. With `flash` all sequences of a row
+    attend by flash attention, which needs a GPU, pages of `PAGE` positions and one of `FLASH_DTYPES`.
     """
 
     def __init__(self, tokens: int, device: torch.device, *, flash: bool = False, page: int = PAGE) -> None:
@@ -44,13 +45,14 @@ class PagePool:
         self._blocks: dict[int, KVPair] = {}
 
     def takes_whole(self, shape: RowShape) -> bool:
-        """Whether sequences of such a row attend at once: without flash attention over copies of their pages, of which
-        there are no more than of pages. Next to a long sequence short ones take as much.
+        """Whether the sequences of such a row attend at once: by flash attention, or over copies of their pages.
+
+        The copies take no more memory than the pool. Each sequence has copies up to the length of the longest.
         """
         return self.flash or (shape.longest == 1 and shape.sequences * shape.pages * self.page <= self.tokens)
 
     def take(self, tokens: int) -> PagedKV:
-        """There is room for them."""
+        """Pages for a sequence. The caller knows that there are enough."""
         kv = PagedKV(self, self._free[-in_pages(tokens, self.page) :])
         del self._free[-len(kv.pages) :]
         return kv
@@ -68,7 +70,7 @@ class PagePool:
         return states
 
     def blocks(self) -> Sequence[KVPair]:
-        """Of those that have any."""
+        """The keys and values of each block that has any."""
         return list(self._blocks.values())
 
 
@@ -84,11 +86,11 @@ class PagedKV:
         self._table = torch.tensor(pages, device=pool.device)
 
     def slots(self, start: int, end: int) -> list[int]:
-        """Where in the pool the positions are, counted in positions."""
+        """The places of the positions in the pool, counted in positions."""
         return [self.pages[at // self.page] * self.page + at % self.page for at in range(start, end)]
 
     def extend(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor, seen_from: int = 0) -> KVPair:
-        """What is returned is a copy."""
+        """Returns copies."""
         end = start + keys.shape[2]
         pair = self._pool.states(layer, keys)
         for states, new in zip(pair, (keys, values), strict=True):
@@ -109,7 +111,7 @@ class PagedKV:
         self.length = end
 
     def _stretches(self, start: int, end: int) -> Iterator[tuple[int, slice, slice]]:
-        """A page, where in it, and where among those from `start` on."""
+        """Each page, with the slice of it, and the slice of the positions from `start` on."""
         at = start
         while at < end:
             until = min(end, (at // self.page + 1) * self.page)
@@ -120,7 +122,7 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """Of a row of `tokens` of so many sequences, `longest` that of most tokens, each in at most so many pages."""
+    """The sizes of a row: the `longest` sequence has that many tokens, and each has at most `pages` pages."""
 
     tokens: int
     sequences: int
@@ -128,26 +130,26 @@ class RowShape:
     pages: int
 
 
-def lay_out(parts: Sequence[Part], steps: RowShape | None = None) -> tuple[RowShape, torch.Tensor]:
-    """A row, and all numbers that say what it consists of, on the CPU: they cross as one.
+def lay_out(segments: Sequence[PagedSegment], steps: RowShape | None = None) -> tuple[RowShape, torch.Tensor]:
+    """The shape of a row, and all numbers that describe it, on the CPU: they cross to the GPU together.
 
-    Parts of one token each can be laid into a row of more `steps`; those beyond them go to the page that is nobody's.
+    Segments of one token each can be put into a larger row, `steps`. Its other tokens go to the spare page.
     """
     shape = steps or RowShape(
-        sum(length for _, _, length in parts),
-        len(parts),
-        max(length for _, _, length in parts),
-        max(in_pages(start + length, kv.page) for kv, start, length in parts),
+        sum(length for _, _, length in segments),
+        len(segments),
+        max(length for _, _, length in segments),
+        max(in_pages(start + length, kv.page) for kv, start, length in segments),
     )
-    positions = [at for _, start, length in parts for at in range(start, start + length)]
-    slots = [slot for kv, start, length in parts for slot in kv.slots(start, start + length)]
+    positions = [at for _, start, length in segments for at in range(start, start + length)]
+    slots = [slot for kv, start, length in segments for slot in kv.slots(start, start + length)]
     begins, seen, tables = [0], [], []
-    for kv, start, length in parts:
+    for kv, start, length in segments:
         begins.append(begins[-1] + length)
         seen.append(start + length)
         own = kv.pages[: in_pages(start + length, kv.page)]
         tables += own + [0] * (shape.pages - len(own))
-    spare = shape.sequences - len(parts)
+    spare = shape.sequences - len(segments)
     positions, slots, seen = positions + [0] * spare, slots + [0] * spare, seen + [1] * spare
     begins += range(begins[-1] + 1, begins[-1] + 1 + spare)
     tables += [0] * (spare * shape.pages)
@@ -155,10 +157,10 @@ def lay_out(parts: Sequence[Part], steps: RowShape | None = None) -> tuple[RowSh
 
 
 class PagedRow:
-    """What the row of a forward consists of, as kernels read it. It `is_whole` if all sequences can attend at once."""
+    """The row of a forward, as kernels read it. It `is_whole` if all sequences can attend at once."""
 
     def __init__(self, pool: PagePool, shape: RowShape, numbers: torch.Tensor) -> None:
-        """`numbers` as `lay_out` has them, on the pool's device."""
+        """`numbers` are those of `lay_out`, on the pool's device."""
         self.is_whole = pool.takes_whole(shape)
         sizes = [shape.tokens, shape.tokens, shape.sequences + 1, shape.sequences, shape.sequences * shape.pages]
         self.positions, slots, self._begins, self._seen, tables = numbers.split(sizes)
@@ -176,7 +178,7 @@ class PagedRow:
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """Keys and values are kept, then looked at; all three are (1, heads, tokens, head_dim).
+        """Store keys and values, then attend; all three are (1, heads, tokens, head_dim).
 
         Returns (1, tokens, heads, head_dim).
         """
@@ -191,9 +193,9 @@ class PagedRow:
     ) -> torch.Tensor:
         """query: (tokens, heads, head_dim).
 
-        Where keys begin is not looked at, but must be given. Keys of one sequence are not split: what comes of that
-        is put in wrong places (pytorch#194167), but for heads that share keys, which are queries of one then; for those
-        nothing may be said of what one token sees, which is all there is.
+        The kernel does not read where keys begin, but wants it. It must not split the keys of one sequence: it puts the
+        result in wrong places (pytorch#194167). It may where heads share keys, which are queries of one head then. In
+        that case it takes no window, and one token sees everything.
         """
         from torch.nn.attention.varlen import varlen_attn
 
@@ -213,7 +215,7 @@ class PagedRow:
     ) -> torch.Tensor:
         """One token of each sequence, over copies of their pages. query: (sequences, heads, head_dim)."""
         mask = self._mask(window)
-        unseen = ~mask[:, :, None, None]  # whoever had the page before may have left numbers that are none
+        unseen = ~mask[:, :, None, None]  # the former owner of the page may have left NaN
         seen_keys, seen_values = (
             states[self._tables].flatten(1, 2).masked_fill(unseen, 0).transpose(1, 2) for states in (keys, values)
         )
@@ -223,7 +225,7 @@ class PagedRow:
         return attended.flatten(1, 2)
 
     def _mask(self, window: int | None) -> torch.Tensor:
-        """(sequences, positions of pages) True where the token of each may look."""
+        """(sequences, positions of pages), True where the token of each may look."""
         mask = self._masks.get(window)
         if mask is None:
             at, seen = torch.arange(self._shape.pages * self._pool.page, device=self._pool.device), self._seen[:, None]
@@ -233,7 +235,7 @@ class PagedRow:
 
 
 row_of_forward: ContextVar[PagedRow | None] = ContextVar("row_of_forward", default=None)
-"""As `segments_of_forward`, if KV is in pages."""
+"""The counterpart of `segments_of_forward` for KV in pages."""
 
 
 def in_pages(tokens: int, page: int) -> int:

@@ -1,6 +1,6 @@
 """A worker in a process of its own, which may crash: its sessions are lost then, and another process is started.
 
-The node decides when: it waits until the worker is lost, tells whom it concerns, and has the span loaded again.
+The node decides when: it waits until the worker is lost, tells its sessions, and has the span loaded again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RestartingWorker:
         return self._busy_us + (0 if self._life is None else self._life.busy_us)
 
     def live(self, life: BatchingWorker | None) -> None:
-        """What is opened from now on belongs to this one; None while there is none."""
+        """Sessions that open from now on belong to this life; None while there is none."""
         self._busy_us, self._life = self.busy_us, life
 
     async def do(self, operation: Operation[Result]) -> Result:
@@ -101,7 +101,7 @@ class ProcessLoader:
         command: Sequence[str] = COMMAND,
         policy: WorkerPolicy | None = None,
     ) -> None:
-        """`report` is told in a line what takes long, `report_lost` of each process that was lost, and how."""
+        """`report` gets a line about anything that takes long, `report_lost` one about each process that was lost."""
         self.tensor_bytes = 0
         self._wanted = wanted
         self._report = report
@@ -116,12 +116,12 @@ class ProcessLoader:
 
     @property
     def pid(self) -> int:
-        """Of the process that there is now."""
+        """The id of the process that there is now."""
         assert self._process is not None
         return self._process.pid
 
     async def open_model(self) -> ModelInfo:
-        """As `Loader`; raises WorkerLost too, once it is hopeless."""
+        """Raises what `Loader` does, and WorkerLost once there is no hope."""
 
         async def known(_process: WorkerProcess) -> ModelInfo:
             assert self._model is not None
@@ -145,7 +145,7 @@ class ProcessLoader:
             except ConfigError as error:
                 if not self._wanted.is_announced:
                     raise
-                # What was lost had room: its memory may not be given back yet, or others have it for a while.
+                # The lost process had room. Its memory may not be free yet, or other programs have it for a while.
                 raise WorkerLost(f"the worker process did not load its blocks again: {error}") from error
             self.tensor_bytes, kv_tokens_free = loaded
             assert self._model is not None
@@ -158,11 +158,11 @@ class ProcessLoader:
         return await self._persist(load)
 
     def serves(self) -> None:
-        """It has come so far that, if it is lost, others may well come as far."""
+        """It serves now. If it is lost after this, another process has a good chance."""
         self._served_since_s = trio.current_time()
 
     async def wait_lost(self) -> None:
-        """Until the process that serves is lost, which is reported. All calls for its sessions fail from then on."""
+        """Wait until the process that serves is lost, and report it. All calls for its sessions fail from then on."""
         assert self._process is not None
         assert self._worker is not None
         lost = await self._process.wait_lost()
@@ -170,7 +170,7 @@ class ProcessLoader:
         await self._note(lost)
 
     def kill(self) -> None:
-        """Whatever waits for the process fails at once: nobody is served any more."""
+        """Have all calls that wait for the process fail at once: the node serves no longer."""
         if self._process is not None:
             self._process.kill("was ended with its node")
 

@@ -21,7 +21,7 @@ class SharedMemory:
         self._mapped = memoryview(bytearray())
 
     def grow(self, size: int) -> None:
-        """To hold `size` bytes; for one of the two, and while the other does not look."""
+        """Make it hold `size` bytes. Only one of the two processes does this, while the other does not look."""
         if size > self._size:
             self._size = max(size, 2 * self._size, LEAST_BYTES)
             os.ftruncate(self.file, self._size)
@@ -33,7 +33,7 @@ class SharedMemory:
         return self._mapped[:size]
 
     def close(self) -> None:
-        """What is mapped stays so until the last view of it is gone."""
+        """The memory stays mapped until the last view of it is gone."""
         self._mapped = memoryview(bytearray())
         os.close(self.file)
         self.file = -1

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class ComputeThread:
-    """Lends a thread to one blocking call at a time; who comes later waits, in order."""
+    """Lends a thread to one blocking call at a time. Later calls wait, in order."""
 
     def __init__(self) -> None:
         self._limiter = trio.CapacityLimiter(1)
@@ -35,7 +35,7 @@ class ComputeThread:
 
 
 class ThreadLoader:
-    """Loads blocks in a thread of this process, which is what can be lost only with it: see `ProcessLoader`."""
+    """Loads blocks in a thread of this process. They can be lost only with it, unlike those of a `ProcessLoader`."""
 
     def __init__(self, loader: Loader) -> None:
         self.tensor_bytes = 0

@@ -1,4 +1,4 @@
-"""One life of a worker's own process, as the node sees it: asked one thing at a time, and lost at any moment."""
+"""One life of a worker's own process, as the node sees it: it does one thing at a time, and may be lost."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class WorkerProcess:
         raise await self._lost()
 
     async def ask(self, word: str, *arguments: Any, report: Callable[[str], None]) -> Any:  # Any: as each has them
-        """What takes as long as it takes, if only it gets on. Raises what was raised there, or WorkerLost.
+        """Ask something that may take any time while the process makes progress. Raises its error, or WorkerLost.
 
         `report` is told what the process says, and in a line that it still works.
         """
@@ -127,8 +127,8 @@ class WorkerProcess:
     def run(self, work: Work) -> Awaitable[tuple[Done, float, float]]:
         """Have a batch done, which begins now.
 
-        When it began and ended is by `time.perf_counter`, the way back counted to neither. What is returned raises
-        nothing: if the process is lost, so is all of the batch.
+        Its begin and end are by `time.perf_counter`, without the time of the way back. The awaitable raises nothing: if
+        the process is lost, all of the batch has failed.
         """
         asked_bytes = input_bytes(work)
         output_bytes = self._row_bytes * sum(each.length for each in work.slices if each.end is None)
@@ -189,9 +189,9 @@ class WorkerProcess:
             return Effort(0.0, 0)
 
     def _send_some(self, message: bytes) -> memoryview:
-        """As much as goes at once, which is all as a rule. Returns what is left, of a process that is lost too.
+        """Send what the socket takes at once, which is usually all. Returns the rest, even if the process is lost.
 
-        Plain calls: trio's own streams take half as long again for a decode's way there and back.
+        These are plain calls: trio's own streams make a decode's way there and back longer by half.
         """
         left = memoryview(message)
         with suppress(OSError):
@@ -225,7 +225,7 @@ class WorkerProcess:
             self._messages.feed(data)
 
     async def _lost(self) -> WorkerLost:
-        """The process has ended or is about to. What of it can be known by its exit status, is told."""
+        """The process has ended or is about to. The error says what its exit status tells."""
         with trio.move_on_after(self._policy.end_s):
             await self._process.wait()
         if self._process.returncode is None:

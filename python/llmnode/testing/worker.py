@@ -51,7 +51,7 @@ class ExactWorker(BatchingWorker):
         self.slower_by_s = 0.0
         self.gate: trio.Event | None = None
         self.priorities: list[Priority] = []
-        """Of the sessions that were opened, in order."""
+        """The priorities of the sessions that were opened, in order."""
         self._closing = 0
         self._closed_one = trio.Event()
         super().__init__(self.executor, self._run_inline, trio.current_time, policy)
@@ -92,8 +92,8 @@ class ExactWorker(BatchingWorker):
 class ExactExecutor:
     """The `Executor` port in exact arithmetic: bytes in, bytes out, bit for bit the same through any cut into spans.
 
-    Each byte that a block puts out is the sum (modulo 256) of all bytes that came in, up to it, and the block's number;
-    so an answer is right only if the KV holds exactly what came before, and every block was passed once. `forwards`
+    Each byte that a block puts out is the sum (modulo 256) of all bytes that came in, up to it, and the block's number.
+    So an answer is right only if the KV holds exactly what came before, and every block was passed once. `forwards`
     counts slices. The next `fails` of them, or of forks, end as if memory had run out, and so does a forward of several
     slices while any is to fail. `forks` has the positions that each fork copied, from and to.
     """
@@ -177,7 +177,7 @@ class ExactExecutor:
         self._kept[fork.session] = own[:edge] + other[edge:end]
 
     def occupy(self, kv_tokens: int) -> None:
-        """As another client's session would, until it is called with 0."""
+        """Take KV, like another client's session, until it is called with 0."""
         self._reserved.pop(_STRANGER, None)
         if kv_tokens:
             self._reserved[_STRANGER] = kv_tokens
@@ -199,7 +199,7 @@ class ExactExecutor:
 
 
 def exact_output(hidden: bytes, span: Span) -> bytes:
-    """What the blocks of `span`, each an `ExactExecutor`'s, make of the hidden states of a whole session."""
+    """The output of the blocks of `span`, each an `ExactExecutor`'s, for the hidden states of a whole session."""
     values = np.frombuffer(hidden, np.uint8)
     for block in range(span.start, span.end):
         values = np.cumsum(values, dtype=np.uint8) + np.uint8(block % 256)

@@ -1,8 +1,8 @@
 """A stage: the serving side of one session, as a state machine without clock, socket or tensor.
 
-Frames go in, actions come out; who drives it computes when told to and reports the answer with `computed`. The rules
-are those of a session's epochs: only the client raises the epoch, and only a TRUNCATE or FORK frame may change what is
-in the KV already, so a late or repeated step can neither erase nor extend good state.
+Frames go in, actions come out. Its driver computes when an action says so, and reports the answer with `computed`. The
+rules are those of a session's epochs. Only the client raises the epoch, and only a TRUNCATE or FORK frame may change
+positions that are in the KV. So a late or repeated step can neither erase nor extend good state.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Wait:
 
 
 Content: TypeAlias = tuple[int, int, bytes]
-"""What a step asks for: its positions and the digest of their hidden states."""
+"""The content of a step: its positions and the digest of their hidden states."""
 
 Action: TypeAlias = Compute | Do | Copy | Answer | Refuse | Wait
 
@@ -131,7 +131,7 @@ class Stage:
         return Copy(frame, source.session, Truncate(self.session, frame.start))
 
     def copied(self) -> None:
-        """What `Copy` asked for is done."""
+        """The operation of a `Copy` is done."""
         self._begin_epoch(self._take_computing())
 
     def computed(self, answer: Frame, input_digest: bytes) -> None:
@@ -146,7 +146,7 @@ class Stage:
         self._take_computing()
 
     def next_held(self) -> Action:
-        """What a frame that came ahead of its turn asks for now; `Wait` if none is due. Call after each action."""
+        """The action for a frame that came ahead of its turn; `Wait` if none is due. Call after each action."""
         frame = self._held.pop((self.epoch, self._due), None)
         return Wait() if frame is None else self.receive(frame)
 

@@ -1,4 +1,4 @@
-"""What crosses between a node and its worker process is on the other side what it was on this."""
+"""Operations, slices and results arrive in the worker process as they were sent, and back; wrong ones are refused."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Which clients decode in step, and so are waited for before a forward. Knows no clock: it is told the time.
+"""Decides whether a batch waits for clients that decode in step. Knows no clock: it is told the time.
 
-Before a batch those are waited for who decode in step with the others, if all of them are usually back sooner than one
-forward less saves: else halves of the clients would take turns, and each would wait for the other. If they are away for
-longer, halves that take turns are better, as the executor waits for neither.
+Two forwards of decodes take longer than one of both. The difference is the time that waiting saves. If all clients are
+usually back within that time, the batch waits for those that are away; otherwise halves of the clients would take
+turns, and each half would wait for the other. If they are away for longer, taking turns is better: then the executor
+never waits.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ if TYPE_CHECKING:
 
 _KEEPS = 0.8
 _PAUSE = 4
-"""A longer one counts as so many times what a forward less saves."""
+"""A longer pause counts as this many times the time that one forward less saves."""
 _NEAR = 2
-"""Who is away for less than so many times that is in step with the others, or is nearly so."""
+"""A client that is away for less than this many times the saved time is in step with the others, or nearly so."""
 _LATE = 2
-"""Who is not back after so many times what is usual is not waited for."""
+"""A client that is not back after this many times its usual pause is not waited for."""
 
 
 @dataclass(slots=True)
 class Rhythm:
-    """Of the decodes of one session."""
+    """The pauses between the decodes of one session."""
 
     answered_s: float | None = None
     """When its latest was done; None if a prefill came after."""
     away_s: float = inf
-    """From one to the next, at most as a rule."""
+    """The longest usual pause between two decodes."""
 
     @property
     def late_s(self) -> float:
-        """Until when it may be back as usual, if it is away."""
+        """The time until which it may be back as usual, if it is away."""
         return -inf if self.answered_s is None else self.answered_s + _LATE * self.away_s
 
     def is_near(self, saved_s: float) -> bool:
-        """Whether it is nearly in step. `saved_s` is what a forward less saves."""
+        """Whether it is nearly in step. `saved_s` is the time that one forward less saves."""
         return self.away_s < _NEAR * saved_s
 
     def end(self) -> None:
@@ -54,10 +55,10 @@ class Rhythm:
 
 
 def keep_step(away: Sequence[Rhythm], here: Sequence[Rhythm], saved_s: float, share: float) -> bool:
-    """Whether all do better if those who are away, one at least, are waited for: `share` of what that saves at most.
+    """Whether all clients gain if the batch waits for those that are away, at most `share` of the saved time.
 
-    Who is here has a forward while others are away, and another one with them: so who is away for much longer than
-    those who are here is not waited for.
+    At least one is away. Without waiting, the clients that are here have one forward now and another with the others.
+    So the batch does not wait for a client that is away for much longer than those that are here.
     """
     away_s, here_s = (max((each.away_s for each in some), default=0.0) for some in (away, here))
     gain = len(away) / (2 * len(here) + len(away))

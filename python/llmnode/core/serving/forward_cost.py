@@ -1,4 +1,4 @@
-"""How long forwards take on this machine. Knows no clock: what they took is told."""
+"""Learns how long forwards take on this machine. Knows no clock: it is told their times."""
 
 from __future__ import annotations
 
@@ -10,28 +10,32 @@ if TYPE_CHECKING:
 _KEEPS = 0.7
 _FIT_KEEPS = 0.95
 _LEAST_SPREAD = 0.05
-"""Of how many decode at once, relative to its square: the variance from which on it is seen what each adds."""
+"""The relative variance of the number of decodes in a batch from which on the cost of each can be told."""
 _FIRST_ADDS = 4
-"""What the first decode takes beside what each takes, as long as that is not seen."""
+"""A forward costs this many decodes beside those in it, until its own cost has been seen."""
 
 
 class ForwardCost:
-    """How long forwards take here, and so how many positions of prefills one may have."""
+    """The times of forwards, and so the number of prefill positions that one may have."""
 
     def __init__(self, policy: BatchPolicy) -> None:
         self._policy = policy
         self.decode_s = 0.0
-        """A forward of decodes alone; 0 until there was one."""
+        """The time of a forward of decodes alone; 0 until there was one."""
         self._position_s = 0.0  # what each position of a prefill adds, a block
-        self._decodes = _Line()
+        self._decodes = _Fit()
 
     @property
     def forward_s(self) -> float:
-        """What a forward of decodes takes beside what each of them adds; 0 until there was one."""
+        """The time of a forward of decodes without the part that each decode adds; 0 until there was one."""
         return self._decodes.start
 
     def note(self, decodes: int, prefill: int, through: float, took_s: float) -> None:
-        """`decodes` are positions; `prefill` positions by blocks, which went through this share of them all."""
+        """A forward took `took_s`.
+
+        `decodes` counts positions; `prefill` counts positions times blocks. The prefills went through the share
+        `through` of all blocks.
+        """
         if not prefill:
             self.decode_s = _mixed(self.decode_s, took_s)
             self._decodes.note(decodes, took_s)
@@ -40,12 +44,12 @@ class ForwardCost:
             self._position_s = _mixed(self._position_s, added_s / prefill)
 
     def blocks(self, positions: int, of: int, room: int) -> int:
-        """Through how many of so many blocks there is time for positions: each block's weights are read, too."""
+        """The number of blocks, out of `of`, that there is time for. Reading the weights of each takes time, too."""
         weights = int(self.decode_s / of / self._position_s) if self._position_s else 0
         return room // (positions + weights)
 
     def room(self, *, beside_decodes: bool) -> int | None:
-        """Positions that there is time for, each through one block. None if that is not known yet."""
+        """The positions times blocks that there is time for. None if that is not known yet."""
         policy = self._policy
         if not self._position_s or (beside_decodes and not self.decode_s):
             return None
@@ -53,8 +57,8 @@ class ForwardCost:
         return int(may_add_s / self._position_s)
 
 
-class _Line:
-    """The one that is nearest to what was noted lately, by least squares."""
+class _Fit:
+    """The line that fits the latest points best, by least squares."""
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0  # means, variance and covariance

@@ -1,6 +1,6 @@
-"""Which of the waiting forwards are computed next, and together. Knows no clock: it is told the time.
+"""Chooses the forwards that are computed next, and together. Knows no clock: it is told the time.
 
-A batch is what is ready when the executor is free: every decode, and as many positions of the prefills as leave the
+A batch is made of what is ready when the executor is free: every decode, and the prefill positions that leave the
 decodes beside them fast. If that is only a few positions, each is expensive. Then more of them go through a few blocks
 at a time, in batches of their own between those of decodes (Lee et al., From Tokens to Layers: Redefining Stall-Free
 Scheduling for LLM Serving with Layered Prefill, 2025).
@@ -40,7 +40,7 @@ _MIXED_BATCHES = 16
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the executor does next, by ticket: the operations in this order, and then all slices in one forward."""
+    """The executor does the operations next, in this order, and then all slices in one forward. Keys are tickets."""
 
     operations: Mapping[int, Control]
     slices: Mapping[int, Slice]
