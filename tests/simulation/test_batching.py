@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
+from llmnode.compute.work import failed
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.operations import Close, Fork, Forward, Open, Truncate
 from llmnode.core.policy import BatchPolicy
@@ -21,6 +22,8 @@ from llmnode.testing.simulate import seeds
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+
+    from llmnode.compute.work import Done, Work
 
 SPAN = Span(0, 3)
 ROW = 2
@@ -119,6 +122,38 @@ async def test_a_piece_that_fails_half_way_leaves_its_session_as_it_was() -> Non
         worker.executor.fails = 1
     again = await worker.do(piece(0, 20, 2))
     assert again.hidden == exact_output(bytes([1] * 22 * ROW), SPAN)[20 * ROW :]
+
+
+class UnreachableWorker(ExactWorker):
+    """While it `is_away`, its executor never sees a slice."""
+
+    is_away = False
+
+    async def _run_inline(self, work: Work) -> tuple[Done, float, float]:
+        if self.is_away and work.slices:
+            return failed(work, MemoryError("no memory to hand work over in")), 0.0, 0.0
+        return await super()._run_inline(work)
+
+
+@simulated
+async def test_a_forward_whose_rest_never_reaches_the_executor_leaves_its_session_as_it_was() -> None:
+    policy = BatchPolicy(unmeasured_prefill=100, most_prefill=100)
+    worker = UnreachableWorker(SPAN, ROW, kv_tokens=LENGTH, forward_s=FORWARD_S, policy=policy)
+    await open_sessions(worker, 1)
+    await worker.do(piece(0, 0, 20))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(expect_memory_error, worker, piece(0, 20, 300))
+        await trio.sleep(0.5 * FORWARD_S)
+        worker.is_away = True
+        await trio.sleep(FORWARD_S)
+        worker.is_away = False
+    again = await worker.do(piece(0, 20, 2))
+    assert again.hidden == exact_output(bytes([1] * 22 * ROW), SPAN)[20 * ROW :]
+
+
+async def expect_memory_error(worker: ExactWorker, asked: Forward) -> None:
+    with pytest.raises(MemoryError):
+        await worker.do(asked)
 
 
 async def expect_failure(worker: ExactWorker, asked: Forward) -> None:
