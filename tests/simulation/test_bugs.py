@@ -93,7 +93,7 @@ def test_one_that_cannot_be_closed_is_over_all_the_same(monkeypatch: pytest.Monk
             async with open_connection(await network.dial(node.network.addresses[0])) as connection:
                 await connection.ask(opening(NAME), FrameType.OPENED, ANSWER_S)
                 with monkeypatch.context() as patch:
-                    break_down(node, patch, "close")
+                    break_down(node, patch, "apply")
                     ended = node.server.session_ended
                     await connection.tell(Frame(FrameType.CLOSE, NAME))
                     await ended.wait()
