@@ -17,7 +17,7 @@ from llmnode.node.settings import parse
 from llmnode.node.terminal import prepared, require_stdout, say
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
@@ -28,10 +28,15 @@ COMMANDS = (demo, serve, relay, generate, chat, status, doctor, invite, verify, 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0, 1 (it failed), 2 (the user can fix it) or 130 (Ctrl-C)."""
+    return status_of(lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def status_of(act: Callable[[], int]) -> int:
+    """What `act` returns, or the status of the error that ended it, which is told in one line."""
     with prepared():
         try:
             with single_error():
-                return _run(sys.argv[1:] if argv is None else argv)
+                return act()
         except ConfigError as error:
             return _fail(error, EXIT_CONFIG)
         except LlmnodeError as error:
@@ -58,7 +63,7 @@ def run() -> NoReturn:
 
 def _run(argv: Sequence[str]) -> int:
     require_stdout()
-    _settle_libraries()
+    settle_libraries()
     parser, commands = _parser()
     try:
         arguments = parse(parser, commands, argv, os.environ)
@@ -84,7 +89,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     return parser, commands.choices
 
 
-def _settle_libraries() -> None:
+def settle_libraries() -> None:
     """Defaults for libraries that read the environment as they are imported; what the user has set stays."""
     for name, value in {
         "HF_HUB_VERBOSITY": "error",

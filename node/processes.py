@@ -28,6 +28,7 @@ STOP_TIMEOUT_S = 5.0
 READOUT_TIMEOUT_S = 30.0
 """A busy machine, and no more."""
 _KEPT_LINES = 40
+LLMNODE = ("-m", "llmnode.node")
 
 
 class ServerDied(LlmnodeError):
@@ -92,16 +93,16 @@ async def private_swarm(
     *,
     threads: int | None = None,
     announce: Sequence[str] | None = None,
-    program: str = "llmnode.node",
+    program: Sequence[str] = LLMNODE,
     model: str | None = None,
     options: Sequence[str] = (),
     on_change: Callable[[Sequence[ServerProcess]], None] = lambda _servers: None,
 ) -> AsyncIterator[list[ServerProcess]]:
     """One server on loopback per span; yields at once, before they are ready. All are gone when the context ends.
 
-    `announce` has, for each, the address that it is to tell others; `program` is the module that is run, as `llmnode`
-    is, `model` what it serves, and `options` what else each is told. `on_change` is called whenever one's state
-    changes. Await `all_ready` before using them.
+    `announce` has, for each, the address that it tells others. `program` is what Python runs: it takes the options of
+    `llmnode`. `model` is what it serves, and `options` what else each is told. `on_change` is called whenever the state
+    of one changes. Await `all_ready` before using them.
     """
     servers: list[ServerProcess] = []
     async with AsyncExitStack() as stack:
@@ -137,8 +138,8 @@ def last_words(server: ServerProcess) -> str:
     return server.last_lines[-1] if server.last_lines else f"exit status {server.process.returncode}, no message"
 
 
-def _command(program: str, model: str | None, span: Span, threads: int | None, announce: str) -> list[str]:
-    command = [sys.executable, "-P", "-m", program, "serve", *([model] if model else [])]
+def _command(program: Sequence[str], model: str | None, span: Span, threads: int | None, announce: str) -> list[str]:
+    command = [sys.executable, "-P", *program, "serve", *([model] if model else [])]
     command += ["--blocks", f"{span.start}:{span.end}", "--listen", "/ip4/127.0.0.1/tcp/0"]
     command += ["--announce", announce] if announce else []
     command += ["--threads", str(threads)] if threads else []

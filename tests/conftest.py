@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from bench.kit.exact import Reference
     from llmnode.models.sources.folder import ModelFolder
-    from llmnode.node.bench.exact import Reference
 
 # A shell has what it starts in the background ignore Ctrl-C, and so would the processes that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,7 +26,7 @@ def folder() -> ModelFolder:
 def reference(folder: ModelFolder) -> Reference:
     import torch
 
-    from llmnode.node.bench.exact import Reference
+    from bench.kit.exact import Reference
 
     torch.set_num_threads(1)
     return Reference(folder.path)

@@ -14,6 +14,7 @@ import time
 
 import torch
 
+from bench.kit.report import spread
 from llmnode.compute.executor import SpanExecutor
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.operations import Open, Slice, Truncate
@@ -22,7 +23,6 @@ from llmnode.models.load import load_span
 from llmnode.models.meta_model import ATTENTIONS
 from llmnode.models.sources.embedded import open_embedded
 from llmnode.models.tensors import to_bytes
-from llmnode.node.bench.report import spread
 
 SPAN = Span(0, 10)
 ROUNDS, STEPS = 15, 30

@@ -16,12 +16,12 @@ from unittest.mock import patch
 
 import torch
 
+from bench.kit.random_llama import opened
 from llmnode.compute.load_executor import load_executor
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.operations import Open, Slice, Truncate
 from llmnode.core.span import Span
 from llmnode.models.tensors import to_bytes
-from llmnode.node.bench.random_llama import opened
 
 if TYPE_CHECKING:
     from llmnode.compute.executor import SpanExecutor

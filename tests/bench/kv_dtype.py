@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bench.kit.decoding import load_in
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.operations import Open, Slice, Truncate
 from llmnode.core.span import Span
 from llmnode.models.sources.embedded import open_embedded
 from llmnode.models.tensors import to_bytes
-from llmnode.node.bench.decoding import load_in
 
 if TYPE_CHECKING:
     from llmnode.compute.executor import SpanExecutor

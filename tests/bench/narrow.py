@@ -12,18 +12,18 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from decodes import SESSIONS, decode_of, executor_of
 
+from bench.decodes import SESSIONS, decode_of, executor_of
+from bench.kit.random_llama import opened
 from llmnode.client.connect import load_parts
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.operations import Open, Slice, Truncate
 from llmnode.models.load import tensor_bytes
 from llmnode.models.tensors import to_bytes
-from llmnode.node.bench.random_llama import opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,13 +47,13 @@ def prefill_of(executor: SpanExecutor, positions: int, hidden_size: int) -> Call
 
 
 def head_of(folder: ModelFolder) -> tuple[Callable[[], None], int]:
-    scoring = load_parts(folder).ends.scoring
+    head: Any = load_parts(folder).ends.scoring.lm_head  # Any: as transformers types it
     hidden = torch.randn(1, folder.info.hidden_size)
 
     def compute() -> None:
-        scoring.lm_head(hidden)
+        head(hidden)
 
-    return compute, tensor_bytes(scoring.lm_head)
+    return compute, tensor_bytes(head)
 
 
 def variants_of(folder: ModelFolder) -> tuple[dict[str, Callable[[], None]], dict[str, int]]:

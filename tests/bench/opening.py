@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
@@ -19,12 +20,12 @@ from typing import TYPE_CHECKING
 import torch
 import trio
 
+from bench.kit.shaped import shaped_swarm
 from llmnode.client.connect import ClientParts, aconnect, load_parts
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
 from llmnode.models.sources.embedded import open_embedded
 from llmnode.models.tensors import to_bytes
-from llmnode.node.bench.shaped import shaped_swarm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,4 +64,4 @@ async def main(round_trip_ms: str = "100", rounds: str = "5") -> None:
 
 if __name__ == "__main__":
     with single_error():
-        trio.run(main, *sys.argv[1:])
+        trio.run(partial(main, *sys.argv[1:]))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bench.kit.decoding import load_in
 from llmnode.compute.executor import SpanExecutor
 from llmnode.compute.kv import KVForm
 from llmnode.compute.load_executor import load_executor
@@ -26,12 +27,13 @@ from llmnode.models.load import load_ends
 from llmnode.models.sources.embedded import open_embedded
 from llmnode.models.tensors import to_bytes
 from llmnode.models.text.tokenizer import load_tokenizer
-from llmnode.node.bench.decoding import load_in
 from llmnode.session.recompute import deviations
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from llmnode.wire.frame import Buffer
 
 POSITIONS = 160
 PREFILL = 96
@@ -43,7 +45,7 @@ TOPICS = ["specialnames", "typesseq", "formatstrings", "dynamic-features"]
 def as_session(executor: SpanExecutor, span: Span, rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """What a server makes of `rows`, one tensor a session: all side by side, the first one is returned."""
     names = [SessionId(bytes([index + 1]) * SESSION_ID_BYTES) for index in range(len(rows))]
-    outputs = []
+    outputs: list[Buffer] = []
     for name in names:
         assert executor.apply(Open(name, span, POSITIONS))
     for name, hidden in zip(names, rows, strict=True):
@@ -66,8 +68,8 @@ def as_check(executor: SpanExecutor, span: Span, hidden: torch.Tensor) -> torch.
 
 
 def apart(one: torch.Tensor, other: torch.Tensor, form: HiddenForm) -> torch.Tensor:
-    decoded = [decode_hidden(form.encode(to_bytes(each)), form.codec, each.numel()) for each in (one, other)]
-    return torch.tensor(deviations(*decoded, form.hidden_size))
+    ours, theirs = (decode_hidden(form.encode(to_bytes(each)), form.codec, each.numel()) for each in (one, other))
+    return torch.tensor(deviations(ours, theirs, form.hidden_size))
 
 
 def quantized(bits: int) -> Callable[[torch.nn.Module], None]:

@@ -148,8 +148,8 @@ def main(checkout: Path) -> int:
         for former, name in RENAMED.items():
             text = text.replace(former, name)
         utils.write_text(text)
-        for module, names in SHARED.items():
-            (tests / module).write_text(shared((checkout / "tests" / module).read_text(), names))
+        for module, used in SHARED.items():
+            (tests / module).write_text(shared((checkout / "tests" / module).read_text(), used))
         (tests / "test_served.py").write_text(SERVED)
         Path(made, "pytest.ini").write_text("[pytest]\naddopts = -W ignore -p no:cacheprovider\n")
         command = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from bench.transport.steered import go_peer, rust_peer
 from llmnode.errors import ConfigError
-from llmnode.node.bench.steered import go_peer, rust_peer
 
 
 @pytest.fixture(scope="session", params=["go", "rust"])

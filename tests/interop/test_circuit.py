@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 from libp2p.peer.id import ID
 
+from bench.transport.peers import DIGEST, ECHO, Libp2pNode, _echo, _open_served, _send_all
+from bench.transport.steered import PeerFailed, SteeredPeer, steer
 from interop.played import played
 from llmnode.core.peers.nat import Nat, Reached
 from llmnode.core.policy import LinkPolicy, ReachPolicy, RelayPolicy
@@ -18,8 +20,6 @@ from llmnode.errors import PeerUnreachable
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer, relay_of
 from llmnode.net.host import Libp2pNetwork, open_network
 from llmnode.net.identity import fresh_identity
-from llmnode.node.bench.peers import DIGEST, ECHO, Libp2pNode, _echo, _open_served, _send_all
-from llmnode.node.bench.steered import PeerFailed, SteeredPeer, steer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -12,15 +12,15 @@ import msgpack
 import pytest
 from libp2p.peer.id import ID
 
+from bench.transport.steered import steer
 from interop.played import played
 from llmnode.net.directory import _model_key, _peer_key
-from llmnode.node.bench.steered import steer
 from unit.dht_members import DIGEST, member
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from llmnode.node.bench.steered import SteeredPeer
+    from bench.transport.steered import SteeredPeer
     from unit.dht_members import Member
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(700)]

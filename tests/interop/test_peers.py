@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from libp2p.peer.id import ID
 
+from bench.transport.peers import ECHO
+from bench.transport.steered import PeerFailed, python_peer, steer
 from interop.played import played
 from llmnode.core.policy import LinkPolicy
 from llmnode.net.addresses import parse_peer
 from llmnode.net.host import open_network
-from llmnode.node.bench.peers import ECHO
-from llmnode.node.bench.steered import PeerFailed, python_peer, steer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from libp2p.network.swarm import Swarm
 
+    from bench.transport.steered import SteeredPeer
     from llmnode.net.yamux import YamuxConnection
-    from llmnode.node.bench.steered import SteeredPeer
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(700)]
 

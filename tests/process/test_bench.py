@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(420)]
 
-BENCH = [sys.executable, "-P", "-m", "llmnode.node", "bench"]
+LLMNODE = [sys.executable, "-P", "-m", "llmnode.node"]
+BENCH = [*LLMNODE, "bench"]
 QUALITY = [*BENCH, "quality", "--json"]
-LLMNODE = BENCH[:-1]
 TOKENS, CHUNKS = 2, 2
 
 
@@ -245,8 +245,8 @@ def test_a_soak_that_is_interrupted_leaves_no_process_behind() -> None:
 
 
 def test_packing_is_measured_on_hidden_states_that_it_makes_smaller() -> None:
+    from bench.codec.packing import packings
     from llmnode.core.policy import PackPolicy
-    from llmnode.node.bench.packing import packings
 
     most = {"float32": 0.88, "float32 of bfloat16": 0.4, "float16": 0.92, "bfloat16": 0.75}
     measured = list(packings())

@@ -21,7 +21,7 @@ from process.test_exact import NEAR_TIE_LIMIT, PROMPTS, check
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from llmnode.node.bench.exact import Reference
+    from bench.kit.exact import Reference
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 

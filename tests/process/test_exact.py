@@ -15,8 +15,8 @@ from llmnode.core.span import Span
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from bench.kit.exact import Reference
     from llmnode.client.connect import Client
-    from llmnode.node.bench.exact import Reference
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import trio
 
+from bench.kit.shaped import shaped_swarm
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.core.span import Span
-from llmnode.node.bench.shaped import shaped_swarm
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 

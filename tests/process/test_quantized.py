@@ -10,12 +10,12 @@ import pytest
 import torch
 import trio
 
+from bench.kit.decoding import load_in
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.core.operations import Close, Open, Slice
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.span import Span
 from llmnode.models.tensors import from_bytes, to_bytes
-from llmnode.node.bench.decoding import load_in
 from llmnode.session.recompute import tolerance
 from llmnode.wire.payload import Codec
 from reference.small import session

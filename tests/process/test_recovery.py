@@ -13,20 +13,20 @@ import trio
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import llmnode
+from bench.failures.cells import THIN
+from bench.failures.failures import Undisturbed, open_matrix
+from bench.failures.replicas import replicas, start_all
 from llmnode.client.connect import load_parts
 from llmnode.node.batch_generate import beginnings
-from llmnode.node.bench.cells import THIN
-from llmnode.node.bench.failures import Undisturbed, open_matrix
-from llmnode.node.bench.replicas import replicas, start_all
 from process.test_beams import NEW_TOKENS, TEXTS, both, check_beams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from llmnode.node.bench.cells import Cell
-    from llmnode.node.bench.exact import Reference
-    from llmnode.node.bench.failures import Outcome
-    from llmnode.node.bench.replicas import Replica
+    from bench.failures.cells import Cell
+    from bench.failures.failures import Outcome
+    from bench.failures.replicas import Replica
+    from bench.kit.exact import Reference
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -19,6 +19,7 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.kit.exact import Reference
 from llmnode.compute.batching import BatchingWorker
 from llmnode.compute.load_executor import load_executor
 from llmnode.compute.work import Done, Work, do
@@ -30,7 +31,6 @@ from llmnode.core.span import Span
 from llmnode.models.load import load_ends
 from llmnode.models.native import MOST_POSITIONS
 from llmnode.models.tensors import from_bytes, to_bytes
-from llmnode.node.bench.exact import Reference
 from reference.small import BLOCKS, HIDDEN_SIZE, KV_TOKENS, VOCABULARY, make_model, open_saved, session
 
 if TYPE_CHECKING:

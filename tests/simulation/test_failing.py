@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
+from bench.table1.failing import Draws, FailingNetwork
 from llmnode.core.policy import ClientPolicy, SwarmPolicy
 from llmnode.errors import SessionLost
-from llmnode.node.bench.failing import Draws, FailingNetwork
 from llmnode.session.router import Router
 from llmnode.session.session import open_session
 from llmnode.swarm.membership import Swarm

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from llmnode.node.bench.cells import ALL, EACH, FULL, SPANS, THIN, TWO, Cell, Fault, Moment, choose
+from bench.failures.cells import ALL, EACH, FULL, SPANS, THIN, TWO, Cell, Fault, Moment, choose
 
 
 def test_every_fault_is_played_at_every_moment() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmnode.node.bench.failing import Draws, count_restarts, typical_seed
+from bench.table1.failing import Draws, count_restarts, typical_seed
 
 STAGES = 4
 

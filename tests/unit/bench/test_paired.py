@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmnode.node.bench.paired import change_percent, compare_choices, equal_prefix
+from bench.kit.paired import change_percent, compare_choices, equal_prefix
 
 tokens = st.integers(0, 3)
 chunks = st.lists(st.floats(1, 1000), min_size=1, max_size=40)

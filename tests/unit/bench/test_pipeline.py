@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmnode.node.bench.pipeline import Moment
+from bench.pipeline.pipeline import Moment
 
 
 def test_what_a_token_takes_is_what_the_busiest_stage_has_worked_for_each_that_came_since_then() -> None:

@@ -11,7 +11,7 @@ import pytest
 import trio
 from trio.testing import MockClock, lockstep_stream_pair, memory_stream_pair, wait_all_tasks_blocked
 
-from llmnode.node.bench.proxy import CHUNKS, Shape, ShapingProxy, join
+from bench.kit.proxy import CHUNKS, Shape, ShapingProxy, join
 from unit.in_trio import in_trio
 
 Stream = trio.StapledStream[Any, Any]  # Any: a memory stream's halves are private types

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmnode.node.bench.clients import rate
+from bench.clients.clients import rate
 
 TOKENS = 40
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bench.transport import steered
 from llmnode.errors import ConfigError
-from llmnode.node.bench import steered
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmnode.node.bench.trend import BLOCKS, slope_an_hour
+from bench.soak.trend import BLOCKS, slope_an_hour
 
 TIMES_S = [5.0 * number for number in range(240)]  # 20 minutes
 

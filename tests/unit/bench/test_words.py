@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmnode.node.bench.words import count_right, words_of
+from bench.quality.words import count_right, words_of
 
 TEXTS = ["The", " quick", " bro", "wn", " fox", ",", " jumps", "\n", "over", " it", " 3", " times", "."]
 

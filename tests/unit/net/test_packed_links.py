@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import trio
 
+from bench.kit.proxy import ShapingProxy
 from llmnode import _native
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.model import ModelInfo
@@ -20,7 +21,6 @@ from llmnode.errors import PeerUnreachable, RemoteProtocolError
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.host import Libp2pNetwork, open_network
 from llmnode.net.link import Libp2pLink
-from llmnode.node.bench.proxy import ShapingProxy
 from llmnode.node.serve.server import Server
 from llmnode.session.session import open_session
 from llmnode.swarm.peer_connection import open_connection

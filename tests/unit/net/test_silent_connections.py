@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, cast
 
 import trio
 
+from bench.kit.proxy import ShapingProxy
 from llmnode.core.policy import LinkPolicy
 from llmnode.net.addresses import tcp_address
 from llmnode.net.host import open_network
-from llmnode.node.bench.proxy import ShapingProxy
 from unit.in_trio import in_trio
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from bench.kit.proxy import Shape
     from llmnode.net.link import Libp2pLink
     from llmnode.net.yamux import YamuxConnection
-    from llmnode.node.bench.proxy import Shape
 
 POLICY = LinkPolicy(heartbeat_s=0.05, silence_s=0.3)
 

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
-import trio
 
 from llmnode.errors import PeerUnreachable
 from llmnode.node import app, batch_generate, cli, connect_options, doctor
-from llmnode.node.bench import codec, quality
+from llmnode.node.commands import bench
 from llmnode.node.settings import options_of, variable_of, without_settings
 from llmnode.testing import seeds
 from unit.canned import FAIL, INTERRUPT, REFUSED, CannedModel, canned_beginnings, canned_tokenizer
@@ -47,7 +46,7 @@ GOOD = {
     "swarm-key": ["key"], "identity": ["identity", "new"], "kv-tokens": ["64"], "drain-s": ["1"], "threads": ["1"],
     "listen": ["/ip4/127.0.0.1/tcp/0"],
 }  # fmt: skip
-SWITCHES = ["json", "chat", "verbose", "thin", "saturate"]
+SWITCHES = ["json", "chat", "verbose"]
 
 # What may stand in a file of any kind: each is there under its name, for whoever is told to read it.
 TOML = b"kv-tokens = 5\n[chat]\ntemperature = 0.5\n"
@@ -177,13 +176,6 @@ async def diagnose_nothing(_doctor: Any) -> None:
     """Loading torch and the model would take seconds."""
 
 
-def run_unless_a_bench(really_run: Any) -> Any:
-    def run(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return unreachable() if ".bench." in function.__module__ else really_run(function, *args, **kwargs)
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The current folder, with the files; nothing leads out of this process."""
@@ -198,10 +190,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         enter(patch("llmnode.node.demo.private_swarm", no_network))
         enter(patch("llmnode.node.demo._load_parts", lambda _threads: None))
         enter(patch.object(doctor, "diagnose", diagnose_nothing))
-        enter(patch.object(codec, "bench_codec", unreachable))
-        enter(patch.object(quality, "bench_quality", unreachable))
+        enter(patch.object(bench, "start", unreachable))
         enter(patch.object(batch_generate, "beginnings", canned_beginnings))
-        enter(patch.object(trio, "run", run_unless_a_bench(trio.run)))
         yield folder
 
 

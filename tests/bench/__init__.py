@@ -1,0 +1,1 @@
+"""Benchmarks: what they are and how they are run is in `README.md`."""

@@ -1,0 +1,193 @@
+"""For `llmnode bench clients`: who decodes beside who prefills or trains, each compared with itself alone.
+
+`BatchPolicy.stretch` says how the two share a forward: what it trades is measured on a worker, without a network.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from statistics import median
+from typing import TYPE_CHECKING
+
+import trio
+
+from bench.kit.drawing import axes_in
+from bench.kit.report import Row, spread
+from llmnode.compute.load_executor import load_executor
+from llmnode.compute.worker import ThreadWorker
+from llmnode.core.ids import PeerId, SessionId
+from llmnode.core.operations import Close, Forward, Open
+from llmnode.core.policy import BatchPolicy
+from llmnode.core.span import Span
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
+
+    from llmnode.compute.executor import SpanExecutor
+    from llmnode.models.sources.folder import ModelFolder
+    from llmnode.wire.frame import Buffer
+
+    Act = Callable[[], Awaitable[object]]
+
+BEFORE = 5
+"""Decodes, before the work begins beside them."""
+PREFILL = "a prefill"
+CHUNK = 512
+MOST_POSITIONS = 2000
+STRETCHES = (1.25, 1.5, BatchPolicy().stretch, 2.25, 3.0)
+WHOLE = BatchPolicy(stretch=1e6, prefill_s=1e6, unmeasured_prefill=CHUNK)
+"""Chunks are computed as they come."""
+
+
+@dataclass(slots=True)
+class Sharing:
+    """One way to share, round by round."""
+
+    name: str
+    policy: BatchPolicy = field(default_factory=BatchPolicy)
+    work: str = PREFILL
+    """What is done beside the decodes."""
+    decode_ms: list[float] = field(default_factory=list)
+    """95th percentiles: alone, and beside the work."""
+    beside_ms: list[float] = field(default_factory=list)
+    slowest_ms: list[float] = field(default_factory=list)
+    work_s: list[float] = field(default_factory=list)
+    slower_s: list[float] = field(default_factory=list)
+    """The work, beside the decodes."""
+
+    @property
+    def kind(self) -> str:
+        """What it is measured on."""
+        return self.name.partition(",")[0]
+
+    @property
+    def decode_times(self) -> list[float]:
+        return [beside / alone for alone, beside in zip(self.decode_ms, self.beside_ms, strict=True)]
+
+    @property
+    def work_times(self) -> list[float]:
+        return [beside / alone for alone, beside in zip(self.work_s, self.slower_s, strict=True)]
+
+
+def p95(values: Sequence[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(0.95 * len(values)))]
+
+
+async def measure_sharing(
+    sharing: Sharing, open_decoder: Callable[[], AbstractAsyncContextManager[Act]], work: Act, decodes: int
+) -> None:
+    """The work alone, before anybody decodes; so many decodes alone; and both at once."""
+    work_s = await _seconds(work)
+    async with open_decoder() as decode:
+        alone = [await _seconds(decode) for _ in range(decodes)]
+        beside: list[float] = []
+        async with trio.open_nursery() as nursery:
+            working = trio.Event()
+
+            async def decode_on() -> None:
+                for number in count():
+                    began_s = time.perf_counter()
+                    await decode()
+                    if number >= BEFORE:
+                        beside.append(time.perf_counter() - began_s)
+                    if number == BEFORE - 1:
+                        working.set()
+
+            nursery.start_soon(decode_on)
+            await working.wait()
+            slower_s = await _seconds(work)
+            nursery.cancel_scope.cancel()
+    sharing.work_s.append(work_s)
+    sharing.slower_s.append(slower_s)
+    sharing.decode_ms.append(1e3 * p95(alone))
+    sharing.beside_ms.append(1e3 * p95(beside))
+    sharing.slowest_ms.append(1e3 * max(beside))
+
+
+def row_of(sharing: Sharing) -> Row:
+    return {
+        "level": f"decodes beside {sharing.work}",
+        "variant": sharing.name,
+        "p95, ms": spread(sharing.beside_ms),
+        "slowest, ms": spread(sharing.slowest_ms),
+        "p95, of alone": spread(sharing.decode_times),
+        "work, s": spread(sharing.slower_s),
+        "work, of alone": spread(sharing.work_times),
+    }
+
+
+def plot(ways: Sequence[Sharing], path: Path) -> None:
+    """The trade-off: what decodes beside a prefill take, against what it does, in each way to share."""
+    with axes_in(path, "llmnode bench clients", "time of the prefill, of alone", "p95 of decodes, of alone") as axes:
+        axes.loglog()
+        for axis, ticks in ((axes.xaxis, (1, 1.5, 2, 3, 4, 5)), (axes.yaxis, (1, 2, 3, 5, 10, 30, 100, 300))):
+            axis.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks], minor=False)
+            axis.set_ticks([], minor=True)
+        beside_prefill = [each for each in ways if each.work == PREFILL]
+        sides = {"worker": ("bottom", 30), "server": ("top", -30)}  # the two are near each other
+        for kind, (side, turn) in sides.items():
+            of_kind = [each for each in beside_prefill if each.kind == kind]
+            points = sorted((median(each.work_times), median(each.decode_times), each.name) for each in of_kind)
+            axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "o-", label=kind)
+            for x, y, name in points:
+                name = name.removeprefix(f"{kind}, ")
+                axes.annotate(f"  {name}", (x, y), va=side, rotation=turn, rotation_mode="anchor")
+        axes.margins(0.12, 0.15)
+        axes.legend()
+
+
+def workers(*, thin: bool) -> list[Sharing]:
+    """One for each policy."""
+    stretches = STRETCHES[2:3] if thin else STRETCHES
+    stretched = [Sharing(f"worker, stretch {stretch:g}", BatchPolicy(stretch=stretch)) for stretch in stretches]
+    return [*stretched, Sharing("worker, chunks whole", WHOLE)]
+
+
+class Workers:
+    """One executor of the whole model, which the workers use in turn. Made by `load_workers`."""
+
+    def __init__(self, executor: SpanExecutor, hidden: Buffer, row_bytes: int, decodes: int) -> None:
+        """`hidden` are the prefill's, `row_bytes` a position."""
+        self._executor = executor
+        self._hidden = memoryview(hidden)
+        self._row_bytes = row_bytes
+        self._decodes = decodes
+
+    async def measure(self, sharing: Sharing) -> None:
+        worker = ThreadWorker(self._executor, sharing.policy)
+        await measure_sharing(sharing, lambda: self._open_decoder(worker), lambda: self._prefill(worker), self._decodes)
+
+    @asynccontextmanager
+    async def _open_decoder(self, worker: ThreadWorker) -> AsyncIterator[Act]:
+        session, positions = SessionId(b"decoder".ljust(16)), count()
+        assert await worker.do(Open(session, worker.span, MOST_POSITIONS, PeerId("decoder")))
+        row = self._hidden[: self._row_bytes]
+        yield lambda: worker.do(Forward(session, next(positions), 1, row))
+        await worker.do(Close(session))
+
+    async def _prefill(self, worker: ThreadWorker) -> None:
+        session = SessionId(b"prefill".ljust(16))
+        length = len(self._hidden) // self._row_bytes
+        assert await worker.do(Open(session, worker.span, length, PeerId("prefill")))
+        for start in range(0, length, CHUNK):
+            end = min(start + CHUNK, length)
+            hidden = self._hidden[start * self._row_bytes : end * self._row_bytes]
+            await worker.do(Forward(session, start, end - start, hidden))
+        await worker.do(Close(session))
+
+
+def load_workers(folder: ModelFolder, hidden: Buffer, decodes: int) -> Workers:
+    """Takes seconds."""
+    executor = load_executor(folder, Span(0, folder.info.blocks), kv_tokens=3 * MOST_POSITIONS)
+    return Workers(executor, hidden, folder.info.row_bytes, decodes)
+
+
+async def _seconds(act: Act) -> float:
+    began_s = time.perf_counter()
+    await act()
+    return time.perf_counter() - began_s

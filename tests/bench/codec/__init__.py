@@ -1,0 +1,1 @@
+"""Activations in 8 bits, and packing without loss."""

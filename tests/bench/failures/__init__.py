@@ -1,0 +1,1 @@
+"""Sessions whose servers are killed, frozen and cut off."""

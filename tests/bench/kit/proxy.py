@@ -1,0 +1,275 @@
+"""TCP proxies on loopback that make links long, narrow or silent, without root: what a benchmark puts between nodes.
+
+They run in a process of their own, for who measures must not wait for its own delays; `open_proxies` starts and steers
+it. Bytes keep their order whatever changes. Not TCP itself is imitated: a proxy takes bytes, and acknowledges them, as
+soon as it has room, so nothing is lost and nothing starts slowly; and a dial takes no round trip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import socket
+import struct
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from bench.kit.child import as_program
+from llmnode.node.processes import ServerDied
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    Address = tuple[str, int]
+
+CHUNK_BYTES = 1 << 16
+CHUNKS = 256
+"""Under way in one direction of a connection, 16 MiB at most: what is more stays with its sender."""
+
+QUEUE_S = 0.02
+"""What waits in front of a narrow link at most, in the time that it takes: as in a router's queue."""
+NARROW_BUFFER_BYTES = 1 << 16
+"""What the kernel takes for us beyond that."""
+
+CLOCK_GRAIN_S = 0.001
+
+
+class Shape:
+    """What the connections of a proxy are like. May be changed at any time, for what comes from then on."""
+
+    def __init__(self, one_way_s: float = 0.0, bytes_per_s: float = math.inf) -> None:
+        self.one_way_s = one_way_s
+        self.bytes_per_s = bytes_per_s
+        """Of each direction of each connection."""
+        self._open = trio.Event()
+        self._open.set()
+
+    @property
+    def chunk_bytes(self) -> int:
+        """That come in at once: of a narrow link little, or they would all arrive late."""
+        return int(min(CHUNK_BYTES, max(1024, self.bytes_per_s * QUEUE_S / 8)))
+
+    def cut(self) -> None:
+        """Silence: nothing arrives any more, and nobody is told."""
+        if self._open.is_set():
+            self._open = trio.Event()
+
+    def heal(self) -> None:
+        """What was sent meanwhile arrives now."""
+        self._open.set()
+
+    async def until_open(self) -> None:
+        while not self._open.is_set():
+            await self._open.wait()
+
+
+async def join(near: trio.abc.HalfCloseableStream, far: trio.abc.HalfCloseableStream, shape: Shape) -> bool:
+    """Pass bytes between two streams until both have ended. False if one breaks; closes neither."""
+    async with trio.open_nursery() as nursery:
+
+        async def carry(source: trio.abc.ReceiveStream, sink: trio.abc.HalfCloseableStream) -> None:
+            if not await _carry(source, sink, shape):
+                nursery.cancel_scope.cancel()
+
+        nursery.start_soon(carry, near, far)
+        nursery.start_soon(carry, far, near)
+    return not nursery.cancel_scope.cancel_called
+
+
+async def _carry(source: trio.abc.ReceiveStream, sink: trio.abc.HalfCloseableStream, shape: Shape) -> bool:
+    """Until `source` ends, and `sink` is told. False if it breaks instead, and that would be known at the other end."""
+    entrance, exit_ = trio.open_memory_channel[tuple[float, "bytes | None"]](CHUNKS)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_take_in, source, entrance, shape)
+        async for due_s, data in exit_:
+            await trio.sleep_until(due_s)
+            await shape.until_open()
+            if data is None:
+                return False
+            with contextlib.suppress(trio.BrokenResourceError):  # then the other direction breaks as well
+                await (sink.send_all(data) if data else sink.send_eof())
+    return True
+
+
+async def _take_in(
+    source: trio.abc.ReceiveStream, entrance: trio.MemorySendChannel[tuple[float, bytes | None]], shape: Shape
+) -> None:
+    """The end comes in as an empty chunk, and a break as none."""
+    sent_s = -math.inf  # when a wire of this rate has taken what came before
+    data: bytes | None = b"first"
+    async with entrance:
+        while data:
+            try:
+                await trio.sleep_until(sent_s - QUEUE_S)
+                data = bytes(await source.receive_some(shape.chunk_bytes))
+            except trio.BrokenResourceError:
+                data = None
+            sent_s = max(sent_s, trio.current_time()) + len(data or b"") / shape.bytes_per_s
+            await entrance.send((sent_s + shape.one_way_s, data))
+
+
+class ShapingProxy:
+    """One port, and what is connected to it. `target` is set before anybody dials."""
+
+    def __init__(self) -> None:
+        self.shape = Shape()
+        self.target: Address | None = None
+        self._connections: set[trio.CancelScope] = set()
+
+    async def run(self, task_status: trio.TaskStatus[int]) -> None:
+        """Serve until cancelled; started with its port."""
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        async with trio.open_nursery() as nursery:
+            task_status.started(listener.socket.getsockname()[1])
+            await trio.serve_listeners(self._serve, [listener], handler_nursery=nursery)
+
+    def reset(self) -> int:
+        """Break every connection, so that both ends know. Returns how many there were."""
+        for scope in self._connections:
+            scope.cancel()
+        return len(self._connections)
+
+    async def _serve(self, near: trio.SocketStream) -> None:
+        with trio.CancelScope() as scope, _broken_unless_ended(near) as near_end:
+            self._connections.add(scope)
+            try:
+                await self.shape.until_open()
+                if math.isfinite(self.shape.bytes_per_s):
+                    near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NARROW_BUFFER_BYTES)
+                assert self.target is not None
+                far = await trio.open_tcp_stream(*self.target)
+                with _broken_unless_ended(far) as far_end:
+                    near_end.whole = far_end.whole = await join(near, far, self.shape)
+            except OSError:  # nobody listens there
+                pass
+            finally:
+                self._connections.remove(scope)
+
+
+@dataclass(slots=True)
+class _End:
+    whole: bool = False
+
+
+@contextlib.contextmanager
+def _broken_unless_ended(stream: trio.SocketStream) -> Iterator[_End]:
+    """Close it with the context: as a connection that breaks (RST), unless it came to a `whole` end."""
+    end = _End()
+    try:
+        yield end
+    finally:
+        if not end.whole:
+            with contextlib.suppress(OSError):
+                stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        stream.socket.close()
+
+
+class PreciseClock(trio.abc.Clock):
+    """Polls are told whole milliseconds, so trio's sleeps end up to one too late. This clock spins through the last."""
+
+    def start_clock(self) -> None:
+        pass
+
+    def current_time(self) -> float:
+        return time.perf_counter()
+
+    def deadline_to_sleep_time(self, deadline: float) -> float:
+        return max(0.0, deadline - self.current_time() - CLOCK_GRAIN_S)
+
+
+# The process, and who steers it
+
+
+class Proxies:
+    """As many as were asked for, in their own process, which does as told at once. Made by `open_proxies`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.addresses: Sequence[Address] = [("127.0.0.1", port) for port in self._answer()["ports"]]
+
+    def aim(self, index: int, target: Address) -> None:
+        """From now on the proxy's connections go there."""
+        self._order(index, target=target)
+
+    def shape(self, *, one_way_s: float, bytes_per_s: float = math.inf, only: int | None = None) -> None:
+        """All proxies, or one."""
+        for index in range(len(self.addresses)) if only is None else (only,):
+            self._order(index, one_way_s=one_way_s, bytes_per_s=bytes_per_s)
+
+    def cut(self, index: int) -> None:
+        """See `Shape`."""
+        self._order(index, cut=True)
+
+    def heal(self, index: int) -> None:
+        """See `Shape`."""
+        self._order(index, cut=False)
+
+    def reset(self, index: int) -> int:
+        """Break all connections of a proxy; returns how many there were."""
+        return int(self._order(index, reset=True)["broken"])
+
+    def _order(self, index: int, **order: object) -> dict[str, Any]:  # Any: JSON
+        """Returns once it is carried out. Raises ServerDied."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps({"proxy": index, **order}) + "\n")
+            self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:  # Any: JSON
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise ServerDied("the process of the proxies ended")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextlib.contextmanager
+def open_proxies(count: int) -> Iterator[Proxies]:
+    """Proxies on loopback that add nothing yet and lead nowhere. They end with the context, or with this process."""
+    with subprocess.Popen(
+        [sys.executable, "-P", *as_program(__name__), str(count)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a Ctrl-C in the terminal is ours alone
+    ) as process:
+        try:
+            yield Proxies(process)
+        finally:
+            process.kill()
+
+
+async def _main(count: int) -> None:
+    """The child: an order in, an answer out."""
+    proxies = [ShapingProxy() for _ in range(count)]
+    async with trio.open_nursery() as nursery:
+        ports = [await nursery.start(proxy.run) for proxy in proxies]
+        print(json.dumps({"ports": ports}), flush=True)
+        rest = b""
+        async for data in trio.lowlevel.FdStream(sys.stdin.fileno()):
+            *orders, rest = (rest + data).split(b"\n")
+            for order in map(json.loads, orders):
+                print(json.dumps(_obey(proxies[order["proxy"]], order)), flush=True)
+        nursery.cancel_scope.cancel()
+
+
+def _obey(proxy: ShapingProxy, order: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
+    if "target" in order:
+        proxy.target = tuple(order["target"])
+    proxy.shape.one_way_s = order.get("one_way_s", proxy.shape.one_way_s)
+    proxy.shape.bytes_per_s = order.get("bytes_per_s", proxy.shape.bytes_per_s)
+    if "cut" in order:
+        (proxy.shape.cut if order["cut"] else proxy.shape.heal)()
+    return {"broken": proxy.reset() if order.get("reset") else 0}
+
+
+if __name__ == "__main__":
+    trio.run(_main, int(sys.argv[1]), clock=PreciseClock())

@@ -1,0 +1,34 @@
+"""A private swarm of real server processes, each behind a proxy whose address it announces: see `proxy.py`."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
+
+from multiaddr import Multiaddr
+
+from bench.kit.proxy import open_proxies
+from llmnode.node.processes import all_ready, private_swarm
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from bench.kit.proxy import Proxies
+    from llmnode.core.span import Span
+    from llmnode.node.processes import ServerProcess
+
+
+@asynccontextmanager
+async def shaped_swarm(
+    spans: Sequence[Span], threads: int, *, spare: int = 0
+) -> AsyncIterator[tuple[Sequence[ServerProcess], Proxies]]:
+    """One server per span, ready; the proxy of the same index leads to it. `spare` more proxies lead nowhere yet."""
+    async with AsyncExitStack() as stack:
+        proxies = stack.enter_context(open_proxies(len(spans) + spare))
+        announce = [f"/ip4/{host}/tcp/{port}" for host, port in proxies.addresses[: len(spans)]]
+        servers = await stack.enter_async_context(private_swarm(spans, threads=threads, announce=announce))
+        await all_ready(servers)
+        for index, server in enumerate(servers):
+            listening = Multiaddr(server.listening)
+            proxies.aim(index, (listening.value_for_protocol("ip4"), int(listening.value_for_protocol("tcp"))))
+        yield servers, proxies

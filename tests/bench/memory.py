@@ -1,0 +1,259 @@
+"""`llmnode bench memory`: what a server takes of memory, against what it should: itself, its tensors, its KV.
+
+Real servers of random Llamas of the sizes that Petals was measured with (`S` has 34 M parameters, `M` 222 M), alone on
+loopback. What is compared is what is resident of all of a server's processes: their proportional set size (PSS) depends
+on who else on the machine has the same libraries mapped. Nothing here is timed.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import numpy as np
+import trio
+
+from bench.kit.report import Aim, Row, environment, print_report
+from llmnode.core.model import ModelInfo
+from llmnode.core.policy import ClientPolicy, LinkPolicy
+from llmnode.core.route import Hop
+from llmnode.core.span import Span
+from llmnode.errors import ConfigError, single_error
+from llmnode.net.host import open_network
+from llmnode.node.processes import all_ready, private_swarm, with_worker
+from llmnode.session.session import open_session
+from llmnode.swarm.peer_connection import open_connection
+from llmnode.wire.payload import Codec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from llmnode.node.processes import ServerProcess
+    from llmnode.session.session import InferenceSession
+    from llmnode.swarm.peer_connection import PeerConnection
+
+MIB = 1 << 20
+PETALS_MIB = 0.81e9 / MIB
+"""Petals' server of all blocks of S, see `tests/bench/README.md`."""
+KV_TOKENS = 16_384
+SESSION = 1024
+LONGEST = 8192
+USED = 20
+SETTLE_S = 60.0
+POLL_S = 0.05
+TOLERANCE = 0.1
+MOST_PEAK = 1.2
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama with random weights, in float32."""
+
+    name: str
+    blocks: int
+    hidden_size: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one position in one block: keys and values of all heads."""
+        return 2 * self.hidden_size * 4
+
+
+S, M = Shape("S", 8, 512), Shape("M", 16, 1024)
+
+MAKE = """
+import sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from llmnode.models.blueprint import blueprint_of
+from llmnode.models.sources.open_model import open_model
+folder, blocks, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+torch.manual_seed(0)
+config = LlamaConfig(
+    vocab_size=8192, hidden_size=size, intermediate_size=size * 11 // 4, num_hidden_layers=blocks,
+    num_attention_heads=size // 64, num_key_value_heads=size // 64, max_position_embeddings=16384,
+    tie_word_embeddings=False,
+)
+LlamaForCausalLM(config).save_pretrained(folder)
+blueprint_of(open_model(folder))
+"""
+"""In a process of its own: pages that this one shared with the servers would be counted in part alone. The blueprint is
+kept, so that the first server does without transformers as the others do."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBench:
+    """What was asked for. `threads` is torch's in each server."""
+
+    thin: bool
+    threads: int
+    json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of all processes of a server, in MiB. `peak` is the most that was resident since they started."""
+
+    pss: float
+    resident: float
+    peak: float
+
+
+@dataclass(slots=True)
+class Measured:
+    """A server of the first `blocks` of a model, when it was ready, and what it took later, by what it held then."""
+
+    shape: Shape
+    blocks: int
+    tensors: float
+    """MiB."""
+    ready: Memory
+    later: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """What its sessions should have added by then, and what was resident, in MiB."""
+
+
+async def bench_memory(config: MemoryBench) -> None:
+    """Raises ConfigError where the system does not say what a process takes."""
+    if sys.platform != "linux":
+        raise ConfigError("bench memory reads /proc/PID/smaps_rollup: run it on Linux")
+    with single_error(), TemporaryDirectory(prefix="llmnode-") as folder:
+        small = await _make(S, Path(folder))
+        measured = [await _measure(S, small, blocks, config) for blocks in (1, 4, 8)]
+        if not config.thin:
+            measured.append(await _measure(M, await _make(M, Path(folder)), M.blocks, config))
+    base = measured[0].ready.resident - measured[0].tensors
+    rows = [_row_of_nothing(measured[0]), *(row for each in measured for row in _rows(each, base))]
+    legend = "MiB, of all of a server's processes"
+    print_report("memory", environment(config.threads), rows, _aims(measured, base), as_json=config.json, legend=legend)
+
+
+async def _make(shape: Shape, folder: Path) -> Path:
+    path = folder / shape.name
+    command = [sys.executable, "-P", "-c", MAKE, str(path), str(shape.blocks), str(shape.hidden_size)]
+    await trio.run_process(command, stderr=subprocess.DEVNULL)
+    return path
+
+
+async def _measure(shape: Shape, model: Path, blocks: int, config: MemoryBench) -> Measured:
+    spans, options = [Span(0, blocks)], ["--kv-tokens", str(KV_TOKENS)]
+    async with private_swarm(spans, threads=config.threads, model=str(model), options=options) as servers:
+        await all_ready(servers)
+        (server,) = servers
+        measured = Measured(shape, blocks, server.tensor_bytes / MIB, _memory(server))
+        if shape is S and blocks > 1:
+            await _use(server, measured)
+        return measured
+
+
+async def _use(server: ServerProcess, measured: Measured) -> None:
+    """One session that reserves much and uses little, and then more; and as many as there is room for."""
+    position_mib = _position_bytes(measured) / MIB
+
+    def note(what: str, positions: int) -> None:
+        measured.later[what] = position_mib * positions, _memory(server).resident
+
+    async with _connected(server) as (connection, model):
+        async with _session(connection, model, measured, LONGEST) as session:
+            note(f"one session, {LONGEST} reserved, none used", 0)
+            await session.step(_states(USED, model))
+            note(f"one session, {LONGEST} reserved, {USED} used", USED)
+            await session.step(_states(LONGEST - USED, model))
+            note(f"one session, {LONGEST} reserved, all used", LONGEST)
+        async with AsyncExitStack() as stack:
+            for _ in range(KV_TOKENS // SESSION):
+                session = await stack.enter_async_context(_session(connection, model, measured, SESSION))
+                await session.step(_states(SESSION, model))
+            note(FULL, KV_TOKENS)
+        with trio.fail_after(SETTLE_S):
+            while (await connection.describe(SETTLE_S)).sessions:  # noqa: ASYNC110 - another process has no event for us
+                await trio.sleep(POLL_S)
+        note("sessions closed", 0)
+
+
+FULL = f"{KV_TOKENS // SESSION} sessions, all KV used"
+
+
+def _position_bytes(measured: Measured) -> int:
+    """KV, and the log of what a hop that is not the last puts out."""
+    shape = measured.shape
+    logged = 4 * shape.hidden_size if measured.blocks < shape.blocks else 0
+    return measured.blocks * shape.kv_bytes + logged
+
+
+@asynccontextmanager
+async def _connected(server: ServerProcess) -> AsyncIterator[tuple[PeerConnection, ModelInfo]]:
+    async with open_network([], LinkPolicy()) as network, open_connection(await network.dial(server.address)) as known:
+        said = await known.describe(60.0)
+        info = ModelInfo(said.model, said.model_digest, said.blocks, said.hidden_size, said.context_tokens, said.dtype)
+        yield known, info
+
+
+@asynccontextmanager
+async def _session(
+    connection: PeerConnection, model: ModelInfo, measured: Measured, positions: int
+) -> AsyncIterator[InferenceSession]:
+    route = (Hop(connection.peer, Span(0, measured.blocks)),)
+    connections = {connection.peer: connection}
+    async with open_session(route, connections, model, positions, Codec.RAW, ClientPolicy()) as session:
+        yield session
+
+
+def _states(positions: int, model: ModelInfo) -> bytes:
+    states = np.random.default_rng(0).standard_normal((positions, model.hidden_size), dtype=np.float32)
+    return states.tobytes()
+
+
+def _memory(server: ServerProcess) -> Memory:
+    processes = with_worker(server.pid)
+    pss = sum(_kib(f"/proc/{each.pid}/smaps_rollup", "Pss") for each in processes)
+    resident = sum(_kib(f"/proc/{each.pid}/status", "VmRSS") for each in processes)
+    peak = sum(_kib(f"/proc/{each.pid}/status", "VmHWM") for each in processes)
+    return Memory(pss / 1024, resident / 1024, peak / 1024)
+
+
+def _kib(file: str, name: str) -> int:
+    found = re.search(rf"^{name}:\s*(\d+) kB$", Path(file).read_text(), re.MULTILINE)
+    assert found is not None, f"{file} has no {name}"
+    return int(found[1])
+
+
+# What comes of it
+
+
+def _row_of_nothing(least: Measured) -> Row:
+    ready = least.ready
+    row: Row = {"server": "without blocks", "resident": ready.resident - least.tensors, "should be": "", "of that": ""}
+    return row | {"PSS": ready.pss - least.tensors}
+
+
+def _rows(measured: Measured, base: float) -> list[Row]:
+    name, ready = f"{measured.shape.name}, {measured.blocks} blocks", measured.ready
+    expected = base + measured.tensors
+    row: Row = {"server": name, "resident": ready.resident, "should be": expected, "of that": ready.resident / expected}
+    rows = [row | {"PSS": ready.pss, "tensors": measured.tensors, "peak": ready.peak}]
+    for what, (added, resident) in measured.later.items():
+        should = expected + added
+        rows.append(
+            {"server": f"{name}: {what}", "resident": resident, "should be": should, "of that": resident / should}
+        )
+    return rows
+
+
+def _aims(measured: list[Measured], base: float) -> list[Aim]:
+    off = max(abs(each.ready.resident / (base + each.tensors) - 1) for each in measured[1:])
+    full = [(each.later[FULL], base + each.tensors) for each in measured if FULL in each.later]
+    off_full = max(abs(resident / (without + added) - 1) for (added, resident), without in full)
+    peak = max(each.ready.peak / each.ready.resident for each in measured)
+    whole = next(each for each in measured if each.blocks == S.blocks).ready.pss
+    return [
+        Aim("resident with blocks, off from itself and its tensors", off, f"<= {TOLERANCE}", off <= TOLERANCE),
+        Aim("resident with all KV used, off from that and the KV", off_full, f"<= {TOLERANCE}", off_full <= TOLERANCE),
+        Aim("peak while loading, of what is resident then", peak, f"<= {MOST_PEAK}", peak <= MOST_PEAK),
+        Aim("PSS of a server of S, MiB", whole, f"< {PETALS_MIB:.0f} (Petals)", whole < PETALS_MIB),
+    ]

@@ -1,0 +1,1 @@
+"""Several texts at once through several servers."""

@@ -1,0 +1,300 @@
+"""`llmnode bench pipeline`: texts one after another, and several at once through 1, 2 and 3 servers (MDI-LLM's thesis).
+
+All variants take turns within each round. While so many texts are under way as were asked for, each new one beginning
+when one ends, a speed is counted. Its bound is that of a pipeline whose busiest part never waits: one token in the time
+that the slowest stage, or the ends, work for one. That is measured twice: while all of them run, on the cores that they
+share; and just before with one text after another, which texts that a server computes together may surpass.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from pydoc_data.topics import topics
+from typing import TYPE_CHECKING, cast
+
+import torch
+import trio
+
+from bench.kit.child import as_program
+from bench.kit.drawing import axes_in
+from bench.kit.report import Aim, Row, environment, print_report, spread
+from llmnode.client.connect import aconnect, load_parts
+from llmnode.core.policy import LinkPolicy
+from llmnode.core.span import split_evenly
+from llmnode.errors import single_error
+from llmnode.models.sources.embedded import open_embedded
+from llmnode.net.host import open_network
+from llmnode.node.batch_generate import AT_ONCE_PER_STAGE
+from llmnode.node.processes import LLMNODE, all_ready, private_swarm
+from llmnode.swarm.pool import open_pool
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from llmnode.client.connect import Client, ClientParts
+    from llmnode.client.generate import Generation
+    from llmnode.models.load import Ends
+    from llmnode.swarm.peer_connection import PeerConnection
+
+PROMPT_TOKENS = 24
+TEXTS_PER_PLACE = 3
+"""Of those that are under way together: the first and the last have less company, and are not counted."""
+CHARGED = as_program("bench.pipeline.charged")
+IN_THREAD = ["--worker", "thread"]
+"""What is charged is so in the server's own process."""
+REAL_NODES = (1, 2)
+"""Each on a thread of its own; the client's ends take a fifth of what the blocks take, on the same two cores."""
+EMULATED_NODES = (1, 2, 3, 4)
+ANSWER_S = 60.0
+LEAST_OF_BOUND = 0.9
+THESIS_GAIN = 1.95
+"""Of 3 nodes over 1 (MDI-LLM's thesis, TinyLlama)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineBench:
+    """What was asked for. `threads` is torch's, in this process and in each server."""
+
+    repeats: int
+    tokens: int
+    thin: bool
+    threads: int
+    json: bool
+    plot: Path | None = None
+
+
+@dataclass(slots=True)
+class _Variant:
+    """So many nodes, and texts under way; of each round what was measured."""
+
+    nodes: int
+    at_once: int
+    is_emulated: bool
+    client: Client
+    servers: Sequence[PeerConnection]
+    mib_per_node: float
+    speeds: list[float] = field(default_factory=list)
+    of_one: list[float] = field(default_factory=list)
+    of_bound: list[float] = field(default_factory=list)
+    of_lone_bound: list[float] = field(default_factory=list)
+    stage_ms: list[float] = field(default_factory=list)
+    ends_ms: list[float] = field(default_factory=list)
+    differing: int = 0
+    """Texts that are not those of the first variant, of which there is a near tie in a thousand tokens."""
+    times_s: list[float] = field(default_factory=list)
+    """Of each token, since the beginning of the last round."""
+
+    @property
+    def name(self) -> str:
+        nodes = f"{self.nodes} node{'s' * (self.nodes > 1)}{', emulated' if self.is_emulated else ''}"
+        return f"{nodes}: {'one text after another' if self.at_once == 1 else f'{self.at_once} texts at once'}"
+
+
+class TimedEnds:
+    """`Ends` that know how long they have computed."""
+
+    def __init__(self, ends: Ends) -> None:
+        self._ends = ends
+        self.busy_s = 0.0
+
+    @property
+    def vocabulary(self) -> int:
+        return self._ends.vocabulary
+
+    def embed(self, token_ids: list[int], start: int) -> torch.Tensor:
+        began_s = time.perf_counter()
+        hidden = self._ends.embed(token_ids, start)
+        self.busy_s += time.perf_counter() - began_s
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        began_s = time.perf_counter()
+        scores = self._ends.logits(hidden)
+        self.busy_s += time.perf_counter() - began_s
+        return scores
+
+
+async def bench_pipeline(config: PipelineBench) -> None:
+    torch.set_num_threads(config.threads)
+    parts = load_parts(open_embedded())
+    ends = TimedEnds(parts.ends)
+    with single_error():
+        async with AsyncExitStack() as stack:
+            variants = await _variants(config, replace(parts, ends=cast("Ends", ends)), stack)
+            await _measure(config, variants, ends, _prompts(parts))
+    if config.plot is not None:
+        plot(variants, config.plot)
+    rows = [_row(variant) for variant in variants]
+    conditions = environment(config.threads) | {"tokens": config.tokens, "rounds": config.repeats}
+    print_report("pipeline", conditions, rows, _aims(variants), as_json=config.json)
+
+
+def _prompts(parts: ClientParts) -> list[list[int]]:
+    token_ids = parts.tokenizer.encode(topics["types"])
+    return [token_ids[start : start + PROMPT_TOKENS] for start in range(0, len(token_ids), PROMPT_TOKENS)]
+
+
+async def _variants(config: PipelineBench, parts: ClientParts, stack: AsyncExitStack) -> list[_Variant]:
+    variants: list[_Variant] = []
+    onlooker = await stack.enter_async_context(
+        open_pool(await stack.enter_async_context(open_network([], LinkPolicy())))
+    )
+    real, emulated = ((), EMULATED_NODES[::2]) if config.thin else (REAL_NODES, EMULATED_NODES)
+    for is_emulated, counts in ((False, real), (True, emulated)):
+        for nodes in counts:
+            spans = split_evenly(parts.model.blocks, nodes)
+            program, options = (CHARGED, IN_THREAD) if is_emulated else (LLMNODE, [])
+            swarm = private_swarm(spans, threads=config.threads, program=program, options=options)
+            servers = await stack.enter_async_context(swarm)
+            await all_ready(servers)
+            mib = statistics.mean(server.pss_mib for server in servers)
+            client = await stack.enter_async_context(aconnect([server.address for server in servers], parts=parts))
+            asked = [await onlooker.connect([server.address]) for server in servers]
+            at_once = 1, AT_ONCE_PER_STAGE * nodes
+            variants += [_Variant(nodes, texts, is_emulated, client, asked, mib) for texts in at_once]
+    return variants
+
+
+async def _measure(
+    config: PipelineBench, variants: Sequence[_Variant], ends: TimedEnds, prompts: Sequence[list[int]]
+) -> None:
+    expected: dict[bool, list[Generation]] = {}
+    for number in range(-1, config.repeats):  # round -1 warms everything up
+        base: dict[bool, float] = {}
+        lone_s = 0.0
+        for variant in variants:
+            print(f"round {number + 1} of {config.repeats}: {variant.name}", file=sys.stderr)
+            texts = TEXTS_PER_PLACE * variant.at_once
+            run = await _run(variant, ends, [prompts[index % len(prompts)] for index in range(texts)], config.tokens)
+            if number < 0:
+                continue
+            began, ended = run.began, run.ended
+            busiest_s = max(ended.ends_s(began), ended.stage_s(began))
+            if variant.at_once == 1:
+                lone_s = busiest_s
+            speed = ended.speed(began)
+            variant.speeds.append(speed)
+            variant.of_one.append(speed / base.setdefault(variant.is_emulated, speed))
+            variant.of_bound.append(speed * busiest_s)
+            variant.of_lone_bound.append(speed * lone_s)
+            variant.stage_ms.append(1e3 * ended.stage_s(began))
+            variant.ends_ms.append(1e3 * ended.ends_s(began))
+            variant.times_s = sorted(run.times_s)
+            first = expected.setdefault(variant.is_emulated, run.generations)
+            variant.differing += sum(
+                one.token_ids != other.token_ids for one, other in zip(first, run.generations, strict=False)
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When it is, tokens that have come, and how long the ends and each stage have worked, all since some beginning."""
+
+    at_s: float
+    tokens: int
+    ends_busy_s: float
+    stages_busy_s: Sequence[float]
+
+    def speed(self, before: Moment) -> float:
+        """Tokens a second since then."""
+        return (self.tokens - before.tokens) / (self.at_s - before.at_s)
+
+    def stage_s(self, before: Moment) -> float:
+        """What the stage that worked most has worked for a token since then."""
+        worked_s = (now - then for now, then in zip(self.stages_busy_s, before.stages_busy_s, strict=True))
+        return max(worked_s) / (self.tokens - before.tokens)
+
+    def ends_s(self, before: Moment) -> float:
+        return (self.ends_busy_s - before.ends_busy_s) / (self.tokens - before.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Texts of one variant: when each token came, what came, and the time in which all places were taken."""
+
+    times_s: Sequence[float]
+    generations: list[Generation]
+    began: Moment
+    ended: Moment
+
+
+async def _run(variant: _Variant, ends: TimedEnds, prompts: Sequence[list[int]], tokens: int) -> _Run:
+    generations: dict[int, Generation] = {}
+    times_s: list[float] = []
+    moments: list[Moment] = []
+    under_way: set[int] = set()
+    places = trio.CapacityLimiter(variant.at_once)
+    all_taken, one_is_free = trio.Event(), trio.Event()
+    start_s = trio.current_time()
+
+    def note_token(index: int) -> None:
+        times_s.append(trio.current_time() - start_s)
+        under_way.add(index)
+        if len(under_way) == variant.at_once:
+            all_taken.set()
+
+    async def generate(index: int) -> None:
+        async with places:
+            generations[index] = await variant.client.generate(
+                prompts[index], tokens, stop_at_eos=False, on_token=lambda _token: note_token(index)
+            )
+        if len(generations) > len(prompts) - variant.at_once:
+            one_is_free.set()
+
+    async def look() -> None:
+        for event in (all_taken, one_is_free):
+            await event.wait()
+            at_s, come, ends_s = trio.current_time() - start_s, len(times_s), ends.busy_s
+            stages_s = [(await each.describe(ANSWER_S)).busy_us / 1e6 for each in variant.servers]
+            moments.append(Moment(at_s, come, ends_s, stages_s))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(look)
+        for index in range(len(prompts)):
+            nursery.start_soon(generate, index)
+    return _Run(times_s, [generations[index] for index in range(len(prompts))], *moments)
+
+
+def _row(variant: _Variant) -> Row:
+    return {
+        "variant": variant.name,
+        "tokens/s": spread(variant.speeds),
+        "of 1 node, in turn": spread(variant.of_one),
+        "of the bound": spread(variant.of_bound),
+        "of the bound alone": spread(variant.of_lone_bound),
+        "slowest stage, ms": spread(variant.stage_ms),
+        "ends, ms": spread(variant.ends_ms),
+        "MiB per node": variant.mib_per_node,
+        "texts that differ": variant.differing,
+    }
+
+
+def _aims(variants: Sequence[_Variant]) -> list[Aim]:
+    aims: list[Aim] = []
+    for variant in variants:
+        if variant.at_once == 1 or variant.nodes == 1:
+            continue
+        value = statistics.median(variant.of_bound)
+        aims.append(Aim(f"of the bound, {variant.name}", value, f">= {LEAST_OF_BOUND}", value >= LEAST_OF_BOUND))
+        if variant.nodes == 3:
+            gain = statistics.median(variant.of_one)
+            name = "3 nodes, emulated, of 1 node in turn (thesis: 1.95)"
+            aims.append(Aim(name, gain, f">= {THESIS_GAIN}", gain >= THESIS_GAIN))
+    memory = [variant.mib_per_node for variant in variants if variant.is_emulated]
+    falls = memory == sorted(memory, reverse=True)
+    aims.append(Aim("MiB of a node, of most nodes, of 1 node's", memory[-1] / memory[0], "falls", falls))
+    return aims
+
+
+def plot(variants: Sequence[_Variant], path: Path) -> None:
+    """Tokens against time, as in the thesis's figures 10 to 19."""
+    with axes_in(path, "llmnode bench pipeline", "s", "tokens") as axes:
+        for variant in variants:
+            style = "--" if variant.is_emulated else "-"
+            axes.plot(variant.times_s, range(1, len(variant.times_s) + 1), style, label=variant.name)
+        axes.legend()

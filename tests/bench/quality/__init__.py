@@ -1,0 +1,1 @@
+"""What lossy codecs and weights cost."""

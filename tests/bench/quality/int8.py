@@ -1,0 +1,90 @@
+"""What weights of 8 bits gain of a model that needs all its bits: its blocks alone, and a server end to end.
+
+Against the same with weights as they are, in turn in every round: blocks in one process, servers on loopback.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bench.kit.decoding import FP32, decode_ratios
+from bench.kit.random_llama import VOCABULARY, opened
+from bench.kit.report import Aim, Row, spread
+from llmnode.client.connect import aconnect, load_parts
+from llmnode.core.span import Span
+from llmnode.errors import single_error
+from llmnode.node.processes import all_ready, private_swarm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bench.kit.report import Spread
+    from llmnode.client.connect import Client
+    from llmnode.models.sources.folder import ModelFolder
+
+PROMPT = "The history of computing begins long before the first electronic machines. "
+PRECISIONS = {"none": FP32, "int8": f"{FP32}+int8"}
+"""By what servers are asked for."""
+LEAST_OF_BLOCKS, LEAST_END_TO_END = 1.5, 1.3
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Gain:
+    """Speeds of decodes. `per_s` are tokens a second through a server, by what its weights are rounded to."""
+
+    model: str
+    of_blocks: Spread
+    end_to_end: Spread
+    per_s: dict[str, Spread]
+
+    def rows(self) -> Iterator[Row]:
+        for quant, of_blocks, end_to_end in (("none", 1.0, 1.0), ("int8", self.of_blocks, self.end_to_end)):
+            yield {
+                "variant": f"{self.model}, weights in {'int8' if quant == 'int8' else 'fp32'}",
+                "tokens/s, of fp32's blocks": of_blocks,
+                "tokens/s, end to end": self.per_s[quant],
+                "of fp32's, end to end": end_to_end,
+            }
+
+    def aims(self) -> Iterator[Aim]:
+        of_blocks, end_to_end = self.of_blocks.median, self.end_to_end.median
+        name = f"weights in int8, {self.model}: tokens/s, of fp32's"
+        yield Aim(f"{name}, blocks", of_blocks, f">= {LEAST_OF_BLOCKS:g}", of_blocks >= LEAST_OF_BLOCKS)
+        yield Aim(f"{name}, end to end", end_to_end, f">= {LEAST_END_TO_END:g}", end_to_end >= LEAST_END_TO_END)
+
+
+async def measure_int8(model: str, rounds: int, tokens: int, threads: int) -> Int8Gain:
+    """`model` is as `random_llama.opened` has it. Torch's threads are as the caller has set them."""
+    with opened(model) as folder:
+        ratios = decode_ratios(folder, Span(0, folder.info.blocks), [PRECISIONS["int8"]], rounds=rounds)
+        with single_error():
+            per_s = await _serve(folder, rounds, tokens, threads)
+    end_to_end = [few / whole for few, whole in zip(per_s["int8"], per_s["none"], strict=True)]
+    return Int8Gain(
+        model, ratios[PRECISIONS["int8"]], spread(end_to_end), {quant: spread(each) for quant, each in per_s.items()}
+    )
+
+
+async def _serve(folder: ModelFolder, rounds: int, tokens: int, threads: int) -> dict[str, list[float]]:
+    """Of each kind of weights, round by round: tokens a second of one generation. A first round warms up."""
+    parts = load_parts(folder)
+    prompt = [each % VOCABULARY for each in parts.tokenizer.encode(PROMPT)]
+    per_s: dict[str, list[float]] = {quant: [] for quant in PRECISIONS}
+    async with AsyncExitStack() as stack:
+        clients: dict[str, Client] = {}
+        for quant, precision in PRECISIONS.items():
+            swarm = private_swarm(
+                [Span(0, folder.info.blocks)], threads=threads, model=str(folder.path), options=["--quant", quant]
+            )
+            servers = await stack.enter_async_context(swarm)
+            await all_ready(servers)
+            client = aconnect([servers[0].address], parts=parts, dtype=precision)
+            clients[quant] = await stack.enter_async_context(client)
+        for number in range(-1, rounds):
+            for quant, each in clients.items():
+                speed = (await each.generate(prompt, tokens, stop_at_eos=False)).tokens_per_s
+                if number >= 0 and speed is not None:
+                    per_s[quant].append(speed)
+    return per_s

@@ -1,0 +1,370 @@
+"""`llmnode bench quality`: what lossy codecs, dtypes and weights cost in tokens and likelihood, against transformers.
+
+Two real server processes with uneven spans, the embedded model. Only the blocks of each precision are timed, at last;
+another run on the same machine gives the same figures else. A variant is asked for four things: its own greedy text
+after each prompt; the token it would choose at each position of the *baseline's* text (teacher forcing: one early
+difference does not count for all that follow); and of chunks of a text that every Python has the likelihood, and the
+next word (`words.py`). What weights in 8 bits gain in speed is measured of another model too (`int8.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import trio
+from transformers import AutoModelForCausalLM
+
+from bench.kit.decoding import decode_ratios
+from bench.kit.paired import change_percent, compare_choices, equal_prefix
+from bench.kit.report import Aim, Row, environment, print_report
+from bench.quality.int8 import measure_int8
+from bench.quality.words import count_right, words_of
+from llmnode.client.model import connect
+from llmnode.core.model import PRECISIONS
+from llmnode.core.span import Span
+from llmnode.errors import ConfigError
+from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.text.tokenizer import load_tokenizer
+from llmnode.node.processes import START_TIMEOUT_S, STOP_TIMEOUT_S, ServerDied
+from llmnode.node.settings import without_settings
+from llmnode.wire.payload import Codec, payload_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from llmnode.models.text.tokenizer import Tokenizer
+
+PROMPTS = (
+    "The three laws of thermodynamics are",
+    "Once upon a time, in a village by the sea,",
+    "def fibonacci(n):",
+    "Dear Sir or Madam, I am writing to complain about",
+    "Photosynthesis is the process by which",
+    "To bake bread you need flour, water, salt and",
+    "SELECT name, age FROM users WHERE",
+    "Il était une fois une petite fille qui",
+)
+TOPICS = ("types", "compound", "specialnames")
+"""Of Python's Language Reference as `help()` shows it (PSF licence): prose, code and lists, some 36,000 tokens."""
+CHUNK_TOKENS = 128
+SPANS = (Span(0, 11), Span(11, 30))
+WHOLE = Span(0, 30)
+NEAR_TIE = 0.1
+"""The likeliest token leads the next by less than this logit: it is at most 1.1 times as likely."""
+MOST_CHANGE_PERCENT = 1.0
+SLOWEST = 10.0
+"""A dtype whose products take this many times fp32's is left out: this processor only emulates it."""
+
+
+@dataclass(frozen=True, slots=True)
+class QualityBench:
+    """What was asked for: new `tokens` a prompt, `chunks` of text. `threads` is torch's, here and in each server.
+
+    `thin` has two servers for fp32 alone, one for each other precision, two prompts, and times blocks but once.
+    """
+
+    tokens: int
+    chunks: int
+    thin: bool
+    threads: int
+    json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """How the swarm is asked to be inexact. `dtype` is a precision, as "float32+int8"."""
+
+    name: str
+    codec: Codec = Codec.RAW
+    dtype: str = "float32"
+    aim: bool = False
+    """To keep the likelihood within `MOST_CHANGE_PERCENT`."""
+
+
+RAW = _Variant("swarm, fp32, raw")
+VARIANTS = (
+    RAW,
+    _Variant("activations in fp16", Codec.FP16),
+    _Variant("activations in bf16", Codec.BF16, aim=True),
+    _Variant("activations in int8", Codec.INT8, aim=True),
+    _Variant("servers in bf16", dtype="bfloat16", aim=True),
+    _Variant("servers in fp16", dtype="float16"),
+    _Variant("weights in int8", dtype="float32+int8", aim=True),
+    _Variant("weights in nf4", dtype="float32+nf4"),
+    _Variant("KV in int8", dtype="float32+kv-int8", aim=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Material:
+    """Token ids: prompts to continue, and chunks of text to score."""
+
+    prompts: list[list[int]]
+    chunks: list[list[int]]
+    words: list[list[range]]
+    """Of each chunk."""
+    text_sha256: str
+
+
+@dataclass(slots=True)
+class _Measured:
+    """What one model said. `gaps` are the leads of its first choice over its second, in logits."""
+
+    free: list[list[int]] = field(default_factory=list)  # by prompt
+    forced: list[int] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)  # the next token at each position of the chunks
+    read_gaps: list[float] = field(default_factory=list)
+    nll: list[float] = field(default_factory=list)  # by chunk, summed over its tokens
+    words: list[int] = field(default_factory=list)  # by chunk: how many of them are right
+    tensor_bytes: int = 0  # of the weights of all blocks
+
+
+def bench_quality(config: QualityBench) -> None:
+    torch.set_num_threads(config.threads)
+    folder = open_embedded()
+    assert SPANS[-1].end == folder.info.blocks
+    material = _material(load_tokenizer(folder), PROMPTS[:2] if config.thin else PROMPTS, config.chunks)
+    slowness = {dtype: _slowness(dtype) for dtype in dict.fromkeys(_plain(variant) for variant in VARIANTS)}
+    variants = [variant for variant in VARIANTS if slowness[_plain(variant)] <= SLOWEST]
+
+    print("transformers in one process", file=sys.stderr)
+    whole = AutoModelForCausalLM.from_pretrained(folder.path, local_files_only=True).eval()
+    baseline = _measure(whole, material, config.tokens)
+    baseline.tensor_bytes = sum(each.nbytes for each in whole.model.layers.parameters())
+    del whole
+    measured = _measure_swarms(variants, config, material, baseline.free)
+    print("speed of the blocks", file=sys.stderr)
+    rounds = 1 if config.thin else 5
+    speeds = decode_ratios(folder, SPANS[0], [variant.dtype for variant in variants], rounds=rounds)
+    print("weights in int8 where all bits are needed", file=sys.stderr)
+    name = "llama-34m" if config.thin else "llama-222m"
+    gain = trio.run(measure_int8, name, rounds, config.tokens, config.threads)
+
+    words = sum(map(len, material.words))
+    conditions = environment(config.threads) | {
+        "model": folder.info.name,
+        "spans": [[span.start, span.end] for span in SPANS],
+        "prompts": len(material.prompts),
+        "tokens": config.tokens,
+        "text": f"pydoc_data.topics: {', '.join(TOPICS)}",
+        "text_sha256": material.text_sha256,
+        "chunks": config.chunks,
+        "chunk_tokens": CHUNK_TOKENS,
+        "words": words,
+        "near_tie_logits": NEAR_TIE,
+        "near_ties": sum(gap < NEAR_TIE for gap in baseline.gaps),
+        "slowness_of_dtypes": slowness,
+        "left_out": [variant.name for variant in VARIANTS if variant not in variants],
+    }
+    rows = [_row("transformers, fp32, 1 process", baseline, baseline, words)]
+    rows[0]["weights, MB"] = baseline.tensor_bytes / 1e6
+    for variant, each in zip(variants, measured, strict=True):
+        sent_bytes = payload_bytes(variant.codec, folder.info.hidden_size)
+        memory: Row = {"weights, MB": each.tensor_bytes / 1e6, "tokens/s, of fp32's blocks": speeds[variant.dtype]}
+        rows.append(_row(variant.name, each, baseline, words, sent_bytes) | memory)
+    rows += gain.rows()
+    aims = [*_aims(dict(zip(variants, measured, strict=True)), baseline), *gain.aims()]
+    legend = (
+        f"{config.tokens} tokens after each of {conditions['prompts']} prompts, {conditions['near_ties']} of them near "
+        f"ties (lead below {NEAR_TIE:g} logits); {config.chunks} chunks of {CHUNK_TOKENS} tokens of Python's reference "
+        f"({conditions['text']}), {words} words of which are asked for; 95 % intervals; speed: median (lowest-highest)"
+    )
+    print_report("quality", conditions, rows, aims, as_json=config.json, legend=legend)
+
+
+def _measure_swarms(
+    variants: Sequence[_Variant], config: QualityBench, material: _Material, texts: list[list[int]]
+) -> list[_Measured]:
+    """In the order of `variants`; those of one dtype, which must be neighbours in it, share their servers."""
+    measured: list[_Measured] = []
+    with ExitStack() as stack:
+        dtype, servers = "", list[_Ready]()
+        for variant in variants:
+            print(variant.name, file=sys.stderr)
+            if variant.dtype != dtype:
+                stack.close()
+                dtype = variant.dtype
+                spans = (WHOLE,) if config.thin and variant != RAW else SPANS
+                servers = stack.enter_context(_servers(spans, dtype, config.threads))
+            peers = [server.address for server in servers]
+            with connect(peers=peers, codec=variant.codec, dtype=variant.dtype) as model:
+                measured.append(_measure(model, material, config.tokens, texts))
+            measured[-1].tensor_bytes = sum(server.tensor_bytes for server in servers)
+    return measured
+
+
+@torch.inference_mode()
+def _measure(
+    model: Any, material: _Material, tokens: int, texts: list[list[int]] | None = None
+) -> _Measured:  # Any: a transformers model, whole or with its blocks in a swarm
+    """`texts` are what to be forced to after each prompt, by default the model's own."""
+    measured = _Measured()
+    model.generation_config.eos_token_id = None  # every text gets its length
+    for prompt in material.prompts:
+        ids = torch.tensor([prompt])
+        chosen = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+        measured.free.append(chosen[0, len(prompt) :].tolist())
+    for prompt, text in zip(material.prompts, texts or measured.free, strict=True):
+        logits = model(torch.tensor([prompt + text]), logits_to_keep=tokens + 1).logits[0, :-1]  # (tokens, vocabulary)
+        _note_choices(logits, measured.forced, measured.gaps)
+    for chunk, words in zip(material.chunks, material.words, strict=True):
+        ids = torch.tensor(chunk)
+        logits = model(ids[None]).logits[0, :-1]  # (tokens - 1, vocabulary)
+        _note_choices(logits, measured.read, measured.read_gaps)
+        measured.words.append(count_right(words, chunk, measured.read[1 - len(chunk) :]))
+        measured.nll.append(torch.nn.functional.cross_entropy(logits.double(), ids[1:], reduction="sum").item())
+    return measured
+
+
+def _note_choices(logits: torch.Tensor, choices: list[int], gaps: list[float]) -> None:
+    values, tokens = logits.topk(2)
+    choices += tokens[:, 0].tolist()
+    gaps += (values[:, 0] - values[:, 1]).tolist()
+
+
+def _row(name: str, measured: _Measured, baseline: _Measured, words: int, sent_bytes: int = 0) -> Row:
+    forced = compare_choices(baseline.forced, measured.forced, baseline.gaps, NEAR_TIE)
+    read = compare_choices(baseline.read, measured.read, baseline.read_gaps, NEAR_TIE)
+    row: Row = {
+        "variant": name,
+        "bytes/token": sent_bytes,
+        "forced: same": forced.share,
+        "differ": forced.differing,
+        "near ties": forced.near_ties,
+        "free: same prefix": statistics.mean(map(equal_prefix, baseline.free, measured.free)),
+        "text: same": read.share,
+        "text: differ": read.differing,
+        "text: near ties": read.near_ties,
+        "NLL/token": sum(measured.nll) / len(measured.read),
+        "next word, %": 100 * sum(measured.words) / words,
+    }
+    if measured is not baseline:
+        row["change of NLL, %"] = change_percent(baseline.nll, measured.nll)
+        row["change of words, %"] = change_percent(baseline.words, measured.words)
+    return row
+
+
+def _aims(measured: Mapping[_Variant, _Measured], baseline: _Measured) -> Iterator[Aim]:
+    raw = measured[RAW]
+    forced = compare_choices(baseline.forced, raw.forced, baseline.gaps, NEAR_TIE).share
+    equal = [equal_prefix(*texts) for texts in zip(baseline.free, raw.free, strict=True)]
+    free = sum(equal) / sum(map(len, baseline.free))
+    yield Aim(f"{RAW.name}: same token, forced", forced, "= 1", forced == 1)
+    yield Aim(f"{RAW.name}: equal prefix of all that is generated", free, "= 1", free == 1)
+    for variant, each in measured.items():
+        if variant.aim:
+            change = change_percent(baseline.nll, each.nll)
+            furthest = max(abs(change.low), abs(change.high))
+            name = f"{variant.name}: |change of NLL| at the further end of its interval, %"
+            yield Aim(name, furthest, f"<= {MOST_CHANGE_PERCENT:g}", furthest <= MOST_CHANGE_PERCENT)
+
+
+def _material(tokenizer: Tokenizer, prompts: Sequence[str], chunks: int) -> _Material:
+    """Chunks from all over the text. Raises ConfigError if there are not as many."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ConfigError("this Python comes without pydoc_data, whose text is needed: install all of it") from error
+    text = "\n\n".join(topics[name] for name in TOPICS)
+    # By paragraph: the tokenizer warns of any text that is longer than the model's context.
+    ids = [token for paragraph in text.split("\n\n") for token in tokenizer.encode(f"{paragraph}\n\n")]
+    most = len(ids) // CHUNK_TOKENS
+    if chunks > most:
+        raise ConfigError(f"--chunks {chunks}: the text has {most}")
+    parts = [ids[start : start + CHUNK_TOKENS] for start in range(0, chunks * (len(ids) // chunks), len(ids) // chunks)]
+    return _Material(
+        [tokenizer.encode(prompt) for prompt in prompts],
+        parts,
+        [words_of([tokenizer.decode([each]) for each in part]) for part in parts],
+        hashlib.sha256(text.encode()).hexdigest(),
+    )
+
+
+def _plain(variant: _Variant) -> str:
+    return PRECISIONS[variant.dtype].dtype
+
+
+@torch.inference_mode()
+def _slowness(dtype: str) -> float:
+    """A product as in a prefill in `dtype`, in times of the same in fp32."""
+
+    def fastest_s(dtype: torch.dtype) -> float:
+        layer = torch.nn.Linear(576, 1536, bias=False, dtype=dtype)
+        rows = torch.ones(CHUNK_TOKENS, 576, dtype=dtype)
+        seconds = []
+        for _ in range(5):
+            started = time.perf_counter()
+            layer(rows)
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
+
+    return fastest_s(getattr(torch, dtype)) / fastest_s(torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """What a server says of itself."""
+
+    address: str
+    tensor_bytes: int
+
+
+@contextmanager
+def _servers(spans: Sequence[Span], dtype: str, threads: int) -> Iterator[list[_Ready]]:
+    """A server process for each of `spans`. Raises ServerDied; all are gone when the context ends.
+
+    Not `private_swarm`: its servers compute in fp32.
+    """
+    with ExitStack() as stack:
+        processes = [stack.enter_context(_process(span, dtype, threads)) for span in spans]
+        yield [_ready(span, process) for span, process in zip(spans, processes, strict=True)]
+
+
+@contextmanager
+def _process(span: Span, dtype: str, threads: int) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-P", "-m", "llmnode.node", "serve", "--blocks", f"{span.start}:{span.end}"]
+    command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--json", "--until-stdin-closes"]
+    asked = PRECISIONS[dtype]
+    command += ["--dtype", asked.dtype, "--quant", asked.quant, "--kv-dtype", asked.kv_dtype]
+    command += ["--threads", str(threads), "--device", "cpu"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=without_settings(os.environ),
+        start_new_session=True,  # a Ctrl-C in the terminal is ours alone: it ends as its stdin closes
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _ready(span: Span, process: subprocess.Popen[str]) -> _Ready:
+    """Of a server, once it takes sessions. Its errors are on our stderr."""
+    assert process.stdout is not None
+    timer = threading.Timer(START_TIMEOUT_S, process.kill)
+    timer.start()
+    try:
+        for line in process.stdout:
+            event = json.loads(line)
+            if event["event"] == "ready":
+                return _Ready(str(event["addresses"][0]), int(event["tensor_bytes"]))
+    finally:
+        timer.cancel()
+    raise ServerDied(f"the server of blocks {span} ended before it was ready, or was not in {START_TIMEOUT_S:g} s")

@@ -1,0 +1,1 @@
+"""Many sessions over links that break: what is left open."""

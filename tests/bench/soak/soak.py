@@ -1,0 +1,351 @@
+"""`llmnode bench soak`: what servers have open and hold after many sessions, most of which did not go smoothly.
+
+Three spans with two real servers each, behind proxies, and eight clients in this process. Sessions are opened,
+stepped, rolled back, cancelled at any moment and left, while links break and fall silent, all as drawn from a seed.
+Meanwhile the servers are asked what they have open, and looked at from outside. With `--saturate` every core is kept
+busy beside it: then nobody may be taken for dead who is only slow.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+import trio
+
+from bench.kit.exact import Reference
+from bench.kit.report import Aim, Interval, Row, environment, print_report
+from bench.kit.shaped import shaped_swarm
+from bench.soak.trend import BLOCKS, slope_an_hour
+from bench.soak.visits import Visitor, make_scripts
+from llmnode.client.connect import aconnect, load_parts
+from llmnode.core.ids import PeerId
+from llmnode.core.span import split_evenly
+from llmnode.errors import single_error
+from llmnode.models.sources.embedded import open_embedded
+from llmnode.node.processes import with_worker
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+    from pathlib import Path
+
+    from bench.kit.proxy import Proxies
+    from bench.soak.visits import Loss, Text, Visit
+    from llmnode.client.connect import ClientParts
+    from llmnode.node.processes import ServerProcess
+
+SPANS, TWINS, CLIENTS = 3, 2, 8
+THIN_SPANS, THIN_CLIENTS = 2, 3
+SEED = 0
+WARM_UP = 1 / 3
+"""Of the samples, the first: left out."""
+SAMPLES = 45
+"""In a short time; more often than every `SAMPLE_EVERY_S` is not needed."""
+FEWEST_SAMPLES = 2 * BLOCKS
+"""For slopes; if a busy machine took fewer, it goes on."""
+SAMPLE_EVERY_S = 5.0
+TOLD_EVERY_S = 60.0
+DISTURBED_EVERY_S = 10.0
+SILENT_SHARE = 0.25
+SILENCE_S = 9.0
+"""Longer than `LinkPolicy.silence_s`: links are given up."""
+AFTERMATH_S = 15.0
+"""A loss may be noticed this long after its cause: after as long a silence, and at the session's next step."""
+SETTLE_S = 60.0
+NEAR_TIE_LIMIT = 0.001
+
+MEMORY = "memory, MiB"
+"""Without what is mapped from files: others that map the same libraries come and go."""
+OPEN = ("links", "connections", "streams", "tasks", "files")
+"""Of a readout: what must not grow. Sessions and KV come and go, and must all be gone in the end."""
+SERVERS, CLIENT = "a server", "the clients"
+MOST_MEMORY_PERCENT = 1.0
+"""An allocator's high water creeps up for a while. In a run of twice the length half as large a leak is found."""
+
+BURN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
+
+
+@dataclass(frozen=True, slots=True)
+class SoakBench:
+    """What was asked for. `threads` is torch's, in this process and in each server."""
+
+    minutes: float
+    saturate: bool
+    thin: bool
+    threads: int
+    json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """By quantity: means over the servers, and of this process."""
+
+    time_s: float
+    servers: dict[str, float]
+    clients: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbance:
+    """All links through one server's proxy broke, or fell silent for a while."""
+
+    peer: PeerId
+    began_s: float
+    ended_s: float
+    links: int
+
+
+@dataclass(slots=True)
+class Record:
+    """What happened."""
+
+    visits: list[Visit] = field(default_factory=list)
+    disturbances: list[Disturbance] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    sampled: trio.Event = field(default_factory=trio.Event)
+    left: dict[str, int] = field(default_factory=dict)
+    """Summed over the servers, once the clients are gone."""
+
+    def was_disturbed(self, peer: PeerId, since_s: float, until_s: float) -> bool:
+        return any(
+            each.peer == peer and each.began_s <= until_s and since_s <= each.ended_s + AFTERMATH_S
+            for each in self.disturbances
+        )
+
+    def false_deaths(self) -> list[Loss]:
+        """Peers that a session lost though nobody had disturbed them."""
+        return [
+            loss
+            for visit in self.visits
+            for loss in visit.losses
+            if not self.was_disturbed(loss.peer, visit.began_s, loss.noticed_s)
+        ]
+
+    def undisturbed(self) -> list[Visit]:
+        return [
+            visit
+            for visit in self.visits
+            if not any(self.was_disturbed(peer, visit.began_s, visit.ended_s) for peer in visit.peers)
+        ]
+
+    def counts(self) -> dict[str, int]:
+        fates = Counter(visit.fate for visit in self.visits)
+        undisturbed = self.undisturbed()
+        return {
+            "sessions": len(self.visits),
+            **{f"sessions_{fate}": count for fate, count in sorted(fates.items())},
+            "tokens": sum(visit.chosen for visit in self.visits),
+            "disturbances": len(self.disturbances),
+            "links_broken": sum(each.links for each in self.disturbances),
+            "recoveries": sum(len(visit.losses) for visit in self.visits),
+            "sessions_undisturbed": len(undisturbed),
+            "tokens_undisturbed": sum(visit.chosen for visit in undisturbed),
+        }
+
+
+async def bench_soak(config: SoakBench) -> None:
+    torch.set_num_threads(config.threads)
+    folder = open_embedded()
+    parts = load_parts(folder)
+    spans = split_evenly(parts.model.blocks, THIN_SPANS if config.thin else SPANS) * TWINS
+    record = Record()
+    with single_error(), ExitStack() as stack:
+        async with shaped_swarm(spans, config.threads) as (servers, proxies):
+            if config.saturate:
+                stack.enter_context(_burners(os.cpu_count() or 1))
+            await _soak(config, parts, servers, proxies, record)
+            record.left = await _settled(servers)
+            stack.close()
+    counts = record.counts()
+    print(", ".join(f"{name} {count}" for name, count in counts.items()), file=sys.stderr)
+    texts = {text for visit in record.visits for text in visit.texts}
+    print(f"comparing {len(texts)} different texts with transformers", file=sys.stderr)
+    ties, wrong, compared = await trio.to_thread.run_sync(_judge, folder.path, texts)
+    conditions = environment(config.threads) | {
+        "servers": len(spans),
+        "clients": _clients(config),
+        "minutes": config.minutes,
+        "saturated": config.saturate,
+        "seed": SEED,
+        **counts,
+        "different_texts": len(texts),
+        "choices_compared": compared,
+        "errors": sorted({visit.error for visit in record.visits if visit.error}),
+        "false_deaths": [loss.cause for loss in record.false_deaths()],
+    }
+    rows = _rows(record.samples)
+    aims = [*_aims_of_sessions(record, ties, wrong, compared), *_aims_of_growth(rows)]
+    legend = f"medians after a warm-up of {WARM_UP:.0%}; slopes with intervals of 95 %"
+    print_report("soak", conditions, rows, aims, as_json=config.json, legend=legend)
+
+
+def _clients(config: SoakBench) -> int:
+    return THIN_CLIENTS if config.thin else CLIENTS
+
+
+@contextmanager
+def _burners(count: int) -> Iterator[None]:
+    """Keep so many cores busy. They end with this process too."""
+    processes = [subprocess.Popen([sys.executable, "-c", BURN], start_new_session=True) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+# What goes on
+
+
+async def _soak(
+    config: SoakBench, parts: ClientParts, servers: Sequence[ServerProcess], proxies: Proxies, record: Record
+) -> None:
+    """Until the time is over, and the last sessions have ended."""
+    scripts = make_scripts(parts, SEED)
+    async with AsyncExitStack() as stack:
+        visitors = []
+        for number in range(_clients(config)):
+            client = await stack.enter_async_context(aconnect([each.address for each in servers], parts=parts))
+            rng = random.Random(f"{SEED} client {number}")
+            visitors.append(Visitor(client, scripts, rng, record.visits))
+        began_s = trio.current_time()
+        async with trio.open_nursery() as beside:
+            beside.start_soon(_watch, config, servers, record, began_s)
+            beside.start_soon(_disturb, servers, proxies, record)
+            async with trio.open_nursery() as visiting:
+                for visitor in visitors:
+                    visiting.start_soon(visitor.visit_until, began_s + 60 * config.minutes)
+            while len(record.samples) < FEWEST_SAMPLES:
+                await record.sampled.wait()
+            beside.cancel_scope.cancel()
+
+
+async def _disturb(servers: Sequence[ServerProcess], proxies: Proxies, record: Record) -> None:
+    """Without end. One server at a time, so that its twin can be reached."""
+    rng = random.Random(f"{SEED} links")
+    while True:
+        await trio.sleep(rng.expovariate(1 / DISTURBED_EVERY_S))
+        index = rng.randrange(len(servers))
+        began_s, links = trio.current_time(), 0
+        if rng.random() < SILENT_SHARE:
+            proxies.cut(index)
+            try:
+                await trio.sleep(SILENCE_S)
+            finally:
+                proxies.heal(index)
+        else:
+            links = proxies.reset(index)
+        record.disturbances.append(Disturbance(PeerId(servers[index].peer), began_s, trio.current_time(), links))
+
+
+async def _watch(config: SoakBench, servers: Sequence[ServerProcess], record: Record, began_s: float) -> None:
+    """Without end."""
+    every_s = min(SAMPLE_EVERY_S, 60 * config.minutes / SAMPLES)
+    told_s = 0.0
+    while True:
+        sample = await _sample(servers, trio.current_time() - began_s)
+        record.samples.append(sample)
+        record.sampled.set()
+        record.sampled = trio.Event()
+        if sample.time_s >= told_s:
+            told_s += TOLD_EVERY_S
+            open_now = ", ".join(f"{name} {count:.1f}" for name, count in sample.servers.items())
+            print(f"{sample.time_s / 60:.1f} min, {len(record.visits)} sessions: {open_now}", file=sys.stderr)
+        await trio.sleep(every_s)
+
+
+async def _sample(servers: Sequence[ServerProcess], time_s: float) -> Sample:
+    readouts = [await server.introspect() for server in servers]
+    memory = [sum(map(_memory_mib, with_worker(server.pid))) for server in servers]
+    of_servers = {name: statistics.mean(readout[name] for readout in readouts) for name in ("sessions", *OPEN)}
+    of_servers[MEMORY] = statistics.mean(memory)
+    tasks = trio.lowlevel.current_statistics().tasks_living
+    own = psutil.Process()
+    return Sample(time_s, of_servers, {"tasks": tasks, "files": own.num_fds(), MEMORY: _memory_mib(own)})
+
+
+def _memory_mib(process: psutil.Process) -> float:
+    memory = process.memory_info()
+    size_bytes = memory.rss - memory.shared if hasattr(memory, "shared") else process.memory_full_info().uss
+    return float(size_bytes) / 2**20
+
+
+async def _settled(servers: Sequence[ServerProcess]) -> dict[str, int]:
+    """What is left once nobody uses the servers; waits until it is nothing, but not for ever."""
+    left: dict[str, int] = {}
+    with trio.move_on_after(SETTLE_S):
+        while not left or any(left.values()):
+            readouts = [await server.introspect() for server in servers]
+            left = {name: sum(each[name] for each in readouts) for name in ("sessions", "kv_tokens_reserved")}
+            await trio.sleep(0.1)
+    return left
+
+
+def _judge(path: Path, texts: Collection[Text]) -> tuple[int, int, int]:
+    """Near ties, wrong ones, and all choices that were compared."""
+    reference = Reference(path)
+    verdicts = [reference.judge(text.tokens, range(text.start, text.stop)) for text in texts]
+    compared = sum(text.stop - text.start for text in texts)
+    return sum(ties for ties, _ in verdicts), sum(wrong for _, wrong in verdicts), compared
+
+
+# What is made of it
+
+
+def _rows(samples: Sequence[Sample]) -> list[Row]:
+    kept = samples[round(WARM_UP * len(samples)) :]
+    times_s = [sample.time_s for sample in kept]
+    of_servers = [_row(SERVERS, name, times_s, [each.servers[name] for each in kept]) for name in samples[0].servers]
+    of_clients = [_row(CLIENT, name, times_s, [each.clients[name] for each in kept]) for name in samples[0].clients]
+    return of_servers + of_clients
+
+
+def _row(process: str, quantity: str, times_s: Sequence[float], values: Sequence[float]) -> Row:
+    third = len(values) // 3
+    slope = slope_an_hour(times_s, values)
+    percent = 100 * (times_s[-1] - times_s[0]) / 3600 / (statistics.median(values) or 1)
+    return {
+        "process": process,
+        "quantity": quantity,
+        "first third": statistics.median(values[:third]),
+        "last third": statistics.median(values[-third:]),
+        "most": max(values),
+        "slope an hour": slope,
+        "grew, %": Interval(slope.estimate * percent, slope.low * percent, slope.high * percent),
+    }
+
+
+def _aims_of_sessions(record: Record, ties: int, wrong: int, compared: int) -> list[Aim]:
+    errors = sum(bool(visit.error) for visit in record.visits)
+    false = len(record.false_deaths())
+    tie_share = ties / max(1, compared)
+    aims = [
+        Aim("wrong tokens", wrong, "= 0", wrong == 0),
+        Aim("near ties, of all choices", tie_share, f"<= {NEAR_TIE_LIMIT}", tie_share <= NEAR_TIE_LIMIT),
+        Aim("sessions that failed", errors, "= 0", errors == 0),
+        Aim("peers lost that nobody disturbed", false, "= 0", false == 0),
+    ]
+    return aims + [Aim(f"{name} in the end", count, "= 0", count == 0) for name, count in record.left.items()]
+
+
+def _aims_of_growth(rows: Sequence[Row]) -> list[Aim]:
+    """Of what the clients hold in memory there is none: this bench's own record is in it."""
+    aims = []
+    for row in rows:
+        grew, quantity = row["grew, %"], row["quantity"]
+        assert isinstance(grew, Interval)
+        most = MOST_MEMORY_PERCENT if quantity == MEMORY else 0
+        if quantity in OPEN or (quantity == MEMORY and row["process"] == SERVERS):
+            name = f"{row['process']}: {quantity} grew, %, low end of the interval"
+            aims.append(Aim(name, grew.low, f"<= {most:g}", grew.low <= most))
+    return aims

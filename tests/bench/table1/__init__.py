@@ -1,0 +1,1 @@
+"""Petals' table of speeds when stages fail."""

@@ -1,0 +1,292 @@
+"""The three ways of the Petals paper to run a text through stages that fail (section 4.1), with our servers and client.
+
+A session that recovers, sessions without recovery that start from scratch, and recomputing the whole text for every
+step. Steps are timed one by one; embeddings and logits are not, as in the paper.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter, deque
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import trio
+
+from bench.table1.failing import FailingNetwork
+from llmnode.core.ids import PeerId
+from llmnode.core.policy import ClientPolicy, LinkPolicy, SwarmPolicy
+from llmnode.core.span import Span
+from llmnode.core.view import online
+from llmnode.errors import SessionLost
+from llmnode.models.tensors import from_bytes, to_bytes
+from llmnode.net.host import open_network
+from llmnode.session.router import Router
+from llmnode.session.session import open_session
+from llmnode.swarm.membership import Swarm
+from llmnode.swarm.pool import open_pool
+from llmnode.wire.payload import Codec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+
+    from bench.table1.failing import Draws
+    from llmnode.client.connect import ClientParts
+    from llmnode.session.failures import Recovery
+    from llmnode.session.session import InferenceSession
+    from llmnode.swarm.pool import ConnectionPool
+    from llmnode.wire.frame import Buffer
+
+SCORED_AT_ONCE = 128
+"""Positions: their logits are 25 MB."""
+SETTLE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A text, and which of its steps are timed: `window` of them in the middle of each of `windows` equal parts.
+
+    What lies between is read at once; it does not count and does not fail. Without a cache, the step in the middle of
+    each of `recomputed` equal parts stands for all of the part.
+    """
+
+    tokens: int
+    windows: int
+    window: int
+    recomputed: int
+
+    @property
+    def timed(self) -> list[range]:
+        part = self.tokens // self.windows
+        starts = [part * number + (part - self.window) // 2 for number in range(self.windows)]
+        return [range(start, start + self.window) for start in starts]
+
+    @property
+    def recomputed_positions(self) -> list[int]:
+        part = self.tokens / self.recomputed
+        return [int(part * (number + 0.5)) for number in range(self.recomputed)]
+
+    @property
+    def steps(self) -> int:
+        return self.windows * self.window
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    position: int
+    seconds: float
+    recoveries: Sequence[Recovery]
+
+
+@dataclass(slots=True)
+class Run:
+    """One way through a text. `seconds` is all that counts: of failed steps and of starting again too."""
+
+    seconds: float = 0.0
+    open_s: float = 0.0
+    """What opening a session took, the last time."""
+    failures: int = 0
+    indirect: int = 0
+    """Steps that some hop was not given directly by the one before."""
+    steps: list[TimedStep] = field(default_factory=list)
+    outputs: dict[int, Buffer] = field(default_factory=dict)
+    """Hidden states after the last block, by position."""
+
+    @property
+    def steps_per_s(self) -> float:
+        return len(self.outputs) / self.seconds
+
+    @property
+    def undisturbed_share(self) -> float:
+        """The speed, of that of its steps that met no failure: unlike two runs, these share the machine's moods."""
+        undisturbed = [step.seconds for step in self.steps if not step.recoveries]
+        return self.steps_per_s * sum(undisturbed) / len(undisturbed)
+
+    @property
+    def note(self) -> str:
+        recoveries = sum(len(step.recoveries) for step in self.steps)
+        indirect = f", {self.indirect} steps by way of the client" if self.indirect else ""
+        return f"{len(self.outputs)} steps, {self.failures} failures, {recoveries} recoveries{indirect}"
+
+
+@dataclass(slots=True)
+class Strategies:
+    """Runs of one text over one swarm. Made by `open_strategies`."""
+
+    parts: ClientParts
+    text: Sequence[int]
+    network: FailingNetwork
+    pool: ConnectionPool
+    swarm: Swarm
+    addresses: Sequence[str]
+    rows: Sequence[Buffer]
+    """The text's hidden states, by position, as they leave the embedding."""
+    policy: ClientPolicy = field(default_factory=ClientPolicy)
+
+    async def recover(self, shape: Shape, draws: Draws) -> Run:
+        """One session as users have it, whatever fails."""
+        run = Run()
+        await self._connect_all()
+        async with self._router(draws).open_session(shape.tokens, Codec.RAW) as session:
+            await self._read(session, shape, draws, Counter(), run)
+        return run
+
+    async def restart(self, shape: Shape, draws: Draws) -> Run:
+        """Sessions that end with the first failure, until one gets through."""
+        run, attempts = Run(), Counter[int]()
+        await self._until_through(shape, draws, run, lambda session: self._read(session, shape, draws, attempts, run))
+        return run
+
+    async def recompute(self, shape: Shape, draws: Draws) -> Run:
+        """No cache: every step reads the whole text up to it. One that fails is done again."""
+        run, attempts = Run(), Counter[int]()
+
+        async def read(session: InferenceSession) -> None:
+            for position in shape.recomputed_positions:
+                if position not in run.outputs:
+                    await self._step(session, range(position + 1), draws, attempts, run)
+
+        await self._until_through(shape, draws, run, read)
+        return run
+
+    async def compare(self, shape: Shape, draws: Draws) -> tuple[Run, Run, Run]:
+        """Three sessions through the same peers, step by step in turn.
+
+        One that cannot recover, one that can, and one as users have it: which keeps receipts too.
+        """
+        bare, recovers, usual = Run(), Run(), Run()
+        router = self._router(draws)
+        async with (
+            self._open(self._router(draws), self._whole, shape.tokens) as one,
+            self._open(router, self._whole, shape.tokens, detours=router) as other,
+            self._router(draws).open_session(shape.tokens, Codec.RAW) as third,
+        ):
+            assert one.route == other.route == third.route  # drawn alike
+            turns = deque([(one, bare), (other, recovers), (third, usual)])
+            for window in shape.timed:
+                for session, _ in turns:
+                    await self._skip_to(session, window.start)
+                for position in window:
+                    for session, run in turns:
+                        await self._step(session, range(position, position + 1), draws, Counter(), run)
+                    turns.rotate()
+        return bare, recovers, usual
+
+    async def prefill_s(self, recovery: Recovery, draws: Draws) -> float:
+        """What a server of its span, that has nothing else to do, takes to read the positions of `recovery`."""
+        hidden = b"".join(self.rows[: recovery.positions])
+        async with self._open(self._router(draws), recovery.span, recovery.positions) as session:
+            began_s = time.perf_counter()
+            await session.step(hidden)
+            return time.perf_counter() - began_s
+
+    def choices(self, run: Run) -> dict[int, int]:
+        """The likeliest token at each position after one that the run timed. Blocks."""
+        positions = sorted(run.outputs)
+        hidden = from_bytes(b"".join(run.outputs[each] for each in positions), self.parts.model.hidden_size)
+        scored = [self.parts.ends.logits(part).argmax(-1) for part in hidden.split(SCORED_AT_ONCE)]
+        return {position + 1: int(token) for position, token in zip(positions, torch.cat(scored), strict=True)}
+
+    # Inside
+
+    @property
+    def _whole(self) -> Span:
+        return Span(0, self.parts.model.blocks)
+
+    async def _until_through(
+        self, shape: Shape, draws: Draws, run: Run, work: Callable[[InferenceSession], Awaitable[None]]
+    ) -> None:
+        """Do `work` with sessions that do not recover, until it is done with one. Opening the first does not count."""
+        router, lost = self._router(draws), set[PeerId]()
+        await self._connect_all()
+        while True:
+            began_s = time.perf_counter()
+            async with self._open(router, self._whole, shape.tokens, lost) as session:
+                run.open_s = time.perf_counter() - began_s
+                run.seconds += run.open_s if lost else 0.0
+                try:
+                    return await work(session)
+                except SessionLost as error:
+                    lost = {cause.peer for cause in error.causes if cause.peer is not None}
+
+    async def _read(
+        self, session: InferenceSession, shape: Shape, draws: Draws, attempts: Counter[int], run: Run
+    ) -> None:
+        for window in shape.timed:
+            await self._skip_to(session, window.start)
+            for position in window:
+                await self._step(session, range(position, position + 1), draws, attempts, run)
+
+    async def _skip_to(self, session: InferenceSession, position: int) -> None:
+        if session.position < position:
+            await session.step(b"".join(self.rows[session.position : position]))
+
+    async def _step(
+        self, session: InferenceSession, positions: range, draws: Draws, attempts: Counter[int], run: Run
+    ) -> None:
+        """Give the session the positions, going back to their first if need be. What fails counts as well."""
+        step, known, broken = positions[-1], len(session.recoveries), self.network.broken
+        stages = draws.failing(step, attempts[step])
+        attempts[step] += 1
+        hidden = b"".join(self.rows[positions.start : positions.stop])
+        began_s = time.perf_counter()
+        try:
+            if session.position > positions.start:
+                await session.truncate(positions.start)
+            with self.network.failing(session, positions.start, stages):
+                output = await session.step(hidden)
+        finally:
+            seconds = time.perf_counter() - began_s
+            run.seconds += seconds
+            run.failures += self.network.broken - broken
+        run.steps.append(TimedStep(step, seconds, session.recoveries[known:]))
+        run.outputs[step] = bytes(output[-self.parts.model.row_bytes :])
+        run.indirect += not all(hop.direct for hop in session.timings[1:])
+
+    def _router(self, draws: Draws) -> Router:
+        """It has banned nobody yet, and chooses between equal peers as the draws' seed has it."""
+        return Router(self.parts.model, self.pool, self.swarm, self.policy, random.Random(draws.seed))
+
+    @asynccontextmanager
+    async def _open(
+        self,
+        router: Router,
+        span: Span,
+        max_length: int,
+        avoid: Collection[PeerId] = (),
+        detours: Router | None = None,
+    ) -> AsyncIterator[InferenceSession]:
+        """A session without receipts; without `detours` it does not recover."""
+        route, connections = await router.find(span, max_length, avoid, hurry=True)
+        model = self.parts.model
+        async with open_session(route, connections, model, max_length, Codec.RAW, self.policy, detours) as session:
+            yield session
+
+    async def _connect_all(self) -> None:
+        """The spares are hot: every run begins with a link to each."""
+        for address in self.addresses:
+            await self.pool.connect([address])
+
+
+@asynccontextmanager
+async def open_strategies(
+    addresses: Sequence[str], parts: ClientParts, text: Sequence[int]
+) -> AsyncIterator[Strategies]:
+    """A client of the servers at `addresses`, which know each other when it begins. Raises TooSlowError."""
+    async with (
+        open_network([], LinkPolicy()) as dialling,
+        open_pool(network := FailingNetwork(dialling)) as pool,
+        trio.open_nursery() as nursery,
+    ):
+        swarm = Swarm(network, pool, SwarmPolicy(), contacts=addresses, roams=False)
+        with trio.fail_after(SETTLE_S):
+            while len(online(swarm.view.of_model(parts.model.digest))) < len(addresses):
+                await swarm.meet_all(addresses)
+            await swarm.meet_all(addresses)  # now we know all, and each hears of all from us
+        nursery.start_soon(swarm.run)
+        rows = [to_bytes(row) for row in parts.ends.embed(list(text), 0)]
+        yield Strategies(parts, text, network, pool, swarm, addresses, rows)
+        nursery.cancel_scope.cancel()

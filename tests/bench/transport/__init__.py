@@ -1,0 +1,1 @@
+"""Our transport beside others."""

@@ -1,0 +1,1 @@
+"""Blocks in a thread, and in a process of their own."""

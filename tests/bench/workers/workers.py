@@ -1,0 +1,287 @@
+"""`llmnode bench workers`: what a hop costs with the blocks in a thread of the node, and in a process of their own.
+
+The crossing alone: a worker whose executor gives back what it gets, so all that a call takes is the way there and back.
+A hop: two real servers of one block, alike but for their worker, asked in turn by one client; a hop costs what a step
+takes beyond the forward. Idle, and beside sessions that decode and one that prefills, which keep the node busy too.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+import trio
+
+from bench.kit.child import as_program
+from bench.kit.report import Aim, Row, environment, print_report, spread
+from bench.workers.echoing import ECHO, EchoExecutor
+from llmnode.compute.batching import BatchingWorker
+from llmnode.compute.loading import Wanted
+from llmnode.compute.worker import ThreadWorker
+from llmnode.compute.worker_messages import LOAD, OPEN_MODEL
+from llmnode.compute.worker_process import start_process
+from llmnode.core import operations
+from llmnode.core.ids import SESSION_ID_BYTES, PeerId, SessionId, Step
+from llmnode.core.policy import BatchPolicy, LinkPolicy, WorkerPolicy
+from llmnode.core.span import Span
+from llmnode.errors import single_error
+from llmnode.net.host import open_network
+from llmnode.node.app import PROCESS, THREAD, WORKERS
+from llmnode.node.processes import all_ready, private_swarm
+from llmnode.swarm.pool import open_pool
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import Open, Result, pack, unpack
+from llmnode.wire.payload import Codec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from llmnode.swarm.peer_connection import PeerConnection
+    from llmnode.wire.messages import Description
+
+POSITIONS = {"1 position": 1, "512 positions": 512}
+"""A decode, and the longest part of a prefill that is computed at once."""
+CROSSINGS = 400
+DECODERS = 4
+PREFILL = 128
+LENGTH = 1024
+"""Of sessions, which begin anew when they have come so far."""
+TIMEOUT_S = 60.0
+
+MOST_CROSSING_MS = 0.3
+MOST_DEARER_MS = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersBench:
+    """What was asked for: `steps` of each variant in each round. `threads` is torch's in the servers."""
+
+    repeats: int
+    steps: int
+    thin: bool
+    threads: int
+    json: bool
+
+
+@dataclass(slots=True)
+class _Variant:
+    """Of each round the median, and the 99th percentile, in ms."""
+
+    what: str
+    worker: str
+    median_ms: list[float] = field(default_factory=list)
+    slow_ms: list[float] = field(default_factory=list)
+
+    def note(self, times_ms: Sequence[float]) -> None:
+        ordered = sorted(times_ms)
+        self.median_ms.append(ordered[len(ordered) // 2])
+        self.slow_ms.append(ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))])
+
+
+async def bench_workers(config: WorkersBench) -> None:
+    crossings = [_Variant(f"crossing, {what}", worker) for what in POSITIONS for worker in WORKERS]
+    sizes = [positions for positions in POSITIONS.values() for _ in WORKERS]
+    hops = [_Variant(what, worker) for what in ("hop, idle", "hop, under load") for worker in WORKERS]
+    crossed = CROSSINGS // 4 if config.thin else CROSSINGS
+    with single_error():
+        async with _open_echoes() as echoes, _open_servers(config) as servers:
+            for number in range(-1, config.repeats):  # round -1 warms everything up
+                print(f"round {number + 1} of {config.repeats}", file=sys.stderr)
+                turn = -1 if number % 2 else 1
+                for variant, positions in list(zip(crossings, sizes, strict=True))[::turn]:
+                    _note(variant, await _cross(echoes[variant.worker], positions, crossed), number)
+                for variant in hops[:2][::turn]:
+                    _note(variant, await _decode(servers[variant.worker], config.steps), number)
+                for variant in hops[2:][::turn]:
+                    _note(variant, await _decode_beside(servers[variant.worker], config.steps), number)
+    conditions = environment(config.threads) | {
+        "rounds": config.repeats,
+        "crossings": crossed,
+        "steps": config.steps,
+        "load": f"{DECODERS} sessions that decode, and one that prefills {PREFILL} positions after {PREFILL}",
+    }
+    print_report("workers", conditions, _rows(crossings, hops), _aims(crossings, hops), as_json=config.json)
+
+
+def _note(variant: _Variant, times_ms: Sequence[float], number: int) -> None:
+    if number >= 0:
+        variant.note(times_ms)
+
+
+@asynccontextmanager
+async def _open_echoes() -> AsyncIterator[dict[str, BatchingWorker]]:
+    """A worker of each kind that computes nothing, and takes all that it is given at once."""
+    most = max(POSITIONS.values())
+    whole = BatchPolicy(unmeasured_prefill=most, most_prefill=most)
+    command = (sys.executable, "-P", *as_program("bench.workers.echoing"))
+    process = await start_process(command, WorkerPolicy())
+    try:
+        await process.say_hello()
+        await process.ask(OPEN_MODEL, asdict(Wanted()), report=print)
+        _, kv_tokens_free = await process.ask(LOAD, 0, ECHO.blocks, report=print)
+        process.holds(Span(0, ECHO.blocks), kv_tokens_free, ECHO.row_bytes)
+        own = BatchingWorker(process, process.run, time.perf_counter, whole)
+        yield {THREAD: ThreadWorker(EchoExecutor(), whole), PROCESS: own}
+    finally:
+        await process.end()
+
+
+async def _cross(worker: BatchingWorker, positions: int, times: int) -> list[float]:
+    """What calls take beyond the forward, in ms."""
+    session, hidden = SessionId(secrets.token_bytes(SESSION_ID_BYTES)), secrets.token_bytes(positions * ECHO.row_bytes)
+    assert await worker.do(operations.Open(session, worker.span, times * positions, PeerId("bench")))
+    times_ms = []
+    for number in range(times):
+        began_s = time.perf_counter()
+        computed = await worker.do(operations.Forward(session, number * positions, positions, hidden))
+        times_ms.append(1e3 * (time.perf_counter() - began_s) - computed.compute_us / 1e3)
+    await worker.do(operations.Close(session))
+    return times_ms
+
+
+@asynccontextmanager
+async def _open_servers(config: WorkersBench) -> AsyncIterator[dict[str, _Server]]:
+    """A real server for each kind of worker, and a connection to it."""
+    async with AsyncExitStack() as stack:
+        processes = {}
+        for worker in WORKERS:
+            swarm = private_swarm([Span(0, 1)], threads=config.threads, options=["--worker", worker])
+            (processes[worker],) = await stack.enter_async_context(swarm)
+        await all_ready(list(processes.values()))
+        network = await stack.enter_async_context(open_network([], LinkPolicy()))
+        pool = await stack.enter_async_context(open_pool(network))
+        servers = {}
+        for worker, process in processes.items():
+            connection = await pool.connect([process.address])
+            servers[worker] = _Server(connection, await connection.describe(TIMEOUT_S))
+        yield servers
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    connection: PeerConnection
+    model: Description
+
+
+class _Session:
+    """Of one hop, by frames: what a client does beside has no part in the times."""
+
+    def __init__(self, server: _Server) -> None:
+        self._connection = server.connection
+        self._model = server.model
+        self._begin()
+
+    def _begin(self) -> None:
+        self._name = SessionId(secrets.token_bytes(SESSION_ID_BYTES))
+        self._steps = self._position = 0
+
+    async def open(self) -> None:
+        model = self._model
+        request = Open(
+            model_digest=model.model_digest,
+            span_start=model.span_start,
+            span_end=model.span_end,
+            max_length=LENGTH,
+            dtype=model.dtype,
+            codec=Codec.RAW,
+            priority="interactive",
+            keep_outputs=False,
+        )
+        frame = Frame(FrameType.OPEN, self._name, meta=pack(request))
+        await self._connection.ask(frame, FrameType.OPENED, TIMEOUT_S)
+
+    async def step(self, positions: int) -> float:
+        """What it took beyond the forward, in ms."""
+        if self._position + positions > LENGTH:
+            await self.close()
+            self._begin()
+            await self.open()
+        payload = bytes(positions * 4 * self._model.hidden_size)
+        frame = Frame(
+            FrameType.STEP,
+            self._name,
+            step=Step(self._steps),
+            start=self._position,
+            length=positions,
+            payload=payload,
+            value_bytes=4,
+        )
+        began_s = time.perf_counter()
+        answer = await self._connection.ask(frame, FrameType.RESULT, TIMEOUT_S)
+        took_ms = 1e3 * (time.perf_counter() - began_s)
+        self._steps += 1
+        self._position += positions
+        return took_ms - unpack(Result, answer.meta).compute_us / 1e3
+
+    async def close(self) -> None:
+        await self._connection.tell(Frame(FrameType.CLOSE, self._name))
+
+
+async def _decode(server: _Server, steps: int) -> list[float]:
+    session = _Session(server)
+    await session.open()
+    times_ms = [await session.step(1) for _ in range(steps)]
+    await session.close()
+    return times_ms
+
+
+async def _decode_beside(server: _Server, steps: int) -> list[float]:
+    others = [(_Session(server), 1) for _ in range(DECODERS)] + [(_Session(server), PREFILL)]
+    for other, _ in others:
+        await other.open()
+
+    async def go_on(session: _Session, positions: int) -> None:
+        while not is_over:
+            await session.step(positions)
+
+    is_over = False
+    async with trio.open_nursery() as nursery:
+        for other, positions in others:
+            nursery.start_soon(go_on, other, positions)
+        times_ms = await _decode(server, steps)
+        is_over = True
+    for other, _ in others:
+        await other.close()
+    return times_ms
+
+
+def _rows(crossings: Sequence[_Variant], hops: Sequence[_Variant]) -> list[Row]:
+    rows: list[Row] = []
+    for thread, process in _pairs([*crossings, *hops]):
+        for each in (thread, process):
+            row: Row = {"what": each.what, "worker": each.worker}
+            row |= {"p50, ms": spread(each.median_ms), "p99, ms": spread(each.slow_ms)}
+            row["p50, beyond thread's"] = spread(_differences(each.median_ms, thread.median_ms))
+            row["p99, beyond thread's"] = spread(_differences(each.slow_ms, thread.slow_ms))
+            rows.append(row)
+    return rows
+
+
+def _aims(crossings: Sequence[_Variant], hops: Sequence[_Variant]) -> list[Aim]:
+    aims = []
+    for _, process in _pairs(crossings):
+        value = spread(process.median_ms).median
+        aim = f"<= {MOST_CROSSING_MS}"
+        aims.append(Aim(f"process: {process.what}, both ways, p50, ms", value, aim, value <= MOST_CROSSING_MS))
+    thread, process = list(_pairs(hops))[-1]
+    for name, dearer in (
+        ("p50", _differences(process.median_ms, thread.median_ms)),
+        ("p99", _differences(process.slow_ms, thread.slow_ms)),
+    ):
+        value = spread(dearer).median
+        aim = f"<= {MOST_DEARER_MS}"
+        aims.append(Aim(f"{process.what}: process beyond thread, {name}, ms", value, aim, value <= MOST_DEARER_MS))
+    return aims
+
+
+def _pairs(variants: Sequence[_Variant]) -> list[tuple[_Variant, _Variant]]:
+    """Of a thread, and of a process."""
+    return list(zip(variants[::2], variants[1::2], strict=True))
+
+
+def _differences(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [value - other for value, other in zip(values, others, strict=True)]
