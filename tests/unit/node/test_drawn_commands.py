@@ -132,7 +132,7 @@ class Drawn(random.Random):
         command = self.choice([*OPTIONS, *4 * ["generate", "chat"]])
         line = [command, *(RIGHT[command] if self.often() else [])]
         for _ in range(self.randrange(4)):
-            name = self.choice([*OPTIONS[command]] if self.often() else NAMES)
+            name = self.choice([*OPTIONS[command]] if OPTIONS[command] and self.often() else NAMES)
             flag = f"--no-{name}" if self.seldom() else f"--{name}"
             if self.seldom():
                 line.append(f"{flag}={self.value(name)}")
