@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"file   {path}{'' if path.exists() else ' (not there)'}\ncache  {cache_folder()}")
     for command, of in shown.items():
         print(f"\n{command}")
-        print("\n".join(_lines(of)))
+        print("\n".join(_lines(of) or ["  (nothing that can be set)"]))
     for variable in unknown:
         print(f"\nwarning: no option is set by {variable}")
     return 0
@@ -77,7 +77,7 @@ def _lines(of: Mapping[str, Setting]) -> list[str]:
         (name, _text(_concealed(setting.value)), f"{setting.source} {setting.place}".strip())
         for name, setting in of.items()
     ]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
     return [f"  {name:{widths[0]}}  {value:{widths[1]}}  {source}" for name, value, source in rows]
 
 
