@@ -87,8 +87,8 @@ async def test_a_hop_whose_new_neighbours_may_not_have_reached_it_is_told_of_the
     async with pairs_of_servers() as swarm, swarm.session() as (session, _):
         dialogue = Dialogue(session, random.Random(1))
         await dialogue.step(3)
-        line, (first, second, _) = session._line, session._line.hops
-        at = line.epoch, Step(line.step + 10)  # a step that does not come: a late answer is none to it
+        hops, (first, second, _) = session._hops, session._hops.hops
+        at = hops.epoch, Step(hops.step + 10)  # a step that does not come: a late answer is none to it
         with trio.move_on_after(DELAY_S / 2):  # it is told, and we do not hear so
             await first.set_neighbours(None, None, *at)
         await first.set_neighbours(None, second, *at)
