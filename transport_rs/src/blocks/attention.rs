@@ -4,8 +4,9 @@ use std::ops::Range;
 
 use crate::simd::Isa;
 
-/// What `queries` of one head of keys and values, `(rows, group, head_dim)`, attend to: those of each row to its own of the
-/// positions of `keys` and `values`, `(positions, head_dim)`, as `seen` has them. In the same shape.
+/// Attention for one head of keys and values. `queries` are `(rows, group, head_dim)`; `keys` and `values` are
+/// `(positions, head_dim)`. `seen` has the range of positions that each row attends to. The result has the shape of
+/// `queries`.
 pub(super) fn attend(
     isa: Isa,
     queries: &[f32],
@@ -16,7 +17,7 @@ pub(super) fn attend(
     let (first, last) = (seen.iter().map(|seen| seen.start).max(), seen.iter().map(|seen| seen.end).min());
     let (head, tail) = (first.unwrap_or_default() * head_dim, last.unwrap_or_default() * head_dim);
     if !values.iter().take(head).chain(values.iter().skip(tail)).all(|value| value.is_finite()) {
-        // What a row does not see would have a weight of 0, and come to NaN.
+        // A value that a row does not see has the weight 0; if it is infinite or NaN, the product would be NaN.
         let rows = queries.chunks_exact(queries.len() / seen.len()).zip(seen);
         let rows = rows.flat_map(|(queries, seen)| {
             let own = seen.start * head_dim..seen.end * head_dim;

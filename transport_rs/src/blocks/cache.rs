@@ -1,4 +1,4 @@
-//! Keys and values of a sequence in one block: as they are, or in 8 bits as `compute/kv.py` has them.
+//! Keys and values of a sequence in one block: as floats, or in 8 bits in the format of `compute/kv.py`.
 
 use std::borrow::Cow;
 
@@ -10,24 +10,25 @@ const LARGEST_CODE: f32 = 127.0;
 /// Keys and values of a sequence in one block.
 #[derive(Debug)]
 pub struct Cache<'a> {
-    /// Of all positions that there is room for.
+    /// The memory for all `capacity` positions.
     pub kept: Kept<'a>,
-    /// Positions that there is room for.
+    /// The number of positions that fit.
     pub capacity: usize,
 }
 
-/// How keys, turned, and values are kept. What is read is what was written, of new positions too.
+/// How values, and keys after rotation, are stored. A forward reads its new positions back from here too, rounded or
+/// not.
 #[derive(Debug)]
 pub enum Kept<'a> {
-    /// As they are: keys and values, `(kv_heads, capacity, head_dim)` each.
+    /// Floats: keys and values, `(kv_heads, capacity, head_dim)` each.
     Floats(&'a mut [f32], &'a mut [f32]),
-    /// In 8 bits, `(2, kv_heads, capacity, head_dim)`, first of the keys; and of each position and head a scale, by which its
-    /// largest number is 127: `(2, kv_heads, capacity)`.
+    /// 8-bit codes, `(2, kv_heads, capacity, head_dim)`, keys first. Then a scale for each position and head, by which
+    /// its largest number is 127: `(2, kv_heads, capacity)`.
     Codes(&'a mut [i8], &'a mut [f32]),
 }
 
 impl Cache<'_> {
-    /// Whether there is room for so many positions, and slabs are as long as that.
+    /// Whether `positions` fit, and the slabs have the length that `capacity` and `shape` ask for.
     pub(super) fn fits(&self, positions: usize, shape: &Shape) -> bool {
         let rows = self.capacity.checked_mul(shape.kv_heads);
         let values = rows.and_then(|rows| rows.checked_mul(shape.head_dim));

@@ -1,10 +1,11 @@
-//! Weights of 4 and of 8 bits, as GGUF's `Q4_1`, `Q4_0` and `Q8_0` have them: found again in what those were widened to.
+//! Weights of 4 and of 8 bits, as in GGUF's `Q4_1`, `Q4_0` and `Q8_0`: found again in the floats that those were
+//! widened to.
 
 use super::BlockError;
 use super::scalar::WHOLE;
 use crate::codec::numbers::{f16_to_f32, f32_to_f16};
 
-/// So many weights along the inputs share their levels.
+/// This many weights along the inputs share their levels.
 pub const GROUP: usize = 32;
 pub(crate) const GROUP_BYTES: usize = GROUP / 2;
 const LAST_CODE: f32 = 15.0;
@@ -13,7 +14,7 @@ const LARGEST_CODE: f32 = 127.0;
 /// Each weight is its code, from 0 to 15, times the step of its group, plus the least of the group: rounded once.
 #[derive(Clone, Copy, Debug)]
 pub struct Q4<'a> {
-    /// Of each group 16 bytes: their lower halves are its first 16 weights, the upper ones the others.
+    /// 16 bytes for each group: their lower halves are its first 16 weights, the upper ones the others.
     pub codes: &'a [u8],
     /// Step and least of each group.
     pub levels: &'a [[f32; 2]],
@@ -22,9 +23,9 @@ pub struct Q4<'a> {
 /// Each weight is its code times the step of its group: exactly.
 #[derive(Clone, Copy, Debug)]
 pub struct Q8<'a> {
-    /// As they are made, from -127 to 127.
+    /// Whole numbers from -127 to 127.
     pub codes: &'a [i8],
-    /// Of each group.
+    /// One for each group.
     pub steps: &'a [f32],
 }
 
@@ -68,11 +69,11 @@ impl<'a> Q4<'a> {
     }
 }
 
-/// As [`pack`], of 8 bits.
+/// [`pack`] for 8 bits.
 ///
 /// # Errors
 ///
-/// As [`pack`].
+/// The same as [`pack`]'s.
 pub fn pack_q8(weights: &[f32], codes: &mut [i8], steps: &mut [f32]) -> Result<bool, BlockError> {
     let (groups, rest) = weights.as_chunks::<GROUP>();
     let (places, no_place) = codes.as_chunks_mut::<GROUP>();
@@ -96,12 +97,12 @@ pub fn pack_q8(weights: &[f32], codes: &mut [i8], steps: &mut [f32]) -> Result<b
     }))
 }
 
-/// Whether `weights` are just what `codes` and `levels` of them, which are written, stand for: up to the first group that
-/// is not.
+/// Writes `codes` and `levels` of `weights`, and returns whether they stand for exactly these weights. It stops at the
+/// first group for which they do not.
 ///
 /// # Errors
 ///
-/// [`BlockError::Length`] if there is not room for just as many, or they end within a group.
+/// [`BlockError::Length`] if the outputs have another number of groups, or the weights end within a group.
 pub fn pack(weights: &[f32], codes: &mut [u8], levels: &mut [[f32; 2]]) -> Result<bool, BlockError> {
     let (groups, rest) = weights.as_chunks::<GROUP>();
     let (places, no_place) = codes.as_chunks_mut::<GROUP_BYTES>();

@@ -27,7 +27,7 @@ pub use groups::{GROUP, Q4, Q8, pack, pack_q8};
 pub use products::{multiply, widen};
 pub use shape::{Block, BlockError, Half, Linear, Piece, Shape, Weight};
 
-/// Of one sequence, so many read each key and value together.
+/// This many rows of one sequence read each key and value together.
 const ROWS_OF_RUN: usize = 8;
 
 /// One position of a forward.
@@ -39,7 +39,7 @@ struct Row {
 
 /// `hidden`, `(positions of all pieces, shape.hidden)`, through `blocks`, in place. Keys and values are kept.
 ///
-/// On as many threads as `pool` has, or this one.
+/// It runs on the threads of `pool`, or on this one.
 ///
 /// # Errors
 ///
@@ -106,7 +106,7 @@ struct Forward<'a> {
     turns: Vec<f32>,
 }
 
-/// Of rows, those of one piece that attend together.
+/// Cuts rows into runs: rows of one piece that attend together.
 fn runs(rows: &[Row]) -> Vec<Range<usize>> {
     let mut start = 0;
     let pieces = rows.chunk_by(|row, next| row.piece == next.piece);
@@ -180,7 +180,8 @@ impl Forward<'_> {
         kept
     }
 
-    /// What each row attends to, `(rows, heads * head_dim)`. Rows of a sequence read its keys and values together.
+    /// The output of attention for each row, `(rows, heads * head_dim)`. Rows of a sequence read its keys and values
+    /// together.
     fn attended(&self, number: usize, block: &Block<'_>, queries: &[f32], pieces: &[Piece<'_>]) -> Vec<f32> {
         let Shape { heads, kv_heads, head_dim, .. } = *self.shape;
         let (width, unit) = (heads * head_dim, heads / kv_heads * head_dim); // a unit's queries share a head of keys

@@ -10,7 +10,7 @@ use crate::simd::{Aligned, Isa};
 
 /// Work on fewer values than these (of weights, or of keys and values) is not worth another thread.
 const VALUES_OF_PART: usize = 1 << 15;
-/// Each thread gets its work in so many parts: one that is held up leaves the others to the rest.
+/// Each thread's work is cut into this many parts: if one thread is held up, the others take its parts.
 const PARTS_OF_THREAD: usize = 4;
 
 /// How products are computed.
@@ -82,7 +82,8 @@ impl Products {
         })
     }
 
-    /// What `make` makes of each, which take so many `values` to read together.
+    /// Calls `make` on each item, on several threads if it pays. `values` is the number of values that all of them read
+    /// together.
     pub(super) fn each<T: Sync, R: Send>(
         &self,
         items: &[T],
@@ -119,11 +120,11 @@ impl Products {
     }
 }
 
-/// One product: `values`, `(rows, inputs)`, to `(rows, outputs)`, on as many threads as [`forward`].
+/// One product: `values`, `(rows, inputs)`, to `(rows, outputs)`, on the threads of `pool`.
 ///
 /// # Errors
 ///
-/// [`BlockError::Length`] if weights or values are not as many as that.
+/// [`BlockError::Length`] if the number of weights or values does not fit these sizes.
 pub fn multiply(
     isa: Isa,
     pool: Option<&ThreadPool>,
@@ -145,7 +146,7 @@ pub fn multiply(
     })
 }
 
-/// The weights themselves, of those in groups. False for others, or if there is not room for just as many.
+/// Widens weights in groups. Returns false for other formats, or if `out` has another length.
 #[must_use]
 pub fn widen(isa: Isa, weights: Weight<'_>, out: &mut [f32]) -> bool {
     match weights {
@@ -156,7 +157,7 @@ pub fn widen(isa: Isa, weights: Weight<'_>, out: &mut [f32]) -> bool {
     true
 }
 
-/// `(rows, outputs)` of parts of as many outputs, that of each part after that of the other.
+/// Joins the results of parts, which follow each other, to `(rows, outputs)`. Each part has the same number of outputs.
 fn by_row(parts: &[f32], count: usize, part: usize) -> Vec<f32> {
     let mut out = Vec::with_capacity(parts.len());
     for row in 0..count {

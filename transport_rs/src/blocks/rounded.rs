@@ -24,7 +24,7 @@ struct Row {
 }
 
 impl Rounded {
-    /// Of `values`, `(rows, inputs)`.
+    /// Rounds `values`, `(rows, inputs)`.
     pub(super) fn new(isa: Isa, values: &[f32], inputs: usize) -> Self {
         let mut codes = vec![0; values.len()];
         let rows = values.chunks_exact(inputs).zip(codes.chunks_exact_mut(inputs));

@@ -1,4 +1,4 @@
-//! What a forward is given: blocks, pieces of sequences, and their sizes, which are checked before anything is computed.
+//! The input of a forward: blocks, pieces of sequences, and their sizes. They are checked before anything is computed.
 
 use std::error::Error;
 use std::fmt;
@@ -8,10 +8,10 @@ use super::groups::{Q4, Q8};
 use super::rounded;
 use crate::simd::LANES;
 
-/// Sizes are less: `f32` has all whole numbers up to it, and products of three fit a `usize`.
+/// All sizes are below this: `f32` has every whole number up to it, and a product of three fits a `usize`.
 const SIZES_END: usize = 1 << 20;
 
-/// What blocks of a model have in common.
+/// The sizes that all blocks of a model share.
 #[derive(Clone, Debug)]
 pub struct Shape {
     /// Values of a hidden state.
@@ -24,9 +24,9 @@ pub struct Shape {
     pub head_dim: usize,
     /// Values between the products of the MLP.
     pub inner: usize,
-    /// Of all norms.
+    /// The epsilon of all norms.
     pub epsilon: f32,
-    /// Of rotary embeddings: by how much each pair of a head's values turns from one position to the next.
+    /// Rotary embeddings: the angle by which each pair of a head's values turns from one position to the next.
     pub frequencies: Vec<f32>,
     /// A factor for rotary embeddings.
     pub rotary_scaling: f32,
@@ -41,18 +41,18 @@ pub struct Linear<'a> {
     pub bias: Option<&'a [f32]>,
 }
 
-/// What inputs are multiplied with.
+/// The weights of a linear layer, in one of several formats.
 #[derive(Clone, Copy, Debug)]
 pub enum Weight<'a> {
-    /// As it is.
+    /// 32-bit floats.
     Floats(&'a [f32]),
-    /// In 16 bits, of which there is an `f32` each.
+    /// 16-bit floats, each widened to `f32` exactly.
     Halves(Half, &'a [u16]),
-    /// In 4 bits: widened, they are as they were.
+    /// 4 bits, widened exactly.
     Q4(Q4<'a>),
-    /// In 8 bits, likewise. Inputs are as they are.
+    /// 8 bits, likewise. Inputs stay `f32`.
     Q8(Q8<'a>),
-    /// In 8 bits, with a scale for each output. Inputs are rounded to 8 bits too, see `rounded.rs`.
+    /// 8 bits, with a scale for each output. Inputs are rounded to 8 bits too, see `rounded.rs`.
     Codes(&'a [i8], &'a [f32]),
 }
 
@@ -64,7 +64,7 @@ impl Linear<'_> {
     }
 }
 
-/// What 16 bits are.
+/// The two 16-bit formats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Half {
     /// The upper half of an `f32`.
@@ -87,39 +87,39 @@ impl Weight<'_> {
     }
 }
 
-/// One block. Products are joined: queries, keys and values of one; gate and up of another.
+/// One block. The weights of queries, keys and values are one matrix; those of gate and up are another.
 #[derive(Clone, Copy, Debug)]
 pub struct Block<'a> {
-    /// Before attention: the weight of an RMS norm.
+    /// The weight of the RMS norm before attention.
     pub attended_norm: &'a [f32],
-    /// Of queries, keys and values.
+    /// Projects to queries, keys and values.
     pub qkv: Linear<'a>,
-    /// Of each head of queries, and each of keys: the weights of RMS norms.
+    /// The weights of the RMS norms of each head: of queries, and of keys.
     pub head_norms: Option<(&'a [f32], &'a [f32])>,
-    /// Of what attention gives.
+    /// Projects the output of attention.
     pub output: Linear<'a>,
-    /// Before the MLP.
+    /// The weight of the RMS norm before the MLP.
     pub fed_norm: &'a [f32],
-    /// Of gate and up.
+    /// Projects to gate and up.
     pub gate_up: Linear<'a>,
-    /// Of what they give.
+    /// Projects their product back.
     pub down: Linear<'a>,
     /// A factor for scores of attention.
     pub scaling: f32,
     /// Whether queries and keys turn by position.
     pub is_rotated: bool,
-    /// So many positions are looked at, one's own too; all, if that is not said.
+    /// The number of positions that attention sees, its own among them. `None` means all.
     pub window: Option<usize>,
 }
 
 /// Positions of one sequence that follow each other.
 #[derive(Debug)]
 pub struct Piece<'a> {
-    /// The first one's place in the sequence. What is before it is in the caches.
+    /// The first one's place in the sequence. The caches hold the positions before it.
     pub start: usize,
-    /// How many they are.
+    /// The number of positions.
     pub length: usize,
-    /// Of each block that they go through.
+    /// One for each block.
     pub caches: Vec<Cache<'a>>,
 }
 
@@ -129,11 +129,11 @@ pub enum BlockError {
     /// A size that vectors do not fit, heads of queries that do not share those of keys evenly, or frequencies for another
     /// number of pairs than heads have.
     Shape,
-    /// What is named has another number of values than its shape says.
+    /// The named input has another number of values than its shape says.
     Length(&'static str),
     /// A window in which a position does not see itself.
     Window,
-    /// A piece that its caches have no room for.
+    /// A piece that does not fit its caches.
     Room,
 }
 

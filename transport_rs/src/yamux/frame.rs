@@ -12,14 +12,14 @@ pub const FIN: u16 = 4;
 /// The stream is gone in both directions.
 pub const RST: u16 = 8;
 
-/// What a frame is for.
+/// The kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// `length` bytes of the stream follow.
     Data,
     /// The receiver may send `length` bytes more.
     WindowUpdate,
-    /// `length` is what the answer must repeat.
+    /// The answer must repeat `length`.
     Ping,
     /// No new streams, for the reason `length`.
     GoAway,
@@ -28,13 +28,13 @@ pub enum Kind {
 /// The header of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// What the frame is for.
+    /// Decides what the other fields mean.
     pub kind: Kind,
     /// `SYN` and the like. Unknown flags are ignored, as in go-yamux.
     pub flags: u16,
     /// 0 means the connection itself.
     pub stream: u32,
-    /// Of the body for `Data` alone.
+    /// The length of the body for `Data`; a number for every other kind.
     pub length: u32,
 }
 
@@ -55,7 +55,7 @@ impl Header {
         Some(Self { kind, flags, stream, length: u32::from_be_bytes([l0, l1, l2, l3]) })
     }
 
-    /// As it stands on the wire.
+    /// The header's bytes on the wire.
     #[must_use]
     pub fn encode(self) -> [u8; HEADER_BYTES] {
         let kind = match self.kind {

@@ -1,30 +1,31 @@
-//! How much data the other side has not taken in yet: pings among it, which are answered in turn, are marks that tell.
+//! How much data the other side has not taken in yet. Pings between the data are the marks: they are answered in turn.
 
 use std::collections::VecDeque;
 
-/// So often a mark goes out.
+/// A mark goes out after each of these.
 const MARK_EVERY_BYTES: f64 = 32.0 * 1024.0;
-/// So much may be under way however near the other side is: it takes several marks at a time.
+/// This much may be under way even if the round trip is short: the other side answers several marks at a time.
 const LEAST_BYTES: f64 = 128.0 * 1024.0;
-/// And else as much as passes in so many round trips: one fills the way, the other is for what is not even.
+/// Otherwise the data of this many round trips may be under way. One fills the connection, the other evens out its
+/// changes.
 const ROUND_TRIPS: f64 = 2.0;
-/// The fastest of late: of it this much is believed at the next mark.
+/// The highest rate so far decays by this factor at each mark.
 const RATE_KEEPS: f64 = 0.98;
-/// That wait for their answers: of a side that answers no pings nobody knows how far it is, and it holds nothing up.
+/// The most marks that wait for answers. A side that answers no pings tells us nothing, and is not waited for.
 const MARKS_MAX: usize = 4096;
 /// Marks have these numbers, other pings lower ones.
 const FIRST_NUMBER: u32 = 1 << 31;
 
 struct Mark {
     number: u32,
-    /// All that was sent before it.
+    /// The bytes sent before it.
     sent: f64,
-    /// All that had passed when it was sent.
+    /// The bytes known to have arrived when it was sent.
     passed: f64,
     at_s: f64,
 }
 
-/// Of all streams of a connection together. Bytes are counted as `f64`, which is exact up to petabytes.
+/// The marks of one connection, over all its streams. Bytes are counted as `f64`, which is exact up to petabytes.
 #[derive(Default)]
 pub(super) struct Marks {
     sent: f64,
@@ -45,7 +46,7 @@ impl Marks {
         room
     }
 
-    /// So much is sent now. Returns the number of the ping that is to follow, if a mark is due.
+    /// Counts bytes that are sent now. Returns the number of the ping that is to follow, if a mark is due.
     pub fn send(&mut self, len_bytes: u32, now_s: f64) -> Option<u32> {
         if self.waiting.is_empty() {
             self.passed = self.sent; // as far as is known

@@ -1,7 +1,7 @@
 //! A yamux session: many streams over one connection. Bytes in; bytes and events out.
 //!
-//! The spec: <https://github.com/hashicorp/yamux/blob/master/spec.md>. It owns no socket and reads no clock. What it holds
-//! is bounded, whatever the other side sends: `Limits` say by how much.
+//! The spec: <https://github.com/hashicorp/yamux/blob/master/spec.md>. It owns no socket and reads no clock. Its memory
+//! is bounded, whatever the other side sends: [`Limits`] has the bounds.
 
 mod frame;
 mod marks;
@@ -24,12 +24,12 @@ pub const INITIAL_WINDOW_BYTES: u32 = 256 * 1024;
 /// The most data of one frame: with its header it fills one Noise message.
 pub const DATA_BYTES_MAX: usize = crate::noise::PLAINTEXT_BYTES_MAX - HEADER_BYTES;
 
-/// A window of which half is used up within so many round trips is too small: its stream waits for it.
+/// A window is too small if half of it is used up within this many round trips: its stream waits for it.
 const GROW_WITHIN_ROUND_TRIPS: f64 = 1.5;
-/// The same while nobody knows how long a round trip is.
+/// The same in seconds, until a round trip has been measured.
 const GROW_WITHIN_S: f64 = 1.0;
 
-/// What `GoAway` says: nothing is wrong.
+/// The reason in a `GoAway` when nothing is wrong.
 pub const GO_AWAY_NORMAL: u32 = 0;
 const GO_AWAY_PROTOCOL_ERROR: u32 = 1;
 
@@ -39,17 +39,17 @@ const GO_AWAY_PROTOCOL_ERROR: u32 = 1;
 /// To be sent: `out_data_bytes + out_control_bytes`.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Streams at a time that the other side has opened; more are reset. As many as go-yamux lets wait.
+    /// Streams at a time that the other side has opened; more are reset. go-yamux lets the same number wait.
     pub streams_inbound: usize,
     /// Streams at a time that we have opened.
     pub streams_outbound: usize,
     /// The window of one stream. 16 MiB fill 1 Gbit/s over 130 ms.
     pub window_bytes: u32,
-    /// What windows may grow by, over all streams of the connection.
+    /// The growth of the windows of all streams together, above their initial size.
     pub grown_windows_bytes: u64,
     /// Data that waits to be sent: enough for one system call, and little for a small message to wait behind.
     pub out_data_bytes: usize,
-    /// Answers that wait to be sent. Only one who asks and does not read the answers gets there.
+    /// Answers that wait to be sent. Only a side that asks and does not read the answers gets there.
     pub out_control_bytes: usize,
 }
 
@@ -66,10 +66,10 @@ impl Default for Limits {
     }
 }
 
-/// What the other side did against the protocol. The session is of no use afterwards.
+/// How the other side broke the protocol. The session cannot be used afterwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum YamuxError {
-    /// Another version, or a kind of frame that there is not.
+    /// Another version, or an unknown kind of frame.
     BadHeader,
     /// Data or a window for stream 0.
     BadStream,
@@ -90,13 +90,13 @@ pub enum YamuxError {
 pub enum OpenError {
     /// One side is going away.
     GoingAway,
-    /// As many as the limit are open, or too much waits to be sent.
+    /// The limit of open streams is reached, or too much data waits to be sent.
     TryLater,
     /// All 2^31 numbers are used up.
     NoNumbersLeft,
 }
 
-/// What happened to which streams while bytes came in. Each stream stands at most once in each.
+/// The streams to which something happened while bytes came in. Each list names a stream at most once.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Events {
     /// The other side opened them.
@@ -109,10 +109,10 @@ pub struct Events {
     pub reset: Vec<u32>,
 }
 
-/// What `read` found.
+/// The result of `read`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadResult {
-    /// So many bytes; never 0.
+    /// The number of bytes; never 0.
     Data(usize),
     /// Nothing yet.
     Wait,
@@ -170,8 +170,8 @@ impl Yamux {
         }
     }
 
-    /// Says what time it is, counted from any moment, before bytes are received. Now and then a ping goes out, whose
-    /// answer says how long a round trip is: windows grow with that. Who never calls this sends no pings.
+    /// Sets the time, counted from any moment. Call it before bytes are received. Now and then it sends a ping, which
+    /// measures the round trip: windows grow with that. Without these calls no pings are sent.
     pub fn tell_time(&mut self, now_s: f64) {
         self.now_s = now_s;
         if self.out.len() < self.limits.out_data_bytes
@@ -265,7 +265,7 @@ impl Yamux {
         self.streams.get(&stream).map_or(0, Stream::buffered_bytes)
     }
 
-    /// Says that we send no more. What the other side sends may still be read.
+    /// Says that we send no more. Data from the other side can still be read.
     pub fn close(&mut self, stream: u32) {
         let Some(state) = self.streams.get_mut(&stream).filter(|state| !state.local_closed) else { return };
         state.local_closed = true;
@@ -286,7 +286,7 @@ impl Yamux {
         self.push(Kind::GoAway, 0, 0, reason);
     }
 
-    /// What is to be sent, in order.
+    /// The bytes to send, in order.
     #[must_use]
     pub fn output(&self) -> &[u8] {
         &self.out
@@ -431,7 +431,7 @@ impl Yamux {
         self.limits.out_data_bytes.saturating_sub(self.out.len())
     }
 
-    /// As `push`, for what the other side can make us say.
+    /// Like `push`, for frames that the other side can make us send: these are limited.
     fn answer(&mut self, kind: Kind, flags: u16, stream: u32, length: u32) -> Result<(), YamuxError> {
         if self.out.len() + HEADER_BYTES > self.limits.out_data_bytes + self.limits.out_control_bytes {
             return Err(YamuxError::AnswersUnread);
@@ -445,8 +445,8 @@ impl Yamux {
     }
 }
 
-/// Frames of one stream mostly come together, so looking at the last entry finds nearly every repetition; who is woken
-/// twice finds nothing the second time.
+/// Frames of one stream mostly come together, so a look at the last entry finds nearly every repetition. A reader that
+/// is woken twice finds nothing the second time.
 fn note(streams: &mut Vec<u32>, stream: u32) {
     if streams.last() != Some(&stream) {
         streams.push(stream);

@@ -1,11 +1,11 @@
 //! How long a round trip is, as pings find it.
 
-/// So many at once to begin with, one after the other: the first ones meet a side that is still busy with the handshake.
+/// The first pings follow each other without a pause: the earliest meet a side that is still busy with the handshake.
 const FIRST_PINGS: u32 = 4;
-/// Then no more often than this, and an unanswered one is given up.
+/// Later pings are at least this far apart. An unanswered one is given up then.
 const PING_EVERY_S: f64 = 1.0;
-/// Of what a longer one is longer than the shortest, this share is added: what is slow now, behind much data, says little;
-/// but a way that got longer is believed some time.
+/// A longer round trip moves the shortest one up by this share of the difference. One slow answer, behind much data,
+/// says little; but a connection that has become slower is believed in time.
 const CREEP: f64 = 1.0 / 64.0;
 
 /// The shortest round trip of late.

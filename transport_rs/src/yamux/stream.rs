@@ -7,13 +7,13 @@ use super::{INITIAL_WINDOW_BYTES, YamuxError};
 
 /// A stream that is open in at least one direction, or holds bytes that nobody has read.
 ///
-/// Of the window, part is credit that the other side has not used yet, part is bytes that wait here, and the rest was
-/// read and is not given back yet: `credit + inbox.len() <= window`, always.
+/// The window has three parts: credit that the other side has not used yet, bytes that wait here, and bytes that were
+/// read but not given back yet: `credit + inbox.len() <= window`, always.
 pub(super) struct Stream {
     pub by_remote: bool,
     pub local_closed: bool,
     pub remote_closed: bool,
-    /// What we may still send.
+    /// The bytes that we may still send.
     pub send_credit: u32,
     inbox: VecDeque<u8>,
     window: u32,
@@ -77,8 +77,8 @@ impl Stream {
 
     /// The credit to give back now, or 0: at most two updates a window, however small the reads are.
     ///
-    /// A window of which half went in less than `within_s` is made four times as large, while `room` lasts; and once in
-    /// any case, for a stream that carries so much: the ramp of a transfer is a round trip shorter for it.
+    /// A window grows to four times its size, while `room` lasts, if half of it was used in less than `within_s`. The
+    /// first update always grows it: a stream with that much data then ramps up a round trip sooner.
     pub fn window_update(&mut self, now_s: f64, within_s: f64, window_max: u32, room: u64) -> u32 {
         let unread = u32::try_from(self.inbox.len()).unwrap_or(u32::MAX);
         let mut update = self.window.saturating_sub(self.credit.saturating_add(unread));
