@@ -213,6 +213,14 @@ class WorkerPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class LifePolicy:
+    """How a node goes from one span to another, see `core/serving/node_life.py`."""
+
+    drain_s: float = 10.0
+    """Sessions have this long to end before the blocks are dropped: as at `llmnode serve --drain-s`."""
+
+
+@dataclass(frozen=True, slots=True)
 class PoolPolicy:
     """The connections that a node has opened to others, when a direct one takes the place of one through a relay."""
 

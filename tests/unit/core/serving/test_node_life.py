@@ -1,0 +1,270 @@
+"""The life of a serving node: laws that hold whatever happens to it, in whatever order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmnode.core.announcement import PeerState
+from llmnode.core.policy import LifePolicy
+from llmnode.core.serving.node_life import (
+    Announce,
+    AwaitSessions,
+    Drained,
+    Draining,
+    DropWorker,
+    EndSessions,
+    GaveUp,
+    Joining,
+    LeaveWanted,
+    Left,
+    Load,
+    Loaded,
+    Lost,
+    Online,
+    RefuseSessions,
+    SayFarewell,
+    SpanWanted,
+    Stopped,
+    TakeSessions,
+    announced,
+    join,
+    transition,
+)
+from llmnode.core.span import Span
+from llmnode.errors import LocalProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llmnode.core.serving.node_life import Action, Event, State
+
+POLICY = LifePolicy(drain_s=10.0)
+FIRST, SECOND, THIRD = Span(0, 2), Span(2, 4), Span(4, 6)
+SPANS = st.sampled_from([FIRST, SECOND, THIRD])
+PATIENCE_S = st.floats(0, 100)
+EVENTS: st.SearchStrategy[Event] = st.one_of(
+    st.builds(Loaded, SPANS),
+    st.just(Lost()),
+    st.just(GaveUp()),
+    st.builds(SpanWanted, SPANS, st.none() | PATIENCE_S),
+    st.builds(LeaveWanted, PATIENCE_S),
+    st.builds(Drained, st.integers(0, 2)),
+    st.just(Stopped()),
+)
+HAPPENINGS = st.lists(st.tuples(EVENTS, st.floats(0, 20)), max_size=30)
+"""Each event, and how long after the one before it comes."""
+
+
+@dataclass
+class Edge:
+    """Does what it is told, as values, and checks what must hold at any time. `worker` is what is loaded."""
+
+    state: State = field(init=False)
+    now_s: float = 0.0
+    worker: Span | None = None
+    loading: Span | None = None
+    takes: bool = False
+    said: tuple[PeerState, Span] | None = None
+    farewells: int = 0
+
+    def __post_init__(self) -> None:
+        self.state, actions = join(FIRST)
+        self.do(actions)
+
+    def happen(self, event: Event) -> bool:
+        """Whether it could. What cannot happen changes nothing."""
+        if isinstance(event, Loaded) and event.span != self.loading:
+            return False  # nobody loads anything but what was asked for
+        if isinstance(event, (Loaded, GaveUp)) and self.loading is None:
+            return False
+        if isinstance(event, Lost) and self.worker is None and self.loading is None:
+            return False
+        try:
+            after, actions = transition(self.state, event, self.now_s, POLICY)
+        except LocalProtocolError:
+            return False
+        match event:
+            case Loaded(span):
+                self.worker, self.loading = span, None
+            case Lost():
+                self.worker = self.loading = None
+            case GaveUp():
+                self.loading = None
+        self.state = after
+        self.do(actions)
+        return True
+
+    def do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Announce():
+                    self.said = announced(self.state), self.state.span
+                case Load(span):
+                    assert self.worker is None, "there is never memory for two"
+                    assert self.loading is None
+                    self.loading = span
+                case TakeSessions():
+                    assert self.worker is not None
+                    self.takes = True
+                case RefuseSessions() | EndSessions():
+                    self.takes = False
+                case DropWorker():
+                    assert not self.takes
+                    self.worker = None
+                case SayFarewell():
+                    self.farewells += 1
+                    self.said = PeerState.LEFT, self.state.span
+                case AwaitSessions(until_s):
+                    assert isinstance(self.state, Draining)
+                    assert until_s == self.state.until_s
+
+    def check(self) -> None:
+        assert self.said == (announced(self.state), self.state.span), "it announces what it is"
+        assert self.takes == isinstance(self.state, Online)
+        assert self.farewells == isinstance(self.state, Left)
+        if isinstance(self.state, Online):
+            assert self.worker == self.state.span, "never online without its span"
+        if isinstance(self.state, Joining):
+            assert self.loading == self.state.span, "it is never left waiting for nothing"
+
+
+def lived(happenings: Sequence[tuple[Event, float]]) -> Edge:
+    edge = Edge()
+    for event, after_s in happenings:
+        edge.now_s += after_s
+        edge.happen(event)
+        edge.check()
+    return edge
+
+
+@given(HAPPENINGS)
+def test_it_announces_what_it_is_and_is_online_only_with_the_span_loaded_that_it_announces(
+    happenings: list[tuple[Event, float]],
+) -> None:
+    lived(happenings)
+
+
+@given(HAPPENINGS, PATIENCE_S)
+def test_from_anywhere_it_leaves_when_told_to_and_stays_away(
+    happenings: list[tuple[Event, float]], patience_s: float
+) -> None:
+    edge = lived(happenings)
+    if not isinstance(edge.state, Left):
+        assert edge.happen(LeaveWanted(patience_s))
+        edge.check()
+        assert isinstance(edge.state, Draining)
+        assert edge.state.until_s <= edge.now_s + patience_s, "asked again, it does not wait for longer"
+        assert edge.happen(Drained())
+    assert isinstance(edge.state, Left)
+    edge.check()
+    for event in (Lost(), GaveUp(), SpanWanted(SECOND), LeaveWanted(0.0), Drained(), Stopped(), Loaded(FIRST)):
+        with pytest.raises(LocalProtocolError):
+            transition(edge.state, event, edge.now_s, POLICY)
+
+
+@given(HAPPENINGS)
+def test_from_anywhere_it_can_be_stopped_at_once(happenings: list[tuple[Event, float]]) -> None:
+    edge = lived(happenings)
+    was_there = not isinstance(edge.state, Left)
+    assert edge.happen(Stopped()) == was_there
+    assert isinstance(edge.state, Left)
+    edge.check()
+
+
+@given(HAPPENINGS, SPANS)
+def test_from_anywhere_but_where_it_leaves_it_comes_online_with_any_span(
+    happenings: list[tuple[Event, float]], wanted: Span
+) -> None:
+    edge = lived(happenings)
+    if isinstance(edge.state, Draining):
+        assert edge.happen(Drained())
+    if isinstance(edge.state, Left):
+        return
+    if isinstance(edge.state, Joining):
+        assert edge.happen(Loaded(edge.state.span))
+    assert edge.happen(SpanWanted(wanted))
+    if edge.state != Online(wanted):
+        assert edge.happen(Drained())
+        assert edge.happen(Loaded(wanted))
+    edge.check()
+    assert edge.state == Online(wanted)
+
+
+@given(HAPPENINGS)
+def test_a_drain_ends_in_joining_or_left_and_never_before_its_time_while_sessions_are_there(
+    happenings: list[tuple[Event, float]],
+) -> None:
+    edge = lived(happenings)
+    if not isinstance(edge.state, Draining):
+        return
+    then, until_s = edge.state.then, edge.state.until_s
+    if edge.now_s < until_s:
+        assert not edge.happen(Drained(sessions=1))
+    edge.now_s = max(edge.now_s, until_s)
+    assert edge.happen(Drained(sessions=1))
+    edge.check()
+    assert isinstance(edge.state, Left) if then is None else edge.state.span == then
+    assert isinstance(edge.state, (Joining, Left))
+
+
+def after(*events: Event) -> State:
+    edge = Edge()
+    for event in events:
+        assert edge.happen(event), event
+    return edge.state
+
+
+def test_a_lost_worker_is_loaded_again_and_the_node_is_joining_meanwhile() -> None:
+    assert after(Loaded(FIRST), Lost()) == Joining(FIRST)
+    assert after(Loaded(FIRST), Lost(), Lost(), Loaded(FIRST)) == Online(FIRST)
+
+
+def test_another_span_has_the_policys_patience_unless_its_own_is_given() -> None:
+    assert after(Loaded(FIRST), SpanWanted(SECOND)) == Draining(FIRST, POLICY.drain_s, SECOND)
+    assert after(Loaded(FIRST), SpanWanted(SECOND, 3.0)) == Draining(FIRST, 3.0, SECOND)
+    assert after(Loaded(FIRST), SpanWanted(FIRST)) == Online(FIRST), "it serves that already"
+
+
+def test_a_span_that_cannot_be_loaded_gives_way_to_the_one_before_but_once() -> None:
+    changing = (Loaded(FIRST), SpanWanted(SECOND), Drained(), GaveUp())
+    assert after(*changing) == Joining(FIRST)
+    assert after(*changing, Loaded(FIRST)) == Online(FIRST)
+    assert after(*changing, GaveUp()) == Left(FIRST)
+    assert after(GaveUp()) == Left(FIRST), "the first of all has none before it"
+
+
+def test_to_leave_overrides_another_span_and_may_be_hurried_but_not_put_off() -> None:
+    changing = (Loaded(FIRST), SpanWanted(SECOND, 50.0))
+    assert after(*changing, LeaveWanted(60.0)) == Draining(FIRST, 60.0, None)
+    assert after(*changing, LeaveWanted(60.0), LeaveWanted(5.0)) == Draining(FIRST, 5.0, None)
+    assert after(*changing, LeaveWanted(5.0), LeaveWanted(60.0)) == Draining(FIRST, 5.0, None)
+
+
+def test_what_was_being_loaded_when_it_was_told_to_leave_is_not_served() -> None:
+    for outcome in (Loaded(FIRST), Lost(), GaveUp()):
+        assert after(LeaveWanted(5.0), outcome) == Draining(FIRST, 5.0, None)
+
+
+@pytest.mark.parametrize(
+    ("state", "event"),
+    [
+        (Joining(FIRST), Loaded(SECOND)),
+        (Joining(FIRST), SpanWanted(SECOND)),
+        (Joining(FIRST), Drained()),
+        (Online(FIRST), Loaded(FIRST)),
+        (Online(FIRST), GaveUp()),
+        (Online(FIRST), Drained()),
+        (Draining(FIRST, 5.0, SECOND), Loaded(SECOND)),
+        (Draining(FIRST, 5.0, SECOND), SpanWanted(THIRD)),
+        (Draining(FIRST, 5.0), Drained(sessions=1)),
+    ],
+    ids=str,
+)
+def test_what_cannot_happen_is_a_bug(state: State, event: Event) -> None:
+    with pytest.raises(LocalProtocolError, match="cannot have"):
+        transition(state, event, 4.0, POLICY)
