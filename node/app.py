@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
-import statistics
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
@@ -15,20 +13,17 @@ from llmnode.compute.loading import AUTO, SpanLoader, Wanted
 from llmnode.compute.restarting_worker import ProcessLoader
 from llmnode.compute.worker import ThreadLoader
 from llmnode.compute.worker_process import can_start
-from llmnode.core.announcement import Offer, PeerState
-from llmnode.core.ids import SESSION_ID_BYTES, PeerId, SessionId
 from llmnode.core.model import DTYPES, KV_DTYPES, QUANTS, SAME
-from llmnode.core.operations import Close, Forward, Open
 from llmnode.core.policy import LinkPolicy, ReachPolicy, RelayPolicy, ServePolicy, SwarmPolicy
 from llmnode.core.serving.kv_memory import parse_memory
-from llmnode.core.serving.placement import choose_span
-from llmnode.core.span import Span, parse_span
-from llmnode.errors import ConfigError, PeerError, WorkerLost, single_error
+from llmnode.core.span import parse_span
+from llmnode.errors import ConfigError, PeerError, single_error
 from llmnode.net.addresses import CIRCUIT, LISTEN_ANY_LOOPBACK, parse_peer, parse_relay
 from llmnode.net.directory import open_directory
 from llmnode.net.host import open_network
 from llmnode.net.swarm_key import Entry, entry
-from llmnode.node.serve.links import serve_links, serve_view
+from llmnode.node.serve.links import accept_links, answer_as_relay
+from llmnode.node.serve.role import Role, choose_blocks
 from llmnode.node.serve.server import Server
 from llmnode.node.watching import Notice, log_notice, watch
 from llmnode.swarm.membership import Swarm
@@ -38,14 +33,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
+    from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.core.peers.nat import Reach
+    from llmnode.core.span import Span
     from llmnode.net.host import Libp2pNetwork
-    from llmnode.ports import Worker
+    from llmnode.ports import WorkerSource
 
-    Loader = ThreadLoader | ProcessLoader
-
-MEASURED_STEPS = 9
 THREAD, PROCESS = "thread", "process"
 WORKERS = (THREAD, PROCESS)
 
@@ -92,26 +86,50 @@ class RunningNode:
     """A node that takes sessions. Made by `open_node`."""
 
     network: Libp2pNetwork
-    peer: PeerId
-    listening: Sequence[str]
     model: ModelInfo
-    span: Span
-    tensor_bytes: int
     swarm: Swarm
     server: Server
-    share: Announced
+    role: Role
+    source: WorkerSource
+
+    @property
+    def peer(self) -> PeerId:
+        return self.network.peer
+
+    @property
+    def listening(self) -> Sequence[str]:
+        """The addresses of this machine where it listens."""
+        return self.network.listening
 
     @property
     def addresses(self) -> Sequence[str]:
-        """What it announces now."""
+        """The addresses that it announces now."""
         return self.network.addresses
+
+    @property
+    def span(self) -> Span:
+        """The blocks that it serves, or that it is loading."""
+        return self.role.span
+
+    @property
+    def tensor_bytes(self) -> int:
+        """The size of the weights of these blocks, in memory."""
+        return self.source.tensor_bytes
 
     async def follow_addresses(self, report: Callable[[Sequence[str]], None]) -> NoReturn:
         """Announce, and report, when a relay through which we are reached is lost or there again."""
         while True:
             await self.network.wait_addresses_changed()
-            self.swarm.say(self.share.offer())
+            self.role.announce()
             report(self.addresses)
+
+    async def change_span(self, span: Span, patience_s: float | None = None) -> None:
+        """Serve other blocks, under the same identity: see `Role.change_span`."""
+        await self.role.change_span(span, patience_s)
+
+    async def drain(self, patience_s: float, report: Callable[[int], None] = lambda _sessions: None) -> None:
+        """Take no new sessions, and leave when those that there are have ended: see `Role.drain`."""
+        await self.role.drain(patience_s, report)
 
     async def look(self) -> Reach | None:
         """How others reach this node, by the word of peers of the swarm that are reached directly: waits for such.
@@ -126,15 +144,6 @@ class RunningNode:
         others = (each for each in self.swarm.view.announcements() if each.peer != self.peer)
         of_others = (address for each in others for address in each.addresses[:1])
         return [each for each in (*self.swarm.contacts, *of_others) if CIRCUIT not in each]
-
-    async def drain(self, patience_s: float, report: Callable[[int], None] = lambda _sessions: None) -> None:
-        """Take no new sessions, say so, and wait at most so long until those that there are have ended.
-
-        `report` is told how many are left, at first and whenever one has ended; never 0.
-        """
-        self.share.state = PeerState.DRAINING
-        self.swarm.say(self.share.offer())
-        await self.server.drain(patience_s, report)
 
 
 @asynccontextmanager
@@ -160,31 +169,19 @@ async def open_node(
             config.listen, config.announce, way_in, config.identity, report_notice, relays=config.relays
         ) as (network, swarm):
             report("loading torch")
-            async with _open_loader(config, report, report_worker) as loader:
-                model = await loader.open_model()
-                share = Announced(model, await _choose_span(config, model, loader, swarm))
-                async with open_pool(network) as pushes, trio.open_nursery() as nursery:
-                    nursery.start_soon(swarm.announce, share.offer)  # as joining: others choose other blocks
-                    report(f"reading blocks {share.span} of {model.name}")
-                    await _bring_up(loader, share)
-                    server = Server(share.worker, model, ServePolicy(kv_tokens=share.worker.kv_tokens), swarm, pushes)
-                    nursery.start_soon(server.run, network)
-                    swarm.say(share.offer())
-                    nursery.start_soon(_keep_worker, loader, share, server, swarm, report_worker)
-                    node = RunningNode(
-                        network=network,
-                        peer=network.peer,
-                        listening=network.listening,
-                        model=model,
-                        span=share.span,
-                        tensor_bytes=loader.tensor_bytes,
-                        swarm=swarm,
-                        server=server,
-                        share=share,
-                    )
+            async with _open_source(config, report, report_worker) as source, open_pool(network) as pushes:
+                model = await source.open_model()
+                span = await choose_blocks(config.blocks, model, source, swarm)
+                server = Server(network, model, ServePolicy(), swarm, pushes)
+                role = Role(source, model, span, server, swarm, report_worker=report_worker)
+                node = RunningNode(network, model, swarm, server, role, source)
+                async with trio.open_nursery() as nursery:
+                    report(f"reading blocks {span} of {model.name}")
+                    await nursery.start(role.run)
+                    nursery.start_soon(server.run)
                     nursery.start_soon(node.follow_addresses, report_addresses)
                     yield node
-                    await swarm.leave(share.offer())
+                    await role.leave()
                     nursery.cancel_scope.cancel()
 
 
@@ -204,7 +201,7 @@ async def open_relay(
             _joined(listen, announce, way_in, identity, report_notice, relay_policy=RelayPolicy()) as (network, swarm),
             trio.open_nursery() as nursery,
         ):
-            nursery.start_soon(serve_links, network, ServePolicy().links, lambda link: serve_view(swarm, link))
+            nursery.start_soon(accept_links, network, ServePolicy().links, lambda link: answer_as_relay(swarm, link))
             yield network
             nursery.cancel_scope.cancel()
 
@@ -251,10 +248,10 @@ async def _joined(
 
 
 @asynccontextmanager
-async def _open_loader(
+async def _open_source(
     config: NodeConfig, report: Callable[[str], None], report_worker: Callable[[str, bool], None]
-) -> AsyncIterator[Loader]:
-    """Its process, if it has one, ends with the context."""
+) -> AsyncIterator[WorkerSource]:
+    """Makes workers. Its process, if it has one, ends with the context."""
     wanted = Wanted(
         model=config.model,
         kv_tokens=config.kv_tokens,
@@ -269,108 +266,11 @@ async def _open_loader(
     if config.worker == THREAD or (config.worker == AUTO and not can_start()):
         yield ThreadLoader(SpanLoader(wanted, report))
         return
-    loader = ProcessLoader(wanted, report, lambda line: report_worker(line, False))
+    source = ProcessLoader(wanted, report, lambda line: report_worker(line, False))
     try:
-        yield loader
+        yield source
     finally:
-        await loader.end()
-
-
-async def _bring_up(loader: Loader, share: Announced) -> None:
-    """Until a worker takes sessions. Raises what makes that hopeless."""
-    while True:
-        worker = await loader.load(share.span)
-        try:
-            await share.take_sessions(worker)
-        except WorkerLost:  # in its first forward, which is when most memory is taken
-            await loader.wait_lost()
-        else:
-            loader.serves()
-            return
-
-
-async def _keep_worker(
-    loader: Loader, share: Announced, server: Server, swarm: Swarm, report_worker: Callable[[str, bool], None]
-) -> NoReturn:
-    """Whenever the worker is lost say so, and have it serve again. Raises what makes that hopeless."""
-    try:
-        while True:
-            await loader.wait_lost()
-            share.lose_worker()
-            server.lose_worker()
-            swarm.say(share.offer())
-            await _bring_up(loader, share)
-            swarm.say(share.offer())
-            report_worker(f"the worker serves blocks {share.span} again", True)
-    finally:
-        loader.kill()  # sessions need not wait for what it computes: they end too
-
-
-class Announced:
-    """What this node serves of the swarm's model, as it is announced."""
-
-    def __init__(self, model: ModelInfo, span: Span) -> None:
-        self.span = span
-        self.state = PeerState.JOINING
-        self._model = model
-        self._worker: Worker | None = None
-        self._block_us = 0
-
-    @property
-    def worker(self) -> Worker:
-        assert self._worker is not None, "the blocks are not loaded yet"
-        return self._worker
-
-    async def take_sessions(self, worker: Worker) -> None:
-        """From now on we are online, as fast as we measure now."""
-        self._block_us = max(1, await _step_us(worker, self._model.row_bytes) // len(self.span))
-        self._worker = worker
-        if self.state is PeerState.JOINING:
-            self.state = PeerState.ONLINE
-
-    def lose_worker(self) -> None:
-        """We are as one who loads its blocks for the first time, unless we are about to leave."""
-        if self.state is PeerState.ONLINE:
-            self.state = PeerState.JOINING
-
-    def offer(self) -> Offer:
-        return Offer(
-            model=self._model.name,
-            model_digest=self._model.digest,
-            blocks=self._model.blocks,
-            dtype=self._model.dtype,
-            span=self.span,
-            state=self.state,
-            block_us=self._block_us,
-            kv_tokens=0 if self._worker is None else self._worker.kv_tokens,
-            kv_tokens_free=0 if self._worker is None else self._worker.kv_tokens_free,
-        )
-
-
-async def _step_us(worker: Worker, row_bytes: int) -> int:
-    """The time of one token through the span: a median, after a first step that warms caches up."""
-    session = SessionId(secrets.token_bytes(SESSION_ID_BYTES))
-    steps = MEASURED_STEPS + 1
-    if not await worker.do(Open(session, worker.span, steps)):
-        return 0
-    times = [(await worker.do(Forward(session, step, 1, bytes(row_bytes)))).compute_us for step in range(steps)]
-    await worker.do(Close(session))
-    return int(statistics.median(times[1:]))
-
-
-async def _choose_span(config: NodeConfig, model: ModelInfo, loader: Loader, swarm: Swarm) -> Span:
-    """The blocks that were asked for; of a number of them, those that the swarm needs most."""
-    if ":" in config.blocks:
-        return parse_span(config.blocks, model.blocks)
-    length = int(config.blocks) if config.blocks != AUTO else await loader.fitting_blocks()
-    if not swarm.view.of_model(model.digest):
-        await swarm.look_up(model.digest)
-    others = [
-        each.offer
-        for each in swarm.view.of_model(model.digest)
-        if each.offer.dtype == model.dtype and each.offer.state is not PeerState.DRAINING
-    ]
-    return choose_span(model.blocks, length, [(offer.span, offer.speed_tokens_per_s) for offer in others])
+        await source.end()
 
 
 def _check(config: NodeConfig) -> None:

@@ -36,10 +36,11 @@ class Readout:
 
 
 def introspect(node: RunningNode) -> Readout:
+    served = node.server.served
     opened = node.network.count_open()
     return Readout(
         sessions=len(node.server.sessions),
-        kv_tokens_reserved=node.server.policy.kv_tokens - node.server.worker.kv_tokens_free,
+        kv_tokens_reserved=0 if served is None else served.worker.kv_tokens - served.worker.kv_tokens_free,
         links=opened.links,
         relayed=opened.relayed,
         connections=opened.connections,

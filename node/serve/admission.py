@@ -27,7 +27,7 @@ class Admission:
         self._policy = policy
         self._room = AdmissionQueue(worker.kv_tokens, policy)
         self._waiting: dict[SessionId, trio.Event] = {}
-        self._is_closed = False
+        self._closed_because = ""
 
     async def enter(self, session: SessionId, span: Span, positions: int, client: PeerId, priority: Priority) -> None:
         """Reserve KV, when it is the session's turn. Raises PeerRefused. Whatever comes of it, `leave` is due."""
@@ -40,7 +40,7 @@ class Admission:
                 await came_in.wait()
         finally:
             del self._waiting[session]
-            if self._is_closed or not came_in.is_set():
+            if self._closed_because or not came_in.is_set():
                 self._forget(session)
         self._check_open()
         if not came_in.is_set():
@@ -59,14 +59,9 @@ class Admission:
         finally:
             self._forget(session)
 
-    def lose_all(self) -> None:
-        """The worker has lost all that sessions held."""
-        self._room.clear(trio.current_time())
-        self._admit()
-
-    def close(self) -> None:
-        """Let nobody in any more, nor wait."""
-        self._is_closed = True
+    def close(self, reason: str) -> None:
+        """Let nobody in any more, nor wait. They are told the reason."""
+        self._closed_because = reason
         for came_in in self._waiting.values():
             came_in.set()
 
@@ -88,8 +83,8 @@ class Admission:
             raise self._refusal(positions, f"{self._room.line} sessions wait already")
 
     def _check_open(self) -> None:
-        if self._is_closed:
-            raise PeerRefused(RefusalCode.BUSY, "this server is draining")
+        if self._closed_because:
+            raise PeerRefused(RefusalCode.BUSY, self._closed_because)
 
     def _refusal(self, positions: int, why: str) -> PeerRefused:
         reason = f"{positions} positions asked for, {self._worker.kv_tokens_free} free: {why}"

@@ -26,7 +26,7 @@ def log_bug(peer: PeerId, error: Exception) -> None:
     log.error("what peer=%s had here has ended by what nobody foresaw", peer, exc_info=error)
 
 
-async def serve_links(
+async def accept_links(
     network: Network,
     most: int,
     serve: Callable[[Link], Awaitable[None]],
@@ -59,7 +59,7 @@ async def serve_links(
             await nursery.start(serve_next, slot)
 
 
-async def serve_view(swarm: Swarm, link: Link) -> None:
+async def answer_as_relay(swarm: Swarm, link: Link) -> None:
     """Answer about the swarm alone, as a relay that holds no blocks."""
     while True:
         frame = await link.receive()

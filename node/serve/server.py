@@ -1,4 +1,4 @@
-"""Serves one span to any number of links.
+"""Serves a span to any number of links, and another one after it.
 
 Sessions belong to the server, and answer over a link: one that is leased may wait for its client to come back over
 another. A link's loop does nothing but hand frames on, so that a slow session holds up no other. What a session does
@@ -17,13 +17,13 @@ from llmnode.core.identity import how_other
 from llmnode.core.ids import NO_SESSION
 from llmnode.core.priority import PRIORITIES
 from llmnode.core.span import Span
-from llmnode.core.view import serving
+from llmnode.core.view import online_or_draining
 from llmnode.errors import PeerRefused, RemoteProtocolError
 from llmnode.node.serve.admission import Admission
-from llmnode.node.serve.links import answer_about_swarm, log_bug, serve_links
+from llmnode.node.serve.links import accept_links, answer_about_swarm, log_bug
 from llmnode.node.serve.next_hops import NextHops
-from llmnode.node.serve.serving import ServeStats, Serving
-from llmnode.node.serve.session import REQUESTS, ServedSession, refusal_of
+from llmnode.node.serve.served_span import ServedSpan, ServeStats
+from llmnode.node.serve.session import REQUESTS, ServerSession, refusal_of
 from llmnode.swarm.membership import software
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import (
@@ -46,86 +46,109 @@ if TYPE_CHECKING:
     from llmnode.core.ids import PeerId, SessionId
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ServePolicy
-    from llmnode.core.traffic import Traffic
     from llmnode.ports import Link, Network, Worker
     from llmnode.swarm.membership import Swarm
     from llmnode.swarm.pool import ConnectionPool
 
 log = logging.getLogger(__name__)
 
+DRAINING = "this server is draining"
+
 
 @dataclass(slots=True)
 class Server:
-    """What all links share."""
+    """What all links share: sessions, and the span that is loaded now, if there is one."""
 
-    worker: Worker
+    network: Network
     model: ModelInfo
     policy: ServePolicy
     swarm: Swarm | None = None
     pushes: ConnectionPool | None = None
     """Connections over which results go to next hops; without them every hop goes through the client."""
-    sessions: dict[SessionId, ServedSession] = field(default_factory=dict)
+    sessions: dict[SessionId, ServerSession] = field(default_factory=dict)
     tally: ServeStats = field(default_factory=ServeStats)
     is_draining: bool = False
     on_bug: Callable[[PeerId, Exception], None] = log_bug
     """Told what nobody foresaw, which has ended a session or link of that peer; what it raises ends the server."""
     session_ended: trio.Event = field(default_factory=trio.Event)
     """The next one's end; then there is another event."""
-    admission: Admission = field(init=False)
+    served: ServedSpan | None = None
+    """None while no blocks are loaded: at first, after a worker was lost, and between two spans."""
+    span: Span | None = None
+    """The blocks that are served, or that are being loaded."""
+    next_hops: NextHops = field(init=False)
 
     def __post_init__(self) -> None:
-        self.admission = Admission(self.worker, self.policy.room)
+        self.next_hops = NextHops(self.pushes, self._addresses, self.policy)
 
-    async def run(self, network: Network) -> None:
+    async def run(self) -> None:
         """Serve every link that is opened to us, until cancelled."""
-        next_hops = NextHops(self.pushes, self._addresses, self.policy)
-        shared = Serving(self.worker, self.admission, self.model, self.policy, network, next_hops, self.tally)
         async with trio.open_nursery() as nursery:
-            await serve_links(
-                network,
-                self.policy.links,
-                lambda link: _ServedLink(self, shared, link, nursery).run(),
-                self.on_bug,
+            await accept_links(
+                self.network, self.policy.links, lambda link: ServerLink(self, link, nursery).run(), self.on_bug
             )
 
-    async def drain(self, patience_s: float, report: Callable[[int], None] = lambda _sessions: None) -> None:
-        """Take no sessions any more, and wait until those whose clients are here have ended, at most so long.
+    def serve(self, worker: Worker) -> None:
+        """Open sessions with this worker from now on."""
+        assert self.served is None, "the former worker is ended first"
+        admission = Admission(worker, self.policy.room)
+        self.served = ServedSpan(worker, admission, self.model, self.policy, self.network, self.next_hops, self.tally)
+        self.span, self.is_draining = worker.span, False
+
+    def refuse_sessions(self) -> None:
+        """Open no sessions any more. Those that are open go on."""
+        self.is_draining = True
+        if self.served is not None:
+            self.served.admission.close(DRAINING)
+
+    def end_worker(self, then: Span) -> None:
+        """The worker is lost, or about to be dropped: no session has any KV. The blocks of `then` are loaded next.
+
+        Each session is there until its client hears of it at its next step, and for what it has logged.
+        """
+        self.span = then
+        if self.served is not None:
+            self.tally.former_busy_us += self.served.worker.busy_us
+            self.served.admission.close(f"this server is loading blocks {then}")
+            self.served = None
+
+    @property
+    def sessions_here(self) -> int:
+        """Sessions whose clients are here. The others wait for their clients to come back."""
+        return sum(session.link is not None for session in self.sessions.values())
+
+    async def drain(self, report: Callable[[int], None] = lambda _sessions: None) -> None:
+        """Wait until the sessions whose clients are here have ended.
 
         `report` is told how many are left, at first and whenever one has ended; never 0.
         """
-        self.is_draining = True
-        self.admission.close()
-        with trio.move_on_after(patience_s):
-            while sessions := sum(session.link is not None for session in self.sessions.values()):
-                report(sessions)
-                await self.session_ended.wait()
+        while sessions := self.sessions_here:
+            report(sessions)
+            await self.session_ended.wait()
 
     def _addresses(self, peer: PeerId) -> Sequence[str] | None:
         """None unless it has announced a part of our model."""
         known = self.swarm.view.of_model(self.model.digest) if self.swarm is not None else []
-        return next((each.addresses for each in serving(known) if each.peer == peer), None)
+        return next((each.addresses for each in online_or_draining(known) if each.peer == peer), None)
 
-    def leave_link(self, session: ServedSession) -> None:
+    def leave_link(self, session: ServerSession) -> None:
         """Its client is gone. It may wait for it, if all that do, or those of this client, do not hold too much KV."""
         waiting = [session, *(each for each in self.sessions.values() if each.link is None)]
-        may_hold = self.policy.leased_share * self.policy.kv_tokens
+        may_hold = self.policy.leased_share * session.served.worker.kv_tokens
         of_client = _positions(each for each in waiting if each.client == session.client)
         if _positions(waiting) > may_hold or of_client > self.policy.leased_client_share * may_hold:
             session.lease_s = 0.0
         session.leave_link()
         self.note_end()
 
-    def lose_worker(self) -> None:
-        """No session has any KV. Each is there until its client hears of it, and for what it has logged."""
-        self.admission.lose_all()
-
     def note_end(self) -> None:
         """A session has ended, or its client has."""
         self.session_ended.set()
         self.session_ended = trio.Event()
 
-    def describe(self, traffic: Traffic) -> Description:
-        span = self.worker.span
+    def describe(self) -> Description:
+        worker, span = None if self.served is None else self.served.worker, self.span
+        assert span is not None, "a link is accepted once blocks are loaded"
         return Description(
             software=software(),
             model=self.model.name,
@@ -136,23 +159,22 @@ class Server:
             dtype=self.model.dtype,
             span_start=span.start,
             span_end=span.end,
-            kv_tokens_free=self.worker.kv_tokens_free,
+            kv_tokens_free=0 if worker is None else worker.kv_tokens_free,
             sessions=len(self.sessions),
             steps=self.tally.steps,
             steps_given_directly=self.tally.given_directly,
             results_pushed=self.tally.pushed,
             positions=self.tally.positions,
-            busy_us=self.worker.busy_us,
-            **asdict(traffic),
+            busy_us=self.tally.former_busy_us + (0 if worker is None else worker.busy_us),
+            **asdict(self.network.traffic),
         )
 
 
-class _ServedLink:
+class ServerLink:
     """One link, and what comes over it. `nursery` is that of the sessions."""
 
-    def __init__(self, server: Server, shared: Serving, link: Link, nursery: trio.Nursery) -> None:
+    def __init__(self, server: Server, link: Link, nursery: trio.Nursery) -> None:
         self._server = server
-        self._shared = shared
         self._link = link
         self._nursery = nursery
 
@@ -164,7 +186,7 @@ class _ServedLink:
             for session in self._sessions():
                 self._server.leave_link(session)
 
-    def _sessions(self) -> list[ServedSession]:
+    def _sessions(self) -> list[ServerSession]:
         """Those that answer over this link."""
         return [session for session in self._server.sessions.values() if session.link is self._link]
 
@@ -173,7 +195,7 @@ class _ServedLink:
             match frame.type:
                 case FrameType.DESCRIBE:
                     check_empty(frame.meta, "DESCRIBE")
-                    meta = pack(self._server.describe(self._shared.network.traffic))
+                    meta = pack(self._server.describe())
                     await self._link.send(Frame(FrameType.DESCRIPTION, step=frame.step, meta=meta))
                 case FrameType.OPEN:
                     self._open(frame)
@@ -199,18 +221,18 @@ class _ServedLink:
             await self._link.send(refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message))
 
     def _open(self, frame: Frame) -> None:
-        span, request = self._check_open(frame)
+        span, request, served = self._check_open(frame)
         stage = Stage(frame.session, request.max_length, self._server.policy.steps_ahead, frame.epoch)
         form = HiddenForm(self._server.model.hidden_size, Codec(request.codec))
         sessions, priority = self._server.sessions, PRIORITIES[request.priority]
-        session = ServedSession(
-            stage, span, form, self._link, self._shared, sessions, priority, keep_outputs=request.keep_outputs
+        session = ServerSession(
+            stage, span, form, self._link, served, sessions, priority, keep_outputs=request.keep_outputs
         )
         sessions[frame.session] = session
         self._nursery.start_soon(self._run_session, session)
 
-    def _check_open(self, frame: Frame) -> tuple[Span, Open]:
-        request, held = unpack(Open, frame.meta), self._server.worker.span
+    def _check_open(self, frame: Frame) -> tuple[Span, Open, ServedSpan]:
+        request = unpack(Open, frame.meta)
         if request.span_start >= request.span_end:
             raise RemoteProtocolError(f"[{request.span_start}, {request.span_end}) is no span")
         if frame.session == NO_SESSION or frame.step:
@@ -223,14 +245,16 @@ class _ServedLink:
         self._check_model(request)
         if request.codec not in list(Codec):
             raise PeerRefused(RefusalCode.UNKNOWN_CODEC, f"this server knows {', '.join(Codec)}")
-        if not held.covers(span):
+        if (served := self._server.served) is None:
+            raise PeerRefused(RefusalCode.BUSY, f"this server is loading blocks {self._server.span}")
+        if not (held := served.worker.span).covers(span):
             double = self._server.swarm is not None and self._server.swarm.double is not None
             why = ": another node uses the identity of this one, and announces others" if double else ""
             raise PeerRefused(RefusalCode.SPAN_NOT_HELD, f"{span} asked for, {held} held{why}")
         if request.max_length > self._server.model.context_tokens:
             raise PeerRefused(RefusalCode.NO_ROOM, f"the model's context is {self._server.model.context_tokens} tokens")
         self._check_room()
-        return span, request
+        return span, request, served
 
     def _check_model(self, request: Open) -> None:
         model = self._server.model
@@ -243,7 +267,7 @@ class _ServedLink:
 
     def _check_room(self) -> None:
         if self._server.is_draining:
-            raise PeerRefused(RefusalCode.BUSY, "this server is draining")
+            raise PeerRefused(RefusalCode.BUSY, DRAINING)
         if (sessions := len(self._sessions())) >= self._server.policy.sessions_per_link:
             raise PeerRefused(RefusalCode.BUSY, f"{sessions} sessions are open over this link")
 
@@ -264,13 +288,13 @@ class _ServedLink:
             self._check_room()
         session.move(self._link, frame)
 
-    async def _run_session(self, session: ServedSession) -> None:
+    async def _run_session(self, session: ServerSession) -> None:
         try:
             await self._run_to_its_end(session)
         except Exception as error:  # noqa: BLE001  one client's bad luck is not to cost all others their sessions
             self._server.on_bug(session.client, error)
 
-    async def _run_to_its_end(self, session: ServedSession) -> None:
+    async def _run_to_its_end(self, session: ServerSession) -> None:
         name = session.stage.session
         try:
             await session.run()
@@ -278,7 +302,7 @@ class _ServedLink:
             session.end()
             try:
                 with trio.CancelScope(shield=True):  # KV is freed whatever ends the session
-                    await self._shared.admission.leave(name)
+                    await session.served.admission.leave(name)
             finally:
                 del self._server.sessions[name]
                 self._server.note_end()
@@ -297,13 +321,13 @@ class _ServedLink:
         except (PeerRefused, RemoteProtocolError) as error:
             log.info("dropped a step pushed by peer=%s: %s", self._link.peer, error)
 
-    def _session(self, frame: Frame) -> ServedSession:
+    def _session(self, frame: Frame) -> ServerSession:
         session = self._server.sessions.get(frame.session)
         if session is None or session.link is not self._link:
             raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "no such session is open over this link")
         return session
 
 
-def _positions(sessions: Iterable[ServedSession]) -> int:
+def _positions(sessions: Iterable[ServerSession]) -> int:
     """That they have KV for."""
     return sum(each.stage.max_length for each in sessions)

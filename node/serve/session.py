@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from llmnode.core.priority import Priority
     from llmnode.core.span import Span
-    from llmnode.node.serve.serving import Serving
+    from llmnode.node.serve.served_span import ServedSpan
     from llmnode.ports import Link
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.wire.frame import Buffer
@@ -58,7 +58,7 @@ REQUESTS = frozenset({FrameType.NEIGHBOURS, FrameType.REPLAY, FrameType.FORK})
 """The frames with metadata that a session takes, besides RESUME."""
 
 
-class ServedSession:
+class ServerSession:
     """Its task (`run`) owns the stage; the link's loop only queues frames with `submit`, and moves it between links."""
 
     def __init__(
@@ -67,8 +67,8 @@ class ServedSession:
         span: Span,
         form: HiddenForm,
         link: Link,
-        serving: Serving,
-        beside: Mapping[SessionId, ServedSession],
+        served: ServedSpan,
+        beside: Mapping[SessionId, ServerSession],
         priority: Priority,
         *,
         keep_outputs: bool,
@@ -86,20 +86,21 @@ class ServedSession:
         """Since it was opened, until it ends."""
         self._scope = trio.CancelScope()
         self._span = span
-        self._serving = serving
+        self.served = served
+        """Its KV, if it has any, is there."""
         self._beside = beside
         self._priority = priority
-        self._worker = serving.worker
+        self._worker = served.worker
         self._form = form
-        self._profile = profile_digest(serving.model.digest, serving.model.dtype, form.codec)
+        self._profile = profile_digest(served.model.digest, served.model.dtype, form.codec)
         self._outputs = PayloadLog(form) if keep_outputs else None
         """As long as the KV, whose reservation bounds it."""
         self._receiver: tuple[PeerConnection, SessionId] | None = None
         self._quiet = False
-        self._relayed = RelayBudget(serving.policy.relayed)
+        self._relayed = RelayBudget(served.policy.relayed)
         self._asked_s: float | None = None  # since when it is to push to a next hop that it has not found
         self._doing = Frame(FrameType.OPENED, stage.session, stage.epoch)  # what the client waits for an answer to
-        self._submitted, self._frames = trio.open_memory_channel[Frame](4 * serving.policy.steps_ahead)
+        self._submitted, self._frames = trio.open_memory_channel[Frame](4 * served.policy.steps_ahead)
 
     def submit(self, frame: Frame) -> None:
         """Queue a frame of the session. Raises RemoteProtocolError or PeerRefused for what cannot be."""
@@ -156,14 +157,14 @@ class ServedSession:
     async def _serve(self) -> None:
         name, length = self.stage.session, self.stage.max_length
         try:
-            await self._serving.admission.enter(name, self._span, length, self.client, self._priority)
+            await self.served.admission.enter(name, self._span, length, self.client, self._priority)
         except PeerRefused as refusal:
             await self._send(refusal_of(self._doing, refusal.code, refusal.reason, refusal.retry_after_s))
             return
         self.has_kv = True
         await self._send(self._doing)
         while True:
-            with trio.move_on_after(self._serving.policy.session_idle_s) as idle:
+            with trio.move_on_after(self.served.policy.session_idle_s) as idle:
                 try:
                     frame = self._doing = await self._frames.receive()
                 except trio.EndOfChannel:
@@ -228,9 +229,9 @@ class ServedSession:
                 self._outputs.append(payload, frame.length)
             receipt = self._receipt(frame, payload)
             pushed = await self._push(frame, payload, pack(Pushed(receipt.input_digest, receipt.signature)))
-            self._serving.tally.steps += 1
-            self._serving.tally.positions += frame.length
-            self._serving.tally.pushed += pushed
+            self.served.tally.steps += 1
+            self.served.tally.positions += frame.length
+            self.served.tally.pushed += pushed
             shown = unpack(Pushed, frame.meta) if frame.meta else None
             result = Result(
                 computed.queue_us,
@@ -264,8 +265,10 @@ class ServedSession:
         """A session becomes a copy only of one that has the same kind."""
         return self._span, self._form, self._outputs is not None
 
-    async def _copy(self, frame: Frame, source: ServedSession, operation: operations.Fork | Truncate) -> None:
+    async def _copy(self, frame: Frame, source: ServerSession, operation: operations.Fork | Truncate) -> None:
         outputs = source._outputs.copy() if source._outputs is not None else None  # as they are now, and the KV is
+        if isinstance(operation, operations.Fork) and source.served is not self.served:
+            raise WorkerLost("the session to be copied has lost its worker")
         try:
             await self._worker.do(operation)
         except (RuntimeError, MemoryError) as error:
@@ -282,7 +285,7 @@ class ServedSession:
         """The receipt binds us to this step. It is made once, after all that can fail (see `receipt.is_proof`)."""
         return signed(
             Receipt(
-                signer=self._serving.network.peer,
+                signer=self.served.network.peer,
                 client=self.client,
                 session=frame.session,
                 epoch=frame.epoch,
@@ -294,7 +297,7 @@ class ServedSession:
                 input_digest=_native.blake3_digest(frame.payload),
                 output_digest=_native.blake3_digest(payload),
             ),
-            self._serving.network.sign,
+            self.served.network.sign,
         )
 
     async def _replay(self, frame: Frame) -> None:
@@ -315,8 +318,8 @@ class ServedSession:
         asked = f"results of {frame.length} positions from {frame.start} asked for"
         if self._outputs is None or frame.length < 1 or frame.start + frame.length > positions:
             raise RemoteProtocolError(f"{asked}, {positions} logged")
-        if payload_bytes(self._form.codec, frame.length * self._form.hidden_size) > self._serving.policy.replay_bytes:
-            raise RemoteProtocolError(f"{asked}, more than {self._serving.policy.replay_bytes} bytes")
+        if payload_bytes(self._form.codec, frame.length * self._form.hidden_size) > self.served.policy.replay_bytes:
+            raise RemoteProtocolError(f"{asked}, more than {self.served.policy.replay_bytes} bytes")
         return self._outputs.read(frame.start, frame.length)
 
     async def _stand_between(self, frame: Frame) -> None:
@@ -325,13 +328,13 @@ class ServedSession:
             request = unpack(Neighbours, frame.meta)
             self.sender = PeerId(request.sender) if request.sender else None
             self._receiver, self._quiet = None, request.quiet
-            if request.receiver == self._serving.network.peer:
+            if request.receiver == self.served.network.peer:
                 raise PeerUnreachable("the next hop is this server itself")
             if request.receiver:
                 if not request.again or self._asked_s is None:
                     self._asked_s = trio.current_time()
                 peer = PeerId(request.receiver)
-                connection = await self._serving.next_hops.find(peer, self._asked_s, again=request.again)
+                connection = await self.served.next_hops.find(peer, self._asked_s, again=request.again)
                 self._receiver = connection, SessionId(request.receiver_session)
                 self._asked_s = None
         except RemoteProtocolError as error:

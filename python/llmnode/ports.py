@@ -167,3 +167,35 @@ class Worker(Protocol):
 
     async def do(self, operation: Operation[Result]) -> Result:
         """Do an operation, and return its result."""
+
+
+class WorkerSource(Protocol):
+    """Makes workers for spans of one model, one at a time, for as long as a node lives."""
+
+    @property
+    def tensor_bytes(self) -> int:
+        """The size of the weights that were loaded last, in memory."""
+
+    async def open_model(self) -> ModelInfo:
+        """To be called first. Raises ConfigError or ModelError; WorkerLost if a worker ended at every start."""
+
+    async def fitting_blocks(self) -> int:
+        """How many blocks there is memory for. Raises as `Loader.fitting_blocks`, or WorkerLost."""
+
+    async def load(self, span: Span) -> Worker:
+        """A fresh worker. The one before has been lost or dropped. Raises as `open_model`."""
+
+    def serves(self) -> None:
+        """The worker has done a first forward: if it is lost now, its successor may well come as far."""
+
+    async def wait_lost(self) -> None:
+        """Until the worker is lost, which is reported. Raises WorkerLost if another one would be lost too."""
+
+    async def drop(self) -> None:
+        """End the worker. Its calls raise WorkerLost from then on, and all its memory is given back."""
+
+    def kill(self) -> None:
+        """The node ends: whatever waits for the worker fails at once, as far as a forward can be interrupted."""
+
+    async def end(self) -> None:
+        """Nothing is left of the source then."""

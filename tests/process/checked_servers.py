@@ -56,7 +56,7 @@ async def main() -> None:
             )
             nodes.append(await stack.enter_async_context(open_node(config)))
             if blocks.endswith("~"):
-                make_noisy(nodes[-1].server.worker)
+                make_noisy(nodes[-1].server.served.worker)
         ready = [{"peer": each.peer, "addresses": list(each.addresses)} for each in nodes]
         print(json.dumps({"event": "ready", "nodes": ready}), flush=True)
         async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as stdin:

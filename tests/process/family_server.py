@@ -43,7 +43,9 @@ async def _serve(wanted: dict[str, Any]) -> None:  # Any: JSON
     executor = load_executor(folder, Span(*wanted["blocks"]), KV_TOKENS)
     async with open_network([LISTEN_ANY_LOOPBACK], LinkPolicy()) as network:
         print(json.dumps({**wanted, "address": network.addresses[0]}), flush=True)
-        await Server(ThreadWorker(executor), folder.info, ServePolicy(kv_tokens=KV_TOKENS)).run(network)
+        server = Server(network, folder.info, ServePolicy())
+        server.serve(ThreadWorker(executor))
+        await server.run()
 
 
 async def _lines_of_stdin() -> AsyncIterator[bytes]:

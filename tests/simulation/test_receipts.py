@@ -20,7 +20,7 @@ from simulation.world import Dialogue, World, pairs_of_servers, simulated
 
 if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
-    from llmnode.node.serve.session import ServedSession
+    from llmnode.node.serve.session import ServerSession
     from llmnode.receipts.audit import Audit
     from llmnode.session.session import InferenceSession
     from llmnode.wire.frame import Buffer, Frame
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 WINDOW = ClientPolicy().unverified_steps
 
 
-def served_by(swarm: World, peer: PeerId) -> ServedSession:
+def served_by(swarm: World, peer: PeerId) -> ServerSession:
     (served,) = swarm.node(peer).server.sessions.values()
     return served
 

@@ -17,7 +17,7 @@ import trio
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute, PeerError, SessionClosed, SessionLost
-from llmnode.node.serve.server import _ServedLink
+from llmnode.node.serve.server import ServerLink
 from llmnode.testing import (
     Cast,
     Conditions,
@@ -264,13 +264,13 @@ async def test_who_refuses_is_passed_over_though_the_hop_before_may_push_to_it_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refusals = []
-    check = _ServedLink._check_room
+    check = ServerLink._check_room
 
-    def noted(link: _ServedLink) -> None:
+    def noted(link: ServerLink) -> None:
         refusals.extend([link] * link._server.is_draining)
         check(link)
 
-    monkeypatch.setattr(_ServedLink, "_check_room", noted)
+    monkeypatch.setattr(ServerLink, "_check_room", noted)
     for seed in range(6):  # which of the two is asked first is chance
         async with world(seed) as swarm:
             await swarm.start("before", SPANS[0])

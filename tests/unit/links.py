@@ -66,9 +66,10 @@ class Served:
 
 @asynccontextmanager
 async def served(worker: Any, *, link: LinkPolicy = POLICY, serve: ServePolicy | None = None) -> AsyncIterator[Served]:
-    server = Server(worker, MODEL, serve or ServePolicy(), on_bug=raise_bug)
     async with open_network([LISTEN_ANY_LOOPBACK], link) as network, trio.open_nursery() as nursery:
-        nursery.start_soon(server.run, network)
+        server = Server(network, MODEL, serve or ServePolicy(), on_bug=raise_bug)
+        server.serve(worker)
+        nursery.start_soon(server.run)
         yield Served(server, network, worker)
         nursery.cancel_scope.cancel()
 

@@ -96,7 +96,8 @@ class BatchingWorker:
 
     async def _close(self, session: SessionId) -> bool:
         if self._scheduler.knows(session):
-            await self._control(Close(session))
+            with suppress(WorkerLost):  # then it holds nothing any more
+                await self._control(Close(session))
             self._scheduler.dismiss(session)
         return True
 

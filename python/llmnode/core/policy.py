@@ -276,8 +276,6 @@ class RelayedPolicy:
 class ServePolicy:
     """What a server grants its clients."""
 
-    kv_tokens: int = 32_768
-    """KV positions reserved by all sessions together."""
     sessions_per_link: int = 64
     links: int = 256
     steps_ahead: int = 4
@@ -299,7 +297,7 @@ class ServePolicy:
     """How long a session may outlive its link, if its client asks for it: until another process has read the file of a
     session and loaded its model. 0 grants nobody anything."""
     leased_share: float = 0.25
-    """Of `kv_tokens`, what sessions without a link may hold together: nobody may ever come for them."""
+    """Of all KV of the server, what sessions without a link may hold together: nobody may ever come for them."""
     leased_client_share: float = 0.5
     """Of that, what those of one client may hold."""
     room: AdmissionPolicy = field(default_factory=AdmissionPolicy)

@@ -101,8 +101,8 @@ def online(announcements: Iterable[Announcement]) -> list[Announcement]:
     return [each for each in announcements if each.offer.state is PeerState.ONLINE]
 
 
-def serving(announcements: Iterable[Announcement]) -> list[Announcement]:
-    """Those that have sessions, whether or not they take others."""
+def online_or_draining(announcements: Iterable[Announcement]) -> list[Announcement]:
+    """Those that have sessions, whether or not they take new ones."""
     return [each for each in announcements if each.offer.state in (PeerState.ONLINE, PeerState.DRAINING)]
 
 

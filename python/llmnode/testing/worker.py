@@ -8,10 +8,11 @@ import numpy as np
 import trio
 
 from llmnode.compute.batching import BatchingWorker
-from llmnode.compute.work import do
+from llmnode.compute.work import do, failed
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.model import ModelInfo
 from llmnode.core.operations import Close, Fork, Open, Truncate
+from llmnode.errors import ConfigError, WorkerLost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,6 +51,8 @@ class ExactWorker(BatchingWorker):
         self.forward_s = forward_s
         self.slower_by_s = 0.0
         self.gate: trio.Event | None = None
+        self.lost = trio.Event()
+        """When set, all that runs or comes is lost."""
         self.priorities: list[Priority] = []
         """The priorities of the sessions that were opened, in order."""
         self._closing = 0
@@ -59,7 +62,7 @@ class ExactWorker(BatchingWorker):
     @property
     def reserved(self) -> int:
         """KV positions that sessions hold."""
-        return self.executor.reserved
+        return 0 if self.lost.is_set() else self.executor.reserved
 
     async def until_empty(self) -> None:
         while self.executor.reserved or self._closing:
@@ -86,7 +89,70 @@ class ExactWorker(BatchingWorker):
                 await self.gate.wait()
         else:
             await trio.lowlevel.checkpoint()
+        if self.lost.is_set():
+            done = failed(work, WorkerLost("as told"))
         return done, began_s, trio.current_time()
+
+
+class ExactSource:
+    """The `WorkerSource` port over `ExactWorker`s, which are lost as they are told.
+
+    A load takes `load_s`, and waits for `gate` if that is set. The spans of `too_large` do not fit.
+    """
+
+    tensor_bytes = 0
+
+    def __init__(self, model: ModelInfo, kv_tokens: int, forward_s: float) -> None:
+        self.worker: ExactWorker | None = None
+        """The latest, even if it is lost."""
+        self.load_s = 0.0
+        self.gate: trio.Event | None = None
+        self.too_large: set[Span] = set()
+        self._model = model
+        self._kv_tokens = kv_tokens
+        self._forward_s = forward_s
+        self._has_worker = False
+
+    async def open_model(self) -> ModelInfo:
+        return self._model
+
+    async def fitting_blocks(self) -> int:
+        return self._model.blocks
+
+    async def load(self, span: Span) -> ExactWorker:
+        assert not self._has_worker, "there is never memory for two"
+        await trio.sleep(self.load_s)
+        if self.gate is not None:
+            await self.gate.wait()
+        if span in self.too_large:
+            raise ConfigError("the blocks do not fit, as told")
+        self.worker = ExactWorker(span, self._model.row_bytes, self._kv_tokens, forward_s=self._forward_s)
+        self._has_worker = True
+        return self.worker
+
+    def serves(self) -> None:
+        """Nothing depends on it."""
+
+    def lose(self) -> None:
+        """The worker ends, as by SIGKILL."""
+        assert self.worker is not None
+        self.worker.lost.set()
+
+    async def wait_lost(self) -> None:
+        assert self.worker is not None
+        await self.worker.lost.wait()
+        self._has_worker = False
+
+    async def drop(self) -> None:
+        if self.worker is not None:
+            self.worker.lost.set()
+        self._has_worker = False
+
+    def kill(self) -> None:
+        """A simulated node that ends takes its forwards with it."""
+
+    async def end(self) -> None:
+        """There is nothing that would be left."""
 
 
 class ExactExecutor:

@@ -6,13 +6,14 @@ import os
 import random
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
-from llmnode.core.announcement import Offer, PeerState
 from llmnode.core.policy import ClientPolicy, LinkPolicy, ServePolicy, SwarmPolicy
-from llmnode.node.serve.links import serve_links, serve_view
+from llmnode.node.serve.links import accept_links, answer_as_relay
+from llmnode.node.serve.role import Role
 from llmnode.node.serve.server import Server
 from llmnode.swarm.membership import Swarm
 from llmnode.swarm.pool import open_pool
@@ -21,18 +22,21 @@ from llmnode.testing.conditions import Conditions
 from llmnode.testing.directory import MemoryDirectory
 from llmnode.testing.network import open_internet
 from llmnode.testing.simulate import inline, simulated_ms
-from llmnode.testing.worker import EXACT_MODEL, ExactWorker
+from llmnode.testing.worker import EXACT_MODEL, ExactSource
 from llmnode.wire.payload import Codec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
+    from llmnode.core.announcement import PeerState
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.core.span import Span
+    from llmnode.ports import Worker
     from llmnode.session.session import InferenceSession
     from llmnode.swarm.pool import ConnectionPool
     from llmnode.testing.network import MemoryInternet, MemoryNetwork
+    from llmnode.testing.worker import ExactWorker
 
 FORWARD_S = 0.01
 KV_TOKENS = 400
@@ -85,25 +89,19 @@ class SimulatedNode:
 class ServingNode(SimulatedNode):
     """A node that serves a span of its model, and announces it."""
 
-    model: ModelInfo
-    worker: ExactWorker
+    source: ExactSource
     server: Server
-    state: PeerState = PeerState.ONLINE
+    role: Role
 
     @property
-    def offer(self) -> Offer:
-        model, worker = self.model, self.worker
-        return Offer(
-            model.name,
-            model.digest,
-            model.blocks,
-            model.dtype,
-            worker.span,
-            self.state,
-            SAID_BLOCK_US,
-            KV_TOKENS,
-            worker.kv_tokens_free,
-        )
+    def worker(self) -> ExactWorker:
+        """The one that serves, or did before it was lost."""
+        assert self.source.worker is not None, "it has loaded its blocks"
+        return self.source.worker
+
+    @property
+    def state(self) -> PeerState:
+        return self.role.offer().state
 
 
 class SimulatedClient(NamedTuple):
@@ -172,17 +170,14 @@ class World:
 
     async def drain(self, name: str, patience_s: float) -> None:
         """As SIGTERM: it takes no new sessions, waits so long for those that it has, and leaves."""
-        node = self.nodes[name]
-        node.state = PeerState.DRAINING
-        node.swarm.say(node.offer)
-        await node.server.drain(patience_s)
-        await self.stop(name)
+        await self.nodes[name].role.drain(patience_s)
+        self._end(self._take(name))
 
     async def stop(self, name: str) -> None:
         """As SIGTERM to who has no sessions: it tells its neighbours."""
         node = self._take(name)
         if isinstance(node, ServingNode):
-            await node.swarm.leave(node.offer)
+            await node.role.leave()
         self._end(node)
 
     def freeze(self, name: str) -> None:
@@ -274,12 +269,13 @@ class World:
         task_status: trio.TaskStatus[ServingNode],
     ) -> None:
         async with self._living(name, contacts, now_ms) as (life, nursery), open_pool(life.network) as pushes:
-            worker = ExactWorker(span, model.row_bytes, KV_TOKENS, forward_s=FORWARD_S)
-            server = Server(worker, model, self._serve_policy, life.swarm, pushes, on_bug=raise_bug)
-            node = ServingNode(name, life.network, life.pool, life.swarm, life.scope, self.model, worker, server)
+            source = ExactSource(model, KV_TOKENS, FORWARD_S)
+            server = Server(life.network, model, self._serve_policy, life.swarm, pushes, on_bug=raise_bug)
+            role = Role(source, self.model, span, server, life.swarm, measure=_said_us)
+            node = ServingNode(name, life.network, life.pool, life.swarm, life.scope, source, server, role)
+            await nursery.start(role.run)
             self.nodes[name] = node
-            nursery.start_soon(server.run, node.network)
-            nursery.start_soon(node.swarm.announce, lambda: node.offer)
+            nursery.start_soon(server.run)
             task_status.started(node)
             await trio.sleep_forever()
 
@@ -287,7 +283,9 @@ class World:
         async with self._living(name, contacts, simulated_ms) as (node, nursery):
             self.relays[name] = node
             links = self._serve_policy.links
-            nursery.start_soon(serve_links, node.network, links, lambda link: serve_view(node.swarm, link), raise_bug)
+            nursery.start_soon(
+                accept_links, node.network, links, lambda link: answer_as_relay(node.swarm, link), raise_bug
+            )
             task_status.started(node)
             await trio.sleep_forever()
 
@@ -315,6 +313,10 @@ class World:
 def raise_bug(_peer: PeerId, error: Exception) -> None:
     """A simulation fails by what would cost a real server one session, or one link."""
     raise error
+
+
+async def _said_us(worker: Worker, _model: ModelInfo) -> int:
+    return SAID_BLOCK_US * len(worker.span)
 
 
 def _open_gate(worker: ExactWorker) -> None:

@@ -151,7 +151,9 @@ async def test_what_is_no_numbers_is_not_packed_on_any_line() -> None:
 async def test_a_session_over_packed_links_is_right_to_the_bit() -> None:
     worker = ExactWorker(Span(0, MODEL.blocks), row_bytes=MODEL.row_bytes, kv_tokens=MODEL.context_tokens)
     async with line(SLOW_BYTES_PER_S) as over, trio.open_nursery() as nursery:
-        nursery.start_soon(Server(worker, MODEL, ServePolicy(kv_tokens=MODEL.context_tokens)).run, over.other)
+        server = Server(over.other, MODEL, ServePolicy())
+        server.serve(worker)
+        nursery.start_soon(server.run)
         async with open_connection(await over.one.dial(over.address)) as connection:
             route, links = (Hop(connection.peer, worker.span),), {connection.peer: connection}
             policy = ClientPolicy(chunk_tokens=ROWS)

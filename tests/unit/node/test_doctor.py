@@ -35,7 +35,7 @@ from llmnode.node.doctor import (
     check_named,
     check_peers,
 )
-from llmnode.node.serve.links import serve_links, serve_view
+from llmnode.node.serve.links import accept_links, answer_as_relay
 from llmnode.swarm.membership import Swarm, wall_clock_ms
 from llmnode.swarm.pool import open_pool
 from llmnode.wire.messages import Description
@@ -169,7 +169,7 @@ async def _relay(now_ms: Callable[[], int] = wall_clock_ms) -> AsyncIterator[tup
         trio.open_nursery() as nursery,
     ):
         swarm = Swarm(network, pool, SwarmPolicy(), now_ms=now_ms)
-        nursery.start_soon(serve_links, network, 8, partial(serve_view, swarm))
+        nursery.start_soon(accept_links, network, 8, partial(answer_as_relay, swarm))
         yield network.addresses[0], swarm
         nursery.cancel_scope.cancel()
 

@@ -189,7 +189,7 @@ frames = st.one_of(
 
 
 class HonestStage:
-    """Serves one session as `ServedSession` does. It never computes the same twice: kernels do not promise that."""
+    """Serves one session as `ServerSession` does. It never computes the same twice: kernels do not promise that."""
 
     def __init__(self, client: PeerId, session: SessionId, outputs: count[int]) -> None:
         self.given: list[Receipt] = []

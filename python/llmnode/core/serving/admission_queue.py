@@ -77,11 +77,6 @@ class AdmissionQueue:
             if not self._held[left.client]:
                 del self._held[left.client]
 
-    def clear(self, now_s: float) -> None:
-        """All that have come in have ended."""
-        for session in list(self._inside):
-            self.remove(session, now_s)
-
     def retry_after_s(self, positions: int, now_s: float) -> float:
         """When there may be room for so many after those in line, if sessions stay as long as they have till now."""
         policy, held = self._policy, self._held.total()

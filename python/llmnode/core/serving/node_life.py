@@ -168,7 +168,7 @@ def announced(state: State) -> PeerState:
 
 
 def transition(state: State, event: Event, now: float, policy: LifePolicy) -> tuple[State, Sequence[Action]]:
-    """The state after `event`, and what to do, in order. Raises LocalProtocolError for what cannot happen in `state`."""
+    """The state after `event`, and what to do, in order. Raises LocalProtocolError for an event that is impossible."""
     match state, event:
         case Joining() | Online() | Draining(), Stopped():
             return Left(state.span), [RefuseSessions(), SayFarewell()]
@@ -181,7 +181,8 @@ def transition(state: State, event: Event, now: float, policy: LifePolicy) -> tu
         case Online(span), Lost():
             return Joining(span), [EndSessions(), Announce(), Load(span)]
         case Online(span), SpanWanted(wanted, patience_s):
-            return (state, []) if wanted == span else _drain(span, now + (policy.drain_s if patience_s is None else patience_s), wanted)
+            until_s = now + (policy.drain_s if patience_s is None else patience_s)
+            return (state, []) if wanted == span else _drain(span, until_s, wanted)
         case Joining(span) | Online(span), LeaveWanted(patience_s):
             return _drain(span, now + patience_s, None)
         case Draining(span, until_s, then), LeaveWanted(patience_s):

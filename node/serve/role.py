@@ -1,0 +1,286 @@
+"""What a node serves, and what it tells the swarm about it: carries out what `core/serving/node_life.py` decides.
+
+A node makes a worker for its span, and makes another one if that is lost. For another span it drops the worker, and
+lives on under the same identity. Torch-free: workers come from a `WorkerSource`.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import statistics
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.announcement import Offer, PeerState
+from llmnode.core.ids import SESSION_ID_BYTES, SessionId
+from llmnode.core.operations import Close, Forward, Open
+from llmnode.core.policy import LifePolicy
+from llmnode.core.serving.node_life import (
+    Announce,
+    AwaitSessions,
+    Drained,
+    Draining,
+    DropWorker,
+    EndSessions,
+    GaveUp,
+    Joining,
+    LeaveWanted,
+    Left,
+    Load,
+    Loaded,
+    Lost,
+    Online,
+    RefuseSessions,
+    SayFarewell,
+    SpanWanted,
+    Stopped,
+    TakeSessions,
+    announced,
+    join,
+    transition,
+)
+from llmnode.core.serving.placement import choose_span
+from llmnode.core.span import Span, parse_span
+from llmnode.errors import ConfigError, ModelError, WorkerLost
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from llmnode.core.model import ModelInfo
+    from llmnode.core.serving.node_life import Action, Event, State
+    from llmnode.node.serve.server import Server
+    from llmnode.ports import Worker, WorkerSource
+    from llmnode.swarm.membership import Swarm
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+MEASURED_STEPS = 9
+
+
+async def step_us(worker: Worker, model: ModelInfo) -> int:
+    """The time of one token through the span: a median, after a first step that warms caches up."""
+    session = SessionId(secrets.token_bytes(SESSION_ID_BYTES))
+    steps, row = MEASURED_STEPS + 1, bytes(model.row_bytes)
+    if not await worker.do(Open(session, worker.span, steps)):
+        return 0
+    times = [(await worker.do(Forward(session, step, 1, row))).compute_us for step in range(steps)]
+    await worker.do(Close(session))
+    return int(statistics.median(times[1:]))
+
+
+class Role:
+    """The life of a node in its swarm. `run` it; the other methods are requests, and return when they are met."""
+
+    def __init__(
+        self,
+        source: WorkerSource,
+        model: ModelInfo,
+        span: Span,
+        server: Server,
+        swarm: Swarm,
+        *,
+        report_worker: Callable[[str, bool], None] = lambda _line, _serves: None,
+        measure: Callable[[Worker, ModelInfo], Awaitable[int]] = step_us,
+    ) -> None:
+        """`report_worker` is told in a line when a worker serves that is not the first."""
+        self.state: State = Joining(span)
+        self._source = source
+        self._model = model
+        self._server = server
+        self._swarm = swarm
+        self._report_worker = report_worker
+        self._measure = measure
+        self._policy = LifePolicy()
+        self._worker: Worker | None = None
+        self._served: Span | None = None
+        """The span of the worker before."""
+        self._block_us = 0
+        self._error: Exception | None = None
+        """Why blocks could not be loaded, the last time."""
+        self._changed = trio.Event()
+        self._has_left = trio.Event()
+        self._one_change = trio.Lock()
+        self._life_of_worker = self._wait_for_sessions = trio.CancelScope()
+        self._report_sessions: Callable[[int], None] = lambda _sessions: None
+        self._nursery: trio.Nursery | None = None
+
+    @property
+    def span(self) -> Span:
+        """The blocks that the node serves, or that it is loading."""
+        return self.state.span
+
+    def offer(self) -> Offer:
+        """What the node announces."""
+        worker = self._worker
+        return Offer(
+            model=self._model.name,
+            model_digest=self._model.digest,
+            blocks=self._model.blocks,
+            dtype=self._model.dtype,
+            span=self.span,
+            state=announced(self.state),
+            block_us=self._block_us,
+            kv_tokens=0 if worker is None else worker.kv_tokens,
+            kv_tokens_free=0 if worker is None else worker.kv_tokens_free,
+        )
+
+    def announce(self) -> None:
+        """Tell the swarm now, and not only when it is time."""
+        self._swarm.say(self.offer())
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Until cancelled. It has started once the node is online. Raises why the blocks cannot be loaded."""
+        try:
+            async with trio.open_nursery() as self._nursery:
+                self._nursery.start_soon(self._swarm.announce, self.offer)
+                self.state, actions = join(self.span)
+                self._do(actions)
+                await self._until(Online)
+                task_status.started()
+                await trio.sleep_forever()
+        finally:
+            self._source.kill()  # sessions need not wait for what it computes: they end too
+
+    async def change_span(self, span: Span, patience_s: float | None = None) -> None:
+        """Serve the blocks of `span` from now on; returns when the node is online with them.
+
+        Sessions have `patience_s` to end, or the policy's time; then they go on at other peers, as after a lost worker.
+        Raises ConfigError or ModelError if the blocks cannot be loaded. The node serves its former ones again then.
+        """
+        if span.end > self._model.blocks:
+            raise ConfigError(f"cannot serve blocks {span}: {self._model.name} has {self._model.blocks} blocks")
+        async with self._one_change:
+            await self._until(Online, Draining, Left)
+            self._check_stays()
+            self._error = None
+            self._happen(SpanWanted(span, patience_s))
+            while not isinstance(self.state, (Online, Left)):
+                self._check_stays()
+                await self._changed.wait()
+            if self._error is not None:
+                raise self._error
+            self._check_stays()
+
+    async def drain(self, patience_s: float, report: Callable[[int], None] = lambda _sessions: None) -> None:
+        """Take no new sessions, say so, wait at most `patience_s` until those that there are have ended, and leave.
+
+        `report` is told how many are left, at first and whenever one has ended; never 0.
+        """
+        self._report_sessions = report
+        self._happen(LeaveWanted(patience_s))
+        await self._has_left.wait()
+
+    async def leave(self) -> None:
+        """Leave now, if the node has not left already. Sessions are not waited for."""
+        if not isinstance(self.state, Left):
+            self._happen(Stopped())
+        await self._has_left.wait()
+
+    def _check_stays(self) -> None:
+        if isinstance(self.state, Left) or (isinstance(self.state, Draining) and self.state.then is None):
+            raise ConfigError("this node is leaving the swarm: start it again to serve other blocks")
+
+    async def _until(self, *kinds: type[State]) -> None:
+        while not isinstance(self.state, kinds):
+            await self._changed.wait()
+
+    def _happen(self, event: Event) -> None:
+        """Raises LocalProtocolError for what cannot happen now."""
+        before = self.state
+        self.state, actions = transition(before, event, trio.current_time(), self._policy)
+        if self.state != before:
+            log.info("node state=%s span=%s", announced(self.state), self.span)
+        self._do(actions)
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        """What is quick is done at once, and what takes long in a task, each in order."""
+        assert self._nursery is not None, "the node's role runs"
+        slow = []
+        for action in actions:
+            match action:
+                case Announce():
+                    self.announce()
+                case TakeSessions():
+                    assert self._worker is not None
+                    self._server.serve(self._worker)
+                case RefuseSessions():
+                    self._server.refuse_sessions()
+                case EndSessions():
+                    self._server.end_worker(self.span)
+                    self._worker = None
+                case Load() | AwaitSessions() | DropWorker() | SayFarewell():
+                    slow.append(action)
+        if slow:
+            self._nursery.start_soon(self._do_slow, slow)
+
+    async def _do_slow(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case DropWorker():
+                    self._life_of_worker.cancel()
+                    await self._source.drop()
+                case Load(span):
+                    with trio.CancelScope() as self._life_of_worker:
+                        await self._load(span)
+                case AwaitSessions(until_s):
+                    await self._await_sessions(until_s)
+                case SayFarewell():
+                    await self._swarm.leave(self.offer())
+                    self._has_left.set()
+
+    async def _load(self, span: Span) -> None:
+        """And wait until the worker is lost."""
+        try:
+            worker = await self._source.load(span)
+            try:
+                took_us = await self._measure(worker, self._model)
+            except WorkerLost:  # in its first forward, which is when most memory is taken
+                await self._source.wait_lost()
+                self._happen(Lost())
+                return
+        except (ConfigError, ModelError, WorkerLost) as error:
+            await self._give_up(error)
+            return
+        self._source.serves()
+        self._worker, self._block_us = worker, max(1, took_us // len(span))
+        self._happen(Loaded(span))
+        if self._served is not None and isinstance(self.state, Online):
+            self._report_worker(f"the worker serves blocks {span}{' again' * (span == self._served)}", True)
+        self._served = span
+        await self._source.wait_lost()
+        self._happen(Lost())
+
+    async def _give_up(self, error: Exception) -> None:
+        self._error = error
+        self._happen(GaveUp())
+        if isinstance(self.state, Left):
+            await self._has_left.wait()
+            raise error
+        log.info("blocks were not loaded: %s", error)
+
+    async def _await_sessions(self, until_s: float) -> None:
+        self._wait_for_sessions.cancel()  # of a drain that this one takes the place of
+        with trio.CancelScope() as self._wait_for_sessions:
+            with trio.move_on_at(until_s):
+                await self._server.drain(self._report_sessions)
+            self._happen(Drained(self._server.sessions_here))
+
+
+async def choose_blocks(blocks: str, model: ModelInfo, source: WorkerSource, swarm: Swarm) -> Span:
+    """The blocks that were asked for; of a number of them, those that the swarm needs most."""
+    if ":" in blocks:
+        return parse_span(blocks, model.blocks)
+    length = int(blocks) if blocks != AUTO else await source.fitting_blocks()
+    if not swarm.view.of_model(model.digest):
+        await swarm.look_up(model.digest)
+    others = [
+        each.offer
+        for each in swarm.view.of_model(model.digest)
+        if each.offer.dtype == model.dtype and each.offer.state is not PeerState.DRAINING
+    ]
+    return choose_span(model.blocks, length, [(offer.span, offer.speed_tokens_per_s) for offer in others])

@@ -1,0 +1,45 @@
+"""A span that a server has loaded, and what the sessions that go through it share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llmnode.core.model import ModelInfo
+    from llmnode.core.policy import ServePolicy
+    from llmnode.node.serve.admission import Admission
+    from llmnode.node.serve.next_hops import NextHops
+    from llmnode.ports import Network, Worker
+
+
+@dataclass(slots=True)
+class ServeStats:
+    """What all sessions together have done since the server started, whatever spans it has served."""
+
+    steps: int = 0
+    positions: int = 0
+    """The positions of all steps."""
+    given_directly: int = 0
+    """Steps that the hop before has sent, and not the client."""
+    pushed: int = 0
+    """Results that were sent to the hop after."""
+    former_busy_us: int = 0
+    """For how long workers that are gone have run their executors."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedSpan:
+    """One worker, from when its blocks are loaded until it is lost or dropped.
+
+    A session belongs to the one that it was opened with, and has no KV after it.
+    """
+
+    worker: Worker
+    admission: Admission
+    model: ModelInfo
+    policy: ServePolicy
+    network: Network
+    """It signs receipts."""
+    next_hops: NextHops
+    tally: ServeStats
