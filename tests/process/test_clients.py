@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.core.policy import LinkPolicy, ServePolicy
+from llmnode.compute.loading import USUAL_KV_TOKENS
+from llmnode.core.policy import LinkPolicy
 from llmnode.net.host import open_network
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Description, unpack
@@ -78,7 +79,7 @@ def test_a_client_that_vanishes_in_the_middle_leaves_no_kv(
     end: signal.Signals, peers: list[str], start_client: Callable[..., subprocess.Popen[str]]
 ) -> None:
     """Killed, the system ends its connections; frozen, they stay open, and only its silence tells."""
-    full = [ServePolicy().kv_tokens] * len(peers)
+    full = [USUAL_KV_TOKENS] * len(peers)
     trio.run(_until_free, peers, full)
     client = start_client(PROMPTS[0], ENDLESS)
     assert client.stderr is not None

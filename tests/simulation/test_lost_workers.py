@@ -8,75 +8,36 @@ from typing import TYPE_CHECKING
 
 import pytest
 import trio
+import trio.lowlevel
 
-from llmnode.compute.restarting_worker import RestartingWorker
-from llmnode.compute.work import failed
-from llmnode.errors import WorkerLost
-from llmnode.testing import ExactWorker, seeds
-from llmnode.testing import world as worlds
+from llmnode.core.announcement import PeerState
+from llmnode.testing import seeds
 from simulation.world import KV_TOKENS, MODEL, SPANS, Dialogue, World, kv_is_free, pairs_of_servers, simulated
 
 if TYPE_CHECKING:
-    from llmnode.compute.work import Done, Work
-    from llmnode.core.span import Span
-    from llmnode.testing.worker import ExactExecutor
     from llmnode.testing.world import ServingNode
 
 STEPS = 40
 LENGTH = 64
 
 
-class ExactLife(ExactWorker):
-    """What runs when it is lost is lost, and all that comes after."""
-
-    is_lost = False
-
-    async def _run_inline(self, work: Work) -> tuple[Done, float, float]:
-        done, began_s, ended_s = await super()._run_inline(work)
-        return failed(work, WorkerLost("as told")) if self.is_lost else done, began_s, ended_s
+async def lose(node: ServingNode) -> None:
+    """Its next worker comes when it may `begin`."""
+    node.source.gate = trio.Event()
+    node.source.lose()
+    await until(node, PeerState.JOINING)
 
 
-class MortalWorker(RestartingWorker):
-    """In place of the `ExactWorker` of a node."""
-
-    gate = None
-
-    def __init__(self, span: Span, row_bytes: int, kv_tokens: int, *, forward_s: float) -> None:
-        super().__init__(span, kv_tokens)
-        self._new = lambda: ExactLife(span, row_bytes, kv_tokens, forward_s=forward_s)
-        self.begin()
-
-    def begin(self) -> None:
-        self.exact = self._new()
-        self.live(self.exact)
-
-    def lose(self) -> None:
-        self.exact.is_lost = True
-        self.live(None)
-
-    @property
-    def executor(self) -> ExactExecutor:
-        return self.exact.executor
-
-    @property
-    def reserved(self) -> int:
-        return 0 if self.exact.is_lost else self.exact.reserved
+async def begin(node: ServingNode) -> None:
+    assert node.source.gate is not None
+    node.source.gate.set()
+    node.source.gate = None
+    await until(node, PeerState.ONLINE)
 
 
-@pytest.fixture(autouse=True)
-def workers_are_mortal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worlds, "ExactWorker", MortalWorker)
-
-
-def lose(node: ServingNode) -> None:
-    assert isinstance(node.worker, MortalWorker)
-    node.worker.lose()
-    node.server.lose_worker()
-
-
-def begin(node: ServingNode) -> None:
-    assert isinstance(node.worker, MortalWorker)
-    node.worker.begin()
+async def until(node: ServingNode, state: PeerState) -> None:
+    while node.state is not state:
+        await trio.lowlevel.checkpoint()
 
 
 async def lose_workers(swarm: World, rng: random.Random) -> None:
@@ -84,9 +45,9 @@ async def lose_workers(swarm: World, rng: random.Random) -> None:
     while True:
         await trio.sleep(rng.uniform(0, 2))
         node = swarm.nodes[rng.choice(sorted(swarm.nodes))]
-        lose(node)
+        await lose(node)
         await trio.sleep(rng.uniform(0, 2))
-        begin(node)
+        await begin(node)
 
 
 @pytest.mark.parametrize("seed", seeds(100))
@@ -113,7 +74,7 @@ async def test_a_worker_that_is_lost_between_two_steps_costs_one_recovery_and_no
         dialogue = Dialogue(session, random.Random(1))
         await dialogue.step(20)
         node = swarm.node(session.route[stage].peer)
-        lose(node)
+        await lose(node)
         began_s = trio.current_time()
         await dialogue.step(1)
         assert trio.current_time() - began_s < 1.0, "who was to push to it need not find out by waiting"
@@ -126,11 +87,11 @@ async def test_a_server_whose_worker_is_lost_takes_no_sessions_and_then_takes_th
     async with pairs_of_servers() as swarm:
         first, second = (swarm.nodes[f"1{twin}"] for twin in "ab")
         for lost, other in ((first, second), (second, first)):
-            lose(lost)
+            await lose(lost)
             async with swarm.session() as (session, _):
                 assert session.route[1].peer == other.peer
                 await Dialogue(session, random.Random(1)).step(20)
-            begin(lost)
+            await begin(lost)
 
 
 @simulated
@@ -141,8 +102,8 @@ async def test_what_idle_sessions_have_lost_is_room_for_others() -> None:
             await stack.enter_async_context(swarm.session(max_length=longest))
         assert {node.worker.kv_tokens_free for node in swarm.nodes.values()} == {0}
         for node in swarm.nodes.values():
-            lose(node)
-            begin(node)
+            await lose(node)
+            await begin(node)
         began_s = trio.current_time()
         async with swarm.session(max_length=longest) as (session, _):
             assert trio.current_time() - began_s < 1.0, "it need not wait for room"

@@ -225,7 +225,7 @@ async def test_an_export_at_position_zero_is_resumed(file: Path) -> None:
 
 @simulated
 async def test_what_waits_for_clients_may_hold_a_share_of_the_kv_alone(file: Path) -> None:
-    policy = ServePolicy(kv_tokens=400)  # a quarter is less than one session's
+    policy = ServePolicy()  # a quarter of the KV is less than one session's
     async with open_world(conditions=Conditions(delay_s=DELAY_S), serve_policy=policy) as swarm:
         await swarm.start("whole", ALL_BLOCKS)
         await trio.sleep(10)

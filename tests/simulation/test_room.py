@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.core.announcement import PeerState
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.policy import AdmissionPolicy, ClientPolicy, ServePolicy
 from llmnode.core.priority import Priority
@@ -123,7 +122,7 @@ async def test_who_has_waited_in_vain_is_told_when_to_come_again_and_comes_no_so
     async with world() as swarm:
         node = await swarm.start("0", ALL_BLOCKS)
         asked_s: list[float] = []
-        enter = node.server.admission.enter
+        enter = node.server.served.admission.enter
 
         async def noted_enter(*arguments: object) -> None:
             asked_s.append(trio.current_time())
@@ -132,7 +131,7 @@ async def test_who_has_waited_in_vain_is_told_when_to_come_again_and_comes_no_so
         async with swarm.client() as client, AsyncExitStack() as stack:
             held = await fill(stack, client)
             await trio.sleep(100)
-            node.server.admission.enter = noted_enter  # type: ignore[method-assign]  # to see it
+            node.server.served.admission.enter = noted_enter  # type: ignore[method-assign]  # to see it
             async with swarm.client(IMPATIENT, name="hasty") as hasty:
                 with pytest.raises(PeerRefused, match="80 positions asked for, 0 free: not free within 4 s") as caught:
                     async with hasty.router.open_session(FIFTH, Codec.RAW):
@@ -271,8 +270,7 @@ async def hurry(seed: int) -> None:
                 for number in range(30):
                     nursery.start_soon(use, clients[number % 6])
                 await trio.sleep(rng.uniform(1, 4))
-                node.state = PeerState.DRAINING
-                await node.server.drain(100)
+                await node.role.drain(100)
             await check_kv_is_free(swarm)
 
 
@@ -337,7 +335,7 @@ async def test_what_somebody_waits_for_is_computed_before_what_came_earlier_and_
 
 @simulated
 async def test_one_client_gets_half_of_what_may_be_leased(tmp_path: Path) -> None:
-    policy = ServePolicy(kv_tokens=8 * FIFTH)  # of which a quarter may be leased: two sessions
+    policy = ServePolicy(leased_share=2 * FIFTH / KV_TOKENS)
     async with open_world(conditions=Conditions(delay_s=DELAY_S), serve_policy=policy) as swarm:
         node = await swarm.start("0", ALL_BLOCKS)
         for client, leased in (("greedy", 1), ("other", 2), ("late", 2)):

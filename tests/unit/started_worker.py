@@ -18,7 +18,7 @@ from llmnode.core.span import Span
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from llmnode.compute.restarting_worker import RestartingWorker
+    from llmnode.compute.batching import BatchingWorker
 
 CHILD = (sys.executable, str(Path(__file__).with_name("exact_child.py")))
 SPAN = Span(1, 4)
@@ -52,7 +52,7 @@ async def open_loader(
 
 
 @asynccontextmanager
-async def open_worker(**policy: float | int) -> AsyncIterator[tuple[ProcessLoader, RestartingWorker]]:
+async def open_worker(**policy: float | int) -> AsyncIterator[tuple[ProcessLoader, BatchingWorker]]:
     async with open_loader(**policy) as loader:  # type: ignore[arg-type]
         await loader.open_model()
         yield loader, await loader.load(SPAN)

@@ -6,7 +6,6 @@ import os
 import random
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import trio
@@ -41,6 +40,8 @@ if TYPE_CHECKING:
 FORWARD_S = 0.01
 KV_TOKENS = 400
 SAID_BLOCK_US = 1000
+GENEROUS = ServePolicy(leased_share=1.0, leased_client_share=1.0)
+"""A small world has room for few sessions: clients that come back find theirs."""
 
 
 @asynccontextmanager
@@ -60,7 +61,7 @@ async def open_world(
     """
     async with open_internet(conditions, policy=link_policy, seed=seed) as internet, trio.open_nursery() as nursery:
         internet.trace = trace or (print if os.environ.get("LLMNODE_TRACE") else None)
-        yield World(internet, nursery, model, seed, serve_policy or ServePolicy(), swarm_policy or SwarmPolicy())
+        yield World(internet, nursery, model, seed, serve_policy or GENEROUS, swarm_policy or SwarmPolicy())
         nursery.cancel_scope.cancel()
 
 

@@ -9,7 +9,7 @@ import trio
 
 from bench.failures.cells import PROMPT_TOKENS
 from bench.failures.replicas import start_all
-from llmnode.core.policy import ServePolicy
+from llmnode.compute.loading import USUAL_KV_TOKENS
 from llmnode.core.view import online
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Rig:
         connection = await self._pool.connect([server.address])
         while True:
             description = await connection.describe(SETTLE_S)
-            if (description.kv_tokens_free < ServePolicy().kv_tokens) == taken:
+            if (description.kv_tokens_free < USUAL_KV_TOKENS) == taken:
                 return
             await trio.sleep(POLL_S)
 

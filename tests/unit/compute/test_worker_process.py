@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import signal
 import subprocess
 import sys
@@ -20,10 +19,8 @@ import trio.testing
 from llmnode.compute import shared
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.operations import Close, Fork, Forward, Open, Truncate
-from llmnode.core.policy import AdmissionPolicy
-from llmnode.core.priority import Priority
-from llmnode.errors import LocalProtocolError, PeerRefused, WorkerLost
-from llmnode.node.serve.admission import Admission
+from llmnode.core.span import Span
+from llmnode.errors import LocalProtocolError, WorkerLost
 from llmnode.testing import exact_output
 from unit.exact_child import DIE, EXACT_ROW, FAIL, HANG, SEIZE, STUMBLE
 from unit.started_worker import DEADLINE_S, LENGTH, SPAN, Told, open_loader, open_worker
@@ -31,7 +28,7 @@ from unit.started_worker import DEADLINE_S, LENGTH, SPAN, Told, open_loader, ope
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from llmnode.compute.restarting_worker import RestartingWorker
+    from llmnode.compute.batching import BatchingWorker
 
 
 def name(number: int) -> SessionId:
@@ -42,9 +39,12 @@ def piece(session: int, start: int, length: int, value: int = 1) -> Forward:
     return Forward(name(session), start, length, bytes([value]) * (EXACT_ROW * length))
 
 
-async def open_sessions(worker: RestartingWorker, *sessions: int) -> None:
+async def open_sessions(worker: BatchingWorker, *sessions: int) -> None:
     for session in sessions:
         assert await worker.do(Open(name(session), SPAN, LENGTH, PeerId(f"client {session}")))
+
+
+OTHER_SPAN = Span(3, 5)
 
 
 async def together(*calls: Callable[[], Awaitable[object]]) -> None:
@@ -177,22 +177,21 @@ def test_a_process_that_is_killed_fails_its_sessions_and_another_serves_new_ones
             await together(partial(ask, 0, DIE), partial(ask, 1, DIE), loader.wait_lost)
             assert sorted(lost) == [0, 1]
             assert worker.kv_tokens_free == 0
-            with pytest.raises(WorkerLost, match="being started again"):
+            with pytest.raises(WorkerLost):
                 await worker.do(Open(name(3), SPAN, LENGTH, PeerId("client 3")))
-            assert await loader.load(SPAN) is worker
-            await open_sessions(worker, 3)
+            other = await loader.load(SPAN)
+            await open_sessions(other, 3)
             for call in (
                 partial(worker.do, piece(2, 0, 1)),
                 partial(worker.do, Truncate(name(2), 0)),
                 partial(worker.do, Fork(name(2), name(1), 0, 0)),
-                partial(worker.do, Fork(name(3), name(2), 0, 0)),
             ):
                 with pytest.raises(WorkerLost):
                     await call()
             for session in range(3):
                 await worker.do(Close(name(session)))
-            await worker.do(piece(3, 0, 1))
-            assert worker.kv_tokens_free == 9 * LENGTH
+            await other.do(piece(3, 0, 1))
+            assert other.kv_tokens_free == 9 * LENGTH
             with pytest.raises(LocalProtocolError):
                 await worker.do(piece(2, 0, 1))
         assert told.lines == ["opening", "loading"] * 2
@@ -202,19 +201,27 @@ def test_a_process_that_is_killed_fails_its_sessions_and_another_serves_new_ones
     trio.run(main)
 
 
-def test_a_server_that_is_made_when_its_worker_has_just_died_has_room_once_that_is_there_again() -> None:
+def test_a_process_for_another_span_is_another_one_with_all_that_the_user_wants() -> None:
+    """What it was told after a crash is told no more: KV is what there is room for beside the new blocks."""
+
     async def main() -> None:
-        async with open_worker() as (loader, worker):
-            psutil.Process(loader.pid).kill()
-            await trio.to_thread.run_sync(os.waitid, os.P_PID, loader.pid, os.WEXITED | os.WNOWAIT)
-            assert worker.kv_tokens_free == 0
-            admission = Admission(worker, AdmissionPolicy())
-            await loader.wait_lost()
-            assert await loader.load(SPAN) is worker
-            for number in range(10):
-                await admission.enter(name(number), SPAN, LENGTH, PeerId("client"), Priority.INTERACTIVE)
-            with pytest.raises(PeerRefused, match="in all"):
-                await admission.enter(name(10), SPAN, 10 * LENGTH + 1, PeerId("client"), Priority.INTERACTIVE)
+        told = Told()
+        async with open_loader(told, kv_memory="20%") as loader:
+            await loader.open_model()
+            worker, pid = await loader.load(SPAN), loader.pid
+            loader.serves()
+            await open_sessions(worker, 0)
+            await loader.drop()
+            assert not psutil.pid_exists(pid), "and so all of its memory is given back"
+            with pytest.raises(WorkerLost):
+                await worker.do(piece(0, 0, 1))
+            await worker.do(Close(name(0)))
+            other = await loader.load(OTHER_SPAN)
+            assert other.span == OTHER_SPAN
+            assert other.kv_tokens == loader.pid != pid
+            assert await other.do(Open(name(0), OTHER_SPAN, LENGTH, PeerId("client")))
+            await other.do(piece(0, 0, 1))
+        assert told.lost == [], "it was not lost"
 
     trio.run(main)
 
@@ -224,13 +231,11 @@ def test_a_process_that_does_not_answer_is_one_that_has_crashed() -> None:
         async with open_worker(answer_s=1.0) as (loader, worker):
             await open_sessions(worker, 0)
             await worker.do(piece(0, 0, 1))
-            busy_us = worker.busy_us
-            assert busy_us > 0
+            assert worker.busy_us > 0
             with pytest.raises(WorkerLost, match=r"not answered in 1 s"):
                 await worker.do(piece(0, 1, 1, HANG))
             await loader.wait_lost()
-            await loader.load(SPAN)
-            assert worker.busy_us == busy_us, "of all processes that there were"
+            worker = await loader.load(SPAN)
             await open_sessions(worker, 1)
             await worker.do(piece(1, 0, 1))
 
