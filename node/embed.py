@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack, ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from llmnode.client.portal import open_portal
+from llmnode.core.span import Span
+from llmnode.errors import ConfigError
 from llmnode.node.app import NodeConfig, open_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from llmnode.client.portal import Portal
     from llmnode.node.app import RunningNode
 
 
@@ -27,6 +31,7 @@ class Node:
         self._config = NodeConfig(model, **config)
         self._report = report
         self._running: RunningNode | None = None
+        self._portal: Portal | None = None
         self._stack: ExitStack | None = None
         self._async_stack: AsyncExitStack | None = None
 
@@ -46,9 +51,20 @@ class Node:
         """First block served, and the one after the last."""
         return self.running.span.start, self.running.span.end
 
+    def change_span(self, start: int, end: int) -> None:
+        """Serve blocks `start` up to, not including, `end` instead; returns when they are served.
+
+        Sessions have ten seconds to end; then they go on at other servers. Raises ConfigError if the blocks do not
+        fit: the node serves its former ones again then. In a trio program await `running.change_span` instead.
+        """
+        assert self._portal is not None, "enter the node's context with `with` first"
+        if not 0 <= start < end:
+            raise ConfigError(f"blocks {start}:{end} are no range: give the first block, and the one after the last")
+        self._portal.call(partial(self.running.change_span, Span(start, end)))
+
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            portal = stack.enter_context(open_portal())
+            self._portal = portal = stack.enter_context(open_portal())
             self._running = stack.enter_context(portal.enter(open_node(self._config, self._report)))
             self._stack = stack.pop_all()
         return self
@@ -56,7 +72,7 @@ class Node:
     def __exit__(self, *_exc_info: object) -> None:
         assert self._stack is not None, "entered before"
         self._stack.close()
-        self._running = None
+        self._running = self._portal = None
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:

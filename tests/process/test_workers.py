@@ -14,7 +14,9 @@ import pytest
 import torch
 
 import llmnode
+from llmnode.core.policy import LifePolicy
 from llmnode.core.span import Span
+from llmnode.node import Node
 from process.small_server import expected_tokens
 
 if TYPE_CHECKING:
@@ -75,6 +77,35 @@ def test_a_session_outlives_the_worker_of_its_server_which_then_serves_again(
         assert ids[0].tolist() == [*prompt, *expected_tokens(transformers_model, prompt, HALF)]
     assert (lost["serves"], again["serves"]) == (False, True)
     assert "killed (SIGKILL)" in lost["text"]
+
+
+def test_a_node_in_a_program_changes_its_blocks_and_its_session_goes_on_elsewhere(
+    start_servers: Callable[..., list[Any]], transformers_model: Any
+) -> None:
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
+    (first,) = start_servers([Span(0, 15)])
+    with Node(blocks="15:30", peers=[first.address], threads=1) as node, llmnode.connect(peers=node.addresses) as model:
+        prompt = model.tokenizer.encode(PROMPT)
+        with model.open_cache(64) as cache:
+            ids = model.generate(torch.tensor([prompt]), cache=cache, max_new_tokens=HALF, **options)
+            (late,) = start_servers([Span(15, 30)], peers=[first.address])
+            model._portal.call(lambda: model._client.swarm.meet(late.address))
+            peer = node.running.peer
+            (worker,) = [each for each in psutil.Process().children() if "llmnode.compute.child" in each.cmdline()]
+            node.running.role._policy = LifePolicy(drain_s=0.0)
+            node.change_span(0, 15)
+            assert (node.blocks, node.running.peer) == ((0, 15), peer)
+            assert not worker.is_running(), "the memory of the former blocks is given back"
+            ids = model.generate(ids, cache=cache, max_new_tokens=HALF, **options)
+            (session,) = cache._sessions
+            assert [each.lost for each in session.recoveries] == [peer]
+            assert ids[0].tolist() == [*prompt, *expected_tokens(transformers_model, prompt, 2 * HALF)]
+        first.stop()
+        with model.open_cache(64) as cache:
+            ids = model.generate(torch.tensor([prompt]), cache=cache, max_new_tokens=HALF, **options)
+            (session,) = cache._sessions
+            assert session.route[0].peer == peer
+        assert ids[0].tolist() == [*prompt, *expected_tokens(transformers_model, prompt, HALF)]
 
 
 def test_a_node_imports_no_torch_for_its_worker_is_a_process_unless_told_otherwise() -> None:

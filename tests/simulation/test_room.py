@@ -241,7 +241,7 @@ async def test_who_has_stopped_waiting_is_let_in_no_more_though_it_has_not_left_
         if why == "cancelled":
             nursery.cancel_scope.cancel()
         if why == "it drains":
-            admission.close()
+            admission.close("it drains")
     await admission.leave(whole)
     await admission.leave(other)
     assert worker.kv_tokens_free == KV_TOKENS

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING
 
+import pytest
 import trio
 import trio.testing
 
 from llmnode.compute.batching import BatchingWorker
 from llmnode.compute.work import do
-from llmnode.compute.worker import ComputeThread, ThreadWorker
+from llmnode.compute.worker import ComputeThread, ThreadLoader, ThreadWorker
 from llmnode.core.ids import PeerId, SessionId
-from llmnode.core.operations import Forward, Open
+from llmnode.core.operations import Close, Forward, Open
 from llmnode.core.span import Span
+from llmnode.errors import WorkerLost
+from llmnode.ports import Loaded
 from llmnode.testing import ExactExecutor, exact_output
+from llmnode.testing.worker import EXACT_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
     from _pytest.monkeypatch import MonkeyPatch
 
     from llmnode.compute.work import Done, Work
+    from llmnode.core.model import ModelInfo
 
 SPAN = Span(0, 2)
 ROW = 2
@@ -142,3 +148,66 @@ def test_the_executor_begins_with_what_waits_before_anybody_hears_of_what_was_do
 
     trio.run(main)
     assert events == ["begins", "begins", "answered", "answered"]
+
+
+class ExactLoader:
+    """The `Loader` port. `made` has what it made, as long as anybody holds it."""
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[ExactExecutor]] = []
+
+    def open_model(self) -> ModelInfo:
+        return EXACT_MODEL
+
+    def fitting_blocks(self) -> int:
+        return EXACT_MODEL.blocks
+
+    def load(self, span: Span) -> Loaded:
+        executor = ExactExecutor(span, ROW, kv_tokens=1000)
+        self.made.append(weakref.ref(executor))
+        return Loaded(executor, tensor_bytes=12)
+
+
+def test_of_a_worker_that_is_dropped_nothing_is_left_though_sessions_hold_it_and_another_serves_other_blocks() -> None:
+    async def main() -> None:
+        loader = ExactLoader()
+        source = ThreadLoader(loader)
+        worker = await source.load(SPAN)
+        for number in range(2):
+            await worker.do(Open(name(number), SPAN, 10, PeerId("client")))
+        await worker.do(piece(0, 0))
+        await source.drop()
+        assert loader.made[0]() is None, "and its memory is given back"
+        assert worker.kv_tokens_free == 0
+        with pytest.raises(WorkerLost, match="serves other blocks now"):
+            await worker.do(piece(0, 1))
+        await worker.do(Close(name(0)))
+        other = await source.load(Span(2, 4))
+        assert (other.span, other.kv_tokens) == (Span(2, 4), 1000)
+        assert await other.do(Open(name(0), Span(2, 4), 10, PeerId("client")))
+        assert (await other.do(piece(0, 0))).hidden == exact_output(bytes(ROW), Span(2, 4))
+        with pytest.raises(WorkerLost):
+            await worker.do(piece(1, 0))
+
+    trio.run(main)
+
+
+def test_a_worker_is_dropped_once_the_forward_that_runs_is_over() -> None:
+    async def main() -> None:
+        executor = HeldExecutor()
+        worker = ThreadWorker(executor)
+        await worker.do(Open(name(0), SPAN, 10, PeerId("client")))
+        computed = []
+
+        async def ask() -> None:
+            computed.append(await worker.do(piece(0, 0)))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(worker.drop)
+            await trio.testing.wait_all_tasks_blocked()
+            executor.may_end.set()
+        assert computed[0].hidden == exact_output(bytes(ROW), SPAN)
+
+    trio.run(main)

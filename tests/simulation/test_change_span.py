@@ -1,0 +1,172 @@
+"""Nodes that change their span while they live: sessions go on elsewhere, right to the bit, and others come."""
+
+from __future__ import annotations
+
+import random
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from llmnode.core.announcement import PeerState
+from llmnode.core.span import Span
+from llmnode.errors import ConfigError
+from llmnode.testing import seeds
+from llmnode.testing.faults import Cast, FaultPlan, Odds
+from simulation.world import SPANS, Dialogue, World, kv_is_free, pairs_of_servers, simulated
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from llmnode.testing.world import ServingNode
+
+LENGTH = 64
+STEPS = 30
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[World, Dialogue, ServingNode]]:
+    """A session, and the node that serves its middle blocks."""
+    async with pairs_of_servers() as swarm, swarm.session(max_length=LENGTH) as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(20)
+        yield swarm, dialogue, swarm.node(session.route[1].peer)
+
+
+@simulated
+async def test_a_node_serves_another_span_under_the_same_identity_and_its_sessions_move() -> None:
+    async with served() as (swarm, dialogue, node):
+        before = node.worker
+        await node.role.change_span(SPANS[0], patience_s=0.0)
+        assert (node.state, node.worker.span) == (PeerState.ONLINE, SPANS[0])
+        assert node.worker is not before
+        began_s = trio.current_time()
+        await dialogue.step(1)
+        assert trio.current_time() - began_s < 1.0, "its client is told at its next step, and does not find out"
+        (recovery,) = dialogue.session.recoveries
+        assert (recovery.lost, recovery.span) == (node.peer, SPANS[1])
+        for name in ("0a", "0b"):
+            swarm.kill(name)
+        await dialogue.step(3)
+        assert dialogue.session.route[0].peer == node.peer, "now it is needed there"
+
+
+@simulated
+async def test_sessions_have_their_time_to_end_and_no_session_comes_meanwhile() -> None:
+    async with served() as (swarm, dialogue, node), trio.open_nursery() as nursery:
+        began_s = trio.current_time()
+        nursery.start_soon(node.role.change_span, SPANS[2], 30.0)
+        await trio.sleep(10)
+        assert node.state is PeerState.DRAINING
+        await dialogue.step(3)
+        assert not dialogue.session.recoveries, "it serves its session"
+        async with swarm.session() as (other, _):
+            assert other.route[1].peer != node.peer
+        await dialogue.session.close()
+        await trio.sleep(1)
+        assert (node.state, node.role.span) == (PeerState.ONLINE, SPANS[2])
+        assert trio.current_time() - began_s < 12, "it does not wait when nobody is left"
+
+
+@simulated
+async def test_while_it_loads_it_is_joining_with_its_new_span_and_refuses() -> None:
+    async with served() as (swarm, _, node), trio.open_nursery() as nursery:
+        node.source.load_s = 20.0
+        nursery.start_soon(node.role.change_span, SPANS[0], 0.0)
+        await trio.sleep(10)
+        client = swarm.clients["client"]
+        (said,) = (each.offer for each in client.view.announcements() if each.peer == node.peer)
+        assert (said.state, said.span, said.kv_tokens_free) == (PeerState.JOINING, SPANS[0], 0)
+        assert node.server.describe().kv_tokens_free == 0
+        async with swarm.session() as (other, _):
+            assert node.peer not in {hop.peer for hop in other.route}
+
+
+@simulated
+async def test_a_span_that_does_not_fit_leaves_the_node_with_the_one_before() -> None:
+    async with served() as (swarm, dialogue, node):
+        node.source.too_large = {SPANS[0]}
+        with pytest.raises(ConfigError, match="do not fit, as told"):
+            await node.role.change_span(SPANS[0], 0.0)
+        assert (node.state, node.worker.span) == (PeerState.ONLINE, SPANS[1])
+        await dialogue.step(1)
+        with pytest.raises(ConfigError, match=r"cannot serve blocks \[0, 7\): exact has 6 blocks"):
+            await node.role.change_span(Span(0, 7))
+        await node.role.change_span(SPANS[2], 0.0)
+        assert node.worker.span == SPANS[2]
+
+
+@simulated
+async def test_a_node_that_leaves_changes_no_span_and_who_waits_for_one_is_told() -> None:
+    async with served() as (swarm, _, node), trio.open_nursery() as nursery:
+
+        async def change() -> None:
+            with pytest.raises(ConfigError, match="is leaving the swarm"):
+                await node.role.change_span(SPANS[0], 100.0)
+
+        nursery.start_soon(change)
+        await trio.sleep(1)
+        await swarm.drain(node.name, 0.0)
+        await change()
+
+
+@simulated
+async def test_changes_are_made_one_after_the_other() -> None:
+    async with served() as (_, dialogue, node):
+        async with trio.open_nursery() as nursery:
+            for span in (SPANS[0], SPANS[2], SPANS[1]):
+                nursery.start_soon(node.role.change_span, span, 0.1)
+        assert node.state is PeerState.ONLINE
+        await dialogue.step(1)
+
+
+async def change_spans(swarm: World, rng: random.Random) -> None:
+    """Of one node of each pair, so that its twin covers the blocks."""
+    while True:
+        await trio.sleep(rng.uniform(0, 3))
+        if (node := swarm.nodes.get(f"{rng.randrange(3)}b")) is not None:
+            node.source.load_s = rng.choice([0.0, 1.0])
+            with trio.move_on_after(20), suppress(ConfigError):  # it may be told to leave meanwhile
+                await node.role.change_span(rng.choice([*SPANS, Span(0, 4), Span(1, 6)]), rng.choice([0.0, 0.5, 2.0]))
+
+
+async def lose_workers(swarm: World, rng: random.Random) -> None:
+    while True:
+        await trio.sleep(rng.uniform(0, 6))
+        swarm.nodes[rng.choice(sorted(swarm.nodes))].source.lose()
+
+
+@pytest.mark.parametrize("seed", seeds(60))
+@simulated
+async def test_sessions_are_right_to_the_bit_while_nodes_change_their_spans_and_lose_their_workers(seed: int) -> None:
+    rng = random.Random(seed)
+    async with pairs_of_servers(seed) as swarm:
+        async with swarm.session(max_length=LENGTH) as (session, _), trio.open_nursery() as nursery:
+            nursery.start_soon(change_spans, swarm, rng)
+            nursery.start_soon(lose_workers, swarm, rng)
+            dialogue = Dialogue(session, rng)
+            for _ in range(STEPS):
+                await dialogue.step(rng.choice([1, 1, 1, 5]))
+                if session.position > LENGTH - 6 or rng.random() < 0.1:
+                    await dialogue.go_back(rng.randint(6, session.position) if session.position > 6 else 1)
+                await trio.sleep(rng.choice([0, 0, 0.5]))
+            nursery.cancel_scope.cancel()
+        await kv_is_free(swarm)
+
+
+@pytest.mark.parametrize("seed", seeds(30))
+@simulated
+async def test_and_while_anything_else_goes_wrong(seed: int) -> None:
+    rng = random.Random(seed)
+    async with pairs_of_servers(seed) as swarm:
+        plan = FaultPlan.draw(seed, Cast([f"{index}{twin}" for index in range(3) for twin in "ab"]), Odds(tracks=1))
+        async with swarm.session(max_length=LENGTH) as (session, _), trio.open_nursery() as nursery:
+            nursery.start_soon(change_spans, swarm, rng)
+            async with plan.upon(swarm):
+                dialogue = Dialogue(session, rng)
+                for _ in range(STEPS):
+                    await dialogue.step(1)
+                    await trio.sleep(rng.choice([0, 0.5, 1]))
+            nursery.cancel_scope.cancel()
+        await kv_is_free(swarm)
