@@ -51,16 +51,16 @@ class Node:
         """First block served, and the one after the last."""
         return self.running.span.start, self.running.span.end
 
-    def change_span(self, start: int, end: int) -> None:
+    def change_span(self, start: int, end: int, drain_s: float | None = None) -> None:
         """Serve blocks `start` up to, not including, `end` instead; returns when they are served.
 
-        Sessions have ten seconds to end; then they go on at other servers. Raises ConfigError if the blocks do not
+        Sessions have `drain_s` to end, ten seconds if it is None; then they go on at other servers. Raises ConfigError if the blocks do not
         fit: the node serves its former ones again then. In a trio program await `running.change_span` instead.
         """
         assert self._portal is not None, "enter the node's context with `with` first"
         if not 0 <= start < end:
             raise ConfigError(f"blocks {start}:{end} are no range: give the first block, and the one after the last")
-        self._portal.call(partial(self.running.change_span, Span(start, end)))
+        self._portal.call(partial(self.running.change_span, Span(start, end), drain_s))
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:

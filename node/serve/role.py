@@ -88,7 +88,7 @@ class Role:
         """`report_worker` is told in a line when a worker serves that is not the first."""
         self.state: State = Joining(span)
         self._source = source
-        self._model = model
+        self.model = model
         self._server = server
         self._swarm = swarm
         self._report_worker = report_worker
@@ -116,10 +116,10 @@ class Role:
         """What the node announces."""
         worker = self._worker
         return Offer(
-            model=self._model.name,
-            model_digest=self._model.digest,
-            blocks=self._model.blocks,
-            dtype=self._model.dtype,
+            model=self.model.name,
+            model_digest=self.model.digest,
+            blocks=self.model.blocks,
+            dtype=self.model.dtype,
             span=self.span,
             state=announced(self.state),
             block_us=self._block_us,
@@ -150,8 +150,8 @@ class Role:
         Sessions have `patience_s` to end, or the policy's time; then they go on at other peers, as after a lost worker.
         Raises ConfigError or ModelError if the blocks cannot be loaded. The node serves its former ones again then.
         """
-        if span.end > self._model.blocks:
-            raise ConfigError(f"cannot serve blocks {span}: {self._model.name} has {self._model.blocks} blocks")
+        if span.end > self.model.blocks:
+            raise ConfigError(f"cannot serve blocks {span}: {self.model.name} has {self.model.blocks} blocks")
         async with self._one_change:
             await self._until(Online, Draining, Left)
             self._check_stays()
@@ -238,7 +238,7 @@ class Role:
         try:
             worker = await self._source.load(span)
             try:
-                took_us = await self._measure(worker, self._model)
+                took_us = await self._measure(worker, self.model)
             except WorkerLost:  # in its first forward, which is when most memory is taken
                 await self._source.wait_lost()
                 self._happen(Lost())

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import llmnode
-from llmnode.core.policy import LifePolicy
 from llmnode.core.span import Span
 from llmnode.node import Node
 from process.small_server import expected_tokens
@@ -92,8 +91,7 @@ def test_a_node_in_a_program_changes_its_blocks_and_its_session_goes_on_elsewher
             model._portal.call(lambda: model._client.swarm.meet(late.address))
             peer = node.running.peer
             (worker,) = [each for each in psutil.Process().children() if "llmnode.compute.child" in each.cmdline()]
-            node.running.role._policy = LifePolicy(drain_s=0.0)
-            node.change_span(0, 15)
+            node.change_span(0, 15, drain_s=0.0)
             assert (node.blocks, node.running.peer) == ((0, 15), peer)
             assert not worker.is_running(), "the memory of the former blocks is given back"
             ids = model.generate(ids, cache=cache, max_new_tokens=HALF, **options)

@@ -85,7 +85,7 @@ async def test_while_it_loads_it_is_joining_with_its_new_span_and_refuses() -> N
 
 @simulated
 async def test_a_span_that_does_not_fit_leaves_the_node_with_the_one_before() -> None:
-    async with served() as (swarm, dialogue, node):
+    async with served() as (_, dialogue, node):
         node.source.too_large = {SPANS[0]}
         with pytest.raises(ConfigError, match="do not fit, as told"):
             await node.role.change_span(SPANS[0], 0.0)

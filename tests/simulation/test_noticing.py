@@ -114,7 +114,7 @@ async def test_a_node_that_leaves_while_its_successor_starts_is_no_double() -> N
         first = await swarm.start("restarted", HALVES[0])
         await trio.sleep(SOON_S)
         told: list[Notice] = []
-        nursery.start_soon(first.swarm.leave, first.offer)
+        nursery.start_soon(first.role.leave)
         node = await swarm.start("restarted", HALVES[1])
         first.scope.cancel()
         nursery.start_soon(watch, node.swarm, told.append)

@@ -67,7 +67,7 @@ async def test_who_names_no_address_for_a_while_is_waited_for(absent_s: float, m
         async def come_back() -> None:
             await trio.sleep(absent_s)
             lost.clear()
-            swarm.nodes["1"].swarm.say(swarm.nodes["1"].offer)
+            swarm.nodes["1"].role.announce()
 
         nursery.start_soon(come_back)
         began_s = trio.current_time()

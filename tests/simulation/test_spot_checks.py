@@ -121,8 +121,8 @@ async def test_peers_of_another_precision_are_not_asked_and_outvote_nobody() -> 
         for twin in "bcd":
             other = await swarm.start(f"1{twin}", SPANS[1], rounded)
             if twin != "d":  # who announces what it does not serve refuses
-                other.model = rounded
-                other.swarm.say(other.offer)
+                other.role.model = rounded
+                other.role.announce()
             corrupt(swarm, other.peer)
         await trio.sleep(10)
         async with session_of(swarm) as (router, session):
