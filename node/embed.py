@@ -54,8 +54,9 @@ class Node:
     def change_span(self, start: int, end: int, drain_s: float | None = None) -> None:
         """Serve blocks `start` up to, not including, `end` instead; returns when they are served.
 
-        Sessions have `drain_s` to end, ten seconds if it is None; then they go on at other servers. Raises ConfigError if the blocks do not
-        fit: the node serves its former ones again then. In a trio program await `running.change_span` instead.
+        Sessions have `drain_s` to end, ten seconds if it is None; then they go on at other servers. Raises ConfigError
+        if the blocks do not fit; then the node serves its former ones again. A trio program awaits
+        `running.change_span` instead.
         """
         assert self._portal is not None, "enter the node's context with `with` first"
         if not 0 <= start < end:
