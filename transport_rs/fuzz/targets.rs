@@ -1,6 +1,6 @@
-//! What the fuzz targets do with their input; `tests/mutations.rs` does the same on stable Rust.
+//! The work of the fuzz targets; `tests/mutations.rs` does the same on stable Rust.
 //!
-//! Each takes anything, must not panic, and checks that what is held stays bounded.
+//! Each takes any bytes, must not panic, and checks that memory stays bounded.
 
 use llmnode_transport::codec::{self, Code, Dtype, Format};
 use llmnode_transport::noise::{Handshake, NoiseError, Role, Session};
@@ -92,7 +92,7 @@ pub fn dequantize(data: &[u8]) {
     }
 }
 
-/// Packed values; the first byte is not used. What unpacks can be packed again.
+/// Packed values; the first byte is not used. Values that unpack can be packed again.
 pub fn unpack(data: &[u8]) {
     let Some((_, packed)) = data.split_first() else { return };
     let Ok(size) = packing::unpacked_bytes(packed) else { return };

@@ -7,7 +7,7 @@ use std::fmt;
 use crate::noise::{NoiseError, Session};
 use crate::yamux::{Events, Yamux, YamuxError};
 
-/// What the other side did that ends the connection.
+/// The fault of the other side that ends the connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ConnectionError {
     /// Against Noise.
@@ -19,7 +19,7 @@ pub enum ConnectionError {
 /// One side of an encrypted connection with streams.
 pub struct Connection {
     session: Session,
-    /// The streams. Whatever is done to them may add to what `seal_output` finds.
+    /// The streams. Any call on them may add to the bytes that `seal_output` finds.
     pub streams: Yamux,
 }
 

@@ -1,9 +1,9 @@
 //! Noise as libp2p speaks it: `Noise_XX_25519_ChaChaPoly_SHA256`, then messages of a 16-bit length and a ciphertext.
 //! Members of a private swarm mix its key into the handshake first (`XXpsk0`), which libp2p's own peers do not.
 //!
-//! The spec: <https://github.com/libp2p/specs/blob/master/noise/README.md>. The payloads of the handshake, in which each
-//! side proves its identity key, are opaque here: whoever drives the handshake must verify what `receive` returns against
-//! `remote_static` before it uses the session.
+//! The spec: <https://github.com/libp2p/specs/blob/master/noise/README.md>. The payloads of the handshake, in which
+//! each side proves its identity key, are opaque here: the caller must verify the payload that `receive` returns
+//! against `remote_static` before it uses the session.
 
 use std::fmt;
 
@@ -23,7 +23,7 @@ const PRIVATE_PATTERN: &str = "Noise_XXpsk0_25519_ChaChaPoly_SHA256";
 const LENGTH_BYTES: usize = 2;
 const TAG_BYTES: usize = 16;
 
-/// Which side began the connection.
+/// The two sides of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// It dialled.
@@ -56,8 +56,8 @@ pub struct Handshake {
 }
 
 impl Handshake {
-    /// `static_key`: the private X25519 key whose public half the identity key has signed. `swarm_key`: that of a private
-    /// swarm. Who has another one, or none, neither completes the handshake nor learns who we are.
+    /// `static_key`: the private X25519 key whose public half the identity key has signed. `swarm_key`: that of a
+    /// private swarm. A peer with another key, or none, neither completes the handshake nor learns our identity.
     ///
     /// # Errors
     /// `Handshake` if the system gives no randomness.

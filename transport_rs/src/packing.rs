@@ -1,17 +1,18 @@
 //! Numbers in fewer bytes without loss: the exponents of hidden states go through zstd, the rest stays as it is.
 //!
-//! Of 8 bits of exponent some 3 are information, of sign and mantissa all (`DFloat11`, arXiv:2504.11651; `ZipNN`,
-//! arXiv:2411.05239). So the bytes of values go to as many lanes: the first has the exponents, the second the signs and
-//! the tops of the mantissas, and of float32 two more have the rest. `bfloat16` is the upper half of float32, so they are
-//! one case; of float16 the first lane has the 5 bits of the exponent and the upper 3 of the mantissa.
+//! Some 3 of the 8 bits of an exponent are information; all bits of sign and mantissa are (`DFloat11`,
+//! arXiv:2504.11651; `ZipNN`, arXiv:2411.05239). So each byte of a value goes to a lane of its own. The first lane has
+//! the exponents, the second the signs and the tops of the mantissas; two more have the rest of float32. `bfloat16` is
+//! the upper half of float32, so they are one case. For float16 the first lane has the 5 bits of the exponent and the
+//! upper 3 of the mantissa.
 //!
 //! ```text
 //! [bytes of a value: u8][which lanes are zstd, a bit each: u8][bytes in all: u32][lengths of those lanes: u32 each]
 //! [lanes][bytes at the end that fill no value]
 //! ```
 //!
-//! Numbers are little-endian. The second lane is never compressed: so nothing unpacks to more than four times its length,
-//! and what is held meanwhile is bounded by that too, whoever made it.
+//! Numbers are little-endian. The second lane is never compressed. So nothing unpacks to more than four times its
+//! length, which bounds the memory for bytes of any sender.
 
 use std::borrow::Cow;
 use std::error::Error;
@@ -21,8 +22,8 @@ use std::fmt;
 /// repetitions where there are none, only 19 is better, a hundred times slower.
 const LEVEL: i32 = 1;
 
-/// By this much of a lane its further lanes are judged: those of honest float32 do not compress, those of numbers that
-/// were 16 bits once are full of zeros.
+/// The further lanes are compressed only if this much of them compresses: those of true float32 do not, and those of
+/// numbers that had 16 bits once are full of zeros.
 const SAMPLE_BYTES: usize = 4096;
 
 const LENGTH_BYTES: usize = 4;
@@ -40,7 +41,7 @@ pub enum PackError {
     Header,
     /// Lanes of other lengths than the header says.
     Lengths,
-    /// A lane that is not zstd, or not of as many bytes as there are values.
+    /// A lane that is not zstd, or has another number of bytes than there are values.
     Lane,
 }
 

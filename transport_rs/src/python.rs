@@ -1,13 +1,13 @@
 //! The module `llmnode._native`: with the files in `python/`, the only one of this crate that knows Python.
 //!
-//! It borrows buffers, calls a pure function and returns a value. What is promised to Python is in `_native.pyi`.
+//! It borrows buffers, calls a pure function and returns a value. The interface for Python is in `_native.pyi`.
 //!
 //! # The contract on mutation
 //!
-//! Buffers are not copied, and long calls release the GIL. The caller must not write to a buffer during a call, nor read
-//! one that the call writes to: Rust calls that a data race, which no checksum can make defined. What bounds the harm is
-//! that Python holds the memory in place (a `bytearray` refuses to be resized) and that no index or length depends on its
-//! contents: the result is then that of bytes which never stood there together.
+//! Buffers are not copied, and long calls release the GIL. The caller must not write to a buffer during a call, nor
+//! read one that the call writes to: Rust calls that a data race, which no checksum can make defined. Two things bound
+//! the harm: Python holds the memory in place (a `bytearray` refuses to be resized), and no index or length depends on
+//! its contents. The result is then that of a mix of old and new bytes.
 
 #![allow(clippy::needless_pass_by_value, reason = "PyO3 hands extracted arguments over by value")]
 

@@ -90,7 +90,8 @@ mod twin {
         bytes
     }
 
-    /// A single chunk, or a left subtree of as many chunks as a power of two allows and the rest as the right one.
+    /// A single chunk, or two subtrees: the left one has the largest power of two of chunks that leaves a rest, the
+    /// right one the rest.
     fn subtree(data: &[u8], first_chunk: usize, flags: u32) -> Words {
         if data.len() <= CHUNK_BYTES {
             return chunk(data, first_chunk, flags);

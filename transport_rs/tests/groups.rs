@@ -19,7 +19,7 @@ fn widened(codes: &[u8], levels: &[[f32; 2]]) -> Vec<f32> {
     weights
 }
 
-/// What is found in `weights`, widened again.
+/// Packs `weights`, if that is exact, and widens them again.
 fn found(weights: &[f32]) -> Option<Vec<f32>> {
     let (mut codes, mut levels) = (vec![0; weights.len() / 2], vec![[0.0; 2]; weights.len() / GROUP]);
     pack(weights, &mut codes, &mut levels).unwrap().then(|| widened(&codes, &levels))

@@ -16,7 +16,7 @@ fn seal(session: &mut Session, plaintext: &[u8]) -> Vec<u8> {
     out
 }
 
-/// What `bytes` decrypt to, fed in pieces whose lengths come from `cuts`, over and over.
+/// Decrypts `bytes`, fed in pieces whose lengths come from `cuts`, over and over.
 fn open(session: &mut Session, mut bytes: &[u8], cuts: &[usize]) -> Result<Vec<u8>, NoiseError> {
     let mut plaintext = Vec::new();
     for cut in cuts.iter().chain(&[1]).cycle() {
@@ -90,7 +90,7 @@ fn the_handshake_and_the_messages_after_it_are_those_of_snow_in_either_role() {
     }
 }
 
-/// What snow says is the public half of `THEIRS`.
+/// The public half of `THEIRS`, by snow.
 fn snow_public_key() -> [u8; 32] {
     let (mut state, mut other) = (snow_side(false), snow_side(true));
     let (mut message, mut read) = (vec![0; 65535], vec![0; 65535]);

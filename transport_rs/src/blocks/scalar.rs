@@ -9,48 +9,49 @@ use crate::simd::LANES;
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
 /// The natural logarithm of 2: a part with so few bits that its product with a whole number is exact, and the rest.
 const LN_2: (f32, f32) = (0.693_359_4, -2.121_944_4e-4);
-/// To what is added here, the last bit is worth 1: a sum is rounded to a whole number, which its lowest bits are.
+/// The last bit of this number is worth 1: adding it rounds a value to a whole number, which is then in the lowest
+/// bits.
 pub(super) const WHOLE: f32 = 12_582_912.0;
 const SMALLEST: f32 = -87.336_54;
 const LARGEST: f32 = 88.376_26;
-/// Of `e^x - 1 - x`, divided by `x^2`, for |x| <= ln(2) / 2 (Moshier's Cephes, `expf`).
+/// The polynomial for `(e^x - 1 - x) / x^2`, for |x| <= ln(2) / 2 (Moshier's Cephes, `expf`).
 const POLYNOMIAL: [f32; 6] = [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_66, 0.5];
 
-/// As [`crate::simd::Isa::dots`].
+/// The specification of [`crate::simd::Isa::dots`].
 pub(crate) fn dots(weights: &[f32], rows: &[f32], inputs: usize, out: &mut [f32]) {
     dots_with(weights, rows, inputs, out, |weight| *weight);
 }
 
-/// As [`crate::simd::Isa::bf16_dots`].
+/// The specification of [`crate::simd::Isa::bf16_dots`].
 pub(crate) fn bf16_dots(weights: &[u16], rows: &[f32], inputs: usize, out: &mut [f32]) {
     dots_with(weights, rows, inputs, out, |weight| bf16_to_f32(*weight));
 }
 
-/// As [`crate::simd::Isa::f16_dots`].
+/// The specification of [`crate::simd::Isa::f16_dots`].
 pub(crate) fn f16_dots(weights: &[u16], rows: &[f32], inputs: usize, out: &mut [f32]) {
     dots_with(weights, rows, inputs, out, |weight| f16_to_f32(*weight));
 }
 
-/// As [`crate::simd::Isa::q4_dots`].
+/// The specification of [`crate::simd::Isa::q4_dots`].
 pub(crate) fn q4_dots(weights: Q4<'_>, rows: &[f32], inputs: usize, out: &mut [f32]) {
     let mut floats = vec![0.0; weights.levels.len() * GROUP];
     q4_floats(weights, &mut floats);
     dots(&floats, rows, inputs, out);
 }
 
-/// As [`crate::simd::Isa::q8_dots`].
+/// The specification of [`crate::simd::Isa::q8_dots`].
 pub(crate) fn q8_dots(weights: Q8<'_>, rows: &[f32], inputs: usize, out: &mut [f32]) {
     let mut floats = vec![0.0; weights.codes.len()];
     q8_floats(weights, &mut floats);
     dots(&floats, rows, inputs, out);
 }
 
-/// As [`crate::simd::Isa::q8_floats`].
+/// The specification of [`crate::simd::Isa::q8_floats`].
 pub(crate) fn q8_floats(weights: Q8<'_>, out: &mut [f32]) {
     out.iter_mut().zip(weights.weights()).for_each(|(out, weight)| *out = weight);
 }
 
-/// As [`crate::simd::Isa::q4_floats`].
+/// The specification of [`crate::simd::Isa::q4_floats`].
 pub(crate) fn q4_floats(weights: Q4<'_>, out: &mut [f32]) {
     out.iter_mut().enumerate().for_each(|(at, out)| *out = weights.weight(at));
 }
@@ -83,7 +84,7 @@ fn sum_of(mut sums: [f32; LANES]) -> f32 {
     sum
 }
 
-/// As [`crate::simd::Isa::weighted`].
+/// The specification of [`crate::simd::Isa::weighted`].
 pub(crate) fn weighted(values: &[f32], weights: &[f32], width: usize, out: &mut [f32]) {
     out.fill(0.0);
     for (weights, out) in weights.chunks_exact(values.len() / width).zip(out.chunks_exact_mut(width)) {
@@ -95,7 +96,7 @@ pub(crate) fn weighted(values: &[f32], weights: &[f32], width: usize, out: &mut 
     }
 }
 
-/// As [`crate::simd::Isa::code_dots`].
+/// The specification of [`crate::simd::Isa::code_dots`].
 pub(crate) fn code_dots(codes: &[i8], rows: &[i16], inputs: usize, out: &mut [i32]) {
     let outputs = codes.len() / inputs;
     for (row, out) in rows.chunks_exact(inputs).zip(out.chunks_exact_mut(outputs)) {
@@ -105,7 +106,7 @@ pub(crate) fn code_dots(codes: &[i8], rows: &[i16], inputs: usize, out: &mut [i3
     }
 }
 
-/// As [`crate::simd::Isa::scaled`].
+/// The specification of [`crate::simd::Isa::scaled`].
 #[expect(clippy::inline_always, reason = "to be compiled with the instructions of the function that calls it")]
 #[inline(always)]
 pub(crate) fn scaled(codes: &[i8], scales: &[f32], out: &mut [f32]) {
@@ -115,7 +116,7 @@ pub(crate) fn scaled(codes: &[i8], scales: &[f32], out: &mut [f32]) {
     }
 }
 
-/// As [`crate::simd::Isa::round`].
+/// The specification of [`crate::simd::Isa::round`].
 #[expect(clippy::inline_always, reason = "to be compiled with the instructions of the function that calls it")]
 #[inline(always)]
 pub(crate) fn round(values: &[f32], scale: f32, codes: &mut [i16]) {
@@ -127,7 +128,7 @@ pub(crate) fn round(values: &[f32], scale: f32, codes: &mut [i16]) {
     }
 }
 
-/// As [`crate::simd::Isa::soften`].
+/// The specification of [`crate::simd::Isa::soften`].
 #[expect(clippy::inline_always, reason = "to be compiled with the instructions of the function that calls it")]
 #[inline(always)]
 pub(crate) fn soften(scores: &mut [f32]) -> f32 {
@@ -152,7 +153,7 @@ pub(crate) fn soften(scores: &mut [f32]) -> f32 {
     sum_of(sums)
 }
 
-/// As [`crate::simd::Isa::gated`].
+/// The specification of [`crate::simd::Isa::gated`].
 #[expect(clippy::inline_always, reason = "to be compiled with the instructions of the function that calls it")]
 #[inline(always)]
 pub(crate) fn gated(gates: &mut [f32], values: &[f32]) {

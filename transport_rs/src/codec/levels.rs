@@ -3,9 +3,9 @@
 //! # The dynamic map
 //!
 //! Its definition counts zero bits: after the sign, the number of zeros says the power of ten, a one ends them, and the
-//! bits that are left divide that decade evenly. Written out: decade `i` of 0..7 spans `[0.1, 1] * 10^(i - 6)` and has
-//! `2^i` levels, the middles of as many equal cells. All of them, their negatives, 0 and 1 are 256 levels; a code is the
-//! place of its level in rising order, so that 127 is 0 and 255 is 1. (-1 is missing: it becomes -0.993.)
+//! bits that are left divide that decade evenly. Written out: decade `i` of 0..7 spans `[0.1, 1] * 10^(i - 6)`. It is
+//! cut into `2^i` equal cells, whose middles are its levels. All of them, their negatives, 0 and 1 are 256 levels; a
+//! code is the place of its level in rising order, so that 127 is 0 and 255 is 1. (-1 is missing: it becomes -0.993.)
 //!
 //! A positive code is `127 + p`, and `p` runs from `2^i` to `2^(i+1) - 1` in decade `i`. So both ways are straight lines
 //! within a decade: `level = rise * p + start`, and, as a cell holds just what is nearest to its middle, `p` is the whole
@@ -30,7 +30,7 @@ pub const BINADE_BELOW: i32 = 127 - 23;
 /// Cells for each unit of magnitude.
 pub const STEPS: [f32; DECADES] = per_decade(Constant::Steps);
 
-/// What the line of `p` over the magnitude begins with.
+/// The start of the line of `p` over the magnitude.
 pub const FIRSTS: [f32; DECADES] = per_decade(Constant::First);
 
 /// The largest `p` of the decade.
@@ -39,7 +39,7 @@ pub const LASTS: [f32; DECADES] = per_decade(Constant::Last);
 /// The distance of two levels.
 pub const RISES: [f32; DECADES] = per_decade(Constant::Rise);
 
-/// What the line of the level over `p` begins with.
+/// The start of the line of the level over `p`.
 pub const STARTS: [f32; DECADES] = per_decade(Constant::Start);
 
 /// The level of each `p`, as the lines give it.

@@ -8,8 +8,8 @@
 //! [scale of block 0: f32, little-endian] ... [scale of the last block] [code of value 0: u8] ... [code of value n - 1]
 //! ```
 //!
-//! The scale of a block is its largest magnitude, and a value is `level(code) * scale`; [`Code`] says which levels there
-//! are. Element type, block size and code map are not in the bytes: they belong to whoever frames them.
+//! The scale of a block is its largest magnitude, and a value is `level(code) * scale`; [`Code`] says which levels
+//! there are. Element type, block size and code map are not in the bytes: the caller's framing carries them.
 //!
 //! # Promises
 //!
@@ -35,8 +35,8 @@ pub const SCALE_BYTES: usize = size_of::<f32>();
 /// The block sizes that the codec takes: powers of two from the first to the last of these.
 pub const BLOCK_SIZES: (usize, usize) = (64, 4096);
 
-/// Each thread must have so many bytes of values to work on. Starting one costs 25 us if a core is idle, and more if
-/// none is, while this much is done in 200 to 1200 us (README.md).
+/// Each thread must have at least this many bytes of values to work on. Starting one costs 25 us if a core is idle, and
+/// more if none is, while this work takes 200 to 1200 us (README.md).
 const MIN_BYTES_PER_THREAD: usize = 4 * 1024 * 1024;
 
 /// The element type of the values, in the byte order of this machine.
@@ -71,18 +71,18 @@ impl Dtype {
     }
 }
 
-/// Which levels the 256 codes stand for.
+/// The levels that the 256 codes stand for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Code {
     /// `code / 127` of a signed byte: evenly spaced, rounded half to even. The encoder never writes -128, which is read
     /// as -127.
     Linear,
     /// The signed dynamic map of Dettmers et al. (8-bit Optimizers via Block-wise Quantization, section 2.1), see
-    /// [`levels`]: seven decades, of which each has twice as many levels as the one below.
+    /// [`levels`]: seven decades, each with twice the levels of the one below.
     Dynamic,
 }
 
-/// What both sides must agree on.
+/// The parameters that both sides must agree on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Format {
     dtype: Dtype,
@@ -133,13 +133,13 @@ impl Format {
     }
 }
 
-/// Why nothing was encoded or decoded. What the output then holds is not specified.
+/// Why nothing was encoded or decoded. The content of the output is then not specified.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum CodecError {
     /// The block size is not one of ours.
     BlockSize {
-        /// What was asked for.
+        /// The block size asked for.
         block: usize,
     },
     /// The values are no whole number of elements.
@@ -304,14 +304,14 @@ fn split_mut(
     Ok((scales.as_chunks_mut().0, codes))
 }
 
-/// So many blocks go to each thread; at least one, so that nothing is cut into pieces of no length.
+/// The number of blocks for each thread: at least one, so that no piece has the length 0.
 fn blocks_per_thread(format: Format, values: usize, threads: usize) -> usize {
     let worthwhile = values.saturating_mul(format.dtype.bytes()) / MIN_BYTES_PER_THREAD;
     values.div_ceil(format.block).div_ceil(threads.min(worthwhile).max(1)).max(1)
 }
 
-/// Does `work` on every part, on this thread and as many others as there are further parts, and gives the first error in
-/// the order of the parts, with the number of its part. Where no thread can be had, those there are do it all.
+/// Does `work` on every part, with one thread for each: this one does its share. Returns the first error in the order
+/// of the parts, with the number of its part. If no more threads can be started, those that run do it all.
 fn first_error<Part: Send, E: Send>(
     parts: impl ExactSizeIterator<Item = Part> + Send,
     work: impl Fn(Part) -> Result<(), E> + Sync,

@@ -90,7 +90,8 @@ pub(crate) fn decode(format: Format, run: DecodeRun<'_>) {
     }
 }
 
-/// The bits of the largest magnitude. As whole numbers, magnitudes stand in the same order, infinity and then NaN last.
+/// The bits of the largest magnitude. The bits of magnitudes, read as whole numbers, have the same order, with infinity
+/// and then NaN last.
 pub(crate) fn absmax_bits(dtype: Dtype, values: &[u8]) -> u32 {
     let magnitude = |value: f32| value.abs().to_bits();
     match dtype {

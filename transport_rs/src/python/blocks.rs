@@ -1,4 +1,4 @@
-//! Blocks of the Llama kind as a Python class. What is promised to Python is in `_native.pyi`.
+//! Blocks of the Llama kind as a Python class. The interface for Python is in `_native.pyi`.
 
 use std::ops::Range;
 
@@ -39,7 +39,7 @@ struct Block {
     window: Option<usize>,
 }
 
-/// As it is, or by name what it is in, and the numbers of that.
+/// A weight from Python: a buffer of floats, or the name of a format and its buffers.
 pub(super) enum Weight {
     Floats(View<f32>),
     Halves(Half, View<u16>),
@@ -100,7 +100,7 @@ fn q4<'a>(codes: &'a View<u8>, levels: &'a View<f32>) -> Q4<'a> {
     Q4 { codes: codes.values(), levels: levels.values().as_chunks().0 }
 }
 
-/// Whether `weights` are just what `codes` and `levels` of them, which are written, stand for.
+/// Writes `codes` and `levels` of `weights`, and returns whether they stand for exactly these weights.
 #[pyfunction]
 pub(super) fn pack_q4(
     py: Python<'_>,
@@ -112,7 +112,7 @@ pub(super) fn pack_q4(
     Ok(py.detach(|| blocks::pack(weights.values(), codes.values(), levels.values().as_chunks_mut().0))?)
 }
 
-/// As `pack_q4`, in 8 bits.
+/// `pack_q4` in 8 bits.
 #[pyfunction]
 pub(super) fn pack_q8(py: Python<'_>, weights: View<f32>, mut codes: Slab<i8>, mut steps: Slab<f32>) -> PyResult<bool> {
     refuse_overlaps(&[codes.range(), steps.range()], &[range(weights.values())])?;
@@ -261,7 +261,7 @@ pub(super) struct SequenceSlabs {
     capacity: usize,
 }
 
-/// As [`Kept`] has them.
+/// The buffers of a [`Kept`].
 enum Slabs {
     Floats(Slab<f32>, Slab<f32>),
     Codes(Slab<i8>, Slab<f32>),

@@ -107,7 +107,7 @@ pub(super) fn range<T>(values: &[T]) -> Range<usize> {
     start.addr()..end.addr()
 }
 
-/// Refuses what would be written while it is read, or twice. What is empty is nowhere.
+/// Refuses memory that would be written while it is read, or twice. An empty range overlaps nothing.
 pub(super) fn refuse_overlaps(written: &[Range<usize>], read: &[Range<usize>]) -> PyResult<()> {
     let overlap = |one: &Range<usize>, other: &Range<usize>| one.start < other.end && other.start < one.end;
     let twice =

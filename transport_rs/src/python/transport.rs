@@ -1,4 +1,4 @@
-//! Noise and yamux as Python classes. What is promised to Python is in `_native.pyi`.
+//! Noise and yamux as Python classes. The interface for Python is in `_native.pyi`.
 
 use pyo3::exceptions::{PyEOFError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;

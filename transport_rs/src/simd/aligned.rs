@@ -4,7 +4,7 @@ use std::ops::{Deref, DerefMut};
 
 use super::LANES;
 
-/// Of values elsewhere each vector is in two lines, which takes twice as long to read.
+/// Elsewhere each vector would lie in two lines, and reading it would take twice the time.
 pub(crate) struct Aligned {
     room: Vec<f32>,
     start: usize,

@@ -74,7 +74,7 @@ fn dynamic_levels(codes: &[u8; 8]) -> Floats {
     _mm256_castsi256_ps(_mm256_xor_si256(_mm256_castps_si256(level), sign))
 }
 
-/// The constant of each lane's decade. What a lane outside of 0..8 gets is not specified.
+/// The constant of each lane's decade. The result for a lane outside of 0..8 is not specified.
 #[target_feature(enable = "avx2,f16c")]
 #[inline]
 fn of_decade(constants: &[f32; DECADES], decade: Ints) -> Floats {
@@ -265,7 +265,7 @@ fn multiply_add([a, a_high]: Sixteen, [b, b_high]: Sixteen, [c, c_high]: Sixteen
     [_mm256_fmadd_ps(a, b, c), _mm256_fmadd_ps(a_high, b_high, c_high)]
 }
 
-/// Of each, halves onto each other, down to one.
+/// Adds up each vector: halves onto each other, down to one lane.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 fn sums_of(lanes: [Sixteen; 4]) -> [f32; 4] {

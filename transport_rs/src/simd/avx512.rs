@@ -296,7 +296,7 @@ fn multiply_add(a: Sixteen, b: Sixteen, c: Sixteen) -> Sixteen {
     _mm512_fmadd_ps(a, b, c)
 }
 
-/// Of each, halves onto each other, down to one.
+/// Adds up each vector: halves onto each other, down to one lane.
 #[target_feature(enable = "avx512f")]
 #[inline]
 fn sums_of([a, b, c, d]: [Sixteen; 4]) -> [f32; 4] {

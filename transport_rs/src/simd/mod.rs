@@ -12,15 +12,16 @@ use crate::blocks::groups::{Q4, Q8};
 use crate::blocks::scalar as blocks;
 use crate::codec::{DecodeRun, EncodeRun, Format, NotFinite, scalar};
 
-/// So far ahead of the encoder the values are called for: a short block's second pass leaves the processor no room to look
-/// that far by itself.
+/// The encoder prefetches values this far ahead: a short block's second pass leaves the processor no room to look that
+/// far by itself.
 const PREFETCH_BYTES: usize = 2048;
 
-/// So far ahead what attention sums up is called for: the processor looks no further than a page by itself.
+/// Attention prefetches the values that it adds up this far ahead: the processor looks no further than a page by
+/// itself.
 const VALUES_AHEAD: usize = 512;
-/// So many weights stay in a near cache while they are multiplied with one row after another.
+/// This many weights stay in a near cache while they are multiplied with one row after another.
 const NEAR_VALUES: usize = 1 << 14;
-/// Of those that are widened, 256 KiB.
+/// The same for widened weights: 256 KiB.
 const WIDE_VALUES: usize = 1 << 16;
 
 #[macro_use]
@@ -80,7 +81,8 @@ impl Isa {
     /// One value at a time: the specification, and what is left where nothing else is available.
     pub const SCALAR: Self = Self(Kind::Scalar);
 
-    /// What this processor has, the fastest first. The standard library remembers what it asked the processor.
+    /// The instruction sets of this processor, the fastest first. The standard library remembers what it asked the
+    /// processor.
     pub fn available() -> impl Iterator<Item = Self> {
         let candidates: &[(Kind, bool)] = &[
             #[cfg(target_arch = "x86_64")]
@@ -117,17 +119,17 @@ impl Isa {
         run_on!(self, blocks::dots(weights, rows, inputs, out));
     }
 
-    /// As [`Isa::dots`], of weights in `bfloat16`, which are widened to `f32`: exactly.
+    /// [`Isa::dots`] for weights in `bfloat16`, which are widened to `f32` exactly.
     pub(crate) fn bf16_dots(self, weights: &[u16], rows: &[f32], inputs: usize, out: &mut [f32]) {
         run_on!(self, blocks::bf16_dots(weights, rows, inputs, out));
     }
 
-    /// As [`Isa::bf16_dots`], of weights in `binary16`.
+    /// [`Isa::bf16_dots`] for weights in `binary16`.
     pub(crate) fn f16_dots(self, weights: &[u16], rows: &[f32], inputs: usize, out: &mut [f32]) {
         run_on!(self, blocks::f16_dots(weights, rows, inputs, out));
     }
 
-    /// As [`Isa::dots`], of weights in 4 bits, which are widened as [`Q4`] says.
+    /// [`Isa::dots`] for weights in 4 bits, which are widened as [`Q4`] says.
     pub(crate) fn q4_dots(self, weights: Q4<'_>, rows: &[f32], inputs: usize, out: &mut [f32]) {
         run_on!(self, blocks::q4_dots(weights, rows, inputs, out));
     }
@@ -137,17 +139,17 @@ impl Isa {
         run_on!(self, blocks::q4_floats(weights, out));
     }
 
-    /// As [`Isa::q4_floats`].
+    /// [`Isa::q4_floats`] for 8 bits.
     pub(crate) fn q8_floats(self, weights: Q8<'_>, out: &mut [f32]) {
         run_on!(self, blocks::q8_floats(weights, out));
     }
 
-    /// As [`Isa::q4_dots`], of weights in 8 bits.
+    /// [`Isa::q4_dots`] for weights in 8 bits.
     pub(crate) fn q8_dots(self, weights: Q8<'_>, rows: &[f32], inputs: usize, out: &mut [f32]) {
         run_on!(self, blocks::q8_dots(weights, rows, inputs, out));
     }
 
-    /// Numbers in 8 bits, of which each row has a scale.
+    /// Widens numbers in 8 bits; each row has a scale.
     pub(crate) fn scaled(self, codes: &[i8], scales: &[f32], out: &mut [f32]) {
         run_on!(self, blocks::scaled(codes, scales, out));
     }
@@ -157,12 +159,12 @@ impl Isa {
         run_on!(self, blocks::weighted(values, weights, width, out));
     }
 
-    /// As [`Isa::dots`], of whole numbers from -127 to 127.
+    /// [`Isa::dots`] for whole numbers from -127 to 127.
     pub(crate) fn code_dots(self, codes: &[i8], rows: &[i16], inputs: usize, out: &mut [i32]) {
         run_on!(self, blocks::code_dots(codes, rows, inputs, out));
     }
 
-    /// How many times `scale` each is, to the nearest whole number, the even one of two: from -127 to 127.
+    /// Divides each value by `scale` and rounds to the nearest whole number, half to even: from -127 to 127.
     pub(crate) fn round(self, values: &[f32], scale: f32, codes: &mut [i16]) {
         run_on!(self, blocks::round(values, scale, codes));
     }

@@ -74,7 +74,7 @@ fn dynamic_levels(codes: &[u8; 4]) -> Floats {
     vreinterpretq_f32_u32(veorq_u32(level, sign))
 }
 
-/// The constant of each lane's decade. What a lane outside of 0..8 gets is not specified.
+/// The constant of each lane's decade. The result for a lane outside of 0..8 is not specified.
 #[target_feature(enable = "neon")]
 #[inline]
 fn of_decade(constants: &[f32; DECADES], decade: Ints) -> Floats {
@@ -125,7 +125,7 @@ fn load_f32(values: &[u8; 16]) -> Floats {
     vreinterpretq_f32_u32(vreinterpretq_u32_u8(unsafe { vld1q_u8(values.as_ptr()) }))
 }
 
-/// As [`crate::codec::numbers::f16_to_f32`].
+/// The same as [`crate::codec::numbers::f16_to_f32`].
 #[target_feature(enable = "neon")]
 #[inline]
 fn load_f16(values: &[u8; 8]) -> Floats {
@@ -153,7 +153,7 @@ fn store_f32(numbers: Floats, values: &mut [u8; 16]) {
     unsafe { vst1q_u8(values.as_mut_ptr(), vreinterpretq_u8_u32(vreinterpretq_u32_f32(numbers))) }
 }
 
-/// As [`crate::codec::numbers::f32_to_f16`], for what is below 65520.
+/// The same as [`crate::codec::numbers::f32_to_f16`], for magnitudes below 65520.
 #[target_feature(enable = "neon")]
 #[inline]
 fn store_f16(numbers: Floats, values: &mut [u8; 8]) {
@@ -299,7 +299,7 @@ fn multiply_add(a: Sixteen, b: Sixteen, c: Sixteen) -> Sixteen {
     [vfmaq_f32(c0, a0, b0), vfmaq_f32(c1, a1, b1), vfmaq_f32(c2, a2, b2), vfmaq_f32(c3, a3, b3)]
 }
 
-/// Of each, halves onto each other, down to one.
+/// Adds up each vector: halves onto each other, down to one lane.
 #[target_feature(enable = "neon")]
 #[inline]
 fn sums_of(lanes: [Sixteen; 4]) -> [f32; 4] {

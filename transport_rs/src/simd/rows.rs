@@ -6,10 +6,10 @@
 /// round alike.
 ///
 /// A tile of `$rows` rows and `$outputs` outputs has all its sums in registers, and so has one of `$many_rows` and
-/// `$many_outputs`. Of more than `$straight` rows weights are widened once, or laid where cache lines begin: that of floats is
-/// the second number. They come from a closure, which takes the
-/// target feature from the function it stands in. It is given the number of the first, of which it gives `VECTORS` vectors,
-/// and how far ahead lie those to call for meanwhile.
+/// `$many_outputs`. For more than `$straight` rows weights are widened once; floats, which have the second number, are
+/// copied to where cache lines begin. The weights come from a closure, which takes the target feature from the function
+/// around it. It gets the number of the first weight, and the distance to the weights to prefetch. It returns `VECTORS`
+/// vectors.
 macro_rules! row_kernels {
     ($feature:literal, $rows:literal x $outputs:literal, $many_rows:literal x $many_outputs:literal, straight: $straight:literal, $straight_floats:expr) => {
         #[target_feature(enable = $feature)]
@@ -88,7 +88,7 @@ macro_rules! row_kernels {
             }
         }
 
-        /// Of the weight of a number; the one so far `ahead` is called for.
+        /// The address of weight `at`. Prefetches the weight that lies `ahead` of it.
         #[target_feature(enable = $feature)]
         #[inline]
         fn place<T>(weights: &[T], at: usize, ahead: usize) -> *const T {
@@ -97,7 +97,8 @@ macro_rules! row_kernels {
             address
         }
 
-        /// Weights come straight from where they are, for so many rows; for more, those of some outputs are widened once.
+        /// Reads the weights where they are for up to `straight` rows. For more rows, it widens those of some outputs
+        /// once.
         #[target_feature(enable = $feature)]
         #[inline]
         fn dots_with<const VECTORS: usize>(
@@ -131,7 +132,7 @@ macro_rules! row_kernels {
             }
         }
 
-        /// As many rows in each as in any other, so that none has few.
+        /// Cuts rows into panels of nearly equal size, so that none has few rows.
         #[target_feature(enable = $feature)]
         #[inline]
         fn dots_of_panels<const VECTORS: usize>(
@@ -149,7 +150,8 @@ macro_rules! row_kernels {
             }
         }
 
-        /// The weights from `first` on; those so far `ahead` are called for. By itself, so that addresses are in registers.
+        /// Widens the weights from `first` on and prefetches those that lie `ahead`. A function of its own keeps
+        /// addresses in registers.
         #[target_feature(enable = $feature)]
         #[inline(never)]
         fn widen<const VECTORS: usize>(
@@ -166,7 +168,7 @@ macro_rules! row_kernels {
             }
         }
 
-        /// Of at most `MOST` rows.
+        /// The products of at most `MOST` rows.
         #[target_feature(enable = $feature)]
         #[inline]
         fn dots_of_rows<const VECTORS: usize, const OUTPUTS: usize, const MOST: usize>(
@@ -226,7 +228,7 @@ macro_rules! row_kernels {
                 }
                 for (row, sums) in sums.iter_mut().enumerate() {
                     for number in 0..VECTORS {
-                        // SAFETY: as many vectors from `at` on are within `inputs`, and there are `ROWS` such rows.
+                        // SAFETY: `VECTORS` vectors from `at` on are within `inputs`, and there are `ROWS` such rows.
                         let values = unsafe { load(rows.as_ptr().add(row * inputs + at + number * LANES)) };
                         for (sum, vectors) in sums.iter_mut().zip(&tile) {
                             if let Some(vector) = vectors.get(number) {
@@ -306,7 +308,7 @@ macro_rules! row_kernels {
                 let mut vectors = [zeros(); VECTORS];
                 for (number, vector) in vectors.iter_mut().enumerate() {
                     prefetch(values.as_ptr().wrapping_add(column + number * LANES + VALUES_AHEAD).cast());
-                    // SAFETY: `column` and `VECTORS` vectors are within `width`, and a chunk has as many values.
+                    // SAFETY: `column` and `VECTORS` vectors are within `width`, and a chunk has `width` values.
                     *vector = unsafe { load(values.as_ptr().add(column + number * LANES)) };
                 }
                 for (row, sums) in sums.iter_mut().enumerate() {

@@ -1,4 +1,4 @@
-//! What blocks are tried with: all kinds of them, weights in each form, and sequences that go through.
+//! The inputs of the block tests: blocks of every kind, weights in each form, and sequences.
 
 use llmnode_transport::blocks::{Block, Cache, GROUP, Half, Kept, Linear, Piece, Q4, Q8, Shape, Weight, forward};
 use llmnode_transport::codec::Isa;
@@ -31,7 +31,7 @@ pub struct Kind {
     pub has_kv_in_codes: bool,
 }
 
-/// Of weights.
+/// The format of the weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     Floats,
