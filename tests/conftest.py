@@ -1,4 +1,4 @@
-"""What holds for all tests, and what transformers says of the embedded model."""
+"""Settings of all tests, and the embedded model as transformers loads it."""
 
 from __future__ import annotations
 

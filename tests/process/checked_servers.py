@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llmnode.ports import Worker
 
 NOISE = 0.01
-"""Of each value: a text stays readable."""
+"""The share of each value that is changed: a text stays readable."""
 KV_TOKENS = 2000
 
 

@@ -40,7 +40,7 @@ class Node:
         self.ready = self.next_event("ready")
 
     def next_event(self, name: str) -> dict[str, Any]:
-        """What it says under this name, when it does."""
+        """Waits for the program's event of this name."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             event: dict[str, Any] = json.loads(line)
@@ -49,7 +49,7 @@ class Node:
         pytest.fail(f"the server ended: {self.process.stderr.read() if self.process.stderr else ''}")
 
     def stop(self) -> None:
-        """As a parent that goes away does."""
+        """Closes the program's stdin, as a parent that goes away does."""
         with contextlib.suppress(BrokenPipeError):
             self.process.communicate(timeout=STOP_S)
 
@@ -121,7 +121,7 @@ def model(peers: list[str]) -> Iterator[llmnode.DistributedModelForCausalLM]:
 
 @pytest.fixture(scope="session")
 def tokenizer(folder: Any) -> Any:
-    """As transformers loads it, for batches."""
+    """The tokenizer that transformers loads, for batches."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder.path, padding_side="left")

@@ -1,4 +1,4 @@
-"""What servers say of themselves when they are asked."""
+"""Asks servers for their descriptions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What a hostile client sends: sessions' frames, mutated. Decides bytes alone; knows neither socket nor clock.
+"""The bytes of a hostile client: mutated frames of sessions. This module knows neither socket nor clock.
 
-Mutations come in three depths. Of a sequence: frames repeated, swapped, left out. Of a frame before it is encoded, so
-that its checksum is right and the parsers behind it are reached: fields out of range, metadata and payload that lie. Of
-the bytes: bits flipped, lengths that lie, noise; then the framing is lost, and the server must end the link.
+Mutations come in three depths. Sequences have frames repeated, swapped or left out. Single frames are mutated before
+they are encoded, so that the checksum is right and the parsers behind it are reached: fields out of range, metadata and
+payload that lie. Bytes have bits flipped, lengths that lie, or noise: then the framing is lost, and the server must end
+the link.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 POLICY = LinkPolicy()
 BATCH_FRAMES = 100
-"""In one write: less than a link may hold, so that a server's answers and not its limit are tested."""
+"""The frames of one write. They are fewer than a link may hold, so that the server's answers are tested, not its
+limit."""
 NOW_MS = 1_800_000_000_000
 SESSION_LENGTHS = (1, 8, 16, 48)
 EDGES = (0, 1, 2, 127, 128, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1)
@@ -43,7 +45,7 @@ _PAYLOAD_BYTES_AT = HEADER_BYTES - 8
 
 
 class Ending(Enum):
-    """What follows a batch."""
+    """The end of a batch."""
 
     ANSWERED = "every frame was well-formed: the link lives, and answers the fence"
     REFUSED = "the last bytes are no frame: the server ends the link"
@@ -52,12 +54,12 @@ class Ending(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What goes out in one write: `frames` in number, all of which the server reads, and then `ending`."""
+    """The bytes of one write: `frames` frames, all of which the server reads, and then `ending`."""
 
     data: bytes
     frames: int
     spoiled: int
-    """How many of them are not as a client sends them."""
+    """The number of frames that no honest client would send."""
     fence: SessionId
     """The last frame is a CLOSE of this session, which nobody opened: its refusal says that all before it was read."""
     ending: Ending
@@ -155,7 +157,7 @@ class Attacker:
         return frames
 
     def _fork(self, copy: SessionId, session: SessionId, epoch: int, keep: int) -> Frame:
-        """Mostly of the session, which may not have got so far yet."""
+        """Mostly forks `session`, which may not have this position yet."""
         source = self.chance.choices((session, copy, _name(self.chance)), weights=(8, 1, 1))[0]
         request = Fork(source, self.chance.choice((0, 0, 0, 1, keep)))
         return Frame(FrameType.FORK, copy, Epoch(epoch), Step(1), start=keep, meta=pack(request))
@@ -177,7 +179,8 @@ class Attacker:
         return Frame(FrameType.VIEW, meta=pack(Clock(NOW_MS)), payload=pack_sequences(known))
 
     def _news(self) -> Frame:
-        """Of a peer that never signed it: an announcement that is believed would be a peer to be asked, for days."""
+        """An announcement that its peer never signed. If it were believed, the server would go on asking that peer for
+        days."""
         target, peer = self.target, PeerId(self.chance.randbytes(20).hex())
         offer = Offer(
             target.model,
@@ -206,7 +209,8 @@ class Attacker:
         return bytes(encode_hidden(self._rows[start : start + length * row_bytes], codec))
 
     def _mutate(self, frame: Frame) -> Frame:
-        """Of a right checksum still: what is wrong is for the parsers and the session behind it to find."""
+        """Mutates a frame that still gets a right checksum: the parsers and the session behind it must find the
+        fault."""
         kinds = [
             _of_another_type,
             _field_flipped,
@@ -239,7 +243,7 @@ class Attacker:
         return frame[: self.chance.randrange(1, len(frame))]
 
 
-# Of a sequence
+# Mutations of a sequence
 
 
 def _shuffled_a_little(chance: Random, frames: list[Frame]) -> list[Frame]:
@@ -260,16 +264,16 @@ def _shuffled_a_little(chance: Random, frames: list[Frame]) -> list[Frame]:
     return frames
 
 
-# Of a frame
+# Mutations of a frame
 
 
 def _in_pieces(chance: Random, encoded: bytes) -> bytes:
-    """As large frames come."""
+    """Cuts an encoded frame into PIECE frames, like a large one."""
     at = chance.randrange(len(encoded))
     return b"".join(encode(Frame(FrameType.PIECE, payload=part), POLICY) for part in (encoded[:at], encoded[at:]))
 
 
-# Of a frame, before it is encoded
+# Mutations of a frame, before it is encoded
 
 
 def _of_another_type(chance: Random, frame: Frame) -> Frame:
@@ -342,7 +346,7 @@ def _bytes_changed(chance: Random, content: bytes) -> bytes:
             return content + chance.choice((b"\x00", b"\x91" * 500, b"\xdf\xff\xff\xff\xff", b"\xc1", b"\x80", content))
 
 
-# Of the bytes
+# Mutations of the bytes
 
 
 def _boundary_moved(chance: Random, encoded: bytes) -> bytes:

@@ -39,7 +39,7 @@ class Pair:
         self.caches = self.masks = None
 
     def both(self, call: Any, *, may_exceed: bool = False) -> tuple[Any, Any] | None:
-        """What both models give for `call(model, side)`; None if it was refused, after which nothing is kept.
+        """The results of both models for `call(model, side)`; None if it was refused, after which nothing is kept.
 
         `may_exceed` says that the distributed one may do what transformers' own classes cannot.
         """

@@ -61,7 +61,7 @@ run()
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a server and its worker hold. `tasks` are trio's, by name."""
+    """The resources that a server and its worker hold. `tasks` are trio's, by name."""
 
     memory_mib: float
     files: int
@@ -177,7 +177,7 @@ async def connected(
 
 @torch.inference_mode()
 def expected_tokens(model: Any, prompt: list[int], new_tokens: int) -> list[int]:  # Any: as transformers types it
-    """What transformers chooses greedily, in one process."""
+    """The tokens that transformers chooses greedily, in one process."""
     ids = torch.tensor([prompt])
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, pad_token_id=0

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
 NEW_TOKENS = 12
 TEXTS = ["Once upon a time there was a king who", "The capital of France is"]
-"""Of unequal lengths."""
+"""The texts have unequal lengths."""
 
 
 def check_beams(ours: Any, theirs: Any) -> None:

@@ -32,7 +32,7 @@ NEW_TOKENS = 8
 
 
 def generated(peers: Sequence[str], prompts: Path, *options: str) -> list[dict[str, Any]]:
-    """What `llmnode generate` prints of each text."""
+    """The JSON that `llmnode generate` prints for each text."""
     command = [*GENERATE, "--prompts", str(prompts), "--max-new-tokens", str(NEW_TOKENS), *options, "--peers"]
     done = subprocess.run([*command, *peers], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr

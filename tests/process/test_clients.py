@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
 CLIENTS = PROMPTS[3:8]
-"""Of unequal lengths."""
+"""The texts have unequal lengths."""
 NEW_TOKENS = 40
 ANSWER_S = 30.0
 GENERATE = [sys.executable, "-P", "-m", "llmnode.node", "generate", "--json"]

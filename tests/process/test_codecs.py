@@ -1,4 +1,4 @@
-"""What the lossy codecs cost in quality: tokens and likelihood of real text through three servers."""
+"""The quality that the lossy codecs cost: tokens and likelihood of real text through three servers."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_greedy_tokens_are_those_of_transformers(
 
 
 def check(reference: Reference, prompts: Sequence[list[int]], chosen: Sequence[list[int]]) -> tuple[int, int]:
-    """Of the tokens chosen after each prompt, those that transformers decides otherwise: near ties, and others."""
+    """The tokens that transformers would choose otherwise after each prompt: near ties, and others."""
     judged = [
         reference.judge([*prompt, *tokens], range(len(prompt), len(prompt) + len(tokens)))
         for prompt, tokens in zip(prompts, chosen, strict=True)

@@ -46,7 +46,8 @@ ATTACKERS = 4
 FRAMES = 100_000
 WARM_UP_FRAMES = 12_000
 GROWTH_MIB = 16.0
-"""What the server's own memory may grow by over `FRAMES`: pages of its allocators. 160 bytes kept of each are more."""
+"""The growth of the server's own memory that is allowed over `FRAMES`: pages of its allocators. A leak of 160 bytes a
+frame is more."""
 KV_TOKENS = 400
 CONTEXT = 1000
 SETTLE_S = 80.0
@@ -75,7 +76,7 @@ ANSWERS = {
     )
 }
 OF_NO_SESSION = {FrameType.HEARTBEAT, FrameType.DESCRIPTION, FrameType.NEWS}
-"""What does not repeat its question."""
+"""Frames that do not name the question which they answer."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @dataclass
 class ServeStats:
-    """What was sent, and what came back."""
+    """Counts of the frames sent, and of the answers."""
 
     frames: int = 0
     spoiled: int = 0
@@ -160,7 +161,7 @@ def test_a_hundred_thousand_hostile_frames_leave_nothing_behind(
     answers = {str(kind): count for kind, count in sorted(tally.answers.items())}
     print(f"{tally.frames} frames, {tally.spoiled} of them spoiled, over {tally.links} links: {answers}")
     assert tally.frames >= FRAMES and tally.spoiled > FRAMES / 2
-    # What needs a full server, or values that a codec cannot carry, comes by chance.
+    # Refusals that need a full server, or values that a codec cannot carry, come by chance.
     reached = {"OPENED", "RESULT", "TRUNCATED", "FORWARDED", "FORKED", "LEASED", "RESUMED", "DESCRIPTION", *RefusalCode}
     reached -= {RefusalCode.BUSY, RefusalCode.COMPUTE_FAILED}
     assert reached <= tally.answers.keys(), "the flood reaches every part of the server"
@@ -241,7 +242,7 @@ async def hostile_host() -> AsyncIterator[Callable[[str], Any]]:
 
 
 async def describe(address: str) -> Description:
-    """As a newcomer."""
+    """Asks the server for its description over a new connection."""
     async with open_network([], LinkPolicy()) as network:
         with trio.fail_after(ANSWER_S):
             link = await network.dial(address)
@@ -280,7 +281,7 @@ def files_allowed(count: int) -> Iterator[None]:
 def test_a_thousand_idle_connections_do_not_keep_a_newcomer_out(
     served: Served, record_property: Callable[[str, object], None]
 ) -> None:
-    """From few addresses. They say nothing, not even who they are."""
+    """They come from few addresses, and say nothing, not even their peer id."""
     address = Multiaddr(served.address)
     place = (address.value_for_protocol("ip4"), int(address.value_for_protocol("tcp")))
     limits = LinkPolicy()
@@ -316,7 +317,7 @@ def test_a_thousand_idle_connections_do_not_keep_a_newcomer_out(
     trio.run(check)
 
 
-# What is refused, as a client meets it
+# Refusals, seen by an honest client
 
 
 async def opens(client: SmallClient) -> None:

@@ -46,7 +46,7 @@ class Whole:
     executor: SpanExecutor
 
     def run(self, chunks: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """What the blocks make of each of the chunks of a sequence: (tokens, hidden_size)."""
+        """The output of the blocks for each chunk of a sequence: (tokens, hidden_size)."""
         start, made = 0, []
         assert self.executor.apply(Open(session(1), self.executor.span, sum(map(len, chunks))))
         for chunk in chunks:
@@ -97,7 +97,7 @@ def whole(request: pytest.FixtureRequest, folder: Any) -> Whole:
 
 @pytest.fixture(scope="module")
 def servers(start_servers: Callable[..., list[Any]], whole: Whole) -> list[Any]:
-    """One of all blocks as they are, whom all know, and two of that precision."""
+    """One server has all blocks without quantization, and all others know its address; two have that precision."""
     (plain,) = start_servers([Span(0, 30)])
     options = OPTIONS[whole.dtype]
     return [plain, *start_servers([Span(0, 11), Span(11, 30)], peers=[plain.address], more=options)]

@@ -1,4 +1,4 @@
-"""What real processes generate outlives their servers, token for token: one session, and several that make a text.
+"""Sessions of real processes outlive their servers, token for token: one session, and several that make a text.
 
 The former is the thin form of `llmnode bench failures`.
 """
@@ -71,7 +71,7 @@ def test_a_session_outlives(
 
 
 class KillAt(LogitsProcessor):  # type: ignore[misc]  # transformers is typed in part
-    """Ends a server when so many tokens have been scored."""
+    """Ends a server when a given number of tokens has been scored."""
 
     def __init__(self, tokens: int, kill: Callable[[], None]) -> None:
         self._left = tokens
@@ -85,7 +85,7 @@ class KillAt(LogitsProcessor):  # type: ignore[misc]  # transformers is typed in
 
 
 def addresses(servers: Sequence[Replica], third: int) -> list[str]:
-    """Of those that live, as both of this third do now."""
+    """Counts only servers that live, as both of this third do now."""
     twins = [server for server in servers if server.span == servers[third].span]
     trio.run(start_all, [server for server in twins if not server.answers], servers)
     return [server.address for server in servers if server.answers]
@@ -119,7 +119,7 @@ ASKED = [f"{SHARED} {question}" for question in ("Where is the door?", "Who is t
 def test_rows_that_begin_alike_outlive_a_server_that_is_killed(
     tokens: int, servers: list[Replica], transformers_model: Any, tokenizer: Any
 ) -> None:
-    """What is replayed for it holds what they share, too."""
+    """Its replay includes the prefix that they share."""
     inputs = tokenizer(ASKED, return_tensors="pt", padding=True)
     killed: list[Replica] = []
 

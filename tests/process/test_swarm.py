@@ -73,7 +73,7 @@ def serve(relay: Child, blocks: str) -> tuple[str, ...]:
 
 
 def servers(relay: Child) -> list[dict[str, Any]]:
-    """What those of the one model say of themselves, which together hold all of it, by their first blocks."""
+    """Descriptions of the servers of the one model by their first blocks. Together they hold all blocks."""
     shown = subprocess.run(
         [*LLMNODE, "status", "--peers", relay.address, "--json"], capture_output=True, text=True, check=True
     )
@@ -83,7 +83,7 @@ def servers(relay: Child) -> list[dict[str, Any]]:
 
 
 async def next_exchange() -> None:
-    """What is expired changes with time alone."""
+    """The list of expired peers changes with time alone."""
     await trio.sleep(SwarmPolicy().exchange_every_s)
 
 
@@ -131,7 +131,7 @@ def test_a_swarm_forms_loses_a_server_and_takes_another_in(
                 await trio.to_thread.run_sync(lambda: third.ready)
                 new_s = await until(lambda: not holes(), swarm.wait_changed, NEW_WITHIN_S)
                 record_property("new_in_view_s", round(new_s, 1))
-            # A client that outlived the loss goes on with whom it now knows.
+            # A client that outlived the loss goes on with the peers that it now knows.
             await until(
                 lambda: third.ready["peer"] in {each.peer for each in online(client.swarm.view.announcements())},
                 client.swarm.wait_changed,

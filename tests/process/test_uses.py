@@ -1,4 +1,4 @@
-"""Whatever a program does with a transformers model, it may do with a distributed one, or is told why not."""
+"""A program may use a distributed model like any transformers model, or gets the reason why not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 FAMILIES = ("llama", "gpt2", "mistral", "bloom", "opt")
 """Blocks of ours; learned positions; windows; ALiBi; learned positions that follow the mask."""
 DRAWS = int(os.environ.get("LLMNODE_USES", "100"))
-"""Of all families together."""
+"""The number of cases over all families together."""
 
 
 GENERATION_CONFIGS: dict[str, Any] = {

@@ -114,7 +114,7 @@ def test_a_node_imports_no_torch_for_its_worker_is_a_process_unless_told_otherwi
 
 
 def test_a_node_in_a_program_needs_no_guard_and_no_file_and_finds_what_the_program_has_found(tmp_path: Path) -> None:
-    """As in a notebook, whose llmnode may be where only `sys.path` says."""
+    """This is like a notebook, where llmnode may be in a folder that only `sys.path` names."""
     (tmp_path / "llmnode").symlink_to(Path(llmnode.__file__).parent)
     found = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
     done = subprocess.run(

@@ -144,7 +144,7 @@ class Forward:
         return forms["all" if self.labelled else self.keep]
 
     def _kept_real(self, ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """Of the scores that come back, those of something real."""
+        """The returned scores without those of padding."""
         keep = self._keep(ids, real)
         if isinstance(keep, int):
             return real[:, -keep:] if keep else real
@@ -173,7 +173,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Handle:
-    """What is done with a cache between calls."""
+    """The operations on a cache between calls."""
 
     what: str
     number: int

@@ -9,7 +9,7 @@ const LEAST_BYTES: f64 = 128.0 * 1024.0;
 /// Otherwise the data of this many round trips may be under way. One fills the connection, the other evens out its
 /// changes.
 const ROUND_TRIPS: f64 = 2.0;
-/// The highest rate so far decays by this factor at each mark.
+/// The highest rate seen decays by this factor at each mark.
 const RATE_KEEPS: f64 = 0.98;
 /// The most marks that wait for answers. A side that answers no pings tells us nothing, and is not waited for.
 const MARKS_MAX: usize = 4096;
