@@ -124,7 +124,7 @@ def test_we_reserve_and_dial_through_their_relay(theirs: list[str]) -> None:
 
 
 def served(network: Libp2pNetwork) -> Libp2pNode:
-    """What the peers of these tests serve."""
+    """Serves the protocols that these tests use."""
     return Libp2pNode(network.host)
 
 

@@ -34,11 +34,11 @@ DIRECTIONS = pytest.mark.parametrize("we_dial", [True, False], ids=["ours dials"
 
 @asynccontextmanager
 async def connected(command: list[str], *, we_dial: bool) -> AsyncIterator[tuple[SteeredPeer, SteeredPeer]]:
-    """Ours and theirs, one of whom has dialled the other."""
+    """Our peer and theirs, connected: one has dialled the other."""
     async with steer(python_peer("llmnode")) as ours, steer(command) as other:
         dialler, listener = (ours, other) if we_dial else (other, ours)
         await dialler.tell("connect", address=listener.address)
-        await ours.tell("identify", peer=other.peer)  # who was dialled knows of it a little later
+        await ours.tell("identify", peer=other.peer)  # the peer that was dialled knows of it a little later
         yield ours, other
 
 

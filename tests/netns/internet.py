@@ -81,11 +81,11 @@ class Place:
 
     @property
     def address(self) -> str:
-        """What the world sees."""
+        """The address that others see."""
         return self.nat.outside if self.nat else self.inside
 
     def command(self, *command: str) -> list[str]:
-        """What runs `command` here."""
+        """The command line that runs `command` here."""
         return ["ip", "netns", "exec", self.namespace, *command]
 
     def socket(self, kind: socket.SocketKind = socket.SOCK_STREAM, protocol: int = 0) -> socket.socket:
@@ -206,7 +206,7 @@ class Internet:
 
 @contextmanager
 def open_internet() -> Iterator[Internet]:
-    """What a run that was killed has left is removed first."""
+    """Removes first anything that a killed run has left."""
     _remove_leftovers()
     internet = Internet()
     try:

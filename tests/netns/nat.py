@@ -17,7 +17,8 @@ FIRST_PORT, LAST_PORT = 1024, 65535
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a NAT chooses outside ports. All let in only whom has been talked to, by address and port (RFC 4787)."""
+    """How a NAT chooses outside ports. All let in packets only from an address and port that was talked to (RFC
+    4787)."""
 
     name: str
     keeps_port: bool
@@ -30,10 +31,10 @@ class Kind:
 
 
 MASQUERADE = Kind("masquerade", keeps_port=True, per_target=False)
-"""As Linux and most home routers do."""
+"""The kind of Linux and most home routers."""
 PORT_RESTRICTED = Kind("port-restricted", keeps_port=False, per_target=False)
 SYMMETRIC = Kind("symmetric", keeps_port=False, per_target=True)
-"""As many mobile networks and companies do."""
+"""The kind of many mobile networks and companies."""
 
 
 @dataclass(slots=True)
@@ -91,7 +92,7 @@ class Nat:
         return now - mapping.used > self._timeout_s
 
     def _forget(self, now: float) -> None:
-        """What is over gives its ports back."""
+        """Frees the ports of mappings that are over."""
         self._by_inside = {key: each for key, each in self._by_inside.items() if not self._is_over(each, now)}
         self._by_outside = {key: each for key, each in self._by_outside.items() if not self._is_over(each, now)}
 

@@ -34,7 +34,7 @@ IN_MID_SESSION = 4
 STOP_S = 60
 """For a process to end, torch and all, on a machine that is busy with others."""
 HIDDEN_BYTES = 576 * 4
-"""Of one position."""
+"""The hidden state of one position."""
 
 
 class Child:
@@ -149,13 +149,13 @@ class Session:
     carried: Counter[tuple[str, str]]
 
     def went_straight(self, source: Place, target: Place) -> bool:
-        """As many bytes as the prompt's hidden states have."""
+        """Whether more bytes went this way than the prompt's hidden states have."""
         return self.carried[source.name, target.name] > self.prompt_tokens * HIDDEN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What one session went through, for the table."""
+    """The conditions and the results of one session, for the table."""
 
     scenario: str
     client: str

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.timeout(300)]
 
 FEW_TOKENS = 8
 FAR_S = 0.05
-"""Of each link: 100 ms from one place to another."""
+"""The delay of each link: 100 ms from one place to another."""
 TWIN_BLOCKS = "15:30"
 
 

@@ -113,7 +113,7 @@ NAMES = {
 
 
 def of_model(model: Any, architecture: str, **options: Any) -> File:
-    """As llama.cpp's converter writes it."""
+    """The file that llama.cpp's converter would write."""
     file = File(architecture, **options)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NAME = "org/small"
 HEADER_BYTES = 100_001
-"""What huggingface_hub asks for when it wants a safetensors header."""
+"""The length that huggingface_hub asks for when it wants a safetensors header."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Repository:
 
 @dataclass
 class Hub:
-    """What is served, what was asked, and how it goes wrong.
+    """The repositories served, the requests so far, and the faults to make.
 
     `cut` is for how many bytes of a large file are sent before the connection breaks, each once; with `stall` it does
     not break but waits.
@@ -76,7 +76,7 @@ class Hub:
         return f"http://127.0.0.1:{self.port}"
 
     def downloads(self) -> list[Asked]:
-        """Of large files, where more than a header was asked for."""
+        """The requests for more than the header of a large file."""
         headers = f"bytes=0-{HEADER_BYTES - 1}"
         return [asked for asked in self.asked if asked.path.startswith("/cdn/") and asked.range != headers]
 

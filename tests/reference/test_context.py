@@ -30,7 +30,7 @@ LONGROPE = DYNAMIC.replace("dynamic", "longrope")
 
 
 def _old(kind: str, **options: Any) -> dict[str, Any]:
-    """As most configs on the hub have it."""
+    """The old form of rope scaling, as in most configs on the hub."""
     return {"rope_theta": 10000.0, "rope_scaling": {"type": kind, **options}}
 
 

@@ -242,7 +242,7 @@ def test_what_we_cannot_do_right_is_refused(case: str, change: dict[str, Any], r
 
 
 def _change_config(path: Path, **change: Any) -> None:
-    """What becomes None is left out."""
+    """A field that becomes None is left out."""
     config = json.loads((path / CONFIG_FILE).read_text())
     config = {name: value for name, value in {**config, **change}.items() if value is not None}
     (path / CONFIG_FILE).write_text(json.dumps(config))

@@ -153,7 +153,7 @@ def _empty(file: Path) -> None:
 
 
 def _zeros(file: Path) -> None:
-    """As a system leaves one that lost its power."""
+    """Fills the file with zeros, as after a power loss."""
     file.write_bytes(bytes(file.stat().st_size))
 
 
@@ -240,7 +240,7 @@ def _of_another_block(folder: ModelFolder, cache: Path, _patch: pytest.MonkeyPat
 
 
 def _of_other_weights(folder: ModelFolder, _cache: Path, _patch: pytest.MonkeyPatch) -> None:
-    """Of the same shapes, saved into the same folder."""
+    """Saves other weights of the same shapes into the same folder."""
     make_model("llama", tied=True, seed=1).save_pretrained(folder.path)
     assert is_variant(open_saved(folder.path).digest, folder.digest)
 

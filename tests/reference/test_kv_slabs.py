@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems c
 
 
 def own_bytes() -> int:
-    """Of this process alone."""
+    """Memory of this process alone."""
     return int(psutil.Process().memory_full_info().uss)
 
 
@@ -79,7 +79,7 @@ def test_no_huge_page_backs_a_slab_wherever_the_system_has_them(dtype: str) -> N
 
 
 def flags_of_mappings() -> Iterator[tuple[int, list[str]]]:
-    """Of each range of this process' memory the start, and what the system may do with it (proc(5), VmFlags)."""
+    """The start and the VmFlags (proc(5)) of each range of this process' memory."""
     start = 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *rest = line.split()

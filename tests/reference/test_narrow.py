@@ -133,7 +133,7 @@ def test_auto_quantizes_a_model_of_4_bits_where_it_is_not_kept_so(
 
 
 def rounded_to_8_bits(weight: torch.Tensor) -> torch.Tensor:
-    """As GGUF has it in Q8_0, and widened again."""
+    """Rounded to GGUF's Q8_0, and widened again."""
     groups = weight.detach().unflatten(1, (-1, 32))
     step = (groups.abs().amax(2, keepdim=True) / 127).half().float()
     return ((groups / step).round_() * step).flatten(1)

@@ -42,7 +42,7 @@ def outputs(model: Cut, forwards: list[dict[SessionId, list[int]]]) -> list[torc
 
 
 def counted(model: Cut, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of how many sequences each forward in Rust is."""
+    """The number of sequences of each forward in Rust."""
     taken: list[int] = []
     for executor in model.executors:
         native = executor.model.native

@@ -95,7 +95,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def through_rounds(through: Cut, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """What leaves the blocks for each sequence."""
+    """The output of the blocks for each sequence."""
     made: list[list[torch.Tensor]] = [[] for _ in tokens]
     at = [0] * len(tokens)
     for lengths in ROUNDS:

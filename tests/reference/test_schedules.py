@@ -92,7 +92,7 @@ def epsilon(saved: tuple[Any, Path], tokens: torch.Tensor) -> float:
 ROUND = st.dictionaries(st.integers(0, SEQUENCES - 1), st.integers(1, 12), min_size=1)
 """The new tokens of some sequences, in one forward."""
 ROUNDS = st.lists(st.tuples(ROUND, st.integers(0, SEQUENCES - 1), st.integers(0, 15)), min_size=1, max_size=10)
-"""After each forward one sequence is cut back by so many tokens."""
+"""After each forward one sequence is cut back by a number of tokens."""
 
 
 @settings(settings.get_profile("reference"), max_examples=60)

@@ -30,7 +30,7 @@ RELAYED = "/memory/relay/p2p-circuit/p2p/peer-server"
 
 @asynccontextmanager
 async def dialling(policy: PoolPolicy = POLICY) -> AsyncIterator[tuple[MemoryInternet, MemoryNetwork, ConnectionPool]]:
-    """A server, and the pool of who dials it."""
+    """A server, and the pool of a client that dials it."""
     async with open_internet(Conditions(delay_s=DELAY_S)) as internet:
         internet.black_holes.add(HOLE)
         server = internet.network("server")

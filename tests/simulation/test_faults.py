@@ -91,7 +91,7 @@ async def test_a_fault_strikes_and_is_put_right(fault: Fault, struck: Callable[[
         async with FaultPlan((fault,)).upon(world):
             await trio.sleep(0.9)
             assert not struck(world)
-            await trio.sleep(1.1)  # who stops takes a second to say so
+            await trio.sleep(1.1)  # a node that stops takes a second to say so
             assert struck(world)
             if not early:
                 await trio.sleep(4.5)

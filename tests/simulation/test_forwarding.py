@@ -312,7 +312,7 @@ async def test_a_server_that_pushes_what_does_not_fit_ends_no_session() -> None:
 
 @pytest.fixture
 def traffic(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[PeerId, PeerId]]:
-    """Bytes of hidden states, by who sent them to whom."""
+    """Bytes of hidden states, by sender and receiver."""
     sent: Counter[tuple[PeerId, PeerId]] = Counter()
     send = MemoryLink.send
 

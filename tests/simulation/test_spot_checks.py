@@ -120,7 +120,7 @@ async def test_peers_of_another_precision_are_not_asked_and_outvote_nobody() -> 
     async with servers("a") as swarm:
         for twin in "bcd":
             other = await swarm.start(f"1{twin}", SPANS[1], rounded)
-            if twin != "d":  # who announces what it does not serve refuses
+            if twin != "d":  # a server refuses what it announces but does not serve
                 other.role.model = rounded
                 other.role.announce()
             corrupt(swarm, other.peer)
@@ -183,7 +183,7 @@ async def test_a_check_never_holds_up_a_step_and_leaves_nothing_when_the_session
         async with router.open_session(64, Codec.RAW) as session:
             spare = [node for node in swarm.nodes.values() if node.peer not in {hop.peer for hop in session.route}]
             for node in spare:
-                node.worker.gate = trio.Event()  # whoever checks hangs
+                node.worker.gate = trio.Event()  # any server that checks hangs
             began_s = trio.current_time()
             dialogue = Dialogue(session, random.Random(1), policy=POLICY)
             await dialogue.step(8)

@@ -1,4 +1,4 @@
-"""Whole nodes on an internet in memory, on a mock clock: who hears of whom, and how soon."""
+"""Whole nodes on an internet in memory, on a mock clock: which nodes hear of each other, and how soon."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_a_hundred_nodes_hear_of_a_new_one_in_ten_seconds_and_of_a_death_i
 
         swarm.kill("newcomer")
         await until(lambda: not any(newcomer.peer in node.knows for node in swarm.nodes.values()), DEAD_WITHIN_S)
-        await check_coverage(swarm)  # nobody who lives was forgotten
+        await check_coverage(swarm)  # no living node was forgotten
 
 
 @simulated

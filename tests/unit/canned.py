@@ -81,7 +81,7 @@ class CannedModel:
         self.generation_config = GenerationConfig(**{"eos_token_id": END, **generation_config})
         self.traffic = Traffic(0, 0, 0, 0)
         self.options: list[dict[str, Any]] = []
-        """What `generate` was called with, one call after another."""
+        """The options of each call of `generate`."""
         self.lengths: list[int] = []
         """Of the caches."""
         self._says = self.tokenizer.encode(says)

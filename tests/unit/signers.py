@@ -138,5 +138,5 @@ class Session:
 
 
 def forged(receipt: Receipt) -> Receipt:
-    """Of the right form, and signed by somebody else."""
+    """A receipt of the right form, signed by somebody else."""
     return replace(receipt, signature=signed(receipt, LIAR.sign).signature)

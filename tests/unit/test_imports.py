@@ -30,7 +30,7 @@ LIGHT = [
 
 
 def loaded_by(code: str) -> list[str]:
-    """Which of the heavy packages a fresh process has loaded after `code`."""
+    """The heavy packages that a fresh process has loaded after `code`."""
     script = f"{code}\nimport sys\nprint(*[name for name in {HEAVY!r} if name in sys.modules])"
     # In the caller's folder python would find packages that only a checkout has.
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True, timeout=60)

@@ -58,7 +58,7 @@ def test_many_threads_at_once() -> None:
 
 
 def test_it_works_inside_a_running_asyncio_loop() -> None:
-    """As in a notebook."""
+    """A notebook does this."""
 
     async def cell() -> int:
         with open_portal() as portal:

@@ -39,7 +39,7 @@ ENCODINGS: dict[str, Callable[[str], bytes]] = {
     "UTF-32": lambda text: text.encode("utf-32"),
 }
 NO_ENDS = "\u2028 \u2029 \x85 \x0b \x0c \x1c \x1d \x1e"
-"""What str.splitlines takes for the ends of lines."""
+"""Characters at which str.splitlines ends a line, though they are no ends of lines."""
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=["LF", "CRLF", "CR"])

@@ -97,7 +97,7 @@ async def test_garbage_is_reported_as_the_peer_s_fault(garbage: bytes) -> None:
 async def test_what_waits_to_be_received_is_bounded_in_bytes(exact_worker: Any) -> None:
     async with served(exact_worker) as swarm, open_network([], replace(POLICY, queue_bytes=1000)) as network:
         link = await network.dial(swarm.address)
-        with suppress(RemoteProtocolError):  # it may end before we have asked as often
+        with suppress(RemoteProtocolError):  # it may end before the last question
             for _ in range(20):
                 await link.send(DESCRIBE)
         await link.wait_closed()
@@ -142,7 +142,7 @@ async def test_what_waits_to_be_written_is_bounded_in_bytes() -> None:
 
 @in_trio
 async def test_a_header_alone_costs_no_payload(exact_worker: Any) -> None:
-    """What a frame announces is not allocated before it arrives."""
+    """The payload that a frame announces is not allocated before it arrives."""
     async with served(exact_worker) as swarm, raw_streams(swarm.address) as new_stream:
         stream = await new_stream()
         decoder = FrameDecoder(POLICY)

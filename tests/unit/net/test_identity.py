@@ -38,7 +38,7 @@ def test_a_signature_of_another_size_is_none(size: int) -> None:
 
 @pytest.mark.parametrize("spelling", [f"{PEER} ", f"{PEER}\n", f" {PEER}", f"1{PEER}", PEER.lower(), "", "é", "\ud800"])
 def test_a_key_has_one_id(spelling: str) -> None:
-    """Else who is banned would come back under another spelling, with the same key."""
+    """Else a banned peer would come back under another spelling, with the same key."""
     assert not is_signed(PeerId(spelling), b"message", SIGNATURE)
 
 

@@ -52,7 +52,7 @@ def without_writing_task(link: Any) -> None:
 
 
 def taking(most: int) -> Callable[[Any], None]:
-    """A stream that takes no more than so many bytes at once."""
+    """A stream that takes at most `most` bytes at once."""
 
     def prepare(link: Any) -> None:
         write_at_once = link._stream.write_at_once

@@ -41,7 +41,7 @@ from unit.links import (
     step_frame,
 )
 
-# What works
+# Working links
 
 
 @in_trio

@@ -55,7 +55,7 @@ def test_a_small_frame_does_not_pass_a_large_one_of_its_own_session() -> None:
     st.lists(st.tuples(st.sampled_from([A, B]), st.sampled_from([0, 1000, PIECE_BYTES, 300_000]), st.integers(0, 4)))
 )
 def test_whatever_comes_goes_out_in_the_order_of_its_session(coming: list[tuple[SessionId, int, int]]) -> None:
-    """A frame comes, then so many writes happen."""
+    """After each frame that comes, a number of writes happens."""
     outbox, decoder = Outbox(POLICY), FrameDecoder(POLICY)
     arrived: list[tuple[bytes, int]] = []
     for step, (session, size_bytes, writes) in enumerate(coming):

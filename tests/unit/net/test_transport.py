@@ -334,7 +334,7 @@ async def attacked() -> AsyncIterator[tuple[YamuxConnection, NoiseConnection]]:
 
 
 async def answers(attacker: NoiseConnection, count: int) -> bytes:
-    """So many frames from our side, pings aside."""
+    """Reads `count` frames from our side, pings aside."""
     frames = b""
     while len(frames) < 12 * count:
         answer = await attacker.read(12)
@@ -537,7 +537,7 @@ async def test_a_dialler_refuses_another_identity() -> None:
 @pytest.mark.parametrize("impostor_dials", [True, False])
 @in_trio
 async def test_a_proof_for_another_noise_key_is_refused(impostor_dials: bool) -> None:
-    """Who has seen a proof cannot use it: it says which Noise key its owner has."""
+    """A peer that has seen a proof cannot use it: the proof names its owner's Noise key."""
     (honest, honest_id), (victim, victim_id) = new_transport(), new_transport()
     noise_key = create_noise_key_pair().private_key.to_bytes()
     impostor = NoiseTransport(create_new_key_pair(), noise_key, victim._proof, None)

@@ -22,7 +22,7 @@ COMMANDS = ["demo", "serve", "relay", "generate", "chat", "status", "doctor", "i
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever runs the tests may have a file and variables of their own."""
+    """Removes a settings file and variables that the tests' user may have."""
     for name in os.environ:
         if name.startswith("LLMNODE_") and name not in NO_OPTIONS:
             monkeypatch.delenv(name)

@@ -175,7 +175,7 @@ async def _relay(now_ms: Callable[[], int] = wall_clock_ms) -> AsyncIterator[tup
 
 
 async def _examined(*peers: str) -> dict[str, Finding]:
-    """What is found of each, by the name of the check."""
+    """The finding of each check, by its name."""
     doctor = Doctor(DoctorConfig(None, Entry(peers), [], 64, Precision()), lambda _finding: None, lambda _text: None)
     with trio.fail_after(DEADLINE_S):
         await check_peers(doctor, MODEL)

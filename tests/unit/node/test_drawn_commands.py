@@ -211,7 +211,7 @@ def found_in(folder: Path) -> set[str]:
 
 
 class Ended:
-    """What a run of the program left: its status, what it printed, and what is new on the disk."""
+    """The results of a run of the program: its status, its output, and new files on the disk."""
 
     def __init__(self, line: list[str], encoding: str, stdin: bytes | None, model: Any) -> None:
         out, err = io.BytesIO(), io.BytesIO()

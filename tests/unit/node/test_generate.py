@@ -39,7 +39,7 @@ def _alone() -> Iterator[None]:
 
 
 class Run:
-    """What a command printed, with `model` in the place of a swarm's."""
+    """The output of a command, with `model` in the place of a swarm's."""
 
     def __init__(self, model: CannedModel, command: str, *line: str, stdin: str | None = "") -> None:
         out, err = io.StringIO(), io.StringIO()

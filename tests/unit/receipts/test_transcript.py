@@ -83,7 +83,7 @@ def changed(file: Any, path: Path, change: Callable[[Any], Any]) -> Any:
 
 
 def another(value: Any) -> Any:
-    """Of the same type and, where that can be, form."""
+    """Another value of the same type and, if possible, the same form."""
     match value:
         case bool():
             return not value

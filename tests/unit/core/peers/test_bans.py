@@ -1,4 +1,4 @@
-"""Bans: told a history of failures, who is banned when."""
+"""Bans: told a history of failures, which peers are banned, and when."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PEERS = [PeerId(name) for name in "abc"]
 PEER = PEERS[0]
 
 failures = st.lists(st.tuples(st.sampled_from(PEERS), st.integers(0, 40)), max_size=30)
-"""Who fails, and how many seconds after the failure before."""
+"""The peer that fails, and the seconds since the failure before."""
 
 
 def fresh_bans() -> Bans:

@@ -11,7 +11,7 @@ from llmnode.core.serving.forward_cost import ForwardCost
 
 
 def pace_of(took_s: list[tuple[int, float]]) -> ForwardCost:
-    """After forwards of so many decodes."""
+    """A ForwardCost after forwards of these numbers of decodes and times."""
     pace = ForwardCost(BatchPolicy())
     for decodes, each_s in took_s:
         pace.note(decodes, 0, 0.0, each_s)

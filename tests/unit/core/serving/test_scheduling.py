@@ -446,7 +446,7 @@ def test_who_comes_back_has_saved_up_nothing_and_who_was_alone_owes_nothing() ->
 
 @dataclass(frozen=True)
 class Served:
-    """Decodes of clients who each send the next `think_s` after the former is answered."""
+    """Decodes of clients that each send the next one `think_s` after the answer."""
 
     per_s: float
     slowest_s: float

@@ -19,7 +19,7 @@ texts_of_few_tokens = st.lists(
 
 
 def text(*parts: tuple[str, int]) -> list[int]:
-    """So many tokens of each name."""
+    """Tokens by name and number."""
     return [ord(name) for name, tokens in parts for _ in range(tokens)]
 
 
