@@ -18,7 +18,8 @@ FIRST_PORT, LAST_PORT = 1024, 65535
 @dataclass(frozen=True, slots=True)
 class Kind:
     """How a NAT chooses outside ports. All let in packets only from an address and port that was talked to (RFC
-    4787)."""
+    4787).
+    """
 
     name: str
     keeps_port: bool

@@ -48,7 +48,8 @@ def packet(source: Endpoint, target: Endpoint, protocol: int = TCP, flags: int =
 
 def covered(data: bytes) -> bytes:
     """The bytes under the checksum of TCP, UDP or ICMP. For the first two they include addresses, protocol and
-    length."""
+    length.
+    """
     pseudo = data[12:20] + struct.pack("!HH", data[9], len(data) - 20) if data[9] != ICMP else b""
     return pseudo + data[20:]
 

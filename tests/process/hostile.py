@@ -180,7 +180,8 @@ class Attacker:
 
     def _news(self) -> Frame:
         """An announcement that its peer never signed. If it were believed, the server would go on asking that peer for
-        days."""
+        days.
+        """
         target, peer = self.target, PeerId(self.chance.randbytes(20).hex())
         offer = Offer(
             target.model,
@@ -210,7 +211,8 @@ class Attacker:
 
     def _mutate(self, frame: Frame) -> Frame:
         """Mutates a frame that still gets a right checksum: the parsers and the session behind it must find the
-        fault."""
+        fault.
+        """
         kinds = [
             _of_another_type,
             _field_flipped,

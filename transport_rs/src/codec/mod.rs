@@ -17,7 +17,7 @@
 //! - Decoding takes any bytes: it returns an error, or values that are finite in the element type asked for.
 //! - A block of zeros comes back as zeros. Denormals are values like any other, unless the caller's thread flushes them.
 //! - The result depends on neither the instruction set nor the number of threads: [`scalar`] is the specification, and
-//!   what is in `simd` gives the same bits.
+//!   the code in `simd/` gives the same bits.
 
 pub mod levels;
 pub mod numbers;
