@@ -49,7 +49,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
-            # They share the machine's cores; and who has to be aborted says where it was.
+            # Processes share the machine's cores; one that has to be aborted prints its stack.
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
             start_new_session=True,  # a Ctrl-C in the terminal is pytest's alone
         )

@@ -58,7 +58,7 @@ def _some_file(path: Path, random: Random) -> Path | None:
 
 
 def _changed(change: Callable[[dict[str, torch.Tensor], Random], None]) -> Fault:
-    """Of the tensors of a file."""
+    """A fault that changes the tensors of a file."""
 
     def fault(path: Path, random: Random) -> None:
         if not (files := [each for each in _files(path) if each.is_file()]):

@@ -43,7 +43,7 @@ SHARDS = {INDEX_FILE: {"a": "sub/2.safetensors", "b": "1.safetensors"}, OTHER_IN
 
 @pytest.mark.parametrize("named", NAMED)
 def test_the_files_are_those_that_transformers_takes(named: str | None, tmp_path: Path) -> None:
-    """Of every choice of candidates, and whatever the config names."""
+    """This holds for every choice of candidates, and for any name in the config."""
     for number, present in enumerate(product((False, True), repeat=len(CANDIDATES))):
         folder = tmp_path / str(number)
         (folder / "sub").mkdir(parents=True)

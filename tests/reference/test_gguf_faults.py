@@ -206,7 +206,7 @@ def _keys() -> list[str]:
 
 @st.composite
 def faults(draw: st.DrawFn) -> tuple[str, Callable[[File, Path], Path]]:
-    """What is done, and a function that does it to a file that is sound."""
+    """The name of a fault, and a function that makes it in a sound file."""
     kind = draw(st.sampled_from(["cut", "number", "bytes", "insert", "value", "value", "value", "tensor"]))
     place, noise = draw(st.floats(0, 1, exclude_max=True)), draw(st.binary(min_size=1, max_size=12))
     number = draw(st.sampled_from([0, 1, 2**16, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1]))
@@ -243,7 +243,7 @@ def faults(draw: st.DrawFn) -> tuple[str, Callable[[File, Path], Path]]:
 
 
 def _opened(path: Path) -> ModelFolder | str:
-    """What was said if it was refused, as it should be."""
+    """The model, or the message if it was properly refused."""
     try:
         folder = open_model(str(path))
         load_tokenizer(folder).encode("hi")

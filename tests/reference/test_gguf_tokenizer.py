@@ -42,7 +42,7 @@ def _vocabulary(*more: tuple[str, int]) -> dict[str, Any]:
 
 
 def _pieces(*more: tuple[str, int]) -> dict[str, Any]:
-    """As SentencePiece has them: words with scores, and a token for each byte."""
+    """Pieces like SentencePiece's: words with scores, and a token for each byte."""
     typed = [("<unk>", 2), ("<s>", 3), ("</s>", 3), *((f"<0x{byte:02X}>", 6) for byte in range(256))]
     typed += [(piece, 1) for piece in ("▁", "h", "i", "a", "b", "hi", "▁hi", "ab", "1")]
     typed += more

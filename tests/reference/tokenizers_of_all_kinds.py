@@ -19,7 +19,7 @@ BYTES_LEVEL = bytes_to_unicode()
 
 
 def of_bytes(text: str) -> str:
-    """As byte-level BPE writes it."""
+    """The text as byte-level BPE writes it."""
     return "".join(BYTES_LEVEL[byte] for byte in text.encode())
 
 

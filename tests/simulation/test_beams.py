@@ -95,7 +95,7 @@ async def test_beams_outlive_whatever_befalls_their_servers(seed: int) -> None:
 
 
 async def _reorder(beams: list[Dialogue], sources: list[int]) -> list[Dialogue]:
-    """As a cache does."""
+    """Copies sessions to the rows' new sources, like a cache."""
     rows = sessions_of_rows(sources)
     for row, source in zip(rows, sources, strict=True):
         if row != source:

@@ -34,7 +34,7 @@ def served_by(swarm: World, peer: PeerId) -> ServerSession:
 
 
 def audited(swarm: World, session: InferenceSession) -> Audit:
-    """What a third party finds in the transcript."""
+    """The audit that a third party makes of the transcript."""
     network = next(iter(swarm.nodes.values())).network
     assert session.receipts is not None
     exported = session.receipts.export(swarm.internet.network("client").sign)

@@ -67,7 +67,7 @@ def test_thirty_sessions_for_the_room_of_five_are_all_served(seed: int) -> None:
 
 
 async def crowd(seed: int) -> None:
-    """Of six clients, over two servers: a session may have room at one and wait at the other."""
+    """Six clients use two servers: a session may have room at one and wait at the other."""
     rng = random.Random(seed)
     served: list[int] = []
     async with world(seed) as swarm:

@@ -43,7 +43,7 @@ def canned_tokenizer(folder: Path) -> Tokenizer:
 
 
 class CannedCache:
-    """What the dialogue and the receipts ask of one."""
+    """The part of a cache that the dialogue and the receipts use."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -83,7 +83,7 @@ class CannedModel:
         self.options: list[dict[str, Any]] = []
         """The options of each call of `generate`."""
         self.lengths: list[int] = []
-        """Of the caches."""
+        """The lengths of the caches."""
         self._says = self.tokenizer.encode(says)
 
     def check_tokens(self, _token_ids: Sequence[int]) -> None:

@@ -89,7 +89,7 @@ async def mortal(network: Any) -> AsyncIterator[tuple[Libp2pNetwork, Callable[[]
 
 @asynccontextmanager
 async def echoing(network: Libp2pNetwork) -> AsyncIterator[None]:
-    """Send each frame back, for all who dial."""
+    """Sends each frame back to every peer that dials."""
 
     async def echo(task_status: trio.TaskStatus[None]) -> None:
         async with network.accept() as link:
@@ -461,9 +461,9 @@ async def test_a_relay_grants_no_more_than_its_policy() -> None:
                 pass
         async with dialling() as first, dialling() as second, dialling() as third, echoing(one), echoing(other):
             link = await first.dial(one.addresses[0])
-            with pytest.raises(PeerUnreachable, match="the relay is full"):  # for who is dialled
+            with pytest.raises(PeerUnreachable, match="the relay is full"):  # for the dialled peer
                 await second.dial(one.addresses[0])
-            with pytest.raises(PeerUnreachable, match="the relay is full"):  # and for who dials
+            with pytest.raises(PeerUnreachable, match="the relay is full"):  # and for the dialling peer
                 await first.dial(other.addresses[0])
             await check_echo(await second.dial(other.addresses[0]))
             await link.end("done")

@@ -54,7 +54,7 @@ async def until_found(asking: Member, servers: Sequence[Member], offers: Mapping
 @in_trio
 async def test_peers_of_the_dht_lead_on_to_who_may_keep_an_announcement() -> None:
     async with member() as between, member(between.address) as keeper, member(between.address) as client:
-        await keeper.directory.publish(keeper.announcement())  # so that who is between knows it for a server
+        await keeper.directory.publish(keeper.announcement())  # so that the peer between knows it for a server
         routing, key = client.directory._dht.peer_routing, _peer_key(keeper.network.peer).encode()
         led_to = await routing._query_peer_for_closest(ID.from_string(between.network.peer), key)
         assert keeper.network.peer in {str(peer) for peer in led_to}

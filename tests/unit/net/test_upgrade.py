@@ -219,7 +219,7 @@ async def test_an_answer_that_is_no_name_is_a_typed_failure(noise: bytes) -> Non
 
 
 class Claimant:
-    """Says that a name of 256 MiB comes, and fails who reads on."""
+    """Announces a name of 256 MiB, and fails if somebody reads on."""
 
     def __init__(self) -> None:
         self.left = bytearray(b"\xff\xff\xff\x7f")

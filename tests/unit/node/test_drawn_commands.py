@@ -109,7 +109,7 @@ CONFIGS: list[dict[str, Any]] = [
 
 
 class Drawn(random.Random):
-    """What a user might do, of a seed."""
+    """Draws the actions of a user from a seed."""
 
     def often(self) -> bool:
         return self.random() < 0.85

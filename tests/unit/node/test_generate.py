@@ -178,7 +178,7 @@ def test_one_text_and_several_are_chosen_alike_and_say_how(
         assert ("logits_processor" in options, options["do_sample"], options["num_beams"]) == (bool(config), False, 1)
 
 
-# What goes wrong in the middle
+# Failures in the middle
 
 
 @pytest.mark.parametrize(("prompt", "status"), [(FAIL, 1), (INTERRUPT, 130), (REFUSED, 2)])

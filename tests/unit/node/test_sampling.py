@@ -38,7 +38,7 @@ def kept_by_transformers(scores: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def tails(scores: torch.Tensor) -> torch.Tensor:
-    """Of each token its share and that of all that are less likely."""
+    """For each token, its share plus those of all less likely tokens."""
     shares, order = scores.double().softmax(0).sort(stable=True)
     return torch.empty_like(shares).scatter(0, order, shares.cumsum(0))
 
@@ -99,7 +99,7 @@ def test_tokens_come_as_often_as_the_softmax_of_what_is_left_says(scores: list[f
     processors = Sampling(temperature, top_p, seed=2).of(PLAIN).options()["logits_processor"]
     drawn = processors(None, given_scores.repeat(rows, 1)).argmax(dim=-1)
     found = torch.bincount(drawn, minlength=len(scores)) / rows
-    if scores == [0.0] * 8:  # any as many may be left
+    if scores == [0.0] * 8:  # any choice of that number may be left
         left, found = left.sort().values, found.sort().values
     assert (found[left == 0] == 0).all()
     assert ((found - left).abs() <= 5 * (left * (1 - left) / rows).sqrt() + 1e-6).all(), "five standard deviations"

@@ -123,11 +123,11 @@ def test_a_line_of_ours_is_one_line_and_has_an_end() -> None:
     assert len(printable("x" * 10**6)) < 3000
 
 
-# What is typed
+# Typed lines
 
 
 def lines_of(content: bytes, encoding: str = "utf-8") -> list[str]:
-    """As TypedLines reads them; "!" for one that is refused."""
+    """The lines that TypedLines reads; "!" for one that is refused."""
     stdin = io.TextIOWrapper(io.BufferedReader(io.BytesIO(content)), encoding=encoding)  # type: ignore[arg-type]  # in memory
     found: list[str] = []
     with patch.object(sys, "stdin", stdin):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Not there yet. Whoever runs the tests may have settings of their own."""
+    """A path without a file yet. The settings of the tests' user are removed."""
     monkeypatch.setenv("LLMNODE_CONFIG", os.devnull)
     for name in ("LLMNODE_JSON", "LLMNODE_FILE"):
         monkeypatch.delenv(name, raising=False)

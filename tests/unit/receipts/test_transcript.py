@@ -245,7 +245,7 @@ def test_receipts_that_a_lying_client_had_signed_for_another_clients_session_con
     assert problem.peer is None
 
 
-# What may come under the name of a file of receipts
+# Bad files of receipts
 
 
 def at(path: str, value: object) -> bytes:
