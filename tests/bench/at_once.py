@@ -1,21 +1,18 @@
 """How many texts are worth having under way at once through so many real servers on loopback, by turns.
 
-    python tests/bench/at_once.py [NODES] [THREADS] [ROUNDS] [TEXTS AT ONCE ...]      (2, 1, 2; 4 8 12 16)
-
 What `generate --prompts` does by default is `AT_ONCE_PER_STAGE` (node/batch_generate.py) for each of them.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from pydoc_data.topics import topics
-from statistics import median
 from typing import TYPE_CHECKING
 
-import torch
 import trio
 
+from bench.kit.options import add_repeats, add_threads, count
+from bench.kit.report import Report, Row, ratios, rounds, spread
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
@@ -23,32 +20,44 @@ from llmnode.models.sources.embedded import open_embedded
 from llmnode.node.processes import all_ready, private_swarm
 
 if TYPE_CHECKING:
+    import argparse
+
+    from bench.kit.options import Options
     from llmnode.client.connect import Client
 
 PROMPT_TOKENS = NEW_TOKENS = 24
 TEXTS, TEXTS_ALONE = 36, 6
-AT_ONCE = ("4", "8", "12", "16")
+AT_ONCE = (4, 8, 12, 16)
 
 
-async def main(nodes: str = "2", threads: str = "1", rounds: str = "2", *at_once: str) -> None:
-    torch.set_num_threads(1)
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nodes", type=count(), default=2, metavar="N", help="servers, each with a span (default 2)")
+    parser.add_argument("--at-once", type=count(), nargs="+", default=AT_ONCE, metavar="N", help="texts at once")
+    add_repeats(parser, 2)
+    add_threads(parser, "torch threads of each server")
+
+
+async def run(options: Options) -> Report:
     parts = load_parts(open_embedded())
     ids = parts.tokenizer.encode(topics["types"])
     prompts = [ids[start : start + PROMPT_TOKENS] for start in range(0, TEXTS * PROMPT_TOKENS, PROMPT_TOKENS)]
-    speeds: dict[int, list[float]] = {int(each): [] for each in at_once or AT_ONCE}
-    async with private_swarm(split_evenly(parts.model.blocks, int(nodes)), threads=int(threads)) as servers:
-        await all_ready(servers)
-        async with aconnect([server.address for server in servers], parts=parts) as client:
-            for number in range(-1, int(rounds)):  # round -1 warms up
-                for places, measured in speeds.items():
-                    speed = await _speed(client, prompts[: TEXTS if places > 1 else TEXTS_ALONE], places)
-                    if number >= 0:
-                        measured.append(speed)
+    speeds: dict[int, list[float]] = {each: [] for each in options.at_once}
+    spans = split_evenly(parts.model.blocks, options.nodes)
+    with single_error():
+        async with private_swarm(spans, threads=options.threads) as servers:
+            await all_ready(servers)
+            async with aconnect([server.address for server in servers], parts=parts) as client:
+                for number in rounds(options.repeats):
+                    for places, measured in speeds.items():
+                        speed = await _speed(client, prompts[: TEXTS if places > 1 else TEXTS_ALONE], places)
+                        if number >= 0:
+                            measured.append(speed)
     first = next(iter(speeds.values()))
-    print("| texts at once | tokens/s | of the first |\n|---|---|---|")
-    for places, measured in speeds.items():
-        ratio = median(speed / base for speed, base in zip(measured, first, strict=True))
-        print(f"| {places} | {median(measured):.1f} | {ratio:.2f} |")
+    rows: list[Row] = [
+        {"texts at once": places, "tokens/s": spread(measured), "of the first": spread(ratios(measured, first))}
+        for places, measured in speeds.items()
+    ]
+    return Report(rows)
 
 
 async def _speed(client: Client, prompts: list[list[int]], at_once: int) -> float:
@@ -64,8 +73,3 @@ async def _speed(client: Client, prompts: list[list[int]], at_once: int) -> floa
         for prompt in prompts:
             nursery.start_soon(generate, prompt)
     return len(prompts) * NEW_TOKENS / (time.perf_counter() - began_s)
-
-
-if __name__ == "__main__":
-    with single_error():
-        trio.run(main, *sys.argv[1:])

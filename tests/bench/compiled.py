@@ -1,7 +1,5 @@
 """What `torch.compile` gives a decode's step through blocks of SmolLM2 on a CPU, and what it takes to start.
 
-    python tests/bench/compiled.py
-
 One token through ten blocks in fp32 on one thread, by torch as it is, compiled by Inductor, and in Rust (whose weights
 are of as few bits as they need), in turn in one process. Each token looks at itself alone, so all that attention makes
 is its value. Takes a C++ compiler, as Inductor does.
@@ -11,10 +9,12 @@ from __future__ import annotations
 
 import statistics
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
-from bench.kit.report import spread
+from bench.kit.options import add_repeats
+from bench.kit.report import Report, Row, ratios, spread
 from llmnode.compute.executor import SpanExecutor
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.operations import Open, Slice, Truncate
@@ -24,8 +24,13 @@ from llmnode.models.meta_model import ATTENTIONS
 from llmnode.models.sources.embedded import open_embedded
 from llmnode.models.tensors import to_bytes
 
+if TYPE_CHECKING:
+    import argparse
+
+    from bench.kit.options import Options
+
 SPAN = Span(0, 10)
-ROUNDS, STEPS = 15, 30
+STEPS = 30
 ITSELF = "itself"
 
 
@@ -35,8 +40,11 @@ def look_at_itself(
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def add(parser: argparse.ArgumentParser) -> None:
+    add_repeats(parser, 15)
+
+
+def run(options: Options) -> Report:
     folder = open_embedded()
     ATTENTIONS[ITSELF] = look_at_itself
     model = load_span(folder, SPAN, ITSELF)
@@ -64,7 +72,7 @@ def main() -> None:
             "Rust": in_rust,
         }
         took_ms: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(ROUNDS):
+        for _ in range(options.repeats):
             for name, step in ways.items():
                 times_s = []
                 for _ in range(STEPS):
@@ -72,11 +80,8 @@ def main() -> None:
                     step()
                     times_s.append(time.perf_counter() - began_s)
                 took_ms[name].append(1e3 * statistics.median(times_s))
-    print(f"compiled in {started_s:.1f} s, again for another number of tokens in {again_s:.1f} s")
-    for name, each_ms in took_ms.items():
-        of_torch = spread([own / base for own, base in zip(each_ms, took_ms["torch"], strict=True)])
-        print(f"{name}: {statistics.median(each_ms):.2f} ms, of torch's {of_torch}")
-
-
-if __name__ == "__main__":
-    main()
+    rows: list[Row] = [
+        {"way": name, "ms": spread(each_ms), "of torch": spread(ratios(each_ms, took_ms["torch"]))}
+        for name, each_ms in took_ms.items()
+    ]
+    return Report(rows, conditions={"compiled in, s": started_s, "for another number of tokens, s": again_s})

@@ -1,22 +1,20 @@
 """How long decodes take, with all blocks of a model: by Rust, by torch, by transformers' own forward, and at the least.
 
-    python tests/bench/decodes.py [MODEL] [ROUNDS] [THREADS]      (embedded; llama-34m, llama-222m, or a folder; 40; 1)
-
 Executors that are alike but for that: each decodes for one session and for eight in every round, one after the other,
 after 100 positions. The least is the products of the linear layers alone, for one row, by torch.
 """
 
 from __future__ import annotations
 
-import statistics
-import sys
 import time
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import torch
 
+from bench.kit.options import add_model, add_repeats, add_threads
 from bench.kit.random_llama import opened
+from bench.kit.report import Report, Row, quartiles, ratios
 from llmnode.compute.executor import SpanExecutor
 from llmnode.compute.load_executor import load_executor
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
@@ -25,12 +23,13 @@ from llmnode.core.span import Span
 from llmnode.models.tensors import to_bytes
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
+    from bench.kit.options import Options
     from llmnode.models.sources.folder import ModelFolder
 
 POSITIONS = 100
-ROUNDS = 40
 SESSIONS = [SessionId(bytes([number]) * SESSION_ID_BYTES) for number in range(8)]
 BASELINE = "transformers' forward"
 FP32 = "in Rust, in 32 bits"
@@ -78,11 +77,16 @@ def products_of(executor: SpanExecutor) -> Callable[[], None]:
     return compute
 
 
+def add(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_repeats(parser, 40)
+    add_threads(parser)
+
+
 @torch.inference_mode()
-def main(model: str = "embedded", rounds: str = str(ROUNDS), threads: str = "1") -> None:
-    torch.set_num_threads(int(threads))
+def run(options: Options) -> Report:
     torch.manual_seed(0)
-    with opened(model if model != "embedded" else None) as folder:
+    with opened(options.model) as folder:
         executors = executors_of(folder)
         hidden = bytes(to_bytes(torch.randn(1, folder.info.hidden_size)))
     variants = {
@@ -92,17 +96,18 @@ def main(model: str = "embedded", rounds: str = str(ROUNDS), threads: str = "1")
     }
     variants["products alone", 1] = products_of(executors[FP32])
     times_ms: dict[tuple[str, int], list[float]] = {each: [] for each in variants}
-    for _ in range(int(rounds)):
+    for _ in range(options.repeats):
         for each, compute in variants.items():
             began_s = time.perf_counter()
             compute()
             times_ms[each].append(1e3 * (time.perf_counter() - began_s))
-    print("| sessions | variant | ms | of transformers' forward |\n|---|---|---|---|")
-    for (name, sessions), taken in times_ms.items():
-        ratios = [each / other for each, other in zip(taken, times_ms[BASELINE, sessions], strict=True)]
-        low, median, high = statistics.quantiles(ratios, n=4)
-        print(f"| {sessions} | {name} | {statistics.median(taken):.1f} | {median:.2f} ({low:.2f}-{high:.2f}) |")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    rows: list[Row] = [
+        {
+            "sessions": sessions,
+            "variant": name,
+            "ms": quartiles(taken),
+            "of transformers' forward": quartiles(ratios(taken, times_ms[BASELINE, sessions])),
+        }
+        for (name, sessions), taken in times_ms.items()
+    ]
+    return Report(rows, legend="median (quartiles)")

@@ -1,22 +1,20 @@
 """Up to how many positions of one sequence Rust is faster than torch: `MOST_POSITIONS` of `models/native.py`.
 
-    python tests/bench/few_positions.py [MODEL] [ROUNDS] [THREADS]      (embedded; llama-34m-bf16, or a folder; 4; 1)
-
 One executor with all blocks, through all of them at once and through one after the other as in layered prefill, after
 as many positions as are said; both ways in turn in every round.
 """
 
 from __future__ import annotations
 
-import statistics
-import sys
 import time
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import torch
 
+from bench.kit.options import add_model, add_repeats, add_threads
 from bench.kit.random_llama import opened
+from bench.kit.report import Report, Row, quartiles, ratios
 from llmnode.compute.load_executor import load_executor
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.operations import Open, Slice, Truncate
@@ -24,6 +22,9 @@ from llmnode.core.span import Span
 from llmnode.models.tensors import to_bytes
 
 if TYPE_CHECKING:
+    import argparse
+
+    from bench.kit.options import Options
     from llmnode.compute.executor import SpanExecutor
 
 SESSION = SessionId(b"s" * SESSION_ID_BYTES)
@@ -44,14 +45,19 @@ def forward_s(executor: SpanExecutor, before: int, states: torch.Tensor, blocks:
     return took_s
 
 
-def main(model: str = "embedded", rounds: str = "4", threads: str = "1") -> None:
-    torch.set_num_threads(int(threads))
+def add(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_repeats(parser, 4)
+    add_threads(parser)
+
+
+def run(options: Options) -> Report:
     torch.manual_seed(0)
-    with opened(model if model != "embedded" else None) as folder:
+    with opened(options.model) as folder:
         total, hidden_size = folder.info.blocks, folder.info.hidden_size
         executor = load_executor(folder, Span(0, total), CAPACITY)
     assert executor.apply(Open(SESSION, executor.span, CAPACITY))
-    print("| after | positions | blocks at a time | Rust, ms | torch, ms | of torch's |\n|---|---|---|---|---|---|")
+    rows: list[Row] = []
     known = 0
     for before in BEFORE:
         if before > known:
@@ -64,13 +70,10 @@ def main(model: str = "embedded", rounds: str = "4", threads: str = "1") -> None
             for blocks in (total, 1):
                 pairs = [
                     [forward_s(executor, before, states, blocks, in_rust=in_rust) for in_rust in (True, False)]
-                    for _ in range(int(rounds))
+                    for _ in range(options.repeats)
                 ]
-                ours_ms, theirs_ms = (1e3 * statistics.median(column) for column in zip(*pairs, strict=True))
-                low, median, high = statistics.quantiles([ours / theirs for ours, theirs in pairs], n=4)
-                ratio = f"{median:.2f} ({low:.2f}-{high:.2f})"
-                print(f"| {before} | {positions} | {blocks} | {ours_ms:.1f} | {theirs_ms:.1f} | {ratio} |", flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+                ours, theirs = ([1e3 * seconds for seconds in column] for column in zip(*pairs, strict=True))
+                row: Row = {"after": before, "positions": positions, "blocks at a time": blocks}
+                row |= {"Rust, ms": quartiles(ours), "torch, ms": quartiles(theirs)}
+                rows.append(row | {"of torch": quartiles(ratios(ours, theirs))})
+    return Report(rows, legend="median (quartiles)")

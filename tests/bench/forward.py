@@ -7,10 +7,7 @@ those of both. All take turns within each round.
 
 from __future__ import annotations
 
-import statistics
-import sys
 import time
-from dataclasses import dataclass, field
 from pydoc_data.topics import topics
 from typing import TYPE_CHECKING
 
@@ -18,7 +15,8 @@ import torch
 import trio
 
 from bench.kit.exact import Reference
-from bench.kit.report import Aim, Row, environment, print_report, spread
+from bench.kit.options import add_repeats, add_thin, add_threads
+from bench.kit.report import Report, Row, Series, at_least, exact_tokens, rounds
 from llmnode.client.connect import load_parts
 from llmnode.client.model import connect
 from llmnode.core.span import split_evenly
@@ -27,8 +25,10 @@ from llmnode.models.sources.embedded import open_embedded
 from llmnode.node.processes import all_ready, private_swarm
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
+    from bench.kit.options import Options
     from llmnode.client.causal_lm import DistributedModelForCausalLM
     from llmnode.client.connect import ClientParts
     from llmnode.models.load import Ends
@@ -42,42 +42,45 @@ LEAST_OF_ONE = 0.95
 """At the largest batch, with the threads of one server on either side; Petals has 0.89 there."""
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardBench:
-    """What was asked for. `threads` are torch's in each server; `thin` makes the batches small."""
-
-    repeats: int
-    thin: bool
-    threads: int
-    json: bool
+PER_S, OF_ONE, OF_BOTH = (
+    "positions/s",
+    "of 1 process, threads of one server",
+    "of 1 process, threads of both",
+)
 
 
-@dataclass(slots=True)
 class _Variant:
-    """So many rows at once: round by round the positions a second of the servers, and what that is of each baseline."""
+    """A number of rows at once."""
 
-    rows: int
-    per_s: list[float] = field(default_factory=list)
-    of_one: list[float] = field(default_factory=list)
-    of_both: list[float] = field(default_factory=list)
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.name = f"{rows} x {ROW_TOKENS}"
+        self.series = Series()
 
 
-async def bench_forward(config: ForwardBench) -> None:
-    torch.set_num_threads(config.threads)
+def add(parser: argparse.ArgumentParser) -> None:
+    add_repeats(parser)
+    add_thin(parser)
+    add_threads(parser, "torch threads of each server")
+
+
+async def run(options: Options) -> Report:
     folder = open_embedded()
     parts = load_parts(folder)
-    variants = [_Variant(rows) for rows in (THIN_BATCHES if config.thin else BATCHES)]
+    variants = [_Variant(rows) for rows in (THIN_BATCHES if options.thin else BATCHES)]
     with single_error():
         spans = split_evenly(parts.model.blocks, SERVERS)
-        async with private_swarm(spans, threads=config.threads) as servers:
+        async with private_swarm(spans, threads=options.threads) as servers:
             await all_ready(servers)
             peers = [server.address for server in servers]
             rig = _Rig(folder, parts.ends, _texts(parts, variants[-1].rows))
-            await trio.to_thread.run_sync(_measure, config, rig, peers, variants)
+            await trio.to_thread.run_sync(_measure, options, rig, peers, variants)
     judged = [rig.reference.judge_choices(text, choices) for text, choices in zip(rig.texts, rig.choices, strict=True)]
     ties, wrong = (sum(counts) for counts in zip(*judged, strict=True))
-    conditions = environment(config.threads) | {"positions": ROW_TOKENS * len(rig.texts), "near_ties": ties}
-    print_report("forward", conditions, [_row(each) for each in variants], _aims(variants, wrong), as_json=config.json)
+    rows: list[Row] = [{"batch": variant.name} | variant.series.row() for variant in variants]
+    name = f"{variants[-1].name}, of 1 process with the threads of one server (Petals: 0.89)"
+    aims = [exact_tokens(wrong), at_least(name, variants[-1].series.median(OF_ONE), LEAST_OF_ONE)]
+    return Report(rows, aims, {"positions": ROW_TOKENS * len(rig.texts), "near_ties": ties})
 
 
 def _texts(parts: ClientParts, rows: int) -> list[list[int]]:
@@ -85,18 +88,16 @@ def _texts(parts: ClientParts, rows: int) -> list[list[int]]:
     return [token_ids[row * ROW_TOKENS :][:ROW_TOKENS] for row in range(rows)]
 
 
-def _measure(config: ForwardBench, rig: _Rig, peers: Sequence[str], variants: Sequence[_Variant]) -> None:
+def _measure(options: Options, rig: _Rig, peers: Sequence[str], variants: Sequence[_Variant]) -> None:
     with connect(peers=peers) as model:
-        for number in range(-1, config.repeats):  # round -1 warms everything up
-            print(f"round {number + 1} of {config.repeats}", file=sys.stderr)
+        for number in rounds(options.repeats):
             for variant in variants if number >= 0 else variants[:-1]:
-                one_s = rig.locally(variant.rows, config.threads)
+                one_s = rig.locally(variant.rows, options.threads)
                 servers_s = rig.through_servers(model, variant.rows)
-                both_s = rig.locally(variant.rows, SERVERS * config.threads)
+                both_s = rig.locally(variant.rows, SERVERS * options.threads)
                 if number >= 0:
-                    variant.per_s.append(variant.rows * ROW_TOKENS / servers_s)
-                    variant.of_one.append(one_s / servers_s)
-                    variant.of_both.append(both_s / servers_s)
+                    per_s = variant.rows * ROW_TOKENS / servers_s
+                    variant.series.note({PER_S: per_s, OF_ONE: one_s / servers_s, OF_BOTH: both_s / servers_s})
 
 
 class _Rig:
@@ -129,21 +130,3 @@ class _Rig:
         began_s = time.perf_counter()
         self.reference.model.model(inputs_embeds=batch, use_cache=False)
         return time.perf_counter() - began_s
-
-
-def _row(variant: _Variant) -> Row:
-    return {
-        "batch": f"{variant.rows} x {ROW_TOKENS}",
-        "positions/s": spread(variant.per_s),
-        "of 1 process, threads of one server": spread(variant.of_one),
-        "of 1 process, threads of both": spread(variant.of_both),
-    }
-
-
-def _aims(variants: Sequence[_Variant], wrong: int) -> list[Aim]:
-    of_one = statistics.median(variants[-1].of_one)
-    name = f"{variants[-1].rows} x {ROW_TOKENS}, of 1 process with the threads of one server (Petals: 0.89)"
-    return [
-        Aim("choices that are not transformers', and no near tie", wrong, "= 0", wrong == 0),
-        Aim(name, of_one, f">= {LEAST_OF_ONE}", of_one >= LEAST_OF_ONE),
-    ]

@@ -8,7 +8,6 @@ step waits for is its time less what the servers say that they computed.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,8 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 import trio
 
+from bench.kit.options import add_repeats, add_thin, add_threads, add_tokens
 from bench.kit.paired import change_percent
-from bench.kit.report import Aim, Row, environment, print_report, spread
+from bench.kit.report import Report, Row, Series, at_most, exactly, ratios, rounds
 from bench.kit.shaped import shaped_swarm
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.core.policy import ClientPolicy
@@ -29,9 +29,12 @@ from llmnode.models.sources.embedded import open_embedded
 from llmnode.models.tensors import from_bytes, to_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    import argparse
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
+    from bench.kit.options import Options
     from bench.kit.proxy import Address, Proxies
+    from bench.kit.report import Aim
     from llmnode.client.connect import Client, ClientParts
     from llmnode.client.generate import TokenTiming
 
@@ -53,34 +56,20 @@ MOST_APART = 1e-4
 """Relative, of what is the same but for the order of sums."""
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardingBench:
-    """What was asked for. `threads` is torch's, in this process and in each server."""
-
-    repeats: int
-    tokens: int
-    thin: bool
-    threads: int
-    json: bool
+# What a round's decodes took is their median. `ONE_WAY` is what one way took over bare TCP through such a proxy, just
+# before. `OF_LEAST` is the step over its compute and `PASSAGES` such ways; `OF_NOMINAL` has the delays that the proxies
+# were told instead.
+STEP, COMPUTE, QUEUE, WAITING, ONE_WAY = "step, ms", "compute", "queue", "waiting", "TCP one way"
+OF_LEAST, OF_NOMINAL, PREFILL = "of least", "of nominal", "prefill, s"
 
 
 @dataclass(slots=True)
 class _Variant:
-    """Of one round trip time. What a round's decodes took is their median, in ms."""
+    """A path, at one round trip time."""
 
     name: str
     round_trip_s: float
-    step_ms: list[float] = field(default_factory=list)
-    compute_ms: list[float] = field(default_factory=list)
-    queue_ms: list[float] = field(default_factory=list)
-    waiting_ms: list[float] = field(default_factory=list)
-    one_way_ms: list[float] = field(default_factory=list)
-    """What one way took over bare TCP through such a proxy, just before."""
-    of_least: list[float] = field(default_factory=list)
-    """The step, over its compute and `PASSAGES` times as much."""
-    of_nominal: list[float] = field(default_factory=list)
-    """The same with the delays that the proxies were told."""
-    prefill_s: list[float] = field(default_factory=list)
+    series: Series = field(default_factory=Series)
     direct: int = 0
     """Inputs that came from the hop before, of `given`: those of all hops but the first."""
     given: int = 0
@@ -90,35 +79,39 @@ class _Variant:
     """The last position of each prefill, which a server on a busy machine computes in more and smaller parts."""
 
 
-async def bench_forwarding(config: ForwardingBench) -> None:
-    torch.set_num_threads(config.threads)
-    folder = open_embedded()
-    parts = load_parts(folder)
-    round_trips = ROUND_TRIPS_S[:2] if config.thin else ROUND_TRIPS_S
+def add(parser: argparse.ArgumentParser) -> None:
+    add_repeats(parser)
+    add_tokens(parser, 24)
+    add_thin(parser)
+    add_threads(parser)
+
+
+async def run(options: Options) -> Report:
+    parts = load_parts(open_embedded())
+    round_trips = ROUND_TRIPS_S[:2] if options.thin else ROUND_TRIPS_S
     variants = [_Variant(name, seconds) for seconds in round_trips for name in (DIRECT, RELAYED)]
     with single_error():
-        async with _open_rig(config, parts) as rig:
+        async with _open_rig(options, parts) as rig:
             await rig.until_direct()
-            for number in range(-1, config.repeats):  # round -1 warms everything up
-                print(f"round {number + 1} of {config.repeats}", file=sys.stderr)
+            for number in rounds(options.repeats):
                 await rig.measure_round(variants, discard=number < 0, turn_round=bool(number % 2))
-    conditions = environment(config.threads) | {
+    conditions = {
         "servers": SERVERS,
-        "tokens": config.tokens,
-        "rounds": config.repeats,
+        "tokens": options.tokens,
+        "rounds": options.repeats,
         "prefill_positions": rig.prefill_tokens,
         "prefill_chunk": CHUNK_TOKENS,
         "proxies": "a TCP proxy before each server, in one process; it delays what it passes on, both ways",
     }
     rows = [_row(each, relayed) for each, relayed in zip(variants, _relayed_of(variants), strict=True)]
-    print_report("forwarding", conditions, rows, _aims(variants), as_json=config.json)
+    return Report(rows, _aims(variants), conditions)
 
 
 @asynccontextmanager
-async def _open_rig(config: ForwardingBench, parts: ClientParts) -> AsyncIterator[_Rig]:
+async def _open_rig(options: Options, parts: ClientParts) -> AsyncIterator[_Rig]:
     async with AsyncExitStack() as stack:
         spans = split_evenly(parts.model.blocks, SERVERS)
-        servers, proxies = await stack.enter_async_context(shaped_swarm(spans, config.threads, spare=1))
+        servers, proxies = await stack.enter_async_context(shaped_swarm(spans, options.threads, spare=1))
         clients = {}
         for name, push in ((DIRECT, True), (RELAYED, False)):
             policy = ClientPolicy(push=push, chunk_tokens=CHUNK_TOKENS)
@@ -127,17 +120,15 @@ async def _open_rig(config: ForwardingBench, parts: ClientParts) -> AsyncIterato
         nursery = await stack.enter_async_context(trio.open_nursery())
         stack.callback(nursery.cancel_scope.cancel)
         proxies.aim(SERVERS, await nursery.start(_echo))
-        yield _Rig(config, parts, clients, proxies)
+        yield _Rig(options, parts, clients, proxies)
 
 
 class _Rig:
     """Clients, servers and the delays between them."""
 
-    def __init__(
-        self, config: ForwardingBench, parts: ClientParts, clients: dict[str, Client], proxies: Proxies
-    ) -> None:
-        self.prefill_tokens = PREFILL_TOKENS // 4 if config.thin else PREFILL_TOKENS
-        self._tokens = config.tokens
+    def __init__(self, options: Options, parts: ClientParts, clients: dict[str, Client], proxies: Proxies) -> None:
+        self.prefill_tokens = PREFILL_TOKENS // 4 if options.thin else PREFILL_TOKENS
+        self._tokens = options.tokens
         self._clients = clients
         self._proxies = proxies
         self._prompt = parts.tokenizer.encode(PROMPT)
@@ -162,13 +153,13 @@ class _Rig:
 
     async def _measure(self, variant: _Variant) -> None:
         client = self._clients[variant.name]
-        variant.one_way_ms.append(1e3 * await self._one_way_s())
+        one_way_s = await self._one_way_s()
         generation = await client.generate(self._prompt, self._tokens, stop_at_eos=False)
-        _note(variant, generation.timings[1:])
+        _note(variant, one_way_s, generation.timings[1:])
         async with client.inference_session(self.prefill_tokens) as session:
             began_s = time.perf_counter()
             output = await session.step(self._prefill)
-            variant.prefill_s.append(time.perf_counter() - began_s)
+            variant.series.note({PREFILL: time.perf_counter() - began_s})
             assert not session.recoveries
         variant.texts.add(generation.token_ids)
         variant.prefilled.append(from_bytes(output, self._hidden_size)[-1].clone())
@@ -196,20 +187,25 @@ async def _echo(task_status: trio.TaskStatus[Address]) -> None:
     await trio.serve_listeners(echo, [listener])
 
 
-def _note(variant: _Variant, decodes: Sequence[TokenTiming]) -> None:
+def _note(variant: _Variant, one_way_s: float, decodes: Sequence[TokenTiming]) -> None:
     steps = [timing.step_s for timing in decodes]
     compute = [sum(hop.compute_us for hop in timing.hops) / 1e6 for timing in decodes]
-    queue = [sum(hop.queue_us for hop in timing.hops) / 1e6 for timing in decodes]
     both = list(zip(steps, compute, strict=True))
-    variant.step_ms.append(1e3 * statistics.median(steps))
-    variant.compute_ms.append(1e3 * statistics.median(compute))
-    variant.queue_ms.append(1e3 * statistics.median(queue))
-    variant.waiting_ms.append(1e3 * statistics.median(step - computed for step, computed in both))
-    for ratios, one_way_s in (
-        (variant.of_least, variant.one_way_ms[-1] / 1e3),
-        (variant.of_nominal, variant.round_trip_s / 2),
-    ):
-        ratios.append(statistics.median(step / (computed + PASSAGES * one_way_s) for step, computed in both))
+
+    def over(delay_s: float) -> float:
+        return statistics.median(step / (computed + PASSAGES * delay_s) for step, computed in both)
+
+    variant.series.note(
+        {
+            STEP: 1e3 * statistics.median(steps),
+            COMPUTE: 1e3 * statistics.median(compute),
+            QUEUE: statistics.median(sum(hop.queue_us for hop in timing.hops) / 1e3 for timing in decodes),
+            WAITING: 1e3 * statistics.median(step - computed for step, computed in both),
+            ONE_WAY: 1e3 * one_way_s,
+            OF_LEAST: over(one_way_s),
+            OF_NOMINAL: over(variant.round_trip_s / 2),
+        }
+    )
     inputs = [hop.direct for timing in decodes for hop in timing.hops[1:]]
     variant.direct += sum(inputs)
     variant.given += len(inputs)
@@ -221,49 +217,30 @@ def _relayed_of(variants: Sequence[_Variant]) -> list[_Variant]:
 
 
 def _row(variant: _Variant, relayed: _Variant) -> Row:
-    row: Row = {
-        "round trip, ms": 1e3 * variant.round_trip_s,
-        "path": variant.name,
-        "step, ms": spread(variant.step_ms),
-        "compute": spread(variant.compute_ms),
-        "queue": spread(variant.queue_ms),
-        "waiting": spread(variant.waiting_ms),
-        "TCP one way": spread(variant.one_way_ms),
-        "of least": spread(variant.of_least),
-        "of nominal": spread(variant.of_nominal),
-        "went direct": variant.direct / variant.given,
-        "prefill, s": spread(variant.prefill_s),
-    }
+    row: Row = {"round trip, ms": 1e3 * variant.round_trip_s, "path": variant.name}
+    row |= variant.series.row()
+    row["went direct"] = variant.direct / variant.given
     if variant is not relayed:
-        row["step, % of relayed"] = change_percent(relayed.step_ms, variant.step_ms)
-        row["prefill, % of relayed"] = change_percent(relayed.prefill_s, variant.prefill_s)
+        row["step, % of relayed"] = change_percent(relayed.series[STEP], variant.series[STEP])
+        row["prefill, % of relayed"] = change_percent(relayed.series[PREFILL], variant.series[PREFILL])
     return row
 
 
-def _aims(variants: Sequence[_Variant]) -> list[Aim]:
+def _aims(variants: Sequence[_Variant]) -> Iterator[Aim]:
     texts = {text for variant in variants for text in variant.texts}
     first, *others = (prefilled for variant in variants for prefilled in variant.prefilled)
     apart = max(float((each - first).norm() / first.norm()) for each in others)
-    aims = [
-        Aim("different texts of all variants and rounds", len(texts), "= 1", len(texts) == 1),
-        Aim("prefills of all variants and rounds, most apart", apart, f"<= {MOST_APART}", apart <= MOST_APART),
-    ]
+    yield exactly("different texts of all variants and rounds", len(texts), 1)
+    yield at_most("prefills of all variants and rounds, most apart", apart, MOST_APART)
     for direct, relayed in zip(variants, _relayed_of(variants), strict=True):
         if direct is relayed:
             continue
-        at = f"at {1e3 * direct.round_trip_s:.0f} ms"
-        share = direct.direct / direct.given
-        aims.append(Aim(f"{at}: share of steps that went direct", share, "= 1", share == 1))
+        at, ours, theirs = f"at {1e3 * direct.round_trip_s:.0f} ms", direct.series, relayed.series
+        yield exactly(f"{at}: share of steps that went direct", direct.direct / direct.given, 1)
         if direct.round_trip_s:
-            least = statistics.median(direct.of_least)
-            aims.append(
-                Aim(f"{at}: step over compute and {PASSAGES} ways of TCP", least, f"<= {MOST_STEP}", least <= MOST_STEP)
-            )
-            pairs = zip(direct.waiting_ms, relayed.waiting_ms, strict=True)
-            ratio = statistics.median(ours / theirs for ours, theirs in pairs)
-            aims.append(Aim(f"{at}: waiting over relayed", ratio, f"<= {MOST_WAITING}", ratio <= MOST_WAITING))
+            yield at_most(f"{at}: step over compute and {PASSAGES} ways of TCP", ours.median(OF_LEAST), MOST_STEP)
+            waiting = statistics.median(ratios(ours[WAITING], theirs[WAITING]))
+            yield at_most(f"{at}: waiting over relayed", waiting, MOST_WAITING)
         else:
-            change = change_percent(relayed.step_ms, direct.step_ms)
-            name = f"{at}: step to relayed, %, low end of the interval"
-            aims.append(Aim(name, change.low, "<= 0", change.low <= 0))
-    return aims
+            change = change_percent(theirs[STEP], ours[STEP])
+            yield at_most(f"{at}: step to relayed, %, low end of the interval", change.low, 0)

@@ -1,21 +1,19 @@
 """What a decode takes with KV in 8 bits, against KV as it is: many positions of SmolLM2-135M on one thread.
 
-    python tests/bench/kv_dtype.py [ROUNDS]
-
 Two executors that are alike but for their KV compute the same position again and again, in turn, the first one of a
 pair in turn too.
 """
 
 from __future__ import annotations
 
-import statistics
-import sys
 import time
 from typing import TYPE_CHECKING
 
 import torch
 
 from bench.kit.decoding import load_in
+from bench.kit.options import add_repeats
+from bench.kit.report import Report, Row, quartiles, ratios
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.operations import Open, Slice, Truncate
 from llmnode.core.span import Span
@@ -23,12 +21,14 @@ from llmnode.models.sources.embedded import open_embedded
 from llmnode.models.tensors import to_bytes
 
 if TYPE_CHECKING:
+    import argparse
+
+    from bench.kit.options import Options
     from llmnode.compute.executor import SpanExecutor
     from llmnode.models.sources.folder import ModelFolder
 
 POSITIONS = (100, 1000, 4000)
 PREFILL = 500
-ROUNDS = 40
 SPAN = Span(0, 10)
 SESSION = SessionId(b"k" * SESSION_ID_BYTES)
 
@@ -51,24 +51,23 @@ def decode_ms(executor: SpanExecutor, position: int, hidden: bytes) -> float:
     return 1e3 * took_s
 
 
+def add(parser: argparse.ArgumentParser) -> None:
+    add_repeats(parser, 40)
+
+
 @torch.inference_mode()
-def main(rounds: str = str(ROUNDS)) -> None:
-    torch.set_num_threads(1)
+def run(options: Options) -> Report:
     folder = open_embedded()
     hidden = bytes(to_bytes(torch.randn(1, folder.info.hidden_size, generator=torch.Generator().manual_seed(1))))
-    print("| positions | as they are, ms | 8 bits, ms | of as they are |\n|---|---|---|---|")
+    rows: list[Row] = []
     for positions in POSITIONS:
         executors = [filled(name, folder, positions) for name in ("float32", "float32+kv-int8")]
         pairs: list[list[float]] = []
-        for number in range(int(rounds) + 2):  # the first two warm up
+        for number in range(options.repeats + 2):  # the first two warm up
             order = (0, 1) if number % 2 else (1, 0)
             taken = {index: decode_ms(executors[index], positions, hidden) for index in order}
             pairs.append([taken[0], taken[1]])
-        plain, rounded = zip(*pairs[2:], strict=True)
-        low, median, high = statistics.quantiles([one / other for other, one in pairs[2:]], n=4)
-        of_each = f"{statistics.median(plain):.2f} | {statistics.median(rounded):.2f}"
-        print(f"| {positions} | {of_each} | {median:.2f} ({low:.2f}-{high:.2f}) |")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        plain, rounded = (list(column) for column in zip(*pairs[2:], strict=True))
+        row: Row = {"positions": positions, "as they are, ms": quartiles(plain), "8 bits, ms": quartiles(rounded)}
+        rows.append(row | {"of as they are": quartiles(ratios(rounded, plain))})
+    return Report(rows, legend="median (quartiles)")

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import trio
 
-from bench.kit.report import Aim, Row, environment, print_report
+from bench.kit.options import add_thin, add_threads
+from bench.kit.report import Report, Row, at_most, below
 from llmnode.core.model import ModelInfo
 from llmnode.core.policy import ClientPolicy, LinkPolicy
 from llmnode.core.route import Hop
@@ -32,8 +33,11 @@ from llmnode.swarm.peer_connection import open_connection
 from llmnode.wire.payload import Codec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    import argparse
+    from collections.abc import AsyncIterator, Iterator
 
+    from bench.kit.options import Options
+    from bench.kit.report import Aim
     from llmnode.node.processes import ServerProcess
     from llmnode.session.session import InferenceSession
     from llmnode.swarm.peer_connection import PeerConnection
@@ -88,15 +92,6 @@ kept, so that the first server does without transformers as the others do."""
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryBench:
-    """What was asked for. `threads` is torch's in each server."""
-
-    thin: bool
-    threads: int
-    json: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Memory:
     """Of all processes of a server, in MiB. `peak` is the most that was resident since they started."""
 
@@ -118,19 +113,23 @@ class Measured:
     """What its sessions should have added by then, and what was resident, in MiB."""
 
 
-async def bench_memory(config: MemoryBench) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
+    add_thin(parser)
+    add_threads(parser, "torch threads of each server")
+
+
+async def run(options: Options) -> Report:
     """Raises ConfigError where the system does not say what a process takes."""
     if sys.platform != "linux":
         raise ConfigError("bench memory reads /proc/PID/smaps_rollup: run it on Linux")
     with single_error(), TemporaryDirectory(prefix="llmnode-") as folder:
         small = await _make(S, Path(folder))
-        measured = [await _measure(S, small, blocks, config) for blocks in (1, 4, 8)]
-        if not config.thin:
-            measured.append(await _measure(M, await _make(M, Path(folder)), M.blocks, config))
+        measured = [await _measure(S, small, blocks, options) for blocks in (1, 4, 8)]
+        if not options.thin:
+            measured.append(await _measure(M, await _make(M, Path(folder)), M.blocks, options))
     base = measured[0].ready.resident - measured[0].tensors
     rows = [_row_of_nothing(measured[0]), *(row for each in measured for row in _rows(each, base))]
-    legend = "MiB, of all of a server's processes"
-    print_report("memory", environment(config.threads), rows, _aims(measured, base), as_json=config.json, legend=legend)
+    return Report(rows, _aims(measured, base), legend="MiB, of all of a server's processes")
 
 
 async def _make(shape: Shape, folder: Path) -> Path:
@@ -140,9 +139,9 @@ async def _make(shape: Shape, folder: Path) -> Path:
     return path
 
 
-async def _measure(shape: Shape, model: Path, blocks: int, config: MemoryBench) -> Measured:
-    spans, options = [Span(0, blocks)], ["--kv-tokens", str(KV_TOKENS)]
-    async with private_swarm(spans, threads=config.threads, model=str(model), options=options) as servers:
+async def _measure(shape: Shape, model: Path, blocks: int, options: Options) -> Measured:
+    spans, flags = [Span(0, blocks)], ["--kv-tokens", str(KV_TOKENS)]
+    async with private_swarm(spans, threads=options.threads, model=str(model), options=flags) as servers:
         await all_ready(servers)
         (server,) = servers
         measured = Measured(shape, blocks, server.tensor_bytes / MIB, _memory(server))
@@ -245,15 +244,13 @@ def _rows(measured: Measured, base: float) -> list[Row]:
     return rows
 
 
-def _aims(measured: list[Measured], base: float) -> list[Aim]:
+def _aims(measured: list[Measured], base: float) -> Iterator[Aim]:
     off = max(abs(each.ready.resident / (base + each.tensors) - 1) for each in measured[1:])
     full = [(each.later[FULL], base + each.tensors) for each in measured if FULL in each.later]
     off_full = max(abs(resident / (without + added) - 1) for (added, resident), without in full)
     peak = max(each.ready.peak / each.ready.resident for each in measured)
     whole = next(each for each in measured if each.blocks == S.blocks).ready.pss
-    return [
-        Aim("resident with blocks, off from itself and its tensors", off, f"<= {TOLERANCE}", off <= TOLERANCE),
-        Aim("resident with all KV used, off from that and the KV", off_full, f"<= {TOLERANCE}", off_full <= TOLERANCE),
-        Aim("peak while loading, of what is resident then", peak, f"<= {MOST_PEAK}", peak <= MOST_PEAK),
-        Aim("PSS of a server of S, MiB", whole, f"< {PETALS_MIB:.0f} (Petals)", whole < PETALS_MIB),
-    ]
+    yield at_most("resident with blocks, off from itself and its tensors", off, TOLERANCE)
+    yield at_most("resident with all KV used, off from that and the KV", off_full, TOLERANCE)
+    yield at_most("peak while loading, of what is resident then", peak, MOST_PEAK)
+    yield below("PSS of a server of S, MiB", whole, round(PETALS_MIB), "Petals")

@@ -1,16 +1,11 @@
 """What it takes to keep weights in as few bits as they need, and what it saves, beside the same weights in 32 bits.
 
-    python tests/bench/narrow.py [MODEL] [ROUNDS] [THREADS]
-                                    (embedded; llama-34m-bf16, llama-222m-bf16, or a folder; 20; 1)
-
 Decodes of one session and of eight after 100 positions, prefills, and the scores of one token by the client's head: all
 blocks of the model, both kinds in turn in every round.
 """
 
 from __future__ import annotations
 
-import statistics
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -18,7 +13,9 @@ from unittest.mock import patch
 import torch
 
 from bench.decodes import SESSIONS, decode_of, executor_of
+from bench.kit.options import add_model, add_repeats, add_threads
 from bench.kit.random_llama import opened
+from bench.kit.report import Report, Row, quartiles, ratios
 from llmnode.client.connect import load_parts
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.operations import Open, Slice, Truncate
@@ -26,14 +23,15 @@ from llmnode.models.load import tensor_bytes
 from llmnode.models.tensors import to_bytes
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
+    from bench.kit.options import Options
     from llmnode.compute.executor import SpanExecutor
     from llmnode.models.sources.folder import ModelFolder
 
 PREFILLS = (33, 64, 128, 512)
 PREFILLED = SessionId(b"p" * SESSION_ID_BYTES)
-ROUNDS = 20
 
 
 def prefill_of(executor: SpanExecutor, positions: int, hidden_size: int) -> Callable[[], None]:
@@ -67,11 +65,16 @@ def variants_of(folder: ModelFolder) -> tuple[dict[str, Callable[[], None]], dic
     return timed | {"head": head}, {"blocks": tensor_bytes(executor.model), "head": head_bytes}
 
 
+def add(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_repeats(parser, 20)
+    add_threads(parser)
+
+
 @torch.inference_mode()
-def main(model: str = "embedded", rounds: str = str(ROUNDS), threads: str = "1") -> None:
-    torch.set_num_threads(int(threads))
+def run(options: Options) -> Report:
     torch.manual_seed(0)
-    with opened(model if model != "embedded" else None) as folder:
+    with opened(options.model) as folder:
         narrow, narrow_bytes = variants_of(folder)
         with (
             patch("llmnode.models.load.takes_narrow", lambda *_: False),
@@ -79,23 +82,20 @@ def main(model: str = "embedded", rounds: str = str(ROUNDS), threads: str = "1")
         ):
             wide, wide_bytes = variants_of(folder)
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in narrow}
-    for _ in range(int(rounds)):
+    for _ in range(options.repeats):
         for name, compute in narrow.items():
             began_s = time.perf_counter()
             wide[name]()
             between_s = time.perf_counter()
             compute()
             pairs[name].append((between_s - began_s, time.perf_counter() - between_s))
-    for name, size in narrow_bytes.items():
-        print(
-            f"weights of {name}: {wide_bytes[name] / 2**20:.1f} MiB in 32 bits, {size / 2**20:.1f} in as few as needed"
-        )
-    print("\n| what | in 32 bits, ms | in as few as needed, ms | of 32 |\n|---|---|---|---|")
+    rows: list[Row] = []
     for name, taken in pairs.items():
-        low, median, high = statistics.quantiles((few_s / all_s for all_s, few_s in taken), n=4)
-        all_ms, few_ms = (1e3 * statistics.median(column) for column in zip(*taken, strict=True))
-        print(f"| {name} | {all_ms:.1f} | {few_ms:.1f} | {median:.2f} ({low:.2f}-{high:.2f}) |")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        wide_ms, narrow_ms = ([1e3 * seconds for seconds in column] for column in zip(*taken, strict=True))
+        row: Row = {"what": name, "in 32 bits, ms": quartiles(wide_ms), "in as few as needed, ms": quartiles(narrow_ms)}
+        rows.append(row | {"of 32": quartiles(ratios(narrow_ms, wide_ms))})
+    sizes = {
+        f"{name}, MiB": f"{wide_bytes[name] / 2**20:.1f} in 32 bits, {size / 2**20:.1f} in as few as needed"
+        for name, size in narrow_bytes.items()
+    }
+    return Report(rows, conditions=sizes, legend="median (quartiles)")

@@ -1,22 +1,20 @@
 """What a few rows at once take in the forms of `models/weights/matmul_choice.py`, and as torch's linear layers.
 
-    python tests/bench/products.py [ROUNDS]
-
 Two executors of 15 blocks of SmolLM2-135M that are alike but for that, on one thread: decodes of so many sessions at
 position 32, in turn.
 """
 
 from __future__ import annotations
 
-import statistics
-import sys
 import time
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import torch
 
-from llmnode.compute.executor import SpanExecutor
+from bench.kit.options import add_repeats
+from bench.kit.report import Report, Row, quartiles, ratios
 from llmnode.compute.load_executor import load_executor
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.operations import Open, Slice, Truncate
@@ -24,8 +22,13 @@ from llmnode.core.span import Span
 from llmnode.models.sources.embedded import open_embedded
 from llmnode.models.tensors import to_bytes
 
+if TYPE_CHECKING:
+    import argparse
+
+    from bench.kit.options import Options
+    from llmnode.compute.executor import SpanExecutor
+
 ROWS = (1, 2, 4, 6, 8, 12, 15, 16, 32)
-ROUNDS = 30
 SPAN = Span(0, 15)
 CONTEXT = 32
 SESSIONS = [SessionId(bytes([number]) * SESSION_ID_BYTES) for number in range(max(ROWS))]
@@ -52,17 +55,16 @@ def decode_s(executor: SpanExecutor, rows: int) -> float:
     return took_s
 
 
-def main(rounds: int) -> None:
-    torch.set_num_threads(1)
+def add(parser: argparse.ArgumentParser) -> None:
+    add_repeats(parser, 30)
+
+
+def run(options: Options) -> Report:
     chosen, usual = executor_of(chooses=True), executor_of(chooses=False)
-    print("| sessions | torch's linear, ms | chosen forms, ms | of torch's |\n|---|---|---|---|")
-    for rows in ROWS:
-        pairs = [(decode_s(usual, rows), decode_s(chosen, rows)) for _ in range(rounds)]
-        ratios = sorted(mine / theirs for theirs, mine in pairs)
-        theirs_ms, mine_ms = (1e3 * statistics.median(column) for column in zip(*pairs, strict=True))
-        low, middle, high = (ratios[len(ratios) * quarter // 4] for quarter in (1, 2, 3))
-        print(f"| {rows} | {theirs_ms:.1f} | {mine_ms:.1f} | {middle:.2f} ({low:.2f}-{high:.2f}) |", flush=True)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else ROUNDS)
+    rows: list[Row] = []
+    for sessions in ROWS:
+        pairs = [(decode_s(usual, sessions), decode_s(chosen, sessions)) for _ in range(options.repeats)]
+        theirs, ours = ([1e3 * seconds for seconds in column] for column in zip(*pairs, strict=True))
+        row: Row = {"sessions": sessions, "torch's linear, ms": quartiles(theirs), "chosen forms, ms": quartiles(ours)}
+        rows.append(row | {"of torch": quartiles(ratios(ours, theirs))})
+    return Report(rows, legend="median (quartiles)")

@@ -1,7 +1,5 @@
 """What attention over unequal lengths takes on a CPU: by sequence, as `compute/attention.py` has it, or all at once.
 
-    python tests/bench/ragged_attention.py [ROUNDS]
-
 Ten blocks with the heads of SmolLM2-135M in fp32, on one thread, attention and the writing of KV alone: eight decodes,
 and seven beside a chunk. All at once they are padded to the longest, and all that is to their advantage: their KV is in
 one slab, as that of a server's sequences is not, and the mask of flex_attention, which Inductor compiles with a C++
@@ -10,8 +8,6 @@ compiler, is made before. All ways in turn, the first one of a round in turn too
 
 from __future__ import annotations
 
-import statistics
-import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,11 +16,17 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench.kit.options import add_repeats
+from bench.kit.report import Report, quartiles, ratios
 from llmnode.compute.attention import Segment, ragged_attention, segments_of_forward
 from llmnode.compute.kv import SequenceKV
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
+
+    from bench.kit import report
+    from bench.kit.options import Options
 
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
 BLOCKS = 10
@@ -32,7 +34,6 @@ ENDS = (100, 229, 357, 486, 614, 743, 871, 1000)
 """Of the sequences, with what is new."""
 CAPACITY = 1024
 CHUNK = 256
-ROUNDS = 40
 ROWS = {"8 decodes": (1,) * 8, f"7 decodes and a chunk of {CHUNK}": (*(1,) * 7, CHUNK)}
 
 
@@ -139,9 +140,12 @@ def took_s(call: Callable[[Row], object], row: Row) -> float:
     return time.perf_counter() - began_s
 
 
+def add(parser: argparse.ArgumentParser) -> None:
+    add_repeats(parser, 40)
+
+
 @torch.inference_mode()
-def main(rounds: str = str(ROUNDS)) -> None:
-    torch.set_num_threads(1)
+def run(options: Options) -> Report:
     slabs = torch.randn(BLOCKS, 2, len(ENDS), KV_HEADS, CAPACITY, HEAD_DIM)
     by_sequence, flex = BySequence(slabs), Flex(slabs)
     ways: dict[str, BySequence | Padded | Flex] = {
@@ -149,30 +153,23 @@ def main(rounds: str = str(ROUNDS)) -> None:
         "padded": Padded(slabs),
         "flex_attention": flex,
     }
-    print("| row | by sequence, ms | padded, of that | flex_attention, of that |\n|---|---|---|---|")
-    notes = []
+    rows: list[report.Row] = []
+    notes = {}
     for name, lengths in ROWS.items():
         row = made_row(lengths)
         flex.prepare(row)  # once before, for what it imports
         masked_s, started_s = took_s(flex.prepare, row), took_s(flex.attend, row)
-        notes.append(f"flex_attention, {name}: {started_s:.0f} s for the first, {1e3 * masked_s:.0f} ms for its mask")
+        notes[f"flex_attention, {name}"] = f"{started_s:.0f} s for the first, {1e3 * masked_s:.0f} ms for its mask"
         expected = by_sequence.attend(row)
         for way in ways.values():
             for ours, theirs in zip(way.attend(row), expected, strict=True):
                 torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
         taken: dict[str, list[float]] = {each: [] for each in ways}
-        for number in range(int(rounds)):
+        for number in range(options.repeats):
             first = number % len(ways)
-            for each in [*ways, *ways][first : first + len(ways)]:
-                taken[each].append(took_s(ways[each].attend, row))
+            for way_name in [*ways, *ways][first : first + len(ways)]:
+                taken[way_name].append(took_s(ways[way_name].attend, row))
         base = taken.pop("by sequence")
-        cells = [f"{1e3 * statistics.median(base):.2f}"]
-        for other in taken.values():
-            low, median, high = statistics.quantiles([mine / ours for ours, mine in zip(base, other, strict=True)], n=4)
-            cells.append(f"{median:.2f} ({low:.2f}-{high:.2f})")
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
-    print("", *notes, sep="\n")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        each: report.Row = {"row": name, "by sequence, ms": quartiles([1e3 * seconds for seconds in base])}
+        rows.append(each | {f"{other}, of that": quartiles(ratios(times, base)) for other, times in taken.items()})
+    return Report(rows, conditions=notes, legend="median (quartiles)")

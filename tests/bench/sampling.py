@@ -1,7 +1,5 @@
 """What choosing a token takes, against transformers' own sampling of the same scores: SmolLM2-135M on one thread.
 
-    python tests/bench/sampling.py [TOKENS]
-
 Both choose from the scores of each token of one text, in turn, the first one of a pair in turn too. What the parts of
 transformers' take is measured on the way: nearly all of it is sorting, and the exponential noise of `multinomial`.
 """
@@ -9,7 +7,6 @@ transformers' take is measured on the way: nearly all of it is sorting, and the 
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +14,19 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
+from bench.kit.options import add_tokens
+from bench.kit.report import Report, Row, quartiles
 from llmnode.models.sources.embedded import open_embedded
 from llmnode.models.text.tokenizer import load_tokenizer
 from llmnode.node.sampling import Sampling
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator
 
+    from bench.kit.options import Options
     from llmnode.models.sources.folder import ModelFolder
 
-TOKENS = 200
 PROMPT = "Write a story about the sea."
 CHOICES = ((0.7, 0.9), (1.0, 0.95), (1.5, 0.9), (0.7, 1.0), (1.0, 0.1))
 """Temperature and --top-p."""
@@ -74,23 +74,29 @@ def pairs(temperature: float, top_p: float, scores: torch.Tensor) -> Iterator[tu
             yield theirs_ms(temperature, top_p, row[None].clone()), ours_ms(processors, row[None].clone())
 
 
+def add(parser: argparse.ArgumentParser) -> None:
+    add_tokens(parser, 200, "tokens of the text")
+
+
 @torch.inference_mode()
-def main(tokens: str = str(TOKENS)) -> None:
-    torch.set_num_threads(1)
-    scores = scores_of_text(open_embedded(), int(tokens))
-    print(
-        "| temperature | top-p | its warper, ms | that of top-p | softmax, draw | in all | ours | argmax | of theirs |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+def run(options: Options) -> Report:
+    scores = scores_of_text(open_embedded(), options.tokens)
+    rows: list[Row] = []
     for temperature, top_p in CHOICES:
         found = list(pairs(temperature, top_p, scores))[2:]  # the first two warm up
-        parts = [statistics.median(part) for part in zip(*(theirs for theirs, _ in found), strict=True)]
-        parts.append(statistics.median(sum(theirs) for theirs, _ in found))
-        parts += [statistics.median(part) for part in zip(*(ours for _, ours in found), strict=True)]
-        low, median, high = statistics.quantiles([sum(ours) / sum(theirs) for theirs, ours in found], n=4)
-        ratio = f"{median:.3f} ({low:.3f}-{high:.3f})"
-        print(f"| {temperature} | {top_p} | {' | '.join(f'{part:.2f}' for part in parts)} | {ratio} |", flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        warper, top, draw = (statistics.median(part) for part in zip(*(theirs for theirs, _ in found), strict=True))
+        ours, argmax = (statistics.median(part) for part in zip(*(ours for _, ours in found), strict=True))
+        rows.append(
+            {
+                "temperature": temperature,
+                "top-p": top_p,
+                "its warper, ms": warper,
+                "that of top-p": top,
+                "softmax, draw": draw,
+                "in all": statistics.median(sum(theirs) for theirs, _ in found),
+                "ours": ours,
+                "argmax": argmax,
+                "of theirs": quartiles([sum(ours) / sum(theirs) for theirs, ours in found]),
+            }
+        )
+    return Report(rows, legend="medians; ratios: median (quartiles)")

@@ -1,7 +1,5 @@
 """How far honest peers of one profile are apart, and how far a cheap fake: for the tolerance of `session/recompute.py`.
 
-    python tests/bench/spot_tolerance.py [PRECISION ...]      (as float32, or float32+int8: then honest peers alone)
-
 The checked peer computes SmolLM2-135M as a session has it: a prefill, then position by position beside three other
 sessions; in float32 all that in Rust. The checker computes the same positions alone, in one prefill, by torch. Every
 figure is a relative L2 error of one position, of what both would send in the session's codec; what both are given is
@@ -10,17 +8,17 @@ alike to the bit.
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import torch
 
 from bench.kit.decoding import load_in
+from bench.kit.report import Report, Row
 from llmnode.compute.executor import SpanExecutor
 from llmnode.compute.kv import KVForm
 from llmnode.compute.load_executor import load_executor
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
-from llmnode.core.model import DTYPES
+from llmnode.core.model import DTYPES, PRECISIONS
 from llmnode.core.operations import Close, Open, Slice
 from llmnode.core.span import Span
 from llmnode.models.load import load_ends
@@ -31,14 +29,17 @@ from llmnode.session.recompute import deviations
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Sequence
 
+    from bench.kit.options import Options
     from llmnode.wire.frame import Buffer
 
 POSITIONS = 160
 PREFILL = 96
 COMPANY = 3
 SPANS = [Span(0, 10), Span(10, 20), Span(20, 30), Span(0, 30)]
+LEGEND = "relative L2 errors: honest median and largest, fakes least and median"
 TOPICS = ["specialnames", "typesseq", "formatstrings", "dynamic-features"]
 
 
@@ -85,16 +86,25 @@ def quantized(bits: int) -> Callable[[torch.nn.Module], None]:
     return spoil
 
 
-def say(*cells: object) -> None:
-    print(
-        "| " + " | ".join(f"{cell:.1e}" if isinstance(cell, float) else str(cell) for cell in cells) + " |", flush=True
+def row_of(who: str, what: str, codec: str, span: Span, low: float, high: float) -> Row:
+    """Of honest peers the median and the largest error; of a fake the least and the median."""
+    return {"who": who, "what": what, "codec": codec, "blocks": str(span), "low": f"{low:.1e}", "high": f"{high:.1e}"}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        choices=PRECISIONS,
+        metavar="PRECISION",
+        help="as float32+int8: measure honest peers alone (default: each dtype, and fakes)",
     )
 
 
-def main() -> None:
+@torch.inference_mode()
+def run(options: Options) -> Report:
     import pydoc_data.topics
 
-    torch.set_num_threads(1)
     folder = open_embedded()
     ends, tokenizer = load_ends(folder), load_tokenizer(folder)
     texts = [tokenizer.encode(pydoc_data.topics.topics[topic])[:POSITIONS] for topic in TOPICS]
@@ -108,15 +118,16 @@ def main() -> None:
         of = rows[span.start]
         return [of[index:] + of[:index] for index in range(len(of))]
 
-    for name in sys.argv[1:] or DTYPES:
+    found: list[Row] = []
+    for name in options.precision or DTYPES:
         executor = load_in(name, folder, Span(0, 30), 4 * 4 * POSITIONS)
         for span in SPANS:
             pairs = [(as_session(executor, span, of), as_check(executor, span, of[0])) for of in turns(span)]
             for codec in Codec:
                 errors = torch.cat([apart(one, other, HiddenForm(size, codec)) for one, other in pairs])
-                say("honest", name, codec, span, errors.median().item(), errors.max().item())
-    if sys.argv[1:]:
-        return
+                found.append(row_of("honest", name, codec, span, errors.median().item(), errors.max().item()))
+    if options.precision:
+        return Report(found, legend=LEGEND)
     fakes: dict[str, Callable[[Span], SpanExecutor]] = {
         "bfloat16 for float32": lambda _span: load_executor(folder, Span(0, 30), 16 * POSITIONS, torch.bfloat16),
         "weights of 8 bits": lambda _span: spoiled(quantized(8)),
@@ -134,17 +145,13 @@ def main() -> None:
         for span in SPANS:
             pairs = [(as_check(executor, span, of[0]), as_check(whole, span, of[0])) for of in turns(span)]
             errors = torch.cat([apart(one, other, HiddenForm(size, Codec.RAW)) for one, other in pairs])
-            say("fake", what, "raw", span, errors.min().item(), errors.median().item())
+            found.append(row_of("fake", what, "raw", span, errors.min().item(), errors.median().item()))
     for span in SPANS:
         for what, less in [("last block left out", Span(span.start, span.end - 1))]:
             pairs = [(as_check(whole, less, of[0]), as_check(whole, span, of[0])) for of in turns(span)]
             errors = torch.cat([apart(one, other, HiddenForm(size, Codec.RAW)) for one, other in pairs])
-            say("fake", what, "raw", span, errors.min().item(), errors.median().item())
+            found.append(row_of("fake", what, "raw", span, errors.min().item(), errors.median().item()))
         pairs = [(of[0].reshape(-1), as_check(whole, span, of[0])) for of in turns(span)]
         errors = torch.cat([apart(one, other, HiddenForm(size, Codec.RAW)) for one, other in pairs])
-        say("fake", "the input handed on", "raw", span, errors.min().item(), errors.median().item())
-
-
-if __name__ == "__main__":
-    with torch.inference_mode():
-        main()
+        found.append(row_of("fake", "the input handed on", "raw", span, errors.min().item(), errors.median().item()))
+    return Report(found, legend=LEGEND)

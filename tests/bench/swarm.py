@@ -7,27 +7,29 @@ two of one round. The breakdown says where a hop's time goes.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import trio
 from transformers import DynamicCache
 
-from bench.kit.exact import Reference
+from bench.kit.exact import Reference, judge_all
+from bench.kit.options import add_model, add_repeats, add_threads, add_tokens
 from bench.kit.random_llama import opened
-from bench.kit.report import Aim, Row, environment, print_report, spread
+from bench.kit.report import Report, Row, Series, at_least, at_most, exact_tokens, rounds
 from llmnode.client.connect import Client, aconnect, load_parts
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
 from llmnode.node.processes import ServerProcess, all_ready, private_swarm
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import argparse
+    from collections.abc import Iterator, Sequence
 
+    from bench.kit.options import Options
+    from bench.kit.report import Aim
     from llmnode.client.generate import Generation
 
 PROMPT = "The history of computing begins long before the first electronic machines. " * 2
@@ -35,71 +37,62 @@ SERVER_COUNTS = (1, 2, 3)
 LOCAL = "transformers, 1 process"
 
 
-@dataclass(frozen=True, slots=True)
-class SwarmBench:
-    """What was asked for: a `model` as `random_llama.opened` has it. `threads` are torch's, here and in each server."""
-
-    model: str | None
-    repeats: int
-    tokens: int
-    threads: int
-    json: bool
+SPEED, RATIO, TOKEN_MS = "tokens/s", "of transformers", "ms/token"
 
 
-@dataclass(slots=True)
 class _Variant:
-    """Measurements of one number of servers; the local one has no generations."""
+    """One number of servers; the local variant has no generations."""
 
-    name: str
-    speeds: list[float] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)
-    token_ms: list[float] = field(default_factory=list)
-    generations: list[Generation] = field(default_factory=list)
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.series = Series()
+        self.generations: list[Generation] = []
 
 
-async def bench_swarm(config: SwarmBench) -> None:
-    torch.set_num_threads(config.threads)
-    with opened(config.model) as folder, single_error():
+def add(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_repeats(parser)
+    add_tokens(parser, 64)
+    add_threads(parser)
+
+
+async def run(options: Options) -> Report:
+    with opened(options.model) as folder, single_error():
         parts, reference = load_parts(folder), Reference(folder.path)
         async with AsyncExitStack() as stack:
             clients: list[Client] = []
             for count in SERVER_COUNTS:
                 spans = split_evenly(folder.info.blocks, count)
                 servers: Sequence[ServerProcess] = await stack.enter_async_context(
-                    private_swarm(spans, threads=config.threads, model=config.model and str(folder.path))
+                    private_swarm(spans, threads=options.threads, model=options.model and str(folder.path))
                 )
                 await all_ready(servers)
                 addresses = [server.address for server in servers]
                 clients.append(await stack.enter_async_context(aconnect(addresses, parts=parts)))
             prompt = [each % reference.vocabulary for each in parts.tokenizer.encode(PROMPT)]
-            local, variants = await _measure(config, reference.model, clients, prompt)
+            local, variants = await _measure(options, reference.model, clients, prompt)
         texts = {(*prompt, *each.token_ids) for variant in variants for each in variant.generations}
-        judged = [reference.judge(text, range(len(prompt), len(text))) for text in sorted(texts)]
-    ties, wrong = (sum(counts) for counts in zip(*judged, strict=True))
-    conditions = environment(config.threads) | {"model": folder.name, "texts": len(texts), "near_ties": ties}
-    rows = [_row(local), *(_row(variant) for variant in variants)]
-    print_report("swarm", conditions, rows, _aims(variants, wrong), as_json=config.json)
+        ties, wrong = judge_all(reference, texts, len(prompt))
+    conditions = {"model": folder.name, "texts": len(texts), "near_ties": ties}
+    return Report([_row(each) for each in (local, *variants)], _aims(variants, wrong), conditions)
 
 
 async def _measure(
-    config: SwarmBench, model: Any, clients: Sequence[Client], prompt: list[int]
+    options: Options, model: Any, clients: Sequence[Client], prompt: list[int]
 ) -> tuple[_Variant, list[_Variant]]:  # Any: transformers types its models so
     local = _Variant(LOCAL)
     variants = [_Variant(f"{count} server{'s' * (count > 1)}") for count in SERVER_COUNTS]
-    for round_number in range(-1, config.repeats):  # round -1 warms everything up
-        print(f"round {round_number + 1} of {config.repeats}", file=sys.stderr)
-        local_s = await trio.to_thread.run_sync(_generate_locally, model, prompt, config.tokens)
-        if round_number >= 0:
-            local.speeds.append(1 / statistics.mean(local_s))
-            local.ratios.append(1.0)
-            local.token_ms.append(statistics.median(local_s) * 1e3)
+    for number in rounds(options.repeats):
+        local_s = await trio.to_thread.run_sync(_generate_locally, model, prompt, options.tokens)
+        local_speed = 1 / statistics.mean(local_s)
+        if number >= 0:
+            local.series.note({SPEED: local_speed, RATIO: 1.0, TOKEN_MS: statistics.median(local_s) * 1e3})
         for variant, client in zip(variants, clients, strict=True):
-            generation = await client.generate(prompt, config.tokens, stop_at_eos=False)
+            generation = await client.generate(prompt, options.tokens, stop_at_eos=False)
             speed = generation.tokens_per_s
-            if round_number >= 0 and speed is not None:
-                variant.speeds.append(speed)
-                variant.ratios.append(speed / local.speeds[-1])
-                variant.token_ms.append(statistics.median(t.total_s for t in generation.timings[1:]) * 1e3)
+            if number >= 0 and speed is not None:
+                token_ms = statistics.median(timing.total_s for timing in generation.timings[1:]) * 1e3
+                variant.series.note({SPEED: speed, RATIO: speed / local_speed, TOKEN_MS: token_ms})
                 variant.generations.append(generation)
     return local, variants
 
@@ -119,15 +112,8 @@ def _generate_locally(model: Any, prompt: list[int], tokens: int) -> list[float]
 
 
 def _row(variant: _Variant) -> Row:
-    row: Row = {
-        "variant": variant.name,
-        "tokens/s": spread(variant.speeds),
-        "of transformers": spread(variant.ratios),
-        "ms/token": spread(variant.token_ms),
-    }
-    if variant.generations:
-        row |= _breakdown(variant.generations)
-    return row
+    row: Row = {"variant": variant.name} | variant.series.row()
+    return row | _breakdown(variant.generations) if variant.generations else row
 
 
 def _breakdown(generations: Sequence[Generation]) -> Row:
@@ -149,13 +135,11 @@ def _breakdown(generations: Sequence[Generation]) -> Row:
     }
 
 
-def _aims(variants: Sequence[_Variant], wrong: int) -> list[Aim]:
-    one, three = (statistics.median(variants[index].ratios) for index in (0, -1))
-    by_round = zip(variants[0].token_ms, variants[-1].token_ms, strict=True)
+def _aims(variants: Sequence[_Variant], wrong: int) -> Iterator[Aim]:
+    one, *_, three = (variant.series for variant in variants)
+    by_round = zip(one[TOKEN_MS], three[TOKEN_MS], strict=True)
     slope_ms = statistics.median((last - first) / (SERVER_COUNTS[-1] - SERVER_COUNTS[0]) for first, last in by_round)
-    return [
-        Aim("tokens that are not transformers', and no near tie", wrong, "= 0", wrong == 0),
-        Aim("1 server, of transformers in one process", one, ">= 1", one >= 1),
-        Aim("3 servers, of transformers in one process", three, ">= 0.9", three >= 0.9),
-        Aim("ms per added hop (slope from 1 to 3 servers)", slope_ms, "<= 2", slope_ms <= 2),
-    ]
+    yield exact_tokens(wrong)
+    yield at_least("1 server, of transformers in one process", one.median(RATIO), 1)
+    yield at_least("3 servers, of transformers in one process", three.median(RATIO), 0.9)
+    yield at_most("ms per added hop (slope from 1 to 3 servers)", slope_ms, 2)

@@ -1,10 +1,7 @@
 """transformers' own tests of `generate` and of its text pipeline, run against a small Llama through two served spans.
 
-    pip install parameterized
-    python tests/bench/transformers_tests.py PATH_TO_A_CHECKOUT_OF_TRANSFORMERS
-
-They are not in transformers' wheel. The checkout should be of about the version that is installed. Prints how many
-passed, and which do not apply; `tests/bench/README.md` has the result.
+They need `pip install parameterized`, and are not in transformers' wheel: name a checkout of about the version that is
+installed. Prints how many passed, and which do not apply; `tests/bench/README.md` has the result.
 """
 
 from __future__ import annotations
@@ -22,6 +19,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+    from bench.kit.options import Options
 
 NOT_APPLICABLE = {
     "attentions are with the servers": ["test_generate_compilation_all_outputs"],
@@ -137,7 +136,20 @@ del GenerationTesterMixin, PipelineTests  # else pytest would run them as they a
 """
 
 
-def main(checkout: Path) -> int:
+def add(parser: argparse.ArgumentParser) -> None:
+    what = "a checkout of transformers, of about the installed version"
+    parser.add_argument("checkout", type=_checkout, metavar="CHECKOUT", help=what)
+
+
+def _checkout(text: str) -> Path:
+    if not (Path(text) / "tests" / "generation").is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no checkout of transformers: it has no tests/generation")
+    return Path(text)
+
+
+def run(options: Options) -> int:
+    """Prints for itself. Returns the exit status."""
+    checkout = options.checkout
     with tempfile.TemporaryDirectory() as made:
         tests = Path(made, "tests")
         for folder in ("generation", "pipelines"):
@@ -183,12 +195,3 @@ def shared(source: str, names: Collection[str]) -> str:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name in names:
             kept.append(ast.get_source_segment(source, node) or "")
     return "\n\n".join(kept) + "\n"
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("checkout", type=Path, help="a checkout of transformers, of about the installed version")
-    given = parser.parse_args()
-    if not (given.checkout / "tests" / "generation").is_dir():
-        parser.error(f"{given.checkout} is no checkout of transformers: it has no tests/generation")
-    sys.exit(main(given.checkout))

@@ -9,22 +9,20 @@ The scheduler's choice between those who decode and those who prefill is measure
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pydoc_data.topics import topics
 from typing import TYPE_CHECKING
 
-import torch
 import trio
 
-from bench.clients.sharing import Sharing, load_workers, measure_sharing, p95, plot, row_of, workers
-from bench.kit.exact import Reference
+from bench.clients.sharing import Sharing, load_workers, measure_sharing, plot, workers
+from bench.kit.exact import Reference, judge_all
+from bench.kit.options import add_model, add_plot, add_repeats, add_thin, add_threads, add_tokens
 from bench.kit.random_llama import opened
-from bench.kit.report import Aim, Row, environment, print_report, spread
+from bench.kit.report import Report, Row, Series, at_least, at_most, exact_tokens, percentile, rounds
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.priority import Priority
@@ -34,9 +32,11 @@ from llmnode.models.tensors import to_bytes
 from llmnode.node.processes import all_ready, private_swarm
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-    from pathlib import Path
+    import argparse
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
+    from bench.kit.options import Options
+    from bench.kit.report import Aim
     from llmnode.client.connect import Client, ClientParts
     from llmnode.models.sources.folder import ModelFolder
     from llmnode.wire.frame import Buffer
@@ -52,53 +52,47 @@ OF_CLIENTS = 8
 MOST_DECODE, MOST_PREFILL, LEAST_TRAINING = 2.5, 3.0, 0.3
 
 
-@dataclass(frozen=True, slots=True)
-class ClientsBench:
-    """What was asked for: a `model` as `random_llama.opened` has it. `threads` are torch's, here and in the server."""
-
-    model: str | None
-    repeats: int
-    tokens: int
-    thin: bool
-    threads: int
-    json: bool
-    plot: Path | None = None
-
-    @property
-    def trained_rows(self) -> int:
-        return TRAINED_ROWS // 8 if self.thin else TRAINED_ROWS
+PER_S, TIMES, SLOW_MS = "tokens/s", "of one client", "p95, ms"
 
 
-@dataclass(slots=True)
 class _Variant:
-    """So many clients at one level, round by round."""
+    """A number of clients at one level. `SLOW_MS` is of the time between two tokens of one client."""
 
-    level: str
-    clients: int
-    per_s: list[float] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    """Of what one client has in the same round."""
-    slow_ms: list[float] = field(default_factory=list)
-    """The 95th percentile of the time between two tokens of one client."""
+    def __init__(self, level: str, clients: int) -> None:
+        self.level = level
+        self.clients = clients
+        self.series = Series()
 
-
-async def bench_clients(config: ClientsBench) -> None:
-    torch.set_num_threads(config.threads)
-    with opened(config.model) as folder:
-        await _bench(config, folder)
+    def row(self) -> Row:
+        row: Row = {"level": self.level, "variant": f"{self.clients} client{'s' * (self.clients > 1)}"}
+        return row | self.series.row()
 
 
-async def _bench(config: ClientsBench, folder: ModelFolder) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_repeats(parser)
+    add_tokens(parser, 64)
+    add_thin(parser)
+    add_threads(parser)
+    add_plot(parser, "decodes beside a prefill against what it takes")
+
+
+async def run(options: Options) -> Report:
+    with opened(options.model) as folder:
+        return await _measure(options, folder)
+
+
+async def _measure(options: Options, folder: ModelFolder) -> Report:
     parts, reference = load_parts(folder), Reference(folder.path)
-    counts = (1, OF_CLIENTS) if config.thin else COUNTS
+    counts = (1, OF_CLIENTS) if options.thin else COUNTS
     variants = [_Variant(level, clients) for level in LEAST_TIMES for clients in counts]
     shared = [Sharing(f"server, chunks of {chunk}") for chunk in CHUNKS]
-    shared.append(Sharing(f"server, rows of {config.trained_rows} x {TRAINED_TOKENS}", work="training"))
-    alone = workers(thin=config.thin)
+    shared.append(Sharing(f"server, rows of {_trained_rows(options)} x {TRAINED_TOKENS}", work="training"))
+    alone = workers(thin=options.thin)
     with single_error():
         async with AsyncExitStack() as stack:
             span = Span(0, folder.info.blocks)
-            swarm = private_swarm([span], threads=config.threads, model=config.model and str(folder.path))
+            swarm = private_swarm([span], threads=options.threads, model=options.model and str(folder.path))
             servers = await stack.enter_async_context(swarm)
             await all_ready(servers)
             clients = [
@@ -110,30 +104,31 @@ async def _bench(config: ClientsBench, folder: ModelFolder) -> None:
                 )
                 for chunk in CHUNKS
             ]
-            rig = _Rig(config, parts, reference.vocabulary, clients, prefilling)
-            for number in range(-1, config.repeats):  # round -1 warms everything up
-                print(f"round {number + 1} of {config.repeats}", file=sys.stderr)
+            rig = _Rig(options, parts, reference.vocabulary, clients, prefilling)
+            for number in rounds(options.repeats):
                 await rig.measure_round(variants, shared, discard=number < 0)
-        loaded = await trio.to_thread.run_sync(load_workers, folder, rig.prefill, config.tokens)
-        for number in range(config.repeats):
-            print(f"workers, round {number + 1} of {config.repeats}", file=sys.stderr)
+        loaded = await trio.to_thread.run_sync(load_workers, folder, rig.prefill, options.tokens)
+        for _ in range(options.repeats):
             for sharing in alone:
                 await loaded.measure(sharing)
-    if config.plot is not None:
-        plot([*shared, *alone], config.plot)
-    judged = [reference.judge(text, range(PROMPT_TOKENS, len(text))) for text in sorted(rig.texts)]
-    conditions = environment(config.threads) | {
+    if options.plot is not None:
+        plot([*shared, *alone], options.plot)
+    ties, wrong = judge_all(reference, rig.texts, PROMPT_TOKENS)
+    conditions = {
         "model": folder.name,
-        "tokens": config.tokens,
+        "tokens": options.tokens,
         "prompt": PROMPT_TOKENS,
         "prefill": rig.prefill_tokens,
         "clients": "each a peer of its own, all in one process",
-        "texts": len(judged),
-        "near_ties": sum(ties for ties, _ in judged),
+        "texts": len(rig.texts),
+        "near_ties": ties,
     }
-    rows = [*(_row(variant) for variant in variants), *(row_of(sharing) for sharing in [*shared, *alone])]
-    wrong = sum(wrong for _, wrong in judged)
-    print_report("clients", conditions, rows, _aims(variants, shared[0], shared[-1], wrong), as_json=config.json)
+    rows = [*(each.row() for each in variants), *(each.row() for each in [*shared, *alone])]
+    return Report(rows, _aims(variants, shared[0], shared[-1], wrong), conditions)
+
+
+def _trained_rows(options: Options) -> int:
+    return TRAINED_ROWS // 8 if options.thin else TRAINED_ROWS
 
 
 class _Rig:
@@ -141,36 +136,37 @@ class _Rig:
 
     def __init__(
         self,
-        config: ClientsBench,
+        options: Options,
         parts: ClientParts,
         vocabulary: int,
         clients: Sequence[Client],
         prefilling: Sequence[Client],
     ) -> None:
-        self.prefill_tokens = PREFILL_TOKENS // 8 if config.thin else PREFILL_TOKENS
+        self.prefill_tokens = PREFILL_TOKENS // 8 if options.thin else PREFILL_TOKENS
         self.texts: set[tuple[int, ...]] = set()
         words = [each % vocabulary for each in parts.tokenizer.encode(topics["types"] + topics["specialnames"])]
         self._prompts = [words[at * PROMPT_TOKENS :][:PROMPT_TOKENS] for at in range(len(clients))]
         self._hidden = [to_bytes(parts.ends.embed(prompt, 0)) for prompt in self._prompts]
         self.prefill = to_bytes(parts.ends.embed(words[: self.prefill_tokens], 0))
         self.row = to_bytes(parts.ends.embed(words[:1], 0))
-        self._tokens = config.tokens
+        self._tokens = options.tokens
         self._clients = clients
         self._prefilling = prefilling
-        rows = [words[row * TRAINED_TOKENS :][:TRAINED_TOKENS] for row in range(config.trained_rows)]
+        rows = [words[row * TRAINED_TOKENS :][:TRAINED_TOKENS] for row in range(_trained_rows(options))]
         self._trained = [to_bytes(parts.ends.embed(row, 0)) for row in rows]
 
     async def measure_round(self, variants: Sequence[_Variant], shared: Sequence[Sharing], *, discard: bool) -> None:
         if discard:
-            variants = [replace(variant, per_s=[], times=[], slow_ms=[]) for variant in variants]
+            variants = [_Variant(variant.level, variant.clients) for variant in variants]
             shared = [Sharing(sharing.name, work=sharing.work) for sharing in shared]
         for variant in variants:
             act = self._step if variant.level == STEPS else self._generate
             stamps = await _all_at_once(act, variant.clients)
-            variant.per_s.append(rate(stamps))
+            variant.series[PER_S].append(rate(stamps))
             alone = next(each for each in variants if each.level == variant.level and each.clients == 1)
-            variant.times.append(variant.per_s[-1] / alone.per_s[-1])
-            variant.slow_ms.append(1e3 * p95([later - at for each in stamps for at, later in pairwise(each)]))
+            variant.series[TIMES].append(variant.series[PER_S][-1] / alone.series[PER_S][-1])
+            between = [later - at for each in stamps for at, later in pairwise(each)]
+            variant.series[SLOW_MS].append(1e3 * percentile(between, 0.95))
         works: list[Callable[[], Awaitable[None]]] = [
             *(partial(self._prefill, client) for client in self._prefilling),
             self._train,
@@ -256,30 +252,15 @@ def rate(stamps: Sequence[Sequence[float]]) -> float:
     return sum(since < at <= until for each in stamps for at in each) / (until - since)
 
 
-def _row(variant: _Variant) -> Row:
-    return {
-        "level": variant.level,
-        "variant": f"{variant.clients} client{'s' * (variant.clients > 1)}",
-        "tokens/s": spread(variant.per_s),
-        "of one client": spread(variant.times),
-        "p95, ms": spread(variant.slow_ms),
-    }
-
-
-def _aims(variants: Sequence[_Variant], prefill: Sharing, training: Sharing, wrong: int) -> list[Aim]:
-    aims = [Aim("tokens that are not transformers', and no near tie", wrong, "= 0", wrong == 0)]
+def _aims(variants: Sequence[_Variant], prefill: Sharing, training: Sharing, wrong: int) -> Iterator[Aim]:
+    yield exact_tokens(wrong)
     for variant in variants:
         if variant.clients == OF_CLIENTS:
-            times, least = statistics.median(variant.times), LEAST_TIMES[variant.level]
             name = f"{OF_CLIENTS} clients, {variant.level}: tokens/s, of one client's"
-            aims.append(Aim(name, times, f">= {least:g}", times >= least))
+            yield at_least(name, variant.series.median(TIMES), LEAST_TIMES[variant.level])
     for sharing in (prefill, training):
         decode = statistics.median(sharing.decode_times)
-        name = f"decodes beside {sharing.work}: p95, of alone"
-        aims.append(Aim(name, decode, f"<= {MOST_DECODE:g}", decode <= MOST_DECODE))
+        yield at_most(f"decodes beside {sharing.work}: p95, of alone", decode, MOST_DECODE)
     slower, speed = statistics.median(prefill.work_times), 1 / statistics.median(training.work_times)
-    return [
-        *aims,
-        Aim("the prefill beside decodes: time, of alone", slower, f"<= {MOST_PREFILL:g}", slower <= MOST_PREFILL),
-        Aim("training beside decodes: speed, of alone", speed, f">= {LEAST_TRAINING:g}", speed >= LEAST_TRAINING),
-    ]
+    yield at_most("the prefill beside decodes: time, of alone", slower, MOST_PREFILL)
+    yield at_least("training beside decodes: speed, of alone", speed, LEAST_TRAINING)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from bench.kit.drawing import axes_in
-from bench.kit.report import Row, spread
+from bench.kit.report import Row, percentile, ratios, spread
 from llmnode.compute.load_executor import load_executor
 from llmnode.compute.worker import ThreadWorker
 from llmnode.core.ids import PeerId, SessionId
@@ -67,15 +67,22 @@ class Sharing:
 
     @property
     def decode_times(self) -> list[float]:
-        return [beside / alone for alone, beside in zip(self.decode_ms, self.beside_ms, strict=True)]
+        return ratios(self.beside_ms, self.decode_ms)
 
     @property
     def work_times(self) -> list[float]:
-        return [beside / alone for alone, beside in zip(self.work_s, self.slower_s, strict=True)]
+        return ratios(self.slower_s, self.work_s)
 
-
-def p95(values: Sequence[float]) -> float:
-    return sorted(values)[min(len(values) - 1, int(0.95 * len(values)))]
+    def row(self) -> Row:
+        return {
+            "level": f"decodes beside {self.work}",
+            "variant": self.name,
+            "p95, ms": spread(self.beside_ms),
+            "slowest, ms": spread(self.slowest_ms),
+            "p95, of alone": spread(self.decode_times),
+            "work, s": spread(self.slower_s),
+            "work, of alone": spread(self.work_times),
+        }
 
 
 async def measure_sharing(
@@ -104,21 +111,9 @@ async def measure_sharing(
             nursery.cancel_scope.cancel()
     sharing.work_s.append(work_s)
     sharing.slower_s.append(slower_s)
-    sharing.decode_ms.append(1e3 * p95(alone))
-    sharing.beside_ms.append(1e3 * p95(beside))
+    sharing.decode_ms.append(1e3 * percentile(alone, 0.95))
+    sharing.beside_ms.append(1e3 * percentile(beside, 0.95))
     sharing.slowest_ms.append(1e3 * max(beside))
-
-
-def row_of(sharing: Sharing) -> Row:
-    return {
-        "level": f"decodes beside {sharing.work}",
-        "variant": sharing.name,
-        "p95, ms": spread(sharing.beside_ms),
-        "slowest, ms": spread(sharing.slowest_ms),
-        "p95, of alone": spread(sharing.decode_times),
-        "work, s": spread(sharing.slower_s),
-        "work, of alone": spread(sharing.work_times),
-    }
 
 
 def plot(ways: Sequence[Sharing], path: Path) -> None:

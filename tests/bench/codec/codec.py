@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import statistics
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -20,14 +19,19 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from bench.codec.packing import aims, packings
-from bench.kit.report import Aim, Row, environment, print_report, spread
+from bench.codec import packing
+from bench.kit.options import add_repeats
+from bench.kit.report import Report, Row, at_least, ratios, rounds, spread
 from llmnode import _native
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
+
+    from bench.kit.options import Options
+    from bench.kit.report import Aim
 
 Dtype: TypeAlias = Literal["float32", "float16", "bfloat16"]
 Code: TypeAlias = Literal["linear", "dynamic"]
@@ -37,14 +41,6 @@ BLOCK = 64
 VALUES = 4 * 1024 * 1024
 CALLS = 5  # of which the fastest counts: the first find cold caches, and the cores have other users
 OURS, TWO_THREADS, MEMCPY, BITSANDBYTES = "llmnode", "llmnode, 2 threads", "memcpy", "bitsandbytes"
-
-
-@dataclass(frozen=True, slots=True)
-class CodecBench:
-    """What was asked for."""
-
-    repeats: int
-    json: bool
 
 
 @dataclass(slots=True)
@@ -61,28 +57,30 @@ class _Operation:
         return [self.value_bytes / seconds / 1e9 for seconds in self.seconds[who]]
 
     def ratios(self, other: str) -> list[float]:
-        return [theirs / ours for theirs, ours in zip(self.seconds[other], self.seconds[OURS], strict=True)]
+        return ratios(self.seconds[other], self.seconds[OURS])
 
 
-def bench_codec(config: CodecBench) -> None:
-    torch.set_num_threads(1)
-    operations, packed = list(_operations()), list(packings())
-    for round_number in range(-1, config.repeats):  # round -1 warms everything up
-        print(f"round {round_number + 1} of {config.repeats}", file=sys.stderr)
+def add(parser: argparse.ArgumentParser) -> None:
+    add_repeats(parser)
+
+
+def run(options: Options) -> Report:
+    operations, packed = list(_operations()), list(packing.packings())
+    for number in rounds(options.repeats):
         for operation in operations:
             for who, call in operation.calls.items():
                 seconds = min(_seconds(call) for _ in range(CALLS))
-                if round_number >= 0:
+                if number >= 0:
                     operation.seconds.setdefault(who, []).append(seconds)
-        for packing in packed:
-            packing.measure(keep=round_number >= 0)
-    conditions = environment(threads=1) | {
+        for payload in packed:
+            payload.measure(keep=number >= 0)
+    conditions = {
         "bitsandbytes": importlib.metadata.version("bitsandbytes"),
         "values": VALUES,
         "block": BLOCK,
     }
-    rows = [*(_row(operation) for operation in operations), *(packing.row() for packing in packed)]
-    print_report("codec", conditions, rows, [*_aims(operations), *aims(packed)], as_json=config.json)
+    rows = [*(_row(operation) for operation in operations), *(payload.row() for payload in packed)]
+    return Report(rows, [*_aims(operations), *packing.aims(packed)], conditions)
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -97,20 +95,16 @@ def _row(operation: _Operation) -> Row:
     return row | {f"of {other}": spread(operation.ratios(other)) for other in (MEMCPY, BITSANDBYTES)}
 
 
-def _aims(operations: list[_Operation]) -> list[Aim]:
+def _aims(operations: list[_Operation]) -> Iterator[Aim]:
     """Each code map's worst dtype."""
 
     def worst(name: str, other: str) -> float:
         return min(statistics.median(op.ratios(other)) for op in operations if op.name == name)
 
-    aims: list[Aim] = []
-    for code in ("linear", "dynamic"):
-        ratio = worst(f"quantize {code}", BITSANDBYTES)
-        aims.append(Aim(f"quantize {code}, of bitsandbytes, worst dtype", ratio, ">= 10", ratio >= 10))
-    for code in ("linear", "dynamic"):
-        ratio = worst(f"dequantize {code}", MEMCPY)
-        aims.append(Aim(f"dequantize {code}, of memcpy, worst dtype", ratio, ">= 0.5", ratio >= 0.5))
-    return aims
+    for direction, other, least in (("quantize", BITSANDBYTES, 10), ("dequantize", MEMCPY, 0.5)):
+        for code in ("linear", "dynamic"):
+            name = f"{direction} {code}"
+            yield at_least(f"{name}, of {other}, worst dtype", worst(name, other), least)
 
 
 def _operations() -> Iterator[_Operation]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoModel
 
-from bench.kit.report import Aim, Row, spread
+from bench.kit.report import Row, at_least, spread
 from llmnode import _native
 from llmnode.core.policy import PackPolicy
 from llmnode.models.sources.embedded import open_embedded
@@ -23,6 +23,8 @@ from llmnode.models.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from bench.kit.report import Aim
 
 POSITIONS = 512
 BLOCKS = 10
@@ -89,7 +91,7 @@ def aims(measured: Sequence[Packing]) -> list[Aim]:
     worst = min(statistics.median(each.worth_mb_s()) for each in measured if each.positions == POSITIONS)
     worst /= PackPolicy().margin
     name = f"packing {POSITIONS} positions is done below, MB/s, worst values"
-    return [Aim(name, worst, f">= {SLOW_MB_S:g}", worst >= SLOW_MB_S)]
+    return [at_least(name, worst, SLOW_MB_S)]
 
 
 def _hidden_states() -> torch.Tensor:

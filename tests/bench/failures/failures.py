@@ -14,15 +14,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 import trio
 
-from bench.failures.cells import CHUNK_TOKENS, PROMPT_TOKENS, SPANS, Fault, Moment
+from bench.failures.cells import CHUNK_TOKENS, PROMPT_TOKENS, SPANS, Fault, Moment, choose
 from bench.failures.dialogue import MAX_LENGTH, Dialogue
 from bench.failures.replicas import replicas, start_all
 from bench.failures.rig import Rig
 from bench.kit.exact import Reference
-from bench.kit.report import Aim, Row, environment, print_report
+from bench.kit.options import add_thin, add_threads
+from bench.kit.report import Aim, Report, Row, below, exactly, few_near_ties
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.core.policy import ClientPolicy, LinkPolicy
 from llmnode.errors import single_error
@@ -31,46 +31,43 @@ from llmnode.models.tensors import to_bytes
 from llmnode.swarm.join import join_swarm
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import AsyncIterator, Iterable, Sequence
 
     from bench.failures.cells import Cell
     from bench.failures.dialogue import Act
     from bench.failures.replicas import Replica
+    from bench.kit.options import Options
     from llmnode.client.connect import ClientParts
     from llmnode.session.failures import Recovery
 
 BASELINES = 3
-NEAR_TIE_LIMIT = 0.001
 
 
-@dataclass(frozen=True, slots=True)
-class FailuresBench:
-    """What was asked for. `threads` is torch's, in this process and in each server."""
-
-    cells: Sequence[Cell]
-    threads: int
-    json: bool
+def add(parser: argparse.ArgumentParser) -> None:
+    add_thin(parser)
+    parser.add_argument("--only", default="", metavar="CELLS", help='the cells whose names begin so, as "kill"')
+    add_threads(parser)
 
 
-async def bench_failures(config: FailuresBench) -> None:
-    torch.set_num_threads(config.threads)
+async def run(options: Options) -> Report:
+    cells = choose(thin=options.thin, only=options.only)
     folder = open_embedded()
     reference = await trio.to_thread.run_sync(Reference, folder.path)
     parts = load_parts(folder)
     outcomes: list[Outcome] = []
-    with replicas(folder.info.blocks, config.threads) as servers:
+    with replicas(folder.info.blocks, options.threads) as servers:
         await start_all(servers, servers)
         async with open_matrix(servers, parts, reference) as matrix:
-            for number, cell in enumerate(config.cells, 1):
+            for number, cell in enumerate(cells, 1):
                 outcomes.append(await matrix.play(cell))
-                print(f"{number} of {len(config.cells)}: {outcomes[-1]}", file=sys.stderr)
-    surroundings = environment(config.threads) | {
+                print(f"{number} of {len(cells)}: {outcomes[-1]}", file=sys.stderr)
+    conditions = {
         "near_tie_below": reference.epsilon,
         "undisturbed_s": matrix.undisturbed.acts_s,
         "prefill_s": [PROMPT_TOKENS * each for each in matrix.undisturbed.position_s],
     }
-    rows = [outcome.row() for outcome in outcomes]
-    print_report("failures", surroundings, rows, _aims(outcomes), as_json=config.json, legend="one session a cell")
+    return Report([outcome.row() for outcome in outcomes], _aims(outcomes), conditions, legend="one session a cell")
 
 
 # What was seen
@@ -130,17 +127,12 @@ class Outcome:
 
 def _aims(outcomes: Sequence[Outcome]) -> list[Aim]:
     exact = sum(not outcome.error for outcome in outcomes)
-    ties = sum(outcome.near_ties for outcome in outcomes) / max(1, sum(outcome.positions for outcome in outcomes))
-    aims = [
-        Aim("exact cells", exact, f"= {len(outcomes)}", exact == len(outcomes)),
-        Aim("near ties, of all choices", ties, f"<= {NEAR_TIE_LIMIT}", ties <= NEAR_TIE_LIMIT),
-    ]
+    ties, choices = sum(each.near_ties for each in outcomes), sum(each.positions for each in outcomes)
+    aims = [exactly("exact cells", exact, len(outcomes)), few_near_ties(ties, choices)]
 
     def add(name: str, most_s: float, chosen: Iterable[Outcome]) -> None:
         if pauses := [outcome.pause.beyond_s for outcome in chosen]:
-            longest_s = max(pauses)
-            what = f"longest pause beyond one prefill, s: {name}"
-            aims.append(Aim(what, longest_s, f"< {most_s:g}", longest_s < most_s))
+            aims.append(below(f"longest pause beyond one prefill, s: {name}", max(pauses), most_s))
 
     alone = [outcome for outcome in outcomes if outcome.cell.moment is not Moment.RECOVERY]
     add("SIGKILL", 1, (each for each in alone if each.cell.fault in (Fault.KILL, Fault.RESTART)))

@@ -56,3 +56,9 @@ class Reference:
             for position in range(MEASURED_POSITIONS)
         ]
         return float((torch.stack(single) - whole).abs().max())
+
+
+def judge_all(reference: Reference, texts: Iterable[tuple[int, ...]], start: int) -> tuple[int, int]:
+    """Near ties and wrong choices of all `texts`, each of which was chosen from position `start` on."""
+    judged = [reference.judge(text, range(start, len(text))) for text in sorted(texts)]
+    return sum(ties for ties, _ in judged), sum(wrong for _, wrong in judged)

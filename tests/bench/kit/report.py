@@ -1,4 +1,4 @@
-"""What every benchmark prints: a table for people and, on request, one JSON object for programs."""
+"""What a benchmark comes to: rows and aims, and how they are printed, as a table and as one JSON object."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import json
 import os
 import platform
 import statistics
-from dataclasses import asdict, dataclass
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,16 +17,19 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
+    from collections.abc import Iterable, Iterator
 
 FILE_COLUMNS = 240
 """A table that goes to a file need not be cut to fit."""
+NEAR_TIE_LIMIT = 0.001
+
+
+# Values
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Repeated measurements of one quantity."""
+    """Repeated measurements of one quantity. `low` and `high` are the extremes, or the quartiles."""
 
     median: float
     low: float
@@ -38,14 +44,14 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.median(values), min(values), max(values), len(values))
 
 
-@dataclass(frozen=True, slots=True)
-class Aim:
-    """A figure that we want to reach; `aim` says in words which values do."""
+def quartiles(values: Sequence[float]) -> Spread:
+    low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else 3 * list(values)
+    return Spread(median, low, high, len(values))
 
-    name: str
-    value: float
-    aim: str
-    holds: bool
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """A value that was measured: `share` of all are not above it."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +66,92 @@ class Interval:
         return f"{self.estimate:+.2g} ({self.low:+.2g} to {self.high:+.2g})"
 
 
-Row = dict[str, "str | int | float | Spread | Interval"]
+Cell = str | int | float | Spread | Interval
+Row = dict[str, Cell]
+
+
+class Series(defaultdict[str, list[float]]):
+    """What was measured of one variant: by quantity, a value a round. Quantities are columns of its row."""
+
+    def __init__(self) -> None:
+        super().__init__(list)
+
+    def note(self, values: Mapping[str, float]) -> None:
+        for quantity, value in values.items():
+            self[quantity].append(value)
+
+    def median(self, quantity: str) -> float:
+        return statistics.median(self[quantity])
+
+    def row(self) -> Row:
+        return {quantity: spread(values) for quantity, values in self.items()}
+
+
+def rounds(repeats: int) -> Iterator[int]:
+    """The numbers of the rounds, each of which is announced. Round -1 warms everything up: it is not counted."""
+    for number in range(-1, repeats):
+        print(f"round {number + 1} of {repeats}", file=sys.stderr)
+        yield number
+
+
+def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Of the two of each round."""
+    return [value / other for value, other in zip(values, others, strict=True)]
+
+
+def differences(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Of the two of each round."""
+    return [value - other for value, other in zip(values, others, strict=True)]
+
+
+# Aims
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """A figure that we want to reach; `aim` says in words which values do."""
+
+    name: str
+    value: float
+    aim: str
+    holds: bool
+
+
+def at_least(name: str, value: float, least: float) -> Aim:
+    return Aim(name, value, f">= {least:g}", value >= least)
+
+
+def at_most(name: str, value: float, most: float) -> Aim:
+    return Aim(name, value, f"<= {most:g}", value <= most)
+
+
+def below(name: str, value: float, limit: float, whose: str = "") -> Aim:
+    return Aim(name, value, f"< {limit:g}{f' ({whose})' if whose else ''}", value < limit)
+
+
+def exactly(name: str, value: float, wanted: float = 0) -> Aim:
+    return Aim(name, value, f"= {wanted:g}", value == wanted)
+
+
+def exact_tokens(wrong: int) -> Aim:
+    return exactly("tokens that are not transformers', and no near tie", wrong)
+
+
+def few_near_ties(ties: int, choices: int) -> Aim:
+    return at_most("near ties, of all choices", ties / max(1, choices), NEAR_TIE_LIMIT)
+
+
+# The report
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """`conditions` are what one has to know to measure the same again, and `legend` says what a cell is."""
+
+    rows: Sequence[Row]
+    aims: Iterable[Aim] = ()
+    conditions: Mapping[str, object] = field(default_factory=dict)
+    legend: str = "median (lowest-highest)"
 
 
 def environment(threads: int) -> dict[str, object]:
@@ -78,47 +169,39 @@ def environment(threads: int) -> dict[str, object]:
     }
 
 
-def print_report(
-    name: str,
-    environment: Mapping[str, object],
-    rows: Sequence[Row],
-    aims: Sequence[Aim],
-    *,
-    as_json: bool,
-    legend: str = "median (lowest-highest)",
-) -> None:
-    """The table and the aims on stderr or stdout; with `as_json` the object of all of it on stdout's last line.
-
-    `legend` says what a cell is.
-    """
+def print_report(name: str, threads: int, report: Report, *, as_json: bool) -> None:
+    """The table and the aims on stderr or stdout; with `as_json` the object of all of it on stdout's last line."""
     console = Console(stderr=as_json, soft_wrap=not as_json)
     if not console.is_terminal:
         console.width = FILE_COLUMNS
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    table = Table(title=f"bench {name}: {legend}", title_justify="left")
+    columns = list(dict.fromkeys(column for row in report.rows for column in row))
+    table = Table(title=f"bench {name}: {report.legend}", title_justify="left")
     for column in columns:
         table.add_column(column)
-    for row in rows:
-        table.add_row(*(_cell(row.get(column, "")) for column in columns))
+    for row in report.rows:
+        table.add_row(*(_text(row.get(column, "")) for column in columns))
     console.print(table)
+    aims = list(report.aims)
     for aim in aims:
         verdict = "[green]holds[/]" if aim.holds else "[red]missed[/]"
         console.print(f"{aim.name}: {aim.value:.3g}, aim {aim.aim}: {verdict}")
     if as_json:
-        report = {
+        whole = {
             "name": name,
-            "environment": dict(environment),
-            "rows": [{key: _plain(value) for key, value in row.items()} for row in rows],
+            "environment": environment(threads) | dict(report.conditions),
+            "rows": [{key: _plain(value) for key, value in row.items()} for row in report.rows],
             "aims": [asdict(aim) for aim in aims],
         }
-        print(json.dumps(report))
+        print(json.dumps(whole))
+    elif report.conditions:
+        console.print(", ".join(f"{key}: {value}" for key, value in report.conditions.items()), markup=False)
 
 
-def _cell(value: str | float | Spread | Interval) -> str:
+def _text(value: Cell) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _plain(value: str | float | Spread | Interval) -> object:
+def _plain(value: Cell) -> object:
     return asdict(value) if isinstance(value, (Spread, Interval)) else value
 
 

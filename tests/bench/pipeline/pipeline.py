@@ -21,7 +21,8 @@ import trio
 
 from bench.kit.child import as_program
 from bench.kit.drawing import axes_in
-from bench.kit.report import Aim, Row, environment, print_report, spread
+from bench.kit.options import add_plot, add_repeats, add_thin, add_threads, add_tokens
+from bench.kit.report import Aim, Report, Row, Series, at_least, rounds
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.core.policy import LinkPolicy
 from llmnode.core.span import split_evenly
@@ -33,9 +34,11 @@ from llmnode.node.processes import LLMNODE, all_ready, private_swarm
 from llmnode.swarm.pool import open_pool
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import argparse
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from bench.kit.options import Options
     from llmnode.client.connect import Client, ClientParts
     from llmnode.client.generate import Generation
     from llmnode.models.load import Ends
@@ -56,21 +59,13 @@ THESIS_GAIN = 1.95
 """Of 3 nodes over 1 (MDI-LLM's thesis, TinyLlama)."""
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineBench:
-    """What was asked for. `threads` is torch's, in this process and in each server."""
-
-    repeats: int
-    tokens: int
-    thin: bool
-    threads: int
-    json: bool
-    plot: Path | None = None
+SPEED, OF_ONE, STAGE_MS, ENDS_MS = "tokens/s", "of 1 node, in turn", "slowest stage, ms", "ends, ms"
+OF_BOUND, OF_LONE_BOUND = "of the bound", "of the bound alone"
 
 
 @dataclass(slots=True)
 class _Variant:
-    """So many nodes, and texts under way; of each round what was measured."""
+    """A number of nodes, and of texts that are under way at once."""
 
     nodes: int
     at_once: int
@@ -78,12 +73,7 @@ class _Variant:
     client: Client
     servers: Sequence[PeerConnection]
     mib_per_node: float
-    speeds: list[float] = field(default_factory=list)
-    of_one: list[float] = field(default_factory=list)
-    of_bound: list[float] = field(default_factory=list)
-    of_lone_bound: list[float] = field(default_factory=list)
-    stage_ms: list[float] = field(default_factory=list)
-    ends_ms: list[float] = field(default_factory=list)
+    series: Series = field(default_factory=Series)
     differing: int = 0
     """Texts that are not those of the first variant, of which there is a near tie in a thousand tokens."""
     times_s: list[float] = field(default_factory=list)
@@ -119,19 +109,25 @@ class TimedEnds:
         return scores
 
 
-async def bench_pipeline(config: PipelineBench) -> None:
-    torch.set_num_threads(config.threads)
+def add(parser: argparse.ArgumentParser) -> None:
+    add_repeats(parser)
+    add_tokens(parser, 24)
+    add_thin(parser)
+    add_threads(parser)
+    add_plot(parser, "tokens against time")
+
+
+async def run(options: Options) -> Report:
     parts = load_parts(open_embedded())
     ends = TimedEnds(parts.ends)
     with single_error():
         async with AsyncExitStack() as stack:
-            variants = await _variants(config, replace(parts, ends=cast("Ends", ends)), stack)
-            await _measure(config, variants, ends, _prompts(parts))
-    if config.plot is not None:
-        plot(variants, config.plot)
-    rows = [_row(variant) for variant in variants]
-    conditions = environment(config.threads) | {"tokens": config.tokens, "rounds": config.repeats}
-    print_report("pipeline", conditions, rows, _aims(variants), as_json=config.json)
+            variants = await _variants(options, replace(parts, ends=cast("Ends", ends)), stack)
+            await _measure(options, variants, ends, _prompts(parts))
+    if options.plot is not None:
+        plot(variants, options.plot)
+    conditions = {"tokens": options.tokens, "rounds": options.repeats}
+    return Report([_row(variant) for variant in variants], _aims(variants), conditions)
 
 
 def _prompts(parts: ClientParts) -> list[list[int]]:
@@ -139,17 +135,17 @@ def _prompts(parts: ClientParts) -> list[list[int]]:
     return [token_ids[start : start + PROMPT_TOKENS] for start in range(0, len(token_ids), PROMPT_TOKENS)]
 
 
-async def _variants(config: PipelineBench, parts: ClientParts, stack: AsyncExitStack) -> list[_Variant]:
+async def _variants(options: Options, parts: ClientParts, stack: AsyncExitStack) -> list[_Variant]:
     variants: list[_Variant] = []
     onlooker = await stack.enter_async_context(
         open_pool(await stack.enter_async_context(open_network([], LinkPolicy())))
     )
-    real, emulated = ((), EMULATED_NODES[::2]) if config.thin else (REAL_NODES, EMULATED_NODES)
+    real, emulated = ((), EMULATED_NODES[::2]) if options.thin else (REAL_NODES, EMULATED_NODES)
     for is_emulated, counts in ((False, real), (True, emulated)):
         for nodes in counts:
             spans = split_evenly(parts.model.blocks, nodes)
-            program, options = (CHARGED, IN_THREAD) if is_emulated else (LLMNODE, [])
-            swarm = private_swarm(spans, threads=config.threads, program=program, options=options)
+            program, flags = (CHARGED, IN_THREAD) if is_emulated else (LLMNODE, [])
+            swarm = private_swarm(spans, threads=options.threads, program=program, options=flags)
             servers = await stack.enter_async_context(swarm)
             await all_ready(servers)
             mib = statistics.mean(server.pss_mib for server in servers)
@@ -161,16 +157,16 @@ async def _variants(config: PipelineBench, parts: ClientParts, stack: AsyncExitS
 
 
 async def _measure(
-    config: PipelineBench, variants: Sequence[_Variant], ends: TimedEnds, prompts: Sequence[list[int]]
+    options: Options, variants: Sequence[_Variant], ends: TimedEnds, prompts: Sequence[list[int]]
 ) -> None:
     expected: dict[bool, list[Generation]] = {}
-    for number in range(-1, config.repeats):  # round -1 warms everything up
+    for number in rounds(options.repeats):
         base: dict[bool, float] = {}
         lone_s = 0.0
         for variant in variants:
-            print(f"round {number + 1} of {config.repeats}: {variant.name}", file=sys.stderr)
+            print(variant.name, file=sys.stderr)
             texts = TEXTS_PER_PLACE * variant.at_once
-            run = await _run(variant, ends, [prompts[index % len(prompts)] for index in range(texts)], config.tokens)
+            run = await _run(variant, ends, [prompts[index % len(prompts)] for index in range(texts)], options.tokens)
             if number < 0:
                 continue
             began, ended = run.began, run.ended
@@ -178,12 +174,16 @@ async def _measure(
             if variant.at_once == 1:
                 lone_s = busiest_s
             speed = ended.speed(began)
-            variant.speeds.append(speed)
-            variant.of_one.append(speed / base.setdefault(variant.is_emulated, speed))
-            variant.of_bound.append(speed * busiest_s)
-            variant.of_lone_bound.append(speed * lone_s)
-            variant.stage_ms.append(1e3 * ended.stage_s(began))
-            variant.ends_ms.append(1e3 * ended.ends_s(began))
+            variant.series.note(
+                {
+                    SPEED: speed,
+                    OF_ONE: speed / base.setdefault(variant.is_emulated, speed),
+                    OF_BOUND: speed * busiest_s,
+                    OF_LONE_BOUND: speed * lone_s,
+                    STAGE_MS: 1e3 * ended.stage_s(began),
+                    ENDS_MS: 1e3 * ended.ends_s(began),
+                }
+            )
             variant.times_s = sorted(run.times_s)
             first = expected.setdefault(variant.is_emulated, run.generations)
             variant.differing += sum(
@@ -261,34 +261,21 @@ async def _run(variant: _Variant, ends: TimedEnds, prompts: Sequence[list[int]],
 
 
 def _row(variant: _Variant) -> Row:
-    return {
-        "variant": variant.name,
-        "tokens/s": spread(variant.speeds),
-        "of 1 node, in turn": spread(variant.of_one),
-        "of the bound": spread(variant.of_bound),
-        "of the bound alone": spread(variant.of_lone_bound),
-        "slowest stage, ms": spread(variant.stage_ms),
-        "ends, ms": spread(variant.ends_ms),
-        "MiB per node": variant.mib_per_node,
-        "texts that differ": variant.differing,
-    }
+    row: Row = {"variant": variant.name}
+    return row | variant.series.row() | {"MiB per node": variant.mib_per_node, "texts that differ": variant.differing}
 
 
-def _aims(variants: Sequence[_Variant]) -> list[Aim]:
-    aims: list[Aim] = []
+def _aims(variants: Sequence[_Variant]) -> Iterator[Aim]:
     for variant in variants:
         if variant.at_once == 1 or variant.nodes == 1:
             continue
-        value = statistics.median(variant.of_bound)
-        aims.append(Aim(f"of the bound, {variant.name}", value, f">= {LEAST_OF_BOUND}", value >= LEAST_OF_BOUND))
+        yield at_least(f"of the bound, {variant.name}", variant.series.median(OF_BOUND), LEAST_OF_BOUND)
         if variant.nodes == 3:
-            gain = statistics.median(variant.of_one)
             name = "3 nodes, emulated, of 1 node in turn (thesis: 1.95)"
-            aims.append(Aim(name, gain, f">= {THESIS_GAIN}", gain >= THESIS_GAIN))
+            yield at_least(name, variant.series.median(OF_ONE), THESIS_GAIN)
     memory = [variant.mib_per_node for variant in variants if variant.is_emulated]
     falls = memory == sorted(memory, reverse=True)
-    aims.append(Aim("MiB of a node, of most nodes, of 1 node's", memory[-1] / memory[0], "falls", falls))
-    return aims
+    yield Aim("MiB of a node, of most nodes, of 1 node's", memory[-1] / memory[0], "falls", falls)
 
 
 def plot(variants: Sequence[_Variant], path: Path) -> None:

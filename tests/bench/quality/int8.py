@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from bench.kit.decoding import FP32, decode_ratios
 from bench.kit.random_llama import VOCABULARY, opened
-from bench.kit.report import Aim, Row, spread
+from bench.kit.report import Row, at_least, ratios, spread
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.core.span import Span
 from llmnode.errors import single_error
@@ -20,7 +20,7 @@ from llmnode.node.processes import all_ready, private_swarm
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bench.kit.report import Spread
+    from bench.kit.report import Aim, Spread
     from llmnode.client.connect import Client
     from llmnode.models.sources.folder import ModelFolder
 
@@ -49,21 +49,20 @@ class Int8Gain:
             }
 
     def aims(self) -> Iterator[Aim]:
-        of_blocks, end_to_end = self.of_blocks.median, self.end_to_end.median
         name = f"weights in int8, {self.model}: tokens/s, of fp32's"
-        yield Aim(f"{name}, blocks", of_blocks, f">= {LEAST_OF_BLOCKS:g}", of_blocks >= LEAST_OF_BLOCKS)
-        yield Aim(f"{name}, end to end", end_to_end, f">= {LEAST_END_TO_END:g}", end_to_end >= LEAST_END_TO_END)
+        yield at_least(f"{name}, blocks", self.of_blocks.median, LEAST_OF_BLOCKS)
+        yield at_least(f"{name}, end to end", self.end_to_end.median, LEAST_END_TO_END)
 
 
 async def measure_int8(model: str, rounds: int, tokens: int, threads: int) -> Int8Gain:
     """`model` is as `random_llama.opened` has it. Torch's threads are as the caller has set them."""
     with opened(model) as folder:
-        ratios = decode_ratios(folder, Span(0, folder.info.blocks), [PRECISIONS["int8"]], rounds=rounds)
+        of_blocks = decode_ratios(folder, Span(0, folder.info.blocks), [PRECISIONS["int8"]], rounds=rounds)
         with single_error():
             per_s = await _serve(folder, rounds, tokens, threads)
-    end_to_end = [few / whole for few, whole in zip(per_s["int8"], per_s["none"], strict=True)]
+    end_to_end = ratios(per_s["int8"], per_s["none"])
     return Int8Gain(
-        model, ratios[PRECISIONS["int8"]], spread(end_to_end), {quant: spread(each) for quant, each in per_s.items()}
+        model, of_blocks[PRECISIONS["int8"]], spread(end_to_end), {quant: spread(each) for quant, each in per_s.items()}
     )
 
 

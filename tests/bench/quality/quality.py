@@ -26,8 +26,9 @@ import trio
 from transformers import AutoModelForCausalLM
 
 from bench.kit.decoding import decode_ratios
+from bench.kit.options import add_thin, add_threads, add_tokens, count
 from bench.kit.paired import change_percent, compare_choices, equal_prefix
-from bench.kit.report import Aim, Row, environment, print_report
+from bench.kit.report import Report, Row, at_most, exactly
 from bench.quality.int8 import measure_int8
 from bench.quality.words import count_right, words_of
 from llmnode.client.model import connect
@@ -41,8 +42,11 @@ from llmnode.node.settings import without_settings
 from llmnode.wire.payload import Codec, payload_bytes
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator, Mapping, Sequence
 
+    from bench.kit.options import Options
+    from bench.kit.report import Aim
     from llmnode.models.text.tokenizer import Tokenizer
 
 PROMPTS = (
@@ -65,20 +69,6 @@ NEAR_TIE = 0.1
 MOST_CHANGE_PERCENT = 1.0
 SLOWEST = 10.0
 """A dtype whose products take this many times fp32's is left out: this processor only emulates it."""
-
-
-@dataclass(frozen=True, slots=True)
-class QualityBench:
-    """What was asked for: new `tokens` a prompt, `chunks` of text. `threads` is torch's, here and in each server.
-
-    `thin` has two servers for fp32 alone, one for each other precision, two prompts, and times blocks but once.
-    """
-
-    tokens: int
-    chunks: int
-    thin: bool
-    threads: int
-    json: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,36 +121,45 @@ class _Measured:
     tensor_bytes: int = 0  # of the weights of all blocks
 
 
-def bench_quality(config: QualityBench) -> None:
-    torch.set_num_threads(config.threads)
+def add(parser: argparse.ArgumentParser) -> None:
+    add_tokens(parser, 32, "new tokens after each prompt")
+    parser.add_argument(
+        "--chunks", type=count(), default=32, metavar="N", help=f"of text, of {CHUNK_TOKENS} tokens (default 32)"
+    )
+    add_thin(parser)
+    add_threads(parser)
+
+
+def run(options: Options) -> Report:
+    """With `--thin` there are two prompts, two servers for fp32 alone, and blocks are timed once."""
     folder = open_embedded()
     assert SPANS[-1].end == folder.info.blocks
-    material = _material(load_tokenizer(folder), PROMPTS[:2] if config.thin else PROMPTS, config.chunks)
+    material = _material(load_tokenizer(folder), PROMPTS[:2] if options.thin else PROMPTS, options.chunks)
     slowness = {dtype: _slowness(dtype) for dtype in dict.fromkeys(_plain(variant) for variant in VARIANTS)}
     variants = [variant for variant in VARIANTS if slowness[_plain(variant)] <= SLOWEST]
 
     print("transformers in one process", file=sys.stderr)
     whole = AutoModelForCausalLM.from_pretrained(folder.path, local_files_only=True).eval()
-    baseline = _measure(whole, material, config.tokens)
+    baseline = _measure(whole, material, options.tokens)
     baseline.tensor_bytes = sum(each.nbytes for each in whole.model.layers.parameters())
     del whole
-    measured = _measure_swarms(variants, config, material, baseline.free)
+    measured = _measure_swarms(variants, options, material, baseline.free)
     print("speed of the blocks", file=sys.stderr)
-    rounds = 1 if config.thin else 5
+    rounds = 1 if options.thin else 5
     speeds = decode_ratios(folder, SPANS[0], [variant.dtype for variant in variants], rounds=rounds)
     print("weights in int8 where all bits are needed", file=sys.stderr)
-    name = "llama-34m" if config.thin else "llama-222m"
-    gain = trio.run(measure_int8, name, rounds, config.tokens, config.threads)
+    name = "llama-34m" if options.thin else "llama-222m"
+    gain = trio.run(measure_int8, name, rounds, options.tokens, options.threads)
 
     words = sum(map(len, material.words))
-    conditions = environment(config.threads) | {
+    conditions = {
         "model": folder.info.name,
         "spans": [[span.start, span.end] for span in SPANS],
         "prompts": len(material.prompts),
-        "tokens": config.tokens,
+        "tokens": options.tokens,
         "text": f"pydoc_data.topics: {', '.join(TOPICS)}",
         "text_sha256": material.text_sha256,
-        "chunks": config.chunks,
+        "chunks": options.chunks,
         "chunk_tokens": CHUNK_TOKENS,
         "words": words,
         "near_tie_logits": NEAR_TIE,
@@ -177,15 +176,16 @@ def bench_quality(config: QualityBench) -> None:
     rows += gain.rows()
     aims = [*_aims(dict(zip(variants, measured, strict=True)), baseline), *gain.aims()]
     legend = (
-        f"{config.tokens} tokens after each of {conditions['prompts']} prompts, {conditions['near_ties']} of them near "
-        f"ties (lead below {NEAR_TIE:g} logits); {config.chunks} chunks of {CHUNK_TOKENS} tokens of Python's reference "
-        f"({conditions['text']}), {words} words of which are asked for; 95 % intervals; speed: median (lowest-highest)"
+        f"{options.tokens} tokens after each of {conditions['prompts']} prompts, {conditions['near_ties']} of them "
+        f"near ties (lead below {NEAR_TIE:g} logits); {options.chunks} chunks of {CHUNK_TOKENS} tokens of Python's "
+        f"reference ({conditions['text']}), {words} words of which are asked for; 95 % intervals; "
+        "speed: median (lowest-highest)"
     )
-    print_report("quality", conditions, rows, aims, as_json=config.json, legend=legend)
+    return Report(rows, aims, conditions, legend)
 
 
 def _measure_swarms(
-    variants: Sequence[_Variant], config: QualityBench, material: _Material, texts: list[list[int]]
+    variants: Sequence[_Variant], options: Options, material: _Material, texts: list[list[int]]
 ) -> list[_Measured]:
     """In the order of `variants`; those of one dtype, which must be neighbours in it, share their servers."""
     measured: list[_Measured] = []
@@ -196,11 +196,11 @@ def _measure_swarms(
             if variant.dtype != dtype:
                 stack.close()
                 dtype = variant.dtype
-                spans = (WHOLE,) if config.thin and variant != RAW else SPANS
-                servers = stack.enter_context(_servers(spans, dtype, config.threads))
+                spans = (WHOLE,) if options.thin and variant != RAW else SPANS
+                servers = stack.enter_context(_servers(spans, dtype, options.threads))
             peers = [server.address for server in servers]
             with connect(peers=peers, codec=variant.codec, dtype=variant.dtype) as model:
-                measured.append(_measure(model, material, config.tokens, texts))
+                measured.append(_measure(model, material, options.tokens, texts))
             measured[-1].tensor_bytes = sum(server.tensor_bytes for server in servers)
     return measured
 
@@ -211,7 +211,7 @@ def _measure(
 ) -> _Measured:  # Any: a transformers model, whole or with its blocks in a swarm
     """`texts` are what to be forced to after each prompt, by default the model's own."""
     measured = _Measured()
-    model.generation_config.eos_token_id = None  # every text gets its length
+    model.generation_options.eos_token_id = None  # every text gets its length
     for prompt in material.prompts:
         ids = torch.tensor([prompt])
         chosen = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
@@ -261,14 +261,14 @@ def _aims(measured: Mapping[_Variant, _Measured], baseline: _Measured) -> Iterat
     forced = compare_choices(baseline.forced, raw.forced, baseline.gaps, NEAR_TIE).share
     equal = [equal_prefix(*texts) for texts in zip(baseline.free, raw.free, strict=True)]
     free = sum(equal) / sum(map(len, baseline.free))
-    yield Aim(f"{RAW.name}: same token, forced", forced, "= 1", forced == 1)
-    yield Aim(f"{RAW.name}: equal prefix of all that is generated", free, "= 1", free == 1)
+    yield exactly(f"{RAW.name}: same token, forced", forced, 1)
+    yield exactly(f"{RAW.name}: equal prefix of all that is generated", free, 1)
     for variant, each in measured.items():
         if variant.aim:
             change = change_percent(baseline.nll, each.nll)
             furthest = max(abs(change.low), abs(change.high))
             name = f"{variant.name}: |change of NLL| at the further end of its interval, %"
-            yield Aim(name, furthest, f"<= {MOST_CHANGE_PERCENT:g}", furthest <= MOST_CHANGE_PERCENT)
+            yield at_most(name, furthest, MOST_CHANGE_PERCENT)
 
 
 def _material(tokenizer: Tokenizer, prompts: Sequence[str], chunks: int) -> _Material:

@@ -8,6 +8,7 @@ busy beside it: then nobody may be taken for dead who is only slow.
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import statistics
@@ -19,11 +20,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import psutil
-import torch
 import trio
 
 from bench.kit.exact import Reference
-from bench.kit.report import Aim, Interval, Row, environment, print_report
+from bench.kit.options import add_thin, add_threads
+from bench.kit.report import Interval, Report, Row, at_most, exactly, few_near_ties
 from bench.kit.shaped import shaped_swarm
 from bench.soak.trend import BLOCKS, slope_an_hour
 from bench.soak.visits import Visitor, make_scripts
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
+    from bench.kit.options import Options
     from bench.kit.proxy import Proxies
+    from bench.kit.report import Aim
     from bench.soak.visits import Loss, Text, Visit
     from llmnode.client.connect import ClientParts
     from llmnode.node.processes import ServerProcess
@@ -61,7 +64,6 @@ SILENCE_S = 9.0
 AFTERMATH_S = 15.0
 """A loss may be noticed this long after its cause: after as long a silence, and at the session's next step."""
 SETTLE_S = 60.0
-NEAR_TIE_LIMIT = 0.001
 
 MEMORY = "memory, MiB"
 """Without what is mapped from files: others that map the same libraries come and go."""
@@ -74,15 +76,7 @@ MOST_MEMORY_PERCENT = 1.0
 BURN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
 
 
-@dataclass(frozen=True, slots=True)
-class SoakBench:
-    """What was asked for. `threads` is torch's, in this process and in each server."""
-
-    minutes: float
-    saturate: bool
-    thin: bool
-    threads: int
-    json: bool
+MINUTES, THIN_MINUTES = 30.0, 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +146,37 @@ class Record:
         }
 
 
-async def bench_soak(config: SoakBench) -> None:
-    torch.set_num_threads(config.threads)
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--minutes",
+        type=_minutes,
+        default=0.0,
+        metavar="M",
+        help=f"(default {MINUTES:g}; with --thin {THIN_MINUTES:g})",
+    )
+    parser.add_argument("--saturate", action="store_true", help="keep every core busy meanwhile")
+    add_thin(parser)
+    add_threads(parser)
+
+
+def _minutes(text: str) -> float:
+    minutes = float(text)
+    if not 0 < minutes < float("inf"):
+        raise argparse.ArgumentTypeError(f"{minutes:g}: give more than 0")
+    return minutes
+
+
+async def run(options: Options) -> Report:
+    options.minutes = options.minutes or (THIN_MINUTES if options.thin else MINUTES)
     folder = open_embedded()
     parts = load_parts(folder)
-    spans = split_evenly(parts.model.blocks, THIN_SPANS if config.thin else SPANS) * TWINS
+    spans = split_evenly(parts.model.blocks, THIN_SPANS if options.thin else SPANS) * TWINS
     record = Record()
     with single_error(), ExitStack() as stack:
-        async with shaped_swarm(spans, config.threads) as (servers, proxies):
-            if config.saturate:
+        async with shaped_swarm(spans, options.threads) as (servers, proxies):
+            if options.saturate:
                 stack.enter_context(_burners(os.cpu_count() or 1))
-            await _soak(config, parts, servers, proxies, record)
+            await _soak(options, parts, servers, proxies, record)
             record.left = await _settled(servers)
             stack.close()
     counts = record.counts()
@@ -170,11 +184,11 @@ async def bench_soak(config: SoakBench) -> None:
     texts = {text for visit in record.visits for text in visit.texts}
     print(f"comparing {len(texts)} different texts with transformers", file=sys.stderr)
     ties, wrong, compared = await trio.to_thread.run_sync(_judge, folder.path, texts)
-    conditions = environment(config.threads) | {
+    conditions = {
         "servers": len(spans),
-        "clients": _clients(config),
-        "minutes": config.minutes,
-        "saturated": config.saturate,
+        "clients": _clients(options),
+        "minutes": options.minutes,
+        "saturated": options.saturate,
         "seed": SEED,
         **counts,
         "different_texts": len(texts),
@@ -185,11 +199,11 @@ async def bench_soak(config: SoakBench) -> None:
     rows = _rows(record.samples)
     aims = [*_aims_of_sessions(record, ties, wrong, compared), *_aims_of_growth(rows)]
     legend = f"medians after a warm-up of {WARM_UP:.0%}; slopes with intervals of 95 %"
-    print_report("soak", conditions, rows, aims, as_json=config.json, legend=legend)
+    return Report(rows, aims, conditions, legend)
 
 
-def _clients(config: SoakBench) -> int:
-    return THIN_CLIENTS if config.thin else CLIENTS
+def _clients(options: Options) -> int:
+    return THIN_CLIENTS if options.thin else CLIENTS
 
 
 @contextmanager
@@ -208,23 +222,23 @@ def _burners(count: int) -> Iterator[None]:
 
 
 async def _soak(
-    config: SoakBench, parts: ClientParts, servers: Sequence[ServerProcess], proxies: Proxies, record: Record
+    options: Options, parts: ClientParts, servers: Sequence[ServerProcess], proxies: Proxies, record: Record
 ) -> None:
     """Until the time is over, and the last sessions have ended."""
     scripts = make_scripts(parts, SEED)
     async with AsyncExitStack() as stack:
         visitors = []
-        for number in range(_clients(config)):
+        for number in range(_clients(options)):
             client = await stack.enter_async_context(aconnect([each.address for each in servers], parts=parts))
             rng = random.Random(f"{SEED} client {number}")
             visitors.append(Visitor(client, scripts, rng, record.visits))
         began_s = trio.current_time()
         async with trio.open_nursery() as beside:
-            beside.start_soon(_watch, config, servers, record, began_s)
+            beside.start_soon(_watch, options, servers, record, began_s)
             beside.start_soon(_disturb, servers, proxies, record)
             async with trio.open_nursery() as visiting:
                 for visitor in visitors:
-                    visiting.start_soon(visitor.visit_until, began_s + 60 * config.minutes)
+                    visiting.start_soon(visitor.visit_until, began_s + 60 * options.minutes)
             while len(record.samples) < FEWEST_SAMPLES:
                 await record.sampled.wait()
             beside.cancel_scope.cancel()
@@ -248,9 +262,9 @@ async def _disturb(servers: Sequence[ServerProcess], proxies: Proxies, record: R
         record.disturbances.append(Disturbance(PeerId(servers[index].peer), began_s, trio.current_time(), links))
 
 
-async def _watch(config: SoakBench, servers: Sequence[ServerProcess], record: Record, began_s: float) -> None:
+async def _watch(options: Options, servers: Sequence[ServerProcess], record: Record, began_s: float) -> None:
     """Without end."""
-    every_s = min(SAMPLE_EVERY_S, 60 * config.minutes / SAMPLES)
+    every_s = min(SAMPLE_EVERY_S, 60 * options.minutes / SAMPLES)
     told_s = 0.0
     while True:
         sample = await _sample(servers, trio.current_time() - began_s)
@@ -328,14 +342,13 @@ def _row(process: str, quantity: str, times_s: Sequence[float], values: Sequence
 def _aims_of_sessions(record: Record, ties: int, wrong: int, compared: int) -> list[Aim]:
     errors = sum(bool(visit.error) for visit in record.visits)
     false = len(record.false_deaths())
-    tie_share = ties / max(1, compared)
-    aims = [
-        Aim("wrong tokens", wrong, "= 0", wrong == 0),
-        Aim("near ties, of all choices", tie_share, f"<= {NEAR_TIE_LIMIT}", tie_share <= NEAR_TIE_LIMIT),
-        Aim("sessions that failed", errors, "= 0", errors == 0),
-        Aim("peers lost that nobody disturbed", false, "= 0", false == 0),
+    return [
+        exactly("wrong tokens", wrong),
+        few_near_ties(ties, compared),
+        exactly("sessions that failed", errors),
+        exactly("peers lost that nobody disturbed", false),
+        *(exactly(f"{name} in the end", count) for name, count in record.left.items()),
     ]
-    return aims + [Aim(f"{name} in the end", count, "= 0", count == 0) for name, count in record.left.items()]
 
 
 def _aims_of_growth(rows: Sequence[Row]) -> list[Aim]:
@@ -347,5 +360,5 @@ def _aims_of_growth(rows: Sequence[Row]) -> list[Aim]:
         most = MOST_MEMORY_PERCENT if quantity == MEMORY else 0
         if quantity in OPEN or (quantity == MEMORY and row["process"] == SERVERS):
             name = f"{row['process']}: {quantity} grew, %, low end of the interval"
-            aims.append(Aim(name, grew.low, f"<= {most:g}", grew.low <= most))
+            aims.append(at_most(name, grew.low, most))
     return aims

@@ -14,12 +14,12 @@ from pydoc_data.topics import topics
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 import trio
 
 from bench.kit.exact import Reference
+from bench.kit.options import add_repeats, add_thin, add_threads
 from bench.kit.paired import change_percent
-from bench.kit.report import Aim, Row, environment, print_report, spread
+from bench.kit.report import Report, Row, at_least, below, exactly, few_near_ties, spread
 from bench.table1.failing import Draws, count_restarts, typical_seed
 from bench.table1.strategies import Run, Shape, Strategies, open_strategies
 from llmnode.client.connect import load_parts
@@ -29,15 +29,16 @@ from llmnode.models.sources.embedded import open_embedded
 from llmnode.node.processes import all_ready, private_swarm
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
-    from bench.kit.report import Interval, Spread
+    from bench.kit.options import Options
+    from bench.kit.report import Aim, Interval, Spread
 
 TWINS = 2
 RECOVERS, RESTARTS, NO_CACHE = "a session of llmnode", "restarts from scratch", "no cache"
 LEAST_SPEED = {128: 0.85, 512: 0.6, 1024: 0.6}
 MOST_OVERHEAD_PERCENT = 2
-NEAR_TIE_LIMIT = 0.001
 RESTARTED = 3
 """Restarts are run if the draws have them take so many times the text's steps. Else they are calculated, up to"""
 CALCULATED = 100
@@ -56,16 +57,6 @@ class Extent:
 FULL = Extent(4, (0.0, 1e-4, 1e-3, 1e-2), (Shape(128, 1, 128, 8), Shape(1024, 8, 32, 4)))
 THIN = Extent(2, (0.0, 2e-2), (Shape(128, 2, 25, 2), Shape(512, 2, 13, 1)))
 """Half the stages, that fail twice as often: a step meets as many failures."""
-
-
-@dataclass(frozen=True, slots=True)
-class Table1Bench:
-    """What was asked for. `threads` is torch's, in this process and in each server."""
-
-    repeats: int
-    thin: bool
-    threads: int
-    json: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,39 +80,38 @@ class Judgement:
     wrong: int = 0
 
 
-async def bench_table1(config: Table1Bench) -> None:
-    torch.set_num_threads(config.threads)
+def add(parser: argparse.ArgumentParser) -> None:
+    add_repeats(parser, 3)
+    add_thin(parser)
+    add_threads(parser)
+
+
+async def run(options: Options) -> Report:
     folder = open_embedded()
     parts = load_parts(folder)
-    extent = THIN if config.thin else FULL
+    extent = THIN if options.thin else FULL
     text = parts.tokenizer.encode(topics["types"])[: max(shape.tokens for shape in extent.shapes)]
     reference = await trio.to_thread.run_sync(Reference, folder.path)
     spans = split_evenly(folder.info.blocks, extent.stages)
     with single_error():
-        async with private_swarm(spans * TWINS, threads=config.threads) as servers:
+        async with private_swarm(spans * TWINS, threads=options.threads) as servers:
             await all_ready(servers)
             async with open_strategies([server.address for server in servers], parts, text) as strategies:
                 bench = _Bench(strategies, reference, extent, [_Table(shape) for shape in extent.shapes])
                 await bench.warm_up()
-                for number in range(config.repeats):
-                    await bench.play_round(number, config.repeats)
-    surroundings = environment(config.threads) | {
+                for number in range(options.repeats):
+                    await bench.play_round(number, options.repeats)
+    conditions = {
         "near_tie_below": reference.epsilon,
         "choices": bench.judgement.choices,
         "near_ties": bench.judgement.near_ties,
         "indirect_steps": bench.judgement.indirect,
     }
     rows = [row for table in bench.tables for row in table.rows(extent.rates)]
-    aims = [aim for table in bench.tables for aim in table.aims(extent.rates[-1])] + _exact(bench.judgement)
-    print_report("table1", surroundings, rows, aims, as_json=config.json, legend="steps/s, median (lowest-highest)")
-
-
-def _exact(judgement: Judgement) -> list[Aim]:
-    ties = judgement.near_ties / judgement.choices
-    return [
-        Aim("wrong tokens", judgement.wrong, "= 0", judgement.wrong == 0),
-        Aim("near ties, of all choices", ties, f"<= {NEAR_TIE_LIMIT}", ties <= NEAR_TIE_LIMIT),
-    ]
+    aims = [aim for table in bench.tables for aim in table.aims(extent.rates[-1])]
+    aims.append(exactly("wrong tokens", bench.judgement.wrong))
+    aims.append(few_near_ties(bench.judgement.near_ties, bench.judgement.choices))
+    return Report(rows, aims, conditions, legend="steps/s, median (lowest-highest)")
 
 
 @dataclass(slots=True)
@@ -262,10 +252,9 @@ class _Table:
         tokens, least = self.shape.tokens, LEAST_SPEED[self.shape.tokens]
         share = statistics.median(self.shares(RECOVERS, rate))
         percent = self.recovery_percent.estimate
-        most = MOST_OVERHEAD_PERCENT
         return [
-            Aim(f"{tokens} tokens: speed at {rate:g}, of that without failures", share, f">= {least}", share >= least),
-            Aim(f"{tokens} tokens: overhead of being able to recover, %", percent, f"< {most}", percent < most),
+            at_least(f"{tokens} tokens: speed at {rate:g}, of that without failures", share, least),
+            below(f"{tokens} tokens: overhead of being able to recover, %", percent, MOST_OVERHEAD_PERCENT),
         ]
 
     def _cell(self, name: str, rate: float) -> Spread | str:

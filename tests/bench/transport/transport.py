@@ -17,15 +17,19 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from bench.kit.options import add_repeats, add_thin
 from bench.kit.proxy import open_proxies
-from bench.kit.report import Aim, Row, environment, print_report, spread
+from bench.kit.report import Report, Row, Series, at_least, at_most, below, percentile, ratios, rounds
 from bench.transport.steered import go_peer, python_peer, steer
 from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import argparse
+    from collections.abc import Iterator, Sequence
 
+    from bench.kit.options import Options
     from bench.kit.proxy import Address
+    from bench.kit.report import Aim
     from bench.transport.steered import SteeredPeer
 
 OURS, GO = "llmnode", "go-libp2p"
@@ -59,39 +63,30 @@ NARROW = Way("20 ms, 10 MB/s", 0.02, 10e6, 8 << 20, 50, 8)
 WAYS = (NEAR, FAR, NARROW)
 
 
-@dataclass(frozen=True, slots=True)
-class TransportBench:
-    """What was asked for."""
-
-    repeats: int
-    thin: bool
-    json: bool
+CONNECT, OPENED, CPU = "connect, ms", "stream and 1 KiB, ms", "CPU, s/GB"
+MESSAGE, SLOW_MESSAGE = "16 KiB and back, ms", "p99"
+ONE, MANY = "one stream, MB/s", f"{STREAMS} streams, MB/s"
+ALONE, BESIDE = "small alone, p99, ms", "small beside bulk, p99, ms"
 
 
 @dataclass(slots=True)
 class _Variant:
-    """One kind over one way; a value a round."""
+    """One kind over one way."""
 
     kind: str
     way: Way
     dialer: SteeredPeer
     server: SteeredPeer
     address: str
-    connect_ms: list[float] = field(default_factory=list)
-    message_ms: list[float] = field(default_factory=list)
-    slow_message_ms: list[float] = field(default_factory=list)
-    """p99."""
-    open_ms: list[float] = field(default_factory=list)
-    one_mb_s: list[float] = field(default_factory=list)
-    many_mb_s: list[float] = field(default_factory=list)
-    cpu_s_gb: list[float] = field(default_factory=list)
-    alone_ms: list[float] = field(default_factory=list)
-    """p99 of small messages."""
-    beside_ms: list[float] = field(default_factory=list)
-    """The same beside a bulk transfer."""
+    series: Series = field(default_factory=Series)
 
 
-async def bench_transport(config: TransportBench) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
+    add_repeats(parser)
+    add_thin(parser)
+
+
+async def run(options: Options) -> Report:
     with TemporaryDirectory(prefix="llmnode-transport-") as folder:
         commands = {kind: python_peer(kind) for kind in PYTHON}
         try:
@@ -110,27 +105,27 @@ async def bench_transport(config: TransportBench) -> None:
                     proxies.shape(one_way_s=way.round_trip_s / 2, bytes_per_s=way.bytes_per_s, only=index)
                     moved = _moved(server.address, proxies.addresses[index])
                     variants.append(_Variant(kind, way, dialer, server, server.address if way is NEAR else moved))
-            for number in range(config.repeats + 1):
-                turn = number % len(variants)
+            for number in rounds(options.repeats):
+                turn = (number + 1) % len(variants)
                 for variant in [*variants[turn:], *variants[:turn]]:
-                    await _measure(variant, config, keep=number > 0)
-                print(f"round {number} of {config.repeats}", file=sys.stderr)
-    surroundings = environment(1) | {
-        "rounds": config.repeats,
+                    measured = await _measure(variant, 0.25 if options.thin else 1.0)
+                    if number >= 0:
+                        variant.series.note(measured)
+    conditions = {
+        "rounds": options.repeats,
         "message_bytes": MESSAGE_BYTES,
         "small_bytes": SMALL_BYTES,
         "proxy": "for long and narrow ways: a TCP proxy in Python, one process for all",
     }
-    rows = [_row(variant) for variant in variants]
-    print_report(
-        "transport", surroundings, rows, _aims(variants), as_json=config.json, legend="median (lowest-highest)"
-    )
+    rows: list[Row] = [
+        {"way": variant.way.name, "transport": variant.kind} | variant.series.row() for variant in variants
+    ]
+    return Report(rows, _aims(variants), conditions)
 
 
-async def _measure(variant: _Variant, config: TransportBench, *, keep: bool) -> None:
-    """One round; the first one warms up. Connections are made anew: the windows of streams begin small."""
+async def _measure(variant: _Variant, scale: float) -> dict[str, float]:
+    """One round. Connections are made anew: the windows of streams begin small."""
     dialer, peer, way = variant.dialer, variant.server.peer, variant.way
-    scale = 0.25 if config.thin else 1.0
     connects: list[float] = []
     for _ in range(CONNECTS if way is NEAR else 1):
         await dialer.tell("disconnect", peer=peer)
@@ -144,25 +139,22 @@ async def _measure(variant: _Variant, config: TransportBench, *, keep: bool) -> 
     many_s = (await dialer.tell("send", peer=peer, bytes=bulk // STREAMS, streams=STREAMS))["seconds"]
     alone = (await dialer.tell("echo", peer=peer, bytes=SMALL_BYTES, repeats=repeats))["seconds"]
     beside = (await dialer.tell("beside", peer=peer, bytes=2 * bulk, small=SMALL_BYTES))["seconds"]
-    if keep:
-        variant.connect_ms.append(1e3 * statistics.median(connects))
-        variant.message_ms.append(1e3 * statistics.median(messages))
-        variant.slow_message_ms.append(1e3 * _p99(messages))
-        variant.open_ms.append(1e3 * statistics.median(opened))
-        variant.one_mb_s.append(bulk / one_s / 1e6)
-        variant.many_mb_s.append(bulk / many_s / 1e6)
-        variant.cpu_s_gb.append(cpu_s / bulk * 1e9)
-        variant.alone_ms.append(1e3 * _p99(alone))
-        variant.beside_ms.append(1e3 * _p99(beside))
+    return {
+        CONNECT: 1e3 * statistics.median(connects),
+        MESSAGE: 1e3 * statistics.median(messages),
+        SLOW_MESSAGE: 1e3 * percentile(messages, 0.99),
+        OPENED: 1e3 * statistics.median(opened),
+        ONE: bulk / one_s / 1e6,
+        MANY: bulk / many_s / 1e6,
+        CPU: cpu_s / bulk * 1e9,
+        ALONE: 1e3 * percentile(alone, 0.99),
+        BESIDE: 1e3 * percentile(beside, 0.99),
+    }
 
 
 async def _cpu_s(variant: _Variant) -> float:
     """Of both processes."""
     return float((await variant.dialer.tell("cpu"))["seconds"] + (await variant.server.tell("cpu"))["seconds"])
-
-
-def _p99(values: Sequence[float]) -> float:
-    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
 
 
 def _where(address: str) -> Address:
@@ -179,47 +171,18 @@ def _moved(address: str, to: Address) -> str:
     return address.replace(host, to[0], 1).replace(str(port), str(to[1]), 1)
 
 
-def _row(variant: _Variant) -> Row:
-    return {
-        "way": variant.way.name,
-        "transport": variant.kind,
-        "connect, ms": spread(variant.connect_ms),
-        "16 KiB and back, ms": spread(variant.message_ms),
-        "p99": spread(variant.slow_message_ms),
-        "stream and 1 KiB, ms": spread(variant.open_ms),
-        "one stream, MB/s": spread(variant.one_mb_s),
-        f"{STREAMS} streams, MB/s": spread(variant.many_mb_s),
-        "CPU, s/GB": spread(variant.cpu_s_gb),
-        "small alone, p99, ms": spread(variant.alone_ms),
-        "small beside bulk, p99, ms": spread(variant.beside_ms),
-    }
-
-
-def _aims(variants: Sequence[_Variant]) -> list[Aim]:
+def _aims(variants: Sequence[_Variant]) -> Iterator[Aim]:
     """Each round is compared with the other kind's of the same round."""
-    aims: list[Aim] = []
     for way in WAYS:
         at = f"at {way.name}"
-        here = {variant.kind: variant for variant in variants if variant.way is way}
+        here = {variant.kind: variant.series for variant in variants if variant.way is way}
         ours = here[OURS]
         if go := here.get(GO):
-            ratio = _ratio(ours.message_ms, go.message_ms)
-            aims.append(
-                Aim(f"{at}: 16 KiB and back, of go's", ratio, f"<= {MOST_ROUND_TRIP}", ratio <= MOST_ROUND_TRIP)
-            )
-            for name, mine, theirs in (
-                ("one stream", ours.one_mb_s, go.one_mb_s),
-                (f"{STREAMS} streams", ours.many_mb_s, go.many_mb_s),
-            ):
-                ratio = _ratio(mine, theirs)
-                aims.append(Aim(f"{at}: {name}, MB/s of go's", ratio, ">= 1", ratio >= 1))
-        ratio = _ratio(ours.beside_ms, ours.alone_ms)
-        aims.append(Aim(f"{at}: small beside bulk, p99 of alone", ratio, f"<= {MOST_BESIDE}", ratio <= MOST_BESIDE))
+            round_trip = statistics.median(ratios(ours[MESSAGE], go[MESSAGE]))
+            yield at_most(f"{at}: 16 KiB and back, of go's", round_trip, MOST_ROUND_TRIP)
+            for speed in (ONE, MANY):
+                yield at_least(f"{at}: {speed} of go's", statistics.median(ratios(ours[speed], go[speed])), 1)
+        beside = statistics.median(ratios(ours[BESIDE], ours[ALONE]))
+        yield at_most(f"{at}: small beside bulk, p99 of alone", beside, MOST_BESIDE)
         if way is NEAR:
-            connect_ms = statistics.median(ours.connect_ms)
-            aims.append(Aim("connect, ms", connect_ms, f"< {MOST_CONNECT_MS:g}", connect_ms < MOST_CONNECT_MS))
-    return aims
-
-
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
+            yield below("connect, ms", ours.median(CONNECT), MOST_CONNECT_MS)

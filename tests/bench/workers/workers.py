@@ -11,13 +11,14 @@ import secrets
 import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import trio
 
 from bench.kit.child import as_program
-from bench.kit.report import Aim, Row, environment, print_report, spread
+from bench.kit.options import add_repeats, add_thin, add_threads, add_tokens
+from bench.kit.report import Report, Row, Series, at_most, differences, percentile, rounds, spread
 from bench.workers.echoing import ECHO, EchoExecutor
 from llmnode.compute.batching import BatchingWorker
 from llmnode.compute.loading import Wanted
@@ -38,8 +39,11 @@ from llmnode.wire.messages import Open, Result, pack, unpack
 from llmnode.wire.payload import Codec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    import argparse
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
+    from bench.kit.options import Options
+    from bench.kit.report import Aim
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.wire.messages import Description
 
@@ -56,60 +60,53 @@ MOST_CROSSING_MS = 0.3
 MOST_DEARER_MS = 0.3
 
 
-@dataclass(frozen=True, slots=True)
-class WorkersBench:
-    """What was asked for: `steps` of each variant in each round. `threads` is torch's in the servers."""
-
-    repeats: int
-    steps: int
-    thin: bool
-    threads: int
-    json: bool
+MEDIAN, SLOW = "p50, ms", "p99, ms"
 
 
-@dataclass(slots=True)
 class _Variant:
-    """Of each round the median, and the 99th percentile, in ms."""
+    """One kind of work, with one kind of worker."""
 
-    what: str
-    worker: str
-    median_ms: list[float] = field(default_factory=list)
-    slow_ms: list[float] = field(default_factory=list)
+    def __init__(self, what: str, worker: str) -> None:
+        self.what = what
+        self.worker = worker
+        self.series = Series()
 
     def note(self, times_ms: Sequence[float]) -> None:
-        ordered = sorted(times_ms)
-        self.median_ms.append(ordered[len(ordered) // 2])
-        self.slow_ms.append(ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))])
+        self.series.note({MEDIAN: percentile(times_ms, 0.5), SLOW: percentile(times_ms, 0.99)})
 
 
-async def bench_workers(config: WorkersBench) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
+    add_repeats(parser)
+    add_tokens(parser, 400, "steps of each variant in a round")
+    add_thin(parser)
+    add_threads(parser, "torch threads of each server")
+
+
+async def run(options: Options) -> Report:
     crossings = [_Variant(f"crossing, {what}", worker) for what in POSITIONS for worker in WORKERS]
     sizes = [positions for positions in POSITIONS.values() for _ in WORKERS]
     hops = [_Variant(what, worker) for what in ("hop, idle", "hop, under load") for worker in WORKERS]
-    crossed = CROSSINGS // 4 if config.thin else CROSSINGS
+    crossed = CROSSINGS // 4 if options.thin else CROSSINGS
     with single_error():
-        async with _open_echoes() as echoes, _open_servers(config) as servers:
-            for number in range(-1, config.repeats):  # round -1 warms everything up
-                print(f"round {number + 1} of {config.repeats}", file=sys.stderr)
+        async with _open_echoes() as echoes, _open_servers(options) as servers:
+            for number in rounds(options.repeats):
                 turn = -1 if number % 2 else 1
+                taken: list[tuple[_Variant, list[float]]] = []
                 for variant, positions in list(zip(crossings, sizes, strict=True))[::turn]:
-                    _note(variant, await _cross(echoes[variant.worker], positions, crossed), number)
+                    taken.append((variant, await _cross(echoes[variant.worker], positions, crossed)))
                 for variant in hops[:2][::turn]:
-                    _note(variant, await _decode(servers[variant.worker], config.steps), number)
+                    taken.append((variant, await _decode(servers[variant.worker], options.tokens)))
                 for variant in hops[2:][::turn]:
-                    _note(variant, await _decode_beside(servers[variant.worker], config.steps), number)
-    conditions = environment(config.threads) | {
-        "rounds": config.repeats,
+                    taken.append((variant, await _decode_beside(servers[variant.worker], options.tokens)))
+                for variant, times_ms in taken if number >= 0 else ():
+                    variant.note(times_ms)
+    conditions = {
+        "rounds": options.repeats,
         "crossings": crossed,
-        "steps": config.steps,
+        "steps": options.tokens,
         "load": f"{DECODERS} sessions that decode, and one that prefills {PREFILL} positions after {PREFILL}",
     }
-    print_report("workers", conditions, _rows(crossings, hops), _aims(crossings, hops), as_json=config.json)
-
-
-def _note(variant: _Variant, times_ms: Sequence[float], number: int) -> None:
-    if number >= 0:
-        variant.note(times_ms)
+    return Report(_rows([*crossings, *hops]), _aims(crossings, hops), conditions)
 
 
 @asynccontextmanager
@@ -144,12 +141,12 @@ async def _cross(worker: BatchingWorker, positions: int, times: int) -> list[flo
 
 
 @asynccontextmanager
-async def _open_servers(config: WorkersBench) -> AsyncIterator[dict[str, _Server]]:
+async def _open_servers(options: Options) -> AsyncIterator[dict[str, _Server]]:
     """A real server for each kind of worker, and a connection to it."""
     async with AsyncExitStack() as stack:
         processes = {}
         for worker in WORKERS:
-            swarm = private_swarm([Span(0, 1)], threads=config.threads, options=["--worker", worker])
+            swarm = private_swarm([Span(0, 1)], threads=options.threads, options=["--worker", worker])
             (processes[worker],) = await stack.enter_async_context(swarm)
         await all_ready(list(processes.values()))
         network = await stack.enter_async_context(open_network([], LinkPolicy()))
@@ -249,39 +246,28 @@ async def _decode_beside(server: _Server, steps: int) -> list[float]:
     return times_ms
 
 
-def _rows(crossings: Sequence[_Variant], hops: Sequence[_Variant]) -> list[Row]:
+def _rows(variants: Sequence[_Variant]) -> list[Row]:
     rows: list[Row] = []
-    for thread, process in _pairs([*crossings, *hops]):
+    for thread, process in _pairs(variants):
         for each in (thread, process):
             row: Row = {"what": each.what, "worker": each.worker}
-            row |= {"p50, ms": spread(each.median_ms), "p99, ms": spread(each.slow_ms)}
-            row["p50, beyond thread's"] = spread(_differences(each.median_ms, thread.median_ms))
-            row["p99, beyond thread's"] = spread(_differences(each.slow_ms, thread.slow_ms))
+            row |= each.series.row()
+            row["p50, beyond thread's"] = spread(differences(each.series[MEDIAN], thread.series[MEDIAN]))
+            row["p99, beyond thread's"] = spread(differences(each.series[SLOW], thread.series[SLOW]))
             rows.append(row)
     return rows
 
 
-def _aims(crossings: Sequence[_Variant], hops: Sequence[_Variant]) -> list[Aim]:
-    aims = []
+def _aims(crossings: Sequence[_Variant], hops: Sequence[_Variant]) -> Iterator[Aim]:
     for _, process in _pairs(crossings):
-        value = spread(process.median_ms).median
-        aim = f"<= {MOST_CROSSING_MS}"
-        aims.append(Aim(f"process: {process.what}, both ways, p50, ms", value, aim, value <= MOST_CROSSING_MS))
+        name = f"process: {process.what}, both ways, p50, ms"
+        yield at_most(name, process.series.median(MEDIAN), MOST_CROSSING_MS)
     thread, process = list(_pairs(hops))[-1]
-    for name, dearer in (
-        ("p50", _differences(process.median_ms, thread.median_ms)),
-        ("p99", _differences(process.slow_ms, thread.slow_ms)),
-    ):
-        value = spread(dearer).median
-        aim = f"<= {MOST_DEARER_MS}"
-        aims.append(Aim(f"{process.what}: process beyond thread, {name}, ms", value, aim, value <= MOST_DEARER_MS))
-    return aims
+    for quantity in (MEDIAN, SLOW):
+        dearer = spread(differences(process.series[quantity], thread.series[quantity])).median
+        yield at_most(f"{process.what}: process beyond thread, {quantity}", dearer, MOST_DEARER_MS)
 
 
 def _pairs(variants: Sequence[_Variant]) -> list[tuple[_Variant, _Variant]]:
     """Of a thread, and of a process."""
     return list(zip(variants[::2], variants[1::2], strict=True))
-
-
-def _differences(values: Sequence[float], others: Sequence[float]) -> list[float]:
-    return [value - other for value, other in zip(values, others, strict=True)]

@@ -1,0 +1,68 @@
+"""The benchmarks by name. The module of each has `add(parser)`, which declares its options, and `run(options)`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from inspect import iscoroutinefunction
+from typing import TYPE_CHECKING
+
+from bench.kit.report import Report
+
+if TYPE_CHECKING:
+    import argparse
+    from types import ModuleType
+
+    from bench.kit.options import Options
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """`about` says in a line what it measures. Its module loads torch: it is imported when it is needed."""
+
+    module: str
+    about: str
+
+    def declare(self, parser: argparse.ArgumentParser) -> None:
+        self._imported().add(parser)
+
+    def run(self, options: Options) -> Report | int:
+        """The report, or an exit status if it prints for itself."""
+        import trio
+
+        run = self._imported().run
+        result = trio.run(run, options) if iscoroutinefunction(run) else run(options)
+        assert isinstance(result, Report | int)
+        return result
+
+    def _imported(self) -> ModuleType:
+        return import_module(f"bench.{self.module}")
+
+
+BENCHES = {
+    "at-once": Bench("at_once", "how many texts at once are worth having, through real servers"),
+    "clients": Bench("clients.clients", "1 to 16 clients of one server, and decodes beside a prefill or training"),
+    "codec": Bench("codec.codec", "activations in 8 bits against bitsandbytes and others, and packing without loss"),
+    "compiled": Bench("compiled", "what torch.compile gives a decode on a CPU"),
+    "decodes": Bench("decodes", "decodes by Rust, by torch and by transformers' own forward"),
+    "failures": Bench("failures.failures", "a session while its servers are killed, frozen, stopped and cut off"),
+    "few-positions": Bench("few_positions", "up to how many positions Rust is faster than torch"),
+    "forward": Bench("forward", "batches of rows through two servers against one process"),
+    "forwarding": Bench("forwarding", "hidden states from server to server against by way of the client"),
+    "kv-dtype": Bench("kv_dtype", "decodes with KV in 8 bits"),
+    "memory": Bench("memory", "the memory of a server against its tensors and its KV"),
+    "narrow": Bench("narrow", "weights in as few bits as they need"),
+    "opening": Bench("opening", "the time until a client has its first token from a swarm that is far away"),
+    "pipeline": Bench("pipeline.pipeline", "several texts at once through 1 to 4 servers"),
+    "products": Bench("products", "matrix products of a few rows in several forms"),
+    "quality": Bench("quality.quality", "tokens and likelihood under lossy codecs, dtypes and weights"),
+    "ragged-attention": Bench("ragged_attention", "attention over sequences of unequal length"),
+    "sampling": Bench("sampling", "choosing a token against transformers' sampling"),
+    "soak": Bench("soak.soak", "what servers have open after many sessions over links that break"),
+    "spot-tolerance": Bench("spot_tolerance", "how far honest peers are apart, and how far a fake"),
+    "swarm": Bench("swarm", "generation through 1, 2 and 3 servers against transformers in one process"),
+    "table1": Bench("table1.table1", "the Petals paper's table of speeds when stages fail"),
+    "transformers-tests": Bench("transformers_tests", "transformers' own tests of generate, against a swarm"),
+    "transport": Bench("transport.transport", "our Noise and yamux against go-libp2p, py-libp2p and bare TCP"),
+    "workers": Bench("workers.workers", "a hop with its blocks in a thread, and in a process of their own"),
+}

@@ -1,0 +1,74 @@
+"""The command line of the benchmarks: each declares its options, and what is wrong is told before anything is measured."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import main
+from bench.registry import BENCHES
+from llmnode.errors import ConfigError
+from llmnode.node.commands import bench
+
+PLACE = Path(bench.__file__).resolve().parents[2] / "tests" / "bench"
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_each_benchmark_says_what_it_measures_and_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"usage: tests/bench/run {name}" in said
+    assert f"Measures {BENCHES[name].about}." in said
+    assert "--json" in said
+
+
+def test_every_file_of_a_benchmark_is_in_the_registry() -> None:
+    modules = {path.stem for path in PLACE.glob("*.py")} - {"__init__", "__main__", "registry"}
+    folders = {path.parent.name for path in PLACE.glob("*/__init__.py")} - {"kit"}
+    assert {each.module.partition(".")[0] for each in BENCHES.values()} == modules | folders
+
+
+def test_the_list_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    for name, each in BENCHES.items():
+        assert [line for line in lines if line.split() == [name, *each.about.split()]]
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        (["nope"], "invalid choice: 'nope'"),
+        (["codec", "--repeats", "0"], "--repeats: 0: give 1 to"),
+        (["codec", "--thin"], "unrecognized arguments: --thin"),
+        (["soak", "--minutes", "nan"], "--minutes: nan: give more than 0"),
+        (["failures", "--only", "nope"], "--only 'nope': no cell is called so; they are as kill open 0"),
+        (["pipeline", "--plot", "/tmp/x.nope"], "--plot /tmp/x.nope: end its name in one of"),
+        (["pipeline", "--plot", "/nowhere/x.svg"], "--plot /nowhere/x.svg: there is no folder /nowhere"),
+        (["transformers-tests", "/nowhere"], "/nowhere is no checkout of transformers"),
+    ],
+)
+def test_what_cannot_be_is_told_in_a_sentence(line: list[str], fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        main(line)
+    assert fix in str(caught.value)
+
+
+def test_llmnode_bench_starts_them_in_a_checkout() -> None:
+    command = [sys.executable, "-P", "-m", "llmnode.node", "bench", "nope"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("llmnode: argument NAME: invalid choice: 'nope'")
+
+
+def test_an_installed_llmnode_says_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from llmnode.node import cli
+
+    monkeypatch.setattr(bench, "TESTS", tmp_path)
+    with pytest.raises(ConfigError, match="the benchmarks are in the repository, in tests/bench"):
+        cli._run(["bench", "codec"])
