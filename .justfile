@@ -25,4 +25,4 @@ fmt: setup
 
 # A benchmark, e.g. `just bench swarm --json`
 bench name *args:
-    node/llmnode bench {{name}} {{args}}
+    tests/bench/run {{name}} {{args}}

@@ -1,4 +1,4 @@
-"""`llmnode bench forward`: batches of rows through two servers against one process, hidden states in and out.
+"""`tests/bench/run forward`: batches of rows through two servers against one process, hidden states in and out.
 
 The rows of a batch are sessions that are stepped together, so that the two servers compute at the same time, each on
 threads of its own. Hence two baselines: transformers' forward of the whole batch on the threads of one server, and on

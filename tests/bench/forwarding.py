@@ -1,4 +1,4 @@
-"""`llmnode bench forwarding`: hidden states from server to server, against every hop by way of the client.
+"""`tests/bench/run forwarding`: hidden states from server to server, against every hop by way of the client.
 
 Three real servers and a client, with a proxy before each server that makes every link as long as wanted; so each node
 reaches each other one through a delay. Two clients, alike but for `ClientPolicy.push`, take turns in each round. What a

@@ -1,4 +1,4 @@
-"""`llmnode bench memory`: what a server takes of memory, against what it should: itself, its tensors, its KV.
+"""`tests/bench/run memory`: what a server takes of memory, against what it should: itself, its tensors, its KV.
 
 Real servers of random Llamas of the sizes that Petals was measured with (`S` has 34 M parameters, `M` 222 M), alone on
 loopback. What is compared is what is resident of all of a server's processes: their proportional set size (PSS) depends

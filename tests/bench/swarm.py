@@ -1,4 +1,4 @@
-"""`llmnode bench swarm`: generation through 1, 2 and 3 servers against transformers in one process, of any model.
+"""`tests/bench/run swarm`: generation through 1, 2 and 3 servers against transformers in one process, of any model.
 
 All variants take turns within each round, with the same threads, prompt and number of tokens; a ratio compares the
 two of one round. The breakdown says where a hop's time goes.

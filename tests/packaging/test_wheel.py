@@ -83,6 +83,9 @@ def test_the_wheel_has_nothing_else(wheel: Path) -> None:
         name for name in names if not name.endswith((".py", ".pyi", ".so", "py.typed", ".html", ".css", ".js"))
     ] == []
     assert "llmnode/node/bootstrap.py" not in names
+    assert [name for name in names if "bench" in name] == ["llmnode/node/commands/bench.py"], (
+        "which says where they are"
+    )
 
 
 def test_the_sdist_has_all_sources_once_and_nothing_built(sdist: Path) -> None:

@@ -1,6 +1,6 @@
 """Sessions of real processes outlive their servers, token for token: one session, and several that make a text.
 
-The former is the thin form of `llmnode bench failures`.
+The former is the thin form of `tests/bench/run failures`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_a_session_outlives(
     outcome = trio.run(play)
     assert not outcome.error
     assert outcome.recoveries
-    record_property("near_ties", outcome.near_ties)  # counted over all in `llmnode bench failures`
+    record_property("near_ties", outcome.near_ties)  # counted over all in `tests/bench/run failures`
     record_property("beyond_one_prefill_s", round(outcome.pause.beyond_s, 2))
 
 

@@ -1,4 +1,4 @@
-"""A session through stages that fail when they are sent something, as `llmnode bench table1` has them."""
+"""A session through stages that fail when they are sent something, as `tests/bench/run table1` has them."""
 
 from __future__ import annotations
 

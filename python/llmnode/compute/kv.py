@@ -54,7 +54,7 @@ class SequenceKV:
     """The `KV` protocol in slabs of `capacity` positions.
 
     A slab is reserved address space; the system backs it with memory as positions are written. A session for 8192
-    positions that had used 20 took twice their size, since each head has pages of its own (`llmnode bench memory`).
+    positions that had used 20 took twice their size, since each head has pages of its own (`tests/bench/run memory`).
     Smaller pages of ours would save only that, and attention would have to gather them at every step.
     """
 

@@ -1,4 +1,4 @@
-"""`llmnode bench clients`: 1 to 16 clients of one server of the whole model, and decodes beside a prefill, or training.
+"""Benchmark `clients`: 1 to 16 clients of one server of the whole model, and decodes beside a prefill, or training.
 
 Every client is a peer of its own, with its own connection, session and compute thread; all of them are in this process,
 since the cores of a small machine are the server's and ours. A ratio is to one client alone in the same round.

@@ -1,4 +1,4 @@
-"""For `llmnode bench clients`: who decodes beside who prefills or trains, each compared with itself alone.
+"""For `tests/bench/run clients`: who decodes beside who prefills or trains, each compared with itself alone.
 
 `BatchPolicy.stretch` says how the two share a forward: what it trades is measured on a worker, without a network.
 """
@@ -118,7 +118,7 @@ async def measure_sharing(
 
 def plot(ways: Sequence[Sharing], path: Path) -> None:
     """The trade-off: what decodes beside a prefill take, against what it does, in each way to share."""
-    with axes_in(path, "llmnode bench clients", "time of the prefill, of alone", "p95 of decodes, of alone") as axes:
+    with axes_in(path, "bench clients", "time of the prefill, of alone", "p95 of decodes, of alone") as axes:
         axes.loglog()
         for axis, ticks in ((axes.xaxis, (1, 1.5, 2, 3, 4, 5)), (axes.yaxis, (1, 2, 3, 5, 10, 30, 100, 300))):
             axis.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks], minor=False)

@@ -1,4 +1,4 @@
-"""`llmnode bench codec`: the blockwise 8-bit codec of activations beside what else could do it, on one core.
+"""`tests/bench/run codec`: the blockwise 8-bit codec of activations beside what else could do it, on one core.
 
 Beside it: a copy of the same bytes, the obvious NumPy and torch code, and bitsandbytes' blockwise functions. All of
 them take turns within each round; a ratio compares the two of one round. The codec and the copy write into memory that

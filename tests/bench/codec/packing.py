@@ -1,4 +1,4 @@
-"""Of `llmnode bench codec`: packing without loss of real hidden states, and below which speed of a line it pays.
+"""Of `tests/bench/run codec`: packing without loss of real hidden states, and below which speed of a line it pays.
 
 The states are SmolLM2-135M's after block 10, of a text that every Python has: all 512 positions, as a chunk of a
 prompt, and the last one, as a token. `float32 of bfloat16` is what a server in bfloat16 sends as raw.

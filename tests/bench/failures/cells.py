@@ -1,4 +1,4 @@
-"""What `llmnode bench failures` does to a session: which fault, at which moment of its dialogue, of which spans."""
+"""What `tests/bench/run failures` does to a session: which fault, at which moment of its dialogue, of which spans."""
 
 from __future__ import annotations
 

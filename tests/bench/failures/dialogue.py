@@ -1,4 +1,4 @@
-"""What `llmnode bench failures` says in every cell, and how it makes the cell's fault strike in the midst of it."""
+"""What `tests/bench/run failures` says in every cell, and how it makes the cell's fault strike in the midst of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`llmnode bench failures`: a session of real processes outlives each fault, of each span, at each moment.
+"""`tests/bench/run failures`: a session of real processes outlives each fault, of each span, at each moment.
 
 Six servers, two for each third of the model, and one client that holds the same dialogue in every cell of the matrix:
 it opens a session, reads a prompt in chunks, decodes, takes some of it back, goes on otherwise. One thing goes wrong on

@@ -1,4 +1,4 @@
-"""What all cells of `llmnode bench failures` share: six servers, a client of theirs, and what it says to the model."""
+"""The state that all cells of the benchmark `failures` share: six servers, their client, and its dialogue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`llmnode serve` for `llmnode bench failures`: at a SIGUSR2 its blocks run out of memory, until the next one."""
+"""`llmnode serve` for `tests/bench/run failures`: at a SIGUSR2 its blocks run out of memory, until the next one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`llmnode serve` for `llmnode bench pipeline`: a block does not compute, it costs the time that it would take.
+"""`llmnode serve` for `tests/bench/run pipeline`: a block does not compute, it costs the time that it would take.
 
 So more servers than there are cores can be tried on one machine: all else, from links to scheduling, is the real thing.
 """

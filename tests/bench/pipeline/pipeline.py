@@ -1,4 +1,4 @@
-"""`llmnode bench pipeline`: texts one after another, and several at once through 1, 2 and 3 servers (MDI-LLM's thesis).
+"""Benchmark `pipeline`: texts one after another, and several at once through 1, 2 and 3 servers (MDI-LLM's thesis).
 
 All variants take turns within each round. While so many texts are under way as were asked for, each new one beginning
 when one ends, a speed is counted. Its bound is that of a pipeline whose busiest part never waits: one token in the time
@@ -280,7 +280,7 @@ def _aims(variants: Sequence[_Variant]) -> Iterator[Aim]:
 
 def plot(variants: Sequence[_Variant], path: Path) -> None:
     """Tokens against time, as in the thesis's figures 10 to 19."""
-    with axes_in(path, "llmnode bench pipeline", "s", "tokens") as axes:
+    with axes_in(path, "bench pipeline", "s", "tokens") as axes:
         for variant in variants:
             style = "--" if variant.is_emulated else "-"
             axes.plot(variant.times_s, range(1, len(variant.times_s) + 1), style, label=variant.name)

@@ -1,4 +1,4 @@
-"""`llmnode bench quality`: what lossy codecs, dtypes and weights cost in tokens and likelihood, against transformers.
+"""`tests/bench/run quality`: what lossy codecs, dtypes and weights cost in tokens and likelihood, against transformers.
 
 Two real server processes with uneven spans, the embedded model. Only the blocks of each precision are timed, at last;
 another run on the same machine gives the same figures else. A variant is asked for four things: its own greedy text

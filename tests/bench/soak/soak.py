@@ -1,4 +1,4 @@
-"""`llmnode bench soak`: what servers have open and hold after many sessions, most of which did not go smoothly.
+"""`tests/bench/run soak`: what servers have open and hold after many sessions, most of which did not go smoothly.
 
 Three spans with two real servers each, behind proxies, and eight clients in this process. Sessions are opened,
 stepped, rolled back, cancelled at any moment and left, while links break and fall silent, all as drawn from a seed.

@@ -1,4 +1,4 @@
-"""`llmnode bench table1`: Table 1 of the Petals paper (ICLR version, section 4.1), with our servers and our client.
+"""`tests/bench/run table1`: Table 1 of the Petals paper (ICLR version, section 4.1), with our servers and our client.
 
 Steps a second of one sequence through four stages, when each send to a stage fails with some probability: of a session
 that recovers, of one that starts from scratch after each failure, and without any cache. The text is given, so that all

@@ -1,4 +1,4 @@
-"""A peer for `llmnode bench transport` and the interop tests, with our transport, py-libp2p's own, or bare TCP.
+"""A peer for `tests/bench/run transport` and the interop tests, with our transport, py-libp2p's own, or bare TCP.
 
 Does as the program in `tests/interop/go`: says on stdout where it listens, then does what it is told on stdin; a JSON
 object a line, both ways. It ends with its stdin. For whom to steer it: `steered.py`.

@@ -1,4 +1,4 @@
-"""Peers in processes of their own, that are told what to do: for `llmnode bench transport` and the interop tests."""
+"""Peers in processes of their own, that are told what to do: for `tests/bench/run transport` and the interop tests."""
 
 from __future__ import annotations
 

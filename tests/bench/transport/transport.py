@@ -1,4 +1,4 @@
-"""`llmnode bench transport`: our transport beside go-libp2p, py-libp2p as it is, and bare TCP, in one run.
+"""`tests/bench/run transport`: our transport beside go-libp2p, py-libp2p as it is, and bare TCP, in one run.
 
 Of each kind two peers, each a process, one of which dials the other: directly, and through proxies that make the link
 long or narrow. What is sent is the same, and measured by who sends it (`peers.py`, `tests/interop/go`).

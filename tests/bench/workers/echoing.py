@@ -1,4 +1,4 @@
-"""A worker process for `llmnode bench workers` that computes nothing: what it takes is the way there and back."""
+"""A worker process for `tests/bench/run workers` that computes nothing: what it takes is the way there and back."""
 
 from __future__ import annotations
 

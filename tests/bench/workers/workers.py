@@ -1,4 +1,4 @@
-"""`llmnode bench workers`: what a hop costs with the blocks in a thread of the node, and in a process of their own.
+"""`tests/bench/run workers`: what a hop costs with the blocks in a thread of the node, and in a process of their own.
 
 The crossing alone: a worker whose executor gives back what it gets, so all that a call takes is the way there and back.
 A hop: two real servers of one block, alike but for their worker, asked in turn by one client; a hop costs what a step

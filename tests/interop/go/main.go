@@ -1,4 +1,4 @@
-// A go-libp2p peer for the interop tests and for `llmnode bench transport`: TCP, Noise and yamux alone.
+// A go-libp2p peer for the interop tests and for `tests/bench/run transport`: TCP, Noise and yamux alone.
 //
 // It says on stdout where it listens, then does what it is told on stdin; a JSON object a line, both ways. It ends with
 // its stdin. With the argument "relay" it is a circuit relay too, with "dht" a server of our DHT.

@@ -1,4 +1,4 @@
-"""What `llmnode bench table1` draws, and what restarts from scratch cost by it."""
+"""What `tests/bench/run table1` draws, and what restarts from scratch cost by it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics of `llmnode bench quality`: agreement, and the interval of a paired difference."""
+"""Statistics of `tests/bench/run quality`: agreement, and the interval of a paired difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `llmnode bench pipeline` counts between two moments of a run."""
+"""What `tests/bench/run pipeline` counts between two moments of a run."""
 
 from __future__ import annotations
 

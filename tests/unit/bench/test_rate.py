@@ -1,4 +1,4 @@
-"""Tokens a second of several clients, as `llmnode bench clients` counts them."""
+"""Tokens a second of several clients, as `tests/bench/run clients` counts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line of the benchmarks: each declares its options, and wrong ones are told before anything is measured."""
+"""The command line of the benchmarks. Each declares its options; a wrong one is told before anything is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The zero-shot task of `llmnode bench quality`."""
+"""The zero-shot task of `tests/bench/run quality`."""
 
 from __future__ import annotations
 
