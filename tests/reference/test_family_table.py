@@ -1,4 +1,4 @@
-"""The table of families in `python/README.md` is what the tests here show.
+"""The table of families in `python/llmnode/models/README.md` is what the tests here show.
 
     LLMNODE_WRITE_TABLE=1 tests/run tests/reference/test_family_table.py
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.reference
 
-README = Path(__file__).parents[2] / "python" / "README.md"
+README = Path(__file__).parents[2] / "python/llmnode/models/README.md"
 TABLE = re.compile(r"(?<=\n)\| family \|.*?\n(?!\|)", re.DOTALL)
 WRITE = "LLMNODE_WRITE_TABLE"
 HEAD = ("family", "blocks", "positions", "besides", "quantized", "shapes")
@@ -36,7 +36,7 @@ def test_the_table_of_families_is_that_of_the_tests() -> None:
         README.write_text(text.replace(found, table), encoding="utf-8")
         found = table
     again = f"{WRITE}=1 tests/run tests/reference/{Path(__file__).name}"
-    assert found == table, f"python/README.md has another table of families; write it anew: {again}"
+    assert found == table, f"python/llmnode/models/README.md has another table of families; write it anew: {again}"
 
 
 def made_table() -> str:
