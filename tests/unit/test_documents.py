@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LISTED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
-FILES = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py")] if not LISTED else LISTED
+FILES = LISTED or [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py")]
 PAGES = [name for name in FILES if name.endswith(".md") and "CHANGELOG" not in name] or ["README.md"]
 
 
