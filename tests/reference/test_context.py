@@ -11,8 +11,9 @@ import torch
 from llmnode.client.generate import check_length
 from llmnode.errors import ConfigError, ModelError
 from llmnode.models.blueprint import blueprint_of
-from llmnode.models.context import KNOWN_ROPES, Context, context_of
+from llmnode.models.context import Context, context_of
 from llmnode.models.families import FAMILIES
+from llmnode.models.ropes import KNOWN_ROPES
 from llmnode.models.sources.checkpoint import CONFIG_FILE
 from llmnode.models.sources.folder import read_config
 from reference.small import BLOCKS, VOCABULARY, cut, deviation, family_of_case, make_model, open_saved, session

@@ -11,8 +11,8 @@ import trio
 from llmnode.core.policy import ClientPolicy
 from llmnode.errors import PeerError, PeerTimeout, PeerUnreachable
 from llmnode.testing import Conditions
-from llmnode.testing.checks import WatchedRouter
 from llmnode.testing.network import MemoryNetwork
+from llmnode.testing.watched_router import WatchedRouter
 from simulation.world import SPANS, World, simulated, world
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llmnode.errors import ModelError
+from llmnode.models.ropes import CHANGING_ROPES, SCALED_ROPES, ropes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -18,16 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from llmnode.models.families import Family
-
-INCLUDED_ROPES = ("default", "llama3", "proportional")
-"""Rotary embeddings of which `max_position_embeddings` is the whole length: Llama 3.1 has 131072 there, by 8192."""
-SCALED_ROPES = ("linear", "yarn")
-"""Stretched by a factor, and configs keep the length from before in `max_position_embeddings` (Vicuna 16k; Qwen2.5, as
-its authors have it switched on) or in `original_max_position_embeddings` (DeepSeek, Qwen3): that times the factor."""
-CHANGING_ROPES = ("dynamic", "longrope")
-"""They change with the length of a sequence once it exceeds the first length: transformers then turns new keys
-otherwise than those before them, by how the sequence came about, which no server can know. Up to it they are fixed."""
-KNOWN_ROPES = (*INCLUDED_ROPES, *SCALED_ROPES, *CHANGING_ROPES)
 
 _NAMES = (
     "max_position_embeddings",
@@ -82,15 +73,6 @@ def _limits(config: Any, ropes: Sequence[Mapping[str, Any]]) -> Iterator[Context
         if not hasattr(type(config), option) and (window := _whole(getattr(config, option, None))):
             why = f"beyond it transformers' cache forgets what its attention has no window for: {option}"
             yield Context(window, why)
-
-
-def ropes_of(config: Any) -> Iterator[Mapping[str, Any]]:  # Any: each family's config has attributes of its own
-    """What the config says of rotary embeddings: once for all blocks, or once a type of them."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    if getattr(config, "alibi", False):  # then they are not used
-        return
-    nested = [each for each in parameters.values() if isinstance(each, dict)]
-    yield from nested or [parameters]
 
 
 def _stretched(config: Any, rope: Mapping[str, Any]) -> int:  # Any: likewise

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llmnode.errors import ModelError
-from llmnode.models.context import KNOWN_ROPES, ropes_of
+from llmnode.models.ropes import KNOWN_ROPES, ropes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,6 @@
 
 from llmnode.testing.checks import (
     Dialogue,
-    WatchedRouter,
     before_deadline,
     check_coverage,
     check_kv_is_free,
@@ -19,6 +18,7 @@ from llmnode.testing.directory import MemoryDirectory
 from llmnode.testing.faults import Cast, Fault, FaultPlan, Odds, shrunk
 from llmnode.testing.network import MemoryInternet, MemoryNetwork, open_internet, peer_named
 from llmnode.testing.simulate import inline, seeds, simulate, simulated, simulated_ms
+from llmnode.testing.watched_router import WatchedRouter
 from llmnode.testing.worker import EXACT_MODEL, ExactExecutor, ExactWorker, exact_output
 from llmnode.testing.world import ServingNode, SimulatedClient, SimulatedNode, World, open_world
 

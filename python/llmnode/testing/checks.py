@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.span import Span
-from llmnode.errors import NoRoute, PeerRefused
-from llmnode.session.router import Router
+from llmnode.errors import NoRoute
 from llmnode.testing.simulate import simulated_ms
 from llmnode.testing.worker import EXACT_MODEL, exact_output
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Awaitable, Callable, Iterable, Iterator
 
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
-    from llmnode.core.route import Route
-    from llmnode.errors import PeerError
     from llmnode.session.session import InferenceSession
     from llmnode.swarm.membership import Swarm
-    from llmnode.swarm.peer_connection import PeerConnection
+    from llmnode.testing.watched_router import WatchedRouter
     from llmnode.testing.world import World
 
 SETTLE_S = 20.0
@@ -108,29 +105,6 @@ def before_deadline(policy: ClientPolicy, session: InferenceSession) -> Iterator
             yield
     except trio.TooSlowError:
         raise AssertionError(f"neither a result nor an error in {longest_s:g} s, through {session.route}") from None
-
-
-class WatchedRouter(Router):
-    """Keeps a record for `check_no_banned_peer`."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:  # Any: what a Router takes
-        super().__init__(*arguments, **options)
-        self.failures: list[tuple[float, PeerId]] = []
-        self.detours: list[tuple[float, int, Route]] = []  # with how many failures were known
-
-    def report(self, error: PeerError) -> None:
-        super().report(error)
-        if error.peer is not None and not isinstance(error, PeerRefused):
-            self.failures.append((trio.current_time(), error.peer))
-
-    async def find(
-        self, span: Span, positions: int, avoid: Collection[PeerId], *, hurry: bool
-    ) -> tuple[Route, Mapping[PeerId, PeerConnection]]:
-        asked_s, failures = trio.current_time(), len(self.failures)
-        route, connections = await super().find(span, positions, avoid, hurry=hurry)
-        if not hurry:
-            self.detours.append((asked_s, failures, route))
-        return route, connections
 
 
 def check_no_banned_peer(router: WatchedRouter, policy: ClientPolicy) -> None:

@@ -16,11 +16,11 @@ from llmnode.node.serve.role import Role
 from llmnode.node.serve.server import Server
 from llmnode.swarm.membership import Swarm
 from llmnode.swarm.pool import open_pool
-from llmnode.testing.checks import WatchedRouter
 from llmnode.testing.conditions import Conditions
 from llmnode.testing.directory import MemoryDirectory
 from llmnode.testing.network import open_internet
 from llmnode.testing.simulate import inline, simulated_ms
+from llmnode.testing.watched_router import WatchedRouter
 from llmnode.testing.worker import EXACT_MODEL, ExactSource
 from llmnode.wire.payload import Codec
 

@@ -1,0 +1,42 @@
+"""A router that keeps a record of failures and of the routes that it found, for `checks.check_no_banned_peer`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from llmnode.errors import PeerRefused
+from llmnode.session.router import Router
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from llmnode.core.ids import PeerId
+    from llmnode.core.route import Route
+    from llmnode.core.span import Span
+    from llmnode.errors import PeerError
+    from llmnode.swarm.peer_connection import PeerConnection
+
+
+class WatchedRouter(Router):
+    """`failures` have times; `detours` have the time, and how many failures were known then."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:  # Any: what a Router takes
+        super().__init__(*arguments, **options)
+        self.failures: list[tuple[float, PeerId]] = []
+        self.detours: list[tuple[float, int, Route]] = []
+
+    def report(self, error: PeerError) -> None:
+        super().report(error)
+        if error.peer is not None and not isinstance(error, PeerRefused):
+            self.failures.append((trio.current_time(), error.peer))
+
+    async def find(
+        self, span: Span, positions: int, avoid: Collection[PeerId], *, hurry: bool
+    ) -> tuple[Route, Mapping[PeerId, PeerConnection]]:
+        asked_s, failures = trio.current_time(), len(self.failures)
+        route, connections = await super().find(span, positions, avoid, hurry=hurry)
+        if not hurry:
+            self.detours.append((asked_s, failures, route))
+        return route, connections
