@@ -1,4 +1,5 @@
-"""Circuits with go-libp2p and rust-libp2p: each is the relay, who reserves and who dials, and we in the other parts.
+"""Circuits with go-libp2p and rust-libp2p: each is the relay, the node that reserves, and the node that dials; we play
+the other parts.
 
 Skipped where they cannot be built: there is no Go or Rust, or its packages cannot be had.
 """

@@ -1,8 +1,8 @@
 """A client that generates what stdin asks for, torch imported once: `client.py`, with a line of JSON for each session.
 
-A request names `peers`, `prompt` (token ids) and `new_tokens`. What it prints are lines of JSON, too: "ready"; then
-"opened" with the hops, each "token" as it is chosen, and "done", or "failed" at any time. Each session has a network,
-and an identity, of its own. It ends with stdin.
+A request names `peers`, `prompt` (token ids) and `new_tokens`. It prints lines of JSON, too: "ready"; then "opened"
+with the hops, each "token" as it is chosen, and "done", or "failed" at any time. Each session has a network, and an
+identity, of its own. It ends with stdin.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a NAT lets through and what it makes of it: a function of the packets before, and of a clock that it is told."""
+"""A NAT as a function of the packets before and of the time: which packets it lets through, and how it changes them."""
 
 from __future__ import annotations
 

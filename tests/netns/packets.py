@@ -1,7 +1,7 @@
 """IPv4 packets of TCP, UDP and ICMP echo, whose addresses and ports a NAT can rewrite.
 
-An echo's identifier stands for the port of whoever asks, on the way there and back; the other side's is 0.
-Later fragments, options of IP with addresses in them, and errors of ICMP are not read.
+An echo's identifier stands for the port of the sender, on the way there and back; the other side's is 0. Later
+fragments, options of IP with addresses in them, and errors of ICMP are not read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What NATs do to packets, without any network: which pass, as what, and that checksums stay true."""
+"""NATs change packets as they should, without any network: some pass, with new addresses, and checksums stay true."""
 
 from __future__ import annotations
 

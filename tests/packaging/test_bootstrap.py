@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 EXTENSION_STEP = "llmnode and its Rust extension"
 POSIX_TOOLS = ("cksum", "env", "find", "readlink", "sh", "sort", "xargs")
 UNOPTIMIZED = {"CARGO_PROFILE_RELEASE_OPT_LEVEL": "0", "CARGO_PROFILE_RELEASE_LTO": "off"}
-"""Nothing here is timed, and optimizing is most of a build. What all other tests use is built as users have it."""
+"""Nothing here is timed, and optimizing is most of a build. All other tests use an environment that is built as users
+build it."""
 
 pytestmark = pytest.mark.packaging
 
@@ -82,7 +83,7 @@ def bare_path(tmp_path: Path) -> Path:
     return folder
 
 
-# What is missing is named, and nothing is left behind
+# A missing tool is named, and nothing is left behind
 
 
 def test_a_python_too_old_is_named(checkout: Path, bare_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is shipped: the wheel, the source distribution, and the wheel that somebody builds from that."""
+"""The files that are shipped: the wheel, the source distribution, and the wheel that somebody builds from that."""
 
 import os
 import subprocess

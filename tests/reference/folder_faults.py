@@ -1,4 +1,4 @@
-"""What people's model folders have wrong with them, or beside them: each fault is done to a folder by a random source.
+"""Faults of people's model folders, in files or beside them: a random source puts each into a folder.
 
 A fault that cannot be done to a folder, as a shard to one that has none, does nothing.
 """
@@ -303,7 +303,7 @@ def _no_option(config: dict[str, Any], random: Random) -> None:
 
 
 def _other_option(config: dict[str, Any], random: Random) -> None:
-    """What a model might have."""
+    """A part that a model might have."""
     rope = {
         "rope_theta": random.choice([100.0, 5e5]),
         "rope_type": random.choice(["default", "linear", "dynamic", "yarn"]),

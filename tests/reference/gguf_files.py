@@ -32,7 +32,7 @@ def _base(architecture: str) -> dict[str, Any]:
 
 
 def byte_tokens() -> dict[str, Any]:
-    """As many bytes as the vocabulary of the small models has room for, and a merge."""
+    """The bytes that fit into the vocabulary of the small models, and a merge."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     tokens = ["<unk>", "<s>", "</s>", *list(bytes_to_unicode().values())[: VOCABULARY - 4], "ab"]

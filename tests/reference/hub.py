@@ -1,4 +1,4 @@
-"""A hub on loopback: as much of huggingface.co's interface as huggingface_hub uses to find and download a model.
+"""A hub on loopback: the part of huggingface.co's interface that huggingface_hub uses to find and download a model.
 
 Large files are redirected to another host, as the real one's are, with the headers that tell what they are.
 """
@@ -56,7 +56,7 @@ class Repository:
 
 @dataclass
 class Hub:
-    """The repositories served, the requests so far, and the faults to make.
+    """The repositories served, the requests received, and the faults to make.
 
     `cut` is for how many bytes of a large file are sent before the connection breaks, each once; with `stall` it does
     not break but waits.
@@ -117,7 +117,7 @@ def the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 class _Unhurried:
-    """In the place of the module `time`, for who would sleep before trying again."""
+    """Stands in for the module `time`, for code that would sleep before it tries again."""
 
     @staticmethod
     def sleep(_seconds: float) -> None:

@@ -144,7 +144,8 @@ FUSED = [name for name, family in FAMILIES.items() if family.fused]
 EXPERTS = [case for case, options in CONFIGS.items() if any("experts" in option for option in options)]
 DENSE = [case for case in CONFIGS if case not in EXPERTS]
 OF_EACH_KIND = ("llama", "gpt2", "mistral", "gemma2", "gemma3_text", "bloom", "falcon-new", "falcon-alibi")
-"""Of attention: heads that share KV or not, windows, softcapped scores, ALiBi, and families with code of their own."""
+"""Kinds of attention: heads that share KV or not, windows, softcapped scores, ALiBi, and families with code of their
+own."""
 CPU = torch.device("cpu")
 OTHER_KV = (KVForm("int8"), KVForm(device=CPU), KVForm("int8", CPU))
 """In 8 bits, and as if the blocks were elsewhere."""

@@ -1,4 +1,4 @@
-"""What honest peers may be apart, of the embedded model: one computes in Rust, its spot check by torch."""
+"""The difference that honest peers may have for the embedded model: one computes in Rust, its spot check in torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What transformers makes of a config is asked for once, and what runs by it is exact: see `test_families.py`."""
+"""Transformers is asked once about a config, and the blocks that are built from its answer are exact: see
+`test_families.py`.
+"""
 
 from __future__ import annotations
 

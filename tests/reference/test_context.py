@@ -102,7 +102,7 @@ def test_the_context_is_what_the_config_says(name: str, tmp_path: Path) -> None:
 
 
 def _write_config(case: str, path: Path, change: dict[str, Any]) -> None:
-    """Of a small model with 64 positions; what is None is left out, but of `rope_scaling`."""
+    """The config of a small model with 64 positions. A value of None is left out, except in `rope_scaling`."""
     from reference.small import make_config
 
     make_config(case, max_position_embeddings=64).save_pretrained(path)

@@ -1,6 +1,6 @@
-"""Whatever a model folder has wrong with it: what we run has the weights that transformers gives, or a line says why.
+"""For any fault of a model folder, our model has the weights that transformers gives, or one line says why not.
 
-Folders are drawn (`reference/folder_faults.py`); LLMNODE_SEEDS=5000 draws so many.
+Folders are drawn (`reference/folder_faults.py`); LLMNODE_SEEDS=5000 draws 5000 of them.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def _as_the_model_names_them(model: Any, path: Path) -> None:
 
 
 def _without_the_prefix(model: Any, path: Path) -> None:
-    """As gpt2 and some of opt lie on the hub: saved from the base model."""
+    """gpt2 and some of opt are on the hub in this form: saved from the base model."""
     model.base_model.save_pretrained(path)
     model.config.save_pretrained(path)
     if not model.config.tie_word_embeddings:

@@ -55,7 +55,7 @@ def test_it_is_what_transformers_reads(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    # What GGUF files of these families always have, as transformers reads them.
+    # The metadata that GGUF files of these families always have, as transformers reads it.
     options: dict[str, Any] = {"attention_bias": False} if case == "llama" else {"use_sliding_window": False}
     original = make_model(case, tied=tied, **({**options, "head_dim": 128} if case == "qwen3" else options))
     file = of_model(original, case, quantization=quantization).write(tmp_path / "Small-Q8.gguf")

@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata says of numbers becomes the model's config, is refused by name, or is told."""
+"""Each number in the metadata of a GGUF file becomes part of the model's config, or is refused or reported by name."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _described(path: Path, values: dict[str, Any], architecture: str = "llama") 
 
 
 def _built(path: Path, values: dict[str, Any], architecture: str = "llama") -> Any:
-    """As it is loaded from the folder that it was saved into."""
+    """The tokenizer, loaded from the folder that it was saved into."""
     from transformers import PreTrainedTokenizerFast
 
     described, _ = _described(path, values, architecture)

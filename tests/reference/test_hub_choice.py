@@ -1,4 +1,4 @@
-"""Which files of a repository are the model is decided as for a folder, and the same later without a network."""
+"""The files of a repository that are the model are chosen as in a folder, and chosen again without a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be had of the hub, and names that mean nothing: each is told in one line that names the fix."""
+"""Models that the hub cannot give, and names that mean nothing: one line names the fix for each."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _with_index(index: Any) -> Callable[[Repository], Repository]:
 
 @dataclass
 class Refused:
-    """What is wrong with a repository, the kind of error, and what it says."""
+    """A fault of a repository, the kind of error, and its text."""
 
     change: Callable[[Repository], Repository]
     kind: type[LlmnodeError]

@@ -124,7 +124,7 @@ def test_another_layout_is_no_variant(saved: Path, tmp_path: Path) -> None:
 
 
 def test_of_a_large_model_every_tensor_is_sampled(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the budget were so small. What training changes it changes everywhere."""
+    """As if the budget were so small. Training changes numbers everywhere."""
     monkeypatch.setattr(identity, "SAMPLED_BYTES", 4096)
     monkeypatch.setattr(identity, "WINDOW_BYTES", 64)
     sharded = shutil.copytree(saved, tmp_path / "sharded")

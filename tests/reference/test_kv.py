@@ -145,7 +145,7 @@ def test_blocks_on_a_gpu_compute_the_same_with_kv_on_the_cpu(case: str, dtype: s
 
 
 def _run(through: Cut, name: SessionId, chunking: Sequence[int]) -> torch.Tensor:
-    """What comes of `TOKENS`, beside somebody else, and after other tokens that were taken back each time."""
+    """The output for `TOKENS`, beside another session, and after other tokens that were rolled back each time."""
     made, at = [], 0
     for length in chunking:
         through.forward({name: [3, 1, 4], COMPANY: [2]})

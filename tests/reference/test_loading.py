@@ -1,4 +1,4 @@
-"""What a loader refuses before it reads a tensor, and what it says while it reads them."""
+"""A loader refuses bad requests before it reads a tensor, and reports progress while it reads."""
 
 from __future__ import annotations
 

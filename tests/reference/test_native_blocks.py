@@ -1,4 +1,6 @@
-"""Of the Llama kind few positions go through `models/native.py`, many through torch: over the same KV, to one end."""
+"""In Llama-like models, few positions go through `models/native.py` and many through torch, over the same KV, with
+equal results.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.reference
 
 
 def schedule(seed: int) -> list[dict[SessionId, list[int]]]:
-    """What each forward has of whom: decodes, and chunks short and long."""
+    """The sequences of each forward: decodes, and short and long chunks."""
     random = Random(seed)
     forwards = []
     for _ in range(8):
@@ -103,7 +105,7 @@ def test_weights_in_8_bits_agree_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_keys_and_values_in_8_bits_agree_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the one has written the other reads, by turns; but for a number that the last bit of a sum takes further."""
+    """Each reads what the other has written, in turn; but for numbers in which the last bit of a sum grew."""
     make_model("qwen3", tied=False).save_pretrained(tmp_path)
     folder, forwards, kv = open_saved(tmp_path), schedule(6), KVForm("int8")
     model = cut(folder, (0, BLOCKS), kv=kv)

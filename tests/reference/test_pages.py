@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.reference
 
 BY_THEMSELVES = {case for case in CONFIGS if case.startswith(("gemma2", "bloom", "falcon-alibi"))}
-"""Whose attention takes each sequence by itself: scores with a softcap, or with a bias for each position."""
+"""Their attention takes each sequence by itself: scores have a softcap, or a bias for each position."""
 ROUNDS: tuple[dict[int, int], ...] = (
     {0: 11, 1: 1},
     {0: 7, 1: 1, 2: 13},
@@ -217,7 +217,7 @@ def test_flash_attention_that_computes_something_else_is_not_used(
 
 
 def test_flash_attention_that_fails_is_not_used(tmp_path: Path, said: Said) -> None:
-    """As torch's own does on a CPU."""
+    """Torch's own does this on a CPU."""
     executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), flash=True)
     (line,) = said.take()
     assert line.startswith("without flash attention, which cannot be used here: ")
@@ -364,7 +364,7 @@ def _llama(path: Path) -> ModelFolder:
 
 
 def _chunks(executor: PagedExecutor, rows: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Of a session of its own, what comes of `rows` in chunks of so many."""
+    """The output of a session of its own for `rows`, in chunks of `chunk`."""
     assert executor.apply(Open(session(0), executor.span, len(rows)))
     made, at = [], 0
     for length in lengths:

@@ -1,4 +1,4 @@
-"""Whatever comes when, with whom, how urgent and in what parts, what a session chooses is exact (`tests/README.md`).
+"""A session's tokens are exact (`tests/README.md`) for any order, company, priority and chunking of its steps.
 
 A schedule is what was drawn, and no accident: the worker has no thread, and a batch takes a second of a mock clock.
 """
@@ -58,7 +58,7 @@ CASES = {
     "falcon": ("falcon-new", 0),
     "falcon with ALiBi": ("falcon-alibi", 0),
 }
-"""Of each kind of attention, and how many positions at most go through Rust; 0 of none."""
+"""Each kind of attention, and the most positions that go through Rust (0: none)."""
 
 ACT = st.tuples(
     st.sampled_from([0.0, 0.0, 0.0, 0.5, 1.0, 2.5]),

@@ -1,4 +1,4 @@
-"""What a sequence gets does not depend on its company, its chunks, its history, or who runs which part of a span."""
+"""The output of a sequence does not depend on its batch mates, its chunks, its history, or the cut of the span."""
 
 from __future__ import annotations
 

@@ -87,4 +87,4 @@ KINDS: dict[str, Callable[[], Any]] = {
     ),
 }
 UNSETTLED = {"a pattern over all of the text"}
-"""Of these nothing is known before the end."""
+"""Nothing is known about these before the end."""

@@ -221,7 +221,7 @@ async def test_a_piece_that_runs_is_waited_for_and_one_that_waits_is_not() -> No
 
 @simulated
 async def test_who_leads_and_is_cancelled_leaves_nobody_behind() -> None:
-    """Whoever waits for others to come back to decode may be told to stop just then."""
+    """A decode that waits for others to come back may be cancelled just then."""
     worker = make_worker()
     await open_sessions(worker, 3)
 

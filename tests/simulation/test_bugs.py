@@ -1,4 +1,4 @@
-"""What nobody foresaw, in the middle of a session: it costs that session its server, and nobody else anything."""
+"""An unforeseen error in the middle of a session costs that session its server, and other sessions nothing."""
 
 from __future__ import annotations
 

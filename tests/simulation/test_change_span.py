@@ -122,7 +122,7 @@ async def test_changes_are_made_one_after_the_other() -> None:
 
 
 async def change_spans(swarm: World, rng: random.Random) -> None:
-    """Of one node of each pair, so that its twin covers the blocks."""
+    """One node of each pair, so that its twin covers the blocks."""
     while True:
         await trio.sleep(rng.uniform(0, 3))
         if (node := swarm.nodes.get(f"{rng.randrange(3)}b")) is not None:

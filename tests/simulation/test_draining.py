@@ -1,4 +1,4 @@
-"""Servers that drain: whoever has a session there goes on, and nobody new comes."""
+"""Servers that drain: their sessions go on, and no new ones come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nodes learn of themselves from others: that their identity is used twice, and that their clock is wrong."""
+"""Nodes learn about themselves from others: their identity is used twice, or their clock is wrong."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def off_by(offset_ms: int) -> Callable[[], int]:
 
 
 async def said_within(swarm: Swarm, within_s: float) -> list[Notice]:
-    """What its operator is told meanwhile."""
+    """The notices that its operator gets meanwhile."""
     notices: list[Notice] = []
     with trio.move_on_after(within_s):
         await watch(swarm, notices.append)
@@ -159,7 +159,7 @@ async def test_a_server_with_a_wrong_clock_is_told_and_the_others_are_not(offset
 
 @simulated
 async def test_a_server_that_asks_nobody_learns_from_those_who_ask_it() -> None:
-    """As the first of a swarm, whom others were told to ask: it believes none of their announcements."""
+    """The first node of a swarm, which others were told to ask: it believes none of their announcements."""
     async with open_world(conditions=FAR) as swarm, trio.open_nursery() as nursery:
         told: list[Notice] = []
         first = await swarm.start("first", HALVES[0], contacts=[], now_ms=off_by(HOUR_MS))

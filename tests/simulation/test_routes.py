@@ -1,4 +1,4 @@
-"""How long it takes until all hops of a route are connected to, and who of them is found out not to answer."""
+"""The time until all hops of a route are connected, and the hops that are found not to answer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class RecordingRouter(WatchedRouter):
 
 @asynccontextmanager
 async def router_of_three(*black_holes: int) -> AsyncIterator[tuple[WatchedRouter, World]]:
-    """Of a client that has heard of a server for each span, and is connected to none. Some of them do not answer."""
+    """The router of a client that has heard of a server for each span, and is connected to none. Some of them do not
+    answer.
+    """
     async with world(conditions=Conditions(delay_s=DELAY_S)) as swarm:
         swarm.internet.black_holes |= {f"/memory/p2p/peer-{index}" for index in black_holes}
         await swarm.start_relay("relay")
@@ -55,7 +57,7 @@ async def test_all_hops_are_dialled_at_once() -> None:
 @pytest.mark.parametrize("absent_s", [4.0, 60.0])
 @simulated
 async def test_who_names_no_address_for_a_while_is_waited_for(absent_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a server that relays have lost, until they have reserved for it again, which it tells at once."""
+    """A server that its relays have lost. It announces at once that they have reserved for it again."""
     plain, lost = MemoryNetwork.addresses, {"peer-1"}
 
     def addresses(network: MemoryNetwork) -> list[str]:

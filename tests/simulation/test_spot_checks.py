@@ -1,4 +1,4 @@
-"""Spot checks: who computes garbage and signs it honestly is found as soon as chance has it; honest peers never are.
+"""Spot checks: a peer that computes garbage and signs it is found as soon as chance has it; honest peers never are.
 
 The arithmetic is exact, so any difference counts. LLMNODE_SEEDS=200 makes the table in `tests/bench/README.md` (-rP).
 """
@@ -115,7 +115,7 @@ async def test_a_checker_that_lies_is_outvoted_and_the_session_goes_on() -> None
 
 @simulated
 async def test_peers_of_another_precision_are_not_asked_and_outvote_nobody() -> None:
-    """What they compute is a little different, whether that is right or not."""
+    """Their outputs are a little different, right or wrong."""
     rounded = replace(MODEL, dtype="float32+kv-int8")
     async with servers("a") as swarm:
         for twin in "bcd":

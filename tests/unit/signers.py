@@ -65,7 +65,7 @@ class Stage:
 
 @dataclass
 class Session:
-    """What a client and its hops do, told to `book`. No two names, and no two things computed, are the same."""
+    """The steps of a client and its hops, told to `book`. No two names, and no two things computed, are the same."""
 
     parts: int = 3
     policy: ClientPolicy = ClientPolicy()

@@ -1,4 +1,4 @@
-"""Errors: who is to blame, and which of several is raised."""
+"""Errors: which peer is to blame, and which of several is raised."""
 
 from __future__ import annotations
 

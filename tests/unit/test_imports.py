@@ -1,4 +1,6 @@
-"""What importing loads, each in a process of its own: `llmnode --help` and a script's first line stay quick."""
+"""Imports load few modules; each is tried in a process of its own: `llmnode --help` and a script's first line stay
+quick.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The ends of a client: who wants scores while others are scored shares the next product, and nobody waits in vain."""
+"""The ends of a client: texts that want scores while others are scored share the next product, and none waits in
+vain.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ WAIT_S = 20
 
 
 class Head:
-    """Scores a row by doubling it, once it is let. Of each call: its rows."""
+    """Scores a row by doubling it, once it is let. The rows of each call."""
 
     def __init__(self) -> None:
         self.calls: list[list[float]] = []

@@ -12,7 +12,7 @@ from llmnode.compute.shared import LEAST_BYTES, SharedMemory, make_shared_memory
 
 @pytest.fixture(params=["linux", "darwin"])
 def platform(request: pytest.FixtureRequest) -> str:
-    """Whose way to make it is taken; that of another system works here too."""
+    """The system whose way to make it is taken; that of another system works here too."""
     name: str = request.param
     return name
 

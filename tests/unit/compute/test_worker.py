@@ -1,4 +1,4 @@
-"""A worker in a thread: a batch is one hop there and back, and who is alone pays for no company."""
+"""A worker in a thread: a batch is one hop there and back, and a session alone pays for no company."""
 
 from __future__ import annotations
 

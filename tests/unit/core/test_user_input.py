@@ -1,4 +1,4 @@
-"""What users give, as text and as paths: as any editor saves it and any shell expands it, or refused by its place."""
+"""Text and paths of users: read as any editor saves and any shell expands them, or refused with the place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is removed to make room on disk: the longest unused, no more than need be, and nothing in vain."""
+"""Files are removed to make space on disk: the longest unused first, no more than needed, and none in vain."""
 
 from __future__ import annotations
 

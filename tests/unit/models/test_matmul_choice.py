@@ -59,7 +59,7 @@ def test_what_cannot_be_divided_has_no_parts_and_other_forms() -> None:
 
 
 class Stopwatch:
-    """Of which each look costs a second, and each product what its form does."""
+    """A clock: each look costs a second, and each product the cost of its form."""
 
     def __init__(self, costs_s: dict[Form, float], monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0

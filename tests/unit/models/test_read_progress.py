@@ -1,4 +1,4 @@
-"""What is said of blocks that are read, on a clock of our own."""
+"""Progress messages while blocks are read, on a clock of our own."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Circuits over real libp2p hosts on loopback: a relay, a peer that reserves there, and others that dial it.
 
-Whatever relay or peer does, the other ends of a circuit get one typed error, and nobody keeps anything of it.
+If a relay or peer misbehaves, the other ends of a circuit get one typed error, and nothing is left of it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def frame(payload: bytes, step: int = 0) -> Frame:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """What other tasks do on sockets has no event of its own here; the test's deadline ends this."""
+    """Other tasks' work on sockets has no event of its own here; the test's deadline ends this."""
     while not holds():  # noqa: ASYNC110
         await trio.sleep(0.005)
 

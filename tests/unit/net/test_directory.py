@@ -37,7 +37,7 @@ async def test_who_serves_a_model_is_found_through_a_relay_that_holds_nothing() 
         await other.directory.publish(other.announcement(model_digest=b"o" * 32))
         client = await stack.enter_async_context(member(relay.address, listens=False))
         await until_found(client, servers, offers)
-        # Who provides finds the others too, and what they published last.
+        # A provider finds the others too, and their latest values.
         offers[servers[1].network.peer] = replace(OFFER, span=Span(10, 20))
         await until_found(servers[0], servers, offers)
 

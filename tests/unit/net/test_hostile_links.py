@@ -1,4 +1,4 @@
-"""Whatever a peer sends, or fails to send, ends as one typed error at its own link; what others hold is bounded."""
+"""Anything that a peer sends, or fails to send, ends as one typed error at its own link; memory stays bounded."""
 
 from __future__ import annotations
 

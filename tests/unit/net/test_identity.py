@@ -1,4 +1,4 @@
-"""Who signed what, told by the peer id alone, whatever a peer says that its id is; and the file of a node's own key."""
+"""The peer id alone tells who signed, whatever id a peer claims; and the file of a node's own key."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ async def test_a_node_is_seen_and_dialled_at_its_ipv6_address() -> None:
 
 @in_trio
 async def test_connections_are_counted_by_their_ipv6_network() -> None:
-    """As from nowhere, all that have IPv6 would share the room of one host."""
+    """Without an address, all peers with IPv6 would share the limit of one host."""
     async with open_network([LOOPBACK_6], LinkPolicy()) as server, open_network([], LinkPolicy()) as client:
         await check_link(server, client, server.addresses[0])
         (connection,) = server.host.get_network().get_connections()

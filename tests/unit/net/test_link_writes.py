@@ -1,4 +1,4 @@
-"""Who writes what a link sends: its sender at once, or the writing task; and in which order it arrives."""
+"""A frame is written by its sender at once, or by the writing task, and frames arrive in order."""
 
 from __future__ import annotations
 

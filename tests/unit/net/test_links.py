@@ -246,7 +246,7 @@ async def test_an_idle_link_lives_by_its_heartbeats(exact_worker: Any) -> None:
 
 
 def test_who_stood_still_blames_no_peer_for_silence(exact_worker: Any) -> None:
-    """As on a machine that was suspended: for everybody here it is later all at once."""
+    """This is like a machine that was suspended: for everybody here it is suddenly later."""
     clock = trio.testing.MockClock(rate=1.0)
 
     async def main() -> None:

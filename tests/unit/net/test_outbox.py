@@ -1,4 +1,4 @@
-"""What a link writes next: small frames before large ones, each session's in order, and nothing lost."""
+"""A link writes small frames before large ones, those of each session in order, and loses nothing."""
 
 from __future__ import annotations
 

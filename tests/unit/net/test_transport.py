@@ -1,6 +1,6 @@
 """Our Noise and yamux over real sockets: against py-libp2p's own, under cancellation, and against peers that misbehave.
 
-What the protocol machines do with bytes alone is tested in Rust (`transport_rs/tests/`).
+The protocol machines without sockets are tested in Rust (`transport_rs/tests/`).
 """
 
 from __future__ import annotations

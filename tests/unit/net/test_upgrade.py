@@ -1,4 +1,4 @@
-"""How many round trips it takes to agree on a connection and on a stream, and what comes of who does not agree."""
+"""The round trips that it takes to agree on a connection and on a stream, and peers that do not agree."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ WAIT_S = 20
 
 
 class Model:
-    """What `all_at_once` asks of one: it has two hops, and ends what is under way when it is closed."""
+    """The part of a session that `all_at_once` uses: it has two hops, and ends running steps when it is closed."""
 
     route = ("hop", "hop")
 

@@ -1,4 +1,4 @@
-"""What the doctor makes of what it sees, and that it sees it in a swarm without models. The rest takes real nodes."""
+"""The doctor draws the right conclusions, and sees enough in a swarm without models. The rest takes real nodes."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ LIAR = PeerId("12D3KooWQYhTNQdmr3ArTeUHRYzFg94BKyTkoWBDWez9kSCVe2Xo")
 
 @asynccontextmanager
 async def next_hops(*addresses: str) -> AsyncIterator[NextHops]:
-    """Of a server that has heard of one peer, at `addresses`."""
+    """The next hops of a server that has heard of one peer, at `addresses`."""
     async with open_network([], LinkPolicy()) as network, open_pool(network) as pool:
         yield NextHops(pool, lambda peer: addresses if peer == LIAR else None, ServePolicy())
 

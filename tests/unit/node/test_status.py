@@ -1,4 +1,4 @@
-"""What `llmnode status` prints fits a terminal."""
+"""The output of `llmnode status` fits a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `serve` says until it serves, in a terminal and elsewhere."""
+"""The lines of `serve` until it serves, in a terminal and elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of sessions: what is read back, who may read it, and that everything else is refused by its name."""
+"""Files of sessions: they are read back whole, their permissions are tight, and any other file is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is dialled, in vain or not, and who listens: every failure says why."""
+"""Dialling and listening: every failure says why."""
 
 from __future__ import annotations
 

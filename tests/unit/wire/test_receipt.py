@@ -193,7 +193,7 @@ class HonestStage:
 
     def __init__(self, client: PeerId, session: SessionId, outputs: count[int]) -> None:
         self.given: list[Receipt] = []
-        """Whatever left the stage, to the client or the next hop."""
+        """All frames that left the stage, to the client or the next hop."""
         self._client = client
         self._session = session
         self._outputs = outputs

@@ -53,7 +53,7 @@ impl Queries {
         }
     }
 
-    /// The answer goes to who asked when there is nothing more to come, and a record as soon as there is one.
+    /// The answer goes to the task that asked when there is nothing more to come, and a record as soon as there is one.
     pub fn hear(&mut self, event: kad::Event) {
         let kad::Event::OutboundQueryProgressed { id, result, step, .. } = event else { return };
         let Some((_, peers)) = self.asked.get_mut(&id) else { return };

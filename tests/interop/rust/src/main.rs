@@ -113,7 +113,7 @@ async fn query(requests: &mpsc::Sender<Request>, query: Query) -> Result<Value> 
     ask(requests, |answer| Ok(Request::Query(query, answer))).await?
 }
 
-/// What the task that owns the swarm answers.
+/// Answers of the task that owns the swarm.
 async fn ask<T>(
     requests: &mpsc::Sender<Request>,
     request: impl FnOnce(oneshot::Sender<T>) -> Result<Request>,

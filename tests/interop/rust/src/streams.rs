@@ -1,4 +1,4 @@
-//! What goes over streams: what this peer serves, and what it does over one when it is told to.
+//! The protocols over streams: those that this peer serves, and those that it uses on command.
 
 use std::error::Error;
 use std::time::Instant;
@@ -8,13 +8,13 @@ use libp2p::{PeerId, StreamProtocol};
 use libp2p_stream::Control;
 use sha2::{Digest, Sha256};
 
-/// A length of 4 bytes and as many bytes: the same back.
+/// A length in 4 bytes, and that number of bytes: the same comes back.
 const ECHO: StreamProtocol = StreamProtocol::new("/llmnode-test/echo/1");
-/// A length of 8 bytes and as many bytes: one byte back.
+/// A length in 8 bytes, and that number of bytes: one byte comes back.
 const SINK: StreamProtocol = StreamProtocol::new("/llmnode-test/sink/1");
-/// As sink, but their SHA-256 back.
+/// Like sink, but their SHA-256 comes back.
 const DIGEST: StreamProtocol = StreamProtocol::new("/llmnode-test/digest/1");
-/// A length of 8 bytes: as many bytes back.
+/// A length in 8 bytes: that number of bytes comes back.
 const SOURCE: StreamProtocol = StreamProtocol::new("/llmnode-test/source/1");
 const BLOCK_BYTES: usize = 1 << 20;
 
@@ -23,7 +23,7 @@ type Stream = libp2p::Stream;
 
 // What it serves
 
-/// Each protocol, for whoever asks.
+/// Serves each protocol to every peer that asks.
 pub fn serve_all(control: &Control) -> Result<()> {
     for protocol in [ECHO, SINK, DIGEST, SOURCE] {
         let mut arriving = control.clone().accept(protocol.clone())?;

@@ -27,7 +27,7 @@ pub struct Behaviour {
     dht: Toggle<kad::Behaviour<MemoryStore>>,
 }
 
-/// What only this task can do, and where its answer goes.
+/// Commands that only this task can do, and the channel for the answer.
 pub enum Request {
     Connect(Multiaddr, oneshot::Sender<Result<()>>),
     Disconnect(PeerId, oneshot::Sender<()>),
@@ -103,7 +103,7 @@ struct Waiting {
     reserved: HashMap<ListenerId, oneshot::Sender<Result<Vec<String>>>>,
     asked: HashMap<PeerId, oneshot::Sender<Vec<String>>>,
     pinged: HashMap<PeerId, oneshot::Sender<f64>>,
-    /// What has been heard, and not only once.
+    /// Events that may come more than once.
     identified: HashMap<PeerId, Vec<String>>,
     queries: Queries,
 }
@@ -195,7 +195,7 @@ impl Waiting {
     }
 }
 
-/// Whom an address leads to; the relay on the way there comes before.
+/// The peer at the end of an address; the relay on the way comes before it.
 fn last_peer(address: &Multiaddr) -> Option<PeerId> {
     address.iter().filter_map(|part| if let Protocol::P2p(peer) = part { Some(peer) } else { None }).last()
 }

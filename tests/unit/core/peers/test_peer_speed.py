@@ -1,4 +1,4 @@
-"""What a hop took is a guide to what it will take: never too short a one."""
+"""The time that a hop took predicts the time that it will take, and never too short a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suspicion: told who may have lied, whom others are preferred to and whom nobody uses."""
+"""Suspicion: told which peers may have lied, it says which are avoided and which are not used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PEER, OTHER, *_ = PEERS
 HALF_LIFE_S = POLICY.suspicion_half_life_s
 
 breaks = st.lists(st.tuples(st.sets(st.sampled_from(PEERS), max_size=2), st.integers(0, 2000)), max_size=20)
-"""Who may have caused each, and how many seconds after the one before."""
+"""The peers that may have caused each, and the seconds after the one before."""
 
 
 def test_nobody_is_suspected_or_convicted_without_a_reason() -> None:

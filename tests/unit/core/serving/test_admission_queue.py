@@ -1,4 +1,4 @@
-"""Who gets room on a server: never more than there is, in a fair order, and nobody is passed over for ever."""
+"""Sessions get KV on a server: never more than there is, in a fair order, and none is passed over for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward takes, and what of it does not depend on how many decode, as the scheduler learns it."""
+"""The scheduler learns the time of a forward, and the part of it that does not depend on the number of decodes."""
 
 from __future__ import annotations
 

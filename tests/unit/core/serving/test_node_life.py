@@ -77,7 +77,7 @@ class Edge:
         self.do(actions)
 
     def happen(self, event: Event) -> bool:
-        """Whether it could. What cannot happen changes nothing."""
+        """Whether it could. An event that cannot happen changes nothing."""
         if isinstance(event, Loaded) and event.span != self.loading:
             return False  # nobody loads anything but what was asked for
         if isinstance(event, (Loaded, GaveUp)) and self.loading is None:

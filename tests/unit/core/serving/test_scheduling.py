@@ -1,4 +1,4 @@
-"""What is computed next: everything, once, in order; decodes first; nobody starves; clients get equal shares."""
+"""The scheduler computes everything, once, in order; decodes first; nobody starves; clients get equal shares."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def test_clients_with_short_prompts_have_their_share_beside_long_ones() -> None:
 
 
 def test_more_who_decode_do_not_starve_prefills_and_no_forward_is_larger_than_the_most() -> None:
-    """What a decode takes was seen with one alone; each further one takes a tenth of it here."""
+    """The time of a decode was seen with one alone; each further one takes a tenth of it here."""
     shop = shop_of(30, 30)
     for _ in range(3):
         prefills, asked_s = {shop.ask(session, PREFILL) for session in range(1, 13)}, shop.now_s

@@ -1,4 +1,4 @@
-"""Which sessions rows go on with: each row gets what it asked for, and nothing is copied that need not be."""
+"""Each row of a reordered batch gets the session that it asked for, and no needless copy is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is shared is what all begin with, every text is in one run, and who shares little does not cost the others."""
+"""Texts of a run share the tokens that all begin with; every text is in one run; a text that shares little does not
+cost the others.
+"""
 
 from __future__ import annotations
 
