@@ -175,6 +175,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", help="read these alone, instead of the whole repository")
     parser.add_argument("--count", action="store_true", help="print a number for each file")
+    parser.add_argument("--at-most", type=int, default=0, metavar="N", help="status 0 up to this number of sentences")
     arguments = parser.parse_args()
     found = 0
     for path in _files(arguments.paths):
@@ -185,10 +186,12 @@ def main() -> int:
             for name, advice in broken_rules(sentence)
         ]
         found += len(lines)
-        if lines:
+        if lines and not arguments.at_most:
             print(f"{len(lines):5} {path.relative_to(ROOT)}" if arguments.count else "\n".join(lines))
     print(f"{found} sentences to mend" if found else "plain English", file=sys.stderr)
-    return found > 0
+    if arguments.at_most and found > arguments.at_most:
+        print(f"at most {arguments.at_most} are allowed: run this on the files that you have changed", file=sys.stderr)
+    return found > arguments.at_most
 
 
 if __name__ == "__main__":
