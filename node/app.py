@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
+    from llmnode.compute.child import MakeLoader
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.core.peers.nat import Reach
@@ -79,6 +80,8 @@ class NodeConfig:
     threads: int | None = None
     worker: str = AUTO
     identity: Path | None = None
+    make_loader: MakeLoader = SpanLoader
+    """Makes the loader of a worker in a thread: benchmarks serve with executors of their own."""
 
 
 @dataclass(slots=True)
@@ -264,7 +267,7 @@ async def _open_source(
         threads=config.threads,
     )
     if config.worker == THREAD or (config.worker == AUTO and not can_start()):
-        yield ThreadLoader(SpanLoader(wanted, report))
+        yield ThreadLoader(config.make_loader(wanted, report))
         return
     source = ProcessLoader(wanted, report, lambda line: report_worker(line, False))
     try:

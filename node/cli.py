@@ -19,6 +19,8 @@ from llmnode.node.terminal import prepared, require_stdout, say
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from llmnode.compute.child import MakeLoader
+
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
@@ -26,9 +28,12 @@ EXIT_INTERRUPTED = 130
 COMMANDS = (demo, serve, relay, generate, chat, status, doctor, invite, verify, config, bench)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0, 1 (it failed), 2 (the user can fix it) or 130 (Ctrl-C)."""
-    return status_of(lambda: _run(sys.argv[1:] if argv is None else argv))
+def main(argv: Sequence[str] | None = None, make_loader: MakeLoader | None = None) -> int:
+    """Run one command. Returns the exit status: 0, 1 (it failed), 2 (the user can fix it) or 130 (Ctrl-C).
+
+    `serve` loads its blocks by `make_loader`, if there is one and they are in a thread: see `NodeConfig`.
+    """
+    return status_of(lambda: _run(sys.argv[1:] if argv is None else argv, make_loader))
 
 
 def status_of(act: Callable[[], int]) -> int:
@@ -49,24 +54,25 @@ def status_of(act: Callable[[], int]) -> int:
             return _fail(f"{error.filename or 'the system'}: {error.strerror or error}", EXIT_FAILED)
 
 
-def run() -> NoReturn:
-    """The program's entry point: `main`, then the end of the process at once.
+def run(act: Callable[[], int] = main) -> NoReturn:
+    """The program's entry point: `act`, then the end of the process at once, with the status that `act` returns.
 
     What torch does on its way out takes a second, and everything that must be closed has been.
     """
     try:
-        status = main()
+        status = act()
     except SystemExit as ended:  # by --help or --version
         status = ended.code if isinstance(ended.code, int) else 0
     os._exit(status)
 
 
-def _run(argv: Sequence[str]) -> int:
+def _run(argv: Sequence[str], make_loader: MakeLoader | None = None) -> int:
     require_stdout()
     settle_libraries()
     parser, commands = _parser()
     try:
         arguments = parse(parser, commands, argv, os.environ)
+        arguments.make_loader = make_loader
         status = int(arguments.run(arguments))
     except SystemExit:
         sys.stdout.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -133,6 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
         worker=arguments.worker,
         identity=arguments.identity,
     )
+    if arguments.make_loader is not None:
+        config = replace(config, make_loader=arguments.make_loader)
     drain_s = arguments.drain_s
     if not 0 <= drain_s < float("inf"):
         raise ConfigError(f"--drain-s {drain_s:g}: give 0 or more seconds")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import TYPE_CHECKING
 
 from bench.kit.options import Options
 from bench.registry import BENCHES
-from llmnode.node.cli import settle_libraries, status_of
+from llmnode.node.cli import run, settle_libraries, status_of
 from llmnode.node.commands.options import Parser
 
 if TYPE_CHECKING:
@@ -48,6 +47,7 @@ def _run(name: str, argv: Sequence[str]) -> int:
     if isinstance(report, int):
         return report
     print_report(name, options.threads, report, as_json=options.json)
+    sys.stdout.flush()
     return 0
 
 
@@ -61,9 +61,4 @@ def _parser(program: str, description: str, more: str, examples: Sequence[str]) 
 
 
 if __name__ == "__main__":
-    try:
-        status = status_of(lambda: main(sys.argv[1:]))
-    except SystemExit as ended:  # by --help
-        status = ended.code if isinstance(ended.code, int) else 0
-    sys.stdout.flush()
-    os._exit(status)
+    run(lambda: status_of(lambda: main(sys.argv[1:])))

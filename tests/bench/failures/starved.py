@@ -1,50 +1,65 @@
-"""`llmnode serve` for `tests/bench/run failures`: at a SIGUSR2 its blocks run out of memory, until the next one."""
+"""`llmnode serve` for the benchmark `failures`: at a SIGUSR2 its blocks run out of memory, until the next one."""
 
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-import torch
-
-from llmnode.compute.executor import SpanExecutor
-from llmnode.node.cli import run
+from llmnode.compute.loading import SpanLoader
+from llmnode.node.cli import main, run
+from llmnode.ports import Loaded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llmnode.core.operations import Buffer, Slice
+    from llmnode.core.operations import Buffer, Control, Slice
+    from llmnode.core.span import Span
+    from llmnode.ports import Executor
 
 SIGNAL = signal.SIGUSR2
 TOO_MANY_BYTES = 1 << 60
 
 
 class Shortage:
-    """Of memory, in everything that blocks compute: torch itself says so, in its own words."""
+    """Whether memory is short: each signal changes it."""
 
     def __init__(self) -> None:
-        self._is_here = False
+        self.is_here = False
 
     def toggle(self, *_signal: object) -> None:
-        self._is_here = not self._is_here
-
-    def check(self) -> None:
-        """Raises what torch raises."""
-        if self._is_here:
-            torch.empty(TOO_MANY_BYTES, dtype=torch.uint8)
+        self.is_here = not self.is_here
 
 
-def main() -> NoReturn:
-    shortage, compute = Shortage(), SpanExecutor.forward
+class StarvedExecutor:
+    """The `Executor` port over a `real` one, which has no memory for a forward during a shortage."""
 
-    def forward(executor: SpanExecutor, slices: Sequence[Slice]) -> Sequence[Buffer]:
-        shortage.check()
-        return compute(executor, slices)
+    def __init__(self, real: Executor, shortage: Shortage) -> None:
+        self.span = real.span
+        self._real = real
+        self._shortage = shortage
 
-    signal.signal(SIGNAL, shortage.toggle)
-    setattr(SpanExecutor, "forward", forward)  # noqa: B010 - mypy takes it for a bound method
-    run()
+    def kv_tokens_free(self) -> int:
+        return self._real.kv_tokens_free()
+
+    def apply(self, operation: Control) -> bool:
+        return self._real.apply(operation)
+
+    def forward(self, slices: Sequence[Slice]) -> Sequence[Buffer]:
+        if self._shortage.is_here:
+            import torch
+
+            torch.empty(TOO_MANY_BYTES, dtype=torch.uint8)  # so that torch says in its own words that it has no memory
+        return self._real.forward(slices)
+
+
+class StarvedLoader(SpanLoader):
+    shortage = Shortage()
+
+    def load(self, span: Span) -> Loaded:
+        loaded = super().load(span)
+        return Loaded(StarvedExecutor(loaded.executor, self.shortage), loaded.tensor_bytes)
 
 
 if __name__ == "__main__":
-    main()
+    signal.signal(SIGNAL, StarvedLoader.shortage.toggle)
+    run(lambda: main(make_loader=StarvedLoader))

@@ -1,36 +1,74 @@
-"""`llmnode serve` for `tests/bench/run pipeline`: a block does not compute, it costs the time that it would take.
+"""`llmnode serve` for the benchmark `pipeline`: a block computes nothing, and takes the time that it would take.
 
-So more servers than there are cores can be tried on one machine: all else, from links to scheduling, is the real thing.
+So more servers than there are cores can be tried on one machine. All else, from links to scheduling, is the real thing.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, NoReturn
+from collections import Counter
+from typing import TYPE_CHECKING
 
-from llmnode.compute.executor import SpanExecutor
-from llmnode.node.cli import run
+from llmnode.compute.loading import SpanLoader
+from llmnode.core.operations import Close, Open
+from llmnode.node.cli import main, run
+from llmnode.ports import Loaded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llmnode.core.operations import Buffer, Slice
+    from llmnode.core.ids import SessionId
+    from llmnode.core.operations import Buffer, Control, Slice
     from llmnode.core.span import Span
+    from llmnode.ports import Executor
 
 BLOCK_S = 52e-3 / 30
-"""Of one text's step through a block of SmolLM2-135M, on one core (`notes/compute.md`): a token, or a short prompt."""
+"""The time of one text's step through a block of SmolLM2-135M on one core: of a token, or of a short prompt."""
 COMPANION = 0.14
-"""What each other text adds that is computed with it, of the first: as decodes of 2 to 8 by torch (tests/bench)."""
+"""The share of that which each other text of the same forward adds: measured with 2 to 8 decodes by torch."""
 
 
-def main() -> NoReturn:
-    def charge(_executor: SpanExecutor, span: Span, slices: Sequence[Slice]) -> Sequence[Buffer]:
-        time.sleep(BLOCK_S * len(span) * (1 + COMPANION * (len(slices) - 1)))
-        return [each.hidden for each in slices]
+class ChargedExecutor:
+    """The `Executor` port. It gives back the hidden states that it gets. `real` has the weights, and reserves KV."""
 
-    setattr(SpanExecutor, "_run", charge)  # noqa: B010 - mypy takes it for a bound method
-    run()
+    def __init__(self, real: Executor) -> None:
+        self.span = real.span
+        self._real = real
+        self._spans: dict[SessionId, Span] = {}
+        self._half_way: dict[SessionId, Buffer] = {}
+
+    def kv_tokens_free(self) -> int:
+        return self._real.kv_tokens_free()
+
+    def apply(self, operation: Control) -> bool:
+        match operation:
+            case Open(session, span):
+                self._spans[session] = span
+                return self._real.apply(operation)
+            case Close(session):
+                self._spans.pop(session, None)
+                self._half_way.pop(session, None)
+                return self._real.apply(operation)
+        return True  # there are no keys and values to change
+
+    def forward(self, slices: Sequence[Slice]) -> Sequence[Buffer]:
+        together = Counter(len(each.blocks(self._spans[each.session])) for each in slices)
+        time.sleep(sum(BLOCK_S * blocks * (1 + COMPANION * (texts - 1)) for blocks, texts in together.items()))
+        return [self._passed(each) for each in slices]
+
+    def _passed(self, each: Slice) -> Buffer:
+        hidden = self._half_way.pop(each.session) if each.first else each.hidden
+        if each.end is None or each.end == len(self._spans[each.session]):
+            return hidden
+        self._half_way[each.session] = hidden
+        return b""
+
+
+class ChargedLoader(SpanLoader):
+    def load(self, span: Span) -> Loaded:
+        loaded = super().load(span)
+        return Loaded(ChargedExecutor(loaded.executor), loaded.tensor_bytes)
 
 
 if __name__ == "__main__":
-    main()
+    run(lambda: main(make_loader=ChargedLoader))
