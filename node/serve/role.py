@@ -200,7 +200,7 @@ class Role:
     def _do(self, actions: Sequence[Action]) -> None:
         """What is quick is done at once, and what takes long in a task, each in order."""
         assert self._nursery is not None, "the node's role runs"
-        slow = []
+        slow: list[Action] = []
         for action in actions:
             match action:
                 case Announce():
@@ -213,7 +213,13 @@ class Role:
                 case EndSessions():
                     self._server.end_worker(self.span)
                     self._worker = None
-                case Load() | AwaitSessions() | DropWorker() | SayFarewell():
+                case AwaitSessions():
+                    self._wait_for_sessions.cancel()  # this drain takes the place of the one before
+                    slow.append(action)
+                case DropWorker():
+                    self._life_of_worker.cancel()  # it is not lost
+                    slow.append(action)
+                case Load() | SayFarewell():
                     slow.append(action)
         if slow:
             self._nursery.start_soon(self._do_slow, slow)
@@ -222,18 +228,22 @@ class Role:
         for action in actions:
             match action:
                 case DropWorker():
-                    self._life_of_worker.cancel()
                     await self._source.drop()
                 case Load(span):
                     with trio.CancelScope() as self._life_of_worker:
-                        await self._load(span)
+                        await self._load(span, self._life_of_worker)
                 case AwaitSessions(until_s):
                     await self._await_sessions(until_s)
                 case SayFarewell():
                     await self._swarm.leave(self.offer())
                     self._has_left.set()
 
-    async def _load(self, span: Span) -> None:
+    def _report(self, event: Event, scope: trio.CancelScope) -> None:
+        """An event that a task of ours has waited for. It is of no interest once that is cancelled, or we have left."""
+        if not scope.cancel_called and not isinstance(self.state, Left):
+            self._happen(event)
+
+    async def _load(self, span: Span, scope: trio.CancelScope) -> None:
         """And wait until the worker is lost."""
         try:
             worker = await self._source.load(span)
@@ -241,34 +251,34 @@ class Role:
                 took_us = await self._measure(worker, self.model)
             except WorkerLost:  # in its first forward, which is when most memory is taken
                 await self._source.wait_lost()
-                self._happen(Lost())
+                self._report(Lost(), scope)
                 return
         except (ConfigError, ModelError, WorkerLost) as error:
-            await self._give_up(error)
+            await self._give_up(error, scope)
             return
         self._source.serves()
         self._worker, self._block_us = worker, max(1, took_us // len(span))
-        self._happen(Loaded(span))
+        self._report(Loaded(span), scope)
         if self._served is not None and isinstance(self.state, Online):
             self._report_worker(f"the worker serves blocks {span}{' again' * (span == self._served)}", True)
         self._served = span
         await self._source.wait_lost()
-        self._happen(Lost())
+        self._report(Lost(), scope)
 
-    async def _give_up(self, error: Exception) -> None:
-        self._error = error
-        self._happen(GaveUp())
-        if isinstance(self.state, Left):
+    async def _give_up(self, error: Exception, scope: trio.CancelScope) -> None:
+        self._error, had_left = error, isinstance(self.state, Left)
+        self._report(GaveUp(), scope)
+        if isinstance(self.state, Left) and not had_left:
             await self._has_left.wait()
             raise error
         log.info("blocks were not loaded: %s", error)
 
     async def _await_sessions(self, until_s: float) -> None:
-        self._wait_for_sessions.cancel()  # of a drain that this one takes the place of
-        with trio.CancelScope() as self._wait_for_sessions:
+        with trio.CancelScope() as scope:
+            self._wait_for_sessions = scope
             with trio.move_on_at(until_s):
                 await self._server.drain(self._report_sessions)
-            self._happen(Drained(self._server.sessions_here))
+            self._report(Drained(self._server.sessions_here), scope)
 
 
 async def choose_blocks(blocks: str, model: ModelInfo, source: WorkerSource, swarm: Swarm) -> Span:

@@ -100,15 +100,31 @@ async def test_a_span_that_does_not_fit_leaves_the_node_with_the_one_before() ->
 @simulated
 async def test_a_node_that_leaves_changes_no_span_and_who_waits_for_one_is_told() -> None:
     async with served() as (swarm, _, node), trio.open_nursery() as nursery:
-
-        async def change() -> None:
-            with pytest.raises(ConfigError, match="is leaving the swarm"):
-                await node.role.change_span(SPANS[0], 100.0)
-
-        nursery.start_soon(change)
+        nursery.start_soon(change_until_left, node, 100.0)
         await trio.sleep(1)
         await swarm.drain(node.name, 0.0)
-        await change()
+        await change_until_left(node, 0.0)
+
+
+@simulated
+async def test_a_node_may_be_stopped_in_the_middle_of_anything_and_what_comes_later_is_nothing_to_it() -> None:
+    """While it says farewell, its drain ends, its worker is lost, or its blocks are loaded."""
+    for patience_s in (0.5, 0.0):
+        async with served() as (_, _, node):
+            node.source.load_s = 0.5
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(change_until_left, node, patience_s)
+                await trio.sleep(0.1)
+                nursery.start_soon(node.role.leave)
+                node.source.lose()
+                await trio.sleep(1)
+            assert node.state is PeerState.LEFT
+            await trio.sleep(5)
+
+
+async def change_until_left(node: ServingNode, patience_s: float) -> None:
+    with pytest.raises(ConfigError, match="is leaving the swarm"):
+        await node.role.change_span(SPANS[0], patience_s)
 
 
 @simulated
