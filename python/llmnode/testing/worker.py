@@ -52,7 +52,7 @@ class ExactWorker(BatchingWorker):
         self.slower_by_s = 0.0
         self.gate: trio.Event | None = None
         self.lost = trio.Event()
-        """When set, all that runs or comes is lost."""
+        """When set, all that runs or comes is lost: see `lose`."""
         self.priorities: list[Priority] = []
         """The priorities of the sessions that were opened, in order."""
         self._closing = 0
@@ -63,6 +63,16 @@ class ExactWorker(BatchingWorker):
     def reserved(self) -> int:
         """KV positions that sessions hold."""
         return 0 if self.lost.is_set() else self.executor.reserved
+
+    def lose(self) -> None:
+        """As a process that is killed: what it computes is not waited for."""
+        self.lost.set()
+        self.open_gate()
+
+    def open_gate(self) -> None:
+        if self.gate is not None:
+            self.gate.set()
+            self.gate = None
 
     async def until_empty(self) -> None:
         while self.executor.reserved or self._closing:
@@ -85,7 +95,7 @@ class ExactWorker(BatchingWorker):
         done = do(self.executor, work)
         if self.executor.forwards > forwards:
             await trio.sleep(self.forward_s + self.slower_by_s)
-            if self.gate is not None:
+            if self.gate is not None and not self.lost.is_set():
                 await self.gate.wait()
         else:
             await trio.lowlevel.checkpoint()
@@ -136,7 +146,7 @@ class ExactSource:
     def lose(self) -> None:
         """The worker ends, as by SIGKILL."""
         assert self.worker is not None
-        self.worker.lost.set()
+        self.worker.lose()
 
     async def wait_lost(self) -> None:
         assert self.worker is not None
@@ -145,7 +155,7 @@ class ExactSource:
 
     async def drop(self) -> None:
         if self.worker is not None:
-            self.worker.lost.set()
+            self.worker.lose()
         self._has_worker = False
 
     def kill(self) -> None:

@@ -189,13 +189,13 @@ class World:
 
     def thaw(self, name: str) -> None:
         node = self.nodes[name]
-        _open_gate(node.worker)
+        node.worker.open_gate()
         self.internet.thaw(node.peer)
 
     def mend_all(self) -> None:
         """All that live hear each other, and nobody is frozen. The dead stay dead."""
         for node in self.nodes.values():
-            _open_gate(node.worker)
+            node.worker.open_gate()
         self.internet.mend_all()
 
     @asynccontextmanager
@@ -258,7 +258,7 @@ class World:
         self.internet.kill(node.peer)
         node.scope.cancel()
         if isinstance(node, ServingNode):
-            _open_gate(node.worker)
+            node.worker.open_gate()
 
     async def _serve(
         self,
@@ -318,9 +318,3 @@ def raise_bug(_peer: PeerId, error: Exception) -> None:
 
 async def _said_us(worker: Worker, _model: ModelInfo) -> int:
     return SAID_BLOCK_US * len(worker.span)
-
-
-def _open_gate(worker: ExactWorker) -> None:
-    if worker.gate is not None:
-        worker.gate.set()
-        worker.gate = None
