@@ -211,7 +211,7 @@ def _measure(
 ) -> _Measured:  # Any: a transformers model, whole or with its blocks in a swarm
     """`texts` are what to be forced to after each prompt, by default the model's own."""
     measured = _Measured()
-    model.generation_options.eos_token_id = None  # every text gets its length
+    model.generation_config.eos_token_id = None  # every text gets its length
     for prompt in material.prompts:
         ids = torch.tensor([prompt])
         chosen = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
