@@ -1,4 +1,4 @@
-"""Limits and deadlines, each with its reason. Code takes a policy; it never invents a number."""
+"""Limits and deadlines that somebody may want to change, each with its reason."""
 
 from __future__ import annotations
 
@@ -143,7 +143,8 @@ class ReachPolicy:
 @dataclass(frozen=True, slots=True)
 class RelayPolicy:
     """The limits of a relay for unknown peers. They are generous: our circuits carry whole sessions, and a hop behind a
-    NAT has no other way."""
+    NAT has no other way.
+    """
 
     reservation_s: float = 3600.0
     reservations: int = 384
