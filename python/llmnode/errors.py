@@ -1,4 +1,4 @@
-"""Every error a caller of llmnode can meet, and who is to blame for it.
+"""Every error that a caller of llmnode can meet, and the side that is to blame.
 
 `ConfigError`: the user can fix it. `LocalProtocolError`: a bug of ours, let it crash. `SwarmError`: the swarm as a
 whole cannot do it now. `PeerError`: one peer failed, and is the only kind worth retrying elsewhere.
@@ -121,9 +121,9 @@ class RemoteProtocolError(PeerError):
 
 
 class IntegrityError(PeerError):
-    """What arrived is not what was sent, or not what was signed.
+    """The received bytes differ from the sent ones, or from the signed ones.
 
-    `suspects` are all who may have done it, where that is not certain. `proof` convicts `peer`, if there is any.
+    `suspects` are all peers that may have done it, if that is not certain. `proof` convicts `peer`, if there is any.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class IntegrityError(PeerError):
 def single_error() -> Iterator[None]:
     """Around nurseries at a public edge: raise the one error that matters, not trio's group of them.
 
-    What is no peer's or user's fault (a bug, Ctrl-C) comes first; several of those stay a group.
+    An error that is no peer's or user's fault (a bug, Ctrl-C) comes first; several of those stay a group.
     """
     try:
         yield

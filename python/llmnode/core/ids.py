@@ -8,7 +8,7 @@ PeerId = NewType("PeerId", str)
 """A libp2p peer id in its base58 form, as in `/p2p/12D3Koo...`."""
 
 SessionId = NewType("SessionId", bytes)
-"""16 random bytes, chosen by the client: only who holds a session knows its name."""
+"""16 random bytes, chosen by the client: only the peers of a session know its name."""
 
 Epoch = NewType("Epoch", int)
 """Raised by the client alone, at each rollback or reroute; frames of a lower epoch are dropped."""

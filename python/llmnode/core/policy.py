@@ -78,7 +78,7 @@ class PunchPolicy:
     tries: int = 3
     """Attempts in a row; the specification says 3. With 0 the dialled peer does not try."""
     again_s: float = 15.0
-    """After a failed round of `tries` the next round begins this much later, and each further pause is twice as long.
+    """The pause after a failed round of `tries`; each further pause lasts twice the last one.
     The side that dialled accepts `tries` attempts per connection within this time."""
     longest_again_s: float = 960.0
     talk_s: float = 10.0
@@ -376,7 +376,7 @@ class ClientPolicy:
     retry_s: float = 1.0
     """The pause between two looks for peers, unless the swarm changes before."""
     ban_s: float = 2.0
-    """A peer that failed is banned for this long; the next ban is twice as long."""
+    """The first ban of a peer that failed; each further ban lasts twice the one before."""
     longest_ban_s: float = 30.0
     strict: bool = False
     """The signatures of a step's receipts are checked before the step ends. Otherwise they are checked beside a later

@@ -32,7 +32,7 @@ Route: TypeAlias = tuple[Hop, ...]
 
 @dataclass(frozen=True, slots=True)
 class HopCost:
-    """What a token pays for a peer: once for going there, and for each block that it computes. In seconds."""
+    """The cost of a token at a peer, in seconds: once for going there, and for each block that it computes."""
 
     hop_s: float = 0.005
     block_s: float = 0.001
@@ -41,7 +41,7 @@ class HopCost:
 def find_route(blocks: int, held: Iterable[Hop], costs: Mapping[PeerId, HopCost] | None = None) -> Route:
     """The fastest way for a token through blocks 0 to `blocks`, over `held`: peers and all that they hold.
 
-    Of peers that cost the same, as all do without `costs`, it takes as few hops as possible, and those named first. No
+    Peers cost the same without `costs`. At equal cost it takes the fewest hops, and the peers that are named first. No
     peer comes twice. Raises NoRoute with every span that nobody holds.
     """
     holders = list(held)
@@ -74,7 +74,7 @@ def find_route(blocks: int, held: Iterable[Hop], costs: Mapping[PeerId, HopCost]
 
 
 def find_detour(span: Span, held: Iterable[Hop], costs: Mapping[PeerId, HopCost] | None = None) -> Route:
-    """As `find_route`, through the blocks of `span` alone. Raises NoRoute with what of it nobody holds."""
+    """The same as `find_route`, through the blocks of `span` alone. Raises NoRoute with what of it nobody holds."""
     start = span.start
     inside = [
         Hop(hop.peer, Span(max(hop.span.start, start) - start, min(hop.span.end, span.end) - start))
@@ -93,7 +93,7 @@ def _shifted(span: Span, by: int) -> Span:
 
 
 def _hops(peers: Sequence[PeerId]) -> Route:
-    """From the peer of each block to hops. Who would come twice keeps what is between: its span has no gap."""
+    """From the peer of each block to hops. A peer that would come twice keeps what is between: its span has no gap."""
     route: list[Hop] = []
     for block, peer in enumerate(peers):
         again = next((number for number, hop in enumerate(route) if hop.peer == peer), len(route))

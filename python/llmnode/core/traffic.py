@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Payloads of sessions' frames, without headers. What is packed on the way is less than its plain bytes."""
+    """Payloads of sessions' frames, without headers. A packed payload has fewer bytes than its plain bytes."""
 
     sent_bytes: int = 0
     sent_plain_bytes: int = 0

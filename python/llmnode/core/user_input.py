@@ -1,4 +1,4 @@
-"""What users give, made into text: the bytes of their files, lines, and paths. What is wrong with it is a sentence.
+"""The input of users made into text: the bytes of their files, lines, and paths. An error is one sentence.
 
 Every file that a user writes or names is read here. Editors save text in several ways: UTF-8 with a byte order mark or
 without, UTF-16 with one (Windows' Notepad, PowerShell's `>`), and lines that end in LF, CRLF or CR.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def collection_paused() -> Iterator[None]:
     """Import and load in here without garbage collections: a tenth less CPU time.
 
-    What was loaded is then left out of later collections, which would otherwise hold up a step for tens of ms.
+    The loaded objects are then left out of later collections, which would otherwise hold up a step for tens of ms.
     """
     gc.disable()
     try:

@@ -1,7 +1,7 @@
 """How many threads torch and Rust are to compute with here: as many as there are cores for this process.
 
-torch looks at the machine, and not at what a container may take of it: with ten times as many threads as it is given
-time for, each forward waits until its group's next period.
+torch looks at the machine, and not at the share of it that a container may take. With ten times more threads than that
+share, each forward waits until its group's next period.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llmnode.machine.control_groups import groups, read
 
 
 def use_threads(asked: int | None = None) -> None:
-    """So many; by default as many as torch would use, or fewer if there are fewer `usable_cores`."""
+    """Use `asked` threads; by default the number that torch would use, or fewer if there are fewer `usable_cores`."""
     import torch
 
     torch.set_num_threads(asked or min(torch.get_num_threads(), usable_cores()))
@@ -28,7 +28,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def _share(folder: Path, is_unified: bool) -> float | None:
-    """Of how many cores the group may take all time, None without a limit."""
+    """The number of cores that the group may use all the time, None without a limit."""
     if is_unified:
         quota, _, period = read(folder / "cpu.max").partition(" ")
     else:

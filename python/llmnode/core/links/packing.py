@@ -1,6 +1,6 @@
 """When packing what crosses a link pays (`_native.pack`): how fast the link is, what packing gains and what it costs.
 
-Values alone: who packs, and looks at the clock, is `net/link.py`.
+It holds values alone; `net/link.py` packs, and looks at the clock.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 U32_MAX = 2**32 - 1
 KEEPS = 0.75
-"""Of what packing gained before, each time that it is measured again."""
+"""The share that the older measurements of packing's gain keep at each new one."""
 RISES = 1.25
-"""What it costs is not believed to have grown by more, at once."""
+"""A new measurement raises the cost by at most this factor."""
 
 
 class ArrivalRate:
@@ -39,7 +39,7 @@ class ArrivalRate:
         return self._bytes / self._seconds if self._seconds else None
 
     def note(self, size_bytes: int, now_s: float, *, inside: bool) -> None:
-        """So many bytes came now; `inside`: a frame has begun with them, or goes on after them."""
+        """`size_bytes` came now. `inside` says whether they begin a frame or a frame goes on after them."""
         if self._since_s is None:
             self._since_s, self._run_bytes = (now_s, 0) if inside else (None, 0)
             return
@@ -58,28 +58,30 @@ class ArrivalRate:
         return rate is not None and (told is None or abs(rate - told) > self._policy.tell_change * told)
 
     def tell_kilobytes_per_s(self) -> int:
-        """What the sender is told: never 0, which says that nothing is known."""
+        """The rate for the sender. It is never 0, which says that nothing is known."""
         self._told = self.bytes_per_s
         return 0 if self._told is None else min(max(1, round(self._told / 1000)), U32_MAX)
 
 
 @dataclass(slots=True)
 class _Measured:
-    """Of payloads of one kind and size."""
+    """The results for payloads of one kind and size."""
 
     ratio: float
     pack_s_per_byte: float
     left: int = 0
-    """As they are, since the last sample."""
+    """Payloads that went unpacked since the last sample."""
 
 
 class PackChoice:
-    """What the sending side of a link knows of packing. Payloads count as alike whose sizes have as many bits."""
+    """The sending side's choice for a link: to pack a payload or not. Payloads count as alike if their sizes have the
+    same number of bits.
+    """
 
     def __init__(self, policy: PackPolicy) -> None:
         self._policy = policy
         self.bytes_per_s: float | None = None
-        """Of the link, as the receiver says. Only who can unpack says it."""
+        """The rate of the link, told by its receiver. Only a receiver that can unpack tells it."""
         self._measured: dict[tuple[int, int], _Measured] = {}
         self._unpack_s_per_byte: float | None = None
 
@@ -105,7 +107,7 @@ class PackChoice:
         return saved_s > self._policy.margin * size_bytes * (measured.pack_s_per_byte + unpack_s_per_byte)
 
     def note(self, value_bytes: int, size_bytes: int, tried_bytes: int, packed_bytes: int, took_s: float) -> None:
-        """Of a payload of `size_bytes`, the first `tried_bytes`, perhaps all, were packed."""
+        """The first `tried_bytes` of a payload of `size_bytes`, perhaps all, were packed."""
         ratio, s_per_byte = packed_bytes / tried_bytes, took_s / tried_bytes
         before = self._measured.get(_alike(value_bytes, size_bytes))
         if before is not None:
@@ -114,7 +116,7 @@ class PackChoice:
         self._measured[_alike(value_bytes, size_bytes)] = _Measured(ratio, s_per_byte)
 
     def note_unpacked(self, size_bytes: int, took_s: float) -> None:
-        """What came from the other side. Its machine is taken to be as fast as ours."""
+        """A payload from the other side was unpacked. Its machine is taken to be as fast as ours."""
         if size_bytes >= self._policy.least_bytes:
             before = self._unpack_s_per_byte
             s_per_byte = took_s / size_bytes

@@ -8,23 +8,26 @@ from __future__ import annotations
 import math
 
 SMALL_BYTES = 3 << 13
-"""What is no larger, as 16 KiB of hidden states with their headers, goes out before all that waits for the socket."""
+"""A write of at most this size goes out before all that waits for the socket. 16 KiB of hidden states with their
+headers are such a write."""
 GENTLE_S = 1.0
-"""After something small amid a bulk, so long no more of the bulk is on its way than the other side takes in soon."""
+"""For this long after a small write amid a bulk, the bulk is sent gently: no more of it is on the way than the other
+side soon takes in."""
 OPENING_WRITES = 4
 """A stream's first messages are of no conversation: two name its protocol, and others may say what bulk it will be."""
 AMID_S = 0.5
-"""A bulk of which nothing was written for so long is over."""
+"""A bulk is over when nothing of it was written for this long."""
 MOMENT_S = 0.004
-"""What a part may take. Less, and the socket would run dry whenever the event loop is late by a little."""
+"""The time that sending one part may take. Less, and the socket would run dry whenever the event loop is late by a
+little."""
 LEAST_BYTES = 1 << 13
 """However slow the line is: each part is a call, and a piece of a frame has a header."""
 COUNTED_S = 0.1
-"""The rate of a socket is that of about so long."""
+"""The rate of a socket is measured over about this time."""
 
 
 def part_bytes(bytes_per_s: float | None, most: int) -> int:
-    """As much as passes in a moment: a power of two, and `most` if nobody knows how fast it is."""
+    """The size of a write that the socket sends in a moment: a power of two, or `most` if the rate is not known."""
     if bytes_per_s is None:
         return most
     passing = max(LEAST_BYTES, int(MOMENT_S * bytes_per_s))
@@ -38,7 +41,7 @@ class Amid:
         self._bulk_s = self._gentle_until_s = -math.inf
 
     def note(self, size_bytes: int, writes: int, now_s: float) -> bool:
-        """So much is written now, by a stream that wrote so often before. Returns whether it is to go gently."""
+        """A stream writes `size_bytes` after `writes` earlier writes. Returns whether it is to go gently."""
         if size_bytes > SMALL_BYTES:
             self._bulk_s = now_s
             return now_s < self._gentle_until_s
@@ -64,7 +67,7 @@ class DrainRate:
         return self._bytes / self._seconds if self._seconds else None
 
     def note(self, taken_bytes: int, now_s: float, *, is_full: bool) -> None:
-        """It took so many bytes now; `is_full`: and not more, though there were more."""
+        """The socket took `taken_bytes` now. `is_full` says that there was more, which it did not take."""
         if not self._is_full and now_s > self._latest_s + MOMENT_S:
             self._full_s = None  # it had nothing to send, perhaps
         self._taken_bytes += taken_bytes

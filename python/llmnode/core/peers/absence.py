@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from llmnode.core.span import Span
 
 NAMED = 5
-"""Of models, precisions and peers, in a message: strangers may announce any number."""
+"""The most models, precisions and peers that a message names: any peer may announce any number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """`text` says what there is instead of what is missing; `fix` is for who asks."""
+    """`text` says what there is instead of what is missing; `fix` tells the user what to do."""
 
     text: str
     fix: str
@@ -47,7 +47,7 @@ def explain_absence(
     excluded: Collection[PeerId] = (),
     failed: Collection[PeerId] = (),
 ) -> Absence:
-    """Why a session of so many positions finds nobody for the blocks `missing`. The first cause that there is counts.
+    """Why a session of `positions` finds no peer for the blocks `missing`. The first cause that there is counts.
 
     `excluded` are peers that are not used because they are suspected of wrong results, `failed` those that were tried.
     """
@@ -73,7 +73,7 @@ def explain_absence(
 def _of_holders(
     holders: Sequence[Announcement], positions: int, excluded: Collection[PeerId], failed: Collection[PeerId]
 ) -> Absence | None:
-    """Of servers that would do, but for what they say of themselves, or what they did."""
+    """The cause if servers hold the blocks, but announce too little or have failed."""
     online = [each for each in holders if each.offer.state is PeerState.ONLINE]
     if usable := [each for each in online if each.peer not in excluded]:
         largest = max(each.offer.kv_tokens for each in usable)
@@ -116,7 +116,7 @@ def _of_doubles(ours: Sequence[Announcement]) -> Absence | None:
 
 
 def _of_variants(model: ModelInfo, others: Sequence[Announcement]) -> Absence | None:
-    """Of models of the same shape. Those of our name come first."""
+    """The cause if others serve a model of the same shape. Those of our name come first."""
     variants = {
         (each.offer.model != model.name, each.offer.model, each.offer.model_digest)
         for each in others

@@ -16,9 +16,9 @@ class _Ban:
 
 
 class Bans:
-    """The first ban is short, each further one twice as long, up to a limit.
+    """The first ban is short; each further one lasts twice the one before, up to a limit.
 
-    Who has not failed again for the longest time after its ban is as good as new, and nothing is kept of it.
+    A peer is forgotten if it does not fail for the longest time after its ban.
     """
 
     def __init__(self, first_s: float, longest_s: float) -> None:
@@ -27,7 +27,7 @@ class Bans:
         self._bans: dict[PeerId, _Ban] = {}
 
     def report(self, peer: PeerId, now_s: float) -> None:
-        """`peer` failed. What it did before a ban ended counts once: a dozen sessions may notice one death."""
+        """`peer` failed. Failures before a ban has ended count once: a dozen sessions may notice one death."""
         forgotten_s = now_s - self._longest_s
         self._bans = {each: ban for each, ban in self._bans.items() if ban.until_s > forgotten_s}
         ban = self._bans.get(peer)

@@ -36,7 +36,7 @@ class ClockVerdict:
 
     @property
     def text(self) -> str:
-        """For who runs this machine, if `is_ours`."""
+        """A sentence for the operator of this machine, if `is_ours`."""
         apart = (
             f"{abs(self.offset_s):.1f} s {'behind' if self.offset_s > 0 else 'ahead of'} that of peer {self.wrong[0]}"
         )
@@ -49,14 +49,14 @@ class ClockVerdict:
 
 
 def judge_clocks(offsets_ms: Mapping[PeerId, int], tolerated_s: float) -> ClockVerdict:
-    """Of peers, how far theirs are ahead of ours."""
+    """`offsets_ms` says for each peer how far its clock is ahead of ours."""
     wrong = {peer: offset_ms for peer, offset_ms in offsets_ms.items() if abs(offset_ms) > 1000 * tolerated_s}
     offset_s = median(wrong.values()) / 1000 if wrong else 0.0
     return ClockVerdict(tuple(wrong), len(offsets_ms), offset_s, tolerated_s)
 
 
 class Clocks:
-    """What peers have lately told of theirs, at most `policy.clocks` of them; the time is told.
+    """The latest clock offsets of peers, at most `policy.clocks` of them; the time is told.
 
     A peer that we have asked is known to a part of the time that its answer took; one that has asked us, to the time
     that its question was under way, so the former counts.
@@ -70,7 +70,7 @@ class Clocks:
         known = self._told.get(peer)
         if known is not None and known[1] and not asked and self._is_fresh(known[0], now_s):
             return
-        self._told.pop(peer, None)  # to the end: who told last is forgotten last
+        self._told.pop(peer, None)  # to the end: the oldest answer is forgotten first
         self._told[peer] = now_s, asked, offset_ms
         if len(self._told) > self._policy.clocks:
             del self._told[next(iter(self._told))]

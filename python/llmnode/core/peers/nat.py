@@ -1,4 +1,4 @@
-"""What a node's NAT is like, by how others see the node. Values alone: who asks them is `net/reach.py`.
+"""The kind of a node's NAT, judged by how others see the node. It holds values alone; `net/reach.py` asks the peers.
 
 The kinds are those that decide how two nodes can meet (RFC 4787, section 4.1, with its words in brackets).
 """
@@ -45,7 +45,7 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What several sights say together. `host` is our address as most see it."""
+    """The verdict of several sights. `host` is our address as most see it."""
 
     nat: Nat
     reached: Reached
@@ -55,9 +55,9 @@ class Reach:
 
 
 def judge(sights: Sequence[Sight], own: Collection[str]) -> Reach | None:
-    """Of connections from one port of ours; `own` are our IP addresses. None if nobody has seen us.
+    """Judge `sights` of connections from one port of ours; `own` are our IP addresses. None if nobody has seen us.
 
-    Who reaches us is believed before who does not: it may have been kept from it by its own side.
+    A peer that reaches us is believed before one that does not: the other one's own network may have prevented it.
     """
     if not sights:
         return None

@@ -17,7 +17,7 @@ class PeerSpeed:
         self._took.append((positions, took_s))
 
     def expected_s(self, positions: int) -> float | None:
-        """The slowest of them, by as much longer as there are more positions now. None if nothing is known.
+        """The slowest of the known steps, scaled up if there are more positions now. None if nothing is known.
 
         Not shorter for fewer: most of a short step may be the way there.
         """

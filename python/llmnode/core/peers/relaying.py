@@ -1,4 +1,6 @@
-"""What may go through relays: steps, and of prefills a little; the rest waits for a direct way. Knows no clock."""
+"""How much may go through relays: steps, and a little of prefills; the rest waits for a direct connection. Knows no
+clock.
+"""
 
 from __future__ import annotations
 
@@ -32,5 +34,5 @@ class RelayBudget:
 
 
 def would_cut(limit_bytes: int | None, size_bytes: int) -> bool:
-    """Whether a relay that carries no more than `limit_bytes` for a circuit may end it within so much."""
+    """Whether a relay that carries at most `limit_bytes` per circuit may end it before `size_bytes` are through."""
     return limit_bytes is not None and CUT_MARGIN * size_bytes > limit_bytes

@@ -1,8 +1,8 @@
 """Peers that may have lied, and those that have. Knows no clock: the time is told.
 
-Where what one hop put out is not what the next took in, without proof of who is to blame, both are suspected: nobody is
-banned for a neighbour's lie. Suspicion makes a peer dearer and is forgotten; only proof convicts. Who computes
-something else than two others is distrusted: that proves nothing to anybody else, but we do without it for as long.
+If one hop's output is not the next hop's input, and no proof says which of them lied, both are suspected. Neither is
+banned for its neighbour's lie. Suspicion makes a peer dearer and is forgotten; only proof convicts. A peer whose result
+differs from those of two others is distrusted. That proves nothing to anybody else, but we avoid it for the same time.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _FORGOTTEN = 1 / 16
 @dataclass(frozen=True, slots=True)
 class _Level:
     breaks: float
-    """As many as are not forgotten, at `at_s`."""
+    """The breaks that are not forgotten, at `at_s`."""
     at_s: float
 
 
 class Suspicion:
-    """An honest peer is suspected as long as it stands beside a liar; the liar is, whoever stands beside it."""
+    """An honest peer is suspected only while it stands beside a liar; a liar is suspected beside any peer."""
 
     def __init__(self, policy: ClientPolicy) -> None:
         self._policy = policy
@@ -61,7 +61,7 @@ class Suspicion:
         return self.is_convicted(peer, now_s) or now_s < self._distrusted_until_s.get(peer, now_s)
 
     def penalty(self, peer: PeerId, now_s: float) -> float:
-        """What a peer's cost on a route is to be multiplied with: 1 without suspicion, more with it."""
+        """The factor for a peer's cost on a route: 1 without suspicion, more with it."""
         return 1 + self._policy.suspicion_cost * self._breaks(peer, now_s)
 
     def _breaks(self, peer: PeerId, now_s: float) -> float:

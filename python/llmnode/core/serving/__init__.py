@@ -1,1 +1,1 @@
-"""Decisions of a server: which work is next, who is admitted, which blocks to serve."""
+"""Decisions of a server: the next work, the admission of sessions, the blocks to serve."""

@@ -1,7 +1,9 @@
-"""Which sessions get KV on a server, and in which order those do that wait for it. Knows no clock: it is told the time.
+"""Which sessions get KV memory on a server, and in which order sessions wait for it. Knows no clock: it is told the
+time.
 
-Of those that wait, higher priorities come first, then the clients that hold the least, then who came first. Who fits
-does not wait for who does not, but nobody is passed over for ever: after some times, room is kept until it is enough.
+Among the waiting sessions, higher priorities come first, then the clients that hold the least, then the oldest. A
+session that fits does not wait for one that does not fit. But after some times of being passed over, memory is kept
+free until the large one fits.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class _Session:
 
 
 class AdmissionQueue:
-    """Of `positions`. A session is put in line with `add`, comes in with `admit`, and goes with `remove`."""
+    """A server's KV memory of `positions`. A session is put in line with `add`, comes in with `admit`, and goes with
+    `remove`.
+    """
 
     def __init__(self, positions: int, policy: AdmissionPolicy) -> None:
         self.positions = positions
@@ -78,7 +82,9 @@ class AdmissionQueue:
                 del self._held[left.client]
 
     def retry_after_s(self, positions: int, now_s: float) -> float:
-        """When there may be room for so many after those in line, if sessions stay as long as they have till now."""
+        """The time until `positions` may be free, after all that wait, if sessions stay as long as they have till
+        now.
+        """
         policy, held = self._policy, self._held.total()
         waiting = sum(each.positions for each in self._line.values())
         missing = positions + waiting - self.free
@@ -89,7 +95,7 @@ class AdmissionQueue:
         return max(policy.least_retry_s, min(estimate_s, policy.longest_retry_s))
 
     def _next(self, now_s: float) -> SessionId | None:
-        """Who comes in. Those before it have been passed over once more."""
+        """The next session that comes in. Those before it have been passed over once more."""
 
         def turn(session: SessionId) -> tuple[int, int]:
             each = self._line[session]

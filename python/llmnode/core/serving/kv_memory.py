@@ -13,13 +13,13 @@ _AMOUNT = re.compile(rf"(\d{{1,9}}(?:\.\d{{1,9}})?)\s*(%|{'|'.join(_UNITS)})", r
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """So many bytes, or a share of what is free."""
+    """An amount of memory in bytes, or a share of what is free."""
 
     size_bytes: int = 0
     share: float = 0.0
 
     def of(self, free_bytes: int) -> int:
-        """In bytes, where so much is free. It may be more than that."""
+        """The amount in bytes, where `free_bytes` are free. It may be more than that."""
         return self.size_bytes or int(self.share * free_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Which blocks a server should hold: where the swarm is slowest (Petals, section 3.2)."""
+"""The blocks that a server should hold: those where the swarm is slowest (Petals, section 3.2)."""
 
 from __future__ import annotations
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What can be seen of a process from outside. Whatever it reads, computes or downloads, one of the two changes."""
+    """The resources of a process that can be seen from outside. One of the two changes whether it reads, computes or
+    downloads.
+    """
 
     cpu_s: float
     memory_bytes: int

@@ -1,1 +1,1 @@
-"""Which token sequences share a beginning."""
+"""Finds token sequences that share a beginning."""

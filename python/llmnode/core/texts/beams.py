@@ -1,4 +1,4 @@
-"""Which sessions the rows of a batch go on with, when they go on from one another's."""
+"""Decides which session each row of a batch continues, when rows continue one another's sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which texts begin with the same tokens, and with how many: what is computed once for them."""
+"""Finds texts that begin with the same tokens, and how many: these are computed once for all of them."""
 
 from __future__ import annotations
 
