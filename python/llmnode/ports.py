@@ -186,7 +186,7 @@ class WorkerSource(Protocol):
         """A fresh worker. The one before has been lost or dropped. Raises as `open_model`."""
 
     def serves(self) -> None:
-        """The worker has done a first forward: if it is lost now, its successor may well come as far."""
+        """The worker has done a first forward: if it is lost now, its successor may well do the same."""
 
     async def wait_lost(self) -> None:
         """Until the worker is lost, which is reported. Raises WorkerLost if another one would be lost too."""

@@ -49,7 +49,7 @@ def find_route(blocks: int, held: Iterable[Hop], costs: Mapping[PeerId, HopCost]
     if missing:
         raise NoRoute(missing)
     cost = [(costs or {}).get(hop.peer, HopCost()) for hop in holders]
-    # The cheapest way through the blocks so far that ends at each holder, and the holder before each block on it.
+    # The cheapest way through the blocks until now that ends at each holder, and the holder before each block on it.
     best: dict[int, float] = {}
     came_from: list[dict[int, int]] = []
     for block in range(blocks):

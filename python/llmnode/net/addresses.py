@@ -65,7 +65,7 @@ def _fault(address: str, error: Exception) -> str:
 
 
 def _form(address: str) -> str:
-    """Of host and port, if that is what `address` is."""
+    """The multiaddr for a host and port, if that is what `address` is."""
     match = _HOST_AND_PORT.fullmatch(address)
     host = match["host"].strip("[]") if match else ""
     try:
@@ -76,7 +76,9 @@ def _form(address: str) -> str:
 
 
 def peer_at_ip(address: str) -> PeerInfo | None:
-    """As `parse_peer`, of whatever a stranger calls an address; None for any that is not of an IP address and TCP."""
+    """Like `parse_peer`, for any text that a stranger calls an address. None for any that is not of an IP address and
+    TCP.
+    """
     try:
         info = parse_peer(address)
     except ConfigError:
@@ -98,7 +100,7 @@ def relay_of(info: PeerInfo) -> PeerInfo | None:
 
 
 def parse_relay(address: str) -> PeerInfo:
-    """Of a relay that is to reserve for us. Raises ConfigError."""
+    """The peer info of a relay that is to reserve for us. Raises ConfigError."""
     info = parse_peer(address)
     if relay_of(info) is not None:
         raise ConfigError(f"--relay {address!r} is itself reached through a relay: name one that is reached directly")
@@ -128,7 +130,7 @@ def _reachable(address: Multiaddr) -> list[str]:
 
 
 def own_ips() -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """Of this machine's interfaces."""
+    """The IP addresses of this machine's interfaces."""
     return [
         ipaddress.ip_address(each.address.partition("%")[0])
         for interface in psutil.net_if_addrs().values()
@@ -142,7 +144,7 @@ def tcp_address(host: str, port: int) -> Multiaddr:
 
 
 def host_and_port(address: Multiaddr) -> tuple[str, int] | None:
-    """Of an IP address and a TCP port, and nothing else but the peer there; None for any other address."""
+    """The IP address and TCP port of `address`. None if it has other parts, except the peer there."""
     names = [protocol.name for protocol in address.protocols()]
     if names[:1] not in (["ip4"], ["ip6"]) or names[1:] not in (["tcp"], ["tcp", "p2p"]):
         return None
@@ -150,9 +152,10 @@ def host_and_port(address: Multiaddr) -> tuple[str, int] | None:
 
 
 def may_be_dialled(host: str, port: int, own: str) -> bool:
-    """Whether a stranger may have us, who are at the IP address `own`, dial what it says is its own.
+    """Whether we dial this address because a stranger calls it its own. Our IP address is `own`.
 
-    Anything public, of the same version; in a private network, on a link or on this machine, only who is there, too.
+    Any public address of the same version may be dialled. An address in a private network, on a link or on this machine
+    may be dialled only if the stranger is there, too.
     """
     theirs, ours = ipaddress.ip_address(host), ipaddress.ip_address(own)
     scope = _scope(theirs)
@@ -218,7 +221,9 @@ def parse_announced(address: str) -> Multiaddr:
 
 
 def of_peer(address: Multiaddr, peer: PeerId) -> Multiaddr:
-    """What `parse_announced` returned, ending in `/p2p/PEER`. Raises ConfigError if it names another peer."""
+    """`address`, which `parse_announced` returned, ending in `/p2p/PEER`. Raises ConfigError if it names another
+    peer.
+    """
     if "p2p" not in (protocol.name for protocol in address.protocols()):
         address = with_peer(address, peer)
     elif (named := address.value_for_protocol("p2p")) != peer:

@@ -49,7 +49,7 @@ REASONS = {
 
 
 class Circuits:
-    """The circuits of one host, from us and to us. What it starts ends with `nursery`."""
+    """The circuits of one host, from us and to us. Its tasks end with `nursery`."""
 
     def __init__(
         self, host: IHost, nursery: trio.Nursery, link_policy: LinkPolicy, policy: CircuitPolicy, held: HeldConnections
@@ -152,7 +152,9 @@ class Circuits:
             return connection_of(stream), await _agree_to_reserve(stream)
 
     async def _dial_from_where_we_listen(self, relay: PeerInfo) -> None:
-        """So that NATs have that port open, and peers who punch through find somebody. Failing is silent."""
+        """Dial the relay from our listening port, so that NATs have that port open and peers that punch through reach
+        us. Failing is silent.
+        """
         version = next(iter(relay.addrs[0].protocols())).name
         ports = [
             host_and_port(each) for each in self._host.get_transport_addrs() if str(each).startswith(f"/{version}/")
@@ -225,7 +227,7 @@ class Circuits:
     async def _let_in(self, stream: NetStream) -> pb.StopMessage | None:
         """The relay's request, None if we do not take it. Raises PeerError.
 
-        Who calls is for Noise to prove: the relay's word is not needed.
+        Noise proves the caller's identity: the relay's word is not needed.
         """
         status, request = pb.OK, pb.StopMessage()
         try:
@@ -253,7 +255,7 @@ async def _agree_to_reserve(stream: NetStream) -> float:
 
 
 async def _agree(stream: NetStream, request: pb.HopMessage) -> pb.HopMessage:
-    """What the relay says that agrees to `request`. Raises PeerUnreachable that says why it does not."""
+    """The relay's answer that agrees to `request`. Raises PeerUnreachable that says why it does not."""
     agreed = False
     try:
         await send(stream.muxed_stream, request)

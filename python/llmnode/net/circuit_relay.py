@@ -1,7 +1,7 @@
 """A relay's side of circuits: it reserves for peers that cannot be dialled, and connects others with them.
 
-What goes through is encrypted from end to end: a relay sees who, when and how much. Whatever it is sent ends as a
-status, within a deadline; what it grants is in `RelayPolicy`.
+The bytes of a circuit are encrypted from end to end: a relay sees only the peers, the times and the amounts. Every
+request ends as a status, within a deadline; the limits are in `RelayPolicy`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class RelayCounts:
-    """What a relay has granted and still holds."""
+    """The grants that a relay still holds."""
 
     reservations: int
     circuits: int
@@ -217,7 +217,7 @@ class Relay:
     async def _reach(self, target: SwarmConn, source: ID, patience: trio.CancelScope) -> NetStream:
         """A stream over which a peer takes a circuit from `source`. Raises Refused: whatever fails is its fault."""
         with trio.CancelScope() as scope:
-            # Our own refusal has to reach who waits for it, so half of the patience is for the one that is asked.
+            # Our own refusal has to reach the waiting peer in time, so the asked peer gets half of the patience.
             scope.deadline = trio.current_time() + (patience.deadline - trio.current_time()) / 2
             with contextlib.suppress(PeerError, BaseLibp2pError):
                 far = await open_stream(target, STOP, self._policy.handshake_s)

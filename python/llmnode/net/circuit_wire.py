@@ -1,6 +1,6 @@
 """Circuit relay v2 on the wire: its messages, and a circuit's bytes as a connection that Noise and yamux go over.
 
-https://github.com/libp2p/specs/blob/master/relay/circuit-v2.md. Knows neither who may reserve nor who wants to connect.
+https://github.com/libp2p/specs/blob/master/relay/circuit-v2.md. Does not know which peers may reserve or connect.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ HOP = TProtocol("/libp2p/circuit/relay/0.2.0/hop")
 STOP = TProtocol("/libp2p/circuit/relay/0.2.0/stop")
 
 MESSAGE_BYTES = 4096
-"""As in go-libp2p. A reservation with all addresses of a relay is well below."""
+"""The limit of go-libp2p. A reservation with all addresses of a relay is well below."""
 LENGTH_BYTES = 3
-"""Of a message, as a varint."""
+"""The length of a message takes at most this many bytes as a varint."""
 PIECE_BYTES = 1 << 18
-"""What is moved at a time."""
+"""Bytes are moved in pieces of at most this size."""
 
 _Message = TypeVar("_Message", bound=Message)
 
@@ -122,11 +122,11 @@ class CircuitConnection(IRawConnection):
             raise IOException(f"the circuit was cut: {error}") from error
 
     async def close(self) -> None:
-        """Send no more, so that the other side ends as well; who holds the circuit will `finish` it."""
+        """Send no more, so that the other side ends as well; the owner of the circuit will `finish` it."""
         await self._bytes.close()
 
     async def finish(self, patience_s: float) -> None:
-        """End both directions. The other side has so long to take what we sent last and to end too."""
+        """End both directions. The other side has `patience_s` to take our last bytes and to end too."""
         ended = False
         with trio.move_on_after(patience_s, shield=True):
             await self._bytes.close()
@@ -156,6 +156,6 @@ async def leave(stream: NetStream, *, in_order: bool) -> None:
 
 
 def limit_bytes_of(connection: SwarmConn) -> int | None:
-    """What the relay that it goes through carries at most; None if it says nothing of that, or there is no relay."""
+    """The most bytes that the connection's relay carries; None if it names no limit, or there is no relay."""
     raw = cast("YamuxConnection", connection.muxed_conn).secured_conn.raw
     return raw.limit_bytes if isinstance(raw, CircuitConnection) else None

@@ -1,4 +1,4 @@
-"""What a host's connections are used for besides links, and streams over a particular one of them.
+"""Tells which of a host's connections are in use besides links, and opens streams over a particular one of them.
 
 A connection goes with its last link, unless somebody holds it: a reservation, a circuit, a dial that is under way.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class HeldConnections:
-    """Which connections are in use, by links (`has_link` says so) or by who holds them."""
+    """The connections that are in use, by links (`has_link` says so) or by other holders."""
 
     def __init__(self, host: IHost, policy: LinkPolicy, has_link: Callable[[IMuxedConn], bool]) -> None:
         self._swarm = cast("Swarm", host.get_network())

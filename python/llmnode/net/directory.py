@@ -1,4 +1,4 @@
-"""The directory over libp2p's Kademlia DHT: provider records say who, an announcement under each peer's key says what.
+"""The directory over libp2p's Kademlia DHT: provider records name the peers, and each peer's key has its announcement.
 
 A DHT key has one value and not a set, hence the two. The library's own lifetimes are a day or two, so an announcement
 carries its own, and what is found is as old as its last publication at most. DHT servers of go-libp2p and rust-libp2p
@@ -83,7 +83,7 @@ class DhtDirectory:
 
         async def look_up() -> None:
             await self._meet_connected()
-            # The library answers from what it has itself, if that is anything: who provides would find itself alone.
+            # The library answers from its own store, if that has anything: a provider would find itself alone.
             self._dht.provider_store.providers.pop(bytes.fromhex(key), None)
             providers = await self._dht.find_providers(key, MOST_PROVIDERS)
             peers = {PeerId(provider.peer_id.to_base58()) for provider in providers}  # one is listed many times
@@ -129,7 +129,7 @@ class DhtDirectory:
 
 
 class _Kademlia(KadDHT):
-    """The library's, but who provides is not answered: it would take that for the answer to its next request."""
+    """The library's DHT, but a provider gets no answer: it would take that for the answer to its next request."""
 
     async def _do_handle_stream(self, stream: INetStream) -> None:
         await super()._do_handle_stream(cast("INetStream", _Answers(stream)))
@@ -156,7 +156,7 @@ class _Answers:
 
 
 class _AnnouncementValidator(Validator):
-    """What the DHT's peers keep under our namespace: announcements that hold, each by the peer of its key."""
+    """The DHT's peers keep only this under our namespace: valid announcements, each by the peer of its key."""
 
     def __init__(self, policy: SwarmPolicy) -> None:
         self._policy = policy
@@ -199,7 +199,7 @@ def _read_record(record: bytes, policy: SwarmPolicy) -> SignedAnnouncement:
 
 
 def _peer_key(peer: PeerId) -> str:
-    """Of a digest, since py-libp2p's servers look for no key of more than 50 bytes."""
+    """The key is a digest, since py-libp2p's servers look for no key of more than 50 bytes."""
     return f"/{NAMESPACE}/{hashlib.sha256(peer.encode()).hexdigest()[:_DIGEST_CHARACTERS]}"
 
 

@@ -1,4 +1,4 @@
-"""Why a peer could not be dialled, in words for whoever can mend it. Opens no connection."""
+"""Explains to the user why a peer could not be dialled. Opens no connection."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIRST_WORDS = {
 
 
 def explain_failure(error: BaseException, address: Multiaddr) -> str:
-    """Of a dial to `address`: what the cause was, and what to do."""
+    """The cause of a failed dial to `address`, and what to do."""
     cause = root_of(error)
     if isinstance(cause, PeerIDMismatchesPubkey):
         return f"({cause}): copy its address anew; only with --identity a node is the same at its next start"
@@ -48,7 +48,7 @@ def _where_it_listens(address: Multiaddr) -> str:
 
 
 def name_stranger(answer: bytes) -> str:
-    """What answers where a node of libp2p with Noise was expected, by its first bytes."""
+    """A name for the program that answers in the place of a node of libp2p with Noise, found by its first bytes."""
     for words, name in FIRST_WORDS.items():
         if answer.startswith(words):
             return name
@@ -56,7 +56,7 @@ def name_stranger(answer: bytes) -> str:
 
 
 def root_of(error: BaseException) -> BaseException:
-    """The root cause; libp2p wraps an OSError in several layers. What Noise says is one."""
+    """The root cause; libp2p wraps an OSError in several layers. A failure of Noise is a root cause."""
     while not isinstance(error, NoiseFailure):
         match error:
             case BaseExceptionGroup(exceptions=inner) | MultiError(errors=inner) if inner:

@@ -84,8 +84,8 @@ async def open_network(
 
     Others are told that it is at `announce`, by default where it listens. Its identity is that in the file `identity`,
     or of that key, by default a fresh one. With the `swarm_key` of a private swarm it links with its members alone (see
-    `swarm_key.py`). Who is reached through `relays` announces these and `announce`, not where it listens: others would
-    first try that in vain. With a `relay_policy` it is a relay itself.
+    `swarm_key.py`). A node that is reached through `relays` announces these and `announce`, and not the addresses where
+    it listens: others would first try those in vain. With a `relay_policy` it is a relay itself.
 
     Raises ConfigError for an address that is malformed, of another transport, or taken, and for a file that holds no
     identity; PeerUnreachable if none of `relays` reserves for us at first.
@@ -131,7 +131,8 @@ def _identity(identity: Path | bytes | None) -> contextlib.AbstractContextManage
 
 @dataclass(frozen=True, slots=True)
 class OpenCounts:
-    """What a network has open now; `relayed` of the links are through a relay, and `circuits` go through us.
+    """The counts of what a network has open now; `relayed` of the links are through a relay, and `circuits` go through
+    us.
 
     `streams` are of all protocols: links, and libp2p's own.
     """
@@ -315,7 +316,7 @@ class Libp2pNetwork:
             raise first
 
     def serve_circuits(self, policy: RelayPolicy) -> None:
-        """Be a relay for whoever asks, within `policy`."""
+        """Be a relay for any peer that asks, within `policy`."""
         self._relay = Relay(self._nursery, policy, self._held, lambda: self.addresses)
         self.host.set_stream_handler(HOP, self._relay.take_request)
 
@@ -355,15 +356,15 @@ class Libp2pNetwork:
         return [link for link in self._links if link.peer == peer]
 
     async def _until_ended_links_are_gone(self, peer: PeerId) -> None:
-        """A connection goes down with its link: who dials meanwhile would be given the dying one."""
+        """A connection goes down with its link: a dial meanwhile would get the dying one."""
         for link in self._links_with(peer):
             if link.has_ended:
                 await link.wait_closed()
 
     def _link(self, stream: NetStream, peer: PeerId) -> Libp2pLink:
         async def drop() -> None:
-            """A connection goes with its last link, if nothing else holds it; or if it is silent: who holds it would
-            find that out too late. This one alone: the peer may have dialled again already.
+            """A connection goes with its last link, if nothing else holds it. It goes too if it is silent, which its
+            other holders would find out too late. This one alone: the peer may have dialled again already.
             """
             with trio.move_on_after(self._policy.farewell_s, shield=True):
                 muxed = cast("YamuxConnection", stream.muxed_conn)

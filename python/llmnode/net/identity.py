@@ -1,4 +1,4 @@
-"""Who we are to other peers: an Ed25519 key, kept in a file when the peer id has to last."""
+"""Our identity: an Ed25519 key, kept in a file when the peer id has to last."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _make(path: Path) -> None:
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
-    """Until the file is closed. Of the file itself, which may be on a disk that is only read."""
+    """Until the file is closed. The lock is on the file itself, which may be on a read-only disk."""
     try:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

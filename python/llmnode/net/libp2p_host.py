@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 ANY_TCP = Multiaddr("/ip4/127.0.0.1/tcp/0")
 
 IPV6_NETWORK_BITS = 64
-"""What a provider gives a customer at least."""
+"""A provider gives a customer at least a network of this size."""
 
 
 @contextlib.asynccontextmanager
@@ -86,7 +86,7 @@ async def open_host(
     _know_names_of_the_system(swarm)
     _outlive_streams(swarm)
     async with host.run(listen_addrs=listen):
-        # It would dial whoever we have ever met, and most eagerly whom we have just left.
+        # It would dial every peer that we have ever met, and most eagerly those that we have just left.
         await swarm.auto_connector.stop()
         try:
             yield host
@@ -97,7 +97,7 @@ async def open_host(
 
 
 def _free_inbound_slots(swarm: Swarm, policy: LinkPolicy) -> None:
-    """It keeps the task of an inbound connection, and its slot, until the host ends: full for good after so many.
+    """It keeps the task and the slot of an inbound connection until the host ends, so that the slots run out for good.
 
     Nor does it know how many are from one place, which alone could take all.
     """
@@ -125,7 +125,7 @@ def _free_inbound_slots(swarm: Swarm, policy: LinkPolicy) -> None:
 def host_of(connection: IRawConnection | YamuxConnection) -> str:
     """The other side's IPv4 address, or the network of its IPv6 address, within which it can choose.
 
-    Of a circuit, whose other side could be anywhere, the relay.
+    For a circuit, whose other side could be anywhere, it is the relay's.
     """
     address = connection.get_remote_address() if isinstance(connection, YamuxConnection) else remote_address(connection)
     if address is None:
@@ -152,7 +152,7 @@ def _close_cancelled_dials(swarm: Swarm) -> None:
 
 
 def _outlive_streams(swarm: Swarm) -> None:
-    """It ends with the first of its streams in which something happens that nobody foresaw, whoever has opened it."""
+    """It ends with the first unforeseen error in any of its streams, whichever side has opened the stream."""
     handle = swarm.common_stream_handler
 
     async def handle_or_reset(stream: INetStream) -> None:
@@ -172,7 +172,7 @@ def _dial_when_told(swarm: Swarm) -> None:
 
 
 def _know_names_of_the_system(swarm: Swarm) -> None:
-    """It asks DNS servers alone, who know neither /etc/hosts nor the names of a local network."""
+    """It asks DNS servers alone, which know neither /etc/hosts nor the names of a local network."""
     transport = swarm.transport_manager.transport_for_dialing(ANY_TCP)
     assert transport is not None
     dial = transport.dial

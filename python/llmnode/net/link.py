@@ -1,9 +1,9 @@
 """A link: frames over one libp2p stream, kept alive and kept safe from cancellation.
 
-One task reads for as long as the link lives, and who waits for a frame waits on a queue, which may be cancelled at
-will. Who sends a frame gives it to the stream at once, without a switch of tasks, if nothing waits before it; what the
-stream does not take goes to a task that writes and is shielded. Heartbeats go out when nothing else does; silence,
-which libp2p does not report, ends the link.
+One task reads for as long as the link lives. A task that waits for a frame waits on a queue, and may be cancelled at
+will. A task that sends a frame gives it to the stream at once, without a switch of tasks, if nothing waits before it.
+The rest goes to a task that writes and is shielded. Heartbeats go out when nothing else does; silence, which libp2p
+does not report, ends the link.
 
 It reads and writes our muxer's stream, not py-libp2p's around it, which switches tasks for a lock in every call.
 
@@ -44,11 +44,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SILENCE_PARTS = 8
-"""Of silence, which are counted one by one. There is one more, in which something was heard at last."""
+"""The parts of the allowed silence, which are counted one by one. There is one more, in which something was heard at
+last."""
 READ_BYTES = 1 << 20
 """One read takes what yamux has buffered, up to this."""
 AT_ONCE_BYTES = 1 << 15
-"""What is larger is left to the writing task: others run before it is encrypted."""
+"""A larger frame is left to the writing task: others run before it is encrypted."""
 
 
 class Libp2pLink:
@@ -278,7 +279,7 @@ class Libp2pLink:
         return packed
 
     def _unpacked(self, frame: Frame) -> Frame:
-        """As its sender gave it to the link. Raises RemoteProtocolError."""
+        """The frame as its sender gave it to the link. Raises RemoteProtocolError."""
         began_s = time.thread_time()
         try:
             payload = _native.unpack(frame.payload, self._policy.max_payload_bytes)

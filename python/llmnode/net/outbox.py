@@ -1,6 +1,7 @@
-"""What a link has still to write: small frames first, and large ones in pieces between which small ones pass.
+"""The frames that a link has still to write: small ones first, and large ones in pieces between which small ones pass.
 
-Of a link that is never idle, the large ones have at least half: a piece goes after as many bytes of small ones.
+On a link that is never idle, the large ones get at least half: a piece goes out after small frames of the same total
+size.
 
 Knows neither streams nor time; `link.py` writes what it is given here.
 """
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 GENTLE_PIECE_BYTES = 1 << 15
 """No piece is larger soon after a small frame: the next one waits until it is written."""
 GENTLE_BYTES = 1 << 22
-"""So much of large frames is soon after."""
+"""After a small frame, large frames go in such small pieces for this many bytes."""
 
 
 class Outbox:
@@ -29,7 +30,8 @@ class Outbox:
     def __init__(self, policy: LinkPolicy) -> None:
         self._policy = policy
         self.piece_bytes = policy.piece_bytes
-        """Of a large frame at once, and of small ones between two pieces. On a slow line less than the policy's."""
+        """The size of a piece of a large frame, and the bytes of small ones between two pieces. On a slow line less
+        than the policy's."""
         self._small: deque[Frame] = deque()
         self._large: deque[Frame] = deque()
         self._behind: Counter[SessionId] = Counter()  # frames among the large ones: what follows must not pass them
@@ -73,7 +75,7 @@ class Outbox:
         self.size_bytes += crossing.size_bytes - frame.size_bytes
 
     def take(self) -> bytes | None:
-        """What to write next, until it is written: a whole frame or a piece of one. None if nothing waits.
+        """The bytes to write next, until they are written: a whole frame or a piece of one. None if nothing waits.
 
         Raises LocalProtocolError for a frame that no link may carry.
         """

@@ -1,9 +1,10 @@
 """From a relayed connection to a direct one, through NATs: DCUtR over TCP.
 
-https://github.com/libp2p/specs/blob/master/relay/DCUtR.md. Two that are connected through a relay tell each other how
-they are seen from there, and dial each other at once, each from the port of its own connection to the relay: its NAT
-has opened that already, and takes what comes for an answer. Who was dialled through the relay begins; who dialled is
-the client of what comes of it, for Noise and all above. What fails leaves the two connected as they were.
+https://github.com/libp2p/specs/blob/master/relay/DCUtR.md. Two peers that are connected through a relay tell each other
+how they are seen from there. Then they dial each other at once, each from the port of its own connection to the relay.
+Its NAT has opened that port already, and takes the incoming dial for an answer. The peer that was dialled through the
+relay begins. The peer that dialled is the client of the new connection, for Noise and all above. A failed attempt
+leaves the two connected as they were.
 
 A stranger says what we dial, so that is little: see `PunchPolicy` and `addresses.may_be_dialled`.
 """
@@ -53,9 +54,10 @@ log = logging.getLogger(__name__)
 
 PUNCH = TProtocol("/libp2p/dcutr")
 IDENTIFY_BYTES = 64 << 10
-"""Of all that a peer says of itself; go-libp2p's has at most 8 kB."""
+"""The most bytes of an identify message; go-libp2p's has at most 8 kB."""
 ABORT = struct.pack("ii", 1, 0)
-"""As SO_LINGER: a socket that is closed is gone at once, so that its two addresses can be used again."""
+"""The SO_LINGER option for an abort: a socket that is closed is gone at once, so that its two addresses can be used
+again."""
 
 FAILURES = (PeerError, BaseLibp2pError, MultiaddrError, OSError, ValueError, trio.TooSlowError)
 
@@ -71,7 +73,7 @@ class Door:
 
 
 class Puncher(INotifee):
-    """Of one host, whose connections it is told of. What it starts ends with `nursery`."""
+    """Punches for one host, which tells it of connections. Its tasks end with `nursery`."""
 
     def __init__(self, host: IHost, nursery: trio.Nursery, policy: PunchPolicy, held: HeldConnections) -> None:
         self._swarm = cast("Swarm", host.get_network())
@@ -85,7 +87,7 @@ class Puncher(INotifee):
         """When we were lately asked over a connection."""
 
     def start(self, host: IHost) -> None:
-        """Take part when others begin, and begin with who dials us through a relay."""
+        """Take part when others begin, and begin with peers that dial us through a relay."""
         host.set_stream_handler(PUNCH, self.take_stream)
         self._swarm.register_notifee(self)
 
@@ -95,7 +97,7 @@ class Puncher(INotifee):
             await self._came.wait()
         return connection
 
-    # Whom we are dialled by
+    # The side that was dialled
 
     async def connected(self, network: INetwork, conn: INetConn) -> None:
         connection = cast("SwarmConn", conn)
@@ -124,7 +126,8 @@ class Puncher(INotifee):
         self._beginning.add(peer)
         try:
             for number in range(1, self._policy.tries + 1):
-                # As go-libp2p, the last time the other way round: our dial may have been taken for that of a client.
+                # The last attempt is the other way round, like go-libp2p's: our dial may have been taken for that of a
+                # client.
                 is_client = number == self._policy.tries > 1
                 if await self._try(relayed, is_client=is_client):
                     return
@@ -158,7 +161,9 @@ class Puncher(INotifee):
         return await self._punch(relayed, door, theirs, is_client=is_client)
 
     async def _dial_openly(self, relayed: SwarmConn) -> bool:
-        """Perhaps the other side listens where everybody reaches it; who does not takes long to say so."""
+        """Dial the other side's listening address, which perhaps everybody reaches. A dial that is not answered takes
+        long to fail.
+        """
         peer = _muxed(relayed).peer_id
         with trio.move_on_after(self._policy.dial_s):
             door = await self._door(relayed)
@@ -170,7 +175,7 @@ class Puncher(INotifee):
                     return True
         return False
 
-    # Whom we have dialled
+    # The side that dialled
 
     async def take_stream(self, stream: INetStream) -> None:
         """libp2p calls this for each stream over which a peer asks us to dial each other."""
@@ -232,7 +237,7 @@ class Puncher(INotifee):
         return addresses
 
     def _permitted(self, named: Iterable[bytes], door: Door) -> list[tuple[str, int]]:
-        """What we dial of what a peer names."""
+        """The addresses that we dial, out of those that a peer names."""
         permitted: dict[tuple[str, int], None] = {}
         for each in named:
             with contextlib.suppress(MultiaddrError, ValueError):
@@ -244,7 +249,9 @@ class Puncher(INotifee):
     async def _punch(
         self, relayed: SwarmConn, door: Door, theirs: Sequence[tuple[str, int]], *, is_client: bool
     ) -> bool:
-        """Dial, over and over, until there is a direct connection, whoever's, or the time is up; which it was."""
+        """Dial repeatedly until the time is up or there is a direct connection, ours or theirs. Returns whether there
+        is one.
+        """
         peer, direct = _muxed(relayed).peer_id, None
         upgrades: list[trio.CancelScope] = []
         if (former := self._dialling.get(peer)) is not None:
@@ -302,7 +309,7 @@ class Puncher(INotifee):
             await trio.sleep(self._policy.grace_s)
         await self._held.close_unused(peer)
 
-    # What else a host tells
+    # Other events of a host
 
     async def disconnected(self, network: INetwork, conn: INetConn) -> None: ...
 
@@ -334,7 +341,7 @@ def _connect(door: Door) -> HolePunch:
 
 
 async def identify(connection: SwarmConn, timeout_s: float) -> Identify:
-    """What the other side says of itself, and of us. Raises PeerError, or an error of libp2p."""
+    """The other side's description of itself, and of us. Raises PeerError, or an error of libp2p."""
     stream = await open_stream(connection, IDENTIFY, timeout_s)
     try:
         return await receive(stream.muxed_stream, Identify(), IDENTIFY_BYTES)

@@ -1,8 +1,8 @@
 """Whether others can dial us: they are asked to try it (AutoNAT), and say how they see us (identify).
 
-https://github.com/libp2p/specs/blob/master/autonat/autonat-v1.md. Who is asked dials only the address that the
-question comes from, so that nobody is sent to knock at other people's doors, and counts nobody as reached who does not
-prove the identity of who asked.
+https://github.com/libp2p/specs/blob/master/autonat/autonat-v1.md. An asked node dials only the IP address that the
+question comes from, so that it cannot be sent to other machines. It counts only a dial as success in which the other
+side proves the identity of the asking peer.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class DialBacks:
     def __init__(self, swarm: Swarm, policy: ReachPolicy) -> None:
         self._swarm = swarm
         self._policy = policy
-        self._recent: deque[tuple[float, str]] = deque()  # when who asked, within the last minute
+        self._recent: deque[tuple[float, str]] = deque()  # the time and host of each request within the last minute
 
     async def take_request(self, stream: INetStream) -> None:
         """libp2p calls this, in a task of its own, for each stream over which a peer asks us to dial it."""
@@ -116,7 +116,7 @@ class DialBacks:
         self._recent.append((now_s, host))
 
     async def _dial_any(self, peer: ID, places: Sequence[tuple[str, int]]) -> Multiaddr:
-        """Raises Refused, without saying why: who asks could learn what is on our machine or behind its NAT."""
+        """Raises Refused, without saying why: the asking peer could learn what is on our machine or behind its NAT."""
         with trio.move_on_after(self._policy.dial_s):
             for place in places:
                 with contextlib.suppress(BaseLibp2pError, OSError):
@@ -140,7 +140,7 @@ async def look(
 ) -> list[Sight]:
     """How `peers`, at IP addresses, see connections that all come from one port of ours, and whether they can dial us.
 
-    `told` says where we want to be dialled by who sees us at that IP address. Who does not answer has seen nothing.
+    `told` gives our addresses for a peer that sees us at that IP address. A peer that does not answer has seen nothing.
     """
     sights: list[Sight] = []
     source: tuple[str, int] | None = None

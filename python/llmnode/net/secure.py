@@ -1,8 +1,8 @@
 """Noise (`/noise`) for py-libp2p, with the cipher and its framing in Rust.
 
-What py-libp2p's own transport does, in the same handshake and with the same proofs of identity; but a read takes what
-the socket has, and a cancelled read or write before the muxer takes over leaves nothing half done inside. Knows nothing
-of streams: `yamux.py` takes the session over once a muxer is agreed on.
+It does the same handshake as py-libp2p's own transport, with the same proofs of identity. But a read takes what the
+socket has, and a cancelled read or write before the muxer takes over leaves nothing half done inside. Knows nothing of
+streams: `yamux.py` takes the session over once a muxer is agreed on.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 READ_BYTES = 1 << 16
 YAMUX = TProtocol("/yamux/1.0.0")
-"""The only muxer that we have. We say so within the handshake: who says the same needs not be asked again."""
+"""The only muxer that we have. We say so within the handshake: a peer that says the same needs not be asked again."""
 
 
 def noise_transport(key_pair: KeyPair, swarm_key: bytes | None = None) -> NoiseTransport:
-    """What belongs under `/noise` in the `sec_opt` of a host with the identity `key_pair`, of whatever key type.
+    """The transport under `/noise` in the `sec_opt` of a host with the identity `key_pair`, of any key type.
 
     With the `swarm_key` of a private swarm only its members can connect, either way.
     """
@@ -66,7 +66,7 @@ class NoiseTransport(ISecureTransport):
         self._swarm_key = swarm_key
 
     async def secure_inbound(self, conn: IRawConnection) -> NoiseConnection:
-        """Raises NoiseFailure if the other side does not prove who it is."""
+        """Raises NoiseFailure if the other side does not prove its identity."""
         handshake = NoiseHandshake(self._noise_key, initiator=False, swarm_key=self._swarm_key)
         try:
             await _receive(conn, handshake)
@@ -77,11 +77,11 @@ class NoiseTransport(ISecureTransport):
             raise NoiseFailure(str(error)) from error
 
     async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> NoiseConnection:
-        """Raises PeerIDMismatchesPubkey if somebody else answers, NoiseFailure if it does not prove who it is."""
+        """Raises PeerIDMismatchesPubkey if another peer answers, NoiseFailure if it does not prove its identity."""
         return await self._initiate(conn, peer_id, b"")
 
     async def propose_outbound(self, conn: IRawConnection, peer_id: ID) -> NoiseConnection:
-        """As `secure_outbound`, of a connection on which Noise is still to be agreed on: in the same round trip."""
+        """Like `secure_outbound`, for a connection on which Noise is still to be agreed on: in the same round trip."""
         return await self._initiate(conn, peer_id, proposal(NOISE))
 
     async def _initiate(self, conn: IRawConnection, peer_id: ID, asked: bytes) -> NoiseConnection:
@@ -175,7 +175,7 @@ class NoiseConnection(ISecureConn):
         self._remote_key = remote_key
 
     async def read(self, n: int | None = None) -> bytes:
-        """As py-libp2p's sessions: `n` bytes, or what there is if `n` is None; fewer only at the end.
+        """The same as py-libp2p's sessions: `n` bytes, or what there is if `n` is None; fewer only at the end.
 
         Raises ConnectionClosedError at the end, and for what the other side did not encrypt.
         """
@@ -194,7 +194,7 @@ class NoiseConnection(ISecureConn):
         return taken
 
     def take_unread(self) -> bytes:
-        """For who takes over `raw` and `session`: what was decrypted and not read."""
+        """The bytes that were decrypted and not read, for the muxer that takes over `raw` and `session`."""
         unread = bytes(self._unread)
         self._unread.clear()
         return unread

@@ -1,8 +1,9 @@
 """multistream-select (`/multistream/1.0.0`) in as few round trips as there are answers to wait for.
 
-Who agrees to a protocol answers with the very bytes that asked for it: the name of multistream-select, and that of the
+A peer agrees to a protocol with the very bytes that asked for it: the name of multistream-select, and that of the
 protocol. So all of them go at once, and what belongs to the protocol may go with them. py-libp2p by itself sends each
-name when the one before is answered. What is no name would be the end of its host, and a long one is read whole.
+name when the one before is answered. An invalid name would be the end of py-libp2p's host, and a long one is read
+whole.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ NAME_BYTES_MAX = 1 << 10
 
 
 def proposal(protocol: TProtocol) -> bytes:
-    """What asks for `protocol`; and what who agrees answers."""
+    """The bytes that ask for `protocol`, which are also the answer that agrees."""
     return encode_delim(MULTISELECT_PROTOCOL_ID.encode()) + encode_delim(protocol.encode())
 
 

@@ -17,7 +17,7 @@ FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_I
 
 
 def socket_of(raw: IRawConnection) -> trio.socket.SocketType | None:
-    """Of a TCP connection; None for anything else, such as a connection through a relay."""
+    """The socket of a TCP connection; None for anything else, such as a connection through a relay."""
     if isinstance(raw, RawConnection) and isinstance(raw.stream, TrioTCPStream):
         return raw.stream.stream.socket
     return None

@@ -1,7 +1,7 @@
 """The key that the members of a private swarm share: in a file, or in an invite that names peers too.
 
-It is mixed into every handshake (`secure.py`): who does not have it connects to no member. The file has the form that
-IPFS and other programs over libp2p use, so that their tools make and read it; but their way of encrypting with it is
+It is mixed into every handshake (`secure.py`): a node without it connects to no member. The file has the form that IPFS
+and other programs over libp2p use, so that their tools make and read it; but their way of encrypting with it is
 another, so they are no members.
 """
 
@@ -105,7 +105,7 @@ def make_key(path: Path) -> bytes:
 
 
 def write_invite(key: bytes, peers: Sequence[str]) -> str:
-    """For who is to become a member: it is as secret as the key. Raises ConfigError for too many or too long peers."""
+    """An invite for a future member: it is as secret as the key. Raises ConfigError for too many or too long peers."""
     if len(peers) > INVITED_PEERS or any(len(peer) > ADDRESS_CHARS for peer in peers):
         raise ConfigError(f"an invite names at most {INVITED_PEERS} peers of {ADDRESS_CHARS} characters")
     content: bytes = msgpack.packb([key, list(peers)])

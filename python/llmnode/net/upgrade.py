@@ -1,7 +1,7 @@
-"""How a raw connection becomes one of ours: Noise, then yamux, and both in one round trip with who can.
+"""How a raw connection becomes one of ours: Noise, then yamux, and both in one round trip with peers that can do that.
 
-What asks for Noise goes with the first message of its handshake. The muxer is agreed on within the handshake by those
-who say there which they have, as go-libp2p and we do (libp2p's specification of Noise, *Noise Extensions*).
+The request for Noise goes with the first message of its handshake. Two peers that name their muxers within the
+handshake agree on one there, as go-libp2p and we do (libp2p's specification of Noise, *Noise Extensions*).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def use_our_transport(host: IHost, noise: NoiseTransport, timeout_s: float) -> None:
     """Have all connections of `host` use `noise` and our yamux, and nothing else. To be called before it runs.
 
-    Who is dialled has proved who it is in `timeout_s`.
+    A dialled peer must prove its identity within `timeout_s`.
     """
     basic = cast("BasicHost", host)
     basic.multiselect, basic.multiselect_client = CarefulSelect(basic.multiselect.handlers), EagerSelect()

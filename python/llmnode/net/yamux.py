@@ -1,8 +1,9 @@
 """yamux (`/yamux/1.0.0`) for py-libp2p, with the protocol in Rust and fused with the Noise session below it.
 
-Only a connection's own two tasks wait for the socket. Who reads, writes or opens a stream moves bytes into or out of
-the protocol machine and waits, if at all, for a queue: cancelling that wait, at any moment, leaves the connection and
-its other streams whole. While the socket takes them, bytes to be sent go to it at once and no task is switched.
+Only a connection's own two tasks wait for the socket. A task that reads, writes or opens a stream moves bytes into or
+out of the protocol machine and waits, if at all, for a queue. Cancelling that wait, at any moment, leaves the
+connection and its other streams whole. While the socket takes them, bytes to be sent go to it at once and no task is
+switched.
 
 Knows neither links nor heartbeats: whether a silent peer is dead is for `link.py` to say.
 """
@@ -38,17 +39,18 @@ READ_BYTES = 1 << 18
 """One read takes what the kernel has, up to this."""
 
 YIELD_AFTER_BYTES = 1 << 18
-"""What may pass through a connection before the task that moves it lets the others run."""
+"""After this many bytes of a connection, the task that moves them lets the others run."""
 
 CALL_BYTES = 512
-"""What a call counts for that moves next to nothing."""
+"""A call counts for at least this many bytes, even if it moves next to nothing."""
 
 UNSENT_BYTES = 1 << 17
-"""What the kernel may hold of bytes that it cannot send yet: a small message would wait behind them, megabytes else.
-Of a slow line less (`core/links/write_size.py`)."""
+"""The kernel may hold this much that it cannot send yet: a small message waits behind it. By default it would hold
+megabytes. On a slow connection it is less (`core/links/write_size.py`)."""
 
 PART_BYTES = 1 << 18
-"""What a stream gives us at once to be encrypted, of a slow line less: nothing passes it from then on."""
+"""A stream hands over at most this much at once to be encrypted, and less on a slow connection: nothing passes it from
+then on."""
 
 UNACKNOWLEDGED_S = 30
 """How long the kernel resends to a host that is gone before the connection breaks."""
@@ -66,7 +68,7 @@ class YamuxConnection(IMuxedConn):
         self.negotiated_security_protocol = "/noise"
         self.negotiated_muxer_protocol = YAMUX
         self.machine = Connection(conn.session, initiator=conn.is_initiator)
-        self.drained = trio.lowlevel.ParkingLot()  # who waits until the socket has taken what waits to be sent
+        self.drained = trio.lowlevel.ParkingLot()  # tasks that wait until the socket has taken all that is to be sent
         self._socket = socket_of(conn.raw)  # read from directly: that saves two task switches a message
         self._drain = DrainRate()
         self._unsent_bytes = UNSENT_BYTES  # as the kernel was told
@@ -82,7 +84,7 @@ class YamuxConnection(IMuxedConn):
         self._amid = Amid()
         self._heard_s = trio.current_time()
 
-    # What py-libp2p asks of a connection
+    # The interface of py-libp2p's connections
 
     @property
     def is_initiator(self) -> bool:
@@ -154,14 +156,14 @@ class YamuxConnection(IMuxedConn):
     def get_connection_type(self) -> ConnectionType:
         return self.secured_conn.get_connection_type()
 
-    # What its streams ask of it
+    # The interface for its streams
 
     @property
     def has_ended(self) -> bool:
         return self._ended
 
     def is_silent(self, silence_s: float) -> bool:
-        """Whether nothing has come for so long."""
+        """Whether nothing has come for `silence_s`."""
         return trio.current_time() >= self._heard_s + silence_s
 
     @property
@@ -171,11 +173,11 @@ class YamuxConnection(IMuxedConn):
 
     @property
     def part_bytes(self) -> int:
-        """What a stream may write at once."""
+        """The most that a stream may write at once."""
         return part_bytes(self._drain.bytes_per_s, PART_BYTES)
 
     def note_write(self, size_bytes: int, writes: int) -> bool:
-        """A part of so much is written, by a stream that wrote so often before. Whether gently: see `Amid`."""
+        """A stream writes a part of `size_bytes` after `writes` earlier writes. Whether gently: see `Amid`."""
         return self._amid.note(size_bytes, writes, trio.current_time())
 
     def flush(self) -> None:
@@ -190,7 +192,8 @@ class YamuxConnection(IMuxedConn):
                 self._to_send.unpark()
 
     async def let_others_run(self, moved_bytes: int) -> None:
-        """After moving so much without having waited. Seldom does: switching tasks costs more than a small message.
+        """Call this after moving `moved_bytes` without having waited. Seldom does: switching tasks costs more than a
+        small message.
 
         It cannot be cancelled, for what was taken would be lost.
         """

@@ -1,7 +1,7 @@
 """A stream of our yamux, as py-libp2p asks for it. Its connection is in `yamux.py`, its protocol in Rust.
 
-Who reads or writes moves bytes out of or into the protocol machine and waits, if at all, for a queue: cancelling that
-wait, at any moment, leaves the connection and its other streams whole.
+A task that reads or writes moves bytes out of or into the protocol machine and waits, if at all, for a queue.
+Cancelling that wait, at any moment, leaves the connection and its other streams whole.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class YamuxStream(IMuxedStream):
         self._protocol = ""
 
     def expect(self, answer: bytes, protocol: str) -> None:
-        """What is read first, and taken away: that the other side agrees to `protocol`."""
+        """`answer` is read first and taken away: with it the other side agrees to `protocol`."""
         self._expected, self._protocol = answer, protocol
 
     async def __aenter__(self) -> YamuxStream:
         return self
 
     async def read(self, n: int | None = None) -> bytes:
-        """What has arrived, up to `n` bytes.
+        """The bytes that have arrived, at most `n`.
 
         Raises MuxedStreamEOF at the end, MuxedStreamReset if the stream or the connection ended without one,
         ProtocolRefused if what was expected is not what comes.
@@ -108,7 +108,7 @@ class YamuxStream(IMuxedStream):
         await connection.let_others_run(len(data))
 
     def write_at_once(self, data: bytes) -> int:
-        """As `write`, but of as much as the socket is likely to take now. Returns how much; 0 also at the end."""
+        """Like `write`, but only as much as the socket is likely to take now. Returns how much; 0 also at the end."""
         connection = self._connection
         if self.is_closed or connection.is_congested:
             return 0
@@ -121,7 +121,7 @@ class YamuxStream(IMuxedStream):
         await self._connection.let_others_run(moved_bytes)
 
     async def close(self) -> None:
-        """Send no more. What the other side sends can still be read."""
+        """Send no more. The bytes that the other side sends can still be read."""
         await trio.lowlevel.checkpoint()
         if not self._closed and not self._reset:
             self._closed = True
@@ -140,7 +140,7 @@ class YamuxStream(IMuxedStream):
     def get_remote_address(self) -> tuple[str, int] | None:
         return self._connection.get_remote_address()
 
-    # What its connection asks of it
+    # The interface for its connection
 
     @property
     def is_closed(self) -> bool:

@@ -1,4 +1,4 @@
-"""What must hold in any simulated world, whatever befell it. Each raises AssertionError, and knows no fault."""
+"""The laws that must hold in any simulated world, after any faults. Each raises AssertionError, and knows no fault."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Dialogue:
         self._said = source._said
 
     async def _insist(self, work: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Tried again where nobody held some blocks for so long that the session said so."""
+        """The answer of `work`, tried again while no peer holds some blocks and the session gives up."""
         patient_until_s = trio.current_time() + PATIENCE_S
         while True:
             try:
@@ -108,7 +108,7 @@ def before_deadline(policy: ClientPolicy, session: InferenceSession) -> Iterator
 
 
 def check_no_banned_peer(router: WatchedRouter, policy: ClientPolicy) -> None:
-    """Whoever was banned for a failure was in no detour that was not taken in a hurry."""
+    """A peer that was banned for a failure is in no detour that was chosen without hurry."""
     for asked_s, failures, route in router.detours:
         banned = _banned(router.failures[:failures], asked_s, policy)
         used = [hop for hop in route if hop.peer in banned]
@@ -116,7 +116,7 @@ def check_no_banned_peer(router: WatchedRouter, policy: ClientPolicy) -> None:
 
 
 def _banned(failures: Iterable[tuple[float, PeerId]], now_s: float, policy: ClientPolicy) -> set[PeerId]:
-    """What `core.bans` says, from all failures anew: what fails while it is banned is not banned for longer."""
+    """The bans by the rules of `core.bans`, from all failures anew: a failure during a ban does not make it longer."""
     until_s: dict[PeerId, float] = {}
     lasted_s: dict[PeerId, float] = {}
     for failed_s, peer in failures:

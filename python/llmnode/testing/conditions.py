@@ -1,4 +1,4 @@
-"""What befalls frames on their way from one peer to another."""
+"""The conditions for frames on their way from one peer to another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import random
 
 RETRANSMIT_S = 0.2
-"""What TCP waits, at least, before it sends again what got lost; twice as long each time."""
+"""TCP waits at least this long before it sends a lost packet again; each further wait lasts twice the one before."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -26,14 +26,14 @@ class Conditions:
     jitter_s: float = 0.0
     """Each frame takes up to this much longer, at random."""
     bytes_per_s: float = math.inf
-    """Of one link in one direction: frames wait for those before them."""
+    """The rate of one link in one direction: frames wait for those before them."""
     loss: float = 0.0
     """The share of sendings that get lost, and are repeated."""
     duplication: float = 0.0
     """The share of frames that are delivered twice, of the kinds that may be: all but `link.ASKED_ONCE`."""
 
     def __repr__(self) -> str:
-        """What differs from the default, as Python."""
+        """The values that differ from the default, as Python."""
         values = ((each, getattr(self, each.name)) for each in fields(self))
         return f"Conditions({', '.join(f'{each.name}={value}' for each, value in values if value != each.default)})"
 

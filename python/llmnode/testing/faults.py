@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Who may be struck: the names of a world's nodes and clients, and spans that a node may come back with."""
+    """The possible victims: the names of a world's nodes and clients, and spans that a node may come back with."""
 
     nodes: Sequence[str]
     clients: Sequence[str] = ("client",)
@@ -36,7 +36,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong `at_s` after the plan begins, and is put right `for_s` later."""
+    """A fault that begins `at_s` after the plan begins, and is put right `for_s` later."""
 
     at_s: float
     for_s: float
@@ -102,7 +102,7 @@ class Stop(_OfNode):
 
 @dataclass(frozen=True, slots=True)
 class Freeze(_OfNode):
-    """As by SIGSTOP, and SIGCONT."""
+    """The node stops and goes on, like SIGSTOP and SIGCONT."""
 
     async def strike(self, world: World) -> Undo | None:
         node = world.nodes.get(self.node)
@@ -140,7 +140,7 @@ class FailForwards(_OfNode):
 
 @dataclass(frozen=True, slots=True)
 class SlowForwards(_OfNode):
-    """Each of its forwards takes so much longer."""
+    """Each of its forwards takes `slower_by_s` longer."""
 
     slower_by_s: float = 1.0
 
@@ -214,7 +214,7 @@ class BlockDials(_OfPair):
 
 @dataclass(frozen=True, slots=True)
 class SlowLink(_OfPair):
-    """What the one sends to the other fares as `conditions` say."""
+    """The frames from one peer to the other fare by `conditions`."""
 
     conditions: Conditions = Conditions(delay_s=0.5, jitter_s=0.5)
 
@@ -285,7 +285,7 @@ class Odds:
     tracks: int = 2
     pause_s: float = 0.5
     longest_s: float = 12.0
-    """Of one fault."""
+    """The longest time of one fault."""
     until_s: float = 60.0
     """No fault begins later."""
     kinds: Sequence[type[Fault]] = ALL_KINDS
@@ -340,7 +340,7 @@ def shrunk(plan: FaultPlan, still_fails: Callable[[FaultPlan], bool]) -> FaultPl
 
 
 def _pair(rng: random.Random, cast: Cast) -> tuple[str, str]:
-    """Two nodes, or as often a client and a node, in any order."""
+    """Two nodes or, equally likely, a client and a node, in any order."""
     other = rng.choice(cast.nodes)
     nodes = [name for name in cast.nodes if name != other]
     one = rng.choice(cast.clients if cast.clients and (rng.random() < 0.5 or not nodes) else nodes)

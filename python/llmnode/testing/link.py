@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from llmnode.testing.network import MemoryInternet, MemoryNetwork
 
 ASKED_ONCE = {FrameType.OPEN, FrameType.TRUNCATE, FrameType.NEIGHBOURS, FrameType.FORK}
-"""What may not arrive twice, and over a stream never does: it changes what a session is. Steps may: clients give again
-what they take for lost on the way from server to server."""
+"""Frames of these kinds may not arrive twice, and over a stream never do: they change the state of a session. Steps
+may: clients give again what they take for lost on the way from server to server."""
 
 
 class MemoryLink:

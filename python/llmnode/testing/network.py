@@ -50,7 +50,7 @@ def peer_named(name: str) -> PeerId:
 
 
 class MemoryInternet:
-    """What connects the networks, and breaks them. Made by `open_internet`.
+    """The medium that connects the networks, and breaks them. Made by `open_internet`.
 
     `conditions` hold between all peers that `set_conditions` has not been called for. `trace`, when set, is called with
     a line for every link, frame and fault.
@@ -67,7 +67,7 @@ class MemoryInternet:
         self._no_dial: set[tuple[PeerId, PeerId]] = set()
         self._relayed: set[frozenset[PeerId]] = set()
         self.relay_limit_bytes: int | None = None
-        """What relays say that they carry at most, for links opened from now on. They do not cut them."""
+        """Relays announce this limit for links opened from now on. They do not cut them."""
         self.black_holes: set[str] = set()
         """Addresses from which no answer comes to a dial."""
         self._direct = trio.Event()  # two that were not
@@ -86,7 +86,7 @@ class MemoryInternet:
     # Faults
 
     def kill(self, peer: PeerId) -> None:
-        """As SIGKILL does: its system closes its connections, and others notice at once."""
+        """The effect of SIGKILL: its system closes its connections, and others notice at once."""
         self.note(f"kill {peer}")
         network = self._networks.pop(peer)
         network.frozen = False
@@ -94,7 +94,7 @@ class MemoryInternet:
             link.die()
 
     def freeze(self, peer: PeerId) -> None:
-        """As SIGSTOP does: its links stay, but it neither reads nor writes until thawed; others find it silent.
+        """The effect of SIGSTOP: its links stay, but it neither reads nor writes until thawed; others find it silent.
 
         Its clocks run on, so what it does meanwhile, as giving up on others, shows when it is thawed.
         """
@@ -173,10 +173,10 @@ class MemoryInternet:
             self.thaw(peer)
         self._note_mended()
 
-    # What links ask
+    # The interface for links
 
     def find(self, address: str) -> MemoryNetwork | None:
-        """Whoever listens at `address`."""
+        """The network that listens at `address`."""
         if not address.startswith("/memory/"):
             raise ConfigError(f"{address!r} is no address in memory")
         return self._networks.get(PeerId(address.rpartition("/p2p/")[2]))

@@ -1,8 +1,8 @@
 """Runs a trio program on a mock clock, so that a seed decides all that happens: the same one again, the same run.
 
-Simulated time costs nothing: whenever every task waits, the clock jumps to the next deadline. What a seed decides,
-besides what the program draws by it, is the order in which tasks run that could run at the same time. Threads and
-sockets have no part in a simulation.
+Simulated time costs nothing: whenever every task waits, the clock jumps to the next deadline. The seed decides the
+program's draws, and the order in which tasks run that could run at the same time. Threads and sockets have no part in a
+simulation.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def simulated(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 
 def seeds(number: int) -> range:
-    """The seeds to try: `number` from 0, or as many from where the environment says (LLMNODE_SEEDS, _FIRST_SEED)."""
+    """The seeds to try: `number` from 0, or those that the environment names (LLMNODE_SEEDS, _FIRST_SEED)."""
     first = int(os.environ.get(_FIRST_SEED, "0"))
     return range(first, first + int(os.environ.get(_SEEDS, str(number))))
 
@@ -76,7 +76,7 @@ def say_if_it_fails(fact: str) -> None:
 
 
 def simulated_ms() -> int:
-    """What the clocks of simulated nodes say, in milliseconds since 1970."""
+    """The time by the clocks of simulated nodes, in milliseconds since 1970."""
     return int(_EPOCH_MS + trio.current_time() * 1000)
 
 

@@ -65,7 +65,7 @@ class ExactWorker(BatchingWorker):
         return 0 if self.lost.is_set() else self.executor.reserved
 
     def lose(self) -> None:
-        """As a process that is killed: what it computes is not waited for."""
+        """Like a process that is killed: no task waits for its computation."""
         self.lost.set()
         self.open_gate()
 

@@ -106,7 +106,7 @@ class ServingNode(SimulatedNode):
 
 
 class SimulatedClient(NamedTuple):
-    """Somebody who uses the swarm. `router` opens sessions, and remembers what `checks` ask."""
+    """A user of the swarm. `router` opens sessions, and remembers what `checks` ask."""
 
     router: WatchedRouter
     peer: PeerId
@@ -115,8 +115,8 @@ class SimulatedClient(NamedTuple):
 class World:
     """Starts nodes and clients, and ends nodes in several ways. Made by `open_world`.
 
-    `nodes` are those that live, by name. Names make peer ids (`peer_named`): who is started again is the same peer.
-    `internet` has what may happen to links.
+    `nodes` are those that live, by name. Names make peer ids (`peer_named`): a node that is started again is the same
+    peer. `internet` has what may happen to links.
     """
 
     def __init__(
@@ -166,23 +166,25 @@ class World:
         return self.nodes[str(peer).removeprefix("peer-")]
 
     def kill(self, name: str) -> None:
-        """As SIGKILL: not cancelled first, the dead say no farewell."""
+        """The effect of SIGKILL: it is not cancelled first, and says no farewell."""
         self._end(self._take(name))
 
     async def drain(self, name: str, patience_s: float) -> None:
-        """As SIGTERM: it takes no new sessions, waits so long for those that it has, and leaves."""
+        """The effect of SIGTERM: it takes no new sessions, waits up to `patience_s` for those that it has, and
+        leaves.
+        """
         await self.nodes[name].role.drain(patience_s)
         self._end(self._take(name))
 
     async def stop(self, name: str) -> None:
-        """As SIGTERM to who has no sessions: it tells its neighbours."""
+        """The effect of SIGTERM without sessions: it tells its neighbours."""
         node = self._take(name)
         if isinstance(node, ServingNode):
             await node.role.leave()
         self._end(node)
 
     def freeze(self, name: str) -> None:
-        """As SIGSTOP, its forwards too."""
+        """The effect of SIGSTOP, for its forwards too."""
         node = self.nodes[name]
         node.worker.gate = node.worker.gate or trio.Event()
         self.internet.freeze(node.peer)
@@ -207,7 +209,7 @@ class World:
         router: type[WatchedRouter] = WatchedRouter,
         now_ms: Callable[[], int] = simulated_ms,
     ) -> AsyncIterator[SimulatedClient]:
-        """Somebody who knows all nodes that live. For a scheduler of your own, give a `router` of that class."""
+        """A user that knows all nodes that live. For a scheduler of your own, give a `router` of that class."""
         network = self.internet.network(name)
         rng = self._rng(name)
         async with AsyncExitStack() as stack:
@@ -294,7 +296,7 @@ class World:
     async def _living(
         self, name: str, contacts: Sequence[str], now_ms: Callable[[], int]
     ) -> AsyncIterator[tuple[SimulatedNode, trio.Nursery]]:
-        """What every node has, until its scope is cancelled."""
+        """The parts of every node, until its scope is cancelled."""
         network = self.internet.network(name)
         with trio.CancelScope() as scope:
             async with open_pool(network) as pool, trio.open_nursery() as nursery:

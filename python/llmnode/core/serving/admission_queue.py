@@ -1,4 +1,4 @@
-"""Which sessions get KV memory on a server, and in which order sessions wait for it. Knows no clock: it is told the
+"""Decides which sessions get KV memory on a server, and in which order they wait for it. Knows no clock: it is told the
 time.
 
 Among the waiting sessions, higher priorities come first, then the clients that hold the least, then the oldest. A
