@@ -1,7 +1,8 @@
-"""What transformers makes of a config of the Llama kind, kept: a server that finds it starts without transformers.
+"""The blueprint of a model of the Llama kind, computed by transformers from the config and kept: a server that finds it
+starts without transformers.
 
-Of these families nothing of transformers is used but what follows from the config: shapes, some numbers, and the
-frequencies of rotary embeddings. To import it for that takes half of the CPU time of a start, and 350 MB.
+These families use nothing of transformers but what follows from the config: shapes, some numbers, and the frequencies
+of rotary embeddings. To import it for that takes half of the CPU time of a start, and 350 MB.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FORMAT = 2
-"""Of the file: to be raised when it says something else."""
+"""The version of the file's format: to be raised when its content changes."""
 _TRIED_POSITIONS = 1000
 _TURNS_APART = 1e-4
-"""What fp32 leaves open of the cosine of so many radians."""
+"""fp32 leaves this much open in the cosine of an angle of up to 1000 radians."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def blueprint_of(folder: ModelFolder) -> Blueprint | None:
 
 
 def kept_blueprint(config: Path) -> Blueprint | None:
-    """Of what the file `config` says, if one was kept by these versions of llmnode and transformers."""
+    """The blueprint for the file `config`, if one was kept by these versions of llmnode and transformers."""
     try:
         described = json.loads(_file_of(config).read_text())
         blocks = tuple(BlockPlan(**{**block, "shapes": _shapes(block["shapes"])}) for block in described.pop("blocks"))
@@ -93,7 +94,7 @@ def kept_blueprint(config: Path) -> Blueprint | None:
 
 
 def plan_of(block: Any) -> BlockPlan:  # Any: each family's block is a class of its own
-    """Of a block of transformers. Raises ModelError if it is not as we know it."""
+    """The plan of a block of transformers. Raises ModelError if it is not as we know it."""
     unknown = {name.rpartition(".")[0] for name, _ in block.named_parameters()} - LAYERS
     if unknown:
         raise ModelError(

@@ -30,9 +30,9 @@ _NAMES = (
 )
 """By which configs tell it, or tell a longer one: Command-R in `model_max_length`, BLOOM in `seq_length`."""
 _WINDOWS = ("sliding_window", "attention_chunk_size")
-"""What transformers' cache reads of any config, and attention of those families alone that declare it."""
+"""transformers' cache reads these in any config, but attention only in those families that declare them."""
 _MOST_TOKENS = 2**32 - 1
-"""What an announcement can say."""
+"""The largest number that fits in an announcement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def context_of(config: PreTrainedConfig, family: Family | None) -> Context:
 def _told(
     config: Any, family: Family | None, ropes: Sequence[Mapping[str, Any]]
 ) -> int:  # Any: each family's has its own
-    if family is not None and family.positions is not None:  # a table of so many
+    if family is not None and family.positions is not None:  # a table with a row per position
         return _first(config)
     told = [_whole(getattr(config, name, None)) for name in _NAMES]
     if len(ropes) == 1 and ropes[0].get("rope_type") in SCALED_ROPES:

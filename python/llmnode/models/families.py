@@ -1,7 +1,7 @@
 """The families of models that we cut, and what differs between them: where a causal LM keeps its parts.
 
-A family is listed once `tests/reference/` shows it exact. What a listed family can be configured to do, and we cannot
-do right, is refused here.
+A family is listed once `tests/reference/` shows it exact. A configuration that a listed family allows, and that we
+cannot do right, is refused here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Family:
 
     @property
     def block_prefix(self) -> str:
-        """What the names of all tensors of blocks begin with; the index of the block follows."""
+        """The names of all tensors of blocks begin with this; the index of the block follows."""
         return f"{self.decoder}.{self.blocks}."
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LAYERS = {"input_layernorm", "post_attention_layernorm"}
 LAYERS |= {f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
 LAYERS |= {f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
-"""What may have parameters in a block. With any other it computes something else."""
+"""Only these may have parameters in a block. With any other it computes something else."""
 ACTIVATIONS: dict[str, Mapped] = {
     "gelu": gelu,
     "gelu_pytorch_tanh": partial(gelu, approximate="tanh"),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def generation_config(folder: ModelFolder) -> GenerationConfig:
-    """As transformers' `from_pretrained` has it: what its file says, or, without one, what its config does.
+    """The same as transformers' `from_pretrained`: from its file or, without one, from the model's config.
 
     Raises ModelError if the file says what transformers does not take.
     """

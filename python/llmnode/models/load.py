@@ -1,7 +1,7 @@
 """The parts of a model that a node runs: a span of blocks, or the ends.
 
 A part is cut out of the transformers model itself: the model is built without weights, the tensors that the part needs
-are read, and everything else is removed. What differs between families is a row in `families.py`. The blocks of the
+are read, and everything else is removed. The differences between families are rows in `families.py`. The blocks of the
 Llama kind are those of `fused.py` instead, made as `blueprint.py` says.
 """
 
@@ -86,7 +86,7 @@ class SpanModel(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What a client keeps: from token ids to hidden states, and from hidden states to logits.
+    """A client's part: from token ids to hidden states, and from hidden states to logits.
 
     Both are the transformers model without its blocks: `embedding` without what follows them, `scoring` without what
     comes before. So scaled embeddings, learned positions and softcaps are where the family has them, and once.
@@ -111,14 +111,16 @@ class Ends:
 
     @torch.inference_mode()
     def embed_at(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """As `embed`, of tokens (tokens,) at `positions` (tokens,), which are tokens of the model."""
+        """Like `embed`, for tokens (tokens,) at `positions` (tokens,), which are tokens of the model."""
         if self.fused is not None:
             return self.fused.embed(tokens).float()
         return self._entered(positions, input_ids=tokens[None])
 
     @torch.inference_mode()
     def enter(self, embeddings: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """As `embed_at`, of `embeddings` (tokens, size): what the input embeddings give, before anything else."""
+        """Like `embed_at`, for `embeddings` (tokens, size): the output of the input embeddings, before anything
+        else.
+        """
         return self._entered(positions, inputs_embeds=embeddings[None].to(self.dtype))
 
     def _entered(self, positions: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
@@ -128,7 +130,7 @@ class Ends:
 
     @torch.inference_mode()
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the head scores, (tokens, size) in fp32, of `hidden` (tokens, hidden_size) after the last block."""
+        """The input of the head, (tokens, size) in fp32, for `hidden` (tokens, hidden_size) after the last block."""
         decoder = self.scoring.get_submodule(self.decoder)
         states: torch.Tensor = run_embedded(decoder, hidden.to(self.dtype)).last_hidden_state[0].float()
         return states
@@ -202,7 +204,7 @@ def _load_fused(
     *,
     in_rust: bool,
 ) -> FusedSpan:
-    """As `load_span`, without transformers."""
+    """The same as `load_span`, without transformers."""
     blocks = torch.nn.ModuleList()
     is_narrow = in_rust and takes_narrow(blueprint, dtype, device, quant)
     kept = KeptBlocks(folder, span, dtype, quant, device)
@@ -252,7 +254,7 @@ def can_quantize(folder: ModelFolder) -> bool:
 
 
 def found_block_bytes(folder: ModelFolder) -> int | None:
-    """What a block takes in fp32 on a CPU, if files have it in 32 bits and it needs no more than 8; else None.
+    """The size of a block in fp32 on a CPU, if files have it in 32 bits and it needs no more than 8; else None.
 
     By the first block; then by the largest of that, the last and one between. Reads those, but not of a folder that
     would have to obtain them, as one of the hub. Raises ModelError as `load_span`.
@@ -281,7 +283,7 @@ def found_block_bytes(folder: ModelFolder) -> int | None:
 def load_ends(folder: ModelFolder, dtype: torch.dtype = torch.float32) -> Ends:
     """Embeddings, final norm and head. Tied embeddings are read once. Raises ModelError as `load_span`.
 
-    What is computed in fp32, in a family that is fused, is in as few bits as it needs.
+    In a fused family, parts that are computed in fp32 are kept in the fewest bits that they need.
     """
     family = family_of(folder.config)
     ATTENTIONS[_NO_ATTENTION] = _no_attention
@@ -317,7 +319,8 @@ def _load(folder: ModelFolder, model: Any, names: set[str], dtype: torch.dtype) 
     tensors = read_parameters(folder, model, names, dtype)
     model.load_state_dict(tensors, assign=True, strict=False)
     if names & model.all_tied_weights_keys.keys():
-        # As from_pretrained: a tied head is stored once, and one that is stored and differs is not tied after all.
+        # The same as from_pretrained: a tied head is stored once, and one that is stored and differs is not tied after
+        # all.
         model.tie_weights(missing_keys=set(model.state_dict()) - tensors.keys(), recompute_mapping=False)
     left = [name for name, tensor in model.state_dict().items() if name in names and tensor.is_meta]
     check_complete(folder, left)

@@ -1,7 +1,7 @@
 """Blocks of the Llama kind in Rust (`transport_rs/src/blocks`), for forwards of a few positions: decodes, above all.
 
-Such a forward should take as long as its weights take from memory. What torch does between one product and the next,
-some forty calls a block, all out of the caches by then, took 0.3 to 0.5 of it.
+Such a forward should take as long as its weights take from memory. Between one product and the next, torch makes some
+forty calls a block, all out of the caches by then: that took 0.3 to 0.5 of the time.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ class NativeBlocks:
 
 
 def are_few(lengths: Sequence[int]) -> bool:
-    """Whether a forward of so many positions of each sequence is faster in Rust: all that are of decodes alone."""
+    """Whether a forward of sequences of these `lengths` is faster in Rust: it always is for decodes alone."""
     return sum(lengths) <= MOST_POSITIONS or max(lengths) == 1
 
 
 def takes_narrow(blueprint: Blueprint, dtype: torch.dtype, device: str, quant: str) -> bool:
-    """Whether weights may be of fewer bits: only Rust multiplies few rows with those fast. As `native_blocks` asks."""
+    """Whether weights may be of fewer bits: only Rust multiplies few rows with those fast. The conditions are those of
+    `native_blocks`.
+    """
     blocks = blueprint.blocks
     inner = {each.shapes["mlp.down_proj.weight"][1] for each in blocks}
     sizes = {blueprint.hidden_size, *inner, *(each.head_dim for each in blocks)}
@@ -121,7 +123,7 @@ def _weights(block: Any) -> _LlamaBlock:  # Any: likewise
 
 
 def weight_of(linear: _Linear) -> _Weight:
-    """As Rust takes it, over the same memory."""
+    """The form that Rust takes, over the same memory."""
     if isinstance(linear, Int8Linear):
         return "int8", _array(linear.weight), _array(linear.scale)
     if isinstance(linear, HalfLinear):

@@ -19,7 +19,7 @@ KNOWN_ROPES = (*INCLUDED_ROPES, *SCALED_ROPES, *CHANGING_ROPES)
 
 
 def ropes_of(config: Any) -> Iterator[Mapping[str, Any]]:  # Any: each family's config has attributes of its own
-    """What the config says of rotary embeddings: once for all blocks, or once a type of them."""
+    """The config's parameters of rotary embeddings: one for all blocks, or one for each type of them."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if getattr(config, "alibi", False):  # then they are not used
         return

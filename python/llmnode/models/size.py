@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from llmnode.models.sources.folder import ModelFolder
 
 _MOST_POSITIONS = 2**32 - 1
-"""What an announcement can say."""
+"""The largest number that fits in an announcement."""
 _SCALE_BYTES = 4
-"""Of KV in 8 bits, for each position and head."""
+"""The bytes of a scale of KV in 8 bits, for each position and head."""
 MEMORY_SHARE = 0.8
-"""Of what is free, a server takes this much: other programs grow too."""
+"""A server takes this share of the free memory: other programs grow too."""
 WEIGHTS, KV, LOG = "weights", "kv", "log"
-"""What a server has of a model: LOG is what its blocks have put out."""
+"""The parts of a server's memory: LOG is what its blocks have put out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,9 @@ class Place:
 
 
 def find_places(device: str, kv_device: str | None = None) -> list[Place]:
-    """As they are now; KV is beside the weights, unless it has a device of its own. The log is this machine's."""
+    """The devices with their free memory now; KV is beside the weights, unless it has a device of its own. The log is
+    this machine's.
+    """
     homes = {WEIGHTS: device, KV: kv_device or device, LOG: "cpu"}
     held = {each: frozenset(what for what, home in homes.items() if home == each) for each in homes.values()}
     return [Place(free_bytes(each), each, holds) for each, holds in held.items()]
@@ -69,13 +71,13 @@ class ModelSize:
 
     @property
     def block_bytes(self) -> int:
-        """Of the largest."""
+        """The size of the largest block."""
         return max(self.each_block_bytes)
 
     def fitting_blocks(self, places: Sequence[Place], kv_tokens: Callable[[int], int]) -> int:
         """How many blocks a server has room for in its share of what is free, with all its KV in use.
 
-        `kv_tokens` says for how many positions that is, of so many blocks.
+        `kv_tokens` gives the KV positions for a number of blocks.
         """
         for blocks in range(self.blocks, 0, -1):
             taken = self._taken(blocks * self.block_bytes, blocks, kv_tokens(blocks))
@@ -84,7 +86,7 @@ class ModelSize:
         return 0
 
     def kv_tokens(self, kv_bytes: int, blocks: int) -> int:
-        """For how many positions of so many blocks, with what is logged of each, `kv_bytes` are enough."""
+        """The number of positions of `blocks` blocks, with what is logged of each, for which `kv_bytes` are enough."""
         return min(kv_bytes // (blocks * self.kv_token_bytes + self.log_token_bytes), _MOST_POSITIONS)
 
     def fits(self, places: Sequence[Place], span: Span, kv_tokens: int) -> bool:

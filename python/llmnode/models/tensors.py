@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 FLOAT_BYTES = 4
-"""Of a number of hidden states, in fp32."""
+"""The bytes of one number in hidden states, in fp32."""
 
 
 def from_bytes(data: Buffer, hidden_size: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, as the config that transformers has for it.
+"""Makes a transformers config from the metadata of a GGUF file.
 
 transformers reads a part of it. The rest is read here, as llama.cpp, whose format it is, reads it: sizes that
 transformers takes from one checkpoint, windows, softcaps, and the scaling of rotary embeddings. A key that would change
@@ -174,7 +174,7 @@ class _Described:
             raise self.metadata.refusal(self.key("rope.freq_base"), "a number above 0")
 
     def read_sizes(self) -> None:
-        """As the file has them. transformers takes several to be those of one checkpoint."""
+        """Read the sizes from the file: transformers takes several of them from one checkpoint."""
         from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
         options = self.options
@@ -215,7 +215,7 @@ class _Described:
         if architecture == "llama" and "blk.0.ffn_gate.bias" in names:
             options["mlp_bias"] = True
         if architecture in ("phi3", "starcoder2", "gemma2", "gemma3"):
-            # Of Mistral's and Qwen's windows, llama.cpp's converter writes nothing, and its forward has none.
+            # llama.cpp's converter does not write the windows of Mistral and Qwen, and its forward has none.
             if (window := self.whole("attention.sliding_window")) or architecture in ("phi3", "starcoder2"):
                 options["sliding_window"] = window or None
         elif self.whole("attention.sliding_window") not in range(1, self.context_tokens):
@@ -361,4 +361,4 @@ class _Described:
 
 
 _OWN_HEAD_DIM = ("llama", "qwen3", "qwen3moe", "gemma2", "gemma3")
-"""Whose configs name it, and have a default that is not what follows from the others."""
+"""Their configs name it, and have a default that does not follow from the other sizes."""

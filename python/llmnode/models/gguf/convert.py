@@ -38,10 +38,11 @@ if TYPE_CHECKING:
     from llmnode.models.gguf.tokenizer import GgufTokenizer
 
 NOTES_FILE = "left_out.txt"
-"""What a converted folder leaves out of its file, a line each. No other folder has it."""
+"""The file in a converted folder that lists, a line each, what was left out of the GGUF file. No other folder has
+it."""
 
 _VERSION = 2
-"""Of what we make of a file: to be raised when it becomes something else, so that files are converted anew."""
+"""The version of our conversion: to be raised when its results change, so that files are converted anew."""
 _MAGIC = b"GGUF"
 _EXTRA_BYTES = 16 << 20  # config and tokenizer, beside the tensors
 _MEMORY_FACTOR = 2.5  # measured on the embedded model: the file's tensors, the model's, and what is being written
@@ -71,7 +72,7 @@ def open_gguf(path: Path, report: Callable[[str], None] = lambda _line: None) ->
 
 
 def open_converted(gguf: Path, name: str, sha256: str, report: Callable[[str], None]) -> ModelFolder:
-    """As `open_gguf`, for a file whose SHA-256 (in hex) the caller knows. By it the weights are known."""
+    """Like `open_gguf`, for a file whose SHA-256 (in hex) the caller knows. By it the weights are known."""
     folder = _folder_of(name, sha256)
     if not (folder / CONFIG_FILE).exists():
         require_room(folder.parent, 0)

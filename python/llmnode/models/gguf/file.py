@@ -1,7 +1,7 @@
 """A GGUF file's header and tensor table, read within limits: what is damaged, or is no model, is said in a line.
 
 The package `gguf` parses it. It believes each count and offset of the file, so these are checked before they are used.
-What the metadata means is `gguf_config.py`'s and `gguf_tokenizer.py`'s.
+`gguf/config.py` and `gguf/tokenizer.py` know the meaning of the metadata.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Damaged(ModelError):
 
 
 class _Damage(Exception):
-    """What is wrong, found while parsing."""
+    """A fault of the file, found while parsing."""
 
 
 def open_file(path: Path) -> GgufFile:
@@ -92,7 +92,9 @@ def open_file(path: Path) -> GgufFile:
 
 
 class _Reader(gguf.GGUFReader):
-    """As the package's, which reads on behind the end of a file, and makes lists of any length that it claims."""
+    """The package's reader reads on behind the end of a file, and makes lists of any length that it claims; this one
+    does not.
+    """
 
     def __setattr__(self, name: str, value: object) -> None:
         # A slice of a memmap takes several times as long as one of the array that it is.
@@ -158,7 +160,7 @@ class _Reader(gguf.GGUFReader):
 
 
 def _size_bytes(name: str, shape: list[int], raw_type: int) -> int:
-    """Of a tensor. `shape` has the length of a row first."""
+    """The size of a tensor. `shape` has the length of a row first."""
     if not 1 <= len(shape) <= _MOST_DIMENSIONS or not all(shape):
         raise _Damage(f"the tensor {name!r} is of the shape {shape[: _MOST_DIMENSIONS + 1]}")
     if raw_type not in set(GGMLQuantizationType):
@@ -173,7 +175,7 @@ def _size_bytes(name: str, shape: list[int], raw_type: int) -> int:
 
 
 def _check_beginning(path: Path) -> None:
-    """What other files with this name are: what a browser or git may leave in its place."""
+    """Refuse other files with this name, which a browser or git may leave in its place."""
     with path.open("rb") as opened:
         beginning = opened.read(512)
     stranger = next((said for first, said in _STRANGERS.items() if beginning.startswith(first)), None)

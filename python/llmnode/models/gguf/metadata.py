@@ -1,6 +1,6 @@
 """The metadata of a GGUF file: typed, and with a record of what was read, so that nothing is left out unnoticed.
 
-Keys are those of the GGUF specification (`gguf.Keys`). What a key means is with who reads it.
+Keys are those of the GGUF specification (`gguf.Keys`). The code that reads a key knows its meaning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _LARGEST = 1 << 31
-"""Of a whole number: transformers and torch count no further in every place."""
+"""The largest whole number: transformers and torch count no further in every place."""
 
 _HARMLESS = (
     "rope.scaling.finetuned",
@@ -97,11 +97,13 @@ class Metadata:
         )
 
     def mark(self, keys: Iterable[str]) -> None:
-        """As read, or as what needs no reading."""
+        """Mark `keys` as read, or as needing no reading."""
         self._read.update(keys)
 
     def unread(self, prefix: str) -> dict[str, Any]:  # Any: as above
-        """What begins with `prefix`, was not read by anybody, and may matter: by key without the prefix."""
+        """The values whose keys begin with `prefix`, which nobody has read and which may matter: by key without the
+        prefix.
+        """
         left = {key: value for key, value in self._values.items() if key.startswith(prefix) and key not in self._read}
         names = {key.removeprefix(prefix): (key, value) for key, value in left.items()}
         return {name: value for name, (key, value) in names.items() if key not in _HARMLESS and name not in _HARMLESS}

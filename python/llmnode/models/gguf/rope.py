@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _ACCURACY = 2e-5
 """Relative: files have the factors in fp32, made from frequencies in fp32."""
 _ORIGINAL_TOKENS = 8192
-"""Of every Llama 3. The other numbers scale with it, so that it may be chosen where nothing else says it."""
+"""The original context of every Llama 3. The other numbers scale with it, so that it may be chosen where nothing else
+says it."""
 
 
 def llama3_scaling(
@@ -67,5 +68,5 @@ def _factors(turns: NDArray[np.float64], factor: float, low: float, high: float)
 
 
 def _rounded(value: float) -> float:
-    """What somebody has written into a config, if that is it but for fp32."""
+    """The round number that a config's author has written, if `value` is that but for fp32."""
     return float(round(value, 2)) if math.isclose(value, round(value, 2), rel_tol=1e-3) else value

@@ -1,8 +1,8 @@
 """The tokenizer that a GGUF file describes, and the tokens at which its model ends.
 
-transformers builds it, and what it leaves out is added as llama.cpp, whose format it is, reads it: control tokens that
-are not spelled in bytes, words that need no merges, whether a space comes first, how a text is cut into words, and chat
-templates that have names.
+transformers builds it. Some parts that it leaves out are added as llama.cpp, whose format it is, reads them: control
+tokens that are not spelled in bytes, words that need no merges, whether a space comes first, how a text is cut into
+words, and named chat templates.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _WHOLE_WORDS = {
 
 
 class GgufTokenizer:
-    """What the metadata says of tokens. Raises ModelError if it contradicts itself or its kind is not supported."""
+    """The tokens by the file's metadata. Raises ModelError if it contradicts itself or its kind is not supported."""
 
     def __init__(self, metadata: Metadata, architecture: str, notes: list[str]) -> None:
         self._metadata = metadata
@@ -110,7 +110,7 @@ class GgufTokenizer:
         return types
 
     def _read_ids(self) -> dict[str, int]:
-        """Of special tokens, by transformers' names or, of those that it has none for, by the file's."""
+        """The ids of special tokens, by transformers' names or, if it has none, by the file's."""
         defaults = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0} if self._kind == "llama" else {}
         found: dict[str, int] = {}
         for key, name in _SPECIAL.items():
@@ -236,7 +236,7 @@ class GgufTokenizer:
         backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), "isolated"), bytes_alone])
 
     def _add_tokens(self, backend: Any) -> None:  # Any: likewise
-        """What is matched whole in a text, before it is cut into words. What is special is not shown."""
+        """Add the tokens that are matched whole in a text, before it is cut into words. Special ones are not shown."""
         from tokenizers import AddedToken
 
         ends = set(self.end_ids)

@@ -1,4 +1,4 @@
-"""Which files of a folder are the model: those that transformers' `from_pretrained` takes, and no other.
+"""Finds the files of a folder that are the model: those that transformers' `from_pretrained` takes, and no other.
 
 It looks for one file first, then for an index of several; what else lies there, as an older index or a copy of another
 precision, does not count. Knows names of files and what JSON says, neither tensors nor where files come from.
@@ -65,7 +65,7 @@ def weights_file(config: Mapping[str, Any], has: Callable[[str], bool]) -> str |
 
 
 def is_index(file: str) -> bool:
-    """Of what `weights_file` says."""
+    """Whether `file`, which `weights_file` found, is an index."""
     return file.endswith(_INDEX)
 
 
@@ -84,7 +84,7 @@ def shard_names(path: Path, file: str) -> list[str]:
 
 
 def promised(path: Path, index: str) -> dict[str, str]:
-    """What the index says: the file of each tensor. Raises ModelError, as `shard_names`."""
+    """The file of each tensor, by the index. Raises ModelError, as `shard_names`."""
     described = read_json(path / index)
     weight_map = described.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(each, str) for each in weight_map.values()):
@@ -122,7 +122,7 @@ def check_options(config_file: Path, config: Mapping[str, Any], names: Collectio
 
 
 def names_in(path: Path) -> list[str]:
-    """Of the files in the folder, and of what makes a model of the folders in it. Raises OSError."""
+    """The names of the files in the folder, and of the configs of the models in its subfolders. Raises OSError."""
     with os.scandir(path) as entries:
         is_folder = {entry.name: entry.is_dir() for entry in islice(entries, _MOST_NAMES)}
     within = (f"{name}/{CONFIG_FILE}" for name in is_folder if is_folder[name])

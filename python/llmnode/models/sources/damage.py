@@ -1,4 +1,4 @@
-"""What is wrong with a file that cannot be read, and what to do about it: known by its first bytes and by its size.
+"""Explains why a file cannot be read, and what to do about it, by its first bytes and its size.
 
 A download that broke off, a web page in the place of a file, what git leaves there without git-lfs. Knows no model.
 """
@@ -17,7 +17,7 @@ _LOOKED_BYTES = 1024
 _MOST_JSON_BYTES = 1 << 28
 """No config or index is as large. More would only fill the memory."""
 _LENGTH_BYTES = 8
-"""Of the header of a safetensors file, which begins with it."""
+"""A safetensors file begins with the length of its header, in this many bytes."""
 _AGAIN = "download it again"
 _POINTER = b"version https://git-lfs.github.com/spec/v1"
 _OTHERS = (
@@ -40,13 +40,13 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def what_is_wrong_in_json(file: Path) -> str | None:
-    """As the end of a sentence that begins with the file's name. None if it holds an object."""
+    """The fault as the end of a sentence that begins with the file's name. None if it holds an object."""
     found = _read_object(file)
     return found if isinstance(found, str) else None
 
 
 def what_is_instead(file: Path) -> str | None:
-    """What stands in the place of a file that is there, likewise."""
+    """The content that stands in the place of a file, likewise."""
     try:
         return _in_place(_beginning(file))
     except OSError as error:
@@ -102,7 +102,7 @@ def _whole(file: Path) -> bytes:
 
 
 def _in_place(content: bytes) -> str | None:
-    """What stands in the place of a file."""
+    """The content that stands in the place of a file."""
     beginning = content[:_LOOKED_BYTES].lstrip(b"\xef\xbb\xbf \t\r\n")
     if not content:
         return f"is empty: {_AGAIN}"
@@ -121,7 +121,7 @@ def _other_encoding(content: bytes) -> str | None:
 
 
 def _cut_off(file: Path, beginning: bytes, size: int) -> str | None:
-    """Whether a file of safetensors has as many bytes as its header says."""
+    """Whether a file of safetensors is shorter than its header says."""
     header_bytes = int.from_bytes(beginning[:_LENGTH_BYTES], "little")
     if size < _LENGTH_BYTES or header_bytes > _MOST_JSON_BYTES:
         return f"is not of safetensors, or damaged: {_AGAIN}"

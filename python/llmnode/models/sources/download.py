@@ -39,7 +39,7 @@ class Shard:
 
     @property
     def is_resumable(self) -> bool:
-        """What is larger than plain HTTP is meant for, or named in a strange way, is left to huggingface_hub."""
+        """A file that is larger than plain HTTP is meant for, or named in a strange way, is left to huggingface_hub."""
         from huggingface_hub import constants
 
         named = _ETAG.fullmatch(self.etag) is not None
@@ -150,7 +150,7 @@ class Progress:
 
 
 class _Bar:
-    """What huggingface_hub uses of a tqdm bar."""
+    """The part of a tqdm bar that huggingface_hub uses."""
 
     def __init__(self, progress: Progress, **_options: object) -> None:
         self._progress = progress

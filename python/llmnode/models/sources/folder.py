@@ -1,7 +1,7 @@
 """A model on disk: a folder with `config.json` and safetensors, read tensor by tensor.
 
-Knows no architecture: which tensors belong to which block is `parts.py`'s. Nor where files come from: what is not there
-yet is obtained by who opened the folder, when it is read.
+Knows no architecture: which tensors belong to which block is `parts.py`'s. It does not know either where files come
+from: the opener of the folder obtains missing files when they are read.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
     from llmnode.core.identity import Weights
 
 _MAPPED_BYTES = 64 << 20
-"""Of a file that is read, so much is in memory beside the copies: then it is opened anew."""
+"""A file is opened anew after this many bytes, which are in memory beside the copies."""
 
 Header = dict[str, tuple[str, list[int]]]
-"""What a safetensors file says of its tensors: by name, dtype and shape."""
+"""The dtype and shape of each tensor in a safetensors file, by its name."""
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
-"""What weights are. Others are those of models that were quantized, whose scales no config tells us to apply."""
+"""The dtypes of weights. Others are those of models that were quantized, whose scales no config tells us to apply."""
 
 
 def _nothing_to_obtain(_files: Collection[Path]) -> None:
-    """Of a folder that is all there."""
+    """The `obtain` of a folder that is all there."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class ModelFolder:
 
     @cached_property
     def config(self) -> PreTrainedConfig:
-        """As transformers, which takes seconds to import, has it. Raises ModelError as `read_config`."""
+        """The config as transformers, which takes seconds to import, has it. Raises ModelError as `read_config`."""
         return read_config(self.path)
 
     @cached_property
@@ -137,7 +137,7 @@ class ModelFolder:
 
 
 def read_tensors(file: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-    """As `ModelFolder.read`, of one file. Raises ModelError if one of them cannot be read."""
+    """Like `ModelFolder.read`, for one file. Raises ModelError if one of them cannot be read."""
     tensors: dict[str, torch.Tensor] = {}
     waiting = deque(dtypes)
     while waiting:
@@ -165,7 +165,7 @@ def _read_some(file: Path, names: deque[str], dtypes: Mapping[str, torch.dtype])
 def open_folder(path: Path, name: str, weights: Weights | None = None) -> ModelFolder:
     """Read config and tensor index. Raises ModelError unless it is a whole model that we can run.
 
-    Which `weights` it has is found out, by a part of them, unless the caller knows.
+    The identity `weights` is found out, by a part of the weights, unless the caller knows it.
     """
     try:
         names = names_in(path)
@@ -180,7 +180,7 @@ def open_folder(path: Path, name: str, weights: Weights | None = None) -> ModelF
 
 
 def open_config(path: Path, name: str, names: Collection[str]) -> dict[str, Any]:
-    """What the config of the folder `path`, of files of these `names`, says: `name` is what people call it.
+    """The config of the folder `path`, which has files of these `names`: `name` is what people call it.
 
     Raises ModelError unless it is of a model that we can run.
     """
@@ -194,7 +194,7 @@ def open_config(path: Path, name: str, names: Collection[str]) -> dict[str, Any]
 
 
 def no_model(path: Path, name: str, names: Collection[str]) -> ModelError:
-    """What to do with a folder that has no config or weights for us, by what else it has."""
+    """The error for a folder that has no config or weights for us, with advice by what else it has."""
     lack = explain_lack(sorted(names), lambda: read_json(path / ADAPTER_FILE).get("base_model_name_or_path"))
     return ModelError(f"{name} is not a model folder: it {lack}")
 

@@ -80,7 +80,7 @@ class _Snapshot:
 
     @property
     def names(self) -> Collection[str]:
-        """Of its files: those that are known here, without the hub."""
+        """The names of its files: those that are known here, without the hub."""
         return self.remote_files or (names_in(self.path) if self.path.is_dir() else ())
 
     @property
@@ -174,7 +174,9 @@ def _cached_commit(name: HubName) -> str | None:
 
 
 def _remember(name: HubName, commit: str) -> None:
-    """As huggingface_hub does when a file is asked for by a branch; we ask by the commit, for all to be of one."""
+    """Remember the commit of the branch, like huggingface_hub when a file is asked for by a branch. We ask by the
+    commit, so that all files are of one.
+    """
     if commit == _cached_commit(name):
         return
     reference = _repository(name.repo) / "refs" / name.revision
@@ -234,7 +236,7 @@ def _partly(snapshot: _Snapshot) -> ConfigError:
 
 
 def _headers(snapshot: _Snapshot, shards: Sequence[str]) -> dict[str, Header]:
-    """Of every one of `shards`, here or not."""
+    """The header of each of `shards`, here or not."""
     known = _known_headers(snapshot)
     here = [shard for shard in shards if shard not in known and (snapshot.path / shard).exists()]
     known |= {shard: read_header(snapshot.path / shard) for shard in here}
@@ -293,7 +295,7 @@ def _obtain(snapshot: _Snapshot, report: Callable[[str], None], files: Collectio
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all, whoever else writes it."""
+    """Write the file whole or not at all, even if others write it too."""
     partly = path.with_name(f"{path.name}.{os.getpid()}")
     partly.write_text(text)
     partly.replace(path)

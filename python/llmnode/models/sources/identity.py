@@ -1,4 +1,4 @@
-"""Which model the files on disk are: what `core/identity.py` makes a digest of.
+"""Tells which model the files on disk are: `core/identity.py` makes a digest of it.
 
 Weights on the hub are known by their commit, since nobody has all of them, and those of a GGUF file by its SHA-256.
 Those in a folder are known by a fingerprint of the numbers themselves: all of them where they are few, else windows
@@ -24,15 +24,14 @@ if TYPE_CHECKING:
     Header = Mapping[str, tuple[str, list[int]]]
 
 SAMPLED_BYTES = 256 << 20
-"""A model of no more is read whole, which takes a tenth of a second once the files are in memory. Of a larger one this
-much is read, or a window of each tensor."""
+"""A model of no more is read whole, which takes a tenth of a second once the files are in memory. For a larger one this much is read, or a window of each tensor."""
 WINDOW_BYTES = 64 << 10
 """About as fast to read from a disk as less: some 4,000 of them take a second from a cold one without moving parts."""
 _LENGTH_BYTES = 8  # of a safetensors file's header, before it
 
 _NOT_COUNTED = frozenset(
     {
-        # who wrote it, and how it is to be loaded
+        # its authors, and how it is to be loaded
         *("_name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map", "dtype", "torch_dtype"),
         *("_attn_implementation", "attn_implementation", "use_cache", "torchscript", "return_dict"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "gradient_checkpointing"),

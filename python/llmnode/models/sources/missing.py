@@ -52,7 +52,7 @@ def _index(folder: ModelFolder) -> str | None:
 
 
 def _broken_promise(folder: ModelFolder, index: str | None, missing: Sequence[str]) -> str | None:
-    """Of the index, which says that a file has what it has not."""
+    """The fault if the index says that a file has a tensor that it has not."""
     if index is None:
         return None
     try:

@@ -84,7 +84,7 @@ def is_out_of_reach(error: Exception) -> bool:
 
 
 def explain(error: BaseException, model: str) -> LlmnodeError:
-    """What `error`, met while something of `model` was asked for, means to the user, and what to do about it."""
+    """The meaning of `error`, met while something of `model` was asked for, to the user, and what to do about it."""
     from huggingface_hub import constants, errors
 
     match error:

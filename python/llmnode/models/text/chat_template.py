@@ -67,7 +67,7 @@ class ChatTemplate:
 
 
 class _Process:
-    """One life of `template_process.py`. Whatever goes wrong ends it: what it says after that would be out of turn."""
+    """One life of `template_process.py`. Any fault ends it: a later answer would be out of turn."""
 
     def __init__(self) -> None:
         """Raises TemplateFailed."""

@@ -1,7 +1,7 @@
 """How far back a tokenizer's decoding of later tokens can change the text of earlier ones.
 
-Decoding is a chain of steps, most of which look at one token at a time. What those made stays. This file knows which
-steps look further, and how far. It does not decode.
+Decoding is a chain of steps, most of which look at one token at a time. Their results stay. This file knows which steps
+look further, and how far. It does not decode.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _CLEANUP_REACH = 8
 """transformers' `clean_up_tokenization` removes spaces before marks and contractions. The longest of them, " n ' t", is
-shorter than this: a space with so many characters after it stays."""
+shorter than this: a space with this many characters after it stays."""
 
 _PER_TOKEN = {"BPEDecoder", "CTC", "Metaspace", "Replace", "Strip", "WordPiece"}
 """These change a token by itself and the token before or after it, and later tokens only add to that."""
@@ -23,10 +23,10 @@ _PER_TOKEN = {"BPEDecoder", "CTC", "Metaspace", "Replace", "Strip", "WordPiece"}
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What more tokens may still change at the end of a text."""
+    """The end of a text that more tokens may still change."""
 
     characters: int = 0
-    """The last so many."""
+    """The number of last characters that may change."""
     byte_runs: bool = False
     """All that tokens of single bytes (`<0xE2>`) say, until a token of another kind comes: one byte that is no UTF-8
     makes every character of its run unreadable."""

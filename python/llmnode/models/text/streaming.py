@@ -9,8 +9,8 @@ Nearly always decode(prompt) is how decode(prompt + answer) begins, and "minus" 
 prompt's last characters otherwise when more follows: a byte becomes a character, or a space before a mark goes. Then
 the answer begins at the first character that is not the prompt's, spaces that went aside (`_answer_begins`).
 
-A piece that was given is never taken back. What later tokens may still change, by `decoding.py`, is held back until
-they cannot: mostly half a character, in the worst case all of the answer.
+A piece that was given is never taken back. The part that later tokens may still change, by `decoding.py`, is held back
+until they cannot: mostly half a character, in the worst case all of the answer.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class TextStream:
         self._given = 0
         """Characters of the answer."""
         self._start = 0
-        """Of the window: tokens before it are no longer decoded."""
+        """The start of the window: tokens before it are no longer decoded."""
         self._next: int | None = None
         """Where in the window's text the next piece begins; None until it is settled where the prompt's text ends."""
         self._most = _WINDOW
 
     def add(self, token_id: int) -> str:
-        """What is settled now, and has not been given yet; often nothing."""
+        """The text that is settled now, and has not been given yet; often nothing."""
         self._token_ids.append(token_id)
         reach = self._tokenizer.reach
         if reach.everything or self._tokenizer.is_silent(token_id):
@@ -74,7 +74,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
+        """The text that was held back, now that nothing follows."""
         whole = self._tokenizer.decode(self._token_ids)
         begins, _ = _answer_begins(whole, self._before)
         piece = whole[begins + self._given :]
@@ -84,8 +84,8 @@ class TextStream:
     def _move_window(self, text: str) -> None:
         """Let go of the first tokens if the others decode to how `text`, the window's, ends.
 
-        As much of that as is not settled must be the same, and a character more: then no token that is left is the
-        first of a text to the decoder, which may treat that one in its own way.
+        The unsettled end of that, and a character more, must be the same. Then no remaining token is the first of a
+        text to the decoder, which may treat that one in its own way.
         """
         if len(self._token_ids) - self._start <= self._most:
             return

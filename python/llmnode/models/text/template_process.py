@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 READY = "ready"
 MOST_LETTERS = 1 << 22
-"""Of a template, and of a prompt: more than fits the longest context."""
+"""The most characters of a template, and of a prompt: more than fits the longest context."""
 _MOST_WORDS = 300
 """Characters of what a template says about itself."""
 _MORE_BYTES = 512 << 20
 """That a template may take beside what Python and transformers have taken."""
 
 _LAST_S = 60.0
-"""Then it ends by itself, as when who asked is gone and cannot end it."""
+"""Then it ends by itself, for example when the asking process is gone and cannot end it."""
 
 
 class TemplateFailed(LlmnodeError):
@@ -35,7 +35,7 @@ class TemplateFailed(LlmnodeError):
 
 
 def render(source: str, messages: Sequence[Mapping[str, str]], special_tokens: Mapping[str, Any]) -> str:
-    """As transformers' `apply_chat_template`. Raises TemplateFailed."""
+    """The same as transformers' `apply_chat_template`. Raises TemplateFailed."""
     from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError, UndefinedError
     from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -58,7 +58,9 @@ class Tokenizer:
         return list(self._tokenizer(prompt, add_special_tokens=False).input_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """As transformers does without special tokens; ids that the tokenizer does not know say nothing."""
+        """The same as transformers' decoding without special tokens; ids that the tokenizer does not know say
+        nothing.
+        """
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
@@ -117,7 +119,7 @@ def load_tokenizer(folder: ModelFolder) -> Tokenizer:
 
 
 def find_tokenizer(folder: ModelFolder) -> Tokenizer:
-    """As `load_tokenizer`, for who may need none: what needs it raises the ModelError."""
+    """Like `load_tokenizer`, for callers that may need none: using it raises the ModelError."""
     try:
         return load_tokenizer(folder)
     except ModelError as error:

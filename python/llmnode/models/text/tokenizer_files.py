@@ -1,4 +1,4 @@
-"""What is wrong with the files of a tokenizer that transformers cannot load, and what to do about it."""
+"""Explains why transformers cannot load the files of a tokenizer, and what to do about it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _JSON = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 _VOCABULARIES = ("*.model", "*.tiktoken", "vocab.*", "merges.txt")
 _MOST_LETTERS = 200
-"""Of a library's message: the rest is on where to read more."""
+"""The most characters of a library's message: the rest is on where to read more."""
 _NONE = "it has no tokenizer.json: put the one of the model's publisher there"
 _FAST = "where it is installed, `AutoTokenizer.from_pretrained(...).save_pretrained(...)` makes a tokenizer.json"
 

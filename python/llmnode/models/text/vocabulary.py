@@ -1,4 +1,4 @@
-"""Which tokens a model has: as many as its embedding has rows, whatever its tokenizer knows."""
+"""The tokens that a model has: one per row of its embedding, whatever its tokenizer knows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept on disk that can be made again, and what goes to make room for it."""
+"""Chooses among files on disk that can be made again: which of them go to make room for a new one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class EvictionPolicy:
     disk_share: float = 0.25
-    """Of what is free and what we keep together: the disk is others' too."""
+    """Kept files may take this share of the free space and their own together: other programs use the disk too."""
     idle_s: float = 3600.0
-    """What was used since stays: two nodes whose models do not both fit would remove each other's."""
+    """Files that were used within this time stay: two nodes whose models do not both fit would remove each other's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,9 @@ class Kept:
 def room_for(
     needed_bytes: int, name: str, kept: Sequence[Kept], free_bytes: int, now_s: float, policy: EvictionPolicy
 ) -> list[Kept] | None:
-    """What is to go before so much more is kept under `name`: the longest unused. None if that is not enough."""
+    """The files to remove before `needed_bytes` more are kept under `name`: the longest unused. None if that is not
+    enough.
+    """
     kept_bytes = sum(each.size_bytes for each in kept)
     over_bytes = kept_bytes + needed_bytes - int(policy.disk_share * (free_bytes + kept_bytes))
     going: list[Kept] = []

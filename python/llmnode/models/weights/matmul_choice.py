@@ -3,8 +3,8 @@ of prefills beside them.
 
 For one row BLAS reads the weight and is done. For a few it first lays the weight out anew, which takes longer than the
 product itself: 8 rows cost 2.4 times one. The same product in another form, over the weight as it is stored, does
-without much of that: 1.5 times. Which form is the fastest for how many rows depends on shape, dtype, threads and
-machine, so it is measured when the weights have been read. The numbers are the same but for the order of sums.
+without much of that: 1.5 times. The fastest form for a number of rows depends on shape, dtype, threads and machine, so
+it is measured when the weights have been read. The numbers are the same but for the order of sums.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     Form = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-    """Of rows (..., inputs), a weight (outputs, inputs) and perhaps a bias (outputs), to (..., outputs)."""
+    """A function of rows (..., inputs), a weight (outputs, inputs) and perhaps a bias (outputs), to (..., outputs)."""
     Kind = tuple[torch.Size, torch.dtype]
-    """Of weights that are alike."""
+    """The kind of weights that are alike."""
 
 LEAST_BYTES = 1 << 18
 """Smaller weights stay in a cache, and all forms are alike."""
@@ -34,11 +34,11 @@ MOST_PART = 128
 """Outputs of a part: enough for a call to BLAS, few enough for its copy of them to stay in a cache."""
 LEAST_PART = 32
 LEAST_BITS, MOST_BITS = 3, 5
-"""Of a number of rows that has a choice of forms: 4 to 31. Fewer and more are best as they are."""
+"""The bit lengths of the numbers of rows that have a choice of forms: 4 to 31. Fewer and more are best as they are."""
 ROUNDS = 2
-"""So often each form is measured for a number of rows."""
+"""Each form is measured this many times for a number of rows."""
 PASS_BYTES = 64 << 20
-"""Of weights in a round: more than a cache keeps until the next one."""
+"""The bytes of weights in a round: more than a cache keeps until the next one."""
 GAIN = 0.9
 """Another form must take less than this part of the time of the usual one."""
 
@@ -62,7 +62,7 @@ def in_parts(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 @cache
 def part_of(outputs: int) -> int | None:
-    """How many of so many outputs are a part, if they can be divided."""
+    """The size of a part, out of `outputs` outputs, if they can be divided."""
     return next((size for size in range(MOST_PART, LEAST_PART - 1, -1) if outputs % size == 0), None)
 
 
@@ -76,7 +76,7 @@ def use_fastest(blocks: torch.nn.Module, clock: Callable[[], float] = time.threa
 
 
 class Product:
-    """What a linear layer does, in the form for as many rows as there are: `forms` are by their number's bit length."""
+    """A linear layer's product, in the form for the number of rows: `forms` are by the bit length of that number."""
 
     __slots__ = ("_bias", "_forms", "_weight")
 
@@ -91,7 +91,7 @@ class Product:
 
 @torch.inference_mode()
 def fastest(weights: Sequence[torch.Tensor], clock: Callable[[], float]) -> Mapping[Kind, Sequence[Form]]:
-    """For each kind of `weights`, the form for products with rows of so many bits in length.
+    """For each kind of `weights`, the form for products by the bit length of the number of rows.
 
     All are multiplied in turn, as in a forward: one that was just used is still in a cache.
     """
@@ -99,7 +99,7 @@ def fastest(weights: Sequence[torch.Tensor], clock: Callable[[], float]) -> Mapp
     passed = weights[: bisect.bisect_left(ends, PASS_BYTES) + 1]
     chosen: dict[Kind, list[Form]] = {_kind(weight): [linear] * LEAST_BITS for weight in weights}
     for bits in range(LEAST_BITS, MOST_BITS + 1):
-        took_s = _measured(passed, 3 << bits - 2, clock)  # in the middle of those with so many bits
+        took_s = _measured(passed, 3 << bits - 2, clock)  # in the middle of those with this bit length
         for kind, forms in chosen.items():
             of_kind = {form: took_s[kind, form] for form in _forms() if (kind, form) in took_s}
             best = min(of_kind, key=lambda form: of_kind[form], default=linear)

@@ -20,7 +20,7 @@ _ROWS = 1024
 
 
 class NarrowEmbedding(torch.nn.Module):
-    """As `torch.nn.Embedding`, of the rows of a linear layer's weight."""
+    """Like `torch.nn.Embedding`, over the rows of a linear layer's weight."""
 
     def __init__(self, layer: Narrow) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class NarrowEmbedding(torch.nn.Module):
 
 
 class NarrowHead(torch.nn.Module):
-    """As the linear layer, on torch's number of threads: few rows are multiplied in Rust."""
+    """The same as the linear layer, on torch's number of threads: few rows are multiplied in Rust."""
 
     def __init__(self, layer: Narrow) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class NarrowHead(torch.nn.Module):
 def keep_ends_narrow(model: Any, decoder: Any, tokens: str) -> None:  # Any: as transformers types a causal LM
     """Replace the embedding, `tokens` in `decoder`, and the head of a model in fp32, if they need fewer bits.
 
-    What is tied stays one. What is replaced is there beside what replaces it, one after the other.
+    A tied weight stays one. Each replaced part is in memory beside its replacement, one part at a time.
     """
     if not LlamaBlocks.is_fast() or getattr(getattr(decoder, tokens), "max_norm", None) is not None:
         return

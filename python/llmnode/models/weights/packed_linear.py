@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     _Widened = Callable[[slice, torch.Tensor], torch.Tensor]
-    """Of the outputs of a slice, into room for so many."""
+    """A function that widens a slice of the outputs into a tensor of their size."""
 
 HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
 """By the names that safetensors has for them."""
 _MOST_WIDENED = 1 << 22
 """Weights at a time. More do not stay in a cache until they are multiplied; with fewer, BLAS is slow."""
 _GROUP = 32
-"""So many weights of 4 or 8 bits along the inputs share their levels."""
+"""The number of weights of 4 or 8 bits along the inputs that share their levels."""
 _kept = threading.local()
 
 
@@ -74,7 +74,7 @@ class Q4Linear(torch.nn.Module):
         return _in_parts(x, self, self._widened)
 
     def rows(self, which: torch.Tensor) -> torch.Tensor:
-        """As `HalfLinear.rows`."""
+        """The same as `HalfLinear.rows`."""
         pairs = self.codes[which].unflatten(-1, (-1, _GROUP // 2))
         step, least = self.levels[which].split(1, dim=-1)
         weights: torch.Tensor = torch.cat((pairs & 15, pairs >> 4), dim=-1) * step + least
@@ -110,7 +110,7 @@ class Q8Linear(torch.nn.Module):
         return _in_parts(x, self, self._widened)
 
     def rows(self, which: torch.Tensor) -> torch.Tensor:
-        """As `HalfLinear.rows`."""
+        """The same as `HalfLinear.rows`."""
         weights: torch.Tensor = self.codes[which].unflatten(-1, (-1, _GROUP)) * self.steps[which].unsqueeze(-1)
         return weights.flatten(-2)
 

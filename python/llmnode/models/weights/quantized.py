@@ -1,6 +1,6 @@
 """Linear layers with weights of 8 or 4 bits, in the place of those of a block. Norms and biases stay as they are.
 
-What a row becomes does not depend on the rows beside it: each is scaled by itself, and products of integers are exact.
+A row's result does not depend on the rows beside it: each is scaled by itself, and products of integers are exact.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OUTLIER = 6.0
 """LLM.int8 (Dettmers et al. 2022, section 3.2): larger inputs are not rounded to 8 bits, nor do they widen the steps of
 the others."""
 NF4_BLOCK = 64
-"""So many weights share a scale (QLoRA, Dettmers et al. 2023)."""
+"""The number of weights that share a scale (QLoRA, Dettmers et al. 2023)."""
 _NF4_CODES = 16
 
 
@@ -83,7 +83,7 @@ def quantize_block(block: torch.nn.Module, quant: str, device: str = "cpu") -> N
 
 
 def quantized_state(block: torch.nn.Module, quant: str) -> dict[str, torch.Tensor]:
-    """What the state of `block`, which may be without storage, is after `quantize_block`; itself without storage.
+    """The state of `block`, which may be without storage, after `quantize_block`; itself without storage.
 
     Raises likewise.
     """
@@ -97,7 +97,7 @@ def quantized_state(block: torch.nn.Module, quant: str) -> dict[str, torch.Tenso
 
 
 def fill_block(block: torch.nn.Module, quant: str, state: Mapping[str, torch.Tensor]) -> None:
-    """As `quantize_block`, of a `block` without storage, with what the `state` of one was after that."""
+    """Like `quantize_block`, for a `block` without storage, with the `state` of a quantized one."""
     if quant == "nf4":
         _bitsandbytes()  # else the first forward would wait for it
     for name, linear in list(_linears(block)):
@@ -106,7 +106,7 @@ def fill_block(block: torch.nn.Module, quant: str, state: Mapping[str, torch.Ten
 
 
 def quantized_bytes(block: torch.nn.Module, quant: str) -> int:
-    """What `block`, which may be without storage, takes with its linear layers quantized. Raises likewise."""
+    """The bytes of `block`, which may be without storage, with its linear layers quantized. Raises likewise."""
     return sum(each.nbytes for each in quantized_state(block, quant).values())
 
 
@@ -122,7 +122,7 @@ def has_experts(block: torch.nn.Module) -> bool:
 
 
 def fast_quant(device: str) -> str:
-    """What `--quant auto` is on torch's `device`: the smallest that is no slower than none."""
+    """The format of `--quant auto` on torch's `device`: the smallest that is no slower than none."""
     if torch.device(device).type == "cuda":
         return "nf4"
     return "int8" if _has_fast_int8() else "none"
@@ -147,7 +147,7 @@ def _weight(linear: Any) -> torch.Tensor:  # Any: likewise
 
 def _int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes, and the scales of outputs."""
-    if weight.is_meta:  # torch takes as long for nothing as for a small layer
+    if weight.is_meta:  # torch takes the same time for an empty tensor as for a small layer
         outputs, inputs = weight.shape
         return torch.empty(outputs, inputs, dtype=torch.int8, device="meta"), torch.empty(outputs, device="meta")
     weight = weight.float()

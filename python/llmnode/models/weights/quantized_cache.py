@@ -41,12 +41,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FORMAT = 1
-"""Of the files: to be raised when they say something else, or blocks are joined or quantized otherwise."""
+"""The version of the files' format: to be raised when their content changes, or blocks are joined or quantized
+otherwise."""
 _LIBRARIES = {"int8": ("torch", "transformers"), "nf4": ("torch", "transformers", "bitsandbytes")}
-"""Which quantize, or say which stored tensor is which of a block's."""
+"""The libraries that quantize, or that map stored tensors to a block's."""
 _FOLDER = re.compile(r".+-[0-9a-f]{16}")
 _FILE = re.compile(r"[0-9]+\.safetensors(\.[0-9a-f]{16})?|\.tmp\w{6}")
-"""Also those that are being written, or were by who was killed: by us, or by safetensors."""
+"""Also files that are being written, or were by a process that was killed: by us, or by safetensors."""
 _SHOWN = 50
 _STORED = {
     torch.float32: "F32",
@@ -55,9 +56,9 @@ _STORED = {
     torch.int8: "I8",
     torch.uint8: "U8",
 }
-"""As safetensors names them."""
+"""The names of dtypes in safetensors."""
 _MADE_FROM, _CHECKSUM = "made_from", "checksum"
-"""What a file says beside its tensors."""
+"""The metadata of a file beside its tensors."""
 
 
 class KeptBlocks:
@@ -102,7 +103,7 @@ class KeptBlocks:
         return True
 
     def keep(self, index: int, block: torch.nn.Module) -> None:
-        """`block` is quantized. Whole or not at all, whoever else keeps it."""
+        """`block` is quantized. It is kept whole or not at all, even if another process keeps it too."""
         if self._place is None or self._has_room is False:
             return
         state = {name: each.detach().cpu().contiguous() for name, each in block.state_dict().items()}
@@ -177,8 +178,8 @@ def _made_from(folder: ModelFolder, precision: list[str]) -> dict[str, object]:
     """All that numbers follow from.
 
     The digest of a large model in a folder is of a sample of its numbers, and somebody may change a few and save it
-    again, so files are told apart by when they were written, too. What comes from the hub is of the commit that the
-    digest has.
+    again, so files are told apart by when they were written, too. Files from the hub are of the commit that the digest
+    has.
     """
     files = sorted(set(folder.files.values())) if folder.is_local else []
     return {
@@ -200,7 +201,7 @@ def _written(file: Path) -> tuple[int, int, int]:
 
 
 def _checksum(state: Mapping[str, torch.Tensor]) -> str:
-    """Of accidents: who may write into the cache may write models, too."""
+    """A checksum against accidents: a program that may write into the cache may write models, too."""
     checksum = 0
     for name in sorted(state):
         checksum = crc32c(state[name].reshape(-1).view(torch.uint8).numpy(), checksum)
@@ -208,7 +209,7 @@ def _checksum(state: Mapping[str, torch.Tensor]) -> str:
 
 
 def _kept_in(place: Path) -> list[Kept]:
-    """What we have written there, and nothing else."""
+    """The files that we have written there, and nothing else."""
     kept = []
     for each in place.iterdir():
         with suppress(OSError):  # another node has removed it

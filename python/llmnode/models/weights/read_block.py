@@ -1,8 +1,8 @@
 """From the names in a model's files to the tensors of a transformers model.
 
-Files may name and cut tensors otherwise than the model: by another prefix, an expert at a time, under a name of former
-days. transformers knows how to convert each of its models on load, and the same rules are applied here, to the tensors
-that are wanted alone.
+Files may name and cut tensors otherwise than the model: by another prefix, an expert at a time, under an old name.
+transformers knows how to convert each of its models on load. The same rules are applied here, but only to the wanted
+tensors.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def read_block(folder: ModelFolder, index: int, expected: Mapping[str, torch.Ten
 def block_dtypes(
     folder: ModelFolder, index: int, plan: BlockPlan, dtype: torch.dtype, *, halves: bool
 ) -> dict[str, torch.dtype]:
-    """Of a block's parameters in memory: `dtype`, but if `halves`, matrices that files have in 16 bits stay so."""
+    """The dtypes of a block's parameters in memory: `dtype`, but if `halves`, matrices that files have in 16 bits stay
+    so.
+    """
     dtypes = dict.fromkeys(plan.shapes, dtype)
     stored = _stored_names(folder, [_full_name(index, name) for name in plan.shapes]) if halves else None
     if stored is not None:
@@ -86,7 +88,7 @@ def block_dtypes(
 
 
 def _stored_names(folder: ModelFolder, names: Iterable[str]) -> dict[str, str] | None:
-    """What files call parameters: the same, or without `model.`. None if it takes transformers to tell.
+    """The names of parameters in the files: the same, or without `model.`. None if it takes transformers to tell.
 
     That is if one is not there by these names, or more than once: then its rules say what is taken.
     """

@@ -1,4 +1,6 @@
-"""How far the blocks of a span have been read, said in a line now and then. Knows not who reads them, nor who hears."""
+"""How far the blocks of a span have been read, said in a line now and then. Does not know its reader or its
+listener.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ TOLD_EVERY_S = 2.0
 
 
 class Reading:
-    """Of the blocks of `span`, one after the other; `clock` is in seconds."""
+    """The progress over the blocks of `span`, one after the other; `clock` is in seconds."""
 
     def __init__(
         self, span: Span, quant: str, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic
