@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     Header = Mapping[str, tuple[str, list[int]]]
 
 SAMPLED_BYTES = 256 << 20
-"""A model of no more is read whole, which takes a tenth of a second once the files are in memory. For a larger one this much is read, or a window of each tensor."""
+"""A model of no more is read whole, which takes a tenth of a second once the files are in memory. For a larger one this
+much is read, or a window of each tensor."""
 WINDOW_BYTES = 64 << 10
 """About as fast to read from a disk as less: some 4,000 of them take a second from a cold one without moving parts."""
 _LENGTH_BYTES = 8  # of a safetensors file's header, before it
