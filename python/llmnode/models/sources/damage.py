@@ -121,7 +121,7 @@ def _other_encoding(content: bytes) -> str | None:
 
 
 def _cut_off(file: Path, beginning: bytes, size: int) -> str | None:
-    """Whether a file of safetensors is shorter than its header says."""
+    """The fault if a file of safetensors is shorter than its header says."""
     header_bytes = int.from_bytes(beginning[:_LENGTH_BYTES], "little")
     if size < _LENGTH_BYTES or header_bytes > _MOST_JSON_BYTES:
         return f"is not of safetensors, or damaged: {_AGAIN}"
