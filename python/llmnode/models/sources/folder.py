@@ -1,6 +1,6 @@
 """A model on disk: a folder with `config.json` and safetensors, read tensor by tensor.
 
-Knows no architecture: which tensors belong to which block is `parts.py`'s. It does not know either where files come
+Knows no architecture: which tensors belong to which block is `load.py`'s. It does not know either where files come
 from: the opener of the folder obtains missing files when they are read.
 """
 
