@@ -11,7 +11,6 @@ import argparse
 import ast
 import io
 import re
-import subprocess
 import sys
 import tokenize
 from dataclasses import dataclass
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 ROOT = Path(__file__).parents[2]
+FOLDERS = (".github", "examples", "node", "python", "tests", "transport_rs")
+QUOTES = {".github/STYLE.md", "tests/lint/prose.py", "tests/unit/test_prose.py"}
+"""They quote what they forbid."""
 LONGEST = 45
 """The words of the longest sentence. Twenty are plenty; this many are read twice."""
 
@@ -96,9 +98,7 @@ def texts_of(path: Path) -> Iterator[tuple[int, str]]:
         case ".md":
             yield from _markdown(source)
         case ".rs":
-            yield from _comments(source, re.compile(r"^\s*//[/!]?\s?(.*)$"))
-        case ".toml" | "":
-            yield from _comments(source, re.compile(r"^\s*#(?!!)\s?(.*)$"))
+            yield from _comments(source)
 
 
 def _python(source: str) -> Iterator[tuple[int, str]]:
@@ -134,10 +134,10 @@ def _python(source: str) -> Iterator[tuple[int, str]]:
         yield begun, "\n".join(block)
 
 
-def _comments(source: str, marked: re.Pattern[str]) -> Iterator[tuple[int, str]]:
+def _comments(source: str) -> Iterator[tuple[int, str]]:
     block: list[str] = []
     for number, line in enumerate([*source.split("\n"), ""], 1):
-        if found := marked.match(line):
+        if found := re.match(r"^\s*//[/!]?\s?(.*)$", line):
             block.append(found.group(1))
         elif block:
             yield number - len(block), "\n".join(block)
@@ -161,13 +161,14 @@ def _markdown(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _files(named: Iterable[str]) -> list[Path]:
-    listed = subprocess.check_output(["git", "ls-files", "-z", *named], cwd=ROOT, text=True).split("\0")
+    """Looks at the disk and not at git: an unpacked archive is checked too."""
+    begins = [ROOT / name for name in named] or [*(ROOT / name for name in FOLDERS), *ROOT.glob("*.md")]
+    found = {path for begin in begins for path in (begin.rglob("*") if begin.is_dir() else [begin])}
     return [
         path
-        for name in listed
-        if name and (path := ROOT / name).is_file() and not path.is_symlink()
-        if path.suffix in {".py", ".md", ".rs"} or name in {"pyproject.toml", "tests/run"}
-        if name not in {"tests/lint/prose.py", ".github/STYLE.md"}  # they quote what they forbid
+        for path in sorted(found)
+        if path.suffix in {".py", ".md", ".rs"} and path.is_file()
+        if not {"target", "__pycache__"} & set(path.parts) and path.relative_to(ROOT).as_posix() not in QUOTES
     ]
 
 

@@ -14,7 +14,7 @@ from llmnode.core.span import Span
 from llmnode.errors import ConfigError
 from llmnode.testing import seeds
 from llmnode.testing.faults import Cast, FaultPlan, Odds
-from simulation.world import SPANS, Dialogue, World, kv_is_free, pairs_of_servers, simulated
+from simulation.world import SPANS, Dialogue, World, kv_is_free, pairs_of_servers, simulated, wander
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -161,12 +161,7 @@ async def test_sessions_are_right_to_the_bit_while_nodes_change_their_spans_and_
         async with swarm.session(max_length=LENGTH) as (session, _), trio.open_nursery() as nursery:
             nursery.start_soon(change_spans, swarm, rng)
             nursery.start_soon(lose_workers, swarm, rng)
-            dialogue = Dialogue(session, rng)
-            for _ in range(STEPS):
-                await dialogue.step(rng.choice([1, 1, 1, 5]))
-                if session.position > LENGTH - 6 or rng.random() < 0.1:
-                    await dialogue.go_back(rng.randint(6, session.position) if session.position > 6 else 1)
-                await trio.sleep(rng.choice([0, 0, 0.5]))
+            await wander(Dialogue(session, rng), rng, STEPS, LENGTH)
             nursery.cancel_scope.cancel()
         await kv_is_free(swarm)
 

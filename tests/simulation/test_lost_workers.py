@@ -12,7 +12,7 @@ import trio.lowlevel
 
 from llmnode.core.announcement import PeerState
 from llmnode.testing import seeds
-from simulation.world import KV_TOKENS, MODEL, SPANS, Dialogue, World, kv_is_free, pairs_of_servers, simulated
+from simulation.world import KV_TOKENS, MODEL, SPANS, Dialogue, World, kv_is_free, pairs_of_servers, simulated, wander
 
 if TYPE_CHECKING:
     from llmnode.testing.world import ServingNode
@@ -57,12 +57,7 @@ async def test_sessions_outlive_the_workers_of_their_servers(seed: int) -> None:
     async with pairs_of_servers(seed) as swarm:
         async with swarm.session(max_length=LENGTH) as (session, _), trio.open_nursery() as nursery:
             nursery.start_soon(lose_workers, swarm, rng)
-            dialogue = Dialogue(session, rng)
-            for _ in range(STEPS):
-                await dialogue.step(rng.choice([1, 1, 1, 5]))
-                if session.position > LENGTH - 6 or rng.random() < 0.1:
-                    await dialogue.go_back(rng.randint(6, session.position) if session.position > 6 else 1)
-                await trio.sleep(rng.choice([0, 0, 0.5]))
+            await wander(Dialogue(session, rng), rng, STEPS, LENGTH)
             nursery.cancel_scope.cancel()
         await kv_is_free(swarm)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+import trio
+
 from llmnode.core.span import Span
 from llmnode.testing import (
     EXACT_MODEL,
@@ -19,6 +21,7 @@ from llmnode.testing import (
 from llmnode.testing.world import FORWARD_S, KV_TOKENS
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import AsyncIterator
 
 __all__ = [
@@ -34,6 +37,7 @@ __all__ = [
     "kv_is_free",
     "pairs_of_servers",
     "simulated",
+    "wander",
     "world",
 ]
 
@@ -60,3 +64,13 @@ async def pairs_of_servers(seed: int = 0, conditions: Conditions | None = None) 
                 await swarm.start(f"{index}{twin}", span)
         await check_coverage(swarm)
         yield swarm
+
+
+async def wander(dialogue: Dialogue, rng: random.Random, steps: int, max_length: int) -> None:
+    """Decodes and short prefills with pauses between them, and now and then a rollback; never beyond `max_length`."""
+    for _ in range(steps):
+        await dialogue.step(rng.choice([1, 1, 1, 5]))
+        position = dialogue.session.position
+        if position > max_length - 6 or rng.random() < 0.1:
+            await dialogue.go_back(rng.randint(6, position) if position > 6 else 1)
+        await trio.sleep(rng.choice([0, 0, 0.5]))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LISTED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
-FILES = LISTED or [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py")]
-PAGES = [name for name in FILES if name.endswith(".md") and "CHANGELOG" not in name] or ["README.md"]
+FOLDERS = [".github", "examples", "node", "python", "tests", "transport_rs/src"]
+FILES = [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
+PAGES = ["README.md", "transport_rs/README.md", *(name for name in FILES if name.endswith("README.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES)
