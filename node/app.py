@@ -47,20 +47,26 @@ WORKERS = (THREAD, PROCESS)
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """What a serving node is asked for.
+    """The configuration of a serving node.
 
-    `blocks` is START:END, a number of blocks, or "auto" for as many as memory allows; the node then chooses those
-    that the swarm needs most. `peers` are addresses of servers or relays; `swarm_key` is an invite to a private
-    swarm, which names peers too, or the file of its key. `announce` is where others reach it, if that is not where
-    it listens: behind a port forward, for example; through `relays` they do, if nowhere else, and then where it
-    listens is announced only by `announce`. KV is for `kv_tokens` positions (None for 32,768, or as many of them as
-    there is room for), or for as many as `kv_memory` is enough for: an amount ("2GiB") or a share of what is free
-    ("20%"); it is rounded to `kv_dtype`, and on `kv_device`: "cpu", or None for where the blocks are. `threads` is
-    torch's, None for its own choice, or fewer if a container leaves fewer cores; `device` is torch's too, "auto"
-    for a GPU if there is one. `quant` is what weights are rounded to, "auto" for what suits the device. `worker` is
-    where the blocks are computed: in a "thread" of this program, or in a "process" of its own: that may crash, its
-    sessions go elsewhere then, and it is started again. "auto" is a process where one can be started, for which the
-    program needs no guard. The node's identity is kept in the file `identity`, and is fresh without.
+    - `blocks`: START:END, a number of blocks, or "auto" for all that fit into memory; the node then chooses the blocks
+      that the swarm needs most.
+    - `peers`: addresses of servers or relays.
+    - `swarm_key`: an invite to a private swarm, which names peers too, or the file of its key.
+    - `announce`: the addresses at which others reach the node, if it does not listen there itself, for example behind
+      a port forward.
+    - `relays`: others reach the node through these, if nowhere else. Its own addresses are then announced only by
+      `announce`.
+    - `kv_tokens`: KV for this number of positions; None for 32,768, or fewer if memory is short.
+    - `kv_memory`: KV for this amount ("2GiB"), or this share of the free memory ("20%"), instead.
+    - `kv_dtype`, `kv_device`: the rounding of KV, and "cpu", or None for the device of the blocks.
+    - `threads`: those of torch; None for its own choice, or fewer if a container has fewer cores.
+    - `device`: that of torch; "auto" for a GPU if there is one.
+    - `quant`: the rounding of weights; "auto" for the one that suits the device.
+    - `worker`: the blocks run in a "thread" of this program, or in a "process" of their own. If that crashes, its
+      sessions go elsewhere, and it is started again. "auto" is a process where one can be started; the program needs
+      no guard for it.
+    - `identity`: the file of the node's identity, which is fresh without one.
     """
 
     model: str | None = None
@@ -160,7 +166,7 @@ async def open_node(
     """Serve for as long as the context lasts; leaving it tells the swarm. `report` is told in a line what takes long.
 
     `report_addresses` is told what we announce when that has changed, `report_worker` in a line that a worker process
-    was lost, or serves again, `report_notice` what only whoever runs this node can mend.
+    was lost, or serves again, `report_notice` of a fault that only the operator of this node can mend.
 
     Raises ConfigError (blocks, address, missing model), ModelError, PeerError if none of `peers`, or of `relays`, can
     be reached, or WorkerLost if a worker process does not start time after time.
@@ -196,8 +202,8 @@ async def open_relay(
     identity: Path | None,
     report_notice: Callable[[Notice], None] = log_notice,
 ) -> AsyncIterator[Libp2pNetwork]:
-    """A node that holds no blocks and knows who does: where others join the swarm, and through which they reach those
-    that cannot be dialled. Loads no torch. `report_notice` as for `open_node`.
+    """A node without blocks that knows the servers. Others join the swarm through it, and reach nodes through it that
+    cannot be dialled. Loads no torch. `report_notice` as for `open_node`.
     """
     with single_error():
         async with (
@@ -277,7 +283,7 @@ async def _open_source(
 
 
 def _check(config: NodeConfig) -> None:
-    """What can be said before the seconds that loading takes. Raises ConfigError."""
+    """Checks that are made before the seconds that loading takes. Raises ConfigError."""
     if config.dtype not in DTYPES:
         raise ConfigError(f"there is no dtype {config.dtype!r}: choose one of {', '.join(DTYPES)}")
     if config.quant not in (*QUANTS, AUTO):

@@ -38,7 +38,7 @@ class SetupError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What to set up, and where."""
+    """The environment to set up, and its place."""
 
     root: Path
     venv: Path
@@ -52,7 +52,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """What the marker says of an environment that an earlier run made."""
+    """The content of the marker in an environment that an earlier run made."""
 
     venv: str = ""  # where it was made: its scripts name this path
     made_by: str = ""

@@ -1,4 +1,4 @@
-"""The command line: the commands there are, and how an error ends one. What each takes is in `commands/`."""
+"""The command line: the commands there are, and how an error ends one. The options of each are in `commands/`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None, make_loader: MakeLoader | None = Non
 
 
 def status_of(act: Callable[[], int]) -> int:
-    """What `act` returns, or the status of the error that ended it, which is told in one line."""
+    """The status that `act` returns, or that of the error that ended it. The error is printed in one line."""
     with prepared():
         try:
             with single_error():
@@ -57,7 +57,7 @@ def status_of(act: Callable[[], int]) -> int:
 def run(act: Callable[[], int] = main) -> NoReturn:
     """The program's entry point: `act`, then the end of the process at once, with the status that `act` returns.
 
-    What torch does on its way out takes a second, and everything that must be closed has been.
+    Torch takes a second to end, and everything that must be closed is closed by then.
     """
     try:
         status = act()

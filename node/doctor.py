@@ -1,4 +1,4 @@
-"""What keeps a node from working on this machine, and how to mend it.
+"""Finds the obstacles for a node on this machine, and names the fix of each.
 
 Looks at one thing after another, as a node would use it: nothing is guessed that can be tried. It changes nothing but
 what opening a model changes. Knows neither the terminal nor the exit status.
@@ -52,18 +52,18 @@ PEERS_FIX = (
     "private swarm"
 )
 CRC32C_CHECK = 0xE3069283
-"""Of b"123456789", as the catalogues of CRCs have it."""
+"""The checksum of b"123456789", as the catalogues of CRCs list it."""
 SPARE_DISK_BYTES = 2 << 30
 """The embedded model takes a quarter of it, what torch compiles some more."""
 LISTEN_ANYWHERE = "/ip4/0.0.0.0/tcp/0"
 """For the moment in which peers try to dial this machine."""
 MOST_NAMED = 5
-"""Of peers with the same trouble: strangers may announce any number."""
+"""The most peers that are named for one fault: strangers may announce any number."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorConfig:
-    """What `llmnode doctor` was asked for. `kv_tokens` and `precision` are what a server would be given."""
+    """The options of `llmnode doctor`. `kv_tokens` and `precision` are what a server would be given."""
 
     model: str | None
     to: Entry
@@ -75,7 +75,7 @@ class DoctorConfig:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found. `fix` is empty if there is nothing to mend."""
+    """The result of one check. `fix` is empty if there is nothing to mend."""
 
     check: str
     verdict: str
@@ -136,7 +136,7 @@ def check_rust() -> Finding:
 
 
 def check_disk(cache: Path) -> Finding:
-    """Of the cache, which need not be there yet."""
+    """The disk of the cache, which need not be there yet."""
     existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
     elsewhere = "set LLMNODE_CACHE to a folder of yours on a disk with room"
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
@@ -318,7 +318,7 @@ def reach_finding(reach: Reach | None) -> Finding:
 
 
 async def _check_swarm(doctor: Doctor, addresses: Sequence[str], model: ModelInfo | None) -> None:
-    """Clocks, and who has the blocks of `model`, as a client that joins through `addresses` learns it."""
+    """Clocks, and the servers of `model`, as a client that joins through `addresses` learns of them."""
     from llmnode.swarm.join import join_swarm
 
     doctor.working("asking what they know of their swarm")
@@ -339,7 +339,7 @@ async def _check_swarm(doctor: Doctor, addresses: Sequence[str], model: ModelInf
 
 
 def check_clocks(offsets_ms: Mapping[PeerId, int], tolerated_s: float) -> list[Finding]:
-    """Of peers, how far theirs are ahead of ours. It is ours that is wrong if most say so."""
+    """Judges how far the clocks of peers are ahead of ours. It is ours that is wrong if most say so."""
     verdict = judge_clocks(offsets_ms, tolerated_s)
     if verdict.is_ours:
         return [Finding("clock", BLOCKER, verdict.text, verdict.fix)]
@@ -367,7 +367,7 @@ def check_coverage(announcements: Sequence[Announcement], model: ModelInfo) -> F
 
 
 def check_named(described: Mapping[str, Description]) -> list[Finding]:
-    """Of peers that were asked at their addresses: those of one peer must lead to one node."""
+    """Checks the peers that were asked: all addresses of one peer must lead to one node."""
     findings: list[Finding] = []
     first: dict[str, str] = {}
     for address, answer in described.items():
@@ -379,7 +379,7 @@ def check_named(described: Mapping[str, Description]) -> list[Finding]:
 
 
 def check_identities(announcements: Sequence[Announcement]) -> list[Finding]:
-    """Of servers, as they have noticed it themselves."""
+    """Reports identities that are used twice, as the servers have noticed themselves."""
     doubles = [each.peer for each in announcements if each.has_double][:MOST_NAMED]
     return [
         Finding("double", WARNING, f"two nodes use the identity of peer {peer}: others find one of them", DOUBLE_FIX)

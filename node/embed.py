@@ -22,7 +22,7 @@ class Node:
     """Serves blocks for as long as its context lasts: `with Node(blocks="0:10") as node: print(node.addresses)`.
 
     Takes the fields of `NodeConfig`. In a trio program use `async with`; everywhere else `with`, which runs the node in
-    a thread of its own. What can go wrong is raised on entering: see `llmnode.node.app.open_node`.
+    a thread of its own. Errors are raised on entering: see `llmnode.node.app.open_node`.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""What a serving node has open and holds at a moment: `kill -USR1 PID` has it printed. For whoever looks for a leak."""
+"""The open sessions, connections and memory of a serving node at a moment: `kill -USR1 PID` has it printed. It helps to
+find a leak.
+"""
 
 from __future__ import annotations
 

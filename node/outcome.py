@@ -13,7 +13,9 @@ END, LENGTH, STOP = "end", "length", "stop"
 
 
 def finish_reason(token_ids: Sequence[int], max_new_tokens: int, ends: Ends) -> str:
-    """END: the model ended the text. LENGTH: as many tokens as were asked for. STOP: a stop string, a time, Ctrl-C."""
+    """END: the model ended the text. LENGTH: it has the number of tokens that was asked for. STOP: a stop string, a
+    time, Ctrl-C.
+    """
     if token_ids and token_ids[-1] in _as_list(ends):
         return END
     return LENGTH if len(token_ids) >= max_new_tokens else STOP

@@ -62,7 +62,7 @@ class ServerProcess:
         return sum(pss_mib(each.pid) for each in with_worker(self.pid))
 
     async def introspect(self) -> dict[str, Any]:  # Any: JSON
-        """What it says it has open now: see `readout.py`. For one task at a time, and a server that is ready."""
+        """The things that it has open now: see `introspect.py`. For one task at a time, and a server that is ready."""
         self.read = trio.Event()
         assert SIGNAL is not None
         os.kill(self.pid, SIGNAL)

@@ -1,4 +1,4 @@
-"""What others say of how they reach this node, in words for who runs it."""
+"""Tells the operator of this node, in words, how others reach it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIXES = {
 
 
 def explain(reach: Reach) -> tuple[str, str]:
-    """What it is, and what to do about it, which is nothing if others reach the node."""
+    """The kind of NAT, and the fix; there is none if others reach the node."""
     seen = f"others see this node at {reach.host}"
     where = f"{seen}, its own address" if reach.nat is Nat.NONE else f"{seen}, behind {reach.nat}"
     if reach.reached is Reached.YES:

@@ -70,7 +70,9 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What an option is without the command line. `source`: default, file or environment; `place`: its path or name."""
+    """The value of an option without the command line. `source`: default, file or environment; `place`: its path or
+    name.
+    """
 
     value: Any
     source: str = "default"
@@ -103,10 +105,10 @@ def parse(
     argv: Sequence[str],
     environ: Mapping[str, str],
 ) -> argparse.Namespace:
-    """As `parser.parse_args`, with settings for what `argv` leaves out; `commands` are its subparsers, by `command`.
+    """Parse `argv`, with settings for the options that it leaves out; `commands` are the subparsers, by `command`.
 
-    The settings of all commands are in the result's `settings`. What is a yes elsewhere is a no with `--no-OPTION`.
-    `parser` cannot be used again. Raises ConfigError, which names the file and key, or the variable.
+    The settings of all commands are in the result's `settings`. `--no-OPTION` undoes a yes of the settings. `parser`
+    cannot be used again. Raises ConfigError, which names the file and key, or the variable.
     """
     if {"-h", "--help", "--version"} & set(argv):  # they must work with a broken file
         parser.parse_args(argv)  # which ends the program, unless that is some option's value
@@ -148,7 +150,7 @@ def read_settings(options: Options, environ: Mapping[str, str]) -> dict[str, dic
 
 
 def options_of(parser: argparse.ArgumentParser) -> dict[str, Option]:
-    """What can be set: options of a value, a list or a yes, and a positional that may be left out."""
+    """The options that can be set: those of a value, a list or a yes, and a positional that may be left out."""
     named = {
         next((flag[2:] for flag in action.option_strings if flag.startswith("--")), action.dest): action
         for action in parser._actions
@@ -203,7 +205,7 @@ def _read(path: Path, *, must_exist: bool) -> Table:
 
 
 def _split(path: Path, whole: Table, options: Options) -> tuple[Table, dict[str, Table]]:
-    """What is for all commands, and what is for each. Raises ConfigError for names that there are not."""
+    """The settings for all commands, and those for each. Raises ConfigError for unknown names."""
     tables = {key: _as_written(value) for key, value in whole.items() if isinstance(value, dict)}
     common = _as_written({key: value for key, value in whole.items() if key not in tables})
     _check_known(common, {name for of in options.values() for name in of}, f"{path}: no command has the option")

@@ -1,4 +1,4 @@
-"""`llmnode status`: who serves which blocks of which model, and what nobody serves."""
+"""`llmnode status`: the servers, their blocks of each model, and the blocks that nobody serves."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class ModelStatus:
     blocks: int
     servers: Sequence[Announcement]
     answers: Mapping[PeerId, Description]
-    """What those that could be reached say of themselves."""
+    """The descriptions of the servers that could be reached."""
     relayed: Collection[PeerId]
-    """Who of these was reached through a relay."""
+    """The servers that were reached through a relay."""
 
     @property
     def holes(self) -> list[Span]:

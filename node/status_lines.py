@@ -1,6 +1,6 @@
-"""What a server says until it serves: lines on stderr, which in a terminal take the place of those that they continue.
+"""The lines of a server until it serves, on stderr. In a terminal a line replaces the one that it continues.
 
-Of "read 3 of 30 blocks" and "read 9 of 30 blocks", which begin with the same word, the last one stands.
+"read 9 of 30 blocks" replaces "read 3 of 30 blocks", since both begin with the same word.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Telling:
         self._status.update(Text(printable(text)))
 
     def notice(self, notice: Notice, *, as_json: bool) -> None:
-        """What only whoever reads this can mend; `as_json` programs read it on stdout, too."""
+        """A fault that only the reader can mend; with `as_json` programs read it on stdout, too."""
         if as_json:
             event = {"event": notice.event, **notice.more, "text": notice.text, "fix": notice.fix}
             print(json.dumps(event), flush=True)

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class Stop:
-    """Until `in_order` is called, whoever asks to stop ends everything at once; after it, `requested` is set first."""
+    """Until `in_order` is called, a request to stop ends everything at once; after it, `requested` is set first."""
 
     def __init__(self, scope: trio.CancelScope) -> None:
         self.requested = trio.Event()
         self.by_signal = False
-        """Whoever asked is still there, and so may be those whom we serve."""
+        """The program or user that asked is still there, and so may be our clients."""
         self._scope = scope
         self._in_order = False
 

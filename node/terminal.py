@@ -1,7 +1,7 @@
 """Stdin, stdout and stderr, whatever they are: closed, full, of another encoding, a pipe that nobody reads any more.
 
-Text that an encoding has no characters for is printed as escapes. What goes wrong is one line on stderr, which never
-continues a line that was begun. Stderr may fail: it is nobody's result. If stdout does, the command ends.
+Text that an encoding has no characters for is printed as escapes. An error is one line on stderr, which never continues
+a line that was begun. Stderr may fail: it is nobody's result. If stdout does, the command ends.
 """
 
 from __future__ import annotations

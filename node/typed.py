@@ -1,4 +1,4 @@
-"""What a user types, or a program pipes, into stdin: line after line, whatever bytes they are made of."""
+"""Lines that a user types, or a program pipes, into stdin, of any bytes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class TypedLines:
         if encoding.lower().replace("_", "-") in ("ascii", "us-ascii", "ansi-x3.4-1968"):  # what was meant has more
             encoding = "utf-8"
         if not self._is_terminal and isinstance(sys.stdin.buffer, io.BufferedReader):
-            with suppress(OSError):  # told by who reads on
+            with suppress(OSError):  # the next read raises it
                 start = sys.stdin.buffer.peek(MOST_MARK_BYTES)
                 mark, marked = find_mark(start)
                 if mark:

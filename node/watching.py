@@ -1,4 +1,4 @@
-"""What a node learns about itself from others while it runs, and only whoever runs it can mend.
+"""Faults of a node that it learns from others while it runs, and that only its operator can mend.
 
 Another node uses its identity, or its clock is wrong: other peers then do not find it, or find the other one, and none
 of them can tell its operator. Knows neither the terminal nor JSON.
@@ -34,7 +34,7 @@ class Notice:
 
 
 def log_notice(notice: Notice) -> None:
-    """For programs that have no better way to tell whoever runs them."""
+    """The default for programs: the notice goes to the log."""
     log.warning("%s%s", notice.text, notice.fix and f"; {notice.fix}")
 
 

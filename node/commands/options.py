@@ -1,4 +1,4 @@
-"""What several commands share: how one is declared, groups of options, and the checks that a parser cannot make."""
+"""The shared parts of commands: their declaration, groups of options, and checks that a parser cannot make."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ MODEL_HELP = (
 )
 DEFAULT_PROMPT = "The three laws of thermodynamics are"
 MOST = 1 << 40
-"""Of whatever is counted: more than any machine has."""
+"""A limit for counts: more than any machine has."""
 MOST_THREADS = 1024
 
 
 class Parser(argparse.ArgumentParser):
-    """Whatever is wrong on the command line is a ConfigError, told in one line like any other."""
+    """An error of the command line is a ConfigError, printed in one line like any other."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see `{self.prog} --help`)")
@@ -62,7 +62,7 @@ def add_generation(parser: Parser) -> argparse._MutuallyExclusiveGroup:
         "--max-new-tokens",
         type=int,
         metavar="N",
-        help=f"(default {DEFAULT_NEW_TOKENS}, or fewer if the model's context has no room for so many)",
+        help=f"(default {DEFAULT_NEW_TOKENS}, or fewer if the model's context ends before)",
     )
     parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     parser.add_argument(
@@ -106,8 +106,8 @@ def add_swarm(parser: Parser) -> None:
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="have such a share of what servers compute, as 0.01, computed again by others, to find those that cheat "
-        "(default 0; who checks sees the hidden states too)",
+        help="have this share of the results (such as 0.01) computed again by other servers, to find those that cheat "
+        "(default 0; the checking servers see the hidden states too)",
     )
     parser.add_argument(
         "--relayed-prefill",
@@ -240,7 +240,7 @@ def check_peers(peers: Sequence[str]) -> None:
 
 
 def log_to_stderr(level: int = logging.INFO, form: str = "%(asctime)s %(message)s") -> None:
-    """Of our own modules: by default what operators need (--verbose)."""
+    """Logs of our own modules: by default those that operators need (--verbose)."""
     handler = _Told()
     handler.setFormatter(logging.Formatter(form))
     ours = logging.getLogger("llmnode")
@@ -256,7 +256,7 @@ class _Told(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = self.format(record)
-            trace = record.exc_text or ""  # of a bug, for whoever mends it
+            trace = record.exc_text or ""  # of a bug, for its report
             tell(text.removesuffix(f"\n{trace}"))
             if trace:
                 print(trace, file=sys.stderr)

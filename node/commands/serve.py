@@ -58,10 +58,10 @@ def add(commands: Commands) -> None:
     add_announce(parser)
     add_relay(parser)
     add_identity(parser)
-    add_kv_tokens(parser, None, "default 32768, or fewer if there is no room for so many").add_argument(
+    add_kv_tokens(parser, None, "default 32768, or fewer if memory is short").add_argument(
         "--kv-memory",
         metavar="AMOUNT",
-        help="the same as memory: 2GiB, or 20%% of what is free; refused if there is not so much",
+        help="the same as memory: 2GiB, or 20%% of the free memory; refused if there is less",
     )
     parser.add_argument(
         "--device", default="auto", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU if any)"

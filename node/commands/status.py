@@ -1,4 +1,4 @@
-"""`llmnode status`: asks a swarm who serves what."""
+"""`llmnode status`: asks a swarm which servers have which blocks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _ask(to: Entry) -> tuple[list[Announcement], dict[PeerId, Description], set[PeerId], ClockVerdict]:
-    """Who is there, what those that can be reached say of themselves, who of them is behind a relay, and clocks."""
+    """The announced servers, the descriptions of those that can be reached, those behind a relay, and clocks."""
     import trio
 
     from llmnode.core.policy import ClientPolicy, LinkPolicy

@@ -1,4 +1,4 @@
-"""`llmnode verify`: whether the receipts of a session show who computed it."""
+"""`llmnode verify`: whether the receipts of a session show which servers computed it."""
 
 from __future__ import annotations
 

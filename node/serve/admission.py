@@ -30,7 +30,7 @@ class Admission:
         self._closed_because = ""
 
     async def enter(self, session: SessionId, span: Span, positions: int, client: PeerId, priority: Priority) -> None:
-        """Reserve KV, when it is the session's turn. Raises PeerRefused. Whatever comes of it, `leave` is due."""
+        """Reserve KV, when it is the session's turn. Raises PeerRefused. `leave` is due in any case."""
         self._check(positions, client)
         came_in = self._waiting[session] = trio.Event()
         self._room.add(session, client, priority, positions, trio.current_time())

@@ -34,7 +34,7 @@ async def accept_links(
 ) -> None:
     """Call `serve` for every link that is opened to us, `most` at a time, until cancelled; it ends with its link.
 
-    What nobody foresaw ends that link alone, and `on_bug` is told of it.
+    An unforeseen error ends that link alone, and `on_bug` is told of it.
     """
     slots = trio.CapacityLimiter(most)
 

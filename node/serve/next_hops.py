@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class NextHops:
-    """Of all sessions of a server. Without a pool every hop goes through its client."""
+    """They serve all sessions of a server. Without a pool every hop goes through its client."""
 
     def __init__(
         self, pool: ConnectionPool | None, addresses: Callable[[PeerId], Sequence[str] | None], policy: ServePolicy

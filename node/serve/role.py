@@ -1,4 +1,4 @@
-"""What a node serves, and what it tells the swarm about it: carries out what `core/serving/node_life.py` decides.
+"""A node's role in its swarm: it carries out the decisions of `core/serving/node_life.py`.
 
 A node makes a worker for its span, and makes another one if that is lost. For another span it drops the worker, and
 lives on under the same identity. Torch-free: workers come from a `WorkerSource`.
@@ -113,7 +113,7 @@ class Role:
         return self.state.span
 
     def offer(self) -> Offer:
-        """What the node announces."""
+        """The offer that the node announces."""
         worker = self._worker
         return Offer(
             model=self.model.name,
@@ -198,7 +198,7 @@ class Role:
         self._changed = trio.Event()
 
     def _do(self, actions: Sequence[Action]) -> None:
-        """What is quick is done at once, and what takes long in a task, each in order."""
+        """Quick actions are done at once, and slow ones in a task, each kind in order."""
         assert self._nursery is not None, "the node's role runs"
         slow: list[Action] = []
         for action in actions:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ServeStats:
-    """What all sessions together have done since the server started, whatever spans it has served."""
+    """Sums over all sessions since the server started, of all spans that it has served."""
 
     steps: int = 0
     positions: int = 0

@@ -1,8 +1,8 @@
 """Serves a span to any number of links, and another one after it.
 
 Sessions belong to the server, and answer over a link: one that is leased may wait for its client to come back over
-another. A link's loop does nothing but hand frames on, so that a slow session holds up no other. What a session does
-is in `session.py`; which frames it accepts, in `llmnode.wire.stage`.
+another. A link's loop does nothing but hand frames on, so that a slow session holds up no other. A session's work is in
+`session.py`. `llmnode.wire.stage` decides which frames it accepts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ DRAINING = "this server is draining"
 
 @dataclass(slots=True)
 class Server:
-    """What all links share: sessions, and the span that is loaded now, if there is one."""
+    """The state that all links share: sessions, and the span that is loaded now, if there is one."""
 
     network: Network
     model: ModelInfo
@@ -312,7 +312,7 @@ class ServerLink:
         return session is not None and session.link is not self._link and session.sender == self._link.peer
 
     def _take_push(self, frame: Frame) -> None:
-        """A step from the hop before, on the client's behalf. What is wrong with it is not blamed on the client."""
+        """A step from the hop before, on the client's behalf. Its faults are not blamed on the client."""
         try:
             if frame.meta:  # out of a log it comes without
                 unpack(Pushed, frame.meta)

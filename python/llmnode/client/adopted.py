@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llmnode.client.cache import SessionCache
 
 Layers = list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer]
-"""As transformers types the layers of a cache."""
+"""The layers of a cache, as transformers types them."""
 QUANTIZED = 'connect with dtype="float32+kv-int8" for servers whose keys and values have 8 bits'
 
 

@@ -1,7 +1,7 @@
 """From the tensors of a transformers forward to what the session of each row is given, or a refusal.
 
 A session holds the real tokens of its row, without padding, and counts its positions itself; servers compute causal
-attention. What differs from that is refused here, before anything is computed. Knows neither sessions nor peers.
+attention. Anything else is refused here, before anything is computed. Knows neither sessions nor peers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What is in a cache. real: (rows, columns), bool; `positions` and `offsets` as in `SessionCache`, by row."""
+    """The columns of a cache. real: (rows, columns), bool; `positions` and `offsets` as in `SessionCache`, by row."""
 
     real: torch.Tensor
     positions: Sequence[int]
@@ -37,7 +37,9 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What is new. real: (rows, new columns), bool. `position_ids` are those of the real ones, (tokens,), by row."""
+    """The new columns. real: (rows, new columns), bool. `position_ids` are those of the real ones, (tokens,), by
+    row.
+    """
 
     real: torch.Tensor
     position_ids: Sequence[torch.Tensor]
@@ -49,7 +51,7 @@ class Batch:
 
 
 class Positions:
-    """What the position ids of a model mean, by its config."""
+    """The meaning of a model's position ids, by its config."""
 
     def __init__(self, config: PreTrainedConfig, *, learned: int | None) -> None:
         """`learned` says how many positions have an embedding, in models that learn one for each."""
@@ -145,7 +147,7 @@ def check_labels(labels: torch.Tensor, real: torch.Tensor, shifted: torch.Tensor
 
 
 def _seen(attention_mask: object, past: Past, columns: int) -> torch.Tensor:
-    """Which columns, old and new, are real: (rows, all columns), bool."""
+    """The columns, old and new, that are real: (rows, all columns), bool."""
     rows, before = past.real.shape
     new = torch.ones(rows, columns, dtype=torch.bool)
     if attention_mask is None:
@@ -190,7 +192,9 @@ def _has_holes(seen: torch.Tensor) -> bool:
 
 
 def _position_ids(seen: torch.Tensor, columns: int, position_ids: torch.Tensor | None, kind: Positions) -> torch.Tensor:
-    """Of all new columns, (rows, columns), as given or as transformers makes them. Those of padding mean nothing."""
+    """Position ids of all new columns, (rows, columns), as given or as transformers makes them. Those of padding mean
+    nothing.
+    """
     rows, total = seen.shape
     if kind.are_ignored or (position_ids is None and kind.follow_mask):
         return (seen.cumsum(dim=1) - 1)[:, total - columns :]

@@ -1,4 +1,4 @@
-"""What transformers passes on as its cache: sessions, one for each row of a batch.
+"""The cache that transformers passes on: sessions, one for each row of a batch.
 
 The keys and values themselves are with the servers. Rows of unequal length need no padding there: what transformers
 pads on the left is left out of the row's session.
@@ -73,7 +73,7 @@ class SessionCache(DynamicCache):
         self.real = torch.ones(rows, 0, dtype=torch.bool)
         self.offsets: list[int | None] = [None] * rows
         self.token_ids: tuple[int, ...] = ()
-        """Of a resumed one, those that it was exported with."""
+        """The tokens that a resumed cache was exported with."""
         self._portal = portal
         self._client = client
         self._terms = terms
@@ -95,7 +95,7 @@ class SessionCache(DynamicCache):
 
     @classmethod
     def resumed(cls, portal: Portal, resumed: Resumed) -> SessionCache:
-        """Of a session that is open already, and ends with its client too."""
+        """A cache of a session that is open already, and that ends with its client too."""
         cache = cls(portal, resumed.client, 0, CacheTerms(resumed.session.max_length))
         cache.real = torch.ones(1, resumed.session.position, dtype=torch.bool)
         cache.offsets = [0]
@@ -104,7 +104,8 @@ class SessionCache(DynamicCache):
         return cache
 
     def open_beside(self, max_length: int) -> SessionCache:
-        """An empty cache of as many rows, at the peers of ours where they have room. Raises PeerRefused or NoRoute.
+        """An empty cache with the same number of rows, at our own peers where they have room. Raises PeerRefused or
+        NoRoute.
 
         It does not wait for room, which may be what we hold.
         """
@@ -112,7 +113,9 @@ class SessionCache(DynamicCache):
         return SessionCache(self._portal, self._client, self.rows, terms, beside=self)
 
     def become(self, source: SessionCache) -> None:
-        """Go on from where `source`, of as many rows, stands: the servers copy its KV. Raises as `run_rows`."""
+        """Go on from the position of `source`, which has the same number of rows: the servers copy its KV. Raises as
+        `run_rows`.
+        """
         self._copy(list(zip(source._sessions, self._sessions, strict=True)))
         self.real, self.offsets = source.real, list(source.offsets)
 
@@ -187,7 +190,7 @@ class SessionCache(DynamicCache):
 
     @property
     def routes(self) -> tuple[Route, ...]:
-        """Of each row, the hops that it goes through now."""
+        """The hops that each row goes through now."""
         return tuple(session.route for session in self._sessions)
 
     def positions(self, row: int) -> int:
@@ -195,7 +198,7 @@ class SessionCache(DynamicCache):
         return self._sessions[row].position
 
     def transcripts(self) -> list[dict[str, Any]]:  # Any: JSON
-        """Of each row, what `Client.transcript` gives."""
+        """The transcript of each row, as of `Client.transcript`."""
         return [self._portal.call(partial(self._client.transcript, session)) for session in self._sessions]
 
     def run_rows(self, hidden: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -208,9 +211,9 @@ class SessionCache(DynamicCache):
     def run_first(
         self, hidden: Sequence[torch.Tensor | None], tokens: Sequence[Sequence[int]]
     ) -> list[torch.Tensor | None]:
-        """As `run_rows`, of an empty cache whose rows are given these `tokens`.
+        """Run the first `tokens` of each row of an empty cache, like `run_rows`.
 
-        What rows of the same route begin with is run for one of them, and their servers copy its KV for the others.
+        A shared prefix of rows on the same route is run once, and the servers copy its KV for the other rows.
         """
         runs = rows_alike(self._sessions, [row for row, states in enumerate(hidden) if states is not None], tokens)
         if not runs:
@@ -245,8 +248,8 @@ class SessionCache(DynamicCache):
     def make_room(self, positions: int) -> None:
         """See to it that each row may have this many positions; called before they are run.
 
-        Raises ConfigError if there are not as many, and as `open_beside` and `run_rows` if longer sessions are needed
-        that cannot be had.
+        Raises ConfigError beyond the greatest length, and the errors of `open_beside` and `run_rows` if longer sessions
+        are needed and cannot be had.
         """
         if positions > self._client.model.context_tokens:
             raise ConfigError(
@@ -284,7 +287,9 @@ class SessionCache(DynamicCache):
         self.truncate(max(0, min(kept, self.columns)))
 
     def truncate(self, columns: int) -> None:
-        """Forget all columns from `columns` on. Raises SessionLost, and LocalProtocolError if there are not as many."""
+        """Forget all columns from `columns` on. Raises SessionLost, and LocalProtocolError for a column that is not
+        there.
+        """
         if not 0 <= columns <= self.columns:
             raise LocalProtocolError(f"cannot go back to column {columns} from {self.columns}")
         if columns == self.columns:

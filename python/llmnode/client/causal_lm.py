@@ -60,7 +60,9 @@ FIRST_POSITIONS = 64
 
 @dataclass(slots=True)
 class _Scope:
-    """What one call of `generate` has opened, whether its caller is to have the cache, and what to do if it fails."""
+    """The cache that one call of `generate` has opened, whether the caller gets it, and the clean-up if the call
+    fails.
+    """
 
     opened: list[SessionCache] = field(default_factory=list)
     returns_cache: bool = True
@@ -74,8 +76,8 @@ _generating: ContextVar[_Scope | None] = ContextVar("_generating", default=None)
 class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
     """Made by `llmnode.connect`. Holds the ends of the model; a forward runs the blocks at the peers.
 
-    What it can do is what a transformers model can, but for gradients, attentions, the hidden states between blocks,
-    and attention that is not causal.
+    It can do all that a transformers model can, except gradients, attentions, the hidden states between blocks, and
+    attention that is not causal.
     """
 
     main_input_name = "input_ids"
@@ -88,7 +90,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         self.embedding = ends.embedding
         self.scoring = ends.scoring
         self.resumed: SessionCache | None = None
-        """What `llmnode.resume` goes on with: pass it as `cache`."""
+        """The cache of `llmnode.resume`: pass it as `cache`."""
         self._ends = ends
         self._client = client
         self._portal = portal
@@ -114,7 +116,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in, and hidden states are of, whatever its weights are kept as."""
+        """The dtype of its computation and hidden states, independent of the form of its weights."""
         return self._ends.dtype
 
     @property
@@ -195,11 +197,11 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         **others: Any,  # Any: most of it is refused, whatever it is
     ) -> CausalLMOutputWithPast:
-        """As the forward of a causal LM of transformers: scores (rows, kept columns, vocabulary), and the loss.
+        """Run the forward of a causal LM of transformers: scores (rows, kept columns, vocabulary), and the loss.
 
         Without `cache` one is opened, which grows as it is used; it comes back unless `use_cache` is False, and its
-        sessions end when it is closed or forgotten. What a session cannot do raises ConfigError before anything is
-        computed. Where the mask has padding, scores are zero. Of `hidden_states` the first and the last are here.
+        sessions end when it is closed or forgotten. A use that a session cannot do raises ConfigError before anything
+        is computed. Where the mask has padding, scores are zero. `hidden_states` has the first and the last one.
         """
         check_others({**others, "labels": labels, "output_hidden_states": output_hidden_states}, self.config)
         given = given_states(input_ids, inputs_embeds, self._embedding_size)
@@ -269,7 +271,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         return self
 
     def tie_weights(self, *_args: Any, **_kwargs: Any) -> None:
-        """What is tied has been read as one."""
+        """Tied weights have been read as one."""
 
     def save_pretrained(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         """Raises ConfigError: the weights of the blocks are with the servers."""
@@ -286,7 +288,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
     set_input_embeddings = set_output_embeddings = resize_token_embeddings
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """What `to`, `half`, `cuda` and the like call. Raises ConfigError if it would change anything."""
+        """The function that `to`, `half`, `cuda` and the like call. Raises ConfigError if it would change anything."""
         here = torch.empty(1, dtype=self.dtype)
         there = fn(here)
         if (there.dtype, there.device) != (here.dtype, here.device):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 OF_LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
 """Arguments of a forward that go to the loss."""
 _WITHOUT_EFFECT = frozenset({*OF_LOSS, "tokenizer", "assistant_tokenizer", "is_causal", "cache_position"})
-"""What transformers' own models take, and do nothing with."""
+"""Arguments that transformers' own models take and ignore."""
 
 
 def given_states(
@@ -167,7 +167,7 @@ class WithServers:
 
 
 def chosen_states(asked: Any, embedding: Any, blocks: int) -> frozenset[int] | None:  # Any: whatever a config says
-    """Which of the blocks + 1 hidden states `output_hidden_states` asks for, as transformers reads it.
+    """The indices, of blocks + 1 hidden states, that `output_hidden_states` asks for, as transformers reads it.
 
     None if it asks for nothing. Some families give all of them for any choice. Raises ConfigError for no choice.
     """
@@ -186,7 +186,8 @@ def chosen_states(asked: Any, embedding: Any, blocks: int) -> frozenset[int] | N
 def hidden_states(
     ends: SharedEnds, ran: Ran, model: ModelInfo, chosen: frozenset[int] | None, *, are_normed: bool
 ) -> tuple[torch.Tensor | WithServers | None, ...] | None:
-    """As transformers gives them: before the first block, after each, and after the last one, None if not `chosen`.
+    """Hidden states in the form of transformers: before the first block, after each, and after the last one, None if
+    not `chosen`.
 
     Those that a client has are (rows, columns, size), with zeros for padding. `are_normed` says whether the last are
     those after the last norm.
@@ -212,7 +213,7 @@ def are_last_normed(config: Any, embedding: torch.nn.Module) -> bool:  # Any: as
 
 
 def of_servers(config: Any, rows: int, columns: int, all_columns: int) -> dict[str, Any]:
-    """What else a config has transformers give with the scores, and is with the servers."""
+    """Other outputs that a config asks transformers for, and that only the servers have."""
     blocks = config.num_hidden_layers
     given: dict[str, Any] = {}
     if getattr(config, "output_attentions", False):

@@ -35,11 +35,10 @@ def connect(
     `codec` is how hidden states cross the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Only
     servers that compute in `dtype` are used: "float32" is exact, "float32+int8" and the like have quantized weights
     (`core.model.PRECISIONS`). `spot_check` is the share of what they compute that others compute again
-    (`session/spot_checks.py`); a session that so finds a cheat ends with SessionLost. `relayed_prefill` is
-    for long prompts to servers that are reached through a relay: "wait" some seconds for a direct way and then use the
-    relay, "allow" that at once, or "refuse" it with ConfigError. `report` is told in a line what takes long, as a
-    download does. What is returned is a context manager; or call `close()` when done. Raises ConfigError, PeerError or
-    NoRoute.
+    (`session/spot_checks.py`); a session that so finds a cheat ends with SessionLost. `relayed_prefill` is for long
+    prompts to servers that are reached through a relay: "wait" some seconds for a direct way and then use the relay,
+    "allow" that at once, or "refuse" it with ConfigError. `report` is told in a line what takes long, as a download
+    does. The model is a context manager; or call `close()` when done. Raises ConfigError, PeerError or NoRoute.
     """
     policy = ClientPolicy(spot_check=spot_check, relayed=RelayedPolicy(prefill=relayed_prefill))
     folder = open_model(name, report)
@@ -83,5 +82,5 @@ class AutoDistributedModelForCausalLM:
     def from_pretrained(
         name: str | None = None, *, initial_peers: Sequence[str], codec: str = "raw", dtype: str = "float32"
     ) -> DistributedModelForCausalLM:
-        """As `llmnode.connect(name, peers=initial_peers, codec=codec, dtype=dtype)`."""
+        """Calls `llmnode.connect(name, peers=initial_peers, codec=codec, dtype=dtype)`."""
         return connect(name, peers=initial_peers, codec=codec, dtype=dtype)

@@ -152,7 +152,7 @@ def open_portal() -> Portal:
 
 @contextmanager
 def _reported_to(waiter: Future[T]) -> Iterator[None]:
-    """What goes wrong inside is the waiting thread's, and not the loop's; a cancellation is both's."""
+    """An error inside is raised in the waiting thread, and not in the loop; a cancellation in both."""
     try:
         with single_error():
             yield

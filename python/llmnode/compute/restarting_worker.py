@@ -43,7 +43,8 @@ class ProcessLoader:
         """`report` gets a line about anything that takes long, `report_lost` one about each process that was lost."""
         self.tensor_bytes = 0
         self._wanted = self._asked = wanted
-        """What the user wants, and what a process is asked for: the KV of one that was lost stays what is announced."""
+        """The wish of the user, and the request to a process: a process after a lost one gets the KV that was
+        announced."""
         self._report = report
         self._report_lost = report_lost
         self._command = command

@@ -59,17 +59,17 @@ class View:
         return gone
 
     def sequences(self) -> dict[PeerId, int]:
-        """What we have, in the form that another peer compares with its own."""
+        """Our sequence numbers, in the form that another peer compares with its own."""
         return {peer: signed.announcement.sequence for peer, signed in self._newest.items()}
 
     def newer_than(self, sequences: Mapping[PeerId, int]) -> list[SignedAnnouncement]:
-        """What somebody lacks who has `sequences`."""
+        """The announcements that a peer with `sequences` lacks."""
         return [
             signed for peer, signed in self._newest.items() if signed.announcement.sequence > sequences.get(peer, -1)
         ]
 
     def lacks(self, sequences: Mapping[PeerId, int]) -> list[PeerId]:
-        """Peers of whom somebody with `sequences` has something newer."""
+        """The peers of which a node with `sequences` has something newer."""
         return [
             peer
             for peer, sequence in sequences.items()
@@ -112,6 +112,6 @@ def is_news(before: Announcement, announcement: Announcement) -> bool:
 
 
 def _essence(announcement: Announcement) -> tuple[object, ...]:
-    """What others must hear of at once; the rest may wait for the next exchange."""
+    """Whether others must hear of it at once; the rest may wait for the next exchange."""
     offer = announcement.offer
     return announcement.addresses, offer.model_digest, offer.span, offer.dtype, offer.state
