@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NoReturn
 import trio
 
 from llmnode.compute.loading import AUTO, SpanLoader, Wanted
-from llmnode.compute.restarting_worker import ProcessLoader
-from llmnode.compute.worker import ThreadLoader
+from llmnode.compute.process_loader import ProcessLoader
+from llmnode.compute.thread_worker import ThreadLoader
 from llmnode.compute.worker_process import can_start
 from llmnode.core.model import DTYPES, KV_DTYPES, QUANTS, SAME
 from llmnode.core.policy import LinkPolicy, ReachPolicy, RelayPolicy, ServePolicy, SwarmPolicy

@@ -15,7 +15,7 @@ import torch
 import trio
 
 from llmnode.compute.load_executor import load_executor
-from llmnode.compute.worker import ThreadWorker
+from llmnode.compute.thread_worker import ThreadWorker
 from llmnode.core.policy import LinkPolicy, ServePolicy
 from llmnode.core.span import Span
 from llmnode.models.sources.open_model import open_model

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llmnode.compute.attention import ragged_attention
 from llmnode.compute.load_executor import load_executor
-from llmnode.compute.worker import ThreadWorker
+from llmnode.compute.thread_worker import ThreadWorker
 from llmnode.core.ids import PeerId
 from llmnode.core.operations import Close, Forward, Open, Slice, Truncate
 from llmnode.core.policy import BatchPolicy

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.compute.loading import Wanted
-from llmnode.compute.restarting_worker import ProcessLoader
+from llmnode.compute.process_loader import ProcessLoader
 from llmnode.core.policy import WorkerPolicy
 from llmnode.core.span import Span
 

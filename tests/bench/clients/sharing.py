@@ -17,7 +17,7 @@ import trio
 from bench.kit.drawing import axes_in
 from bench.kit.report import Row, percentile, ratios, spread
 from llmnode.compute.load_executor import load_executor
-from llmnode.compute.worker import ThreadWorker
+from llmnode.compute.thread_worker import ThreadWorker
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.operations import Close, Forward, Open
 from llmnode.core.policy import BatchPolicy

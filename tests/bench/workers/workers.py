@@ -22,7 +22,7 @@ from bench.kit.report import Report, Row, Series, at_most, differences, percenti
 from bench.workers.echoing import ECHO, EchoExecutor
 from llmnode.compute.batching import BatchingWorker
 from llmnode.compute.loading import Wanted
-from llmnode.compute.worker import ThreadWorker
+from llmnode.compute.thread_worker import ThreadWorker
 from llmnode.compute.worker_messages import LOAD, OPEN_MODEL
 from llmnode.compute.worker_process import start_process
 from llmnode.core import operations

@@ -12,8 +12,8 @@ import trio
 import trio.testing
 
 from llmnode.compute.batching import BatchingWorker
+from llmnode.compute.thread_worker import ComputeThread, ThreadLoader, ThreadWorker
 from llmnode.compute.work import do
-from llmnode.compute.worker import ComputeThread, ThreadLoader, ThreadWorker
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.operations import Close, Forward, Open
 from llmnode.core.span import Span

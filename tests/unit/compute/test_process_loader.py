@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from llmnode.compute.loading import Wanted
-from llmnode.compute.restarting_worker import ProcessLoader
+from llmnode.compute.process_loader import ProcessLoader
 from llmnode.compute.worker_process import can_start
 from llmnode.core.policy import WorkerPolicy
 from llmnode.errors import ConfigError, WorkerLost
