@@ -55,12 +55,15 @@ class Node:
         """Serve blocks `start` up to, not including, `end` instead; returns when they are served.
 
         Sessions have `drain_s` to end, ten seconds if it is None; then they go on at other servers. Raises ConfigError
-        if the blocks do not fit; then the node serves its former ones again. A trio program awaits
-        `running.change_span` instead.
+        for blocks that do not fit or that the model does not have; the node serves its former ones then. A trio
+        program awaits `running.change_span` instead.
         """
-        assert self._portal is not None, "enter the node's context with `with` first"
         if not 0 <= start < end:
             raise ConfigError(f"blocks {start}:{end} are no range: give the first block, and the one after the last")
+        if drain_s is not None and not drain_s >= 0:
+            raise ConfigError(f"drain_s is {drain_s}: give seconds, 0 or more")
+        if self._portal is None:
+            raise ConfigError("no node runs here: call this within `with Node(...) as node:`")
         self._portal.call(partial(self.running.change_span, Span(start, end), drain_s))
 
     def __enter__(self) -> Self:
