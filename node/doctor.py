@@ -228,8 +228,8 @@ async def _check_network(doctor: Doctor, folder: ModelFolder | None) -> None:
             )
     if not doctor.config.to.peers:
         return
-    dtype = doctor.config.precision.name
-    await check_peers(doctor, replace(folder.info, dtype=dtype) if folder is not None else None)
+    precision = doctor.config.precision
+    await check_peers(doctor, replace(folder.info, precision=precision) if folder is not None else None)
 
 
 async def check_peers(doctor: Doctor, model: ModelInfo | None) -> None:
@@ -355,11 +355,11 @@ def check_clocks(offsets_ms: Mapping[PeerId, int], tolerated_s: float) -> list[F
 
 def check_coverage(announcements: Sequence[Announcement], model: ModelInfo) -> Finding:
     """Does the swarm hold this model, and all of it? No blocker: it may wait for us."""
-    held = [each.offer for each in online(announcements) if each.offer.model_digest == model.digest]
-    spans = [offer.span for offer in held if offer.dtype == model.dtype]
+    held = [each.offer for each in online(announcements) if each.offer.profile.model_digest == model.digest]
+    spans = [offer.span for offer in held if offer.profile == model.profile]
     if not (missing := uncovered(model.blocks, spans)):
         return Finding("peers", OK, f"the swarm has all {model.blocks} blocks, at {len(spans)} servers")
-    text = f"no server of the swarm has blocks {', '.join(map(str, missing))} of {model.name} in {model.dtype}"
+    text = f"no server of the swarm has blocks {', '.join(map(str, missing))} of {model.name} in {model.precision.name}"
     why = explain_absence(model, missing, announcements)
     if not why.text:
         return Finding("peers", WARNING, text, "start servers for them")

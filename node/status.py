@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
+    from llmnode.core.model import Profile
     from llmnode.core.span import Span
     from llmnode.wire.messages import Description
 
@@ -41,20 +42,20 @@ class ModelStatus:
 def by_model(
     announcements: Sequence[Announcement], answers: Mapping[PeerId, Description], relayed: Collection[PeerId]
 ) -> list[ModelStatus]:
-    groups: dict[tuple[bytes, str], list[Announcement]] = {}
+    groups: dict[Profile, list[Announcement]] = {}
     for each in announcements:
-        groups.setdefault((each.offer.model_digest, each.offer.dtype), []).append(each)
+        groups.setdefault(each.offer.profile, []).append(each)
     return [
         ModelStatus(
             model=servers[0].offer.model,
-            digest=digest.hex(),
-            dtype=dtype,
+            digest=profile.model_digest.hex(),
+            dtype=profile.precision.name,
             blocks=servers[0].offer.blocks,
             servers=sorted(servers, key=lambda each: (each.offer.span, each.peer)),
             answers=answers,
             relayed=relayed,
         )
-        for (digest, dtype), servers in sorted(groups.items())
+        for profile, servers in sorted(groups.items(), key=lambda group: group[0].key)
     ]
 
 

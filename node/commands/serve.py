@@ -237,7 +237,7 @@ def _ready_json(node: RunningNode) -> None:
         "listening": list(node.listening),
         "model": node.model.name,
         "blocks": [node.span.start, node.span.end],
-        "dtype": node.model.dtype,
+        "dtype": node.model.precision.name,
         "tensor_bytes": node.tensor_bytes,
     }
     print(json.dumps(event), flush=True)

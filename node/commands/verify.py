@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _lines(transcript: Transcript, found: Audit) -> str:
     start, end = found.positions
     lines = [
-        f"{transcript.model} ({transcript.dtype}, {transcript.codec}), {transcript.blocks} blocks,"
+        f"{transcript.model} ({transcript.profile.precision.name}, {transcript.codec}), {transcript.blocks} blocks,"
         f" positions [{start}, {end}): {found.receipts} receipts",
         *(f"  {part}" for part in found.parts),
         *(f"wrong: {problem}" for problem in found.problems[:MOST_SHOWN]),
@@ -81,8 +81,8 @@ def _as_json(transcript: Transcript, found: Audit) -> dict[str, Any]:  # Any: JS
         "fine": not found.problems,
         "client": transcript.client,
         "model": transcript.model,
-        "model_digest": transcript.model_digest.hex(),
-        "dtype": transcript.dtype,
+        "model_digest": transcript.profile.model_digest.hex(),
+        "dtype": transcript.profile.precision.name,
         "codec": str(transcript.codec),
         "blocks": transcript.blocks,
         "positions": found.positions,

@@ -117,9 +117,8 @@ class Role:
         worker = self._worker
         return Offer(
             model=self.model.name,
-            model_digest=self.model.digest,
+            profile=self.model.profile,
             blocks=self.model.blocks,
-            dtype=self.model.dtype,
             span=self.span,
             state=announced(self.state),
             block_us=self._block_us,
@@ -291,6 +290,6 @@ async def choose_blocks(blocks: str, model: ModelInfo, source: WorkerSource, swa
     others = [
         each.offer
         for each in swarm.view.of_model(model.digest)
-        if each.offer.dtype == model.dtype and each.offer.state is not PeerState.DRAINING
+        if each.offer.profile == model.profile and each.offer.state is not PeerState.DRAINING
     ]
     return choose_span(model.blocks, length, [(offer.span, offer.speed_tokens_per_s) for offer in others])

@@ -38,6 +38,7 @@ from llmnode.wire.messages import (
     unpack,
 )
 from llmnode.wire.payload import Codec, HiddenForm
+from llmnode.wire.profile import profile_fields, profile_of
 from llmnode.wire.stage import Stage
 
 if TYPE_CHECKING:
@@ -152,11 +153,10 @@ class Server:
         return Description(
             software=software(),
             model=self.model.name,
-            model_digest=self.model.digest,
+            **profile_fields(self.model.profile),
             blocks=self.model.blocks,
             hidden_size=self.model.hidden_size,
             context_tokens=self.model.context_tokens,
-            dtype=self.model.dtype,
             span_start=span.start,
             span_end=span.end,
             kv_tokens_free=0 if worker is None else worker.kv_tokens_free,
@@ -257,13 +257,15 @@ class ServerLink:
         return span, request, served
 
     def _check_model(self, request: Open) -> None:
-        model = self._server.model
-        if request.model_digest != model.digest:
-            how = how_other(request.model_digest, model.digest, model.name)
+        model, asked = self._server.model, profile_of(request)
+        if asked.model_digest != model.digest:
+            how = how_other(asked.model_digest, model.digest, model.name)
             raise PeerRefused(RefusalCode.WRONG_MODEL, f"this server holds {model.name} {how}")
-        if request.dtype != model.dtype:
-            why = f"this server holds {model.name} in {model.dtype}, and {request.dtype} is asked for"
+        if asked.precision != model.precision:
+            why = f"this server holds {model.name} in {model.precision.name}, and {asked.precision.name} is asked for"
             raise PeerRefused(RefusalCode.WRONG_MODEL, why)
+        if asked.adapter != model.adapter:
+            raise PeerRefused(RefusalCode.UNKNOWN_ADAPTER, "this server has no such adapter")
 
     def _check_room(self) -> None:
         if self._server.is_draining:

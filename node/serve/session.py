@@ -92,7 +92,7 @@ class ServerSession:
         self._priority = priority
         self._worker = served.worker
         self._form = form
-        self._profile = profile_digest(served.model.digest, served.model.dtype, form.codec)
+        self._profile = profile_digest(served.model.profile, form.codec)
         self._outputs = PayloadLog(form) if keep_outputs else None
         """As long as the KV, whose reservation bounds it."""
         self._receiver: tuple[PeerConnection, SessionId] | None = None

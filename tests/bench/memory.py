@@ -31,6 +31,7 @@ from llmnode.node.processes import all_ready, private_swarm, with_worker
 from llmnode.session.session import open_session
 from llmnode.swarm.peer_connection import open_connection
 from llmnode.wire.payload import Codec
+from llmnode.wire.profile import profile_of
 
 if TYPE_CHECKING:
     import argparse
@@ -189,7 +190,8 @@ def _position_bytes(measured: Measured) -> int:
 async def _connected(server: ServerProcess) -> AsyncIterator[tuple[PeerConnection, ModelInfo]]:
     async with open_network([], LinkPolicy()) as network, open_connection(await network.dial(server.address)) as known:
         said = await known.describe(60.0)
-        info = ModelInfo(said.model, said.model_digest, said.blocks, said.hidden_size, said.context_tokens, said.dtype)
+        precision = profile_of(said).precision
+        info = ModelInfo(said.model, said.model_digest, said.blocks, said.hidden_size, said.context_tokens, precision)
         yield known, info
 
 

@@ -27,6 +27,7 @@ from llmnode.wire.announcement import pack_announcement, pack_news, pack_sequenc
 from llmnode.wire.frame import HEADER_BYTES, Frame, FrameDecoder, FrameType, encode
 from llmnode.wire.messages import Clock, Description, Fork, Lease, Neighbours, Open, Replay, pack
 from llmnode.wire.payload import Codec, encode_hidden
+from llmnode.wire.profile import profile_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -185,9 +186,8 @@ class Attacker:
         target, peer = self.target, PeerId(self.chance.randbytes(20).hex())
         offer = Offer(
             target.model,
-            target.model_digest,
+            profile_of(target),
             target.blocks,
-            target.dtype,
             Span(target.span_start, target.span_end),
             PeerState.ONLINE,
             block_us=100,

@@ -12,6 +12,7 @@ import trio
 
 from bench.kit.decoding import load_in
 from llmnode.client.connect import aconnect, load_parts
+from llmnode.core.model import PRECISIONS
 from llmnode.core.operations import Close, Open, Slice
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.span import Span
@@ -65,7 +66,7 @@ class Whole:
     @property
     def apart_at_most(self) -> float:
         """Products of integers are exact; KV that is half-way between two steps goes to either by the last bit."""
-        return 0.0 if "--quant" in OPTIONS[self.dtype] else tolerance(self.dtype, Codec.RAW)
+        return 0.0 if "--quant" in OPTIONS[self.dtype] else tolerance(PRECISIONS[self.dtype], Codec.RAW)
 
 
 @dataclass
@@ -119,7 +120,7 @@ def test_each_client_gets_the_servers_of_its_precision_and_the_output_of_their_b
                     async with client.inference_session(64) as hops:
                         answers.append(Greedy(whole.parts, hops, [whole.parts.tokenizer.encode(text)], []))
                         await answers[-1].choose(NEW_TOKENS)
-                held = {each.peer: each.offer.dtype for each in client.swarm.view.announcements()}
+                held = {each.peer: each.offer.profile.precision.name for each in client.swarm.view.announcements()}
                 assert {held[hop.peer] for hop in client.route} == {dtype}
                 assert len(set(held.values())) == 2
         return answers
@@ -158,4 +159,4 @@ def test_nobody_of_another_precision_takes_the_place_of_a_lost_server(
     assert len(answer.outputs) == 8
     apart = whole.apart(answer)
     assert apart[:-4].max() <= whole.apart_at_most
-    assert apart.max() < tolerance(whole.dtype, Codec.RAW)  # computed by the twin in one prefill
+    assert apart.max() < tolerance(PRECISIONS[whole.dtype], Codec.RAW)  # computed by the twin in one prefill

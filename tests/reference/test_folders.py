@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from llmnode.core.model import Precision
 from llmnode.core.span import Span
 from llmnode.errors import ModelError
 from llmnode.models.families import FAMILIES, Family
@@ -186,7 +187,7 @@ def test_half_precision_on_disk_is_computed_in_the_dtype_asked_for(
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
     ids = torch.randint(VOCABULARY, (1, 20), generator=torch.Generator().manual_seed(4))
     folder = open_saved(tmp_path)
-    assert folder.info.dtype == "float32"
+    assert folder.info.precision == Precision()
     ours = cut(folder, (0, 2, BLOCKS), dtype)
     hidden = ours.forward({session(0): ids[0].tolist()})[session(0)]
     assert hidden.dtype is torch.float32 and hidden.shape == (20, HIDDEN_SIZE)

@@ -129,7 +129,7 @@ def test_auto_quantizes_a_model_of_4_bits_where_it_is_not_kept_so(
 ) -> None:
     monkeypatch.setattr("llmnode.models.weights.quantized._has_fast_int8", lambda: True)
     loader = SpanLoader(Wanted(quant="auto", device="cpu", **asked), print)
-    assert loader.open_model().dtype == dtype
+    assert loader.open_model().precision.name == dtype
 
 
 def rounded_to_8_bits(weight: torch.Tensor) -> torch.Tensor:

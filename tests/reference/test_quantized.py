@@ -123,6 +123,6 @@ def test_auto_is_for_whatever_can_be_quantized(
     monkeypatch.setattr("llmnode.models.weights.quantized.fast_quant", lambda _device: fast)
     make_model(case, tied=True).save_pretrained(tmp_path)
     loader = SpanLoader(Wanted(str(tmp_path), quant="auto", device="cpu", kv_tokens=KV_TOKENS), print)
-    assert loader.open_model().dtype == ("float32" if case in EXPERTS else f"float32+{fast}")
+    assert loader.open_model().precision.name == ("float32" if case in EXPERTS else f"float32+{fast}")
     if case in EXPERTS:
         assert loader.load(Span(0, 1)).tensor_bytes

@@ -36,7 +36,9 @@ def break_down(node: ServingNode, monkeypatch: pytest.MonkeyPatch, call: str) ->
 
 def opening(name: SessionId) -> Frame:
     span = SPANS[0]
-    asked = Open(MODEL.digest, span.start, span.end, 20, MODEL.dtype, Codec.RAW, "interactive", keep_outputs=False)
+    asked = Open(
+        MODEL.digest, span.start, span.end, 20, MODEL.precision.name, Codec.RAW, "interactive", keep_outputs=False
+    )
     return Frame(FrameType.OPEN, name, meta=pack(asked))
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
+from llmnode.core.model import Precision
 from llmnode.core.operations import Computed
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.priority import Priority
@@ -116,7 +117,7 @@ async def test_a_checker_that_lies_is_outvoted_and_the_session_goes_on() -> None
 @simulated
 async def test_peers_of_another_precision_are_not_asked_and_outvote_nobody() -> None:
     """Their outputs are a little different, right or wrong."""
-    rounded = replace(MODEL, dtype="float32+kv-int8")
+    rounded = replace(MODEL, precision=Precision(kv_dtype="int8"))
     async with servers("a") as swarm:
         for twin in "bcd":
             other = await swarm.start(f"1{twin}", SPANS[1], rounded)

@@ -32,7 +32,7 @@ from llmnode.wire.frame import Frame, FrameDecoder, FrameType
 from llmnode.wire.messages import Open, Refusal, pack, unpack
 from llmnode.wire.payload import Codec
 
-MODEL = ModelInfo("exact", b"d" * 32, blocks=4, hidden_size=2, context_tokens=100, dtype="float32")
+MODEL = ModelInfo("exact", b"d" * 32, blocks=4, hidden_size=2, context_tokens=100)
 ALL_BLOCKS = Span(0, MODEL.blocks)
 ROW = MODEL.row_bytes
 POLICY = LinkPolicy()
@@ -113,7 +113,7 @@ def open_frame(session: SessionId, **changes: Any) -> Frame:
         0,
         MODEL.blocks,
         max_length=16,
-        dtype=MODEL.dtype,
+        dtype=MODEL.precision.name,
         codec="raw",
         priority="interactive",
         keep_outputs=False,

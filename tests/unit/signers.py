@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from llmnode.wire.receipt import Receipt, Sign
 
-MODEL = ModelInfo("org/model", b"m" * 32, blocks=6, hidden_size=4, context_tokens=64, dtype="float32")
+MODEL = ModelInfo("org/model", b"m" * 32, blocks=6, hidden_size=4, context_tokens=64)
 
 
 @dataclass(frozen=True)

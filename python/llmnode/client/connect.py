@@ -30,7 +30,7 @@ from llmnode.wire.payload import Codec
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from llmnode.core.model import ModelInfo
+    from llmnode.core.model import ModelInfo, Precision
     from llmnode.core.priority import Priority
     from llmnode.core.route import Route
     from llmnode.core.traffic import Traffic
@@ -183,7 +183,7 @@ async def aconnect(
         raise ConfigError(f"spot_check={policy.spot_check:g}: give a share from 0 to 1")
     check_choice(policy.relayed.prefill, "relayed_prefill")
     way_in = _way_in(peers, swarm_key)  # a typing error is told before the seconds that loading takes
-    parts = await _parts_in(dtype, parts)
+    parts = await _parts_in(PRECISIONS[dtype], parts)
     async with join_swarm(way_in.peers, link_policy or LinkPolicy(), swarm_key=way_in.key) as (pool, swarm):
         router = Router(parts.model, pool, swarm, policy)
         with single_error():
@@ -211,7 +211,7 @@ async def aresume(
     policy = policy or ClientPolicy()
     saved = await trio.to_thread.run_sync(read, Path(path))
     way_in = _way_in([*peers, *saved.contacts], swarm_key)
-    parts = await _parts_in(saved.dtype, parts)
+    parts = await _parts_in(saved.profile.precision, parts)
     _check_model(saved, parts.model)
     async with join_swarm(way_in.peers, link_policy or LinkPolicy(), saved.key, way_in.key) as (pool, swarm):
         router = Router(parts.model, pool, swarm, policy)
@@ -230,17 +230,17 @@ def _way_in(peers: Sequence[str], swarm_key: str | Path | None) -> Entry:
     return way_in
 
 
-async def _parts_in(dtype: str, parts: ClientParts | None) -> ClientParts:
+async def _parts_in(precision: Precision, parts: ClientParts | None) -> ClientParts:
     if parts is None:
         # Abandoned: the first run converts the model, and Ctrl-C must not wait for that.
         parts = await trio.to_thread.run_sync(load_parts, abandon_on_cancel=True)
-    return replace(parts, model=replace(parts.model, dtype=dtype))
+    return replace(parts, model=replace(parts.model, precision=precision))
 
 
 def _check_model(saved: SavedSession, model: ModelInfo) -> None:
     """Raises ConfigError if the session is of another one."""
-    if saved.model_digest != model.digest:
-        how = how_other(model.digest, saved.model_digest, saved.model)
+    if saved.profile.model_digest != model.digest:
+        how = how_other(model.digest, saved.profile.model_digest, saved.model)
         raise ConfigError(f"the session is of {saved.model} {how}, not of {model.name} as it is here: name its model")
     if (saved.blocks, saved.hidden_size) != (model.blocks, model.hidden_size):
         raise ConfigError(f"the session is of {saved.blocks} blocks, and {model.name} has {model.blocks}")

@@ -65,7 +65,7 @@ class SpanLoader:
         quant, kv_device = _quant(self._wanted, self._folder), _kv_device(self._wanted)
         self._wanted = replace(self._wanted, quant=quant, kv_device=kv_device)
         wanted = self._wanted
-        return replace(self._folder.info, dtype=Precision(wanted.dtype, wanted.quant, wanted.kv_dtype).name)
+        return replace(self._folder.info, precision=Precision(wanted.dtype, wanted.quant, wanted.kv_dtype))
 
     def fitting_blocks(self) -> int:
         from llmnode.models.size import MEMORY_SHARE, find_places

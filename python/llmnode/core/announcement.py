@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
+    from llmnode.core.model import Profile
     from llmnode.core.span import Span
 
 
@@ -37,9 +38,8 @@ class Offer:
     """
 
     model: str
-    model_digest: bytes
+    profile: Profile
     blocks: int
-    dtype: str
     span: Span
     state: PeerState
     block_us: int

@@ -1,4 +1,4 @@
-"""What a model is to the swarm: enough to tell two models apart and to size messages, without its weights."""
+"""A model without its weights: enough to tell two models apart, and to size messages."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from itertools import product, starmap
 
 FP32_BYTES = 4
 DTYPES = ("float32", "bfloat16", "float16")
-"""What blocks are computed in. Only float32 is exact (design section 7)."""
+"""The number formats in which blocks are computed. Only float32 is exact (design section 7)."""
 QUANTS = ("none", "int8", "nf4")
-"""What the weights of their linear layers are rounded to, in memory alone."""
+"""The formats to which the weights of linear layers are rounded, in memory alone."""
 
 SAME = "same"
 KV_DTYPES = (SAME, "int8")
-"""What keys and values are kept in: in what the blocks are computed in, or rounded to 8 bits."""
+"""The formats of keys and values: the one in which the blocks are computed, or 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Of `DTYPES`, `QUANTS` and `KV_DTYPES` one each."""
+    """How a model is rounded: one each of `DTYPES`, `QUANTS` and `KV_DTYPES`."""
 
     dtype: str = "float32"
     quant: str = "none"
@@ -26,23 +26,51 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """All in one word, which is what peers call the dtype: another is another profile, to older peers too."""
+        """All three in one word, for people and for the wire."""
         quant = "" if self.quant == "none" else f"+{self.quant}"
         kv_dtype = "" if self.kv_dtype == SAME else f"+kv-{self.kv_dtype}"
         return f"{self.dtype}{quant}{kv_dtype}"
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this llmnode can compute in it."""
+        return self.name in PRECISIONS
 
 
 PRECISIONS = {each.name: each for each in starmap(Precision, product(DTYPES, QUANTS, KV_DTYPES))}
 
 
+def precision_named(name: str) -> Precision:
+    """The precision of that `name`. A name that a newer peer uses gives a precision that equals no known one."""
+    return PRECISIONS.get(name) or Precision(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Two servers of one profile compute the same from the same hidden states. Peers compare profiles whole.
+
+    `adapter` is the digest of an adapter's weights, 32 bytes; None is the model as it is.
+    """
+
+    model_digest: bytes
+    precision: Precision
+    adapter: bytes | None = None
+
+    @property
+    def key(self) -> tuple[bytes, str, bytes]:
+        """An order for lists of profiles."""
+        return self.model_digest, self.precision.name, self.adapter or b""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Two peers serve the same model if their `digest`s are equal; the rest is for people and for limits.
+    """A model as one node uses it.
+
+    Two nodes use the same one if their profiles are equal; the other fields are for people and for limits.
 
     `digest` is 32 bytes over name, revision, config and tensor index (`llmnode.models.sources.folder`).
-    `dtype`, one of `PRECISIONS`, is what the blocks are computed in, and what their weights and KV are rounded to;
-    hidden states between them are fp32 whatever it is. `context_tokens` is the longest sequence that the model was made
-    for, and `context_reason` says what is beyond it, if anything.
+    Hidden states between blocks are fp32 in every precision. `context_tokens` is the longest sequence that the model
+    was made for, and `context_reason` says what is beyond it, if anything.
     """
 
     name: str
@@ -50,8 +78,13 @@ class ModelInfo:
     blocks: int
     hidden_size: int
     context_tokens: int
-    dtype: str
+    precision: Precision = PRECISIONS["float32"]
     context_reason: str = ""
+    adapter: bytes | None = None
+
+    @property
+    def profile(self) -> Profile:
+        return Profile(self.digest, self.precision, self.adapter)
 
     @property
     def context_text(self) -> str:

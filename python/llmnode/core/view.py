@@ -88,7 +88,7 @@ class View:
         )
 
     def of_model(self, digest: bytes) -> list[Announcement]:
-        return [each for each in self.announcements() if each.offer.model_digest == digest]
+        return [each for each in self.announcements() if each.offer.profile.model_digest == digest]
 
     def _make_room(self) -> None:
         if len(self._newest) > self._policy.view_peers:
@@ -114,4 +114,4 @@ def is_news(before: Announcement, announcement: Announcement) -> bool:
 def _essence(announcement: Announcement) -> tuple[object, ...]:
     """Whether others must hear of it at once; the rest may wait for the next exchange."""
     offer = announcement.offer
-    return announcement.addresses, offer.model_digest, offer.span, offer.dtype, offer.state
+    return announcement.addresses, offer.profile, offer.span, offer.state

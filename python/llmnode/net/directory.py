@@ -73,7 +73,7 @@ class DhtDirectory:
             await self._meet_connected()
             with contextlib.suppress(ValueError):  # a newer one of ours is there already
                 await self._dht.put_value(_peer_key(announcement.peer), record)
-            await self._dht.provide(_model_key(announcement.offer.model_digest))
+            await self._dht.provide(_model_key(announcement.offer.profile.model_digest))
 
         await self._apart(publish)
 

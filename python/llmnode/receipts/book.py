@@ -60,7 +60,7 @@ class ReceiptBook:
         self._most = policy.receipts_kept
         self._verify = verify
         self._run = run
-        self._profile = profile_digest(model.digest, model.dtype, codec)
+        self._profile = profile_digest(model.profile, codec)
         # In the order of time, so the positions of those that are no replays go up.
         self._entries: deque[_Entry] = deque()
         self._inherited: list[_Entry] = []  # from another session's book, until they are verified
@@ -234,9 +234,8 @@ class ReceiptBook:
                 Transcript(
                     self._client,
                     self._model.name,
-                    self._model.digest,
+                    self._model.profile,
                     self._model.blocks,
-                    self._model.dtype,
                     self._codec,
                     self._first_position,
                     tuple(each.passage for each in self._entries),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from llmnode.core.ids import SESSION_ID_BYTES, Epoch, PeerId, SessionId, Step
-from llmnode.core.model import PRECISIONS
+from llmnode.core.model import PRECISIONS, Profile
 from llmnode.core.span import Span
 from llmnode.core.user_input import decode
 from llmnode.errors import ConfigError
@@ -69,9 +69,8 @@ class Transcript:
 
     client: PeerId
     model: str
-    model_digest: bytes
+    profile: Profile
     blocks: int
-    dtype: str
     codec: Codec
     first_position: int
     passages: tuple[Passage, ...]
@@ -99,10 +98,11 @@ def as_json(transcript: Transcript) -> dict[str, Any]:  # Any: JSON
         "client": transcript.client,
         "model": {
             "name": transcript.model,
-            "digest": transcript.model_digest.hex(),
+            "digest": transcript.profile.model_digest.hex(),
             "blocks": transcript.blocks,
-            "dtype": transcript.dtype,
+            "dtype": transcript.profile.precision.name,
             "codec": str(transcript.codec),
+            **({"adapter": adapter.hex()} if (adapter := transcript.profile.adapter) else {}),
         },
         "first_position": transcript.first_position,
         "passages": [_passage_json(passage, stages) for passage in transcript.passages],
@@ -134,15 +134,15 @@ def parse(text: bytes) -> Transcript:
     client = top.peer("client")
     model = top.object("model")
     name, digest, blocks = model.text("name", _LONGEST_NAME), model.digest("digest"), model.number("blocks", 1)
-    dtype, codec = model.choice("dtype", PRECISIONS), Codec(model.choice("codec", list(Codec)))
+    precision, codec = PRECISIONS[model.choice("dtype", PRECISIONS)], Codec(model.choice("codec", list(Codec)))
+    profile = Profile(digest, precision, model.digest("adapter") if "adapter" in model else None)
     model.end()
-    reading = _Reading(client, profile_digest(digest, dtype, codec), _read_stages(top.objects("stages")))
+    reading = _Reading(client, profile_digest(profile, codec), _read_stages(top.objects("stages")))
     transcript = Transcript(
         client,
         name,
-        digest,
+        profile,
         blocks,
-        dtype,
         codec,
         top.number("first_position", 0),
         tuple(reading.passage(each) for each in top.objects("passages")),
@@ -288,6 +288,9 @@ class _Fields:
             raise ConfigError(f"{where or 'the whole'}: not an object")
         self._rest: dict[str, Any] = dict(value)
         self._where = where
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._rest
 
     def error(self, name: str, what: str) -> ConfigError:
         return ConfigError(f"{self._path(name)}: {what}")

@@ -51,10 +51,9 @@ def save(line: SessionHops, token_ids: Sequence[int]) -> SavedSession:
     model = line.model
     return SavedSession(
         model.name,
-        model.digest,
+        model.profile,
         model.blocks,
         model.hidden_size,
-        model.dtype,
         line.form.codec,
         line.max_length,
         line.position,

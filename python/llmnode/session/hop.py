@@ -32,6 +32,7 @@ from llmnode.wire.messages import (
     pack,
     unpack,
 )
+from llmnode.wire.profile import profile_fields
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -104,11 +105,10 @@ class SessionHop:
         """In one round trip with `stand`, which is `set_neighbours` but for its `first`."""
         self._keeps_outputs = self._policy.upstream_logs and self.hop.span.end < model.blocks
         request = Open(
-            model_digest=model.digest,
+            **profile_fields(model.profile),
             span_start=self.hop.span.start,
             span_end=self.hop.span.end,
             max_length=max_length,
-            dtype=model.dtype,
             codec=self._form.codec,
             priority=self._policy.priority.word,
             keep_outputs=self._keeps_outputs,

@@ -13,7 +13,7 @@ import trio
 
 from llmnode import _native
 from llmnode.core.ids import Epoch, Step
-from llmnode.core.model import PRECISIONS, SAME
+from llmnode.core.model import SAME
 from llmnode.core.priority import Priority
 from llmnode.errors import IntegrityError, NoRoute, PeerError, PeerRefused
 from llmnode.session.chunk_run import run_chunk
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llmnode.core.ids import PeerId
-    from llmnode.core.model import ModelInfo
+    from llmnode.core.model import ModelInfo, Precision
     from llmnode.core.policy import ClientPolicy
     from llmnode.core.span import Span
     from llmnode.receipts.book import ReceiptBook, Run, TakenIn
@@ -195,9 +195,8 @@ class Recomputer:
         return decode_hidden(payload, self._form.codec, length * self._model.hidden_size)
 
 
-def tolerance(dtype: str, codec: Codec) -> float:
-    """What honest peers may be apart: `deviations` of what they compute in `dtype` and send in `codec`."""
-    precision = PRECISIONS[dtype]
+def tolerance(precision: Precision, codec: Codec) -> float:
+    """The largest of `deviations` between honest peers that compute in `precision` and send in `codec`."""
     if precision.quant == "int8":
         return _INT8_TOLERANCE
     least = 0.0 if precision.kv_dtype == SAME else _INT8_KV_TOLERANCE

@@ -394,7 +394,7 @@ class Router:
         usable = [
             each
             for each in holders
-            if each.offer.dtype == model.dtype
+            if each.offer.profile == model.profile
             and each.offer.kv_tokens >= positions
             and not self._suspicion.is_excluded(each.peer, now_s)
         ]

@@ -20,7 +20,7 @@ import msgpack
 
 from llmnode import _native
 from llmnode.core.ids import SESSION_ID_BYTES, Epoch, PeerId, SessionId
-from llmnode.core.model import PRECISIONS
+from llmnode.core.model import PRECISIONS, Profile
 from llmnode.core.policy import LinkPolicy
 from llmnode.core.span import Span
 from llmnode.core.user_input import read_file
@@ -71,10 +71,9 @@ class SavedSession:
     """
 
     model: str
-    model_digest: bytes
+    profile: Profile
     blocks: int
     hidden_size: int
-    dtype: str
     codec: Codec
     max_length: int
     position: int
@@ -92,10 +91,10 @@ def pack(saved: SavedSession) -> bytes:
         {
             "version": VERSION,
             "model": saved.model,
-            "model_digest": saved.model_digest,
+            "model_digest": saved.profile.model_digest,
             "blocks": saved.blocks,
             "hidden_size": saved.hidden_size,
-            "dtype": saved.dtype,
+            "dtype": saved.profile.precision.name,
             "codec": str(saved.codec),
             "max_length": saved.max_length,
             "position": saved.position,
@@ -106,6 +105,7 @@ def pack(saved: SavedSession) -> bytes:
             "token_ids": list(saved.token_ids),
             "contacts": list(saved.contacts),
             "key": saved.key,
+            **({"adapter": saved.profile.adapter} if saved.profile.adapter else {}),
         }
     )
     return b"".join((MAGIC, _SIZE.pack(len(header)), header, payloads))
@@ -126,10 +126,9 @@ def parse(content: bytes) -> SavedSession:
     lengths = [_number(each, "log", 1, position) for each in fields.array("log", position)]
     saved = SavedSession(
         fields.text("model", _LONGEST_NAME),
-        fields.binary("model_digest", _DIGEST_BYTES),
+        _read_profile(fields),
         blocks,
         hidden_size,
-        fields.choice("dtype", PRECISIONS),
         codec,
         max_length,
         position,
@@ -199,6 +198,12 @@ def _without_repeats(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     return values
 
 
+def _read_profile(fields: _Fields) -> Profile:
+    precision = PRECISIONS[fields.choice("dtype", PRECISIONS)]
+    adapter = fields.binary("adapter", _DIGEST_BYTES) if "adapter" in fields else None
+    return Profile(fields.binary("model_digest", _DIGEST_BYTES), precision, adapter)
+
+
 def _read_log(
     payloads: memoryview, lengths: Sequence[int], codec: Codec, hidden_size: int, position: int
 ) -> tuple[tuple[Buffer, int], ...]:
@@ -242,6 +247,9 @@ class _Fields:
         if type(values) is not dict:
             raise ConfigError("not a map of fields, so this is no session")
         self._rest: dict[Any, Any] = values
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._rest
 
     def take(self, name: str) -> Any:
         if name not in self._rest:

@@ -67,7 +67,7 @@ class SpotChecks:
         """Of two peers that were taken to agree."""
         self._recomputer = Recomputer(model, codec, policy, others, book, run)
         asked_for = policy.spot_check_tolerance
-        self._tolerance = tolerance(model.dtype, codec) if asked_for is None else asked_for
+        self._tolerance = tolerance(model.precision, codec) if asked_for is None else asked_for
         self._policy = policy
         self._others = others
         self._rng = rng

@@ -26,4 +26,6 @@ class MemoryDirectory:
 
     async def find(self, model_digest: bytes) -> Sequence[SignedAnnouncement]:
         await trio.sleep(self._delay_s)
-        return [each for each in self._published.values() if each.announcement.offer.model_digest == model_digest]
+        return [
+            each for each in self._published.values() if each.announcement.offer.profile.model_digest == model_digest
+        ]

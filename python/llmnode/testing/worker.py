@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-EXACT_MODEL = ModelInfo("exact", b"d" * 32, blocks=6, hidden_size=2, context_tokens=200, dtype="float32")
+EXACT_MODEL = ModelInfo("exact", b"d" * 32, blocks=6, hidden_size=2, context_tokens=200)
 """Small, and right to the bit."""
 
 _STRANGER = SessionId(b"s" * SESSION_ID_BYTES)

@@ -17,6 +17,7 @@ from llmnode.core.ids import PeerId
 from llmnode.core.span import Span
 from llmnode.errors import RemoteProtocolError
 from llmnode.wire.messages import AnnouncementBody, pack, unpack
+from llmnode.wire.profile import profile_fields, profile_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -50,9 +51,8 @@ def pack_announcement(announcement: Announcement) -> bytes:
             expires_ms=announcement.expires_ms,
             software=announcement.software,
             model=offer.model,
-            model_digest=offer.model_digest,
+            **profile_fields(offer.profile),
             blocks=offer.blocks,
-            dtype=offer.dtype,
             span_start=offer.span.start,
             span_end=offer.span.end,
             state=offer.state,
@@ -74,9 +74,8 @@ def unpack_announcement(body: Buffer, signature: Buffer) -> SignedAnnouncement:
         raise RemoteProtocolError("AnnouncementBody.addresses: of another peer")
     offer = Offer(
         model=fields.model,
-        model_digest=fields.model_digest,
+        profile=profile_of(fields),
         blocks=fields.blocks,
-        dtype=fields.dtype,
         span=Span(fields.span_start, fields.span_end),
         state=PeerState(fields.state),
         block_us=fields.block_us,

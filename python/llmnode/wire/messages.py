@@ -17,7 +17,7 @@ from llmnode.core.ids import SESSION_ID_BYTES
 from llmnode.errors import RemoteProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Set
 
     from llmnode.wire.frame import Buffer
 
@@ -57,6 +57,8 @@ Total = Annotated[int, Between(0, 2**63 - 1)]
 Addresses = Annotated[list[str], Texts(8, ADDRESS_CHARS)]
 Flag = Annotated[bool, Between(0, 1)]
 Digest = Annotated[bytes, Sized(32, 32)]
+OptionalDigest = Annotated[bytes | None, Sized(32, 32)]
+"""Left out of the map where it is None."""
 SessionName = Annotated[bytes, Sized(SESSION_ID_BYTES, SESSION_ID_BYTES)]
 Name = Annotated[str, Sized(1, 200)]
 PeerName = Annotated[str, Sized(0, 200)]
@@ -72,6 +74,7 @@ class RefusalCode(StrEnum):
     BUSY = "busy"
     NO_ROOM = "no-room"
     WRONG_MODEL = "wrong-model"
+    UNKNOWN_ADAPTER = "unknown-adapter"
     UNKNOWN_CODEC = "unknown-codec"
     SPAN_NOT_HELD = "span-not-held"
     UNKNOWN_SESSION = "unknown-session"
@@ -113,6 +116,7 @@ class Description:
     sent_plain_bytes: Total
     received_bytes: Total
     received_plain_bytes: Total
+    adapter: OptionalDigest = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,7 @@ class Open:
     codec: Name
     priority: Name
     keep_outputs: Flag
+    adapter: OptionalDigest = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +273,7 @@ class AnnouncementBody:
     block_us: U32
     kv_tokens: U32
     kv_tokens_free: U32
+    adapter: OptionalDigest = None
 
 
 AnyMessage = (
@@ -286,27 +292,12 @@ AnyMessage = (
     | Clock
     | AnnouncementBody
 )
-Message = TypeVar(
-    "Message",
-    Description,
-    Open,
-    Result,
-    Pushed,
-    Replay,
-    Replayed,
-    Neighbours,
-    Fork,
-    Lease,
-    Leased,
-    Resumed,
-    Refusal,
-    Clock,
-    AnnouncementBody,
-)
+Message = TypeVar("Message", bound=AnyMessage)
 
 
 def pack(message: AnyMessage) -> bytes:
-    packed = msgpack.packb({name: getattr(message, name) for name, _ in _CHECKS[type(message)]})
+    values = {name: getattr(message, name) for name in _CHECKS[type(message)]}
+    packed = msgpack.packb({name: value for name, value in values.items() if value is not None})
     assert isinstance(packed, bytes)
     return packed
 
@@ -328,14 +319,15 @@ def unpack(kind: type[Message], meta: Buffer) -> Message:
     if not isinstance(values, dict):
         raise RemoteProtocolError(f"{kind.__name__}: {reprlib.repr(values)} is no map of fields")
     checks = _CHECKS[kind]
-    for name, check in checks:
+    for name, check in checks.items():
         if name not in values:
+            if name in _OPTIONAL[kind]:
+                continue
             raise RemoteProtocolError(f"{kind.__name__}.{name}: missing")
         if not check(values[name]):
             # reprlib: the value may be nested deeper than repr can follow
             raise RemoteProtocolError(f"{kind.__name__}.{name}: {reprlib.repr(values[name])} is not allowed")
-    if len(values) > len(checks):
-        unknown = [name for name in values if name not in dict(checks)]
+    if unknown := [name for name in values if name not in checks]:
         raise RemoteProtocolError(f"{kind.__name__}: unknown fields {reprlib.repr(unknown)}")
     return kind(**values)
 
@@ -353,15 +345,16 @@ def _without_repeats(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:  # Any: wh
     return values
 
 
-def _checks(kind: type[Any]) -> tuple[tuple[str, Callable[[Any], bool]], ...]:
+def _checks(kind: type[Any]) -> dict[str, Callable[[Any], bool]]:
     """Field names of a message and the test that each value must pass."""
     hints = get_type_hints(kind, include_extras=True)
-    return tuple((field.name, _check_of(hints[field.name])) for field in fields(kind))
+    return {field.name: _check_of(hints[field.name]) for field in fields(kind)}
 
 
 def _check_of(hint: Any) -> Callable[[Any], bool]:  # Any: a typing construct
     assert get_origin(hint) is Annotated, f"declare the bounds of {hint}"
     kind, bounds = get_args(hint)
+    kind, *_ = get_args(kind) or (kind,)  # "bytes | None" is bytes where it is there
     if isinstance(bounds, Texts):
         return lambda value: (
             type(value) is list
@@ -374,22 +367,7 @@ def _check_of(hint: Any) -> Callable[[Any], bool]:  # Any: a typing construct
     return lambda value: type(value) is kind and bounds.low <= len(value) <= bounds.high
 
 
-_CHECKS: dict[type[Any], tuple[tuple[str, Callable[[Any], bool]], ...]] = {
-    kind: _checks(kind)
-    for kind in (
-        Description,
-        Open,
-        Result,
-        Pushed,
-        Replay,
-        Replayed,
-        Neighbours,
-        Fork,
-        Lease,
-        Leased,
-        Resumed,
-        Refusal,
-        Clock,
-        AnnouncementBody,
-    )
+_CHECKS: dict[type[Any], dict[str, Callable[[Any], bool]]] = {kind: _checks(kind) for kind in get_args(AnyMessage)}
+_OPTIONAL: dict[type[Any], Set[str]] = {
+    kind: {field.name for field in fields(kind) if field.default is None} for kind in get_args(AnyMessage)
 }

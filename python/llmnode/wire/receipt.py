@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from llmnode.core.ids import Epoch, PeerId, SessionId, Step
+    from llmnode.core.model import Profile
     from llmnode.core.span import Span
 
     Sign: TypeAlias = Callable[[bytes], bytes]
@@ -80,12 +81,11 @@ class Conviction:
         return IntegrityError(what, peer=self.told.signer, span=self.told.span, proof=self)
 
 
-def profile_digest(model_digest: bytes, dtype: str, codec: str) -> bytes:
-    """What must be alike for a stage's answers to be: 32 bytes."""
-    names = dtype.encode(), codec.encode()
-    return _native.blake3_digest_parts(
-        [PROFILE_CONTEXT, _PROFILE.pack(model_digest, len(names[0]), len(names[1])), *names]
-    )
+def profile_digest(profile: Profile, codec: str) -> bytes:
+    """32 bytes: two stages of one profile and codec that are given the same bytes have the same answer."""
+    names = profile.precision.name.encode(), codec.encode()
+    lengths = _PROFILE.pack(profile.model_digest, len(names[0]), len(names[1]))
+    return _native.blake3_digest_parts([PROFILE_CONTEXT, lengths, *names, profile.adapter or b""])
 
 
 def statement(receipt: Receipt) -> bytes:

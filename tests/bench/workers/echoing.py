@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 HIDDEN_SIZE = 576
 """SmolLM2-135M's."""
 KV_TOKENS = 1 << 30
-ECHO = ModelInfo("echo", bytes(32), blocks=1, hidden_size=HIDDEN_SIZE, context_tokens=KV_TOKENS, dtype="float32")
+ECHO = ModelInfo("echo", bytes(32), blocks=1, hidden_size=HIDDEN_SIZE, context_tokens=KV_TOKENS)
 
 
 class EchoExecutor:

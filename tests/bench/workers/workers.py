@@ -184,6 +184,7 @@ class _Session:
             span_end=model.span_end,
             max_length=LENGTH,
             dtype=model.dtype,
+            adapter=model.adapter,
             codec=Codec.RAW,
             priority="interactive",
             keep_outputs=False,

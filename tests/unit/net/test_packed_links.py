@@ -34,7 +34,7 @@ SLOW_BYTES_PER_S = 3e6
 """On which packing saves three times what it has to, where it packs 300 MB/s."""
 POLICY = LinkPolicy()
 SESSION = SessionId(b"s" * SESSION_ID_BYTES)
-MODEL = ModelInfo("exact", b"d" * 32, blocks=4, hidden_size=1024, context_tokens=4096, dtype="float32")
+MODEL = ModelInfo("exact", b"d" * 32, blocks=4, hidden_size=1024, context_tokens=4096)
 ROWS = 128
 
 

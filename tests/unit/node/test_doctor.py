@@ -12,7 +12,7 @@ import trio
 
 from llmnode.core.announcement import DOUBLE, Announcement, Offer, PeerState
 from llmnode.core.ids import PeerId
-from llmnode.core.model import ModelInfo, Precision
+from llmnode.core.model import ModelInfo, Precision, Profile, precision_named
 from llmnode.core.policy import LinkPolicy, SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.models.size import ModelSize, Place
@@ -44,14 +44,15 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
-MODEL = ModelInfo("ours", b"o" * 32, blocks=10, hidden_size=8, context_tokens=64, dtype="float32")
+MODEL = ModelInfo("ours", b"o" * 32, blocks=10, hidden_size=8, context_tokens=64)
 MIB = 1 << 20
 SKEW_S = SwarmPolicy().clock_skew_s
 DEADLINE_S = 30.0
 
 
 def _offer(start: int, end: int, model: str = "ours", dtype: str = "float32") -> Offer:
-    return Offer(model, model[:1].encode() * 32, 10, dtype, Span(start, end), PeerState.ONLINE, 1000, 64, 64)
+    profile = Profile(model[:1].encode() * 32, precision_named(dtype))
+    return Offer(model, profile, 10, Span(start, end), PeerState.ONLINE, 1000, 64, 64)
 
 
 def _announced(*offers: Offer) -> list[Announcement]:

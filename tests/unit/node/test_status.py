@@ -9,6 +9,7 @@ from rich.console import Console
 
 from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.ids import PeerId
+from llmnode.core.model import Precision, Profile
 from llmnode.core.span import Span
 from llmnode.node.commands.status import BESIDE_BAR, LEAST_BAR, _table
 from llmnode.node.status import ModelStatus
@@ -19,7 +20,7 @@ MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 def announcement(name: str, span: Span, state: PeerState) -> Announcement:
     offer = Offer(
-        model=MODEL, model_digest=b"d" * 32, blocks=30, dtype="float32", span=span, state=state,
+        model=MODEL, profile=Profile(b"d" * 32, Precision()), blocks=30, span=span, state=state,
         block_us=3190, kv_tokens=32768, kv_tokens_free=32768,
     )  # fmt: skip
     return Announcement(PeerId(f"12D3KooW{name}"), ("/ip4/192.0.2.1/tcp/1",), 1, 1, "llmnode/1", offer)

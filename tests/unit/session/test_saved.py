@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from llmnode import _native
 from llmnode.core.ids import Epoch, PeerId, SessionId
-from llmnode.core.model import PRECISIONS
+from llmnode.core.model import PRECISIONS, Precision, Profile
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
 from llmnode.net.identity import fresh_identity, identity_of
@@ -36,10 +36,9 @@ def payload(length: int, codec: Codec = Codec.RAW) -> tuple[bytes, int]:
 
 SAVED = SavedSession(
     model="model",
-    model_digest=b"d" * 32,
+    profile=Profile(b"d" * 32, Precision()),
     blocks=6,
     hidden_size=HIDDEN_SIZE,
-    dtype="float32",
     codec=Codec.RAW,
     max_length=40,
     position=6,
@@ -83,8 +82,8 @@ def test_what_was_saved_is_read_back(codec: Codec) -> None:
 
 @pytest.mark.parametrize("dtype", PRECISIONS)
 def test_a_session_of_any_precision_is_read_back(dtype: str) -> None:
-    saved = replace(SAVED, dtype=dtype)
-    assert parse(pack(saved)).dtype == dtype
+    saved = replace(SAVED, profile=Profile(b"d" * 32, PRECISIONS[dtype]))
+    assert parse(pack(saved)).profile == saved.profile
 
 
 def test_a_session_of_no_positions_is_read_back() -> None:

@@ -167,7 +167,7 @@ def test_any_positions_that_remain_can_be_read(form: HiddenForm, history: list[C
 
 
 HOP = Hop(PeerId("peer-far"), Span(2, 4))
-MODEL = ModelInfo("exact", b"d" * 32, blocks=6, hidden_size=48, context_tokens=100, dtype="float32")
+MODEL = ModelInfo("exact", b"d" * 32, blocks=6, hidden_size=48, context_tokens=100)
 
 
 async def _answer_every_step_with(payload: bytes, network: MemoryNetwork) -> None:

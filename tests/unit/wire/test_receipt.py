@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from llmnode._native import blake3_digest
 from llmnode.core.ids import Epoch, PeerId, SessionId, Step
+from llmnode.core.model import Precision, Profile, precision_named
 from llmnode.core.span import Span
 from llmnode.errors import IntegrityError
 from llmnode.net.identity import is_signed
@@ -20,7 +21,7 @@ from llmnode.wire.receipt import Conviction, Receipt, is_proof, is_valid, profil
 from llmnode.wire.stage import Answer, Compute, Stage
 from unit.signers import CLIENT, LIAR, OTHER, digest, forged
 
-PROFILE = profile_digest(b"m" * 32, "float32", "raw")
+PROFILE = profile_digest(Profile(b"m" * 32, Precision()), "raw")
 RECEIPT = Receipt(
     signer=LIAR.peer,
     client=CLIENT.peer,
@@ -42,7 +43,7 @@ SAYING_OTHER_THINGS = {
     "start": 21,
     "length": 3,
     "span": Span(3, 6),
-    "profile": profile_digest(b"m" * 32, "float32", "int8"),
+    "profile": profile_digest(Profile(b"m" * 32, Precision()), "int8"),
     "input_digest": digest("another input"),
     "output_digest": digest("another output"),
 }
@@ -127,13 +128,16 @@ def test_what_has_no_statement_is_no_receipt(wrong: dict[str, object]) -> None:
         replace(RECEIPT, **wrong)  # type: ignore[arg-type]  # that is the point
 
 
-def test_a_profile_is_that_of_its_model_dtype_and_codec() -> None:
+def test_a_digest_is_that_of_model_precision_adapter_and_codec() -> None:
     assert len(PROFILE) == 32
-    assert (
-        len({PROFILE, *(profile_digest(b"m" * 32, dtype, codec) for dtype, codec in [("float32r", "aw"), ("a", "")])})
-        == 3
-    )
-    assert profile_digest(b"n" * 32, "float32", "raw") != PROFILE
+    model = b"m" * 32
+    others = [
+        (Profile(model, precision_named("float32r")), "aw"),
+        (Profile(model, precision_named("a")), ""),
+        (Profile(b"n" * 32, Precision()), "raw"),
+        (Profile(model, Precision(), adapter=b"a" * 32), "raw"),
+    ]
+    assert len({PROFILE, *(profile_digest(profile, codec) for profile, codec in others)}) == 5
 
 
 # Contradictions

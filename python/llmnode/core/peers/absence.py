@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from llmnode.core.announcement import PeerState
 from llmnode.core.identity import explain_difference, is_variant
-from llmnode.core.model import PRECISIONS
 from llmnode.core.peers.clocks import CLOCK_FIX
 
 if TYPE_CHECKING:
@@ -53,10 +52,10 @@ def explain_absence(
     """
     if clocks is not None and clocks.is_ours:
         return Absence(f"{clocks.text}, so what others announce counts for nothing here", clocks.fix)
-    ours = [each for each in announcements if each.offer.model_digest == model.digest]
+    ours = [each for each in announcements if each.offer.profile.model_digest == model.digest]
     holders = [each for each in ours if any(_overlap(each.offer.span, span) for span in missing)]
     found = (
-        _of_holders([each for each in holders if each.offer.dtype == model.dtype], positions, excluded, failed)
+        _of_holders([each for each in holders if each.offer.profile == model.profile], positions, excluded, failed)
         or _of_precisions(model, holders)
         or _of_doubles(ours)
         or _of_variants(model, [each for each in announcements if each not in ours])
@@ -98,11 +97,13 @@ def _of_holders(
 
 def _of_precisions(model: ModelInfo, holders: Sequence[Announcement]) -> Absence | None:
     online = [each for each in holders if each.offer.state is PeerState.ONLINE]
-    dtypes = sorted({each.offer.dtype for each in online} - {model.dtype})[:NAMED]
-    if not dtypes:
+    others = {each.offer.profile.precision.name: each.offer.profile.precision for each in online}
+    others.pop(model.precision.name, None)
+    names = sorted(others)[:NAMED]
+    if not names:
         return None
-    text = f"some are held in {', '.join(dtypes)}, and {model.dtype} is asked for"
-    if (held := PRECISIONS.get(dtypes[0])) is None:
+    text = f"some are held in {', '.join(names)}, and {model.precision.name} is asked for"
+    if not (held := others[names[0]]).is_known:
         return Absence(text, "get a newer llmnode, or start servers for them")
     options = f"--dtype {held.dtype} --quant {held.quant} --kv-dtype {held.kv_dtype}"
     return Absence(text, f"give {options}, or start servers for them")
@@ -118,9 +119,9 @@ def _of_doubles(ours: Sequence[Announcement]) -> Absence | None:
 def _of_variants(model: ModelInfo, others: Sequence[Announcement]) -> Absence | None:
     """The cause if others serve a model of the same shape. Those of our name come first."""
     variants = {
-        (each.offer.model != model.name, each.offer.model, each.offer.model_digest)
+        (each.offer.model != model.name, each.offer.model, each.offer.profile.model_digest)
         for each in others
-        if is_variant(model.digest, each.offer.model_digest)
+        if is_variant(model.digest, each.offer.profile.model_digest)
     }
     if not variants:
         return None
@@ -130,7 +131,7 @@ def _of_variants(model: ModelInfo, others: Sequence[Announcement]) -> Absence | 
 
 
 def _of_others(model: ModelInfo, announcements: Sequence[Announcement]) -> Absence | None:
-    others = {each.offer.model for each in announcements if each.offer.model_digest != model.digest}
+    others = {each.offer.model for each in announcements if each.offer.profile.model_digest != model.digest}
     if models := sorted(others)[:NAMED]:
         text = f"the swarm serves {', '.join(models)}, of other weights"
         return Absence(text, "give the MODEL that it serves, or start servers for this one")

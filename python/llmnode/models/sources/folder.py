@@ -98,9 +98,7 @@ class ModelFolder:
             blocks, hidden_size = self._size("num_hidden_layers"), self._size("hidden_size")
             context = context_of(self.config, FAMILIES.get(self.config.model_type))
         # Hidden states travel in fp32 whatever the dtype of the weights, on disk or in memory.
-        return ModelInfo(
-            self.name, self.digest, blocks, hidden_size, context.tokens, dtype="float32", context_reason=context.reason
-        )
+        return ModelInfo(self.name, self.digest, blocks, hidden_size, context.tokens, context_reason=context.reason)
 
     def _size(self, attribute: str) -> int:
         """By the name that transformers gives it; families that name it otherwise (`n_layer`) are mapped there."""

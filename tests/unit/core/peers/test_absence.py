@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from llmnode.core.announcement import DOUBLE, Announcement, Offer, PeerState
 from llmnode.core.identity import Identity, Origin, Weights, explain_difference, is_variant, read_digest
 from llmnode.core.ids import PeerId
-from llmnode.core.model import ModelInfo
+from llmnode.core.model import ModelInfo, Profile, precision_named
 from llmnode.core.peers.absence import explain_absence
 from llmnode.core.peers.clocks import Clocks, judge_clocks
 from llmnode.core.policy import SwarmPolicy
@@ -30,16 +30,14 @@ def digest(origin: Origin, weights: str = "0" * 40, layout: bytes = b"layout", c
     return Identity(Weights(origin, bytes.fromhex(weights)), layout, config).digest
 
 
-OURS = ModelInfo(
-    "org/ours", digest(Origin.HUB, COMMITS[0]), blocks=8, hidden_size=8, context_tokens=64, dtype="float32"
-)
+OURS = ModelInfo("org/ours", digest(Origin.HUB, COMMITS[0]), blocks=8, hidden_size=8, context_tokens=64)
 
 
 def announced(
     name: str = "server", span: Span = MISSING[0], *, software: str = "llmnode/1", model: str = OURS.name,
     model_digest: bytes = OURS.digest, dtype: str = "float32", state: PeerState = PeerState.ONLINE, kv: int = 64,
 ) -> Announcement:  # fmt: skip
-    offer = Offer(model, model_digest, 8, dtype, span, state, 1000, kv, kv)
+    offer = Offer(model, Profile(model_digest, precision_named(dtype)), 8, span, state, 1000, kv, kv)
     return Announcement(PeerId(name), ("/memory",), 0, 1, software, offer)
 
 
