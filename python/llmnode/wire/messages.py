@@ -64,7 +64,7 @@ Name = Annotated[str, Sized(1, 200)]
 PeerName = Annotated[str, Sized(0, 200)]
 Text = Annotated[str, Sized(0, 2000)]
 
-_MOST_ITEMS = 32
+_MOST_ITEMS = 48
 """In one map or array: msgpack reserves room for all before it has seen one. No message has as many fields."""
 
 

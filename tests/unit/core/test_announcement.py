@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement
 from llmnode.core.ids import PeerId
+from llmnode.core.model import Precision, Profile
 from llmnode.core.policy import SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.core.view import View
@@ -28,7 +29,14 @@ from llmnode.wire.announcement import (
 POLICY = SwarmPolicy()
 NOW_MS = 1_700_000_000_000
 OFFER = Offer(
-    "model", b"d" * 32, 30, "float32", Span(3, 7), PeerState.ONLINE, block_us=900, kv_tokens=9, kv_tokens_free=5
+    "model",
+    Profile(b"d" * 32, Precision()),
+    30,
+    Span(3, 7),
+    PeerState.ONLINE,
+    block_us=900,
+    kv_tokens=9,
+    kv_tokens_free=5,
 )
 
 
