@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement
+from llmnode.core.model import Precision, Profile
 from llmnode.core.policy import LinkPolicy, SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer
@@ -21,7 +22,14 @@ if TYPE_CHECKING:
 POLICY = SwarmPolicy()
 DIGEST = b"m" * 32
 OFFER = Offer(
-    "exact", DIGEST, 30, "float32", Span(0, 10), PeerState.ONLINE, block_us=1000, kv_tokens=64, kv_tokens_free=64
+    "exact",
+    Profile(DIGEST, Precision()),
+    30,
+    Span(0, 10),
+    PeerState.ONLINE,
+    block_us=1000,
+    kv_tokens=64,
+    kv_tokens_free=64,
 )
 
 

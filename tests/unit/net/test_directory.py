@@ -10,6 +10,7 @@ import pytest
 from libp2p.peer.id import ID
 
 from llmnode.core.announcement import SignedAnnouncement
+from llmnode.core.model import Precision, Profile
 from llmnode.core.policy import LinkPolicy
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
@@ -34,7 +35,7 @@ async def test_who_serves_a_model_is_found_through_a_relay_that_holds_nothing() 
         servers = [await stack.enter_async_context(member(relay.address)) for _ in range(3)]
         offers = {server.network.peer: OFFER for server in servers}
         other = await stack.enter_async_context(member(relay.address))
-        await other.directory.publish(other.announcement(model_digest=b"o" * 32))
+        await other.directory.publish(other.announcement(profile=Profile(b"o" * 32, Precision())))
         client = await stack.enter_async_context(member(relay.address, listens=False))
         await until_found(client, servers, offers)
         # A provider finds the others too, and their latest values.
