@@ -290,6 +290,6 @@ async def choose_blocks(blocks: str, model: ModelInfo, source: WorkerSource, swa
     others = [
         each.offer
         for each in swarm.view.of_model(model.digest)
-        if each.offer.profile == model.profile and each.offer.state is not PeerState.DRAINING
+        if each.offer.profile == model.profile and each.offer.state in (PeerState.JOINING, PeerState.ONLINE)
     ]
     return choose_span(model.blocks, length, [(offer.span, offer.speed_tokens_per_s) for offer in others])

@@ -28,6 +28,12 @@ class PeerState(StrEnum):
     """It serves the sessions that it has, takes no others, and will soon have left."""
     LEFT = "left"
     """It stopped on purpose: nobody needs to wait until its last announcement expires."""
+    UNKNOWN = "unknown"
+    """A state that a newer node has announced. The peer is alive, and is used for nothing."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> PeerState:
+        return cls.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)

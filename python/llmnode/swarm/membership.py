@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from llmnode.ports import Directory, Network
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.swarm.pool import ConnectionPool
+    from llmnode.wire.announcement import News
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,8 @@ class Swarm:
         self._said_again_s = self._double_until_s = -math.inf
         self._sequence = 0
         self._said: set[int] = set()
+        self.unread = 0
+        """Announcements that were skipped because this version cannot read them."""
         self._offer: Callable[[], Offer] | None = None
 
     @property
@@ -207,6 +210,7 @@ class Swarm:
         try:
             clock = unpack(Clock, answer.meta)
             news = unpack_news(answer.payload, self._policy)
+            self._note_unread(connection.peer, news)
             await self._merge(news.announcements)
         except RemoteProtocolError as error:
             raise error.blame(connection.peer) from None
@@ -231,10 +235,12 @@ class Swarm:
         payload = pack_news(self.view.newer_than(theirs), self.view.lacks(theirs), self._policy)
         return Frame(FrameType.NEWS, step=frame.step, meta=pack(Clock(self._now_ms())), payload=payload)
 
-    async def take_news(self, frame: Frame) -> None:
+    async def take_news(self, frame: Frame, peer: PeerId) -> None:
         """Believe a NEWS frame that we did not ask for, as far as it is signed. Raises RemoteProtocolError."""
         unpack(Clock, frame.meta)
-        await self._merge(unpack_news(frame.payload, self._policy).announcements)
+        news = unpack_news(frame.payload, self._policy)
+        self._note_unread(peer, news)
+        await self._merge(news.announcements)
 
     # Inside
 
@@ -257,6 +263,12 @@ class Swarm:
             if verified % VERIFIED_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()
         await trio.lowlevel.checkpoint()
+
+    def _note_unread(self, peer: PeerId, news: News) -> None:
+        if news.unread and not self.unread:
+            reason = news.unread[0].message
+            log.warning("peer=%s passes on an announcement that this llmnode cannot read: %s", peer, reason)
+        self.unread += len(news.unread)
 
     def _is_foreign(self, announcement: Announcement, now_ms: int) -> bool:
         """Whether it holds, though not we but somebody with our key has made it since we began.

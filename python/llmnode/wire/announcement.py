@@ -16,7 +16,7 @@ from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnno
 from llmnode.core.ids import PeerId
 from llmnode.core.span import Span
 from llmnode.errors import RemoteProtocolError
-from llmnode.wire.messages import AnnouncementBody, pack, unpack
+from llmnode.wire.messages import AnnouncementBody, pack, unpack_signed
 from llmnode.wire.profile import profile_fields, profile_of
 
 if TYPE_CHECKING:
@@ -34,10 +34,12 @@ _SIGNATURE_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a NEWS frame holds. Nothing in it is verified yet."""
+    """The content of a NEWS frame. Nothing in it is verified yet."""
 
     announcements: Sequence[SignedAnnouncement]
     wanted: Sequence[PeerId]
+    unread: tuple[RemoteProtocolError, ...] = ()
+    """Why announcements were skipped, one error each: this version cannot read their bodies."""
 
 
 def pack_announcement(announcement: Announcement) -> bytes:
@@ -64,12 +66,13 @@ def pack_announcement(announcement: Announcement) -> bytes:
 
 
 def unpack_announcement(body: Buffer, signature: Buffer) -> SignedAnnouncement:
-    """Read what a peer says another has signed. Raises RemoteProtocolError; the signature is not checked here."""
-    fields = unpack(AnnouncementBody, body)
+    """Read what a peer says another has signed. Raises RemoteProtocolError; the signature is not checked here.
+
+    Fields that this version does not know are ignored, and stay in `body`: the bytes that were signed are passed on.
+    """
+    fields = unpack_signed(AnnouncementBody, body)
     if not fields.span_start < fields.span_end <= fields.blocks:
         raise RemoteProtocolError("AnnouncementBody: announces a span that its model does not have")
-    if fields.state not in list(PeerState):
-        raise RemoteProtocolError("AnnouncementBody.state: unknown")
     if any(not address.endswith(f"/p2p/{fields.peer}") for address in fields.addresses):
         raise RemoteProtocolError("AnnouncementBody.addresses: of another peer")
     offer = Offer(
@@ -118,23 +121,32 @@ def pack_news(announcements: Iterable[SignedAnnouncement], wanted: Sequence[Peer
 
 
 def unpack_news(payload: Buffer, policy: SwarmPolicy) -> News:
-    """Raises RemoteProtocolError for anything but well-formed announcements."""
+    """Raises RemoteProtocolError for anything but pairs of body and signature, within their limits.
+
+    A body that cannot be read is skipped: it may be a newer node's, and the sender has only passed it on.
+    """
     values = _unpack(payload, policy, "NEWS")
     if not isinstance(values, list) or len(values) != 2 or not all(isinstance(value, list) for value in values):
         raise RemoteProtocolError("NEWS: no pair of lists")
     pairs, wanted = values
     if not all(_is_peer_id(peer) for peer in wanted):
         raise RemoteProtocolError("NEWS: asks for what is no peer id")
-    return News([_unpack_pair(pair, policy) for pair in pairs], wanted)
+    announcements, unread = [], []
+    for body, signature in [_checked_pair(pair, policy) for pair in pairs]:
+        try:
+            announcements.append(unpack_announcement(body, signature))
+        except RemoteProtocolError as error:
+            unread.append(error)
+    return News(announcements, wanted, tuple(unread))
 
 
-def _unpack_pair(pair: Any, policy: SwarmPolicy) -> SignedAnnouncement:  # Any: what a peer sends is not known yet
+def _checked_pair(pair: Any, policy: SwarmPolicy) -> tuple[bytes, bytes]:  # Any: what a peer sends is not known yet
     if not isinstance(pair, list) or len(pair) != 2 or not all(type(part) is bytes for part in pair):
         raise RemoteProtocolError("NEWS: an announcement is no pair of body and signature")
     body, signature = pair
     if len(body) > policy.announcement_bytes or len(signature) != _SIGNATURE_BYTES:
         raise RemoteProtocolError("NEWS: an announcement of the wrong size")
-    return unpack_announcement(body, signature)
+    return body, signature
 
 
 def _unpack(payload: Buffer, policy: SwarmPolicy, what: str) -> Any:  # Any: likewise

@@ -68,6 +68,11 @@ _MOST_ITEMS = 48
 """In one map or array: msgpack reserves room for all before it has seen one. No message has as many fields."""
 
 
+_LONGEST_FIELD_NAME = 64
+_DEEPEST = 4
+"""How deep an ignored field of a signed body may be nested."""
+
+
 class RefusalCode(StrEnum):
     """Why a peer refuses. A code that we do not know is treated like BUSY: refused, no fault."""
 
@@ -304,6 +309,29 @@ def pack(message: AnyMessage) -> bytes:
 
 def unpack(kind: type[Message], meta: Buffer) -> Message:
     """Read `meta` as a `kind`. Raises RemoteProtocolError naming the field that is wrong."""
+    values = _read_map(kind, meta)
+    if unknown := [name for name in values if name not in _CHECKS[kind]]:
+        message = _checked(kind, values)  # a wrong field that we know is the better reason
+        raise RemoteProtocolError(f"{type(message).__name__}: unknown fields {reprlib.repr(unknown)}")
+    return _checked(kind, values)
+
+
+def unpack_signed(kind: type[Message], body: Buffer) -> Message:
+    """Read a signed body as `unpack` does, and ignore the fields of newer versions.
+
+    Whoever passes the body on keeps its bytes, so these fields reach the peers that know them. Raises
+    RemoteProtocolError, also where an ignored field has a long name or is nested deeper than `_DEEPEST`.
+    """
+    values = _read_map(kind, body)
+    for name in values.keys() - _CHECKS[kind].keys():
+        if type(name) is not str or not 1 <= len(name) <= _LONGEST_FIELD_NAME:
+            raise RemoteProtocolError(f"{kind.__name__}: {reprlib.repr(name)} is no name of a field")
+        if _is_deeper(values[name], _DEEPEST):
+            raise RemoteProtocolError(f"{kind.__name__}.{name}: nested more than {_DEEPEST} deep")
+    return _checked(kind, values)
+
+
+def _read_map(kind: type[Any], meta: Buffer) -> dict[Any, Any]:  # Any: what a peer sends is not known yet
     try:
         values = msgpack.unpackb(
             meta,
@@ -318,6 +346,11 @@ def unpack(kind: type[Message], meta: Buffer) -> Message:
         raise RemoteProtocolError(f"{kind.__name__}: not msgpack ({str(error) or type(error).__name__})") from error
     if not isinstance(values, dict):
         raise RemoteProtocolError(f"{kind.__name__}: {reprlib.repr(values)} is no map of fields")
+    return values
+
+
+def _checked(kind: type[Message], values: dict[Any, Any]) -> Message:  # Any: likewise
+    """A `kind` of the fields that it has."""
     checks = _CHECKS[kind]
     for name, check in checks.items():
         if name not in values:
@@ -327,9 +360,14 @@ def unpack(kind: type[Message], meta: Buffer) -> Message:
         if not check(values[name]):
             # reprlib: the value may be nested deeper than repr can follow
             raise RemoteProtocolError(f"{kind.__name__}.{name}: {reprlib.repr(values[name])} is not allowed")
-    if unknown := [name for name in values if name not in checks]:
-        raise RemoteProtocolError(f"{kind.__name__}: unknown fields {reprlib.repr(unknown)}")
-    return kind(**values)
+    return kind(**{name: values[name] for name in checks if name in values})
+
+
+def _is_deeper(value: Any, levels: int) -> bool:  # Any: likewise
+    if not isinstance(value, (list, dict)):
+        return False
+    inside = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(each, levels - 1) for each in inside)
 
 
 def check_empty(meta: Buffer, what: str) -> None:

@@ -15,7 +15,7 @@ from llmnode.core.ids import PeerId
 from llmnode.core.model import Precision, Profile
 from llmnode.core.policy import SwarmPolicy
 from llmnode.core.span import Span
-from llmnode.core.view import View
+from llmnode.core.view import View, online, online_or_draining
 from llmnode.errors import RemoteProtocolError
 from llmnode.wire.announcement import (
     pack_announcement,
@@ -61,7 +61,11 @@ def test_what_is_packed_is_unpacked() -> None:
     [
         ({"span_end": 31}, "span that its model does not have"),
         ({"span_start": 7}, "span that its model does not have"),
-        ({"state": "asleep"}, "state"),
+        ({"state": ""}, "state"),
+        ({"extra": [[[[[[]]]]]]}, "extra: nested"),
+        ({"x" * 65: 1}, "no name of a field"),
+        ({"": 1}, "no name of a field"),
+        ({f"field {number}": 1 for number in range(40)}, "not msgpack"),
         ({"addresses": ["/ip4/1.2.3.4/tcp/5/p2p/another"]}, "of another peer"),
         ({"addresses": ["/p2p/peer"] * 9}, "addresses"),
         ({"addresses": "/p2p/peer"}, "addresses"),
@@ -69,7 +73,6 @@ def test_what_is_packed_is_unpacked() -> None:
         ({"peer": ""}, "peer"),
         ({"sequence": -1}, "sequence"),
         ({"model_digest": b"short"}, "model_digest"),
-        ({"extra": 1}, "unknown"),
     ],
     ids=str,
 )
@@ -77,6 +80,41 @@ def test_an_announcement_of_something_impossible_is_refused(changes: dict[str, o
     fields = msgpack.unpackb(signed().body) | changes
     with pytest.raises(RemoteProtocolError, match=message):
         unpack_announcement(msgpack.packb(fields), b"s" * 64)
+
+
+more = st.recursive(
+    st.none() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=9) | st.binary(max_size=9) | st.booleans(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=64), more, max_size=9), st.randoms())
+def test_fields_of_a_newer_node_are_ignored_wherever_they_stand_and_passed_on(
+    added: dict[str, object], rng: object
+) -> None:
+    """A field that is nested too deep is the one exception; then the announcement is skipped."""
+    one = signed()
+    fields = list(({**added, **msgpack.unpackb(one.body)}).items())
+    rng.shuffle(fields)  # type: ignore[attr-defined]  # a random.Random
+    grown = replace(one, body=msgpack.packb(dict(fields)))
+    news = unpack_news(pack_news([grown], [], POLICY), POLICY)
+    assert list(news.announcements) == [grown] or "nested" in news.unread[0].message
+
+
+def test_a_state_of_a_newer_node_is_unknown_and_neither_online_nor_serving() -> None:
+    body = msgpack.packb(msgpack.unpackb(signed().body) | {"state": "asleep"})
+    read = unpack_announcement(body, b"s" * 64)
+    assert (read.announcement.offer.state, read.body) == (PeerState.UNKNOWN, body)
+    assert [*online([read.announcement]), *online_or_draining([read.announcement])] == []
+
+
+def test_an_announcement_that_cannot_be_read_is_skipped_and_the_others_stand() -> None:
+    one, other = signed("one"), signed("other")
+    bad = [replace(one, body=body) for body in (b"", b"\x80", msgpack.packb(7), one.body[:-1])]
+    news = unpack_news(pack_news([one, *bad, other], [PeerId("third")], POLICY), POLICY)
+    assert list(news.announcements) == [one, other]
+    assert (len(news.unread), list(news.wanted)) == (len(bad), ["third"])
 
 
 @given(st.binary(max_size=200))

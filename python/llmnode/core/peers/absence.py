@@ -89,6 +89,9 @@ def _of_holders(
         return Absence(
             f"{_named(each.peer for each in joining)} still loads them", "try again in a moment, when it is ready"
         )
+    if newer := [each for each in holders if each.offer.state is PeerState.UNKNOWN]:
+        text = f"{_named(each.peer for each in newer)} has some, in a state that this llmnode does not know"
+        return Absence(text, "get a newer llmnode, or start servers for them")
     if holders:
         text = f"{_named(each.peer for each in holders)} has some, but is about to stop"
         return Absence(text, "start another server for them")
