@@ -135,7 +135,7 @@ class ProcessLoader:
         await trio.sleep(self._restarts.pause_s(self._policy))
         process = self._process = await start_process(self._command, self._policy)
         await process.say_hello()
-        model = ModelInfo(**await process.ask(OPEN_MODEL, asdict(self._asked), report=self._report))
+        model = ModelInfo.from_values(await process.ask(OPEN_MODEL, asdict(self._asked), report=self._report))
         if self._model not in (None, model):
             raise ModelError(f"{model.name} has changed since this node began to serve it: start the node again")
         self._model = model

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product, starmap
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 FP32_BYTES = 4
 DTYPES = ("float32", "bfloat16", "float16")
@@ -85,6 +89,11 @@ class ModelInfo:
     @property
     def profile(self) -> Profile:
         return Profile(self.digest, self.precision, self.adapter)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> ModelInfo:  # Any: as `asdict` types them
+        """The one of which `asdict` made `values`."""
+        return cls(**{**values, "precision": Precision(**values["precision"])})
 
     @property
     def context_text(self) -> str:
