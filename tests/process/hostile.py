@@ -320,7 +320,7 @@ def _open_changed(chance: Random, frame: Frame) -> Frame:
         case 0:
             del fields[name]
         case 1:
-            fields["codec"] = "zip"
+            fields.update(chance.choice(({"codec": "zip"}, {"adapter": chance.randbytes(32)})))
         case 2:
             fields[chance.choice(("x", "", "codec ", 7, None))] = 1
         case 3 if isinstance(fields[name], int):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgpack
 import pytest
 import trio
 
+from llmnode.core.announcement import Announcement
 from llmnode.core.span import Span
 from llmnode.errors import RemoteProtocolError
-from llmnode.testing import Conditions, check_coverage, open_world, simulated, simulated_ms
+from llmnode.swarm import membership
+from llmnode.testing import Conditions, Dialogue, check_coverage, open_world, simulated, simulated_ms
+from llmnode.wire.announcement import pack_announcement
 
 FAR = Conditions(delay_s=0.05)
 SPAN = Span(0, 2)
@@ -127,3 +132,54 @@ async def test_an_old_announcement_replayed_does_not_bring_back_the_dead() -> No
         reader = await swarm.start_relay("reader", contacts=[])
         await reader.swarm.meet(hoarder.network.addresses[0])
         assert reader.knows == {hoarder.peer}
+
+
+@pytest.mark.parametrize("newer", [{0}, {1}, {0, 1}], ids=str)
+@simulated
+async def test_nodes_that_announce_a_field_more_and_nodes_without_it_are_one_swarm(
+    newer: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The views are whole after a minute, and sessions run over servers of both kinds."""
+    spans = [Span(0, 2), Span(2, 4), Span(4, 6)]
+    names = {f"peer-server{number}" for number in range(len(spans)) if number % 2 in newer}
+
+    def packed(announcement: Announcement) -> bytes:
+        more = {"load": {"sessions": 3, "of": [1, 2]}} if announcement.peer in names else {}
+        fields: bytes = msgpack.packb(msgpack.unpackb(pack_announcement(announcement)) | more)
+        return fields
+
+    monkeypatch.setattr(membership, "pack_announcement", packed)
+    async with open_world(conditions=FAR) as swarm:
+        relay = await swarm.start_relay("relay")
+        nodes = [
+            await swarm.start(f"server{number}", span, contacts=relay.network.addresses)
+            for number, span in enumerate(spans)
+        ]
+        await trio.sleep(60)
+        assert names <= {node.peer for node in nodes}
+        for node in [relay, *nodes]:
+            assert len(node.knows) == len(nodes)
+            assert node.swarm.unread == 0
+            held = {each.announcement.peer: each.body for each in node.swarm.view.newer_than({})}
+            assert {peer for peer, body in held.items() if b"load" in body} == names, "fields are passed on"
+        async with swarm.session() as (session, _):
+            await Dialogue(session, random.Random(1)).step(3)
+
+
+@simulated
+async def test_an_announcement_that_one_node_cannot_read_keeps_no_other_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def packed(announcement: Announcement) -> bytes:
+        return b"\x91\x07" if announcement.peer == "peer-strange" else pack_announcement(announcement)
+
+    monkeypatch.setattr(membership, "pack_announcement", packed)
+    async with open_world(conditions=FAR) as swarm:
+        first = await swarm.start("first", SPAN)
+        strange = await swarm.start("strange", SPAN)
+        second = await swarm.start("second", SPAN, contacts=strange.network.addresses)
+        await trio.sleep(60)
+        assert first.knows == {first.peer, second.peer}
+        assert first.swarm.unread > 1
+    said = [each.getMessage() for each in caplog.records if "cannot read" in each.getMessage()]
+    assert len(said) == 2, "each of the two others says it once"
