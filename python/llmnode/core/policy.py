@@ -37,6 +37,35 @@ class PackPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class BudgetPolicy:
+    """The limits of a process for all peers together, and the shares that one of them may have (`core/budget.py`)."""
+
+    memory_bytes: int = 512 << 20
+    """Frames that arrive or wait, and everything else that peers make a node keep, logs of results excepted."""
+    group_share: float = 0.5
+    """One address group may hold this share. On one machine, or behind one relay, all peers may be one group."""
+    peer_share: float = 0.25
+    """One peer at one address may hold this share of the memory: two of the largest frames."""
+    connections: int = 512
+    """All connections together, half-open ones included. Many systems allow a process 1,024 files."""
+    connections_per_host: int = 128
+    """Connections from one IPv4 address, IPv6 /56 or relay. Half-open ones name no peer, and peer ids are free."""
+    connections_per_peer: int = 16
+    """Two links each way need no more; those that are ending count."""
+    connection_bytes: int = 64 << 10
+    """The memory of a connection without streams."""
+    streams: int = 2048
+    streams_per_peer: int = 256
+    stream_bytes: int = 256 << 10
+    """The memory of a stream: it may receive this much before it is read."""
+    dials: int = 32
+    """Dials under way at the same time, as in go-libp2p."""
+    heavy_answers: int = 16
+    """Answers that are being made at the same time and take more than a millisecond, such as views and DHT lookups."""
+    heavy_answers_per_peer: int = 4
+
+
+@dataclass(frozen=True, slots=True)
 class LinkPolicy:
     """One stream of frames between two peers."""
 

@@ -1,0 +1,321 @@
+"""The budget of a process: resources are reserved before they are used, in scopes that contain each other.
+
+A process contains address groups, a group addresses, an address peers; then come connections, links and sessions. The
+holdings of a scope count in each scope around it too, and each has limits. So the limit of the process holds, whatever
+the number of peers, links and sessions. The resource manager of go-libp2p has such scopes.
+
+Knows neither sockets nor clocks: it names the connection to drop, and its caller drops it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from itertools import count
+from typing import TYPE_CHECKING
+
+from llmnode.errors import LocalProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from llmnode.core.ids import PeerId
+    from llmnode.core.policy import BudgetPolicy
+
+
+class Resource(Enum):
+    """The value says what is counted."""
+
+    MEMORY = "bytes of memory"
+    LOGS = "bytes of logged results"
+    CONNECTIONS = "connections"
+    STREAMS = "streams"
+    DIALS = "dials"
+    BYTES_OUT = "bytes to be sent"
+    HEAVY_ANSWERS = "heavy answers"
+
+
+class Kind(Enum):
+    """The kinds of scopes, from the widest to the narrowest."""
+
+    PROCESS = "process"
+    GROUP = "address group"
+    HOST = "address"
+    PEER = "peer"
+    CONNECTION = "connection"
+    LINK = "link"
+    SESSION = "session"
+
+
+class Worth(IntEnum):
+    """How much a connection is worth to us when there is no room for all."""
+
+    NOTHING = 0
+    """Nothing uses it."""
+    LINK = 1
+    """A link goes over it, as yet without a session."""
+    USED = 2
+    """It has sessions, a reservation or a circuit."""
+    OURS = 3
+    """We have opened it. It is never dropped for another one."""
+
+
+class Scope:
+    """Made by `Budget`, and by `open` of the scope around it."""
+
+    __slots__ = (
+        "_children",
+        "_limits",
+        "_parent",
+        "_shared",
+        "held",
+        "is_closed",
+        "is_shared",
+        "kind",
+        "name",
+        "number",
+        "worth",
+    )
+
+    def __init__(self, parent: Scope | None, kind: Kind, name: str, limits: Mapping[Resource, int]) -> None:
+        self.kind = kind
+        self.name = name
+        self.number = 0
+        """The newer one of two connections has the higher number."""
+        self.worth = Worth.NOTHING
+        self.held: Counter[Resource] = Counter()
+        """With what the scopes within it hold."""
+        self.is_closed = False
+        self.is_shared = False
+        """It is closed with the last scope within it."""
+        self._parent = parent
+        self._limits = limits
+        self._children: dict[Scope, None] = {}
+        self._shared: dict[str, Scope] = {}
+
+    def __repr__(self) -> str:
+        return f"<{self.kind.value} {self.name}>"
+
+    @property
+    def around(self) -> Iterator[Scope]:
+        """The scope itself, and those that contain it, from the narrowest to the widest."""
+        scope: Scope | None = self
+        while scope is not None:
+            yield scope
+            scope = scope._parent
+
+    def of_kind(self, kind: Kind) -> Scope | None:
+        """The scope of this kind that contains this one."""
+        return next((scope for scope in self.around if scope.kind is kind), None)
+
+    def within(self, kind: Kind) -> Iterator[Scope]:
+        """All scopes of this kind that this one contains."""
+        if self.kind is kind:
+            yield self
+            return
+        for child in self._children:
+            yield from child.within(kind)
+
+    def open(self, kind: Kind, name: str, limits: Mapping[Resource, int] | None = None) -> Scope:
+        """A scope within this one, for its owner to close."""
+        child = Scope(self, kind, name, limits or {})
+        child.is_closed = self.is_closed
+        if not self.is_closed:
+            self._children[child] = None
+        return child
+
+    def share(self, kind: Kind, name: str, limits: Mapping[Resource, int]) -> Scope:
+        """The scope of this name within this one. It is closed with the last scope within it."""
+        child = self._shared.get(name)
+        if child is None:
+            child = self.open(kind, name, limits)
+            child.is_shared = True
+            self._shared[name] = child
+        return child
+
+    def reserve(self, resource: Resource, amount: int) -> Scope | None:
+        """Take `amount` here and in all scopes around, or nothing. Returns the scope that is full, None if none is."""
+        if amount < 0:
+            raise LocalProtocolError(f"a reservation of {amount} {resource.value}")
+        for scope in self.around:
+            limit = scope._limits.get(resource)
+            if scope.is_closed or (limit is not None and scope.held[resource] + amount > limit):
+                return scope
+        for scope in self.around:
+            scope.held[resource] += amount
+        return None
+
+    def release(self, resource: Resource, amount: int) -> None:
+        """Give back what was reserved. A scope that is closed has given it back already."""
+        if self.is_closed:
+            return
+        if not 0 <= amount <= self.held[resource]:
+            raise LocalProtocolError(f"{self!r} gives back {amount} {resource.value}, and holds {self.held[resource]}")
+        for scope in self.around:
+            scope.held[resource] -= amount
+
+    def limit(self, resource: Resource) -> int | None:
+        """None without a limit."""
+        return self._limits.get(resource)
+
+    def close(self) -> None:
+        """Give back all that this scope and those within it hold. Safe to call twice."""
+        if self.is_closed:
+            return
+        parent, held = self._parent, +self.held
+        self._mark_closed()
+        if parent is None:
+            return
+        for scope in parent.around:
+            scope.held.subtract(held)
+        parent._children.pop(self, None)
+        if parent._shared.get(self.name) is self:
+            del parent._shared[self.name]
+        if parent.is_shared and not parent._children:
+            parent.close()
+
+    def _mark_closed(self) -> None:
+        self.is_closed = True
+        self.held.clear()
+        for child in self._children:
+            child._mark_closed()
+        self._children.clear()
+        self._shared.clear()
+
+
+@dataclass(slots=True)
+class Account:
+    """An amount of one resource in a scope, which rises and falls."""
+
+    scope: Scope
+    resource: Resource
+    amount: int = field(default=0, init=False)
+
+    def resize(self, amount: int) -> Scope | None:
+        """Hold `amount` from now on. Returns the scope that is full, and then holds what it held; None if none is."""
+        if amount > self.amount and (full := self.scope.reserve(self.resource, amount - self.amount)) is not None:
+            return full
+        if amount < self.amount:
+            self.scope.release(self.resource, self.amount - amount)
+        self.amount = amount
+        return None
+
+
+class Budget:
+    """All scopes of a process."""
+
+    def __init__(self, policy: BudgetPolicy) -> None:
+        self._policy = policy
+        self._numbers = count(1)
+        self.process = Scope(None, Kind.PROCESS, "this process", limits_of(policy, Kind.PROCESS))
+
+    def peer(self, address: str, peer: PeerId) -> Scope:
+        """The scope of a peer at an IP address, or at what else tells where it is. Others have it, too."""
+        scope = self.process
+        group, host = address_groups(address)
+        for kind, name in ((Kind.GROUP, group), (Kind.HOST, host), (Kind.PEER, peer)):
+            scope = scope.share(kind, name, limits_of(self._policy, kind))
+        return scope
+
+    def connection(self, address: str, peer: PeerId) -> Scope:
+        """A new scope for a connection to a peer."""
+        scope = self.peer(address, peer).open(Kind.CONNECTION, peer, limits_of(self._policy, Kind.CONNECTION))
+        scope.number = next(self._numbers)
+        return scope
+
+    def victim(self, full: Scope, asker: Scope, resource: Resource) -> Scope | None:
+        """The connection to drop so that `asker` gets what `full` has refused; None if `asker` is to go without.
+
+        It is of an address group that holds more than the asker's. A connection that has sessions is only dropped if
+        its group holds more than its share. Within the group, the least worth goes first, then what holds most, then
+        the newest. Within the asker's own group, only what nothing uses makes way, the oldest first; or, for memory,
+        what holds more than the asker and is worth no more.
+        """
+        asking = asker.of_kind(Kind.CONNECTION)
+        own = asker.of_kind(Kind.GROUP)
+        rivals = [
+            each
+            for each in full.within(Kind.CONNECTION)
+            if each is not asking and each.worth < Worth.OURS and each.held[resource]
+        ]
+        groups = {group for each in rivals if (group := each.of_kind(Kind.GROUP)) is not None}
+        limit = full.limit(resource)
+        share = 0 if limit is None else limit // max(1, len(groups))
+        own_held = 0 if own is None else own.held[resource]
+        for worth in (Worth.NOTHING, Worth.LINK, Worth.USED):
+            least = share if worth is Worth.USED else 0
+            of_others = [
+                (group.held[resource], each.held[resource], each.number, each)
+                for each in rivals
+                if each.worth == worth
+                and (group := each.of_kind(Kind.GROUP)) is not None
+                and group is not own
+                and group.held[resource] > max(own_held, least)
+            ]
+            if of_others:
+                return max(of_others, key=lambda each: each[:3])[3]
+        return _own_victim([each for each in rivals if each.of_kind(Kind.GROUP) is own], asking, resource)
+
+
+def _own_victim(rivals: list[Scope], asking: Scope | None, resource: Resource) -> Scope | None:
+    unused = [each for each in rivals if each.worth is Worth.NOTHING]
+    if unused:
+        return min(unused, key=lambda each: each.number)
+    if resource is not Resource.MEMORY or asking is None:
+        return None
+    larger = [each for each in rivals if each.worth <= asking.worth and each.held[resource] > asking.held[resource]]
+    return max(larger, key=lambda each: (each.held[resource], each.number), default=None)
+
+
+def limits_of(policy: BudgetPolicy, kind: Kind) -> dict[Resource, int]:
+    """The limits of each scope of this kind."""
+    match kind:
+        case Kind.PROCESS:
+            return {
+                Resource.MEMORY: policy.memory_bytes,
+                Resource.CONNECTIONS: policy.connections,
+                Resource.STREAMS: policy.streams,
+                Resource.DIALS: policy.dials,
+                Resource.HEAVY_ANSWERS: policy.heavy_answers,
+            }
+        case Kind.GROUP:
+            return {
+                Resource.MEMORY: int(policy.group_share * policy.memory_bytes),
+                Resource.CONNECTIONS: int(policy.group_share * policy.connections),
+                Resource.STREAMS: int(policy.group_share * policy.streams),
+            }
+        case Kind.HOST:
+            return {Resource.CONNECTIONS: policy.connections_per_host}
+        case Kind.PEER:
+            return {
+                Resource.MEMORY: int(policy.peer_share * policy.memory_bytes),
+                Resource.CONNECTIONS: policy.connections_per_peer,
+                Resource.STREAMS: policy.streams_per_peer,
+                Resource.HEAVY_ANSWERS: policy.heavy_answers_per_peer,
+            }
+        case _:
+            return {}
+
+
+def address_groups(address: str) -> tuple[str, str]:
+    """The network that one owner is likely to have at hand, and the narrower one within which it is one machine.
+
+    For public IPv4 addresses these are the /24 and the address; for IPv6 the /48 and the /56. In private networks, and
+    on one's own machine, addresses are given by hand: each is a group of its own. `address` may be another name, as of
+    a relay.
+    """
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address, address
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+        ip = ip.ipv4_mapped
+    if ip.version == 4:
+        return (_network(ip, 24), str(ip)) if ip.is_global else (str(ip), str(ip))
+    return (_network(ip, 48), _network(ip, 56)) if ip.is_global else (_network(ip, 64), _network(ip, 64))
+
+
+def _network(ip: ipaddress.IPv4Address | ipaddress.IPv6Address, bits: int) -> str:
+    return str(ipaddress.ip_network((ip, bits), strict=False))
