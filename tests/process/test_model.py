@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer, StoppingCriteria, StoppingCriteriaList, 
 import llmnode
 from llmnode.client import rows as rows_module
 from llmnode.client.cache import SessionCache
+from llmnode.client.versions import CACHE, cache_of
 from llmnode.errors import ConfigError, SessionClosed
 from llmnode.node.chat import Dialogue, StopFlag
 from llmnode.node.sampling import Sampling
@@ -88,12 +90,14 @@ def test_a_cache_lasts_over_calls_and_can_be_cropped(model: Any, transformers_mo
         assert again.tolist() == expected.tolist()
 
 
-def test_a_cache_may_be_called_past_key_values_as_in_transformers(model: Any, tokenizer: Any) -> None:
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_may_have_the_old_name_and_the_new_one(model: Any, tokenizer: Any, name: str) -> None:
     inputs = tokenizer(TEXTS[1], return_tensors="pt")
+    is_old = name not in ("cache", CACHE)
     with model.open_cache(32) as cache:
-        with pytest.warns(FutureWarning, match="Use `cache`"):
-            output = model(**inputs, past_key_values=cache, logits_to_keep=1)
-        assert output.cache is cache
+        with pytest.warns(FutureWarning, match="Use `cache`") if is_old else nullcontext():
+            output = model(**inputs, **{name: cache}, logits_to_keep=1)
+        assert cache_of(output) is cache
         assert cache.get_seq_length() == inputs.input_ids.shape[1]
 
 

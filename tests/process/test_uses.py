@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import llmnode
 from llmnode.client import rows
+from llmnode.client.versions import CACHE, cache_of
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError, NoRoute
 from llmnode.node import Node
@@ -102,10 +103,10 @@ def test_equal_rows_in_other_columns_have_scores_of_their_own(pair: Pair) -> Non
 def test_a_decoding_loop_of_ones_own_goes_on_from_the_cache(pair: Pair) -> None:
     """`custom_generate` of transformers."""
 
-    def twice(model: Any, input_ids: torch.Tensor, cache: Any, **_options: Any) -> torch.Tensor:
+    def twice(model: Any, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
         given = input_ids
         for _ in range(2):
-            given = model(given, cache=cache, use_cache=True).logits[:, -1:].argmax(-1)
+            given = model(given, use_cache=True, **{CACHE: options[CACHE]}).logits[:, -1:].argmax(-1)
             input_ids = torch.cat((input_ids, given), dim=1)
         return input_ids
 
@@ -135,8 +136,8 @@ def test_a_row_that_got_on_alone_goes_back_before_the_next_forward(pair: Pair, m
     with monkeypatch.context() as patched:
         patched.setattr(rows, "run_blocks", fails_at_the_second)
         with pytest.raises(NoRoute):
-            pair.served(next_ids, cache=output.cache)
-    again = pair.served(next_ids, cache=output.cache).logits
+            pair.served(next_ids, cache=cache_of(output))
+    again = pair.served(next_ids, cache=cache_of(output)).logits
     expected = pair.alone(torch.cat((ids, next_ids), dim=1)).logits[:, -1:]
     torch.testing.assert_close(again, expected, **TOLERANCE)
 
@@ -144,7 +145,7 @@ def test_a_row_that_got_on_alone_goes_back_before_the_next_forward(pair: Pair, m
 def test_a_cache_that_nobody_has_any_more_ends_its_sessions(pair: Pair) -> None:
     pair.forget()
     output = pair.served(torch.tensor([[1, 2, 3]]), use_cache=True)
-    (entered,) = output.cache._entered.values()
+    (entered,) = cache_of(output)._entered.values()
     del output
     entered._left.result(timeout=10)
 
@@ -155,7 +156,7 @@ def test_a_cache_grows_as_it_is_used(pair: Pair) -> None:
     grown = None
     for part in tokens.split((60, 30, 10), dim=1):
         output = pair.served(part, cache=grown, use_cache=True)
-        grown = output.cache
+        grown = cache_of(output)
     expected = pair.alone(tokens).logits[:, -10:]
     torch.testing.assert_close(output.logits, expected, **TOLERANCE)
     with pytest.raises(ConfigError, match=r"context|embeddings for"):

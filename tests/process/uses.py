@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
+from llmnode.client.versions import CACHE, cache_of
 from process.pairs import TOLERANCE
 
 if TYPE_CHECKING:
@@ -101,11 +102,11 @@ class Forward:
             if self.states:
                 options["output_hidden_states"] = True
             if pair.caches is not None:
-                options["cache"] = pair.caches[side]
+                options[CACHE] = pair.caches[side]
             elif self.cache == "dynamic":
-                options["cache"] = DynamicCache(config=pair.alone.config)
+                options[CACHE] = DynamicCache(config=pair.alone.config)
             elif self.cache == "static":
-                options["cache"] = StaticCache(config=pair.alone.config, max_cache_len=40)
+                options[CACHE] = StaticCache(config=pair.alone.config, max_cache_len=40)
             if self.embedded:
                 return model(inputs_embeds=pair.alone.get_input_embeddings()(ids), **options)
             return model(ids, **options)
@@ -124,12 +125,13 @@ class Forward:
                 torch.testing.assert_close(
                     ours.hidden_states[place][real], theirs.hidden_states[place][real], **TOLERANCE
                 )
-        assert (ours.cache is None) == (theirs.cache is None) or self.use_cache is False  # GPT-2 forgets what it had
-        if theirs.cache is None:
+        # With use_cache=False GPT-2 forgets what it had.
+        assert self.use_cache is False or (cache_of(ours) is None) == (cache_of(theirs) is None)
+        if cache_of(theirs) is None:
             pair.forget()
         else:
-            assert ours.cache.get_seq_length() == theirs.cache.get_seq_length()
-            pair.caches, pair.masks = (theirs.cache, ours.cache), whole
+            assert cache_of(ours).get_seq_length() == cache_of(theirs).get_seq_length()
+            pair.caches, pair.masks = (cache_of(theirs), cache_of(ours)), whole
 
     def _keep(self, ids: torch.Tensor, real: torch.Tensor) -> int | torch.Tensor:
         last = ids.shape[1] - 1
@@ -265,7 +267,7 @@ class Generate:
             if batch.has_mask:
                 options["attention_mask"] = mask
             if pair.caches is not None:
-                options["cache"] = pair.caches[side]
+                options[CACHE] = pair.caches[side]
                 options.pop("cache_implementation", None)
             if self.listens and self.way != "beams":
                 options["streamer"] = Listener()
@@ -287,19 +289,19 @@ class Generate:
             return
         if len(heard) == 2:
             assert heard[0] == heard[1]
-        if pair.caches is None or ours.cache is not pair.caches[1]:
+        if pair.caches is None or cache_of(ours) is not pair.caches[1]:
             pair.forget()
-        if theirs.cache is not None and ours.cache is not None and self.way != "beams":
-            assert theirs.cache.get_seq_length() == ours.cache.get_seq_length()
-            columns = ours.cache.get_seq_length()
+        if cache_of(theirs) is not None and cache_of(ours) is not None and self.way != "beams":
+            assert cache_of(theirs).get_seq_length() == cache_of(ours).get_seq_length()
+            columns = cache_of(ours).get_seq_length()
             repeats = len(theirs.sequences) // len(mask)
             grown = torch.ones(len(theirs.sequences), columns, dtype=torch.long)
             if batch.has_mask:
                 before = mask.repeat_interleave(repeats, dim=0)[:, :columns]
                 grown[:, : before.shape[1]] = before
-            pair.caches, pair.masks = (theirs.cache, ours.cache), grown
+            pair.caches, pair.masks = (cache_of(theirs), cache_of(ours)), grown
         else:
-            assert (theirs.cache is None) == (ours.cache is None) or self.way == "beams"
+            assert (cache_of(theirs) is None) == (cache_of(ours) is None) or self.way == "beams"
 
     def _way(self, pair: Pair, ids: torch.Tensor) -> dict[str, Any]:
         ways: dict[str, dict[str, Any]] = {

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from llmnode.client.versions import CACHE, cache_of
 from llmnode.compute.executor import SpanExecutor
 from llmnode.compute.kv import KVForm
 from llmnode.compute.load_executor import load_executor
@@ -267,7 +268,7 @@ def deviation(model: Any, tokens: torch.Tensor) -> float:
         cache = None
         for start in range(0, tokens.shape[1], chunk):
             part = slice(start, min(start + chunk, tokens.shape[1]))
-            output = model(tokens[:1, part], cache=cache, use_cache=True)
-            cache = output.cache
+            output = model(tokens[:1, part], use_cache=True, **{CACHE: cache})
+            cache = cache_of(output)
             largest = max(largest, (output.logits[0].float() - whole[0, part]).abs().max().item())
     return largest

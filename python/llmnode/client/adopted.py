@@ -9,17 +9,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from transformers import Cache, EncoderDecoderCache, QuantizedCache
-from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
 from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+    from transformers.cache_utils import DummyLayer, LinearAttentionCacheLayerMixin
 
     from llmnode.client.cache import SessionCache
 
-Layers = list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer]
-"""The layers of a cache, as transformers types them."""
+    Layers = list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer]
+    """The layers of a cache, as transformers types them."""
+
 QUANTIZED = 'connect with dtype="float32+kv-int8" for servers whose keys and values have 8 bits'
 
 

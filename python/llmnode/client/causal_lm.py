@@ -34,6 +34,7 @@ from llmnode.client.forward import (
 )
 from llmnode.client.hidden_session import HiddenSession
 from llmnode.client.released import releasing
+from llmnode.client.versions import CACHE, cache_of, named_for_generate, takes_cache_of_generate
 from llmnode.core.priority import PRIORITIES
 from llmnode.core.texts.beams import first_alike
 from llmnode.errors import ConfigError
@@ -169,19 +170,20 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         output = None
         try:
             with scope.failed:
-                output = GenerationMixin.generate(self, *args, **kwargs)
+                output = GenerationMixin.generate(self, *args, **named_for_generate(kwargs))
                 scope.failed.pop_all()
-            if scope.opened and not scope.returns_cache and getattr(output, "cache", None) is not None:
-                output = type(output)(**{name: each for name, each in output.items() if name != "cache"})
+            if scope.opened and not scope.returns_cache and cache_of(output) is not None:
+                output = type(output)(**{name: each for name, each in output.items() if name != CACHE})
             return output
         finally:
             _generating.reset(token)
-            returned = getattr(output, "cache", None)
+            returned = cache_of(output)
             for cache in scope.opened:
                 if cache is not returned and cache is not sessions_behind(returned):
                     cache.close()
 
     # As long as transformers' own models know the former name.
+    @takes_cache_of_generate
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")  # type: ignore[untyped-decorator]  # theirs
     @can_return_tuple  # type: ignore[untyped-decorator]  # theirs
     def forward(
@@ -230,7 +232,9 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size, **options)
             more = of_servers(config, rows, columns, sessions.columns)
             output: Any = MoeCausalLMOutputWithPast if "router_logits" in more else CausalLMOutputWithPast
-            made: CausalLMOutputWithPast = output(loss=loss, logits=logits, cache=cache, hidden_states=states, **more)
+            made: CausalLMOutputWithPast = output(
+                loss=loss, logits=logits, hidden_states=states, **{CACHE: cache}, **more
+            )
             return made
 
         if sessions is not None:
@@ -328,7 +332,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         cacheless = generation_config.use_cache is False
         if cacheless and generation_mode == GenerationMode.ASSISTED_GENERATION:
             return  # which transformers refuses
-        given = model_kwargs.get("cache")
+        given = model_kwargs.get(CACHE)
         if given is not None and not isinstance(given, Cache):
             check_adoptable(given)
         if given is not None and cacheless:
@@ -346,12 +350,12 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
             return
         scope = _generating.get() or _Scope()
         self._check_context(max_cache_length + 1)
-        if (made := model_kwargs.get("cache")) is not None:  # the caller's, or of the class that was asked for
+        if (made := model_kwargs.get(CACHE)) is not None:  # the caller's, or of the class that was asked for
             opened = self._opened_for(made, rows, max_cache_length + 1, alike)
             scope.failed.callback(setattr, made, "layers", made.layers)
             adopt(made, opened)
         else:
-            opened = model_kwargs["cache"] = self._open_cache(max_cache_length + 1, rows, alike, grows=True)
+            opened = model_kwargs[CACHE] = self._open_cache(max_cache_length + 1, rows, alike, grows=True)
         scope.failed.callback(opened.close)
         opened.make_room(max_cache_length)
         if given is None:

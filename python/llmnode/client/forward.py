@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
-from transformers.utils.output_capturing import resolve_hidden_states_indices, selected_hidden_states
 
+from llmnode.client.versions import chosen_indices
 from llmnode.core.texts.beams import first_alike
 from llmnode.errors import ConfigError
 from llmnode.models.weights.packed_ends import MOST_ROWS
@@ -171,14 +171,12 @@ def chosen_states(asked: Any, embedding: Any, blocks: int) -> frozenset[int] | N
 
     None if it asks for nothing. Some families give all of them for any choice. Raises ConfigError for no choice.
     """
-    every = frozenset(range(blocks + 1))
     if not asked:
         return None
     if "hidden_states" not in _recorded(embedding):
-        return every
+        return frozenset(range(blocks + 1))
     try:
-        selected = selected_hidden_states(asked)
-        return every if selected is None else frozenset(resolve_hidden_states_indices(embedding, selected, blocks + 1))
+        return chosen_indices(asked, embedding, blocks + 1)
     except TypeError as error:
         raise ConfigError(f"output_hidden_states is {asked!r}: give True, False, an index or several") from error
 

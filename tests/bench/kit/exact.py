@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from llmnode.client.versions import CACHE
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
@@ -52,7 +54,7 @@ class Reference:
         whole = self.model(tokens).logits[0]
         cache = DynamicCache(config=self.model.config)
         single = [
-            self.model(tokens[:, position : position + 1], cache=cache, use_cache=True).logits[0, 0]
+            self.model(tokens[:, position : position + 1], use_cache=True, **{CACHE: cache}).logits[0, 0]
             for position in range(MEASURED_POSITIONS)
         ]
         return float((torch.stack(single) - whole).abs().max())

@@ -1,0 +1,67 @@
+"""The versions of transformers that a client works with differ here, and nowhere else.
+
+5.24 gave a cache the name `cache` in arguments and outputs; before, it was `past_key_values`. Since 5.23 a choice of
+hidden states counts as the whole list does; before, it counted without the first one, and is refused here. The library
+itself is asked for what it has, and not for its version.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import output_capturing
+
+from llmnode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"
+"""The name of a cache in the installed transformers: in what `generate` passes on, and in outputs."""
+
+CHOOSES_STATES = hasattr(output_capturing, "selected_hidden_states")
+"""Whether single hidden states can be chosen."""
+
+
+def cache_of(output: object) -> Any:  # Any: a cache of any kind, or None
+    """The cache that came with an output."""
+    return getattr(output, CACHE, None)
+
+
+def takes_cache_of_generate(forward: Callable[P, T]) -> Callable[P, T]:
+    """A forward whose parameter is `cache`, which also takes it by the name that the installed `generate` uses."""
+
+    @wraps(forward)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if CACHE in kwargs:
+            kwargs["cache"] = kwargs.pop(CACHE)
+        return forward(*args, **kwargs)
+
+    return call
+
+
+def named_for_generate(options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a `generate`, with `cache` by the name that the installed one uses."""
+    return {CACHE if name == "cache" else name: value for name, value in options.items()}
+
+
+def chosen_indices(asked: Any, embedding: Any, count: int) -> frozenset[int]:  # Any: whatever a config says
+    """Those of `count` hidden states that `output_hidden_states` chooses, if it asks for any.
+
+    Raises TypeError for what chooses none, ConfigError for a choice that the installed transformers reads otherwise.
+    """
+    every = frozenset(range(count))
+    if not CHOOSES_STATES:
+        if not isinstance(asked, int):
+            raise ConfigError(f"output_hidden_states is {asked!r}: give True or False (or update transformers)")
+        return every
+    selected = output_capturing.selected_hidden_states(asked)
+    if selected is None:
+        return every
+    return frozenset(output_capturing.resolve_hidden_states_indices(embedding, selected, count))
