@@ -168,7 +168,7 @@ def locked(text: str) -> list[tuple[str, str]]:
     return [(block.partition("==")[0], block) for block in blocks]
 
 
-# What is there
+# The environment that is there
 
 
 def is_current(setup: Setup) -> bool:
@@ -224,7 +224,7 @@ def clear(venv: Path, *, ours: bool) -> None:
         shutil.rmtree(venv)
 
 
-# What the machine must have
+# The needs of set-up
 
 
 def check_machine(setup: Setup, *, full: bool) -> dict[str, str]:

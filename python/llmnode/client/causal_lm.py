@@ -127,7 +127,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes of hidden states that have crossed our links so far, for all of this model's sessions."""
+        """Bytes of hidden states that have crossed our links, for all sessions of this model."""
         return self._client.traffic
 
     def open_cache(
@@ -182,7 +182,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
                 if cache is not returned and cache is not sessions_behind(returned):
                     cache.close()
 
-    # As long as transformers' own models know the former name.
+    # The former name is taken while transformers' own models take it.
     @takes_cache_of_generate
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")  # type: ignore[untyped-decorator]  # theirs
     @can_return_tuple  # type: ignore[untyped-decorator]  # theirs
@@ -265,7 +265,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         self._client.ends.check(token_ids)
 
     def _check_tokens(self, input_ids: torch.Tensor, real: torch.Tensor | None) -> None:
-        """As `check_tokens`. Padding may be any token."""
+        """Raises ConfigError as `check_tokens` does. Padding may be any token."""
         self.check_tokens((input_ids if real is None else input_ids[real]).flatten().tolist())
 
     def train(self, mode: bool = True) -> Self:
@@ -282,7 +282,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         raise ConfigError("the weights of the blocks are not here: copy the model's folder instead")
 
     def push_to_hub(self, *_args: Any, **_kwargs: Any) -> NoReturn:  # type: ignore[override]  # theirs is wrapped
-        """As `save_pretrained`."""
+        """Raises ConfigError as `save_pretrained` does."""
         self.save_pretrained()
 
     def resize_token_embeddings(self, *_args: Any, **_kwargs: Any) -> NoReturn:

@@ -1,8 +1,8 @@
-"""The versions of transformers that a client works with differ here, and nowhere else.
+"""The differences between the versions of transformers that a client works with. They are here, and nowhere else.
 
 5.24 gave a cache the name `cache` in arguments and outputs; before, it was `past_key_values`. Since 5.23 a choice of
-hidden states counts as the whole list does; before, it counted without the first one, and is refused here. The library
-itself is asked for what it has, and not for its version.
+hidden states counts as the whole list does; before, it counted without the first one, and is refused here. This module
+asks the library what it has, and not for its version.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def cache_of(output: object) -> Any:  # Any: a cache of any kind, or None
 
 
 def takes_cache_of_generate(forward: Callable[P, T]) -> Callable[P, T]:
-    """A forward whose parameter is `cache`, which also takes it by the name that the installed `generate` uses."""
+    """Lets a forward, whose parameter is `cache`, also take it by the name that the installed `generate` uses."""
 
     @wraps(forward)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -52,9 +52,9 @@ def named_for_generate(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def chosen_indices(asked: Any, embedding: Any, count: int) -> frozenset[int]:  # Any: whatever a config says
-    """Those of `count` hidden states that `output_hidden_states` chooses, if it asks for any.
+    """The indices, of `count` hidden states, that `output_hidden_states` chooses. It must ask for some.
 
-    Raises TypeError for what chooses none, ConfigError for a choice that the installed transformers reads otherwise.
+    Raises TypeError for a value that is no choice, ConfigError for a choice that the installed transformers reads otherwise.
     """
     every = frozenset(range(count))
     if not CHOOSES_STATES:

@@ -1,4 +1,4 @@
-"""What transformers in one process says of a session's tokens: exact, a near tie, or wrong (`tests/README.md`)."""
+"""Judges a session's tokens by transformers in one process: exact, a near tie, or wrong (`tests/README.md`)."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Reference:
         """Two scores are tied that are closer than this: never fitted to a failure."""
 
     def judge(self, tokens: Sequence[int], chosen: Iterable[int]) -> tuple[int, int]:
-        """Of the positions `chosen` of `tokens`, teacher-forced: those decided otherwise, as near ties and wrongly."""
+        """Counts the positions `chosen` of `tokens` for which transformers, teacher-forced, decides otherwise: ties, errors."""
         return self.judge_choices(tokens, {position: tokens[position] for position in chosen})
 
     def judge_choices(self, tokens: Sequence[int], choices: Mapping[int, int]) -> tuple[int, int]:
-        """As `judge`, of what was chosen for each position, given the `tokens` before it, instead of what is there."""
+        """Does the same for `choices` other than `tokens`: each was made after the `tokens` before its position."""
         forced, leads = self._force(tuple(tokens))
         differing = [position for position, choice in choices.items() if forced[position - 1] != choice]
         ties = sum(leads[position - 1] < self.epsilon for position in differing)
