@@ -54,7 +54,7 @@ def named_for_generate(options: dict[str, Any]) -> dict[str, Any]:
 def chosen_indices(asked: Any, embedding: Any, count: int) -> frozenset[int]:  # Any: whatever a config says
     """The indices, of `count` hidden states, that `output_hidden_states` chooses. It must ask for some.
 
-    Raises TypeError for a value that is no choice, ConfigError for a choice that the installed transformers reads otherwise.
+    Raises TypeError for a value that is no choice. Raises ConfigError if the installed transformers reads it otherwise.
     """
     every = frozenset(range(count))
     if not CHOOSES_STATES:

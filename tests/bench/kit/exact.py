@@ -28,7 +28,7 @@ class Reference:
         """Two scores are tied that are closer than this: never fitted to a failure."""
 
     def judge(self, tokens: Sequence[int], chosen: Iterable[int]) -> tuple[int, int]:
-        """Counts the positions `chosen` of `tokens` for which transformers, teacher-forced, decides otherwise: ties, errors."""
+        """Counts the positions `chosen` where transformers, teacher-forced, decides otherwise: ties, and errors."""
         return self.judge_choices(tokens, {position: tokens[position] for position in chosen})
 
     def judge_choices(self, tokens: Sequence[int], choices: Mapping[int, int]) -> tuple[int, int]:
