@@ -1,6 +1,6 @@
-"""One answer of a chat, streamed from a trio program.
+"""Answers to several questions at once, streamed from a trio program, each ended by a stop string or its length.
 
-python examples/streaming_chat.py "Why is the sky blue?" ADDRESS1 ADDRESS2
+python examples/streaming_chat.py "What is the capital of France?" "Why is the sky blue?" -- ADDRESS1 ADDRESS2
 """
 
 import sys
@@ -8,20 +8,26 @@ import sys
 import trio
 
 import llmnode
-from llmnode.models.text.streaming import TextStream
 
 
-async def main(question: str, peers: list[str]) -> None:
-    async with llmnode.aconnect(peers) as client:
-        prompt = client.tokenizer.encode_dialogue([("user", question)])
-        stream = TextStream(client.tokenizer, prompt)
+async def answer(client: llmnode.Client, question: str) -> None:
+    prompt = client.tokenizer.encode_dialogue([("user", question)])
+    sampling = llmnode.Sampling(temperature=0, settings={"stop_strings": ["\n\n"]})
+    text = ""
+    async with client.generate(prompt, max_new_tokens=48, sampling=sampling) as tokens:
+        async for token in tokens:  # a break here, or a timeout around it, would end the session at once
+            text += token.text
+            if token.finish is not None:
+                usage = token.finish.usage
+                print(f"{question}\n{text}\n({usage.new_tokens} tokens, {token.finish.reason})", flush=True)
 
-        def show(token: int) -> None:
-            print(stream.add(token), end="", flush=True)
 
-        await client.generate(prompt, max_new_tokens=48, on_token=show)
-        print(stream.finish())
+async def main(questions: list[str], peers: list[str]) -> None:
+    async with llmnode.aconnect(peers) as client, trio.open_nursery() as nursery:
+        for question in questions:
+            nursery.start_soon(answer, client, question)
 
 
 if __name__ == "__main__":
-    trio.run(main, sys.argv[1], sys.argv[2:])
+    end = sys.argv.index("--")
+    trio.run(main, sys.argv[1:end], sys.argv[end + 1 :])

@@ -6,24 +6,24 @@ import signal
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from llmnode.client.sampling import ChoiceTerms
 from llmnode.errors import ConfigError, SessionLost
-from llmnode.node.generate import run_generate
 from llmnode.node.outcome import describe_empty
 from llmnode.node.terminal import say
 from llmnode.node.typed import NoLine, TypedLines
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
-    import torch
-
-    from llmnode.client.cache import SessionCache
-    from llmnode.client.causal_lm import DistributedModelForCausalLM
-    from llmnode.node.connect_options import Access
-    from llmnode.node.sampling import Sampler, Sampling
+    from llmnode.client.generate import Token
+    from llmnode.client.portal import Entered
+    from llmnode.client.sampling import Sampling
+    from llmnode.core.model import ModelInfo
+    from llmnode.node.connect_options import Access, OpenClient
+    from llmnode.session.session import InferenceSession
 
 HELP = "/reset forgets the dialogue, /quit leaves; a line that ends in \\ goes on in the next; Ctrl-C stops an answer"
 WARNING = "whoever runs these servers can read this dialogue: use your own for what is private"
@@ -34,7 +34,7 @@ DEFAULT_TEMPERATURE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class ChatConfig:
-    """What `llmnode chat` was asked for. A dialogue has room for `max_length` tokens; None for what fits the model."""
+    """The options of `llmnode chat`. A dialogue has room for `max_length` tokens; None for what fits the model."""
 
     access: Access
     sampling: Sampling
@@ -45,12 +45,13 @@ class ChatConfig:
 def chat(config: ChatConfig) -> None:
     """Talk until /quit or the end of the input. Raises ConfigError, PeerError or NoRoute."""
     lines = TypedLines()
-    with config.access.connect() as model:
-        model.tokenizer.encode_dialogue([("user", "hello")])  # raises what no message can change, before one is typed
-        sampler = config.sampling.of(model.generation_config)
-        sampler.options()  # likewise
-        dialogue = Dialogue(model, sampler, config.max_new_tokens, _length(config.max_length, model))
-        print(f"{model.info.name}; {sampler.line()}\n{HELP}\nwarning: {WARNING}", file=sys.stderr)
+    with config.access.open() as opened:
+        client = opened.client
+        client.tokenizer.encode_dialogue([("user", "hello")])  # raises what no message can change, before one is typed
+        sampler = config.sampling.of(client.generation_config)
+        sampler.chooser([0], 1, ChoiceTerms(client.ends.vocabulary))  # likewise
+        dialogue = Dialogue(opened, config.sampling, config.max_new_tokens, _length(config.max_length, client.model))
+        print(f"{client.model.name}; {sampler.line()}\n{HELP}\nwarning: {WARNING}", file=sys.stderr)
         while (message := _read_message(lines)) is not None:
             if message == "/quit":
                 return
@@ -63,9 +64,9 @@ def chat(config: ChatConfig) -> None:
                 _answer(dialogue, message)
 
 
-def _length(asked: int | None, model: DistributedModelForCausalLM) -> int:
+def _length(asked: int | None, model: ModelInfo) -> int:
     """Raises ConfigError for more than the model's context."""
-    context_tokens = model.info.context_tokens
+    context_tokens = model.context_tokens
     if asked is None:
         return min(DEFAULT_LENGTH, context_tokens)
     if asked > context_tokens:
@@ -75,15 +76,16 @@ def _length(asked: int | None, model: DistributedModelForCausalLM) -> int:
 
 @dataclass
 class Dialogue:
-    """What was said, and the servers' memory of it. Only what is new since the last turn is run."""
+    """A dialogue, and the servers' memory of it. Only tokens that are new since the last turn are run."""
 
-    model: DistributedModelForCausalLM
-    sampler: Sampler
+    opened: OpenClient
+    sampling: Sampling
     max_new_tokens: int
     max_length: int
     turns: list[tuple[str, str]] = field(default_factory=list)
-    _cache: SessionCache | None = None
-    _cached_ids: list[int] = field(default_factory=list)
+    _entered: Entered[InferenceSession] | None = None
+    _held_ids: list[int] = field(default_factory=list)
+    """The tokens that the session holds."""
 
     def answer(self, message: str, stop: StopFlag) -> None:
         """Stream the answer to `message` to stdout.
@@ -91,87 +93,85 @@ class Dialogue:
         Raises SessionLost, after which the next turn starts afresh, and ConfigError for a message that cannot be
         answered. After either it is as if that message had not been said.
         """
-        from transformers import StoppingCriteriaList
+        from llmnode.node.text import ScreenText
 
-        from llmnode.node.text import ScreenStreamer
-
-        prompt = self.model.tokenizer.encode_dialogue([*self.turns, ("user", message)])
-        self.model.check_tokens(prompt)
+        client = self.opened.client
+        prompt = client.tokenizer.encode_dialogue([*self.turns, ("user", message)])
+        client.ends.check(prompt)
         room = self.max_length - len(prompt)
         if room < 1:
             raise ConfigError(self._full(len(prompt)))
-        streamer = ScreenStreamer(self.model.tokenizer, sys.stdout)
-        options = {**self.sampler.options(), "max_new_tokens": min(self.max_new_tokens, room)}
+        screen = ScreenText(sys.stdout)
         try:
-            cache = self._cache_up_to(prompt)
-            output = run_generate(
-                self.model,
-                prompt,
-                options,
-                cache=cache,
-                streamer=streamer,
-                stopping_criteria=StoppingCriteriaList([stop]),
-            )
+            session = self._session_up_to(prompt)
+
+            async def run(give: Callable[[Token], None]) -> None:
+                asked = min(self.max_new_tokens, room)
+                async with client.generate(prompt, asked, sampling=self.sampling, session=session) as answer:
+                    async for token in answer:
+                        give(token)
+                        if stop.is_set:
+                            break
+
+            for token in self.opened.portal.stream(run):
+                screen.show(token)
         except BaseException:
-            self._forget_cache()
+            self._forget_session()
             raise
-        self._cached_ids = output[0, : cache.get_seq_length()].tolist()
-        self.turns += [("user", message), ("assistant", streamer.text)]
+        self._held_ids = [*prompt, *screen.token_ids][: session.position]
+        self.turns += [("user", message), ("assistant", screen.text)]
         sys.stdout.write("\n")
         sys.stdout.flush()
-        print(streamer.speed_line(), file=sys.stderr)
-        ends = self.model.generation_config.eos_token_id
-        if why := describe_empty(streamer.token_ids, streamer.text, ends):
+        print(screen.speed_line(), file=sys.stderr)
+        ends = self.sampling.of(client.generation_config).end_tokens
+        if why := describe_empty(screen.token_ids, screen.text, ends):
             say(f"the answer is empty: {why}; ask otherwise, or /reset")
 
     def _full(self, prompt_tokens: int) -> str:
-        longer = " or start with a longer --max-length" if self.max_length < self.model.info.context_tokens else ""
+        most = self.opened.client.model.context_tokens
+        longer = " or start with a longer --max-length" if self.max_length < most else ""
         if self.turns:
             return f"the dialogue is full ({self.max_length} tokens): /reset{longer}"
         return f"this message takes {prompt_tokens} tokens, of {self.max_length} for a dialogue: shorten it{longer}"
 
     def reset(self) -> None:
         self.turns.clear()
-        self._forget_cache()
+        self._forget_session()
 
-    def _cache_up_to(self, prompt: list[int]) -> SessionCache:
-        """A cache that holds a beginning of `prompt`: all that the last turn left of it, but never all of it."""
-        if self._cache is None:
-            self._cache = self.model.open_cache(self.max_length)
+    def _session_up_to(self, prompt: list[int]) -> InferenceSession:
+        """A session that holds a beginning of `prompt`: all that the last turn left of it, but never all of it."""
+        if self._entered is None:
+            self._entered = self.opened.portal.enter(self.opened.client.inference_session(self.max_length))
+        session = self._entered.opened.result()
         kept = 0
-        for cached, token in zip(self._cached_ids, prompt[:-1], strict=False):
-            if cached != token:
+        for held, token in zip(self._held_ids, prompt[:-1], strict=False):
+            if held != token:
                 break
             kept += 1
-        if kept < self._cache.get_seq_length():
-            self._cache.truncate(kept)
-        return self._cache
+        if kept < session.position:
+            self.opened.portal.call(lambda: session.truncate(kept))
+        return session
 
-    def _forget_cache(self) -> None:
-        if self._cache is not None:
-            self._cache.close()
-        self._cache, self._cached_ids = None, []
+    def _forget_session(self) -> None:
+        entered, self._entered, self._held_ids = self._entered, None, []
+        if entered is not None:
+            entered.close()
 
 
 class StopFlag:
-    """A stopping criterion of transformers that Ctrl-C sets: the session stays whole, unlike after an interrupt."""
+    """Ctrl-C sets it. An answer then ends with its next token, and its session stays whole, unlike after a break."""
 
     def __init__(self) -> None:
-        self._stopped = False
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_kwargs: Any) -> torch.Tensor:  # Any: not used
-        import torch
-
-        return torch.full((input_ids.shape[0],), self._stopped)
+        self.is_set = False
 
     @contextmanager
     def set_by_ctrl_c(self) -> Iterator[None]:
         """The first Ctrl-C sets the flag, a second one interrupts."""
 
         def handle(number: int, frame: FrameType | None) -> None:
-            if self._stopped:
+            if self.is_set:
                 signal.default_int_handler(number, frame)
-            self._stopped = True
+            self.is_set = True
 
         former = signal.signal(signal.SIGINT, handle)
         try:
@@ -181,7 +181,7 @@ class StopFlag:
 
 
 def _answer(dialogue: Dialogue, message: str) -> None:
-    """Whatever comes of it, the dialogue goes on."""
+    """The dialogue goes on, also after an error or a Ctrl-C."""
     stop = StopFlag()
     try:
         with stop.set_by_ctrl_c():

@@ -1,21 +1,32 @@
-"""How a command reaches a model: what `add_swarm` asks for, and the connection made of it."""
+"""How a command reaches a model: what `add_swarm` asks for, and the client made of it."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from llmnode.machine.startup import collection_paused
 from llmnode.node.terminal import say
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from transformers import GenerationConfig
 
-    from llmnode.client.causal_lm import DistributedModelForCausalLM
+    from llmnode.client.connect import Client
+    from llmnode.client.portal import Portal
+
+
+class OpenClient(NamedTuple):
+    """A client in an event loop of its own, and the way into that. The command itself has the main thread.
+
+    So what the command prints, and a user who types, hold up no link; and Ctrl-C reaches the command.
+    """
+
+    portal: Portal
+    client: Client
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +52,20 @@ class Access:
             return GenerationConfig()
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
 
-    def connect(self) -> AbstractContextManager[DistributedModelForCausalLM]:
+    @contextmanager
+    def open(self) -> Iterator[OpenClient]:
         """Open until the context ends; what takes long is told on stderr. Raises ConfigError, PeerError or NoRoute."""
         with collection_paused():
-            from llmnode.client.model import connect
+            from llmnode.client.connect import aconnect, load_parts
+            from llmnode.client.portal import open_portal
+            from llmnode.core.policy import ClientPolicy, RelayedPolicy
             from llmnode.machine.threads import use_threads
+            from llmnode.models.sources.open_model import open_model
         use_threads()
-        return connect(
-            self.model,
-            peers=self.peers,
-            swarm_key=self.swarm_key,
-            codec=self.codec,
-            dtype=self.dtype,
-            spot_check=self.spot_check,
-            relayed_prefill=self.relayed_prefill,
-            report=say,
+        policy = ClientPolicy(spot_check=self.spot_check, relayed=RelayedPolicy(prefill=self.relayed_prefill))
+        parts = load_parts(open_model(self.model, say))
+        connecting = aconnect(
+            self.peers, swarm_key=self.swarm_key, parts=parts, codec=self.codec, dtype=self.dtype, policy=policy
         )
+        with open_portal() as portal, portal.enter(connecting) as client:
+            yield OpenClient(portal, client)

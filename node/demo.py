@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 import trio
 from rich.live import Live
@@ -16,7 +16,7 @@ from llmnode.core.span import split_evenly
 from llmnode.errors import ConfigError, single_error
 from llmnode.machine.startup import collection_paused
 from llmnode.node.generate import DEFAULT_NEW_TOKENS
-from llmnode.node.outcome import describe_empty, finish_reason
+from llmnode.node.outcome import describe_empty
 from llmnode.node.processes import ServerDied, ServerProcess, all_ready, last_words, private_swarm, pss_mib
 from llmnode.node.terminal import open_console, say
 
@@ -24,18 +24,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llmnode.client.connect import Client, ClientParts
-    from llmnode.client.generate import Generation
     from llmnode.models.text.tokenizer import Tokenizer
 
 EMBEDDED_BLOCKS = 30
-"""SmolLM2-135M's: told here so that the servers can start before this process has read the model's config."""
+"""SmolLM2-135M has these. So the servers can start before this process has read the model's config."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoConfig:
-    """What `llmnode demo` was asked for. Without `max_new_tokens` it is as `generate` has it.
+    """The options of `llmnode demo`. Without `max_new_tokens` the default is that of `llmnode generate`.
 
-    `threads` is torch's in every process, None for its own choice.
+    `threads` is how many torch has in every process, None for its own choice.
     """
 
     servers: int
@@ -82,28 +81,37 @@ def _load_parts(threads: int | None) -> ClientParts:
 
 async def _generate(config: DemoConfig, servers: Sequence[ServerProcess], parts: ClientParts, started_s: float) -> None:
     from llmnode.client.connect import aconnect
-    from llmnode.node.text import speed_line
+    from llmnode.client.generate import Generation
+    from llmnode.client.sampling import Sampling
+    from llmnode.node.text import ScreenText
 
     async with aconnect([server.address for server in servers], parts=parts) as client:
         ready_s = time.perf_counter() - started_s
-        screen = sys.stderr if config.json else sys.stdout
         prompt = _encode(client.tokenizer, config)
         asked = _new_tokens(client, config, prompt)
-        generation, text = await _stream(client, config, prompt, asked, screen)
-        ended = generation.token_ids[-1:] if len(generation.token_ids) < asked else ()  # only a token of the end does
-        if why := describe_empty(generation.token_ids, text, ended):
+        screen = ScreenText(sys.stderr if config.json else sys.stdout)
+        if not config.chat:
+            screen.screen.write(config.prompt)
+        tokens = []
+        async with client.generate(prompt, asked, sampling=Sampling(temperature=0)) as answer:
+            async for token in answer:
+                tokens.append(token)
+                screen.show(token)
+        screen.screen.write("\n")
+        generation = Generation(tuple(tokens), screen.text)
+        ends = Sampling().of(client.generation_config).end_tokens
+        if why := describe_empty(generation.token_ids, generation.text, ends):
             say(f"the text is empty: {why}; give another --prompt")
         first_s = ready_s + generation.time_to_first_token_s
-        speed = speed_line(len(generation.token_ids), generation.time_to_first_token_s, generation.tokens_per_s)
-        print(f"{speed}; {first_s:.1f} s from the start of the demo", file=sys.stderr)
+        print(f"{screen.speed_line()}; {first_s:.1f} s from the start of the demo", file=sys.stderr)
         if config.json:
             summary = {
                 "model": client.model.name,
                 "servers": _servers_json(servers),
                 "prompt_token_ids": prompt,
                 "token_ids": list(generation.token_ids),
-                "text": text,
-                "finish_reason": finish_reason(generation.token_ids, asked, ended),
+                "text": generation.text,
+                "finish_reason": generation.finish.reason,
                 "tokens_per_s": generation.tokens_per_s,
                 "time_to_first_token_s": generation.time_to_first_token_s,
                 "start_to_first_token_s": first_s,
@@ -117,7 +125,7 @@ def _encode(tokenizer: Tokenizer, config: DemoConfig) -> list[int]:
 
 
 def _new_tokens(client: Client, config: DemoConfig, prompt: list[int]) -> int:
-    """Raises ConfigError if nothing can follow this prompt, or not so much."""
+    """Raises ConfigError if nothing can follow this prompt, or fewer tokens than are asked for."""
     from llmnode.client.generate import check_length, room_for
 
     try:
@@ -126,28 +134,6 @@ def _new_tokens(client: Client, config: DemoConfig, prompt: list[int]) -> int:
     except ConfigError as error:
         raise ConfigError(f"--prompt: {error}") from error
     return asked
-
-
-async def _stream(
-    client: Client, config: DemoConfig, prompt: list[int], max_new_tokens: int, screen: TextIO
-) -> tuple[Generation, str]:
-    """Generate greedily and write the text to `screen` as it comes, after the prompt it continues (unless `chat`)."""
-    from llmnode.models.text.streaming import TextStream
-
-    stream = TextStream(client.tokenizer, prompt)
-    parts: list[str] = []
-
-    def show(text: str) -> None:
-        parts.append(text)
-        screen.write(text)
-        screen.flush()
-
-    if not config.chat:
-        screen.write(config.prompt)
-    generation = await client.generate(prompt, max_new_tokens, on_token=lambda token: show(stream.add(token)))
-    show(stream.finish())
-    screen.write("\n")
-    return generation, "".join(parts)
 
 
 def _servers_json(servers: Sequence[ServerProcess]) -> list[dict[str, object]]:
@@ -163,7 +149,7 @@ def _servers_json(servers: Sequence[ServerProcess]) -> list[dict[str, object]]:
 
 
 async def _raise_when_ended(server: ServerProcess) -> None:
-    """Nobody else here holds its blocks: there is nothing to wait for."""
+    """Nobody else here holds its blocks, so that there is nothing to wait for."""
     await server.process.wait()
     raise ServerDied(f"the server of blocks {server.span} ended: {last_words(server)}")
 

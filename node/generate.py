@@ -11,29 +11,34 @@ from typing import TYPE_CHECKING, Any
 
 from llmnode.core.user_input import decode, read_file, split_lines
 from llmnode.errors import ConfigError
-from llmnode.node.outcome import describe_empty, finish_reason
-from llmnode.node.sampling import refusing
+from llmnode.node.outcome import describe_empty
 from llmnode.node.terminal import end_line, say
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from llmnode.client.causal_lm import DistributedModelForCausalLM
+    from llmnode.client.beginnings import Beginning
+    from llmnode.client.connect import Client
+    from llmnode.client.generate import Finish, Token
+    from llmnode.client.sampling import Sampler, Sampling
     from llmnode.core.traffic import Traffic
-    from llmnode.node.connect_options import Access
-    from llmnode.node.sampling import Sampler, Sampling
+    from llmnode.node.batch_generate import Meter
+    from llmnode.node.connect_options import Access, OpenClient
+
+    _Event = tuple[int, "Token | _Answer | None"]
+    """By the number of its text: it has begun (None), a token has come, it has ended."""
 
 DEFAULT_NEW_TOKENS = 64
 STDIN = Path("-")
 MOST_BYTES = 64 << 20
-"""Of a file of prompts."""
+"""The largest file of prompts."""
 MOST_TEXTS = 100_000
-"""Of one command: each takes memory from the beginning."""
+"""The most texts of one command: each takes memory from the beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What to go on from, and where that was said."""
+    """A text to go on from, and where the user wrote it."""
 
     text: str
     source: str
@@ -41,9 +46,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class GenerateConfig:
-    """What `llmnode generate` was asked for: `samples` texts of each of `prompts`, `at_once` of them under way.
+    """The options of `llmnode generate`: `samples` texts for each of `prompts`, `at_once` of them at a time.
 
-    A text has `max_new_tokens`; without, `DEFAULT_NEW_TOKENS`, or as many as fit.
+    A text has at most `max_new_tokens`; without, `DEFAULT_NEW_TOKENS`, or fewer if only they fit.
     """
 
     access: Access
@@ -73,7 +78,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class WireUse:
-    """What the hidden states of one session took of this client's links; what servers give each other is not in it."""
+    """The bytes of one session's hidden states on this client's links, without those from server to server."""
 
     traffic: Traffic
     positions: int
@@ -98,16 +103,16 @@ def generate(config: GenerateConfig) -> None:
     """Connect, generate, print. Raises ConfigError, PeerError, NoRoute or SessionLost."""
     if config.samples > 1 and config.sampling.temperature is None:  # told before the time that connecting takes
         _check_samples(config, config.sampling.of(config.access.generation_config()))
-    with config.access.connect() as model:
-        sampler = config.sampling.of(model.generation_config)
+    with config.access.open() as opened:
+        sampler = config.sampling.of(opened.client.generation_config)
         _check_samples(config, sampler)
-        encoded = [_encode(model, config, prompt) for prompt in config.prompts]
+        encoded = [_encode(opened.client, config, prompt) for prompt in config.prompts]
         if not sampler.is_greedy:
             say(sampler.line())
         if len(encoded) * config.samples == 1:
-            _generate_one(model, config, sampler, encoded[0])
+            _generate_one(opened, config, sampler, encoded[0])
         else:
-            _generate_several(model, config, sampler, encoded)
+            _generate_several(opened, config, sampler, encoded)
 
 
 def _check_samples(config: GenerateConfig, sampler: Sampler) -> None:
@@ -128,111 +133,138 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def _encode(model: DistributedModelForCausalLM, config: GenerateConfig, prompt: Prompt) -> Encoded:
+def _encode(client: Client, config: GenerateConfig, prompt: Prompt) -> Encoded:
     """Raises ConfigError, which names the prompt's source, if the model cannot go on from it."""
     from llmnode.client.generate import check_length, room_for
 
-    tokenizer = model.tokenizer
+    tokenizer = client.tokenizer
     try:
         token_ids = tokenizer.encode_dialogue([("user", prompt.text)]) if config.chat else tokenizer.encode(prompt.text)
         if (asked := config.max_new_tokens) is None:
-            asked = min(DEFAULT_NEW_TOKENS, room_for(len(token_ids), model.info))
-        check_length(len(token_ids), asked, model.info)
-        model.check_tokens(token_ids)
+            asked = min(DEFAULT_NEW_TOKENS, room_for(len(token_ids), client.model))
+        check_length(len(token_ids), asked, client.model)
+        client.ends.check(token_ids)
     except ConfigError as error:
         raise ConfigError(f"{prompt.source}: {error}") from error
     return Encoded(prompt, token_ids, asked)
 
 
-def run_generate(
-    model: DistributedModelForCausalLM, token_ids: Sequence[int], options: dict[str, Any], **more: Any
-) -> Any:  # Any: transformers' own arguments, and what it returns
-    """transformers' `generate` of one text. Raises ConfigError for what it refuses."""
-    import torch
+@dataclass(slots=True)
+class _SessionUse:
+    """Figures of a text's session, known when the text has ended."""
 
-    inputs = torch.tensor([token_ids])
-    if model.generation_config.stop_strings:
-        more["tokenizer"] = model.tokenizer._tokenizer  # generate looks the strings up in its vocabulary
-    with refusing():
-        return model.generate(inputs, attention_mask=torch.ones_like(inputs), **options, **more)
+    wire: WireUse
+    transcript: dict[str, Any] | None = None  # Any: JSON
 
 
-def _generate_one(
-    model: DistributedModelForCausalLM, config: GenerateConfig, sampler: Sampler, encoded: Encoded
-) -> None:
-    from llmnode.node.text import ScreenStreamer
+def _generate_one(opened: OpenClient, config: GenerateConfig, sampler: Sampler, encoded: Encoded) -> None:
+    from llmnode.node.text import ScreenText
 
-    screen = sys.stderr if config.json else sys.stdout
+    client, use = opened.client, _SessionUse(WireUse(opened.client.traffic, 0))
+
+    async def run(give: Callable[[Token], None]) -> None:
+        before = client.traffic
+        async with (
+            client.inference_session(encoded.length) as session,
+            client.generate(
+                encoded.token_ids, encoded.max_new_tokens, sampling=config.sampling, session=session
+            ) as answer,
+        ):
+            async for token in answer:
+                give(token)
+            use.wire = WireUse(client.traffic.since(before), session.position)
+            if config.receipts is not None:
+                use.transcript = await client.transcript(session)
+
+    screen = ScreenText(sys.stderr if config.json else sys.stdout)
     if not config.chat:
-        screen.write(encoded.prompt.text)
-    streamer = ScreenStreamer(model.tokenizer, screen)
-    before = model.traffic
-    with model.open_cache(encoded.length) as cache:
-        options = {**sampler.options(), "max_new_tokens": encoded.max_new_tokens}
-        run_generate(model, encoded.token_ids, options, streamer=streamer, cache=cache)
-        wire = WireUse(model.traffic.since(before), cache.positions(0))
-        end_line()
-        if config.receipts is not None:
-            (transcript,) = cache.transcripts()
-            _write(config.receipts, json.dumps(transcript))
-    print(f"{streamer.speed_line()}; {wire.line()}", file=sys.stderr)
-    answer = _answer(model, sampler, encoded, streamer.token_ids, streamer.text)
-    _tell_empty(model, config, answer, "the text")
+        screen.screen.write(encoded.prompt.text)
+    for token in opened.portal.stream(run):
+        screen.show(token)
+    end_line()
+    if config.receipts is not None:
+        _write(config.receipts, json.dumps(use.transcript))
+    print(f"{screen.speed_line()}; {use.wire.line()}", file=sys.stderr)
+    answer = _Answer(screen.token_ids, screen.text, screen.finish)
+    _tell_empty(config, sampler, answer, "the text")
     if config.json:
-        print(json.dumps({**answer, "wire": wire.as_json()}), flush=True)
+        shown = _as_json(client, sampler, encoded, answer)
+        print(json.dumps({**shown, "wire": use.wire.as_json()}), flush=True)
 
 
-def _generate_several(
-    model: DistributedModelForCausalLM, config: GenerateConfig, sampler: Sampler, encoded: Sequence[Encoded]
-) -> None:
-    from llmnode.models.text.streaming import answer_text
-    from llmnode.node.batch_generate import all_at_once, beginnings, metered
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    token_ids: Sequence[int]
+    text: str
+    finish: Finish | None
 
-    begun = beginnings(model, [each.token_ids for each in encoded], config.samples)
+
+def _generate_several(opened: OpenClient, config: GenerateConfig, sampler: Sampler, encoded: Sequence[Encoded]) -> None:
+    from llmnode.client.beginnings import beginnings
+    from llmnode.node.batch_generate import default_at_once, in_order, metered, run_at_once
+
+    client, texts = opened.client, len(encoded) * config.samples
 
     def name(number: int) -> str:
         index, sample = divmod(number, config.samples)
         return f"prompt {index + 1}" + (f", sample {sample + 1}" if config.samples > 1 else "")
 
-    def generate_text(number: int) -> dict[str, Any]:
-        index, sample = divmod(number, config.samples)
-        asked = encoded[index]
-        with (
-            meter.text(name(number), asked.max_new_tokens) as counter,
-            begun[index].cache(asked.length) as cache,
+    async def run_text(number: int, begun: Sequence[Beginning], give: Callable[[_Event], None]) -> None:
+        asked = encoded[number // config.samples]
+        give((number, None))
+        async with (
+            begun[number // config.samples].session(asked.length) as session,
+            client.generate(
+                asked.token_ids, asked.max_new_tokens, sampling=config.sampling, number=number, session=session
+            ) as answer,
         ):
-            options = {**sampler.options(number), "max_new_tokens": asked.max_new_tokens}
-            output = run_generate(model, asked.token_ids, options, streamer=counter, cache=cache)
-        token_ids = output[0, len(asked.token_ids) :].tolist()
-        answer = _answer(model, sampler, asked, token_ids, answer_text(model.tokenizer, asked.token_ids, token_ids))
-        return {**answer, "sample": sample}
+            tokens = []
+            async for token in answer:
+                tokens.append(token)
+                give((number, token))
+        ids, text = [token.id for token in tokens], "".join(token.text for token in tokens)
+        give((number, _Answer(ids, text, tokens[-1].finish)))
 
-    with metered(len(encoded) * config.samples) as meter:
-        work = [partial(generate_text, number) for number in range(meter.texts)]
-        for number, answer in enumerate(all_at_once(model, work, config.at_once)):
-            if config.json:
-                print(json.dumps(answer), flush=True)
+    async def run(give: Callable[[_Event], None]) -> None:
+        async with beginnings(client, [each.token_ids for each in encoded], config.samples) as begun:
+            work = [partial(run_text, number, begun, give) for number in range(texts)]
+            await run_at_once(work, config.at_once or default_at_once(len(client.route)))
+
+    def answers(meter: Meter) -> Iterator[tuple[int, _Answer]]:
+        for number, event in opened.portal.stream(run):
+            if event is None:
+                meter.begin(number, name(number), encoded[number // config.samples].max_new_tokens)
+            elif isinstance(event, _Answer):
+                meter.end(number, name(number), len(event.token_ids))
+                yield number, event
             else:
-                print(f"{'' if config.chat else answer['prompt']}{answer['text']}\n", flush=True)
-            _tell_empty(model, config, answer, name(number))
+                meter.count(number)
+
+    with metered(texts) as meter:
+        for number, answer in in_order(answers(meter)):
+            index, sample = divmod(number, config.samples)
+            if config.json:
+                shown = _as_json(client, sampler, encoded[index], answer)
+                print(json.dumps({**shown, "sample": sample}), flush=True)
+            else:
+                print(f"{'' if config.chat else encoded[index].prompt.text}{answer.text}\n", flush=True)
+            _tell_empty(config, sampler, answer, name(number))
 
 
-def _answer(
-    model: DistributedModelForCausalLM, sampler: Sampler, encoded: Encoded, token_ids: list[int], text: str
-) -> dict[str, Any]:  # Any: JSON
+def _as_json(client: Client, sampler: Sampler, encoded: Encoded, answer: _Answer) -> dict[str, Any]:  # Any: JSON
     return {
-        "model": model.info.name,
+        "model": client.model.name,
         "prompt": encoded.prompt.text,
         "prompt_token_ids": encoded.token_ids,
-        "token_ids": token_ids,
-        "text": text,
-        "finish_reason": finish_reason(token_ids, encoded.max_new_tokens, model.generation_config.eos_token_id),
+        "token_ids": answer.token_ids,
+        "text": answer.text,
+        "finish_reason": None if answer.finish is None else answer.finish.reason,
         "sampling": sampler.as_json(),
     }
 
 
-def _tell_empty(model: DistributedModelForCausalLM, config: GenerateConfig, answer: dict[str, Any], name: str) -> None:
-    if why := describe_empty(answer["token_ids"], answer["text"], model.generation_config.eos_token_id):
+def _tell_empty(config: GenerateConfig, sampler: Sampler, answer: _Answer, name: str) -> None:
+    if why := describe_empty(answer.token_ids, answer.text, sampler.end_tokens):
         other = "give another prompt" + ("" if config.chat else ", or --chat if the model was made for dialogues")
         say(f"{name} is empty: {why}; {other}")
 

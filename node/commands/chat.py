@@ -6,15 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llmnode.node.chat import DEFAULT_LENGTH, DEFAULT_NEW_TOKENS, DEFAULT_TEMPERATURE
-from llmnode.node.commands.options import (
-    access,
-    add_command,
-    add_sampling,
-    add_swarm,
-    at_least_one,
-    new_tokens,
-    sampling,
-)
+from llmnode.node.commands.options import add_command, add_sampling, add_swarm, asked, at_least_one
 
 if TYPE_CHECKING:
     import argparse
@@ -49,11 +41,11 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from llmnode.node.chat import ChatConfig, chat
 
-    length = arguments.max_length
+    wanted, length = asked(arguments), arguments.max_length
     config = ChatConfig(
-        access=access(arguments),
-        sampling=replace(sampling(arguments), otherwise=DEFAULT_TEMPERATURE),
-        max_new_tokens=new_tokens(arguments) or DEFAULT_NEW_TOKENS,
+        access=wanted.access,
+        sampling=replace(wanted.sampling, otherwise=DEFAULT_TEMPERATURE),
+        max_new_tokens=wanted.max_new_tokens or DEFAULT_NEW_TOKENS,
         max_length=None if length is None else at_least_one(length, "--max-length"),
     )
     chat(config)

@@ -7,17 +7,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from llmnode.errors import ConfigError
-from llmnode.node.commands.options import (
-    MOST_THREADS,
-    access,
-    add_command,
-    add_generation,
-    add_sampling,
-    add_swarm,
-    at_least_one,
-    new_tokens,
-    sampling,
-)
+from llmnode.node.commands import options
+from llmnode.node.commands.options import add_command, add_generation, add_sampling, add_swarm, at_least_one
 from llmnode.node.values import path
 
 if TYPE_CHECKING:
@@ -86,15 +77,20 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = read_prompts(arguments.prompts) if arguments.prompts else [Prompt(arguments.prompt, "--prompt")]
     if (texts := len(prompts) * samples) > MOST_TEXTS:
         raise ConfigError(f"{texts} texts are asked for, of at most {MOST_TEXTS}: give fewer prompts or --samples")
+    wanted, at_once = options.asked(arguments), arguments.at_once
+    if at_once is not None:
+        at_least_one(at_once, "--at-once", options.MOST_THREADS)
     config = GenerateConfig(
-        access=access(arguments),
+        access=wanted.access,
         prompts=prompts,
-        sampling=sampling(arguments),
-        max_new_tokens=new_tokens(arguments),
+        sampling=wanted.sampling,
+        max_new_tokens=wanted.max_new_tokens,
         chat=arguments.chat,
         json=arguments.json,
         samples=samples,
-        at_once=None if arguments.at_once is None else at_least_one(arguments.at_once, "--at-once", MOST_THREADS),
+        at_once=None
+        if arguments.at_once is None
+        else at_least_one(arguments.at_once, "--at-once", options.MOST_THREADS),
         receipts=_writable(arguments.receipts) if arguments.receipts else None,
     )
     generate(config)

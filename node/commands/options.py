@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from llmnode.core.model import DTYPES, KV_DTYPES, QUANTS, SAME, Precision
@@ -16,9 +17,9 @@ from llmnode.node.terminal import tell
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from llmnode.client.sampling import Sampling
     from llmnode.net.swarm_key import Entry
     from llmnode.node.connect_options import Access
-    from llmnode.node.sampling import Sampling
 
     Commands = argparse._SubParsersAction["Parser"]
 
@@ -216,7 +217,7 @@ def add_sampling(parser: Parser, otherwise: str) -> None:
 
 def sampling(arguments: argparse.Namespace) -> Sampling:
     """From the options of `add_sampling`. Raises ConfigError."""
-    from llmnode.node.sampling import HIGHEST, LOWEST, Sampling
+    from llmnode.client.sampling import HIGHEST, LOWEST, Sampling
 
     if arguments.temperature and not LOWEST <= arguments.temperature <= HIGHEST:
         limits = "0 or more" if arguments.temperature < 0 else f"0, or {LOWEST:g} to {HIGHEST:g}"
@@ -285,6 +286,20 @@ def access(arguments: argparse.Namespace) -> Access:
         spot_check=arguments.spot_check,
         relayed_prefill=arguments.relayed_prefill,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What `generate` and `chat` are both asked. `max_new_tokens` is None for as many as fit."""
+
+    access: Access
+    sampling: Sampling
+    max_new_tokens: int | None
+
+
+def asked(arguments: argparse.Namespace) -> Asked:
+    """From the options of `add_swarm`, `add_sampling` and --max-new-tokens. Raises ConfigError."""
+    return Asked(access(arguments), sampling(arguments), new_tokens(arguments))
 
 
 def at_least_one(value: int, flag: str, most: int = MOST) -> int:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from llmnode.client.model import AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM
     from llmnode.client.model import connect as connect
     from llmnode.client.model import resume as resume
+    from llmnode.client.sampling import Sampling as Sampling
     from llmnode.session.session import InferenceSession as InferenceSession
 
 _HOMES = {
@@ -20,6 +21,7 @@ _HOMES = {
     "Client": "llmnode.client.connect",
     "DistributedModelForCausalLM": "llmnode.client.causal_lm",
     "InferenceSession": "llmnode.session.session",
+    "Sampling": "llmnode.client.sampling",
     "aconnect": "llmnode.client.connect",
     "aresume": "llmnode.client.connect",
     "connect": "llmnode.client.model",
@@ -31,6 +33,7 @@ __all__ = [
     "Client",
     "DistributedModelForCausalLM",
     "InferenceSession",
+    "Sampling",
     "aconnect",
     "aresume",
     "connect",

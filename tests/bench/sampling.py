@@ -16,15 +16,16 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopP
 
 from bench.kit.options import add_tokens
 from bench.kit.report import Report, Row, quartiles
+from llmnode.client.sampling import ChoiceTerms, Sampling
 from llmnode.models.sources.embedded import open_embedded
 from llmnode.models.text.tokenizer import load_tokenizer
-from llmnode.node.sampling import Sampling
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
     from bench.kit.options import Options
+    from llmnode.client.sampling import Chooser
     from llmnode.models.sources.folder import ModelFolder
 
 PROMPT = "Write a story about the sea."
@@ -55,23 +56,22 @@ def theirs_ms(temperature: float, top_p: float, scores: torch.Tensor) -> list[fl
     return [1e3 * part_s for part_s in (warmed_s - began_s, left_s - warmed_s, time.perf_counter() - left_s)]
 
 
-def ours_ms(processors: Any, scores: torch.Tensor) -> list[float]:  # Any: of transformers' `generate`
-    """And what that does then."""
+def ours_ms(chooser: Chooser, scores: torch.Tensor) -> float:
+    """What the client's token loop does."""
     began_s = time.perf_counter()
-    marked = processors(NO_TOKENS, scores)
-    marked_s = time.perf_counter()
-    marked.argmax(dim=-1)
-    return [1e3 * part_s for part_s in (marked_s - began_s, time.perf_counter() - marked_s)]
+    chooser(scores[0])
+    return 1e3 * (time.perf_counter() - began_s)
 
 
-def pairs(temperature: float, top_p: float, scores: torch.Tensor) -> Iterator[tuple[list[float], list[float]]]:
-    processors = Sampling(temperature, top_p, seed=1).of(GenerationConfig()).options()["logits_processor"]
+def pairs(temperature: float, top_p: float, scores: torch.Tensor) -> Iterator[tuple[list[float], float]]:
+    sampler = Sampling(temperature, top_p, seed=1).of(GenerationConfig())
+    chooser = sampler.chooser([], len(scores), ChoiceTerms(scores.shape[1]))
     for number, row in enumerate(scores):
         if number % 2:
-            ours = ours_ms(processors, row[None].clone())
+            ours = ours_ms(chooser, row[None].clone())
             yield theirs_ms(temperature, top_p, row[None].clone()), ours
         else:
-            yield theirs_ms(temperature, top_p, row[None].clone()), ours_ms(processors, row[None].clone())
+            yield theirs_ms(temperature, top_p, row[None].clone()), ours_ms(chooser, row[None].clone())
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +85,6 @@ def run(options: Options) -> Report:
     for temperature, top_p in CHOICES:
         found = list(pairs(temperature, top_p, scores))[2:]  # the first two warm up
         warper, top, draw = (statistics.median(part) for part in zip(*(theirs for theirs, _ in found), strict=True))
-        ours, argmax = (statistics.median(part) for part in zip(*(ours for _, ours in found), strict=True))
         rows.append(
             {
                 "temperature": temperature,
@@ -94,9 +93,8 @@ def run(options: Options) -> Report:
                 "that of top-p": top,
                 "softmax, draw": draw,
                 "in all": statistics.median(sum(theirs) for theirs, _ in found),
-                "ours": ours,
-                "argmax": argmax,
-                "of theirs": quartiles([sum(ours) / sum(theirs) for theirs, ours in found]),
+                "ours": statistics.median(ours for _, ours in found),
+                "of theirs": quartiles([ours / sum(theirs) for theirs, ours in found]),
             }
         )
     return Report(rows, legend="medians; ratios: median (quartiles)")

@@ -15,7 +15,6 @@ import torch
 import trio
 
 from llmnode.client.connect import aconnect, load_parts
-from llmnode.client.generate import generate_greedy
 from llmnode.errors import LlmnodeError
 
 if TYPE_CHECKING:
@@ -33,14 +32,14 @@ async def generate(parts: ClientParts, asked: dict[str, Any]) -> None:
         client.inference_session(len(prompt) + new_tokens) as session,
     ):
         say("opened", peers=[hop.peer for hop in session.route])
-        made = await generate_greedy(
-            session, client.ends, prompt, new_tokens,
-            stop_token_ids=(), on_token=lambda token: say("token", token=token),
-        )  # fmt: skip
+        made = []
+        async for token in client.generate(prompt, new_tokens, stop_at_eos=False, session=session):
+            say("token", token=token.id)
+            made.append(token)
         say(
             "done",
-            token_ids=made.token_ids,
-            pushed=any(all(hop.direct for hop in timing.hops[1:]) for timing in made.timings),
+            token_ids=[token.id for token in made],
+            pushed=any(all(hop.direct for hop in timing.hops[1:]) for timing in (token.timing for token in made)),
             recoveries=[
                 {"lost": each.lost, "cause": each.cause, "stall_s": each.stall_s} for each in session.recoveries
             ],

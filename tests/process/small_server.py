@@ -16,7 +16,7 @@ import torch
 import trio
 
 from llmnode.client.ends import SharedEnds
-from llmnode.client.generate import generate_greedy
+from llmnode.client.generate import next_token
 from llmnode.core.policy import ClientPolicy, LinkPolicy
 from llmnode.core.route import Hop, Route
 from llmnode.core.span import Span
@@ -143,14 +143,11 @@ class SmallClient:
         async def generate_one(index: int, prompt: list[int]) -> None:
             tokens: list[int] = []
             async with self.session(len(prompt) + new_tokens) as session:
-                await generate_greedy(
-                    session,
-                    ends,
-                    prompt,
-                    new_tokens,
-                    stop_token_ids=(),
-                    on_token=tokens.append,
-                )
+                fresh = prompt
+                while len(tokens) < new_tokens:
+                    choice, _ = await next_token(session, ends, fresh)
+                    fresh = [choice.id]
+                    tokens += fresh
             chosen[index] = tokens
 
         async with trio.open_nursery() as nursery:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import trio
 
 import llmnode
+from llmnode.client.beginnings import beginnings
+from llmnode.client.connect import aconnect
 from llmnode.core.span import Span
-from llmnode.node.batch_generate import beginnings
 from process.described import described, positions
 
 if TYPE_CHECKING:
@@ -95,15 +97,25 @@ def test_texts_share_nothing_where_there_is_no_room_for_what_they_share(
     shared, (first, second, _) = shared_tokens(prompts), map(len, prompts)
     room = first + second + shared - 1
     (server,) = start_servers([Span(0, 30)], more=["--kv-tokens", str(room)])
-    with llmnode.connect(peers=[server.address]) as model:
-        with ExitStack() as stack:
-            begun = beginnings(model, prompts, 1)
-            caches = [
-                stack.enter_context(each.cache(len(prompt))) for each, prompt in zip(begun[:2], prompts, strict=False)
-            ]
-            assert [cache.columns for cache in caches] == [shared, 0], "the first one's was given up for the second"
-        with model.open_cache(room - shared + 1), beginnings(model, prompts, 1)[0].cache(shared - 1) as cache:
-            assert cache.columns == 0, "nothing is shared"
+
+    async def use() -> None:
+        async with aconnect([server.address]) as client:
+            async with AsyncExitStack() as stack:
+                begun = await stack.enter_async_context(beginnings(client, prompts, 1))
+                sessions = [
+                    await stack.enter_async_context(each.session(len(prompt)))
+                    for each, prompt in zip(begun[:2], prompts, strict=False)
+                ]
+                given_up = "the first one's was given up for the second"
+                assert [session.position for session in sessions] == [shared, 0], given_up
+            async with (
+                client.inference_session(room - shared + 1),
+                beginnings(client, prompts, 1) as begun,
+                begun[0].session(shared - 1) as session,
+            ):
+                assert session.position == 0, "nothing is shared"
+
+    trio.run(use)
 
 
 def test_what_a_batch_of_rows_begins_with_is_run_once(

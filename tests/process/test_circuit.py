@@ -45,14 +45,12 @@ def test_a_session_goes_through_relays_and_outlives_one(
             prompt = client.tokenizer.encode("The capital of France is")
             seen: list[int] = []
 
-            def kill_first_relay(token: int) -> None:
-                seen.append(token)
+            async for token in client.generate(prompt, 16, stop_at_eos=False):
+                seen.append(token.id)
                 if len(seen) == 4:
                     relays[0].process.kill()
                     relays[0].process.wait()
-
-            generation = await client.generate(prompt, 16, stop_at_eos=False, on_token=kill_first_relay)
-            assert list(generation.token_ids) == greedy(transformers_model, prompt, 16)
+            assert seen == greedy(transformers_model, prompt, 16)
 
     trio.run(use)
     for server in servers:

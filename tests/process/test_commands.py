@@ -132,11 +132,13 @@ def test_the_example_of_a_model(nodes: list[Any]) -> None:
     assert done.stdout.startswith("The capital of France is Paris")
 
 
-def test_the_example_of_a_streamed_answer(nodes: list[Any]) -> None:
+def test_the_example_of_streamed_answers(nodes: list[Any]) -> None:
     addresses = [node.address for node in nodes]
-    done = _run(sys.executable, str(EXAMPLES / "streaming_chat.py"), "What is the capital of France?", *addresses)
+    questions = ["What is the capital of France?", "Is the sky blue?"]
+    done = _run(sys.executable, str(EXAMPLES / "streaming_chat.py"), *questions, "--", *addresses)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
+    assert done.stdout.count(" tokens, ") == 2
 
 
 def test_a_file_of_prompts_gives_a_json_line_each(nodes: list[Any], tmp_path: Path) -> None:

@@ -12,12 +12,15 @@ import trio.testing
 from transformers import AutoTokenizer, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 import llmnode
+from llmnode.client import generate as generate_module
 from llmnode.client import rows as rows_module
-from llmnode.client.cache import SessionCache
+from llmnode.client.connect import aconnect
+from llmnode.client.portal import open_portal
+from llmnode.client.sampling import Sampling
 from llmnode.client.versions import CACHE, cache_of
 from llmnode.errors import ConfigError, SessionClosed
 from llmnode.node.chat import Dialogue, StopFlag
-from llmnode.node.sampling import Sampling
+from llmnode.node.connect_options import OpenClient
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -151,21 +154,22 @@ def test_position_ids_may_begin_anywhere_and_go_on_from_there(model: Any, tokeni
         model(**inputs, position_ids=2 * usual)
 
 
-def test_a_turn_of_a_dialogue_runs_only_what_is_new(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_of_a_dialogue_runs_only_what_is_new(peers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
-    run_rows = SessionCache.run_rows
+    run_blocks = generate_module.run_blocks
 
-    def counted(cache: SessionCache, hidden: Any) -> Any:
-        ran.append(len(hidden[0]))
-        return run_rows(cache, hidden)
+    async def counted(session: Any, hidden: Any) -> Any:
+        ran.append(len(hidden))
+        return await run_blocks(session, hidden)
 
-    monkeypatch.setattr(SessionCache, "run_rows", counted)
-    dialogue = Dialogue(model, Sampling().of(model.generation_config), max_new_tokens=6, max_length=256)
-    dialogue.answer("Name three fruits, please, and tell me which of them grows in the north.", StopFlag())
-    first_prompt, ran[:] = ran[0], []
-    dialogue.answer("And now?", StopFlag())
-    whole_prompt = len(model.tokenizer.encode_dialogue(dialogue.turns[:-1]))
-    dialogue.reset()
+    monkeypatch.setattr(generate_module, "run_blocks", counted)
+    with open_portal() as portal, portal.enter(aconnect(peers)) as client:
+        dialogue = Dialogue(OpenClient(portal, client), Sampling(), max_new_tokens=6, max_length=256)
+        dialogue.answer("Name three fruits, please, and tell me which of them grows in the north.", StopFlag())
+        first_prompt, ran[:] = ran[0], []
+        dialogue.answer("And now?", StopFlag())
+        whole_prompt = len(client.tokenizer.encode_dialogue(dialogue.turns[:-1]))
+        dialogue.reset()
     assert ran[0] < first_prompt < whole_prompt, "the first turn was not run again"
 
 

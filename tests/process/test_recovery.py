@@ -16,8 +16,8 @@ import llmnode
 from bench.failures.cells import THIN
 from bench.failures.failures import Undisturbed, open_matrix
 from bench.failures.replicas import replicas, start_all
-from llmnode.client.connect import load_parts
-from llmnode.node.batch_generate import beginnings
+from llmnode.client.beginnings import beginnings
+from llmnode.client.connect import aconnect, load_parts
 from process.test_beams import NEW_TOKENS, TEXTS, both, check_beams
 
 if TYPE_CHECKING:
@@ -140,18 +140,25 @@ def test_texts_go_on_from_a_beginning_whose_server_was_killed(
     servers: list[Replica], transformers_model: Any, tokenizer: Any
 ) -> None:
     prompts = tokenizer(ASKED).input_ids
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     killed: list[Replica] = []
-    with llmnode.connect(peers=addresses(servers, 1)) as model:
-        for begun, prompt in zip(beginnings(model, prompts, 1), prompts, strict=True):
-            inputs = torch.tensor([prompt])
-            with begun.cache(len(prompt) + NEW_TOKENS) as cache:
-                assert cache.columns > 20
-                if not killed:
-                    (route,) = cache.routes
-                    killed.extend(server for server in servers if server.peer == route[1].peer)
-                    killed[0].kill()
-                chosen = model.generate(inputs, attention_mask=torch.ones_like(inputs), cache=cache, **options)
-            expected = transformers_model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
-            assert chosen.tolist() == expected.tolist()
+    peers = addresses(servers, 1)
+
+    async def generate() -> list[list[int]]:
+        texts: list[list[int]] = []
+        async with aconnect(peers) as client, beginnings(client, prompts, 1) as begun:
+            for each, prompt in zip(begun, prompts, strict=True):
+                async with each.session(len(prompt) + NEW_TOKENS) as session:
+                    assert session.position > 20
+                    if not killed:
+                        killed.extend(server for server in servers if server.peer == session.route[1].peer)
+                        killed[0].kill()
+                    generation = await client.generate(prompt, NEW_TOKENS, session=session)
+                    texts.append([*prompt, *generation.token_ids])
+        return texts
+
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    for chosen, prompt in zip(trio.run(generate), prompts, strict=True):
+        inputs = torch.tensor([prompt])
+        expected = transformers_model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
+        assert [chosen] == expected.tolist()
     assert len(killed) == 1

@@ -12,7 +12,6 @@ import trio
 
 import llmnode
 from llmnode.client.connect import load_parts
-from llmnode.client.generate import generate_greedy
 from llmnode.core.span import Span
 from process.small_server import expected_tokens
 
@@ -88,10 +87,7 @@ def test_a_program_goes_on_though_a_server_has_gone(
         async with llmnode.aresume(path, parts=parts) as resumed:
             session = resumed.session
             assert [each.taken_over_by for each in session.recoveries] == [(late.ready["peer"],)]
-            fresh = resumed.token_ids[session.position :]
-            generation = await generate_greedy(
-                session, resumed.client.ends, fresh, HALF, stop_token_ids=(), on_token=lambda _token: None
-            )
+            generation = await resumed.client.generate(resumed.token_ids, HALF, stop_at_eos=False, session=session)
             return (*resumed.token_ids, *generation.token_ids)
 
     assert list(trio.run(go_on)) == expected

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
 from tokenizers import Tokenizer as Vocabulary
 from tokenizers import models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from llmnode.client.generate import Token, TokenTiming
+from llmnode.client.portal import open_portal
+from llmnode.client.sampling import Sampling
 from llmnode.errors import ConfigError
 from llmnode.models.text import chat_template
 from llmnode.models.text.chat_template import ChatTemplate, _Process, is_plain
 from llmnode.models.text.template_process import TemplateFailed
 from llmnode.models.text.tokenizer import Tokenizer
 from llmnode.node.chat import Dialogue, StopFlag
-from llmnode.node.sampling import Sampler
+from llmnode.node.connect_options import OpenClient
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
 
 pytestmark = pytest.mark.reference
 CHATML = (
@@ -159,26 +166,28 @@ def test_the_template_alone_writes_the_first_token() -> None:
 
 
 @pytest.fixture
-def dialogue() -> Dialogue:
+def dialogue() -> Iterator[Dialogue]:
     """With a model that answers "hi" whatever is said, by a template that does not take "no"."""
     refuses = "{% if m.content == 'no' %}{{ raise_exception('not that') }}{% endif %}"
     refusing = f"{{% for m in messages %}}{refuses}{{{{ m.content }}}} {{% endfor %}}"
-    cache = SimpleNamespace(get_seq_length=lambda: 0, truncate=lambda _kept: None, close=lambda: None)
+    session = SimpleNamespace(position=0)
 
-    def generate(inputs: Any, streamer: Any, **_options: Any) -> Any:
-        streamer.put(inputs)
-        streamer.put(inputs.new_tensor([3]))
-        streamer.end()
-        return inputs
+    @asynccontextmanager
+    async def answer() -> AsyncIterator[Any]:
+        async def tokens() -> AsyncIterator[Token]:
+            yield Token(3, " hi", TokenTiming(0, 0, 0, 0, ()))
 
-    model: Any = SimpleNamespace(
+        yield tokens()
+
+    client: Any = SimpleNamespace(
         tokenizer=made(refusing),
-        check_tokens=lambda _ids: None,
-        open_cache=lambda _length: cache,
-        generate=generate,
-        generation_config=SimpleNamespace(eos_token_id=None, stop_strings=None),
+        ends=SimpleNamespace(check=lambda _ids: None),
+        inference_session=lambda _length: nullcontext(session),
+        generate=lambda *_asked, **_options: answer(),
+        generation_config=GenerationConfig(),
     )
-    return Dialogue(model, Sampler(None), max_new_tokens=4, max_length=64)
+    with open_portal() as portal:
+        yield Dialogue(OpenClient(portal, client), Sampling(), max_new_tokens=4, max_length=64)
 
 
 def test_a_message_that_the_template_refuses_is_not_part_of_the_dialogue(dialogue: Dialogue) -> None:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
+from llmnode.client.sampling import Sampling
 from llmnode.errors import ConfigError, ModelError
-from llmnode.models.generation_config import generation_config, stop_tokens
+from llmnode.models.generation_config import generation_config
 from llmnode.models.load import load_ends
 from llmnode.models.sources.folder import open_folder
-from llmnode.models.text.streaming import answer_text
 from llmnode.models.text.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from llmnode.models.text.vocabulary import check_tokens
-from llmnode.node.text import ScreenStreamer
 from reference.small import make_model
 from reference.tokenizers_of_all_kinds import KINDS
 
@@ -173,23 +170,4 @@ def test_what_ends_an_answer_is_what_transformers_takes(
     folder = open_folder(path, "small")
     theirs = AutoModelForCausalLM.from_pretrained(path).generation_config
     assert generation_config(folder).to_dict() == theirs.to_dict()
-    assert stop_tokens(folder) == stop
-
-
-def test_the_screen_has_the_text_of_an_answer_of_several_tokens_at_once() -> None:
-    tokenizer = Tokenizer(KINDS["Llama 2"](), "small")
-    prompt, answer = tokenizer.encode("Once"), tokenizer.encode("upon é a")
-    screen = io.StringIO()
-    streamer = ScreenStreamer(tokenizer, screen)
-    for some in (prompt, answer[:1], answer[1:4], answer[4:]):
-        streamer.put(torch.tensor(some))
-    streamer.end()
-    assert streamer.token_ids == answer and len(streamer.times_s) == len(answer)
-    assert streamer.text == screen.getvalue() == answer_text(tokenizer, prompt, answer) == " upon é a"
-
-
-def test_a_stream_that_was_told_nothing_ends() -> None:
-    loaded: Any = KINDS["Llama 2"]()
-    streamer = ScreenStreamer(Tokenizer(loaded, "small"), io.StringIO())
-    streamer.end()
-    assert streamer.text == ""
+    assert Sampling().of(generation_config(folder)).end_tokens == stop

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from llmnode.client.ends import SharedEnds
-from llmnode.client.generate import Generation, check_length, generate_greedy
+from llmnode.client.generate import Answer, Request, check_length, room_for
+from llmnode.client.sampling import ChoiceTerms, Sampling
+from llmnode.client.stopping import Limits
 from llmnode.core.identity import how_other
 from llmnode.core.model import PRECISIONS
 from llmnode.core.policy import ClientPolicy, LinkPolicy
 from llmnode.errors import ConfigError, single_error
-from llmnode.models.generation_config import stop_tokens
+from llmnode.models.generation_config import generation_config
 from llmnode.models.load import load_ends
 from llmnode.models.sources.embedded import open_embedded
 from llmnode.models.text.tokenizer import find_tokenizer
@@ -28,7 +30,10 @@ from llmnode.swarm.join import join_swarm
 from llmnode.wire.payload import Codec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    from transformers import GenerationConfig
 
     from llmnode.core.model import ModelInfo, Precision
     from llmnode.core.priority import Priority
@@ -41,10 +46,13 @@ if TYPE_CHECKING:
     from llmnode.session.session import InferenceSession
     from llmnode.swarm.membership import Swarm
 
+MOST_LOGPROBS = 20
+"""The most log probabilities of likeliest tokens that one may ask for, for each token."""
+
 
 @dataclass(frozen=True, slots=True)
 class ClientParts:
-    """What a client reads from disk: the ends and the tokenizer, no block.
+    """The parts of a model that a client reads from disk: the ends and the tokenizer, no block.
 
     A model may be without a tokenizer: what needs it says so.
     """
@@ -52,7 +60,7 @@ class ClientParts:
     model: ModelInfo
     ends: Ends
     tokenizer: Tokenizer
-    stop_token_ids: frozenset[int]
+    generation_config: GenerationConfig
 
 
 class Client:
@@ -63,18 +71,18 @@ class Client:
         self.tokenizer = parts.tokenizer
         self.router = router
         self.ends = SharedEnds(parts.ends, parts.tokenizer.token)
-        self.stop_token_ids = parts.stop_token_ids
+        self.generation_config = parts.generation_config
         self.codec = codec
         self.policy = policy
 
     @property
     def swarm(self) -> Swarm:
-        """What we know of the peers that serve this model, and others."""
+        """Our view of the peers that serve this model, and others."""
         return self.router.swarm
 
     @property
     def traffic(self) -> Traffic:
-        """What has crossed our links so far."""
+        """Bytes of hidden states that have crossed our links until now."""
         return self.router.traffic
 
     @property
@@ -104,35 +112,53 @@ class Client:
             yield session
 
     async def transcript(self, session: InferenceSession) -> dict[str, Any]:  # Any: JSON
-        """What the session's hops have signed for, checked now, and signed by us: what `llmnode verify` reads."""
+        """The receipts of the session's hops, checked now, and signed by us: `llmnode verify` reads them."""
         assert session.receipts is not None, "a router's sessions have a book"
         await session.verify()
         return session.receipts.export(self.router.sign)
 
-    async def generate(
+    def generate(
         self,
         prompt: Sequence[int],
-        max_new_tokens: int,
+        max_new_tokens: int | None = None,
         *,
-        on_token: Callable[[int], None] = lambda _token: None,
+        sampling: Sampling | None = None,
+        number: int = 0,
+        logprobs: int | None = None,
         stop_at_eos: bool = True,
-    ) -> Generation:
-        """Greedy tokens after the token ids `prompt`; `on_token` sees each as it is chosen.
+        session: InferenceSession | None = None,
+    ) -> Answer:
+        """The text after the token ids `prompt`: `async for token in client.generate(...)`, or `await` it for all.
 
-        They end with the tokens that end an answer of this model, unless not `stop_at_eos`. Raises ConfigError if they
-        do not fit the model's context or one is no token of the model, PeerError or SessionLost if the swarm fails.
+        Without `max_new_tokens` it may fill the model's context. `sampling` says how tokens are chosen; without, as the
+        model's generation config has it, which is mostly the likeliest token. Texts of one seed differ by their
+        `number`. `logprobs` asks for log probabilities: of each token, and of that many of the likeliest ones (0 to
+        20). The text ends with the tokens that end an answer of this model, unless not `stop_at_eos`.
+
+        A `session` that holds a beginning of `prompt` goes on from there, and stays open. After each token it holds all
+        tokens but that one. Raises ConfigError, now, if something does not fit; see `Answer` for the rest.
         """
         self.ends.check(prompt)
-        max_length = check_length(len(prompt), max_new_tokens, self.model)
-        async with self.inference_session(max_length) as session:
-            return await generate_greedy(
-                session,
-                self.ends,
-                prompt,
-                max_new_tokens,
-                stop_token_ids=self.stop_token_ids if stop_at_eos else frozenset(),
-                on_token=on_token,
-            )
+        if logprobs is not None and not 0 <= logprobs <= MOST_LOGPROBS:
+            raise ConfigError(f"logprobs={logprobs}: ask for 0 to {MOST_LOGPROBS}")
+        room = room_for(len(prompt), self.model)
+        length = check_length(len(prompt), room if max_new_tokens is None else max_new_tokens, self.model)
+        if session is not None and not session.position < len(prompt):
+            raise ConfigError(f"the session holds {session.position} tokens: give a prompt that goes on from them")
+        sampler = (sampling or Sampling()).of(self.generation_config)
+        limits = Limits(
+            max_new_tokens=length - len(prompt),
+            fills_context=max_new_tokens is None,
+            end_tokens=sampler.end_tokens if stop_at_eos else frozenset(),
+            stop_strings=sampler.stop_strings,
+            max_time_s=sampler.config.max_time,
+        )
+        terms = ChoiceTerms(self.ends.vocabulary, number, logprobs, ends=stop_at_eos)
+
+        def opened() -> AbstractAsyncContextManager[InferenceSession]:
+            return self.inference_session(length) if session is None else nullcontext(session)
+
+        return Answer(Request(prompt, sampler, terms, limits, opened), self.ends, self.tokenizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +176,7 @@ def load_parts(folder: ModelFolder | None = None) -> ClientParts:
     A model may be without a tokenizer: what needs it says so.
     """
     folder = folder or open_embedded()
-    return ClientParts(folder.info, load_ends(folder), find_tokenizer(folder), stop_tokens(folder))
+    return ClientParts(folder.info, load_ends(folder), find_tokenizer(folder), generation_config(folder))
 
 
 @asynccontextmanager
@@ -203,7 +229,7 @@ async def aresume(
 ) -> AsyncIterator[Resumed]:
     """Go on with the session that `InferenceSession.export` has saved in the file at `path`, where it stood.
 
-    Servers that still have its KV give it to us, who have its key from the file; what they do not have is replayed. The
+    The file has the session's key. So servers that still have its KV give it to us; the rest is replayed. The
     swarm is that of the peers named in the file, and `peers`; its key, if it is private, is not in the file: see
     `aconnect` for `swarm_key`. `parts` must be those of the session's model. Raises
     ConfigError (the file, another model), PeerError, NoRoute or SessionLost; the file stays as it is.

@@ -1,14 +1,15 @@
-"""The ends of a model, for all that one client has under way: those who want scores at the same time share a product.
+"""The ends of a model, for all texts that one client generates at a time: those that wait are scored together.
 
-The head reads all of its weights, whether for one text or for several. So while it computes for one the others wait,
-and are then scored together. Who comes alone waits for nobody.
+The head reads all of its weights, whether for one text or for several. So while it computes for one, the others wait,
+and are then scored in one product. A text alone waits for nobody. Tasks of trio ask with `choose`; threads, as those
+that call transformers' `generate`, with `logits`.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import trio
@@ -21,52 +22,86 @@ if TYPE_CHECKING:
 
     from llmnode.models.load import Ends
 
-_THREADS = 64
-"""Of tasks that wait for scores; others wait for one of them."""
+T = TypeVar("T")
+A = TypeVar("A", "_Asked", "_Wish")
 
 
 @dataclass(slots=True, eq=False)
 class _Asked:
+    """Scores that a thread waits for."""
+
     hidden: torch.Tensor
     scores: torch.Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Wish:
+    """A token that a task waits for."""
+
+    hidden: torch.Tensor
+    choose: Callable[[torch.Tensor], Any]  # Any: whatever the task makes of scores
+    woken: trio.Event = field(default_factory=trio.Event)
+    scores: None = None
+    _chosen: Any = None
+    _error: Exception | None = None
+
+    def fulfil(self, scores: torch.Tensor) -> None:
+        try:
+            self._chosen = self.choose(scores)
+        except Exception as error:  # noqa: BLE001 - it is raised in its own task, and not in the leader
+            self._error = error
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._chosen
 
 
 class SharedEnds:
     """`Ends` for several threads, and for tasks of trio."""
 
     def __init__(self, ends: Ends, written: Callable[[int], str | None] = lambda _token: None) -> None:
-        """`written` is how the tokenizer writes a token, for messages."""
+        """`written` says how the tokenizer writes a token, for messages."""
         self._ends = ends
         self._written = written
-        self._threads = trio.CapacityLimiter(_THREADS)
         self._change = threading.Condition()
         self._asked: dict[_Asked, None] = {}
-        """Of all who want scores, in the order in which they came."""
+        """All threads that want scores, in the order in which they came."""
         self._turn: _Asked | None = None
-        """Whose thread computes now, for others too."""
+        """The thread that computes now, for others too."""
+        self._thread = trio.CapacityLimiter(1)
+        self._wishes: list[_Wish] = []
+        """All tasks that want a token, in the order in which they came."""
+        self._leader: _Wish | None = None
+        """The task that has the tokens of others chosen too."""
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model has."""
+        return self._ends.vocabulary
 
     def check(self, token_ids: Sequence[int]) -> None:
-        """Raises ConfigError for a token that the model does not have, as `embed` does: but before any work."""
+        """Raises ConfigError for a token that the model does not have, before any work."""
         check_tokens(token_ids, self._ends.vocabulary, self._written)
 
     def embed(self, token_ids: Sequence[int], start: int) -> torch.Tensor:
-        """As `Ends.embed`."""
+        """See `Ends.embed`."""
         return self._ends.embed(list(token_ids), start)
 
     def embed_at(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """As `Ends.embed_at`."""
+        """See `Ends.embed_at`."""
         return self._ends.embed_at(tokens, positions)
 
     def enter(self, embeddings: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """As `Ends.enter`."""
+        """See `Ends.enter`."""
         return self._ends.enter(embeddings, positions)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `Ends.normed`."""
+        """See `Ends.normed`."""
         return self._ends.normed(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `Ends.logits`. Blocks while others are scored. An error is that of the thread in which it was raised."""
+        """See `Ends.logits`. Blocks while others are scored. An error is raised in one thread, and others try again."""
         asked = _Asked(hidden)
         try:
             while together := self._take_turn(asked):
@@ -85,17 +120,51 @@ class SharedEnds:
         return asked.scores
 
     async def embed_beside(self, token_ids: Sequence[int], start: int) -> torch.Tensor:
-        """As `embed`, of more than one token in another thread."""
-        if len(token_ids) == 1:  # it is one row to look up: less than the way to a thread and back
+        """See `embed`. More than one token is embedded in another thread."""
+        if len(token_ids) == 1:  # one row to look up costs less than the way to a thread and back
             return self.embed(token_ids, start)
-        return await trio.to_thread.run_sync(self.embed, token_ids, start, limiter=self._threads)
+        return await trio.to_thread.run_sync(self.embed, token_ids, start)
 
-    async def likeliest(self, hidden: torch.Tensor) -> int:
-        """The token that most likely comes after `hidden` (1, hidden_size). Computed in another thread."""
-        return await trio.to_thread.run_sync(lambda: int(self.logits(hidden).argmax()), limiter=self._threads)
+    async def choose(self, hidden: torch.Tensor, choose: Callable[[torch.Tensor], T]) -> T:
+        """Score `hidden` (1, hidden_size), and return what `choose` makes of the scores (vocabulary).
+
+        Both are done in another thread, for all tasks that wait for it together: one of them, the leader, has it done
+        while the others wait. Raises what `choose` raises.
+        """
+        own = _Wish(hidden, choose)
+        self._wishes.append(own)
+        try:
+            while own in self._wishes:
+                if self._leader in (None, own):
+                    self._leader = own
+                    await self._fulfil(_first(self._wishes, MOST_ROWS))
+                else:
+                    await own.woken.wait()
+                    own.woken = trio.Event()
+        finally:
+            if own in self._wishes:  # it was cancelled, or the scores failed
+                self._wishes.remove(own)
+            if self._leader is own:
+                self._leader = None
+                if self._wishes:
+                    self._wishes[0].woken.set()
+        return cast("T", own.result())
+
+    async def _fulfil(self, together: Sequence[_Wish]) -> None:
+        """It is not abandoned when the leader is cancelled: the others have their tokens all the same."""
+        await trio.to_thread.run_sync(self._choose_all, together, limiter=self._thread)
+        for each in together:
+            if each in self._wishes:
+                self._wishes.remove(each)
+                each.woken.set()
+
+    def _choose_all(self, together: Sequence[_Wish]) -> None:
+        scores = self.logits(torch.cat([each.hidden for each in together]) if len(together) > 1 else together[0].hidden)
+        for each, own in zip(together, scores, strict=True):
+            each.fulfil(own)
 
     def _take_turn(self, asked: _Asked) -> list[_Asked]:
-        """Wait until nobody else computes. For whom `asked` is to do so now: for nobody if it has its scores."""
+        """Wait until nobody else computes. Returns those to score now, with `asked`; none if it has its scores."""
         with self._change:
             self._asked.setdefault(asked)
             self._change.wait_for(lambda: asked.scores is not None or self._turn in (None, asked))
@@ -105,9 +174,9 @@ class SharedEnds:
             return _first(self._asked, MOST_ROWS)
 
 
-def _first(asked: Iterable[_Asked], most: int) -> list[_Asked]:
+def _first(asked: Iterable[A], most: int) -> list[A]:
     """The first one that has no scores, and those after it as far as all have `most` rows."""
-    together: list[_Asked] = []
+    together: list[A] = []
     rows = 0
     for each in asked:
         if each.scores is None:

@@ -1,29 +1,40 @@
-"""Greedy generation through a session: embed, step, score, choose."""
+"""The token loop: embed, step, score, choose; one text of one session.
+
+It is async and holds no thread. Texts of one client that run beside each other are scored together (`ends.py`).
+"""
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import trio
 
+from llmnode.client.sampling import likeliest
+from llmnode.client.stopping import AnswerText, Stopping
 from llmnode.errors import ConfigError
 from llmnode.models.tensors import from_bytes, to_bytes
+from llmnode.models.text.streaming import answer_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     import torch
 
     from llmnode.client.ends import SharedEnds
+    from llmnode.client.sampling import Choice, ChoiceTerms, Sampler
+    from llmnode.client.stopping import FinishReason, Limits
     from llmnode.core.model import ModelInfo
+    from llmnode.models.text.tokenizer import Tokenizer
     from llmnode.session.session import InferenceSession
     from llmnode.wire.chunk import HopTiming
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTiming:
-    """One token's time, in seconds: all of it, and its parts. `hops` are the parts of the session's step."""
+    """One token's time, in seconds: the whole and its parts. `hops` has the parts of the session's step."""
 
     total_s: float
     embed_s: float
@@ -33,11 +44,62 @@ class TokenTiming:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """What `generate` chose, and when. `timings[0]` covers the prefill; the others one decode each."""
+class Usage:
+    """The cost of a text: tokens, and seconds until the first one and until the last one."""
 
-    token_ids: tuple[int, ...]
-    timings: tuple[TokenTiming, ...]
+    prompt_tokens: int
+    new_tokens: int
+    first_token_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a text ended, and what it took."""
+
+    reason: FinishReason
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token of a text, as it comes.
+
+    `text` is the text that is settled with it, often of tokens before it too, or "" while later tokens may change it
+    (`models/text/streaming.py`) or it may begin a stop string. A stop string, and what its token says after it, is not
+    in it. The pieces of all tokens, joined, are the answer. `logprob` and `top` are there if they were asked for, in
+    nats, by the model's own scores. The last token has a `finish`.
+    """
+
+    id: int
+    text: str
+    timing: TokenTiming
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A whole text. `timings[0]` covers the prefill; the others one decode each."""
+
+    tokens: tuple[Token, ...]
+    text: str
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """A token that ends the answer is one of them, as are those of a stop string."""
+        return tuple(token.id for token in self.tokens)
+
+    @property
+    def timings(self) -> tuple[TokenTiming, ...]:
+        return tuple(token.timing for token in self.tokens)
+
+    @property
+    def finish(self) -> Finish:
+        found = self.tokens[-1].finish
+        assert found is not None, "the last token has one"
+        return found
 
     @property
     def time_to_first_token_s(self) -> float:
@@ -45,9 +107,86 @@ class Generation:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of the decodes, without the prefill; None if there is no decode."""
+        """The speed of the decodes, without the prefill; None if there is no decode."""
         decodes = self.timings[1:]
         return len(decodes) / sum(timing.total_s for timing in decodes) if decodes else None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A text to be generated, checked. `terms` and `limits` are what its chooser and its end depend on.
+
+    `open` gives a session that holds the first `session.position` tokens of `prompt`.
+    """
+
+    prompt: Sequence[int]
+    sampler: Sampler
+    terms: ChoiceTerms
+    limits: Limits
+    open: Callable[[], AbstractAsyncContextManager[InferenceSession]]
+
+
+class Answer:
+    """One text: `async for token in answer` as it comes, or `await answer` for all of it. Made by `Client.generate`.
+
+    Its session opens with the first token and ends with the last one. To leave the loop earlier, put it within
+    `async with answer:`, which ends the session at once; else Python ends it when it collects the iterator. An answer
+    is for one loop. Raises PeerError, NoRoute or SessionLost if the swarm fails, ConfigError for refused settings.
+    """
+
+    def __init__(self, request: Request, ends: SharedEnds, tokenizer: Tokenizer) -> None:
+        self._request = request
+        self._ends = ends
+        self._tokenizer = tokenizer
+        self._tokens = self._run(streams=True)
+
+    def __aiter__(self) -> AsyncGenerator[Token]:
+        return self._tokens
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_exc_info: object) -> None:
+        await self._tokens.aclose()
+
+    def __await__(self) -> Generator[Any, Any, Generation]:  # Any: what trio's tasks yield
+        return self._whole().__await__()
+
+    async def _whole(self) -> Generation:
+        """The text is decoded once, at the end, unless it has stop strings."""
+        strings = self._request.limits.stop_strings
+        async with aclosing(self._run(streams=bool(strings))) as run:
+            tokens = tuple([token async for token in run])
+        if strings:
+            return Generation(tokens, "".join(token.text for token in tokens))
+        ids = [token.id for token in tokens]
+        has_text = self._tokenizer.is_there
+        return Generation(tokens, answer_text(self._tokenizer, self._request.prompt, ids) if has_text else "")
+
+    async def _run(self, *, streams: bool) -> AsyncGenerator[Token]:
+        """No cancel scope is open at a `yield`, so that any task may close it."""
+        request, began_s = self._request, trio.current_time()
+        prompt, limits = list(request.prompt), request.limits
+        chooser = request.sampler.chooser(prompt, limits.max_new_tokens, request.terms)
+        if limits.stop_strings:  # transformers looks through the vocabulary
+            stopping = await trio.to_thread.run_sync(Stopping, limits, prompt, self._tokenizer)
+        else:
+            stopping = Stopping(limits, prompt, self._tokenizer)
+        text = AnswerText(self._tokenizer, prompt, limits.stop_strings) if streams else None
+        async with request.open() as session:
+            fresh, new, first_token_s = prompt[session.position :], 0, 0.0
+            while True:
+                choice, timing = await next_token(session, self._ends, fresh, chooser)
+                now_s, new = trio.current_time(), new + 1
+                first_token_s = first_token_s or now_s - began_s
+                reason = stopping.reason(choice.id, now_s - began_s)
+                usage = Usage(len(prompt), new, first_token_s, now_s - began_s)
+                finish = None if reason is None else Finish(reason, usage)
+                piece = "" if text is None else text.add(choice.id, reason)
+                yield Token(choice.id, piece, timing, choice.logprob, choice.top, finish)
+                if finish is not None:
+                    return
+                fresh = [choice.id]
 
 
 def check_length(prompt_tokens: int, max_new_tokens: int, model: ModelInfo) -> int:
@@ -78,46 +217,33 @@ def room_for(prompt_tokens: int, model: ModelInfo) -> int:
     return model.context_tokens - prompt_tokens
 
 
-async def generate_greedy(
-    session: InferenceSession,
-    ends: SharedEnds,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    *,
-    stop_token_ids: Collection[int],
-    on_token: Callable[[int], None],
-) -> Generation:
-    """Append `prompt`, then choose the likeliest token until one of `stop_token_ids` or `max_new_tokens`.
-
-    `on_token` is called with each token as it is chosen, a stop token included. Raises SessionLost.
-    """
-    chosen: list[int] = []
-    timings: list[TokenTiming] = []
-    fresh = list(prompt)
-    while True:
-        token, timing = await _next_token(session, ends, fresh)
-        chosen.append(token)
-        timings.append(timing)
-        on_token(token)
-        if token in stop_token_ids or len(chosen) == max_new_tokens:
-            return Generation(tuple(chosen), tuple(timings))
-        fresh = [token]
-
-
 async def run_blocks(session: InferenceSession, hidden: torch.Tensor) -> torch.Tensor:
     """Hidden states (tokens, hidden_size) through all blocks; returns the same shape. Raises as `session.step` does."""
     return from_bytes(await session.step(to_bytes(hidden)), hidden.shape[1])
 
 
-async def _next_token(session: InferenceSession, ends: SharedEnds, fresh: list[int]) -> tuple[int, TokenTiming]:
-    started = trio.current_time()
+async def next_token(
+    session: InferenceSession,
+    ends: SharedEnds,
+    fresh: Sequence[int],
+    choose: Callable[[torch.Tensor], Choice] = likeliest,
+) -> tuple[Choice, TokenTiming]:
+    """Append the tokens `fresh` to `session`, and choose the one that follows. It is not appended yet.
+
+    `choose` is given the scores (vocabulary) in fp32, in another thread. Raises as `session.step` does.
+    """
+    started_s = trio.current_time()
     hidden = await ends.embed_beside(fresh, session.position)
-    embedded = trio.current_time()
+    embedded_s = trio.current_time()
     output = await run_blocks(session, hidden)
-    stepped = trio.current_time()
-    token = await ends.likeliest(output[-1:])
-    done = trio.current_time()
+    stepped_s = trio.current_time()
+    choice = await ends.choose(output[-1:], choose)
+    done_s = trio.current_time()
     timing = TokenTiming(
-        done - started, embedded - started, stepped - embedded, done - stepped, hops=tuple(session.timings)
+        done_s - started_s,
+        embedded_s - started_s,
+        stepped_s - embedded_s,
+        done_s - stepped_s,
+        hops=tuple(session.timings),
     )
-    return token, timing
+    return choice, timing

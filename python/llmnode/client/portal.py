@@ -11,7 +11,9 @@ import contextlib
 import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from enum import Enum, auto
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import trio
 
@@ -22,6 +24,12 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
 T = TypeVar("T")
+
+
+class _End(Enum):
+    """Comes after all that a stream gives."""
+
+    END = auto()
 
 
 class Portal:
@@ -53,6 +61,41 @@ class Portal:
 
         self.start(run, answer)
         return self.wait(answer, scope)
+
+    def stream(self, function: Callable[[Callable[[T], None]], Awaitable[object]]) -> Iterator[T]:
+        """Run `function` in the event loop; yields what it gives to the callback that it is called with, as it comes.
+
+        It does not wait for the iterating thread. If that is interrupted, or leaves the loop, `function` is cancelled,
+        and has ended before the interrupt is raised; what it has given by then comes first. Raises as `call`, after all
+        that came before the error.
+        """
+        given: SimpleQueue[T | _End] = SimpleQueue()
+        answer: Future[None] = Future()
+        scope = trio.CancelScope()
+        answer.add_done_callback(lambda _answer: given.put(_End.END))
+
+        async def run() -> None:
+            with scope, _reported_to(answer):
+                await function(given.put)
+                answer.set_result(None)
+
+        self.start(run, answer)
+        try:
+            while (each := given.get()) is not _End.END:
+                yield each
+        except GeneratorExit:
+            self._cancel(scope, answer)
+            raise
+        except BaseException:  # an interrupt
+            self._cancel(scope, answer)
+            while (each := given.get()) is not _End.END:
+                yield each
+            raise
+        answer.result()
+
+    def _cancel(self, scope: trio.CancelScope, answer: Future[Any]) -> None:
+        self.tell(scope.cancel)
+        answer.exception()
 
     def enter(self, manager: AbstractAsyncContextManager[T]) -> Entered[T]:
         """Enter an async context manager in the loop, in a task that lives until what is returned is closed."""

@@ -28,19 +28,3 @@ def generation_config(folder: ModelFolder) -> GenerationConfig:
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(f"{folder.path / 'generation_config.json'} cannot be used: {one_line(error)}") from error
-
-
-def stop_tokens(folder: ModelFolder) -> frozenset[int]:
-    """The ids that end an answer. The tokenizer's own end of text is none if the generation config does not say so.
-
-    Raises ModelError if transformers could not read them.
-    """
-    import torch
-
-    found = generation_config(folder).eos_token_id
-    try:
-        return frozenset([] if found is None else torch.tensor(found, dtype=torch.long).flatten().tolist())
-    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise ModelError(
-            f"eos_token_id of {folder.path} is {found!r}: set a token id, or a list of them, in generation_config.json"
-        ) from error

@@ -187,13 +187,11 @@ class _Rig:
     async def _generate(self, number: int, start: Callable[[], Awaitable[None]]) -> list[float]:
         stamps: list[float] = []
         await start()
-        generation = await self._clients[number].generate(
-            self._prompts[number],
-            self._tokens + 1,
-            on_token=lambda _: stamps.append(time.perf_counter()),
-            stop_at_eos=False,
-        )
-        self.texts.add((*self._prompts[number], *generation.token_ids))
+        text = list(self._prompts[number])
+        async for token in self._clients[number].generate(self._prompts[number], self._tokens + 1, stop_at_eos=False):
+            stamps.append(time.perf_counter())
+            text.append(token.id)
+        self.texts.add(tuple(text))
         return stamps
 
     @asynccontextmanager

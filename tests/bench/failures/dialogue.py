@@ -11,7 +11,7 @@ import trio
 
 from bench.failures.cells import ALL, Fault, Moment
 from bench.failures.replicas import start_all
-from llmnode.client.generate import generate_greedy
+from llmnode.client.generate import next_token
 from llmnode.errors import LlmnodeError
 
 if TYPE_CHECKING:
@@ -110,10 +110,8 @@ class Dialogue:
 
     async def _choose(self, session: InferenceSession, text: list[int], fresh: list[int]) -> None:
         """Append the likeliest token to `text`, whose end is `fresh`: not yet given to the session."""
-        generation = await generate_greedy(
-            session, self._rig.client.ends, fresh, 1, stop_token_ids=(), on_token=lambda _token: None
-        )
-        text.extend(generation.token_ids)
+        choice, _ = await next_token(session, self._rig.client.ends, fresh)
+        text.append(choice.id)
 
     async def _act(self, name: str, call: Callable[[], Awaitable[T]]) -> T:
         await self._between(name)

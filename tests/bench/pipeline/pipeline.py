@@ -240,9 +240,11 @@ async def _run(variant: _Variant, ends: TimedEnds, prompts: Sequence[list[int]],
 
     async def generate(index: int) -> None:
         async with places:
-            generations[index] = await variant.client.generate(
-                prompts[index], tokens, stop_at_eos=False, on_token=lambda _token: note_token(index)
-            )
+            made = []
+            async for token in variant.client.generate(prompts[index], tokens, stop_at_eos=False):
+                note_token(index)
+                made.append(token)
+            generations[index] = Generation(tuple(made), "".join(token.text for token in made))
         if len(generations) > len(prompts) - variant.at_once:
             one_is_free.set()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.client.generate import generate_greedy
+from llmnode.client.generate import next_token
 from llmnode.errors import LlmnodeError
 
 if TYPE_CHECKING:
@@ -167,11 +167,8 @@ class Visitor:
 
     async def _choose(self, session: InferenceSession, turn: Turn, text: list[int]) -> None:
         """Append to `text`."""
-        await generate_greedy(
-            session,
-            self._client.ends,
-            turn.said,
-            turn.chosen,
-            stop_token_ids=(),
-            on_token=text.append,
-        )
+        fresh: Sequence[int] = turn.said
+        for _ in range(turn.chosen):
+            choice, _ = await next_token(session, self._client.ends, fresh)
+            text.append(choice.id)
+            fresh = [choice.id]

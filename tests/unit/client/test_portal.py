@@ -17,7 +17,7 @@ from llmnode.client.portal import open_portal
 from llmnode.errors import ConfigError, SessionClosed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 
 async def _double(number: int) -> int:
@@ -172,3 +172,48 @@ with open_portal() as portal:
     rest, _ = process.communicate(timeout=30)
     assert sorted(rest.splitlines()) == ["cancelled", "interrupted 3"]
     assert process.returncode == 0
+
+
+def test_a_stream_gives_what_comes_and_then_the_error() -> None:
+    came: list[int] = []
+
+    async def count(give: Callable[[int], None]) -> None:
+        for number in range(3):
+            give(number)
+            await trio.lowlevel.checkpoint()
+        raise ValueError("no")
+
+    with open_portal() as portal, pytest.raises(ValueError, match="no"):
+        came.extend(portal.stream(count))
+    assert came == [0, 1, 2]
+
+
+def test_who_leaves_a_stream_ends_what_gives() -> None:
+    ended = threading.Event()
+
+    async def endless(give: Callable[[int], None]) -> None:
+        try:
+            while True:
+                give(1)
+                await trio.lowlevel.checkpoint()
+        finally:
+            ended.set()
+
+    with open_portal() as portal:
+        stream = portal.stream(endless)
+        assert next(stream) == 1
+        stream.close()  # type: ignore[attr-defined]  # a generator
+        assert ended.is_set()
+
+
+def test_a_portal_that_closes_ends_a_stream() -> None:
+    async def wait(give: Callable[[int], None]) -> None:
+        give(1)
+        await trio.sleep_forever()
+
+    portal = open_portal()
+    stream = portal.stream(wait)
+    assert next(stream) == 1
+    portal.close()
+    with pytest.raises(SessionClosed):
+        next(stream)

@@ -8,16 +8,20 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmnode.client.ends import SharedEnds
 from llmnode.models.weights.packed_ends import MOST_ROWS
+from unit.in_trio import in_trio
 
 WAIT_S = 20
 
@@ -139,3 +143,99 @@ def test_who_is_interrupted_while_it_waits_leaves_the_turn_to_others(monkeypatch
         head.let.release(2)
         assert [each.result(WAIT_S)[:, 0].tolist() for each in (first, last)] == [[2.0], [4.0]]
     assert head.calls == [[1.0], [2.0]]
+
+
+# Tasks
+
+
+class CountingHead(Head):
+    """Lets every call through."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.let.release()
+        return super().logits(hidden)
+
+
+@in_trio
+async def test_tasks_that_wait_are_served_together_in_one_thread() -> None:
+    head: Any = Head()
+    ends, found = SharedEnds(head), {}
+
+    async def choose(number: int) -> None:
+        found[number] = await ends.choose(torch.full((1, 3), float(number)), lambda scores: scores[0].item())
+
+    async with trio.open_nursery() as nursery:
+        for number in range(70):
+            nursery.start_soon(choose, number)
+        await trio.testing.wait_all_tasks_blocked()
+        head.let.release(9)
+    assert found == {number: 2.0 * number for number in range(70)}
+    assert [len(call) for call in head.calls] in ([64, 6], [1, 64, 5])
+    assert not ends._wishes and ends._leader is None
+
+
+@in_trio
+async def test_an_error_in_a_choice_is_of_its_task_alone() -> None:
+    head: Any = CountingHead()
+    ends, found = SharedEnds(head), {}
+
+    def choice(number: int, _scores: torch.Tensor) -> int:
+        if number == 2:
+            raise ValueError("no")
+        return number
+
+    async def choose(number: int) -> None:
+        try:
+            found[number] = await ends.choose(torch.zeros(1, 3), partial(choice, number))
+        except ValueError:
+            found[number] = -1
+
+    async with trio.open_nursery() as nursery:
+        for number in range(5):
+            nursery.start_soon(choose, number)
+    assert found == {0: 0, 1: 1, 2: -1, 3: 3, 4: 4}
+
+
+@in_trio
+async def test_scores_that_fail_are_an_error_of_one_task_and_the_others_have_theirs() -> None:
+    head: Any = CountingHead()
+    head.fails = lambda _hidden: len(head.calls) == 1
+    ends, found = SharedEnds(head), {}
+
+    async def choose(number: int) -> None:
+        try:
+            found[number] = await ends.choose(torch.full((1, 3), float(number)), lambda scores: scores[0].item())
+        except RuntimeError:
+            found[number] = -1
+
+    async with trio.open_nursery() as nursery:
+        for number in range(1, 5):
+            nursery.start_soon(choose, number)
+    assert sorted(found) == [1, 2, 3, 4]
+    assert sum(value == -1 for value in found.values()) == 1
+    assert all(value in (-1, 2 * number) for number, value in found.items())
+
+
+@pytest.mark.parametrize("cancelled", [0, 1, 2])
+def test_a_task_that_is_cancelled_holds_nobody_up(cancelled: int) -> None:
+    head: Any = Head()
+
+    async def use() -> None:
+        ends, found, scopes = SharedEnds(head), {}, [trio.CancelScope() for _ in range(3)]
+
+        async def choose(number: int) -> None:
+            with scopes[number]:
+                found[number] = await ends.choose(torch.full((1, 3), float(number)), lambda scores: scores[0].item())
+
+        async with trio.open_nursery() as nursery:
+            for number in range(3):
+                nursery.start_soon(choose, number)
+                await trio.testing.wait_all_tasks_blocked()
+            scopes[cancelled].cancel()
+            await trio.testing.wait_all_tasks_blocked()
+            head.let.release(3)
+        others = {number: 2.0 * number for number in range(3) if number != cancelled}
+        assert {number: found[number] for number in others} == others
+        assert not ends._wishes and ends._leader is None
+
+    trio.run(use)

@@ -1,109 +1,115 @@
-"""Texts that are generated at once: in order, none left behind, and each as if it were alone."""
+"""Texts that are generated at once: in order, none left behind, and how far they are is told."""
 
 from __future__ import annotations
 
 import re
-import threading
 from contextlib import suppress
 from functools import partial
 from io import StringIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
+import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from transformers import GenerationConfig
 
-from llmnode.node.batch_generate import AT_ONCE_PER_STAGE, all_at_once, metered
-from llmnode.node.sampling import Sampling
+from llmnode.node.batch_generate import in_order, metered, run_at_once
+from unit.in_trio import in_trio
 
-WAIT_S = 20
-
-
-class Model:
-    """The part of a session that `all_at_once` uses: it has two hops, and ends running steps when it is closed."""
-
-    route = ("hop", "hop")
-
-    def __init__(self) -> None:
-        self.closed = threading.Event()
-
-    def close(self) -> None:
-        self.closed.set()
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
-@given(texts=st.integers(1, 12), at_once=st.none() | st.integers(1, 20))
-def test_what_is_made_comes_in_order(texts: int, at_once: int | None) -> None:
-    model: Any = Model()
-    assert list(all_at_once(model, [partial(int, number) for number in range(texts)], at_once)) == list(range(texts))
-    assert not model.closed.is_set()
+@given(texts=st.integers(0, 12), at_once=st.integers(1, 20))
+def test_as_many_as_asked_are_under_way_and_begin_in_order(texts: int, at_once: int) -> None:
+    begun: list[int] = []
+    under_way = most = 0
+
+    async def work(number: int) -> None:
+        nonlocal under_way, most
+        begun.append(number)
+        under_way += 1
+        most = max(most, under_way)
+        await trio.testing.wait_all_tasks_blocked()
+        under_way -= 1
+
+    trio.run(run_at_once, [partial(work, number) for number in range(texts)], at_once)
+    assert begun == list(range(texts))
+    assert most == min(texts, at_once)
 
 
-def test_by_default_every_stage_has_some_to_compute_and_some_that_wait() -> None:
-    model: Any = Model()
-    together = threading.Barrier(AT_ONCE_PER_STAGE * len(model.route))
-    places = list(all_at_once(model, together.parties * [lambda: together.wait(WAIT_S)], None))
-    assert sorted(places) == list(range(together.parties)), "all were under way at the same time"
-
-
-def test_one_that_fails_ends_the_others() -> None:
-    model: Any = Model()
+@in_trio
+async def test_one_that_fails_ends_the_others() -> None:
     begun: list[int] = []
 
-    def wait_for_the_end(number: int) -> None:
+    async def wait(number: int) -> None:
         begun.append(number)
-        assert model.closed.wait(WAIT_S)
+        await trio.sleep_forever()
 
-    def fail() -> None:
+    async def fail() -> None:
+        await trio.testing.wait_all_tasks_blocked()
         raise ValueError("no")
 
-    work: list[Any] = [fail, *(partial(wait_for_the_end, number) for number in range(10))]
     with pytest.raises(ValueError, match="no"):
-        list(all_at_once(model, work, 3))
-    assert len(begun) <= 3, "those that waited have not begun"
+        await run_at_once([fail, *(partial(wait, number) for number in range(10))], 3)
+    assert begun == [0, 1], "those that waited have not begun"
 
 
-def test_what_is_done_comes_in_order_before_the_error() -> None:
-    model: Any = Model()
-    two_are_done = threading.Barrier(3)  # two others have begun in their threads
+@in_trio
+async def test_texts_before_one_that_fails_go_on_and_the_first_error_in_order_is_raised() -> None:
+    done: list[int] = []
+    later_has_failed = trio.Event()
 
-    def fail() -> str:
-        two_are_done.wait(WAIT_S)
-        raise ValueError("no")
+    async def fail_later() -> None:
+        await later_has_failed.wait()
+        raise ValueError("the first in order")
 
-    def wait_for_the_end() -> str:
-        two_are_done.wait(WAIT_S)
-        return too_late()
+    async def be_done() -> None:
+        await later_has_failed.wait()
+        done.append(1)
 
-    def too_late() -> str:
-        assert model.closed.wait(WAIT_S)
-        return "too late"
+    async def fail_now() -> None:
+        later_has_failed.set()
+        raise ValueError("the first in time")
 
-    work = [fail, lambda: "1", lambda: "2", wait_for_the_end, wait_for_the_end, too_late]
-    came: list[str] = []
-    with pytest.raises(ValueError, match="no"):
-        came.extend(all_at_once(model, work, 3))
-    assert came == ["1", "2"]
-    assert model.closed.is_set()
+    with pytest.raises(ValueError, match="the first in order"):
+        await run_at_once([fail_later, be_done, fail_now, trio.sleep_forever], 4)
+    assert done == [1]
 
 
-def test_who_wants_no_more_ends_the_others() -> None:
-    model: Any = Model()
-    made = all_at_once(model, [lambda: "1", lambda: str(model.closed.wait(WAIT_S))], 2)
-    assert next(made) == "1"
-    made.close()  # type: ignore[attr-defined]  # a generator
-    assert model.closed.is_set()
+@given(made=st.permutations(range(8)))
+def test_results_come_in_order_whatever_their_order_was(made: list[int]) -> None:
+    assert list(in_order((number, str(number)) for number in made)) == [(number, str(number)) for number in range(8)]
 
 
-def test_a_meter_counts_tokens_but_not_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+@given(
+    made=st.permutations(range(8)),
+    fails_after=st.integers(0, 8),
+    error=st.sampled_from([ValueError, KeyboardInterrupt]),
+)
+def test_what_is_done_comes_in_order_before_an_error(
+    error: type[BaseException], made: list[int], fails_after: int
+) -> None:
+    def results() -> Iterator[tuple[int, str]]:
+        for number in made[:fails_after]:
+            yield number, str(number)
+        raise error
+
+    came: list[int] = []
+    with pytest.raises(error):
+        came.extend(number for number, _ in in_order(results()))
+    assert came == sorted(made[:fails_after])
+
+
+def test_a_meter_counts_texts_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     with metered(2) as meter:
-        for name, tokens in (("prompt 1", 3), ("prompt 2", 4)):
-            with meter.text(name, max_new_tokens=8) as counter:
-                for _ in range(1 + tokens):  # transformers hands over the prompt first
-                    counter.put(torch.tensor([1]))
-                counter.end()
+        for number, tokens in enumerate((3, 4)):
+            meter.begin(number, f"prompt {number + 1}", 8)
+            for _ in range(tokens):
+                meter.count(number)
+            meter.end(number, f"prompt {number + 1}", tokens)
     printed = capsys.readouterr().err.splitlines()
     assert printed[:2] == ["prompt 1: 3 tokens; 1 of 2 texts", "prompt 2: 4 tokens; 2 of 2 texts"]
     assert printed[2].startswith("2 texts, 7 tokens in ")
@@ -111,14 +117,16 @@ def test_a_meter_counts_tokens_but_not_the_prompt(capsys: pytest.CaptureFixture[
 
 def test_on_a_terminal_each_text_under_way_has_a_bar_and_none_is_left() -> None:
     console = Console(file=StringIO(), force_terminal=True, width=80)
-    with metered(3, console) as meter:
-        with meter.text("prompt 1", max_new_tokens=8), meter.text("prompt 2", max_new_tokens=8):
-            assert {"texts", "prompt 1", "prompt 2"} == bars(console)
-        with suppress(ValueError), meter.text("prompt 3", max_new_tokens=8):
-            assert {"texts", "prompt 3"} == bars(console)
-            raise ValueError("it fails")
-    assert bars(console) == {"texts"}
-    assert "2/3" in frames(console)[-1], "one has failed"
+    with suppress(ValueError), metered(3, console) as meter:
+        meter.begin(0, "prompt 1", 8)
+        meter.begin(1, "prompt 2", 8)
+        assert {"texts", "prompt 1", "prompt 2"} == bars(console)
+        meter.end(0, "prompt 1", 8)
+        meter.end(1, "prompt 2", 8)
+        meter.begin(2, "prompt 3", 8)
+        assert {"texts", "prompt 3"} == bars(console)
+        raise ValueError("it fails")
+    assert "2/3" in "".join(frames(console)[-4:]), "one has failed"
 
 
 def frames(console: Console) -> list[str]:
@@ -137,30 +145,3 @@ def test_texts_that_are_printed_into_a_file_are_not_shown_on_the_terminal(capsys
     with metered(1, console):
         print("once upon a time")
     assert capsys.readouterr().out == "once upon a time\n"
-
-
-def drawn(sampling: Sampling, scores: torch.Tensor, number: int = 0) -> list[int]:
-    """scores: (rows, vocabulary). What `generate` takes of each row: the highest of what it is handed back."""
-    choices: list[int] = (
-        sampling.of(GenerationConfig()).options(number)["logits_processor"](None, scores).argmax(dim=-1).tolist()
-    )
-    return choices
-
-
-def test_tokens_are_drawn_from_the_softmax_of_what_top_p_leaves() -> None:
-    shares = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    sampling = Sampling(temperature=1.0, top_p=0.9, seed=3)
-    rows = 20_000
-    found = torch.bincount(torch.tensor(drawn(sampling, shares.log().repeat(rows, 1))), minlength=4) / rows
-    left = torch.tensor([0.5, 0.3, 0.15, 0.0]) / 0.95
-    assert found[3] == 0
-    assert (found - left).abs().max() < 5 * 0.5 / rows**0.5, "five standard deviations"
-
-
-def test_each_text_is_drawn_with_a_seed_of_its_own_and_repeats() -> None:
-    sampling = Sampling(temperature=0.7, top_p=1.0, seed=11)
-    scores = torch.zeros(64, 1000)
-    first, second = drawn(sampling, scores), drawn(sampling, scores, number=1)
-    assert first == drawn(sampling, scores)
-    assert first != second
-    assert drawn(Sampling(0.7, 1.0), scores) != drawn(Sampling(0.7, 1.0), scores)

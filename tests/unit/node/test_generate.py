@@ -1,4 +1,4 @@
-"""`llmnode generate` and `llmnode chat` around a model of canned answers: lengths, samplers, empty answers, errors."""
+"""`llmnode generate` and `llmnode chat` around a client of canned answers: lengths, samplers, empty answers, errors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 import pytest
 
-from llmnode.node import batch_generate, connect_options
+from llmnode.node import connect_options
 from llmnode.node.cli import main
-from llmnode.node.outcome import describe_empty, finish_reason
+from llmnode.node.outcome import describe_empty
 from llmnode.node.settings import without_settings
-from unit.canned import CONTEXT_TOKENS, FAIL, INTERRUPT, REFUSED, CannedModel, canned_beginnings, canned_tokenizer
+from unit.canned import CONTEXT_TOKENS, FAIL, INTERRUPT, REFUSED, CannedClient, canned_tokenizer, opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,24 +31,21 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
-    with (
-        patch.dict(os.environ, without_settings(os.environ), clear=True),
-        patch.object(batch_generate, "beginnings", canned_beginnings),
-    ):
+    with patch.dict(os.environ, without_settings(os.environ), clear=True):
         yield
 
 
 class Run:
     """The output of a command, with `model` in the place of a swarm's."""
 
-    def __init__(self, model: CannedModel, command: str, *line: str, stdin: str | None = "") -> None:
+    def __init__(self, model: CannedClient, command: str, *line: str, stdin: str | None = "") -> None:
         out, err = io.StringIO(), io.StringIO()
         config: Any = model.generation_config
         with (
             patch.object(sys, "stdin", None if stdin is None else io.StringIO(stdin)),
             patch.object(sys, "stdout", out),
             patch.object(sys, "stderr", err),
-            patch.object(connect_options.Access, "connect", lambda _self: model),
+            patch.object(connect_options.Access, "open", lambda _self: opened(model)),
             patch.object(connect_options.Access, "generation_config", lambda _self: config),
         ):
             self.status = main([command, "--peers", PEER, *line])
@@ -56,7 +53,7 @@ class Run:
         self.last = (self.err.splitlines() or [""])[-1]
 
 
-def generated(model: CannedModel, *line: str) -> list[dict[str, Any]]:
+def generated(model: CannedClient, *line: str) -> list[dict[str, Any]]:
     run = Run(model, "generate", "--json", *line)
     assert run.status == 0, run.err
     return [json.loads(line) for line in run.out.splitlines()]
@@ -67,9 +64,9 @@ def generated(model: CannedModel, *line: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("prompt", "new"), [(1, 63), (10, 54), (63, 1)])
 def test_by_default_as_many_tokens_as_fit_follow(prompt: int, new: int, tokenizer: Any) -> None:
-    model = CannedModel(tokenizer)
+    model = CannedClient(tokenizer)
     generated(model, "--prompt", "x" * prompt)
-    assert model.options[-1]["max_new_tokens"] == min(64, new)
+    assert model.asked[-1] == min(64, new)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +87,7 @@ def test_by_default_as_many_tokens_as_fit_follow(prompt: int, new: int, tokenize
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_would(line: list[str], said: str, tokenizer: Any) -> None:
-    run = Run(CannedModel(tokenizer), "generate", *line)
+    run = Run(CannedClient(tokenizer), "generate", *line)
     assert (run.status, run.out) == (2, "")
     assert run.err.startswith("llmnode: ") and said in run.err and run.err.count("\n") == 1
 
@@ -100,20 +97,20 @@ def test_the_prompt_that_is_too_long_is_named_by_its_line(tokenizer: Any, tmp_pa
     file.write_text(f"one\n\n{'x' * 70}\n")
     assert (
         f"--prompts {file}, line 3: 70 prompt tokens"
-        in Run(CannedModel(tokenizer), "generate", "--prompts", str(file)).err
+        in Run(CannedClient(tokenizer), "generate", "--prompts", str(file)).err
     )
 
 
 @pytest.mark.parametrize(("asked", "length"), [([], CONTEXT_TOKENS), (["--max-length", "20"], 20)])
 def test_a_dialogue_has_the_model_s_context_at_most(asked: list[str], length: int, tokenizer: Any) -> None:
-    model = CannedModel(tokenizer)
+    model = CannedClient(tokenizer)
     assert Run(model, "chat", *asked, stdin="hi\n").status == 0
-    assert model.lengths == [length]
-    assert model.options[-1]["max_new_tokens"] == length - len("hi:")
+    assert model.canned_router.lengths == [length]
+    assert model.asked[-1] == length - len("hi:")
 
 
 def test_a_dialogue_longer_than_the_context_is_refused(tokenizer: Any) -> None:
-    run = Run(CannedModel(tokenizer), "chat", "--max-length", "65")
+    run = Run(CannedClient(tokenizer), "chat", "--max-length", "65")
     assert (run.status, run.last) == (
         2,
         "llmnode: --max-length 65: the model's context has 64 tokens: give at most those",
@@ -123,30 +120,15 @@ def test_a_dialogue_longer_than_the_context_is_refused(tokenizer: Any) -> None:
 # How texts end
 
 
-@pytest.mark.parametrize(
-    ("token_ids", "most", "ends", "reason"),
-    [
-        ([5, 0], 9, 0, "end"),
-        ([5, 0], 2, 0, "end"),
-        ([5, 7], 9, [0, 7], "end"),
-        ([5, 6], 2, [0, 7], "length"),
-        ([5, 6], 9, None, "stop"),
-        ([], 9, 0, "stop"),
-    ],
-)
-def test_why_a_text_ended_is_told(token_ids: list[int], most: int, ends: Any, reason: str) -> None:
-    assert finish_reason(token_ids, most, ends) == reason
-
-
 def test_an_answer_is_empty_if_nothing_of_it_can_be_seen() -> None:
-    assert describe_empty([5, 0], "x", 0) == ""
-    assert describe_empty([0], "", 0) == "the model ended it at once, with token 0"
-    assert "2 tokens are spaces" in describe_empty([5, 5], " \n", 0)
-    assert "before its first token" in describe_empty([], "", None)
+    assert describe_empty([5, 0], "x", [0]) == ""
+    assert describe_empty([0], "", [0]) == "the model ended it at once, with token 0"
+    assert "2 tokens are spaces" in describe_empty([5, 5], " \n", [0])
+    assert "before its first token" in describe_empty([], "", [])
 
 
 def test_an_empty_answer_is_said_and_explained(tokenizer: Any, tmp_path: Path) -> None:
-    model = CannedModel(tokenizer, says="")
+    model = CannedClient(tokenizer, says="")
     (answer,) = generated(model, "--prompt", "hi")
     assert (answer["text"], answer["finish_reason"], answer["token_ids"]) == ("", "end", [0])
     run = Run(model, "generate", "--prompt", "hi")
@@ -165,7 +147,7 @@ def test_an_empty_answer_is_said_and_explained(tokenizer: Any, tmp_path: Path) -
 def test_one_text_and_several_are_chosen_alike_and_say_how(
     config: dict[str, Any], tokenizer: Any, tmp_path: Path
 ) -> None:
-    model = CannedModel(tokenizer, **config)
+    model = CannedClient(tokenizer, **config)
     (tmp_path / "prompts").write_text("one\ntwo\n")
     answers = [
         *generated(model, "--seed", "1"),
@@ -174,8 +156,6 @@ def test_one_text_and_several_are_chosen_alike_and_say_how(
     assert len(answers) == 3
     told = {"do_sample": False, **config, "seed": 1}
     assert all(answer["sampling"] == told and answer["finish_reason"] == "end" for answer in answers)
-    for options in model.options:
-        assert ("logits_processor" in options, options["do_sample"], options["num_beams"]) == (bool(config), False, 1)
 
 
 # Failures in the middle
@@ -186,7 +166,7 @@ def test_one_text_and_several_are_chosen_alike_and_say_how(
 def test_an_error_in_the_middle_of_a_text_begins_a_line(
     prompt: str, status: int, as_json: list[str], tokenizer: Any
 ) -> None:
-    run = Run(CannedModel(tokenizer), "generate", "--prompt", prompt, *as_json)
+    run = Run(CannedClient(tokenizer), "generate", "--prompt", prompt, *as_json)
     assert run.status == status
     assert run.last.startswith("llmnode: ")
     assert (run.err if as_json else run.out).startswith(prompt)
@@ -195,7 +175,7 @@ def test_an_error_in_the_middle_of_a_text_begins_a_line(
 
 def test_whatever_a_line_is_the_dialogue_goes_on(tokenizer: Any) -> None:
     lines = ["hi", FAIL, INTERRUPT, REFUSED, "x" * 70, "a\0b", "/what", "/reset", "bye"]
-    run = Run(CannedModel(tokenizer), "chat", stdin="\n".join(lines))
+    run = Run(CannedClient(tokenizer), "chat", stdin="\n".join(lines))
     assert run.status == 0
     assert run.out.splitlines()[0] == run.out.splitlines()[-1] == "é 好"
     said = [line for line in run.err.splitlines() if line.startswith("llmnode: ")]
@@ -205,7 +185,7 @@ def test_whatever_a_line_is_the_dialogue_goes_on(tokenizer: Any) -> None:
 
 
 def test_a_message_that_alone_fills_a_dialogue_is_told_so(tokenizer: Any) -> None:
-    run = Run(CannedModel(tokenizer), "chat", "--max-length", "20", stdin="x" * 30 + "\n")
+    run = Run(CannedClient(tokenizer), "chat", "--max-length", "20", stdin="x" * 30 + "\n")
     assert run.last == (
         "llmnode: this message takes 31 tokens, of 20 for a dialogue: shorten it or start with a longer --max-length; "
         "this message is not part of the dialogue"
@@ -213,5 +193,5 @@ def test_a_message_that_alone_fills_a_dialogue_is_told_so(tokenizer: Any) -> Non
 
 
 def test_without_stdin_nothing_is_begun(tokenizer: Any) -> None:
-    run = Run(CannedModel(tokenizer), "chat", stdin=None)
+    run = Run(CannedClient(tokenizer), "chat", stdin=None)
     assert (run.status, run.err.count("\n")) == (2, 1)

@@ -36,6 +36,16 @@ class Tokenizer:
         self._name = name
 
     @property
+    def is_there(self) -> bool:
+        """Whether the model has one that can be used."""
+        return not isinstance(self._loaded, ModelError)
+
+    @property
+    def loaded(self) -> Any:  # Any: transformers types its tokenizers so
+        """transformers' own tokenizer. Raises ModelError if there is none."""
+        return self._tokenizer
+
+    @property
     def _tokenizer(self) -> Any:
         if isinstance(self._loaded, ModelError):
             raise ModelError(str(self._loaded)) from self._loaded

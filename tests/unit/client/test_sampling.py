@@ -12,13 +12,20 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
+from llmnode.client.sampling import WARPERS, ChoiceTerms, Sampling, draw, likelier_than, stays
 from llmnode.errors import ConfigError
-from llmnode.node.sampling import WARPERS, Sampling, draw, likelier_than, stays
 
 PLAIN = GenerationConfig()
 VOCABULARY = 49_152
 ROUNDING = 1e-6
 """A token whose tail is so near to 1 - top_p may be on either side: a softmax of sorted scores is rounded otherwise."""
+
+
+def drawn(sampling: Sampling, scores: torch.Tensor, number: int = 0, config: GenerationConfig = PLAIN) -> list[int]:
+    """scores: (tokens, vocabulary). The tokens that are chosen by them, one after another."""
+    chooser = sampling.of(config).chooser([0], len(scores), ChoiceTerms(scores.shape[1], number))
+    return [chooser(row).id for row in scores]
+
 
 scores_of_few = st.lists(st.floats(-30, 30, width=32) | st.just(-math.inf), min_size=1, max_size=40).filter(
     lambda scores: max(scores) > -math.inf
@@ -96,9 +103,8 @@ def test_tokens_come_as_often_as_the_softmax_of_what_is_left_says(scores: list[f
     given_scores = torch.tensor(scores)
     left: Any = TemperatureLogitsWarper(temperature)(None, given_scores[None])
     left = TopPLogitsWarper(top_p)(None, left)[0].softmax(0)
-    processors = Sampling(temperature, top_p, seed=2).of(PLAIN).options()["logits_processor"]
-    drawn = processors(None, given_scores.repeat(rows, 1)).argmax(dim=-1)
-    found = torch.bincount(drawn, minlength=len(scores)) / rows
+    tokens = drawn(Sampling(temperature, top_p, seed=2), given_scores.repeat(rows, 1))
+    found = torch.bincount(torch.tensor(tokens), minlength=len(scores)) / rows
     if scores == [0.0] * 8:  # any choice of that number may be left
         left, found = left.sort().values, found.sort().values
     assert (found[left == 0] == 0).all()
@@ -113,12 +119,30 @@ def test_what_is_drawn_may_be(given_scores: list[float], top_p: float, seed: int
     assert top_p == 1 or is_kept(token, shares, top_p)
 
 
+def test_tokens_are_drawn_from_the_softmax_of_what_top_p_leaves() -> None:
+    shares = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    sampling = Sampling(temperature=1.0, top_p=0.9, seed=3)
+    rows = 20_000
+    found = torch.bincount(torch.tensor(drawn(sampling, shares.log().repeat(rows, 1))), minlength=4) / rows
+    left = torch.tensor([0.5, 0.3, 0.15, 0.0]) / 0.95
+    assert found[3] == 0
+    assert (found - left).abs().max() < 5 * 0.5 / rows**0.5, "five standard deviations"
+
+
+def test_each_text_is_drawn_with_a_seed_of_its_own_and_repeats() -> None:
+    sampling = Sampling(temperature=0.7, top_p=1.0, seed=11)
+    scores = torch.zeros(64, 1000)
+    first, second = drawn(sampling, scores), drawn(sampling, scores, number=1)
+    assert first == drawn(sampling, scores)
+    assert first != second
+    assert drawn(Sampling(0.7, 1.0), scores) != drawn(Sampling(0.7, 1.0), scores)
+
+
 def test_a_row_is_drawn_of_its_own_scores() -> None:
     scores = torch.full((3, 5), -math.inf)
     scores[0, 4] = scores[1, 0] = scores[2, 3] = -7.0
     for top_p in (0.5, 1.0):
-        marked = Sampling(0.8, top_p, seed=1).of(PLAIN).options()["logits_processor"](None, scores)
-        assert marked.argmax(dim=-1).tolist() == [4, 0, 3]
+        assert drawn(Sampling(0.8, top_p, seed=1), scores) == [4, 0, 3]
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
@@ -156,7 +180,7 @@ def test_without_flags_a_model_is_sampled_as_transformers_would(config: dict[str
         assert ours.settings == {name: getattr(theirs, name) for name in WARPERS}
         theirs.temperature = float(theirs.temperature)  # an int they refuse
         expected = [type(each) for each in small._get_logits_processor(theirs)]
-        *warpers, _draws = ours.options()["logits_processor"]
+        warpers = ours.chooser([0], 1, ChoiceTerms(16)).processors
         assert [type(each) for each in warpers] == [each for each in expected if each is not TopPLogitsWarper]
 
 
@@ -190,10 +214,9 @@ def test_flags_go_before_the_model(flags: dict[str, Any], config: dict[str, Any]
 
 def test_the_likeliest_of_one_is_taken_however_it_is_drawn() -> None:
     """A model whose top_k is 1 is deterministic, as with transformers."""
-    sampler = Sampling().of(GenerationConfig(do_sample=True, top_k=1, temperature=5.0))
+    config = GenerationConfig(do_sample=True, top_k=1, temperature=5.0)
     scores = torch.randn(40, 30)
-    drawn = sampler.options()["logits_processor"](None, scores.clone()).argmax(-1)
-    assert drawn.tolist() == scores.argmax(-1).tolist()
+    assert drawn(Sampling(), scores, config=config) == scores.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -204,5 +227,5 @@ def test_a_generation_config_that_transformers_refuses_is_an_error_of_one_line(c
     with pytest.raises(
         ConfigError, match=r"^transformers refuses the model's generation_config\.json, or the flags: "
     ) as e:
-        sampler.options()
+        sampler.chooser([0], 1, ChoiceTerms(16))
     assert "\n" not in str(e.value)
