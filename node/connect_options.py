@@ -43,14 +43,10 @@ class Access:
 
     def generation_config(self) -> GenerationConfig:
         """The model's, from its own files. Raises ConfigError or ModelError."""
-        from transformers import GenerationConfig
-
+        from llmnode.models.generation_config import generation_config
         from llmnode.models.sources.open_model import open_model
 
-        folder = open_model(self.model, say).path
-        if not (folder / "generation_config.json").exists():
-            return GenerationConfig()
-        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+        return generation_config(open_model(self.model, say))
 
     @contextmanager
     def open(self) -> Iterator[OpenClient]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llmnode.node.chat import DEFAULT_LENGTH, DEFAULT_NEW_TOKENS, DEFAULT_TEMPERATURE
-from llmnode.node.commands.options import add_command, add_sampling, add_swarm, asked, at_least_one
+from llmnode.node.commands.options import add_command, add_sampling, add_swarm, at_least_one, generation
 
 if TYPE_CHECKING:
     import argparse
@@ -41,7 +41,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from llmnode.node.chat import ChatConfig, chat
 
-    wanted, length = asked(arguments), arguments.max_length
+    wanted, length = generation(arguments), arguments.max_length
     config = ChatConfig(
         access=wanted.access,
         sampling=replace(wanted.sampling, otherwise=DEFAULT_TEMPERATURE),

@@ -77,9 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = read_prompts(arguments.prompts) if arguments.prompts else [Prompt(arguments.prompt, "--prompt")]
     if (texts := len(prompts) * samples) > MOST_TEXTS:
         raise ConfigError(f"{texts} texts are asked for, of at most {MOST_TEXTS}: give fewer prompts or --samples")
-    wanted, at_once = options.asked(arguments), arguments.at_once
-    if at_once is not None:
-        at_least_one(at_once, "--at-once", options.MOST_THREADS)
+    wanted, at_once = options.generation(arguments), arguments.at_once
     config = GenerateConfig(
         access=wanted.access,
         prompts=prompts,
@@ -88,9 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         chat=arguments.chat,
         json=arguments.json,
         samples=samples,
-        at_once=None
-        if arguments.at_once is None
-        else at_least_one(arguments.at_once, "--at-once", options.MOST_THREADS),
+        at_once=None if at_once is None else at_least_one(at_once, "--at-once", options.MOST_THREADS),
         receipts=_writable(arguments.receipts) if arguments.receipts else None,
     )
     generate(config)

@@ -217,18 +217,13 @@ def add_sampling(parser: Parser, otherwise: str) -> None:
 
 def sampling(arguments: argparse.Namespace) -> Sampling:
     """From the options of `add_sampling`. Raises ConfigError."""
-    from llmnode.client.sampling import HIGHEST, LOWEST, Sampling
+    from llmnode.client.sampling import Sampling
 
-    if arguments.temperature and not LOWEST <= arguments.temperature <= HIGHEST:
-        limits = "0 or more" if arguments.temperature < 0 else f"0, or {LOWEST:g} to {HIGHEST:g}"
-        raise ConfigError(f"--temperature {arguments.temperature:g}: give {limits}")
-    if arguments.top_p is not None and not 0 < arguments.top_p <= 1:
-        raise ConfigError(f"--top-p {arguments.top_p:g}: give more than 0 and at most 1")
     return Sampling(temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed)
 
 
 def new_tokens(arguments: argparse.Namespace) -> int | None:
-    """--max-new-tokens, None for as many as fit. Raises ConfigError."""
+    """--max-new-tokens, None without the option. Raises ConfigError."""
     return None if arguments.max_new_tokens is None else at_least_one(arguments.max_new_tokens, "--max-new-tokens")
 
 
@@ -289,17 +284,17 @@ def access(arguments: argparse.Namespace) -> Access:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What `generate` and `chat` are both asked. `max_new_tokens` is None for as many as fit."""
+class Generation:
+    """The options that `generate` and `chat` share. Without `max_new_tokens` each has a default of its own."""
 
     access: Access
     sampling: Sampling
     max_new_tokens: int | None
 
 
-def asked(arguments: argparse.Namespace) -> Asked:
+def generation(arguments: argparse.Namespace) -> Generation:
     """From the options of `add_swarm`, `add_sampling` and --max-new-tokens. Raises ConfigError."""
-    return Asked(access(arguments), sampling(arguments), new_tokens(arguments))
+    return Generation(access(arguments), sampling(arguments), new_tokens(arguments))
 
 
 def at_least_one(value: int, flag: str, most: int = MOST) -> int:

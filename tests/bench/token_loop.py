@@ -30,7 +30,7 @@ from llmnode.node.processes import all_ready, private_swarm
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from bench.kit.options import Options
     from llmnode.client.connect import Client, ClientParts
@@ -45,7 +45,7 @@ class _Took(NamedTuple):
     """Of this process, for each token."""
 
 
-class _Shown(BaseStreamer):  # type: ignore[misc]  # transformers types it so
+class _Shown(BaseStreamer):
     """Makes text of tokens, as a program that shows them does. transformers hands over the prompt first."""
 
     def __init__(self, client: Client) -> None:
@@ -101,7 +101,7 @@ def _compare(parts: ClientParts, addresses: Sequence[str], options: Options) -> 
     return Report(rows)
 
 
-def _rows(texts: int, variants: dict[str, Callable[[], None]], options: Options) -> list[Row]:
+def _rows(texts: int, variants: Mapping[str, Callable[[], None]], options: Options) -> list[Row]:
     took: dict[str, list[_Took]] = {name: [] for name in variants}
     for number in rounds(options.repeats):
         for name, generate in variants.items():

@@ -80,7 +80,8 @@ class CannedSession:
     route = ("hop",)
     timings = ()
 
-    def __init__(self, says: Sequence[int], tokenizer: Tokenizer) -> None:
+    def __init__(self, says: Sequence[int], tokenizer: Tokenizer, max_length: int) -> None:
+        self.max_length = max_length
         self.token_ids: list[int] = []
         self.is_open = True
         self._says = says
@@ -94,6 +95,7 @@ class CannedSession:
     async def step(self, hidden: Buffer) -> Buffer:
         given = from_bytes(hidden, 1)
         self.token_ids += given[:, 0].int().tolist()
+        assert self.position <= self.max_length
         self._said = 0 if len(given) > 1 else self._said + 1
         await trio.lowlevel.checkpoint()
         await self._go_wrong(self._tokenizer.decode(self.token_ids))
@@ -145,7 +147,7 @@ class CannedRouter:
     async def open_session(self, max_length: int, *_terms: object) -> AsyncIterator[CannedSession]:
         assert 1 <= max_length <= CONTEXT_TOKENS
         self.lengths.append(max_length)
-        self.sessions.append(session := CannedSession(self._says, self._tokenizer))
+        self.sessions.append(session := CannedSession(self._says, self._tokenizer, max_length))
         try:
             yield session
         finally:

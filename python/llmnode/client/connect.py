@@ -143,8 +143,8 @@ class Client:
             raise ConfigError(f"logprobs={logprobs}: ask for 0 to {MOST_LOGPROBS}")
         room = room_for(len(prompt), self.model)
         length = check_length(len(prompt), room if max_new_tokens is None else max_new_tokens, self.model)
-        if session is not None and not session.position < len(prompt):
-            raise ConfigError(f"the session holds {session.position} tokens: give a prompt that goes on from them")
+        if session is not None:
+            length = _length_within(session, len(prompt), length, is_fixed=max_new_tokens is not None)
         sampler = (sampling or Sampling()).of(self.generation_config)
         limits = Limits(
             max_new_tokens=length - len(prompt),
@@ -154,11 +154,12 @@ class Client:
             max_time_s=sampler.config.max_time,
         )
         terms = ChoiceTerms(self.ends.vocabulary, number, logprobs, ends=stop_at_eos)
+        chooser = sampler.chooser(prompt, limits.max_new_tokens, terms)
 
         def opened() -> AbstractAsyncContextManager[InferenceSession]:
             return self.inference_session(length) if session is None else nullcontext(session)
 
-        return Answer(Request(prompt, sampler, terms, limits, opened), self.ends, self.tokenizer)
+        return Answer(Request(tuple(prompt), chooser, limits, opened), self.ends, self.tokenizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +216,22 @@ async def aconnect(
         with single_error():
             await router.find_any()
         yield Client(parts, router, Codec(codec), policy)
+
+
+def _length_within(session: InferenceSession, prompt_tokens: int, length: int, *, is_fixed: bool) -> int:
+    """`length`, or what the session has KV for if that is less and `length` is not fixed. Raises ConfigError.
+
+    The last token of a text needs no KV.
+    """
+    if session.position >= prompt_tokens:
+        raise ConfigError(f"the session holds {session.position} tokens: give a prompt that goes on from them")
+    most = session.max_length + 1
+    if most <= prompt_tokens or (is_fixed and most < length):
+        raise ConfigError(
+            f"{prompt_tokens} prompt tokens and {length - prompt_tokens} new ones exceed the session's "
+            f"{session.max_length} positions: open a longer one"
+        )
+    return min(length, most)
 
 
 @asynccontextmanager

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from llmnode.models.load import Ends
 
 T = TypeVar("T")
-A = TypeVar("A", "_Asked", "_Wish")
+A = TypeVar("A", "_ThreadRequest", "_TaskRequest")
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _ThreadRequest:
     """Scores that a thread waits for."""
 
     hidden: torch.Tensor
@@ -35,7 +35,7 @@ class _Asked:
 
 
 @dataclass(slots=True, eq=False)
-class _Wish:
+class _TaskRequest:
     """A token that a task waits for."""
 
     hidden: torch.Tensor
@@ -65,14 +65,14 @@ class SharedEnds:
         self._ends = ends
         self._written = written
         self._change = threading.Condition()
-        self._asked: dict[_Asked, None] = {}
+        self._thread_requests: dict[_ThreadRequest, None] = {}
         """All threads that want scores, in the order in which they came."""
-        self._turn: _Asked | None = None
+        self._turn: _ThreadRequest | None = None
         """The thread that computes now, for others too."""
         self._thread = trio.CapacityLimiter(1)
-        self._wishes: list[_Wish] = []
+        self._task_requests: list[_TaskRequest] = []
         """All tasks that want a token, in the order in which they came."""
-        self._leader: _Wish | None = None
+        self._leader: _TaskRequest | None = None
         """The task that has the tokens of others chosen too."""
 
     @property
@@ -102,7 +102,7 @@ class SharedEnds:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Ends.logits`. Blocks while others are scored. An error is raised in one thread, and others try again."""
-        asked = _Asked(hidden)
+        asked = _ThreadRequest(hidden)
         try:
             while together := self._take_turn(asked):
                 scores = self._ends.logits(torch.cat([each.hidden for each in together]))
@@ -112,7 +112,7 @@ class SharedEnds:
                     self._change.notify_all()
         finally:  # an interrupt may come at any point
             with self._change:
-                self._asked.pop(asked, None)
+                self._thread_requests.pop(asked, None)
                 if self._turn is asked:
                     self._turn = None
                 self._change.notify_all()
@@ -131,47 +131,47 @@ class SharedEnds:
         Both are done in another thread, for all tasks that wait for it together: one of them, the leader, has it done
         while the others wait. Raises what `choose` raises.
         """
-        own = _Wish(hidden, choose)
-        self._wishes.append(own)
+        own = _TaskRequest(hidden, choose)
+        self._task_requests.append(own)
         try:
-            while own in self._wishes:
+            while own in self._task_requests:
                 if self._leader in (None, own):
                     self._leader = own
-                    await self._fulfil(_first(self._wishes, MOST_ROWS))
+                    await self._fulfil(_first(self._task_requests, MOST_ROWS))
                 else:
                     await own.woken.wait()
                     own.woken = trio.Event()
         finally:
-            if own in self._wishes:  # it was cancelled, or the scores failed
-                self._wishes.remove(own)
+            if own in self._task_requests:  # it was cancelled, or the scores failed
+                self._task_requests.remove(own)
             if self._leader is own:
                 self._leader = None
-                if self._wishes:
-                    self._wishes[0].woken.set()
+                if self._task_requests:
+                    self._task_requests[0].woken.set()
         return cast("T", own.result())
 
-    async def _fulfil(self, together: Sequence[_Wish]) -> None:
+    async def _fulfil(self, together: Sequence[_TaskRequest]) -> None:
         """It is not abandoned when the leader is cancelled: the others have their tokens all the same."""
         await trio.to_thread.run_sync(self._choose_all, together, limiter=self._thread)
         for each in together:
-            if each in self._wishes:
-                self._wishes.remove(each)
+            if each in self._task_requests:
+                self._task_requests.remove(each)
                 each.woken.set()
 
-    def _choose_all(self, together: Sequence[_Wish]) -> None:
+    def _choose_all(self, together: Sequence[_TaskRequest]) -> None:
         scores = self.logits(torch.cat([each.hidden for each in together]) if len(together) > 1 else together[0].hidden)
         for each, own in zip(together, scores, strict=True):
             each.fulfil(own)
 
-    def _take_turn(self, asked: _Asked) -> list[_Asked]:
+    def _take_turn(self, asked: _ThreadRequest) -> list[_ThreadRequest]:
         """Wait until nobody else computes. Returns those to score now, with `asked`; none if it has its scores."""
         with self._change:
-            self._asked.setdefault(asked)
+            self._thread_requests.setdefault(asked)
             self._change.wait_for(lambda: asked.scores is not None or self._turn in (None, asked))
             if asked.scores is not None:
                 return []
             self._turn = asked
-            return _first(self._asked, MOST_ROWS)
+            return _first(self._thread_requests, MOST_ROWS)
 
 
 def _first(asked: Iterable[A], most: int) -> list[A]:

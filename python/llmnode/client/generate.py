@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from llmnode.client.ends import SharedEnds
-    from llmnode.client.sampling import Choice, ChoiceTerms, Sampler
+    from llmnode.client.sampling import Choice, Chooser
     from llmnode.client.stopping import FinishReason, Limits
     from llmnode.core.model import ModelInfo
     from llmnode.models.text.tokenizer import Tokenizer
@@ -114,14 +114,13 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A text to be generated, checked. `terms` and `limits` are what its chooser and its end depend on.
+    """A text to be generated, checked. `chooser` chooses its tokens until one of the `limits` ends it.
 
     `open` gives a session that holds the first `session.position` tokens of `prompt`.
     """
 
     prompt: Sequence[int]
-    sampler: Sampler
-    terms: ChoiceTerms
+    chooser: Chooser
     limits: Limits
     open: Callable[[], AbstractAsyncContextManager[InferenceSession]]
 
@@ -131,13 +130,15 @@ class Answer:
 
     Its session opens with the first token and ends with the last one. To leave the loop earlier, put it within
     `async with answer:`, which ends the session at once; else Python ends it when it collects the iterator. An answer
-    is for one loop. Raises PeerError, NoRoute or SessionLost if the swarm fails, ConfigError for refused settings.
+    is generated once: RuntimeError for a second loop or `await`. Raises PeerError, NoRoute or SessionLost if the swarm
+    fails.
     """
 
     def __init__(self, request: Request, ends: SharedEnds, tokenizer: Tokenizer) -> None:
         self._request = request
         self._ends = ends
         self._tokenizer = tokenizer
+        self._has_begun = False
         self._tokens = self._run(streams=True)
 
     def __aiter__(self) -> AsyncGenerator[Token]:
@@ -165,18 +166,21 @@ class Answer:
 
     async def _run(self, *, streams: bool) -> AsyncGenerator[Token]:
         """No cancel scope is open at a `yield`, so that any task may close it."""
+        if self._has_begun:
+            raise RuntimeError("this answer has been generated: call Client.generate for another one")
+        self._has_begun = True
         request, began_s = self._request, trio.current_time()
-        prompt, limits = list(request.prompt), request.limits
-        chooser = request.sampler.chooser(prompt, limits.max_new_tokens, request.terms)
+        prompt, limits = request.prompt, request.limits
         if limits.stop_strings:  # transformers looks through the vocabulary
             stopping = await trio.to_thread.run_sync(Stopping, limits, prompt, self._tokenizer)
         else:
             stopping = Stopping(limits, prompt, self._tokenizer)
         text = AnswerText(self._tokenizer, prompt, limits.stop_strings) if streams else None
         async with request.open() as session:
-            fresh, new, first_token_s = prompt[session.position :], 0, 0.0
+            fresh: Sequence[int] = prompt[session.position :]
+            new, first_token_s = 0, 0.0
             while True:
-                choice, timing = await next_token(session, self._ends, fresh, chooser)
+                choice, timing = await next_token(session, self._ends, fresh, request.chooser)
                 now_s, new = trio.current_time(), new + 1
                 first_token_s = first_token_s or now_s - began_s
                 reason = stopping.reason(choice.id, now_s - began_s)

@@ -48,6 +48,14 @@ class Sampling:
     otherwise: float = 0.0
     settings: Mapping[str, Any] = field(default_factory=dict)  # Any: as a generation config has them
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a `temperature` or a `top_p` that no softmax can be drawn with."""
+        if self.temperature and not LOWEST <= self.temperature <= HIGHEST:
+            limits = "0 or more" if self.temperature < 0 else f"0, or {LOWEST:g} to {HIGHEST:g}"
+            raise ConfigError(f"temperature {self.temperature:g}: give {limits}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p {self.top_p:g}: give more than 0 and at most 1")
+
     def of(self, config: GenerationConfig) -> Sampler:
         """Together with the generation config of a model. Raises ConfigError for settings that transformers refuses."""
         from transformers import GenerationConfig

@@ -31,14 +31,14 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """All the tokens that were asked for are there."""
     CONTEXT = "context"
-    """The model's context is full."""
+    """The model's context is full, or the session that the caller gave."""
     TIME = "time"
     """The `max_time` of the settings has passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a text. With `fills_context` its `max_new_tokens` are all that fit the model's context."""
+    """The limits of a text. With `fills_context` its `max_new_tokens` are all that fit the context or session."""
 
     max_new_tokens: int
     fills_context: bool

@@ -61,7 +61,7 @@ def asking(head: Head) -> Iterator[tuple[SharedEnds, Callable[..., Future[torch.
     """The second asks for scores of rows with these numbers, in a thread of its own, which then waits or computes."""
     any_ends: Any = head
     ends = SharedEnds(any_ends)
-    ends._asked = asked = Asked()
+    ends._thread_requests = asked = Asked()
     with ThreadPoolExecutor(80) as pool:
 
         def ask(*rows: float) -> Future[torch.Tensor]:
@@ -70,7 +70,7 @@ def asking(head: Head) -> Iterator[tuple[SharedEnds, Callable[..., Future[torch.
             return scores
 
         yield ends, ask
-        assert not ends._asked
+        assert not ends._thread_requests
         assert ends._turn is None
 
 
@@ -171,7 +171,7 @@ async def test_tasks_that_wait_are_served_together_in_one_thread() -> None:
         head.let.release(9)
     assert found == {number: 2.0 * number for number in range(70)}
     assert [len(call) for call in head.calls] in ([64, 6], [1, 64, 5])
-    assert not ends._wishes and ends._leader is None
+    assert not ends._task_requests and ends._leader is None
 
 
 @in_trio
@@ -236,6 +236,6 @@ def test_a_task_that_is_cancelled_holds_nobody_up(cancelled: int) -> None:
             head.let.release(3)
         others = {number: 2.0 * number for number in range(3) if number != cancelled}
         assert {number: found[number] for number in others} == others
-        assert not ends._wishes and ends._leader is None
+        assert not ends._task_requests and ends._leader is None
 
     trio.run(use)

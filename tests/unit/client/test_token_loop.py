@@ -142,11 +142,41 @@ async def test_what_does_not_fit_is_refused_at_once(tokenizer: Tokenizer) -> Non
     with pytest.raises(ConfigError, match="no such settings: tempo"):
         client.generate(prompt, sampling=Sampling(settings={"tempo": 3}))
     with pytest.raises(ConfigError, match="guidance_scale"):
-        await client.generate(prompt, sampling=Sampling(settings={"guidance_scale": 3.0}))
+        client.generate(prompt, sampling=Sampling(settings={"guidance_scale": 3.0}))
     async with client.inference_session(8) as session:
         await client.generate(prompt, 3, session=session)
         with pytest.raises(ConfigError, match="the session holds 4 tokens"):
             client.generate(prompt, 3, session=session)
+        for length, asked in ((5, 5), (9, None)):
+            with pytest.raises(ConfigError, match="exceed the session's 8 positions"):
+                client.generate(tokenizer.encode("x" * length), asked, session=session)
+
+
+@in_trio
+async def test_a_text_without_a_length_fills_the_session_that_it_is_given(tokenizer: Tokenizer) -> None:
+    client = CannedClient(tokenizer, SAYS)
+    async with client.inference_session(8) as session:
+        text = await client.generate(tokenizer.encode("hi"), session=session)
+        assert (text.text, text.finish.reason) == (SAYS[:7], FinishReason.CONTEXT)
+        assert session.position == 8
+
+
+@in_trio
+async def test_an_answer_is_generated_once(tokenizer: Tokenizer) -> None:
+    client = CannedClient(tokenizer, SAYS)
+    answer = client.generate(tokenizer.encode("hi"))
+    assert (await answer).text == SAYS
+    with pytest.raises(RuntimeError, match="has been generated"):
+        await answer
+    with pytest.raises(RuntimeError, match="has been generated"):
+        await all_of(answer)
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", -1.0), ("temperature", 1e9), ("top_p", 0.0), ("top_p", 2)])
+def test_a_temperature_or_top_p_that_cannot_be_drawn_with_is_refused(name: str, value: float) -> None:
+    asked: dict[str, Any] = {name: value}
+    with pytest.raises(ConfigError, match=f"^{name} "):
+        Sampling(**asked)
 
 
 # A session ends with its text, however that ends
@@ -182,7 +212,33 @@ async def test_a_timeout_ends_the_session(tokenizer: Tokenizer) -> None:
                 scope.cancel()
     assert scope.cancelled_caught
     assert is_open(client) == [False]
-    assert not client.ends._wishes
+    assert not client.ends._task_requests
+
+
+@pytest.mark.parametrize("checkpoints", range(0, 40, 3))
+def test_a_text_that_is_cancelled_at_any_point_leaves_nothing(checkpoints: int, tokenizer: Tokenizer) -> None:
+    """And the texts beside it are whole."""
+    client = CannedClient(tokenizer, SAYS)
+    texts: list[str] = []
+
+    async def generate(scope: trio.CancelScope) -> None:
+        with scope:
+            async with client.generate(tokenizer.encode("hi")) as answer:
+                texts.append("".join([token.text async for token in answer]))
+
+    async def use() -> None:
+        scopes = [trio.CancelScope() for _ in range(3)]
+        async with trio.open_nursery() as nursery:
+            for scope in scopes:
+                nursery.start_soon(generate, scope)
+            for _ in range(checkpoints):
+                await trio.lowlevel.checkpoint()
+            scopes[1].cancel()
+        assert texts == [SAYS] * (3 if not scopes[1].cancelled_caught else 2)
+
+    trio.run(use)
+    assert not any(is_open(client))
+    assert not client.ends._task_requests and client.ends._leader is None
 
 
 @pytest.mark.parametrize(("prompt", "error"), [(FAIL, SessionLost), (REFUSED, ConfigError)])
@@ -301,3 +357,21 @@ def test_tokens_are_drawn_of_the_scores_that_transformers_draws_of(settings: dic
         for processor in processors:
             left = processor(seen, left)
         assert torch.equal(left, scores)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.5, top_p=0.8, seed=2)], ids=["greedy", "drawn"]
+)
+def test_log_probabilities_are_the_log_softmax_of_the_logits_of_transformers(sampling: Sampling, small: Any) -> None:
+    """Whatever processors and warpers make of them."""
+    config = config_of({"repetition_penalty": 1.3})
+    chooser = sampling.of(config).chooser(PROMPT, NEW, ChoiceTerms(VOCABULARY, logprobs=4))
+    text = list(PROMPT)
+    for _ in range(NEW):
+        logits = small(torch.tensor([text])).logits[0, -1].detach()
+        choice = chooser(logits)
+        expected = logits.log_softmax(-1)
+        assert choice.logprob == expected[choice.id]
+        values, ids = expected.sort(descending=True)
+        assert choice.top == tuple(zip(ids[:4].tolist(), values[:4].tolist(), strict=True))
+        text.append(choice.id)
