@@ -66,14 +66,14 @@ async def _ask(to: Entry) -> tuple[list[Announcement], dict[PeerId, Description]
     """The announced servers, the descriptions of those that can be reached, those behind a relay, and clocks."""
     import trio
 
-    from llmnode.core.policy import ClientPolicy, LinkPolicy
+    from llmnode.core.policy import LinkPolicy, RoutePolicy
     from llmnode.errors import ConfigError, PeerError
     from llmnode.swarm.join import join_swarm
 
     answers: dict[PeerId, Description] = {}
     relayed: set[PeerId] = set()
     limiter = trio.CapacityLimiter(ASKED_AT_ONCE)
-    timeout_s = ClientPolicy().connect_timeout_s
+    timeout_s = RoutePolicy().connect_timeout_s
 
     async def describe(each: Announcement) -> None:
         async with limiter:

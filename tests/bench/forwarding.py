@@ -1,8 +1,8 @@
 """`tests/bench/run forwarding`: hidden states from server to server, against every hop by way of the client.
 
 Three real servers and a client, with a proxy before each server that makes every link as long as wanted; so each node
-reaches each other one through a delay. Two clients, alike but for `ClientPolicy.push`, take turns in each round. What a
-step waits for is its time less what the servers say that they computed.
+reaches each other one through a delay. Two clients, alike but for `PushPolicy.enabled`, take turns in each round.
+What a step waits for is its time less what the servers say that they computed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bench.kit.paired import change_percent
 from bench.kit.report import Report, Row, Series, at_most, exactly, ratios, rounds
 from bench.kit.shaped import shaped_swarm
 from llmnode.client.connect import aconnect, load_parts
-from llmnode.core.policy import ClientPolicy
+from llmnode.core.policy import ClientPolicy, PushPolicy
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
 from llmnode.models.sources.embedded import open_embedded
@@ -114,7 +114,7 @@ async def _open_rig(options: Options, parts: ClientParts) -> AsyncIterator[_Rig]
         servers, proxies = await stack.enter_async_context(shaped_swarm(spans, options.threads, spare=1))
         clients = {}
         for name, push in ((DIRECT, True), (RELAYED, False)):
-            policy = ClientPolicy(push=push, chunk_tokens=CHUNK_TOKENS)
+            policy = ClientPolicy(push=PushPolicy(push), chunk_tokens=CHUNK_TOKENS)
             peers = [server.address for server in servers]
             clients[name] = await stack.enter_async_context(aconnect(peers, parts=parts, policy=policy))
         nursery = await stack.enter_async_context(trio.open_nursery())

@@ -29,6 +29,7 @@ from llmnode.errors import ConfigError, single_error
 from llmnode.net.host import open_network
 from llmnode.node.processes import all_ready, private_swarm, with_worker
 from llmnode.session.session import open_session
+from llmnode.session.terms import SessionTerms
 from llmnode.swarm.peer_connection import open_connection
 from llmnode.wire.payload import Codec
 from llmnode.wire.profile import profile_of
@@ -201,7 +202,7 @@ async def _session(
 ) -> AsyncIterator[InferenceSession]:
     route = (Hop(connection.peer, Span(0, measured.blocks)),)
     connections = {connection.peer: connection}
-    async with open_session(route, connections, model, positions, Codec.RAW, ClientPolicy()) as session:
+    async with open_session(route, connections, SessionTerms(model, positions, Codec.RAW, ClientPolicy())) as session:
         yield session
 
 

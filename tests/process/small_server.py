@@ -24,6 +24,7 @@ from llmnode.models.load import Ends, load_ends
 from llmnode.net.host import open_network
 from llmnode.node.processes import with_worker
 from llmnode.session.session import InferenceSession, open_session
+from llmnode.session.terms import SessionTerms
 from llmnode.swarm.peer_connection import PeerConnection, open_connection
 from llmnode.wire.payload import Codec
 
@@ -133,7 +134,7 @@ class SmallClient:
     policy: ClientPolicy
 
     def session(self, max_length: int) -> AbstractAsyncContextManager[InferenceSession]:
-        return open_session(self.route, self.connections, self.model, max_length, Codec.RAW, self.policy)
+        return open_session(self.route, self.connections, SessionTerms(self.model, max_length, Codec.RAW, self.policy))
 
     async def generate(self, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
         """Greedy tokens after each prompt, a session for each, all at once."""

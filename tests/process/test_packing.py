@@ -42,7 +42,8 @@ def test_a_swarm_on_slow_lines_packs_by_itself_and_generates_what_transformers_d
                     ):
                         assert plain == plain_bytes
                         assert crossed < 0.88 * plain
-                    described = [await connection.describe(DEADLINE_S) for connection in client.router._pool.living()]
+                    living = client.router.finder.pool.living()
+                    described = [await connection.describe(DEADLINE_S) for connection in living]
                     for each in described:
                         assert each.positions == 2 * (PROMPT_TOKENS + NEW_TOKENS - 1)
                         assert each.sent_plain_bytes == each.received_plain_bytes == 2 * plain_bytes

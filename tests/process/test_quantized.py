@@ -14,7 +14,7 @@ from bench.kit.decoding import load_in
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.core.model import PRECISIONS
 from llmnode.core.operations import Close, Open, Slice
-from llmnode.core.policy import ClientPolicy
+from llmnode.core.policy import ClientPolicy, RecoveryPolicy
 from llmnode.core.span import Span
 from llmnode.models.tensors import from_bytes, to_bytes
 from llmnode.session.recompute import tolerance
@@ -136,7 +136,7 @@ def test_nobody_of_another_precision_takes_the_place_of_a_lost_server(
 ) -> None:
     plain, first, lost = servers
     seed = [plain.address]
-    policy = ClientPolicy(recovery_timeout_s=DEADLINE_S)
+    policy = ClientPolicy(recovery=RecoveryPolicy(timeout_s=DEADLINE_S))
 
     async def ask() -> Greedy:
         with trio.fail_after(DEADLINE_S):

@@ -13,7 +13,7 @@ import trio
 
 from llmnode.client.connect import ClientParts, aconnect, load_parts
 from llmnode.client.generate import run_blocks
-from llmnode.core.policy import ClientPolicy
+from llmnode.core.policy import ClientPolicy, SpotCheckPolicy
 from llmnode.errors import IntegrityError, SessionLost
 from process.conftest import Node
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SERVERS = Path(__file__).with_name("checked_servers.py")
-POLICY = ClientPolicy(spot_check=1.0, chunk_tokens=16)
+POLICY = ClientPolicy(spot_checks=SpotCheckPolicy(1.0), chunk_tokens=16)
 PROMPT = "Whoever computes something else than two others is not asked again, and what it said is not believed."
 NEW_TOKENS = 12
 HALVES = ["0:15", "15:30"]
@@ -89,7 +89,7 @@ def test_a_server_that_adds_noise_is_found(parts: ClientParts) -> None:
         async with aconnect(nodes[0]["addresses"], parts=parts, policy=POLICY) as client:
             await client.swarm.meet_all(addresses_of(nodes))
             for _ in range(16):
-                client.router.suspect(honest)  # or which of three equals is taken were chance
+                client.router.finder.suspect(honest)  # or which of three equals is taken were chance
             async with client.inference_session(128) as session:
                 assert session.route[-1].peer == noisy
                 with pytest.raises(SessionLost) as lost:

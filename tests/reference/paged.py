@@ -92,7 +92,7 @@ class AsInCapture(TorchDispatchMode):
         return made
 
 
-def varlen_attn(
+def varlen_attn(  # noqa: PLR0913  # the parameters are those of torch's varlen_attn
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

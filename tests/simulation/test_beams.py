@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.core.policy import ClientPolicy
+from llmnode.core.policy import RecoveryPolicy, TrustPolicy
 from llmnode.core.span import Span
 from llmnode.core.texts.beams import sessions_of_rows
 from llmnode.errors import LocalProtocolError, NoRoute, SessionClosed
@@ -77,7 +77,7 @@ def forwards(swarm: World) -> int:
 async def test_beams_outlive_whatever_befalls_their_servers(seed: int) -> None:
     rng = random.Random(seed)
     plan = FaultPlan.draw(seed, CAST, Odds(rng.randrange(1, 4), longest_s=LONGEST_OUTAGE_S, kinds=KINDS))
-    policy = replace(POLICY, upstream_logs=rng.random() < 0.7)
+    policy = replace(POLICY, recovery=RecoveryPolicy(upstream_logs=rng.random() < 0.7))
     async with pairs_of_servers(seed, rng.choice(WEATHERS)) as swarm, swarm.client(policy) as (router, _):
         async with plan.upon(swarm), AsyncExitStack() as stack:
             sessions = [await stack.enter_async_context(open_at_last(router)) for _ in range(BEAMS)]
@@ -90,7 +90,7 @@ async def test_beams_outlive_whatever_befalls_their_servers(seed: int) -> None:
                     await beam.go_back(rng.randrange(beam.session.position + 1))
                 await step_all(beams, rng.choice([1, 1, 1, 2, 7]) if _longest(beams) + 7 <= MAX_LENGTH else 1)
                 await trio.sleep(rng.expovariate(1 / 0.3))
-        check_no_banned_peer(router, policy)
+        check_no_banned_peer(router.finder, policy)
         await kv_is_free(swarm)
 
 
@@ -349,7 +349,7 @@ async def test_a_server_that_did_not_sign_what_was_copied_is_replaced_in_the_cop
         await beams[0].step(1)
         node.network.sign = sign  # type: ignore[method-assign]
         await beams[0].fork(beams[1])
-        for _ in range(2 * ClientPolicy().unverified_steps):
+        for _ in range(2 * TrustPolicy().unverified_steps):
             await step_all(beams)
         assert [[each.lost for each in beam.session.recoveries] for beam in beams] == [[liar]] * 2
 

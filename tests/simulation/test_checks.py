@@ -77,15 +77,15 @@ async def test_kv_that_is_kept_is_noticed() -> None:
 async def test_a_banned_peer_on_a_route_is_noticed_unless_it_is_all_there_is(hurry: bool) -> None:
     async with pairs_of_servers() as world, world.client() as (router, _):
         for name in ("1a", "1b"):
-            router.report(PeerUnreachable("gone", peer=peer_named(name)))
-        router._is_banned = lambda _: False  # type: ignore[method-assign]
-        await trio.sleep(POLICY.ban_s / 2)
-        await router.find(SPANS[1], 0, (), hurry=hurry)
+            router.finder.report(PeerUnreachable("gone", peer=peer_named(name)))
+        router.finder._is_banned = lambda _: False  # type: ignore[method-assign]
+        await trio.sleep(POLICY.route.ban_s / 2)
+        await router.finder.find(SPANS[1], 0, (), hurry=hurry)
         if hurry:
-            check_no_banned_peer(router, POLICY)
+            check_no_banned_peer(router.finder, POLICY)
         else:
             with pytest.raises(AssertionError, match="were banned"):
-                check_no_banned_peer(router, POLICY)
+                check_no_banned_peer(router.finder, POLICY)
 
 
 @simulated
@@ -97,15 +97,15 @@ async def test_the_checks_count_bans_as_the_router_does() -> None:
         for _ in range(150):
             await trio.sleep(rng.expovariate(1 / rng.choice([0.5, 5, 20])))
             if rng.random() < 0.5:
-                router.report(PeerUnreachable("gone", peer=rng.choice(peers)))
+                router.finder.report(PeerUnreachable("gone", peer=rng.choice(peers)))
             for peer in peers:
                 (announced,) = [each for each in router.swarm.view.announcements() if each.peer == peer]
-                router.detours = [(trio.current_time(), len(router.failures), (Hop(peer, SPANS[0]),))]
-                if is_banned := router._is_banned(announced):
+                router.finder.found = [(trio.current_time(), len(router.finder.failures), (Hop(peer, SPANS[0]),))]
+                if is_banned := router.finder._is_banned(announced):
                     with pytest.raises(AssertionError):
-                        check_no_banned_peer(router, POLICY)
+                        check_no_banned_peer(router.finder, POLICY)
                 else:
-                    check_no_banned_peer(router, POLICY)
+                    check_no_banned_peer(router.finder, POLICY)
                 banned += is_banned
         assert 30 < banned < 270
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.core.policy import ClientPolicy, PoolPolicy
+from llmnode.core.policy import ClientPolicy, PoolPolicy, SpotCheckPolicy
 from llmnode.errors import PeerUnreachable
 from llmnode.session.saved import read
 from llmnode.testing import Conditions, check_coverage, peer_named, seeds
@@ -192,7 +192,8 @@ async def test_a_session_that_was_exported_moves_and_is_still_leased(tmp_path: P
 @simulated
 async def test_a_spot_check_that_is_under_way_is_not_moved_away_from(seed: int) -> None:
     rng = random.Random(seed)
-    async with relayed_world(seed, twins="ab") as swarm, opened(swarm, replace(POLICY, spot_check=1.0)) as opening:
+    policy = replace(POLICY, spot_checks=SpotCheckPolicy(1.0))
+    async with relayed_world(seed, twins="ab") as swarm, opened(swarm, policy) as opening:
         session, dialogue = opening
         checks = session.spot_checks
         assert checks is not None

@@ -12,8 +12,10 @@ import trio
 from bench.table1.failing import Draws, FailingNetwork
 from llmnode.core.policy import ClientPolicy, SwarmPolicy
 from llmnode.errors import SessionLost
+from llmnode.session.peer_finder import PeerFinder
 from llmnode.session.router import Router
 from llmnode.session.session import open_session
+from llmnode.session.terms import SessionTerms
 from llmnode.swarm.membership import Swarm
 from llmnode.swarm.pool import open_pool
 from llmnode.testing import check_coverage, inline, seeds, simulated_ms
@@ -28,7 +30,7 @@ RATES = [0.03, 0.1, 0.3]
 STEPS = 40
 UNDISTURBED_S = 0.12
 RECOVERY_S = 0.9
-"""Some round trips and reading at most 40 positions; less than `ClientPolicy.retry_s`."""
+"""Some round trips and reading at most 40 positions; less than `RoutePolicy.retry_s`."""
 
 
 @asynccontextmanager
@@ -41,7 +43,7 @@ async def failing_client(swarm: World) -> AsyncIterator[tuple[FailingNetwork, Ro
         )
         await view.meet_all(contacts)
         nursery.start_soon(view.run)
-        yield network, Router(MODEL, pool, view, ClientPolicy(chunk_tokens=8), random.Random(1), inline)
+        yield network, Router(PeerFinder(MODEL, pool, view, ClientPolicy(chunk_tokens=8), random.Random(1), inline))
         nursery.cancel_scope.cancel()
 
 
@@ -68,13 +70,13 @@ async def test_each_failure_is_one_recovery_at_once_though_all_peers_have_failed
 
 @pytest.mark.parametrize("stage", range(len(SPANS)))
 @simulated
-async def test_without_detours_a_failure_ends_the_session_when_the_stages_before_have_computed(stage: int) -> None:
+async def test_without_a_finder_a_failure_ends_the_session_when_the_stages_before_have_computed(stage: int) -> None:
     async with world() as swarm:
         workers = [(await swarm.start(str(number), span)).worker for number, span in enumerate(SPANS)]
         await check_coverage(swarm)
         async with failing_client(swarm) as (network, router):
-            route, connections = await router.find(ALL_BLOCKS, 0, (), hurry=True)
-            async with open_session(route, connections, MODEL, 64, Codec.RAW, ClientPolicy()) as session:
+            route, connections = await router.finder.find(ALL_BLOCKS, 0, (), hurry=True)
+            async with open_session(route, connections, SessionTerms(MODEL, 64, Codec.RAW, ClientPolicy())) as session:
                 await session.step(bytes(ROW))
                 with network.failing(session, 1, [stage]), pytest.raises(SessionLost) as lost:
                     await session.step(bytes(ROW))

@@ -14,10 +14,11 @@ import trio
 
 from llmnode.client.generate import run_blocks
 from llmnode.core.ids import Step
-from llmnode.core.policy import ClientPolicy, ServePolicy
+from llmnode.core.policy import ClientPolicy, PushPolicy, ServePolicy
 from llmnode.core.route import Hop
 from llmnode.core.span import Span
 from llmnode.session.session import open_session
+from llmnode.session.terms import SessionTerms
 from llmnode.swarm.pool import open_pool
 from llmnode.testing import check_coverage, peer_named, seeds
 from llmnode.testing.link import MemoryLink
@@ -35,12 +36,12 @@ if TYPE_CHECKING:
 
 
 HOPS = len(SPANS)
-RELAYED = ClientPolicy(push=False)
+RELAYED = ClientPolicy(push=PushPolicy(enabled=False))
 COMPUTE_S = HOPS * FORWARD_S
 SLACK_S = 0.001
 DIRECT_S = COMPUTE_S + (HOPS + 1) * DELAY_S
 MAX_LENGTH = 120
-LONGEST_S = ClientPolicy().longest_push_retry_s + 2 * ServePolicy().connect_timeout_s + 5
+LONGEST_S = PushPolicy().longest_retry_s + 2 * ServePolicy().connect_timeout_s + 5
 
 
 @asynccontextmanager
@@ -251,7 +252,7 @@ async def test_a_push_that_gets_lost_is_made_good_by_the_client() -> None:
         await dialogue.step(5)
         first, second, _ = (hop.peer for hop in session.route)
         swarm.internet.cut(first, second)
-        assert await timed(lambda: dialogue.step(1)) < ClientPolicy().push_patience_s + 1
+        assert await timed(lambda: dialogue.step(1)) < PushPolicy().patience_s + 1
         assert await timed(lambda: dialogue.step(1)) < 1, "this hop is not waited for again"
         assert [timing.direct for timing in session.timings] == [False, False, True]
         await dialogue.go_back(3)
@@ -397,7 +398,7 @@ async def test_two_hops_at_one_server_are_joined_by_the_client() -> None:
         async with open_pool(swarm.internet.network("client")) as pool:
             connections = {peer: await pool.connect(node.network.addresses)}
             route = (Hop(peer, Span(0, 3)), Hop(peer, Span(3, 6)))
-            async with open_session(route, connections, MODEL, 64, Codec.RAW, ClientPolicy()) as session:
+            async with open_session(route, connections, SessionTerms(MODEL, 64, Codec.RAW, ClientPolicy())) as session:
                 await Dialogue(session, random.Random(1)).step(5)
                 assert [timing.direct for timing in session.timings] == [False, False]
 

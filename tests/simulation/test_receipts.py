@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llmnode import _native
-from llmnode.core.policy import ClientPolicy
+from llmnode.core.policy import ClientPolicy, TrustPolicy
 from llmnode.node.serve import session as serving
 from llmnode.receipts.audit import audit
 from llmnode.receipts.transcript import parse
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llmnode.session.session import InferenceSession
     from llmnode.wire.frame import Buffer, Frame
 
-WINDOW = ClientPolicy().unverified_steps
+WINDOW = TrustPolicy().unverified_steps
 
 
 def served_by(swarm: World, peer: PeerId) -> ServerSession:
@@ -140,7 +140,7 @@ async def test_a_server_that_does_not_sign_is_replaced_some_steps_later() -> Non
 
 @simulated
 async def test_a_strict_session_takes_nothing_that_is_not_signed() -> None:
-    async with pairs_of_servers() as swarm, swarm.session(ClientPolicy(strict=True)) as (session, _):
+    async with pairs_of_servers() as swarm, swarm.session(ClientPolicy(trust=TrustPolicy(strict=True))) as (session, _):
         dialogue = Dialogue(session, random.Random(1))
         await dialogue.step(5)
         liar = session.route[1].peer

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.core.policy import ClientPolicy
+from llmnode.core.policy import ClientPolicy, PushPolicy, RecoveryPolicy, RoutePolicy, TrustPolicy
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute, PeerError, SessionClosed, SessionLost
 from llmnode.node.serve.server import ServerLink
@@ -60,10 +60,10 @@ POLICY = ClientPolicy(chunk_tokens=8)
 POLICIES = [
     POLICY,
     POLICY,
-    replace(POLICY, strict=True),
-    replace(POLICY, upstream_logs=False),
-    replace(POLICY, push=False),
-    replace(POLICY, standbys=False),
+    replace(POLICY, trust=TrustPolicy(strict=True)),
+    replace(POLICY, recovery=RecoveryPolicy(upstream_logs=False)),
+    replace(POLICY, push=PushPolicy(enabled=False)),
+    replace(POLICY, route=RoutePolicy(standbys=False)),
     replace(POLICY, chunks_ahead=1),
 ]
 OTHER_CUTS = [Span(0, 3), Span(3, 6), Span(1, 5), Span(0, 6)]
@@ -122,7 +122,7 @@ async def outlive(seed: int, trace: Callable[[str], None] | None = None) -> None
         async with plan.upon(swarm), open_at_last(router) as session:
             await talk(session, rng, policy)
             check_nobody_is_convicted(session)
-        check_no_banned_peer(router, policy)
+        check_no_banned_peer(router.finder, policy)
         await kv_is_free(swarm)
         if rng.random() < 0.25:
             swarm.kill(rng.choice(CAST.nodes))
@@ -145,7 +145,7 @@ async def test_a_server_that_is_back_takes_its_own_place_at_once_if_there_is_nob
         await dialogue.step(1)
         (recovery,) = session.recoveries
         assert (recovery.lost, recovery.taken_over_by) == (lost, (lost,))
-        assert recovery.stall_s < POLICY.retry_s / 2
+        assert recovery.stall_s < POLICY.route.retry_s / 2
 
 
 @pytest.mark.parametrize("index", range(3))
@@ -169,7 +169,7 @@ async def test_a_connection_to_who_takes_over_is_ready() -> None:
     for standbys in (True, False):
         async with world() as swarm:
             await swarm.start("contact", Span(0, 1))
-            async with swarm.client(ClientPolicy(standbys=standbys)) as (router, _):
+            async with swarm.client(ClientPolicy(route=RoutePolicy(standbys=standbys))) as (router, _):
                 for name in ("0a", "0b"):
                     await swarm.start(name, ALL_BLOCKS)
                 await trio.sleep(10)

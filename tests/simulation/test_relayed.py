@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.core.policy import ClientPolicy, RelayedPolicy, ServePolicy
+from llmnode.core.policy import ClientPolicy, PushPolicy, RelayedPolicy, ServePolicy
 from llmnode.errors import ConfigError, NoRoute
 from llmnode.testing import Conditions, check_coverage, open_world, peer_named
 from simulation.test_direct import ME, opened, punch_all, ways
@@ -162,7 +162,7 @@ FIRST_OR_FETCHED = [(SPANS[0], True), (SPANS[1], False), (SPANS[2], False)]
 @pytest.mark.parametrize(("lost", "push"), FIRST_OR_FETCHED)
 @simulated
 async def test_a_replay_waits_for_a_direct_way_and_goes_over_it(lost: Span, push: bool) -> None:
-    async with bereaved_session(lost, replace(POLICY, push=push)) as (swarm, session, dialogue):
+    async with bereaved_session(lost, replace(POLICY, push=PushPolicy(push))) as (swarm, session, dialogue):
         async with trio.open_nursery() as nursery:
 
             async def punch_later() -> None:
@@ -177,7 +177,7 @@ async def test_a_replay_waits_for_a_direct_way_and_goes_over_it(lost: Span, push
 @pytest.mark.parametrize(("lost", "push"), FIRST_OR_FETCHED)
 @simulated
 async def test_without_a_direct_way_a_replay_goes_through_the_relay_after_a_while(lost: Span, push: bool) -> None:
-    async with bereaved_session(lost, replace(POLICY, push=push)) as (_, session, dialogue):
+    async with bereaved_session(lost, replace(POLICY, push=PushPolicy(push))) as (_, session, dialogue):
         assert RELAYED.patience_s < await timed(lambda: dialogue.step(1)) < RELAYED.patience_s + 2 * SOON_S
         assert ways(session) == {True, False}
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.core.policy import ClientPolicy, ServePolicy
+from llmnode.core.policy import ClientPolicy, RecoveryPolicy, ServePolicy, SpotCheckPolicy
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute, PeerRefused
 from llmnode.session.saved import read
@@ -272,7 +272,7 @@ async def test_a_session_that_lost_its_servers_can_be_exported_and_resumed_when_
 
 @simulated
 async def test_a_client_that_logs_all_itself_resumes_by_a_replay(file: Path) -> None:
-    policy = replace(POLICY, upstream_logs=False)
+    policy = replace(POLICY, recovery=RecoveryPolicy(upstream_logs=False))
     async with pairs_of_servers() as swarm:
         async with swarm.client(policy) as (router, _), router.open_session(MAX_LENGTH, Codec.RAW) as session:
             dialogue = Dialogue(session, random.Random(1))
@@ -288,7 +288,7 @@ async def test_a_client_that_logs_all_itself_resumes_by_a_replay(file: Path) -> 
 
 @simulated
 async def test_a_resumed_session_is_spot_checked(file: Path) -> None:
-    policy = replace(POLICY, spot_check=1.0)
+    policy = replace(POLICY, spot_checks=SpotCheckPolicy(1.0))
     async with pairs_of_servers() as swarm:
         dialogue, _ = await save(swarm, file)
         async with swarm.client(policy) as (router, _), router.resume_session(read(file)) as session:

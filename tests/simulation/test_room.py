@@ -13,12 +13,13 @@ import pytest
 import trio
 
 from llmnode.core.ids import PeerId, SessionId
-from llmnode.core.policy import AdmissionPolicy, ClientPolicy, ServePolicy
+from llmnode.core.policy import AdmissionPolicy, ClientPolicy, RoutePolicy, ServePolicy
 from llmnode.core.priority import Priority
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute, PeerError, PeerRefused
 from llmnode.node.serve.admission import Admission
 from llmnode.session.session import open_session
+from llmnode.session.terms import SessionTerms
 from llmnode.testing import Conditions, Dialogue, ExactWorker, check_kv_is_free, open_world, simulate, simulated
 from llmnode.testing.simulate import seeds
 from llmnode.wire.messages import RefusalCode
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 FIFTH = KV_TOKENS // 5
 HALVES = [Span(0, 3), Span(3, 6)]
 WAIT_S = AdmissionPolicy().wait_s
-PATIENT = ClientPolicy(chunk_tokens=8, room_patience_s=600)
-IMPATIENT = replace(PATIENT, room_patience_s=0)
+PATIENT = ClientPolicy(chunk_tokens=8, route=RoutePolicy(room_patience_s=600))
+IMPATIENT = replace(PATIENT, route=RoutePolicy(room_patience_s=0))
 
 
 def world(seed: int = 0) -> AbstractAsyncContextManager[World]:
@@ -181,7 +182,7 @@ async def test_a_server_refuses_at_once_what_it_will_never_have_room_for() -> No
             first, *_ = await fill(stack, client, 1)
             route, connections, model = first.route, first.connections, swarm.model
             with trio.fail_after(1), pytest.raises(PeerRefused, match=r"401 positions.*400 in all") as caught:
-                async with open_session(route, connections, model, KV_TOKENS + 1, Codec.RAW, PATIENT):
+                async with open_session(route, connections, SessionTerms(model, KV_TOKENS + 1, Codec.RAW, PATIENT)):
                     pass
             assert caught.value.code == RefusalCode.NO_ROOM
             assert caught.value.retry_after_s is None

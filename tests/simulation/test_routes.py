@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.core.policy import ClientPolicy
+from llmnode.core.policy import RoutePolicy
 from llmnode.errors import PeerError, PeerTimeout, PeerUnreachable
+from llmnode.session.router import Router
 from llmnode.testing import Conditions
 from llmnode.testing.network import MemoryNetwork
-from llmnode.testing.watched_router import WatchedRouter
+from llmnode.testing.watched_finder import WatchedFinder
 from simulation.world import SPANS, World, simulated, world
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ DELAY_S = 0.3
 DIAL_S = 3 * DELAY_S
 
 
-class RecordingRouter(WatchedRouter):
+class RecordingFinder(WatchedFinder):
     """Remembers what it has found out of peers."""
 
     def report(self, error: PeerError) -> None:
@@ -31,18 +32,18 @@ class RecordingRouter(WatchedRouter):
 
 
 @asynccontextmanager
-async def router_of_three(*black_holes: int) -> AsyncIterator[tuple[WatchedRouter, World]]:
+async def router_of_three(*black_holes: int) -> AsyncIterator[tuple[Router, World]]:
     """The router of a client that has heard of a server for each span, and is connected to none. Some of them do not
     answer.
     """
     async with world(conditions=Conditions(delay_s=DELAY_S)) as swarm:
         swarm.internet.black_holes |= {f"/memory/p2p/peer-{index}" for index in black_holes}
         await swarm.start_relay("relay")
-        async with swarm.client(router=RecordingRouter) as (router, _):
+        async with swarm.client(finder=RecordingFinder) as (router, _):
             for index, span in enumerate(SPANS):
                 await swarm.start(str(index), span)
             while len(swarm.clients["client"].view.announcements()) < len(SPANS):
-                await router.wait_changed()
+                await router.finder.wait_changed()
             yield router, swarm
 
 
@@ -73,13 +74,13 @@ async def test_who_names_no_address_for_a_while_is_waited_for(absent_s: float, m
 
         nursery.start_soon(come_back)
         began_s = trio.current_time()
-        if absent_s > ClientPolicy().open_patience_s:
+        if absent_s > RoutePolicy().open_patience_s:
             with pytest.raises(PeerUnreachable, match="names no address"):
                 await router.find_any()
-            assert trio.current_time() - began_s < ClientPolicy().open_patience_s + 2
+            assert trio.current_time() - began_s < RoutePolicy().open_patience_s + 2
         else:
             assert [hop.span for hop in await router.find_any()] == SPANS
-            assert absent_s <= trio.current_time() - began_s < ClientPolicy().open_patience_s, "it asks around"
+            assert absent_s <= trio.current_time() - began_s < RoutePolicy().open_patience_s, "it asks around"
         nursery.cancel_scope.cancel()
 
 
@@ -89,5 +90,5 @@ async def test_all_who_do_not_answer_are_found_out_together() -> None:
         began_s = trio.current_time()
         with pytest.raises(PeerTimeout, match="no connection in 4 s"):
             await router.find_any()
-        assert trio.current_time() - began_s < ClientPolicy().connect_timeout_s + 1
-        assert {error.span for error in router.__dict__["reported"]} == {SPANS[0], SPANS[2]}
+        assert trio.current_time() - began_s < RoutePolicy().connect_timeout_s + 1
+        assert {error.span for error in router.finder.__dict__["reported"]} == {SPANS[0], SPANS[2]}

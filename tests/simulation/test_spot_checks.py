@@ -15,7 +15,7 @@ import trio
 
 from llmnode.core.model import Precision
 from llmnode.core.operations import Computed
-from llmnode.core.policy import ClientPolicy
+from llmnode.core.policy import ClientPolicy, SpotCheckPolicy
 from llmnode.core.priority import Priority
 from llmnode.errors import IntegrityError, SessionLost
 from llmnode.testing import FaultPlan, Odds, seeds, simulate
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
     from llmnode.core.ids import PeerId
     from llmnode.core.operations import Operation
+    from llmnode.session.router import Router
     from llmnode.session.session import InferenceSession
-    from llmnode.testing import WatchedRouter
 
-POLICY = ClientPolicy(chunk_tokens=8, spot_check=1.0, spot_check_tolerance=0.0)
+CHECKS = SpotCheckPolicy(share=1.0, tolerance=0.0)
+POLICY = ClientPolicy(chunk_tokens=8, spot_checks=CHECKS)
 
 
 @asynccontextmanager
@@ -47,7 +48,7 @@ async def servers(twins: str, seed: int = 0) -> AsyncIterator[World]:
 
 
 @asynccontextmanager
-async def session_of(swarm: World) -> AsyncIterator[tuple[WatchedRouter, InferenceSession]]:
+async def session_of(swarm: World) -> AsyncIterator[tuple[Router, InferenceSession]]:
     async with swarm.client(POLICY) as (router, _), router.open_session(64, Codec.RAW) as session:
         yield router, session
 
@@ -109,8 +110,8 @@ async def test_a_checker_that_lies_is_outvoted_and_the_session_goes_on() -> None
         await speak(session, 40)
         assert session.spot_checks is not None
         assert session.spot_checks.passed == 40
-        assert router._suspicion.is_excluded(liar, trio.current_time())
-        assert not any(router._suspicion.is_excluded(peer, trio.current_time()) for peer in used)
+        assert router.finder._suspicion.is_excluded(liar, trio.current_time())
+        assert not any(router.finder._suspicion.is_excluded(peer, trio.current_time()) for peer in used)
         assert not session.recoveries
 
 
@@ -134,7 +135,7 @@ async def test_peers_of_another_precision_are_not_asked_and_outvote_nobody() -> 
             assert checks.given_up > 0
             used = [hop.peer for hop in session.route]
             assert used == [swarm.nodes[f"{index}a"].peer for index in range(3)]
-            assert all(router._suspicion.penalty(peer, trio.current_time()) == 1 for peer in used)
+            assert all(router.finder._suspicion.penalty(peer, trio.current_time()) == 1 for peer in used)
 
 
 @simulated
@@ -149,8 +150,8 @@ async def test_of_two_that_differ_without_a_third_both_are_suspected_and_none_is
             assert session.spot_checks.undecided > 0
             both = [swarm.nodes[name].peer for name in ("1a", "1b")]
             now_s = trio.current_time()
-            assert all(router._suspicion.penalty(peer, now_s) > 1 for peer in both)
-            assert not any(router._suspicion.is_excluded(peer, now_s) for peer in both)
+            assert all(router.finder._suspicion.penalty(peer, now_s) > 1 for peer in both)
+            assert not any(router.finder._suspicion.is_excluded(peer, now_s) for peer in both)
             assert any(all(peer in line for peer in both) for line in caplog.messages)
         await kv_is_free(swarm)
 
@@ -175,7 +176,7 @@ async def test_a_hop_that_logs_something_else_than_it_signed_is_replaced_and_the
             assert session.spot_checks is not None
             await session.spot_checks.finish()
         assert [each.lost for each in session.recoveries] == [framer]
-        assert not any(router._suspicion.is_excluded(peer, trio.current_time()) for peer in honest)
+        assert not any(router.finder._suspicion.is_excluded(peer, trio.current_time()) for peer in honest)
 
 
 @simulated
@@ -230,13 +231,13 @@ async def test_who_refuses_or_fails_as_checker_is_no_offender() -> None:
         await speak(session, 20)
         assert session.spot_checks is not None
         assert session.spot_checks.given_up == 20
-        assert not router.failures
-        assert not any(router._suspicion.is_excluded(node.peer, trio.current_time()) for node in spare)
+        assert not router.finder.failures
+        assert not any(router.finder._suspicion.is_excluded(node.peer, trio.current_time()) for node in spare)
 
 
 @simulated
 async def test_what_is_far_along_is_not_checked() -> None:
-    policy = replace(POLICY, spot_check_positions=10)
+    policy = replace(POLICY, spot_checks=replace(CHECKS, positions=10))
     async with servers("ab") as swarm, swarm.session(policy) as (session, _):
         await speak(session, 30)
         assert session.spot_checks is not None
@@ -254,7 +255,7 @@ async def test_honest_peers_are_never_accused_whatever_befalls_them(seed: int) -
             assert session.spot_checks is not None
             assert session.spot_checks.undecided == 0
             print(f"{session.spot_checks.passed} passed, {session.spot_checks.given_up} given up")
-        suspicion, now_s = router._suspicion, trio.current_time()
+        suspicion, now_s = router.finder._suspicion, trio.current_time()
         assert not any(suspicion.is_excluded(node.peer, now_s) for node in swarm.nodes.values())
         await kv_is_free(swarm)
 
@@ -277,7 +278,7 @@ class Odd:
 
 async def steps_until_found(seed: int, odd: Odd, most: int) -> int | None:
     rng = random.Random(seed)
-    policy = replace(POLICY, spot_check=odd.rate)
+    policy = replace(POLICY, spot_checks=replace(CHECKS, share=odd.rate))
     async with servers("abc", seed) as swarm, swarm.session(policy, max_length=200) as (session, _):
         corrupt(swarm, rng.choice(session.route).peer, odd.wrong, rng)
         for step in range(1, most + 1):

@@ -25,6 +25,7 @@ from llmnode.net.host import LINK_PROTOCOL, Libp2pNetwork, open_network
 from llmnode.net.link import Libp2pLink
 from llmnode.node.serve.server import Server
 from llmnode.session.session import InferenceSession, open_session
+from llmnode.session.terms import SessionTerms
 from llmnode.swarm.peer_connection import PeerConnection, open_connection
 from llmnode.testing import exact_output
 from llmnode.testing.world import raise_bug
@@ -83,9 +84,8 @@ async def connected(network: Libp2pNetwork, address: str) -> AsyncIterator[PeerC
 @asynccontextmanager
 async def opened(connection: PeerConnection, max_length: int = 16) -> AsyncIterator[InferenceSession]:
     route = (Hop(connection.peer, Span(0, MODEL.blocks)),)
-    async with open_session(
-        route, {connection.peer: connection}, MODEL, max_length, Codec.RAW, ClientPolicy()
-    ) as session:
+    terms = SessionTerms(MODEL, max_length, Codec.RAW, ClientPolicy())
+    async with open_session(route, {connection.peer: connection}, terms) as session:
         yield session
 
 

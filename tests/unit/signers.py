@@ -12,7 +12,7 @@ from libp2p.peer.id import ID
 from llmnode import _native
 from llmnode.core.ids import Epoch, PeerId, SessionId, Step
 from llmnode.core.model import ModelInfo
-from llmnode.core.policy import ClientPolicy
+from llmnode.core.policy import TrustPolicy
 from llmnode.core.route import Hop
 from llmnode.core.span import Span, split_evenly
 from llmnode.net.identity import is_signed
@@ -68,7 +68,7 @@ class Session:
     """The steps of a client and its hops, told to `book`. No two names, and no two things computed, are the same."""
 
     parts: int = 3
-    policy: ClientPolicy = ClientPolicy()
+    policy: TrustPolicy = TrustPolicy()
     epoch: int = 0
     step_number: int = 0
     position: int = 0

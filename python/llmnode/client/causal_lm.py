@@ -186,7 +186,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
     @takes_cache_of_generate
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")  # type: ignore[untyped-decorator]  # theirs
     @can_return_tuple  # type: ignore[untyped-decorator]  # theirs
-    def forward(
+    def forward(  # noqa: PLR0913  # the parameters are those of transformers' causal LMs
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,

@@ -23,6 +23,7 @@ from llmnode.models.sources.embedded import open_embedded
 from llmnode.models.text.tokenizer import find_tokenizer
 from llmnode.net.addresses import parse_peer
 from llmnode.net.swarm_key import Entry, entry
+from llmnode.session.peer_finder import PeerFinder
 from llmnode.session.relay_gate import check_choice
 from llmnode.session.router import Router
 from llmnode.session.saved import read
@@ -107,7 +108,7 @@ class Client:
         which there is no route.
         """
         policy = self.policy if priority is None else replace(self.policy, priority=priority)
-        policy = policy if waits else replace(policy, room_patience_s=0)
+        policy = policy if waits else replace(policy, route=replace(policy.route, room_patience_s=0))
         async with self.router.open_session(max_length, self.codec, beside, policy) as session:
             yield session
 
@@ -206,13 +207,13 @@ async def aconnect(
         raise ConfigError(f"there is no codec {codec!r}: choose one of {', '.join(Codec)}")
     if dtype not in PRECISIONS:
         raise ConfigError(f"there is no dtype {dtype!r}: choose one of {', '.join(PRECISIONS)}")
-    if not 0 <= policy.spot_check <= 1:
-        raise ConfigError(f"spot_check={policy.spot_check:g}: give a share from 0 to 1")
+    if not 0 <= policy.spot_checks.share <= 1:
+        raise ConfigError(f"spot_check={policy.spot_checks.share:g}: give a share from 0 to 1")
     check_choice(policy.relayed.prefill, "relayed_prefill")
     way_in = _way_in(peers, swarm_key)  # a typing error is told before the seconds that loading takes
     parts = await _parts_in(PRECISIONS[dtype], parts)
     async with join_swarm(way_in.peers, link_policy or LinkPolicy(), swarm_key=way_in.key) as (pool, swarm):
-        router = Router(parts.model, pool, swarm, policy)
+        router = Router(PeerFinder(parts.model, pool, swarm, policy))
         with single_error():
             await router.find_any()
         yield Client(parts, router, Codec(codec), policy)
@@ -257,7 +258,7 @@ async def aresume(
     parts = await _parts_in(saved.profile.precision, parts)
     _check_model(saved, parts.model)
     async with join_swarm(way_in.peers, link_policy or LinkPolicy(), saved.key, way_in.key) as (pool, swarm):
-        router = Router(parts.model, pool, swarm, policy)
+        router = Router(PeerFinder(parts.model, pool, swarm, policy))
         with single_error():
             async with router.resume_session(saved) as session:
                 yield Resumed(Client(parts, router, saved.codec, policy), session, saved.token_ids)

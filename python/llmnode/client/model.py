@@ -9,7 +9,7 @@ from llmnode.client.cache import SessionCache
 from llmnode.client.causal_lm import DistributedModelForCausalLM
 from llmnode.client.connect import aconnect, aresume, load_parts
 from llmnode.client.portal import open_portal
-from llmnode.core.policy import ClientPolicy, RelayedPolicy
+from llmnode.core.policy import ClientPolicy, RelayedPolicy, SpotCheckPolicy
 from llmnode.models.sources.open_model import open_model
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def connect(
     "allow" that at once, or "refuse" it with ConfigError. `report` is told in a line what takes long, as a download
     does. The model is a context manager; or call `close()` when done. Raises ConfigError, PeerError or NoRoute.
     """
-    policy = ClientPolicy(spot_check=spot_check, relayed=RelayedPolicy(prefill=relayed_prefill))
+    policy = ClientPolicy(spot_checks=SpotCheckPolicy(spot_check), relayed=RelayedPolicy(prefill=relayed_prefill))
     folder = open_model(name, report)
     parts = load_parts(folder)
     with ExitStack() as stack:

@@ -80,7 +80,7 @@ def segments_now() -> Sequence[Segment]:
     raise ModelError("this model's attention takes each sequence by itself, so that no step can be recorded")
 
 
-def ragged_attention(
+def ragged_attention(  # noqa: PLR0913  # the parameters are those of transformers' attention functions
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -1,4 +1,8 @@
-"""Limits and deadlines that somebody may want to change, each with its reason."""
+"""Limits and deadlines, each with its reason.
+
+A number is a field of a policy if a caller or a test may want another value, or if two modules must agree on it. A
+number that only one module knows, such as a size of a table or a bound on what a peer may send, is a constant there.
+"""
 
 from __future__ import annotations
 
@@ -350,11 +354,8 @@ class ServePolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class ClientPolicy:
-    """The limits and deadlines of a client."""
-
-    priority: Priority = Priority.INTERACTIVE
-    """The priority that the client's sessions claim. Servers cannot check it; they also share fairly among clients."""
+class RoutePolicy:
+    """How a client chooses the peers of a route, and connects to them."""
 
     connect_timeout_s: float = 4.0
     """The time for some round trips to a peer of a route. A frozen peer must not keep a session from other peers for
@@ -362,7 +363,6 @@ class ClientPolicy:
     connect_moment_s: float = 0.1
     """After the first failed connection of a route, the client waits this long for the others. Further peers that
     cannot be reached are then found at the same time."""
-    open_timeout_s: float = 10.0
     open_patience_s: float = 10.0
     """A session that cannot open tries again for this long, while the view says that its peers are there."""
     room_patience_s: float = 60.0
@@ -370,43 +370,50 @@ class ClientPolicy:
     room_cost_s: float = 4.0
     """This is added to the cost of a peer that has no KV memory for the session: the wait for admission
     (`AdmissionPolicy`)."""
-    step_timeout_s: float = 60.0
-    """This is long enough for a long prefill on a slow peer. The link notices a dead peer within
-    `LinkPolicy.silence_s`."""
-    step_patience_s: float = 15.0
-    step_patience_times: float = 20.0
-    """A step at a known hop may take this many times what a similar step took before, plus `step_patience_s`. The hop's
-    link lives, so it may be busy with others; but a hop that hangs is given up before `step_timeout_s`."""
-    chunk_tokens: int = 512
-    """A prefill is sent in chunks of this many positions, so that no frame and no forward grows with the prompt."""
-    chunks_ahead: int = 3
-    """Chunks of one session that are under way together. It is less than servers accept, `ServePolicy.steps_ahead`."""
-    push: bool = True
-    """Hops give their results to the next one directly, where they can reach it."""
-    upstream_logs: bool = True
-    """Each hop logs its results for a peer that takes the next hop's place. The client sees only digests of what hops
-    give each other. Without it all results come to the client too and are logged there (Petals' cache at the
-    client)."""
-    push_patience_s: float = 2.0
-    """A hop that was given a step directly has this long to answer, plus a multiple of what a similar step took."""
-    replay_patience_s: float = 15.0
-    """The same for logged results. They are pushed over a fresh connection, are hardly ever lost, and are a prefill."""
-    push_retry_s: float = 2.0
-    """A hop that could not push, or whose push was lost, is asked again between two steps after this time. The pause
-    doubles each time, because asking takes a round trip."""
-    longest_push_retry_s: float = 60.0
-    relayed: RelayedPolicy = field(default_factory=RelayedPolicy)
-    recovery_timeout_s: float = 30.0
-    """A session that lost a peer looks this long for a replacement: a server may be starting again."""
-    standbys: bool = True
-    """The client keeps connections to peers that could take the place of a lost one."""
-    lease_s: float = 60.0
-    """Servers are asked to keep a session that `InferenceSession.export` has saved for this long."""
     retry_s: float = 1.0
     """The pause between two looks for peers, unless the swarm changes before."""
     ban_s: float = 2.0
     """The first ban of a peer that failed; each further ban lasts twice the one before."""
     longest_ban_s: float = 30.0
+    standbys: bool = True
+    """The client keeps connections to peers that could take the place of a lost one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushPolicy:
+    """When hops push their results to each other, and not by way of the client."""
+
+    enabled: bool = True
+    """Hops give their results to the next one directly, where they can reach it."""
+    patience_s: float = 2.0
+    """A hop that was given a step directly has this long to answer, plus a multiple of what a similar step took."""
+    retry_s: float = 2.0
+    """A hop that could not push, or whose push was lost, is asked again between two steps after this time. The pause
+    doubles each time, because asking takes a round trip."""
+    longest_retry_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryPolicy:
+    """How a session outlives the peers that it loses, and the process that it began in."""
+
+    upstream_logs: bool = True
+    """Each hop logs its results for a peer that takes the next hop's place. The client sees only digests of what hops
+    give each other. Without it all results come to the client too and are logged there (Petals' cache at the
+    client)."""
+    replay_patience_s: float = 15.0
+    """The time for logged results, as `PushPolicy.patience_s` is for a step. They are pushed over a fresh connection,
+    are hardly ever lost, and are a prefill."""
+    timeout_s: float = 30.0
+    """A session that lost a peer looks this long for a replacement: a server may be starting again."""
+    lease_s: float = 60.0
+    """Servers are asked to keep a session that `InferenceSession.export` has saved for this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrustPolicy:
+    """How a client checks receipts, and treats peers that may have lied."""
+
     strict: bool = False
     """The signatures of a step's receipts are checked before the step ends. Otherwise they are checked beside a later
     step."""
@@ -425,14 +432,46 @@ class ClientPolicy:
     lying is suspected faster than this forgets."""
     most_suspicion: float = 16.0
     """The most breaks that count, so that a peer that alone holds some blocks is forgiven within an hour."""
-    spot_check: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SpotCheckPolicy:
+    """Which chunks another peer computes again, see `session/spot_checks.py`."""
+
+    share: float = 0.0
     """The share of announced chunks that another peer computes again. 0.01 costs servers a prefill in 100 tokens."""
-    spot_check_positions: int = 2048
+    positions: int = 2048
     """Chunks that end further on are not checked: a check is a prefill of all positions, and their transfer."""
-    spot_check_timeout_s: float = 60.0
+    timeout_s: float = 60.0
     """A peer has this long to compute a chunk again. Then others are asked, or the check is given up."""
-    spot_check_tolerance: float | None = None
+    tolerance: float | None = None
     """Relative L2 error of a position that honest peers may differ by. None: as measured (`session/spot_checks.py`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientPolicy:
+    """The limits and deadlines of a client."""
+
+    priority: Priority = Priority.INTERACTIVE
+    """The priority that the client's sessions claim. Servers cannot check it; they also share fairly among clients."""
+    open_timeout_s: float = 10.0
+    step_timeout_s: float = 60.0
+    """This is long enough for a long prefill on a slow peer. The link notices a dead peer within
+    `LinkPolicy.silence_s`."""
+    step_patience_s: float = 15.0
+    step_patience_times: float = 20.0
+    """A step at a known hop may take this many times what a similar step took before, plus `step_patience_s`. The hop's
+    link lives, so it may be busy with others; but a hop that hangs is given up before `step_timeout_s`."""
+    chunk_tokens: int = 512
+    """A prefill is sent in chunks of this many positions, so that no frame and no forward grows with the prompt."""
+    chunks_ahead: int = 3
+    """Chunks of one session that are under way together. It is less than servers accept, `ServePolicy.steps_ahead`."""
+    route: RoutePolicy = field(default_factory=RoutePolicy)
+    push: PushPolicy = field(default_factory=PushPolicy)
+    relayed: RelayedPolicy = field(default_factory=RelayedPolicy)
+    recovery: RecoveryPolicy = field(default_factory=RecoveryPolicy)
+    trust: TrustPolicy = field(default_factory=TrustPolicy)
+    spot_checks: SpotCheckPolicy = field(default_factory=SpotCheckPolicy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,8 +165,8 @@ def load_span(
     incomplete folder.
     """
     if (blueprint := blueprint_of(folder)) is not None:
-        reading = Reading(span, quant, report)
-        return _load_fused(folder, blueprint, span, attention, dtype, device, quant, reading, in_rust=in_rust)
+        held = _Held(dtype, device, quant)
+        return _load_fused(folder, blueprint, span, held, attention, report, in_rust=in_rust)
     family = family_of(folder.config)
     model = without_weights(folder, family, attention, dtype)
     decoder = model.get_submodule(family.decoder)
@@ -192,22 +192,30 @@ def load_span(
     return SpanModel(decoder, family, span, dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The form in which the weights of blocks are held, and where."""
+
+    dtype: torch.dtype
+    device: str
+    quant: str
+
+
 def _load_fused(
     folder: ModelFolder,
     blueprint: Blueprint,
     span: Span,
+    held: _Held,
     attention: str,
-    dtype: torch.dtype,
-    device: str,
-    quant: str,
-    reading: Reading,
+    report: Callable[[str], None],
     *,
     in_rust: bool,
 ) -> FusedSpan:
     """The same as `load_span`, without transformers."""
+    dtype, device, quant = held.dtype, held.device, held.quant
     blocks = torch.nn.ModuleList()
     is_narrow = in_rust and takes_narrow(blueprint, dtype, device, quant)
-    kept = KeptBlocks(folder, span, dtype, quant, device)
+    reading, kept = Reading(span, quant, report), KeptBlocks(folder, span, dtype, quant, device)
     for index in reading.blocks():
         block = _joined_block(blueprint, index, dtype)
         if not kept.fill(index, block):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from llmnode.core.ids import PeerId, SessionId
     from llmnode.core.model import ModelInfo
-    from llmnode.core.policy import ClientPolicy
+    from llmnode.core.policy import TrustPolicy
     from llmnode.core.route import Hop
     from llmnode.wire.chunk import Chunk
     from llmnode.wire.payload import Codec
@@ -48,7 +48,7 @@ class ReceiptBook:
         client: PeerId,
         model: ModelInfo,
         codec: Codec,
-        policy: ClientPolicy,
+        policy: TrustPolicy,
         verify: Verify,
         run: Run = trio.to_thread.run_sync,
         position: int = 0,

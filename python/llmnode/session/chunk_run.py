@@ -103,7 +103,7 @@ async def run_chunk(
     with ExitStack() as stack:
         upstream: _Upstream | None = None
         if isinstance(origin, SessionHop):
-            upstream = _Upstream(origin, stack.enter_context(origin.expect(chunk)), policy.replay_patience_s)
+            upstream = _Upstream(origin, stack.enter_context(origin.expect(chunk)), policy.recovery.replay_patience_s)
         expected = [stack.enter_context(hop.expect(chunk)) for hop in hops]
         if upstream:
             hidden = await upstream.replay(policy, task_status.started, push=True)
@@ -118,7 +118,7 @@ async def run_chunk(
                 task_status.started()
             outputs.append(arrived := await leg.receive(hidden))
             hop.pace.note(chunk.length, arrived.timing.round_trip_us / 1e6)
-            hidden, upstream = arrived.hidden, _Upstream(hop, output, policy.push_patience_s, arrived)
+            hidden, upstream = arrived.hidden, _Upstream(hop, output, policy.push.patience_s, arrived)
     return ChunkResult(chunk, inputs, outputs)
 
 

@@ -5,20 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from llmnode.errors import PeerError, PeerRefused, PeerUnreachable, SessionLost
 from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-    from pathlib import Path
-
     from llmnode.core.ids import PeerId
-    from llmnode.core.route import Hop, Route
     from llmnode.core.span import Span
-    from llmnode.session.saved import SavedSession
-    from llmnode.swarm.peer_connection import PeerConnection
+    from llmnode.session.peer_finder import PeerFinder
 
 CAUSES_KEPT = 16
 """Of one step: the first failures, and the latest."""
@@ -34,41 +29,6 @@ ALL_WOULD_REFUSE = {
     RefusalCode.BAD_MESSAGE,
 }
 """What the session itself has done wrong. With any other refusal, of an unknown code too, others may accept it."""
-
-
-class PeerFinder(Protocol):
-    """Who else holds a span: what a session asks when it has lost a peer."""
-
-    def report(self, error: PeerError) -> None:
-        """A peer failed; others are preferred to it for a while. A refusal is no failure: no room lasts as it says."""
-
-    def suspect(self, peers: Collection[PeerId]) -> None:
-        """One of these lied, and it is not known which."""
-
-    async def find(
-        self, span: Span, positions: int, avoid: Collection[PeerId], *, hurry: bool
-    ) -> tuple[Route, Mapping[PeerId, PeerConnection]]:
-        """Hops that cover `span`, over peers not in `avoid`; in a `hurry` also over peers that have failed lately.
-
-        If possible they have room for so many `positions`.
-
-        Raises NoRoute, or the PeerError of who could not be reached.
-        """
-
-    async def introduce(self, connection: PeerConnection, peer: PeerId) -> None:
-        """Tell who is at `connection` of `peer`, of whom it may not have heard yet. Raises PeerUnreachable."""
-
-    async def wait_changed(self) -> None:
-        """Until other peers are known than now."""
-
-    def distrust(self, peer: PeerId) -> None:
-        """It computed something else than others did: it is not to be used for a long time."""
-
-    async def find_twin(self, span: Span, avoid: Collection[PeerId]) -> tuple[Hop, PeerConnection]:
-        """One peer, any that has not failed lately, that computes all of `span`. Raises as `find` does."""
-
-    async def save(self, saved: SavedSession, path: Path) -> None:
-        """Write it to a file, with our key and peers that we know. Raises ConfigError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +69,16 @@ class StepFailures:
         self.cut_off.clear()
         self.room_in_s = 0.0
 
-    def note_lost(self, failure: PeerError, detours: PeerFinder) -> None:
+    def note_lost(self, failure: PeerError, finder: PeerFinder) -> None:
         """A hop of the session failed. Raises as `note`."""
-        self.note(failure, detours)
+        self.note(failure, finder)
         if isinstance(failure, PeerUnreachable) and failure.peer in self.failed:
             self.failed.remove(failure.peer)
             self.cut_off.add(failure.peer)
 
-    def note(self, error: PeerError, detours: PeerFinder) -> None:
+    def note(self, error: PeerError, finder: PeerFinder) -> None:
         """Raises SessionLost for what others would not do better."""
-        detours.report(error)
+        finder.report(error)
         self.causes = [*self.causes[: CAUSES_KEPT - 1], error]
         if error.peer is not None:
             self.failed.add(error.peer)

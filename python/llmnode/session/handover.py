@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from llmnode.core.ids import Epoch, PeerId
-    from llmnode.session.failures import PeerFinder
     from llmnode.session.hops import SessionHops
+    from llmnode.session.peer_finder import PeerFinder
     from llmnode.session.saved import SavedHop
     from llmnode.swarm.peer_connection import PeerConnection
 
@@ -38,7 +38,7 @@ async def lease(line: SessionHops) -> float:
             log.info("no lease: %s", error)
 
     # Who has lost its place in the session, or logs nothing for the next hop, would be of no use.
-    if line.is_settled and line.policy.upstream_logs:
+    if line.is_settled and line.policy.recovery.upstream_logs:
         async with trio.open_nursery() as nursery:
             for index, hop in enumerate(line.hops):
                 if hop.failure is None:
@@ -48,14 +48,14 @@ async def lease(line: SessionHops) -> float:
 
 def save(line: SessionHops, token_ids: Sequence[int]) -> SavedSession:
     """What another process needs to know of it, as it stands now."""
-    model = line.model
+    model = line.terms.model
     return SavedSession(
         model.name,
         model.profile,
         model.blocks,
         model.hidden_size,
-        line.form.codec,
-        line.max_length,
+        line.terms.codec,
+        line.terms.max_length,
         line.position,
         line.epoch,
         tuple(line.hops[0].inputs.pieces(line.position)),
@@ -65,37 +65,37 @@ def save(line: SessionHops, token_ids: Sequence[int]) -> SavedSession:
 
 
 async def take_over(
-    line: SessionHops, saved: SavedSession, connections: Mapping[PeerId, PeerConnection], detours: PeerFinder
+    line: SessionHops, saved: SavedSession, connections: Mapping[PeerId, PeerConnection], finder: PeerFinder
 ) -> None:
     """Have `line` stand where `saved` does, but for hops that are not there any more: they are lost."""
     line.position, line.epoch, line.is_settled = saved.position, saved.epoch, False
     asked_in = line.begin_epoch()
     hops = [
-        SessionHop(Hop(each.peer, each.span), connections.get(each.peer), line.form, line.policy, each.session)
+        SessionHop(Hop(each.peer, each.span), connections.get(each.peer), line.terms, each.session)
         for each in saved.hops
     ]
     async with trio.open_nursery() as nursery:
         for hop, each in zip(hops, saved.hops, strict=True):
-            nursery.start_soon(_take_over, line, hop, each, asked_in, saved, detours)
+            nursery.start_soon(_take_over, line, hop, each, asked_in, saved, finder)
     line.hops = _gaps_joined(line, hops)
     for payload, length in saved.log:
         line.hops[0].inputs.append(payload, length)
 
 
 async def _take_over(
-    line: SessionHops, hop: SessionHop, each: SavedHop, asked_in: Epoch, saved: SavedSession, detours: PeerFinder
+    line: SessionHops, hop: SessionHop, each: SavedHop, asked_in: Epoch, saved: SavedSession, finder: PeerFinder
 ) -> None:
     """What fails is the hop's failure."""
-    if each.session is None or not line.policy.upstream_logs:
+    if each.session is None or not line.policy.recovery.upstream_logs:
         hop.blame(PeerRefused(RefusalCode.UNKNOWN_SESSION, "has not kept the session"))
     if hop.failure is not None:
         return
     try:
-        await hop.take_over(line.model, asked_in, saved.epoch, saved.position)
+        await hop.take_over(asked_in, saved.epoch, saved.position)
     except PeerError as error:
         log.info("not taken over: %s", error)
         await hop.close()
-        detours.report(error)
+        finder.report(error)
 
 
 def _gaps_joined(line: SessionHops, hops: Sequence[SessionHop]) -> list[SessionHop]:
@@ -108,7 +108,7 @@ def _gaps_joined(line: SessionHops, hops: Sequence[SessionHop]) -> list[SessionH
         members = list(group)
         if is_lost:
             span = Span(members[0].hop.span.start, members[-1].hop.span.end)
-            gap = SessionHop(Hop(members[0].hop.peer, span), None, line.form, line.policy)
+            gap = SessionHop(Hop(members[0].hop.peer, span), None, line.terms)
             gap.failure = PeerUnreachable("the session that was saved is not there any more", span=span)
             members = [gap]
         joined += members

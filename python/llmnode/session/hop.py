@@ -37,14 +37,12 @@ from llmnode.wire.profile import profile_fields
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-    from llmnode.core.model import ModelInfo
-    from llmnode.core.policy import ClientPolicy
     from llmnode.core.route import Hop
     from llmnode.receipts.book import ReceiptBook, TakenIn
+    from llmnode.session.terms import SessionTerms
     from llmnode.swarm.peer_connection import Expected, PeerConnection
     from llmnode.wire.chunk import Chunk
     from llmnode.wire.frame import Buffer
-    from llmnode.wire.payload import HiddenForm
     from llmnode.wire.receipt import Receipt
 
     Introduce = Callable[[PeerConnection, PeerId], Awaitable[None]]
@@ -61,25 +59,25 @@ class SessionHop:
         self,
         hop: Hop,
         connection: PeerConnection | None,
-        form: HiddenForm,
-        policy: ClientPolicy,
+        terms: SessionTerms,
         session: SessionId | None = None,
     ) -> None:
         """`session` is the name of one that there is, for `take_over`. Only who is lost has no connection."""
         self.hop = hop
-        self.inputs = PayloadLog(form)
+        self.inputs = PayloadLog(terms.form)
         """What it was given, of the positions that all hops have computed, as far as it is logged here."""
         self.failure: PeerError | None = None
         if connection is None:
             self.failure = PeerUnreachable("cannot be reached", peer=hop.peer, span=hop.span)
-        self.pushing = PushState(policy)
+        self.pushing = PushState(terms.policy.push)
         self.pace = PeerSpeed()
         self.one_by_one = trio.Lock()
         """Held by the chunk whose output is waited for."""
         self._reached = connection
         self._is_open = False
-        self._form = form
-        self._policy = policy
+        self._terms = terms
+        self._form = terms.form
+        self._policy = terms.policy
         self._session = session or SessionId(secrets.token_bytes(SESSION_ID_BYTES))
         self._neighbours: Neighbours | None = None  # as it was told, and does
         self._keeps_outputs = False
@@ -99,16 +97,15 @@ class SessionHop:
         """Who it is, and under which name its peer keeps it, if it does."""
         return SavedHop(self.hop.peer, self.hop.span, self._session if self._is_leased else None)
 
-    async def open(
-        self, model: ModelInfo, max_length: int, epoch: Epoch, stand: Callable[..., Awaitable[None]] | None = None
-    ) -> None:
+    async def open(self, epoch: Epoch, stand: Callable[..., Awaitable[None]] | None = None) -> None:
         """In one round trip with `stand`, which is `set_neighbours` but for its `first`."""
-        self._keeps_outputs = self._policy.upstream_logs and self.hop.span.end < model.blocks
+        model = self._terms.model
+        self._keeps_outputs = self._policy.recovery.upstream_logs and self.hop.span.end < model.blocks
         request = Open(
             **profile_fields(model.profile),
             span_start=self.hop.span.start,
             span_end=self.hop.span.end,
-            max_length=max_length,
+            max_length=self._terms.max_length,
             codec=self._form.codec,
             priority=self._policy.priority.word,
             keep_outputs=self._keeps_outputs,
@@ -124,12 +121,12 @@ class SessionHop:
 
             await (is_open() if stand is None else stand(first=is_open))
 
-    async def take_over(self, model: ModelInfo, asked_in: Epoch, epoch: Epoch, position: int) -> None:
+    async def take_over(self, asked_in: Epoch, epoch: Epoch, position: int) -> None:
         """Have the session that there is move to our connection. `asked_in` is an epoch that nobody was asked in.
 
         It must have stayed in `epoch`, where it only grew, and stand at `position` or beyond.
         """
-        self._keeps_outputs = self._policy.upstream_logs and self.hop.span.end < model.blocks
+        self._keeps_outputs = self._policy.recovery.upstream_logs and self.hop.span.end < self._terms.model.blocks
         self.connection.sessions.add(self._session)
         with self.blamed():
             frame = Frame(FrameType.RESUME, self._session, asked_in)
@@ -190,14 +187,12 @@ class SessionHop:
         """One of `others` that is at the same peer, with the same blocks, and well; else a new one, to be opened."""
         place = self.hop, self._reached
         well = (each for each in others if (each.hop, each._reached) == place and each.failure is None)
-        return next(well, None) or SessionHop(self.hop, self._reached, self._form, self._policy)
+        return next(well, None) or SessionHop(self.hop, self._reached, self._terms)
 
     async def become(
         self,
         source: SessionHop,
         shared: int,
-        model: ModelInfo,
-        max_length: int,
         epoch: Epoch,
         step: Step,
         position: int,
@@ -212,7 +207,7 @@ class SessionHop:
         frame = Frame(FrameType.FORK, self._session, epoch, step, start=position, meta=pack(request))
         with suppress(PeerError), self.blamed():
             if not self._is_open:
-                await self.open(model, max_length, Epoch(epoch - 1))
+                await self.open(Epoch(epoch - 1))
             await self.connection.ask(frame, FrameType.FORKED, self._policy.step_timeout_s)
 
     async def set_neighbours(
@@ -301,7 +296,7 @@ class SessionHop:
                 self._reached.sessions.discard(self._session)
 
     def _lease_frame(self, epoch: Epoch, step: Step, *, leaves: bool) -> Frame:
-        request = Lease(int(1000 * self._policy.lease_s), leaves)
+        request = Lease(int(1000 * self._policy.recovery.lease_s), leaves)
         return Frame(FrameType.LEASE, self._session, epoch, step, meta=pack(request))
 
     @contextmanager

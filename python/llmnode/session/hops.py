@@ -17,24 +17,19 @@ from llmnode.session.chunk_run import run_chunks
 from llmnode.session.hop import SessionHop
 from llmnode.session.relay_gate import RelayGate
 from llmnode.wire.chunk import Chunk
-from llmnode.wire.payload import HiddenForm, payload_bytes
+from llmnode.wire.payload import payload_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from llmnode.core.ids import PeerId
-    from llmnode.core.model import ModelInfo
-    from llmnode.core.policy import ClientPolicy
     from llmnode.core.route import Route
     from llmnode.errors import LlmnodeError
-    from llmnode.receipts.book import ReceiptBook
     from llmnode.session.chunk_run import ChunkResult
-    from llmnode.session.hop import Introduce
-    from llmnode.session.spot_checks import SpotChecks
+    from llmnode.session.terms import SessionTerms, SessionTools
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.wire.frame import Buffer
     from llmnode.wire.log import PayloadLog
-    from llmnode.wire.payload import Codec
 
 log = logging.getLogger(__name__)
 
@@ -44,22 +39,14 @@ class SessionHops:
 
     def __init__(
         self,
-        model: ModelInfo,
-        max_length: int,
-        codec: Codec,
-        policy: ClientPolicy,
-        *,
-        introduce: Introduce | None = None,
-        book: ReceiptBook | None = None,
-        spot: SpotChecks | None = None,
+        terms: SessionTerms,
+        tools: SessionTools,
     ) -> None:
-        """`book` and `spot` go back with the hops."""
-        self.model = model
-        self.max_length = max_length
-        self.form = HiddenForm(model.hidden_size, codec)
-        self.policy = policy
-        self.book = book
-        self.spot = spot
+        """The book and the spot checks of `tools` go back with the hops."""
+        self.terms = terms
+        self.tools = tools
+        self.form = terms.form
+        self.policy = terms.policy
         self.hops: list[SessionHop] = []
         self.position = 0
         self.epoch = Epoch(0)
@@ -67,8 +54,7 @@ class SessionHops:
         self.is_settled = True
         self.ended: LlmnodeError | None = None
         """Why nothing more can be done with it."""
-        self._introduce = introduce
-        self._relayed = RelayGate(policy.relayed)
+        self._relayed = RelayGate(terms.policy.relayed)
 
     @property
     def lost(self) -> SessionHop | None:
@@ -99,10 +85,10 @@ class SessionHops:
         """Have all hops stand at the line's position, in one epoch, and know their neighbours. Raises PeerError."""
         if not self.is_settled:
             self.begin_epoch()
-            if self.book is not None:
-                self.book.truncate(self.position)
-            if self.spot is not None:
-                self.spot.truncate(self.position)
+            if self.tools.book is not None:
+                self.tools.book.truncate(self.position)
+            if self.tools.spot_checks is not None:
+                self.tools.spot_checks.truncate(self.position)
             with single_error():
                 async with trio.open_nursery() as nursery:
                     for hop in self.hops:
@@ -116,7 +102,7 @@ class SessionHops:
 
         Raises the PeerError of a hop that is lost by that.
         """
-        if self.spot is None or not self.spot.is_busy:  # a check asks over what it found
+        if self.tools.spot_checks is None or not self.tools.spot_checks.is_busy:  # a check asks over what it found
             await self._move(self.hops, self.step, self.position)
         if any(hop.pushing.has_failed for hop in self.hops):
             await self.line_up()
@@ -127,7 +113,7 @@ class SessionHops:
         Its hops do not know their neighbours yet.
         """
         position = source.position
-        if (source.model, source.form) != (self.model, self.form) or position > self.max_length:
+        if (source.terms.model, source.form) != (self.terms.model, self.form) or position > self.terms.max_length:
             raise LocalProtocolError(f"no room for {position} positions of another session, or of another form")
         hops = [hop.beside(self.hops) for hop in source.hops]
         shared = min(self.position, position, self.hops[0].inputs.shared_with(source.hops[0].inputs))
@@ -137,14 +123,14 @@ class SessionHops:
         self.hops, self.position, self.is_settled = hops, position, True
         self.begin_epoch()  # of those that are opened
         at = self.begin_epoch(), self.step, position
-        if self.book is not None:
-            self.book.become(source.book, position)
-        if self.spot is not None:
-            self.spot.truncate(0)  # what is being checked has gone
+        if self.tools.book is not None:
+            self.tools.book.become(source.tools.book, position)
+        if self.tools.spot_checks is not None:
+            self.tools.spot_checks.truncate(0)  # what is being checked has gone
         with single_error():
             async with trio.open_nursery() as nursery:
                 for hop, other in zip(hops, source.hops, strict=True):
-                    nursery.start_soon(hop.become, other, shared, self.model, self.max_length, *at)
+                    nursery.start_soon(hop.become, other, shared, *at)
         if self.ended is not None:  # nobody else would close those that were opened since
             await self.abandon(hops)
             self.check_open()
@@ -160,7 +146,7 @@ class SessionHops:
         until_lost = [None, *self.hops[:index]]
         epoch = self.begin_epoch()
         hops = await self._open_hops(
-            route, connections, until_lost[-2:] if self.policy.upstream_logs else [], quiet=True
+            route, connections, until_lost[-2:] if self.policy.recovery.upstream_logs else [], quiet=True
         )
         try:
             await self._hold_replay(until_lost[-1], hops)
@@ -185,7 +171,7 @@ class SessionHops:
 
         Raises ConfigError.
         """
-        size_bytes = payload_bytes(self.form.codec, positions * self.model.hidden_size)
+        size_bytes = payload_bytes(self.terms.codec, positions * self.terms.model.hidden_size)
         await self._relayed.pass_when_allowed(chain, positions, size_bytes)
 
     async def land(self, flight: ChunkResult) -> None:
@@ -203,7 +189,7 @@ class SessionHops:
     async def _hold_replay(self, before: SessionHop | None, hops: Sequence[SessionHop]) -> None:
         """Before all positions go through new `hops`, which stand at their first. Raises PeerError."""
         try:
-            await self.hold_from_relays([before if self.policy.upstream_logs else None, *hops], self.position)
+            await self.hold_from_relays([before if self.policy.recovery.upstream_logs else None, *hops], self.position)
         except ConfigError as error:  # of the way there: others may be nearer
             log.warning("%s", error)
             relayed = next((hop for hop in hops if hop.connection.best.relayed), hops[0])
@@ -231,7 +217,7 @@ class SessionHops:
         Nobody is told anything if there is nothing `before`. `quiet` is as in `_tell`. Raises the PeerError of one that
         does not open, or the failure of the one before; then none is left open.
         """
-        hops = [SessionHop(hop, connections[hop.peer], self.form, self.policy) for hop in route]
+        hops = [SessionHop(hop, connections[hop.peer], self.terms) for hop in route]
         try:
             if before:
                 await self._tell([*before, *hops, None], opening=hops, quiet=quiet)
@@ -239,7 +225,7 @@ class SessionHops:
                 with single_error():
                     async with trio.open_nursery() as nursery:
                         for hop in hops:
-                            nursery.start_soon(hop.open, self.model, self.max_length, self.epoch)
+                            nursery.start_soon(hop.open, self.epoch)
         except BaseException:
             await self.abandon(hops)
             raise
@@ -256,12 +242,13 @@ class SessionHops:
 
         async def tell(before: SessionHop | None, hop: SessionHop, after: SessionHop | None) -> None:
             is_quiet = quiet and after is None
-            if not self.policy.push:
+            if not self.policy.push.enabled:
                 before = after = None
+            introduce = self.tools.finder.introduce if self.tools.finder is not None else None
             place = before, after, self.epoch, step
-            stand = partial(hop.set_neighbours, *place, quiet=is_quiet, introduce=self._introduce)
+            stand = partial(hop.set_neighbours, *place, quiet=is_quiet, introduce=introduce)
             if hop in opening:
-                await hop.open(self.model, self.max_length, self.epoch, stand)
+                await hop.open(self.epoch, stand)
             else:
                 await stand()
 
@@ -277,7 +264,7 @@ class SessionHops:
         """All positions of the session in chunks of `epoch`, and for each who has it, or the payload."""
         most = self.policy.chunk_tokens
         origins: Iterable[tuple[Buffer | SessionHop, int]] = logged.chunks(most)
-        if before is not None and self.policy.upstream_logs:
+        if before is not None and self.policy.recovery.upstream_logs:
             origins = ((before, min(most, self.position - start)) for start in range(0, self.position, most))
         start = 0
         for step, (origin, length) in enumerate(origins):
@@ -287,19 +274,19 @@ class SessionHops:
     def _log(self, flight: ChunkResult, hops: Sequence[SessionHop], before: SessionHop | None) -> None:
         """Keep what `hops` were given, as far as the hop before each does not."""
         for hop, hidden in zip(hops, flight.inputs, strict=True):
-            if before is None or not self.policy.upstream_logs:
+            if before is None or not self.policy.recovery.upstream_logs:
                 assert hidden.payload is not None
                 hop.inputs.append(hidden.payload, flight.chunk.length)
             before = hop
 
     async def _take_receipts(self, flight: ChunkResult, hops: Sequence[SessionHop], *, replay: bool) -> None:
         """Raises IntegrityError, the `failure` of its hop, if it must be sure of their signatures and one is bad."""
-        if (book := self.book) is None:
+        if (book := self.tools.book) is None:
             return
         receipts = [hop.receipt(book, flight.chunk, each.said) for hop, each in zip(hops, flight.outputs, strict=True)]
-        if self.policy.strict:
+        if self.policy.trust.strict:
             for hop, receipt in zip(hops, receipts, strict=True):
                 with hop.blamed():
                     await book.check([receipt])
         given, got = flight.inputs[0].digest, flight.output.digest
-        book.add(receipts, given, got, replay=replay, verified=self.policy.strict)
+        book.add(receipts, given, got, replay=replay, verified=self.policy.trust.strict)

@@ -10,20 +10,20 @@ from llmnode.core.peers.bans import Bans
 
 if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
-    from llmnode.core.policy import ClientPolicy
+    from llmnode.core.policy import PushPolicy
 
 
 class PushState:
     """Of one hop of a session."""
 
-    def __init__(self, policy: ClientPolicy) -> None:
+    def __init__(self, policy: PushPolicy) -> None:
         self.is_trusted = True
         """False once two hops contradicted each other about what it had pushed: it is asked no more."""
         self.receiver: PeerId | None = None
         """To whom it pushes: it has said so, and nothing has gone wrong since."""
         self._policy = policy
         self._failed: set[PeerId] = set()
-        self._pauses = Bans(policy.push_retry_s, policy.longest_push_retry_s)
+        self._pauses = Bans(policy.retry_s, policy.longest_retry_s)
         self._asked_later_s = 0.0
 
     @property
@@ -53,4 +53,4 @@ class PushState:
         if retry_after_s is None:
             self._pauses.report(receiver, now_s)
         else:
-            self._asked_later_s = now_s + min(max(retry_after_s, policy.push_retry_s), policy.longest_push_retry_s)
+            self._asked_later_s = now_s + min(max(retry_after_s, policy.retry_s), policy.longest_retry_s)

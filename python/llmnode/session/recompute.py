@@ -20,17 +20,17 @@ from llmnode.session.chunk_run import run_chunk
 from llmnode.session.hop import SessionHop
 from llmnode.wire.chunk import Chunk
 from llmnode.wire.log import PayloadLog
-from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
+from llmnode.wire.payload import Codec, decode_hidden
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llmnode.core.ids import PeerId
-    from llmnode.core.model import ModelInfo, Precision
-    from llmnode.core.policy import ClientPolicy
+    from llmnode.core.model import Precision
     from llmnode.core.span import Span
     from llmnode.receipts.book import ReceiptBook, Run, TakenIn
-    from llmnode.session.failures import PeerFinder
+    from llmnode.session.peer_finder import PeerFinder
+    from llmnode.session.terms import SessionTerms
     from llmnode.wire.chunk import Hidden
     from llmnode.wire.frame import Buffer
 
@@ -97,14 +97,18 @@ class Exhibit:
 class Recomputer:
     """Of one session, whose `book` it reads. `run` runs what takes long, off the event loop."""
 
-    def __init__(
-        self, model: ModelInfo, codec: Codec, policy: ClientPolicy, others: PeerFinder, book: ReceiptBook, run: Run
-    ) -> None:
-        self._model = model
-        self._form = HiddenForm(model.hidden_size, codec)
-        self._policy = policy
-        # For a hop without neighbours, which nobody waits for.
-        self._alone = replace(policy, push=False, upstream_logs=False, priority=Priority.BATCH)
+    def __init__(self, terms: SessionTerms, others: PeerFinder, book: ReceiptBook, run: Run) -> None:
+        self._model = terms.model
+        self._form = terms.form
+        self._policy = terms.policy
+        # A hop without neighbours, which nobody waits for.
+        alone = replace(
+            terms.policy,
+            push=replace(terms.policy.push, enabled=False),
+            recovery=replace(terms.policy.recovery, upstream_logs=False),
+            priority=Priority.BATCH,
+        )
+        self._alone = replace(terms, policy=alone)
         self._others = others
         self._book = book
         self._run = run
@@ -144,11 +148,11 @@ class Recomputer:
         Who refuses, fails or is slow is passed over: nobody is obliged to.
         """
         for _ in range(_MOST_ASKED):
-            with trio.move_on_after(self._policy.spot_check_timeout_s):
+            with trio.move_on_after(self._policy.spot_checks.timeout_s):
                 try:
                     found, connection = await self._others.find_twin(exhibit.span, asked)
                     asked.add(found.peer)
-                    hop = SessionHop(found, connection, self._form, self._alone)
+                    hop = SessionHop(found, connection, replace(self._alone, max_length=exhibit.sample.end))
                     return Opinion(found.peer, await self._compute(exhibit, hop))
                 except NoRoute:
                     return None
@@ -166,10 +170,10 @@ class Recomputer:
         """From position 0 on, as it has no KV of this session."""
         sample, made = exhibit.sample, PayloadLog(self._form)
         try:
-            await hop.open(self._model, sample.end, Epoch(0))
+            await hop.open(Epoch(0))
             for step, (start, length) in enumerate(self._pieces(sample.end)):
                 chunk = Chunk(Epoch(0), Step(step), start, length)
-                flight = await run_chunk([hop], chunk, exhibit.given.read(start, length), self._alone)
+                flight = await run_chunk([hop], chunk, exhibit.given.read(start, length), self._alone.policy)
                 assert flight.output.payload is not None, "it was told to keep no outputs"
                 made.append(flight.output.payload, length)
         finally:

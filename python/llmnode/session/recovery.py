@@ -17,20 +17,21 @@ from llmnode.session.failures import Recovery
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llmnode.session.failures import PeerFinder, StepFailures
+    from llmnode.session.failures import StepFailures
     from llmnode.session.hop import SessionHop
     from llmnode.session.hops import SessionHops
+    from llmnode.session.peer_finder import PeerFinder
 
 log = logging.getLogger(__name__)
 
 
 class Recoverer:
-    """Of one line. Without `detours` there is nobody to replace anybody."""
+    """Of one line. Without `finder` there is nobody to replace anybody."""
 
-    def __init__(self, line: SessionHops, detours: PeerFinder | None) -> None:
+    def __init__(self, line: SessionHops) -> None:
         self.recoveries: list[Recovery] = []
         self._line = line
-        self._detours = detours
+        self._finder = line.tools.finder
 
     async def mend(self, error: PeerError, trouble: StepFailures) -> None:
         """Put others in the place of all hops that have failed. Raises SessionLost or NoRoute."""
@@ -41,16 +42,16 @@ class Recoverer:
         lost = line.lost
         if lost is None and isinstance(error, IntegrityError):
             return  # it happens once to any two: what goes between them does so by way of us now
-        if self._detours is None or lost is None:
+        if self._finder is None or lost is None:
             raise SessionLost([error]) from error
-        trouble.deadline_s = min(trouble.deadline_s, trio.current_time() + line.policy.recovery_timeout_s)
+        trouble.deadline_s = min(trouble.deadline_s, trio.current_time() + line.policy.recovery.timeout_s)
         while lost is not None:
-            await self._replace(lost, self._detours, trouble)
+            await self._replace(lost, self._finder, trouble)
             lost = line.lost
 
     def _judge(self, error: IntegrityError) -> None:
         """Two hops contradict each other. What both have signed may prove which one lies; else both are suspected."""
-        book = self._line.book
+        book = self._line.tools.book
         if isinstance(error, HopsDisagree) and error.shown is not None and book is not None:
             told = error.upstream.receipt(book, error.chunk, error.told)
             shown = error.shown.shown_input, error.shown.input_digest, error.shown.shown_signature
@@ -60,17 +61,17 @@ class Recoverer:
                     return
             except IntegrityError as doubt:
                 log.warning("%s", doubt)
-        if self._detours is not None:
-            self._detours.suspect(error.suspects)
+        if self._finder is not None:
+            self._finder.suspect(error.suspects)
 
-    async def _replace(self, lost: SessionHop, detours: PeerFinder, trouble: StepFailures) -> None:
+    async def _replace(self, lost: SessionHop, finder: PeerFinder, trouble: StepFailures) -> None:
         """Have others in the place of `lost`; or return because of the hop before, which is then lost too."""
         line = self._line
         began, index = trio.current_time(), line.hops.index(lost)
         before = line.hops[index - 1] if index else None
         assert lost.failure is not None
         lost.inputs.truncate(line.position)
-        trouble.note_lost(lost.failure, detours)
+        trouble.note_lost(lost.failure, finder)
         await line.abandon([lost])  # if it lives it may be asked to take its own place, and has no room for both
         missing: NoRoute | None = None
         hurry = False
@@ -78,22 +79,22 @@ class Recoverer:
             try:
                 with trio.fail_at(trouble.deadline_s):
                     avoided = trouble.avoided(hurry=hurry)
-                    route, connections = await detours.find(lost.hop.span, line.max_length, avoided, hurry=hurry)
+                    route, connections = await finder.find(lost.hop.span, line.terms.max_length, avoided, hurry=hurry)
                     hops = await line.rebuild(lost, route, connections)
             except NoRoute as found:
                 missing = found
                 if hurry:  # everybody has been asked
                     log.warning("%s; trying again for %.0f s", found, trouble.deadline_s - trio.current_time())
-                    pause_s = max(line.policy.retry_s, trouble.room_in_s)
+                    pause_s = max(line.policy.route.retry_s, trouble.room_in_s)
                     with trio.move_on_at(min(trio.current_time() + pause_s, trouble.deadline_s)):
-                        await detours.wait_changed()
+                        await finder.wait_changed()
                     trouble.ask_all_again()  # they may be back, or have room, by now
                 hurry = not hurry
             except PeerError as failure:
                 if before is not None and before.failure is not None:
                     return
                 missing = None
-                trouble.note(failure, detours)
+                trouble.note(failure, finder)
             except trio.TooSlowError:
                 break
             else:

@@ -30,6 +30,7 @@ from llmnode.session.chunk_run import run_chunk, run_chunks
 from llmnode.session.failures import StepFailures
 from llmnode.session.hops import SessionHops
 from llmnode.session.recovery import Recoverer
+from llmnode.session.terms import SessionTools
 from llmnode.wire.payload import decode_hidden
 
 if TYPE_CHECKING:
@@ -37,18 +38,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llmnode.core.ids import PeerId
-    from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ClientPolicy
     from llmnode.core.route import Route
-    from llmnode.receipts.book import ReceiptBook
     from llmnode.session.chunk_run import ChunkResult
-    from llmnode.session.failures import PeerFinder, Recovery
+    from llmnode.session.failures import Recovery
     from llmnode.session.saved import SavedSession
-    from llmnode.session.spot_checks import SpotChecks
+    from llmnode.session.terms import SessionTerms
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.wire.chunk import Chunk, HopTiming
     from llmnode.wire.frame import Buffer
-    from llmnode.wire.payload import Codec
 
 log = logging.getLogger(__name__)
 
@@ -59,26 +57,16 @@ class InferenceSession:
     Made by `open_session`. Not for several tasks at once, except that any may close it.
     """
 
-    def __init__(
-        self,
-        model: ModelInfo,
-        max_length: int,
-        codec: Codec,
-        policy: ClientPolicy,
-        detours: PeerFinder | None,
-        book: ReceiptBook | None,
-        spot: SpotChecks | None = None,
-    ) -> None:
+    def __init__(self, terms: SessionTerms, tools: SessionTools) -> None:
         self.timings: Sequence[HopTiming] = ()
         """Of the latest step, one per hop."""
-        self.receipts = book
+        self.receipts = tools.book
         """Who computed what, as they signed it."""
-        self.spot_checks = spot
-        self._policy = policy
-        self._detours = detours
-        introduce = detours.introduce if detours is not None else None
-        self._hops = SessionHops(model, max_length, codec, policy, introduce=introduce, book=book, spot=spot)
-        self._mender = Recoverer(self._hops, detours)
+        self.spot_checks = tools.spot_checks
+        self._policy = terms.policy
+        self._finder = tools.finder
+        self._hops = SessionHops(terms, tools)
+        self._recoverer = Recoverer(self._hops)
         self._is_exported = False
 
     @property
@@ -89,7 +77,7 @@ class InferenceSession:
     @property
     def max_length(self) -> int:
         """Number of positions that there is KV for."""
-        return self._hops.max_length
+        return self._hops.terms.max_length
 
     @property
     def route(self) -> Route:
@@ -103,7 +91,7 @@ class InferenceSession:
     @property
     def recoveries(self) -> Sequence[Recovery]:
         """In the order in which peers were lost."""
-        return self._mender.recoveries
+        return self._recoverer.recoveries
 
     async def open(self, route: Route, connections: Mapping[PeerId, PeerConnection]) -> None:
         await self._hops.open(route, connections)
@@ -113,8 +101,8 @@ class InferenceSession:
 
         Raises NoRoute or SessionLost.
         """
-        assert self._detours is not None, "what was saved may have gone"
-        await handover.take_over(self._hops, saved, connections, self._detours)
+        assert self._finder is not None, "what was saved may have gone"
+        await handover.take_over(self._hops, saved, connections, self._finder)
         await self._persist(trio.lowlevel.checkpoint, position_before=saved.position)
 
     async def step(self, hidden: Buffer) -> Buffer:
@@ -127,7 +115,7 @@ class InferenceSession:
         so does ConfigError, if so much may not go through a relay.
         """
         self._hops.check_open()
-        row_bytes = self._hops.model.row_bytes
+        row_bytes = self._hops.terms.model.row_bytes
         length, rest = divmod(len(hidden), row_bytes)
         if rest or not length or self.position + length > self.max_length:
             raise LocalProtocolError(
@@ -138,7 +126,7 @@ class InferenceSession:
         outputs: list[Buffer] = []
         with single_error():
             async with trio.open_nursery() as beside:
-                if self.receipts is not None and self.receipts.pending >= self._policy.unverified_steps:
+                if self.receipts is not None and self.receipts.pending >= self._policy.trust.unverified_steps:
                     beside.start_soon(self.verify)
                 await self._persist(lambda: self._stream(waiting, outputs), position_before=self._hops.position)
         return outputs[0] if len(outputs) == 1 else bytearray().join(outputs)
@@ -188,10 +176,10 @@ class InferenceSession:
         cannot be written.
         """
         self._hops.check_open()
-        if self._detours is None:
+        if self._finder is None:
             raise LocalProtocolError("a session that knows no other peers cannot be saved")
         lease_s = await handover.lease(self._hops)
-        await self._detours.save(handover.save(self._hops, token_ids), path)
+        await self._finder.save(handover.save(self._hops, token_ids), path)
         self._is_exported = True
         return lease_s
 
@@ -221,7 +209,7 @@ class InferenceSession:
 
     def _chunks(self, hidden: Buffer) -> Iterator[tuple[Buffer, int]]:
         """Payloads and their lengths. They go on from hop to hop as they are: a lossy codec loses once, not twice."""
-        row_bytes, most = self._hops.model.row_bytes, self._policy.chunk_tokens
+        row_bytes, most = self._hops.terms.model.row_bytes, self._policy.chunk_tokens
         for at in range(0, len(hidden), most * row_bytes):
             rows = memoryview(hidden)[at : at + most * row_bytes]
             yield bytes(self._hops.form.encode(rows)), len(rows) // row_bytes  # logged, and `hidden` is the caller's
@@ -242,7 +230,7 @@ class InferenceSession:
                 except PeerError as error:
                     self._hops.is_settled = False
                     try:
-                        await self._mender.mend(error, trouble)
+                        await self._recoverer.mend(error, trouble)
                     except NoRoute:
                         self._hops.position = position_before
                         raise
@@ -267,7 +255,7 @@ class InferenceSession:
     async def _land(self, flight: ChunkResult) -> Buffer:
         """All hops have computed the chunk: the session stands after it now. Returns what it became, in fp32."""
         assert flight.output.payload is not None, "the last hop keeps no outputs"
-        values = flight.chunk.length * self._hops.model.hidden_size
+        values = flight.chunk.length * self._hops.terms.model.hidden_size
         output = decode_hidden(flight.output.payload, self._hops.form.codec, values)
         await self._hops.land(flight)
         self.timings = [each.timing for each in flight.outputs]
@@ -287,18 +275,17 @@ class InferenceSession:
 async def resume_session(
     saved: SavedSession,
     connections: Mapping[PeerId, PeerConnection],
-    model: ModelInfo,
-    policy: ClientPolicy,
-    detours: PeerFinder,
-    book: ReceiptBook,
-    spot: SpotChecks | None = None,
+    terms: SessionTerms,
+    tools: SessionTools,
 ) -> AsyncIterator[InferenceSession]:
     """The session that was `saved`, at whichever of its hops there are `connections` to; closed with the context.
 
+    `terms` are those of the saved session, and `tools` have a finder.
+
     Raises NoRoute if nobody holds the blocks of the others, SessionLost if that is of no use.
     """
-    session = InferenceSession(model, saved.max_length, saved.codec, policy, detours, book, spot)
-    async with _closed_at_last(session, policy):
+    session = InferenceSession(terms, tools)
+    async with _closed_at_last(session, terms.policy):
         await session.take_over(saved, connections)
         yield session
 
@@ -307,21 +294,15 @@ async def resume_session(
 async def open_session(
     route: Route,
     connections: Mapping[PeerId, PeerConnection],
-    model: ModelInfo,
-    max_length: int,
-    codec: Codec,
-    policy: ClientPolicy,
-    detours: PeerFinder | None = None,
-    book: ReceiptBook | None = None,
-    spot: SpotChecks | None = None,
+    terms: SessionTerms,
+    tools: SessionTools | None = None,
 ) -> AsyncIterator[InferenceSession]:
-    """Open a session with KV for `max_length` positions at every hop; it is closed with the context.
+    """Open a session at every hop of `route`; it is closed with the context.
 
-    Without `detours` it ends with the first peer that it loses; without a `book` receipts are not kept; without `spot`
-    nothing is computed twice. Raises the PeerError of the first hop that does not open.
+    Raises the PeerError of the first hop that does not open.
     """
-    session = InferenceSession(model, max_length, codec, policy, detours, book, spot)
-    async with _closed_at_last(session, policy):
+    session = InferenceSession(terms, tools or SessionTools())
+    async with _closed_at_last(session, terms.policy):
         await session.open(route, connections)
         yield session
 

@@ -27,13 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from llmnode.core.ids import PeerId
-    from llmnode.core.model import ModelInfo
-    from llmnode.core.policy import ClientPolicy
     from llmnode.receipts.book import ReceiptBook, Run
     from llmnode.session.chunk_run import ChunkResult
-    from llmnode.session.failures import PeerFinder
+    from llmnode.session.peer_finder import PeerFinder
     from llmnode.session.recompute import Exhibit, Opinion
-    from llmnode.wire.payload import Codec
+    from llmnode.session.terms import SessionTerms
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +47,7 @@ class SpotChecks:
 
     def __init__(
         self,
-        model: ModelInfo,
-        codec: Codec,
-        policy: ClientPolicy,
+        terms: SessionTerms,
         others: PeerFinder,
         book: ReceiptBook,
         rng: random.Random,
@@ -65,10 +61,10 @@ class SpotChecks:
         """Checks for which nobody could be asked, or a log was not shown."""
         self.largest_deviation = 0.0
         """Of two peers that were taken to agree."""
-        self._recomputer = Recomputer(model, codec, policy, others, book, run)
-        asked_for = policy.spot_check_tolerance
-        self._tolerance = tolerance(model.precision, codec) if asked_for is None else asked_for
-        self._policy = policy
+        self._recomputer = Recomputer(terms, others, book, run)
+        self._policy = terms.policy
+        asked_for = self._policy.spot_checks.tolerance
+        self._tolerance = tolerance(terms.model.precision, terms.codec) if asked_for is None else asked_for
         self._others = others
         self._rng = rng
         self._start_soon = start_soon
@@ -84,11 +80,11 @@ class SpotChecks:
         end = flight.chunk.start + flight.chunk.length
         if not (self._is_open and self._over.is_set() and self._finding is None and self._recomputer.can_cut):
             return
-        if end > self._policy.spot_check_positions or self._rng.random() >= self._policy.spot_check:
+        if end > self._policy.spot_checks.positions or self._rng.random() >= self._policy.spot_checks.share:
             return
         index = self._rng.randrange(len(hops))
         hop = hops[index]
-        origin = hops[index - 1] if index and self._policy.upstream_logs else hop.inputs.copy()
+        origin = hops[index - 1] if index and self._policy.recovery.upstream_logs else hop.inputs.copy()
         sample = Sample(flight.chunk, origin, hop, flight.outputs[index].hidden)
         self._end, self._scope, self._over = end, trio.CancelScope(), trio.Event()
         self._start_soon(partial(self._check, sample))

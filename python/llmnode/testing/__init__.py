@@ -18,7 +18,7 @@ from llmnode.testing.directory import MemoryDirectory
 from llmnode.testing.faults import Cast, Fault, FaultPlan, Odds, shrunk
 from llmnode.testing.network import MemoryInternet, MemoryNetwork, open_internet, peer_named
 from llmnode.testing.simulate import inline, seeds, simulate, simulated, simulated_ms
-from llmnode.testing.watched_router import WatchedRouter
+from llmnode.testing.watched_finder import WatchedFinder
 from llmnode.testing.worker import EXACT_MODEL, ExactExecutor, ExactWorker, exact_output
 from llmnode.testing.world import ServingNode, SimulatedClient, SimulatedNode, World, open_world
 
@@ -38,7 +38,7 @@ __all__ = [
     "ServingNode",
     "SimulatedClient",
     "SimulatedNode",
-    "WatchedRouter",
+    "WatchedFinder",
     "World",
     "before_deadline",
     "check_coverage",

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
+    from llmnode.core.policy import RoutePolicy
     from llmnode.session.session import InferenceSession
     from llmnode.swarm.membership import Swarm
-    from llmnode.testing.watched_router import WatchedRouter
+    from llmnode.testing.watched_finder import WatchedFinder
     from llmnode.testing.world import World
 
 SETTLE_S = 20.0
@@ -99,7 +100,7 @@ def before_deadline(policy: ClientPolicy, session: InferenceSession) -> Iterator
 
     A hop may keep it waiting until it is given up, and the last of those that take its place too.
     """
-    longest_s = policy.recovery_timeout_s + 2 * (policy.step_timeout_s + policy.push_patience_s)
+    longest_s = policy.recovery.timeout_s + 2 * (policy.step_timeout_s + policy.push.patience_s)
     try:
         with trio.fail_after(longest_s):
             yield
@@ -107,15 +108,15 @@ def before_deadline(policy: ClientPolicy, session: InferenceSession) -> Iterator
         raise AssertionError(f"neither a result nor an error in {longest_s:g} s, through {session.route}") from None
 
 
-def check_no_banned_peer(router: WatchedRouter, policy: ClientPolicy) -> None:
-    """A peer that was banned for a failure is in no detour that was chosen without hurry."""
-    for asked_s, failures, route in router.detours:
-        banned = _banned(router.failures[:failures], asked_s, policy)
+def check_no_banned_peer(finder: WatchedFinder, policy: ClientPolicy) -> None:
+    """A peer that was banned for a failure is on no route that was found without hurry."""
+    for asked_s, failures, route in finder.found:
+        banned = _banned(finder.failures[:failures], asked_s, policy.route)
         used = [hop for hop in route if hop.peer in banned]
         assert not used, f"{used} were banned when they were chosen, {asked_s:.3f} s into the run"
 
 
-def _banned(failures: Iterable[tuple[float, PeerId]], now_s: float, policy: ClientPolicy) -> set[PeerId]:
+def _banned(failures: Iterable[tuple[float, PeerId]], now_s: float, policy: RoutePolicy) -> set[PeerId]:
     """The bans by the rules of `core.bans`, from all failures anew: a failure during a ban does not make it longer."""
     until_s: dict[PeerId, float] = {}
     lasted_s: dict[PeerId, float] = {}
@@ -123,9 +124,8 @@ def _banned(failures: Iterable[tuple[float, PeerId]], now_s: float, policy: Clie
         if failed_s < until_s.get(peer, 0.0):
             continue
         forgotten = failed_s > until_s.get(peer, 0.0) + policy.longest_ban_s
-        lasted_s[peer] = (
-            policy.ban_s if forgotten else min(2 * lasted_s.get(peer, policy.ban_s / 2), policy.longest_ban_s)
-        )
+        doubled_s = min(2 * lasted_s.get(peer, policy.ban_s / 2), policy.longest_ban_s)
+        lasted_s[peer] = policy.ban_s if forgotten else doubled_s
         until_s[peer] = failed_s + lasted_s[peer]
     return {peer for peer, end_s in until_s.items() if now_s < end_s}
 

@@ -14,13 +14,14 @@ from llmnode.core.policy import ClientPolicy, LinkPolicy, ServePolicy, SwarmPoli
 from llmnode.node.serve.links import accept_links, answer_as_relay
 from llmnode.node.serve.role import Role
 from llmnode.node.serve.server import Server
+from llmnode.session.router import Router
 from llmnode.swarm.membership import Swarm
 from llmnode.swarm.pool import open_pool
 from llmnode.testing.conditions import Conditions
 from llmnode.testing.directory import MemoryDirectory
 from llmnode.testing.network import open_internet
 from llmnode.testing.simulate import inline, simulated_ms
-from llmnode.testing.watched_router import WatchedRouter
+from llmnode.testing.watched_finder import WatchedFinder
 from llmnode.testing.worker import EXACT_MODEL, ExactSource
 from llmnode.wire.payload import Codec
 
@@ -106,9 +107,9 @@ class ServingNode(SimulatedNode):
 
 
 class SimulatedClient(NamedTuple):
-    """A user of the swarm. `router` opens sessions, and remembers what `checks` ask."""
+    """A user of the swarm. `router` opens sessions, and its finder remembers what `checks` ask."""
 
-    router: WatchedRouter
+    router: Router
     peer: PeerId
 
 
@@ -206,10 +207,10 @@ class World:
         policy: ClientPolicy | None = None,
         *,
         name: str = "client",
-        router: type[WatchedRouter] = WatchedRouter,
+        finder: type[WatchedFinder] = WatchedFinder,
         now_ms: Callable[[], int] = simulated_ms,
     ) -> AsyncIterator[SimulatedClient]:
-        """A user that knows all nodes that live. For a scheduler of your own, give a `router` of that class."""
+        """A user that knows all nodes that live. For routes of your own, give a `finder` of that class."""
         network = self.internet.network(name)
         rng = self._rng(name)
         async with AsyncExitStack() as stack:
@@ -230,9 +231,8 @@ class World:
             nursery.start_soon(swarm.run)
             self.clients[name] = swarm
             try:
-                yield SimulatedClient(
-                    router(self.model, pool, swarm, policy or ClientPolicy(chunk_tokens=8), rng, inline), network.peer
-                )
+                own = finder(self.model, pool, swarm, policy or ClientPolicy(chunk_tokens=8), rng, inline)
+                yield SimulatedClient(Router(own), network.peer)
             finally:
                 if self.clients.get(name) is swarm:  # its next life may have begun
                     del self.clients[name]

@@ -24,8 +24,10 @@ from llmnode.core.view import online
 from llmnode.errors import SessionLost
 from llmnode.models.tensors import from_bytes, to_bytes
 from llmnode.net.host import open_network
+from llmnode.session.peer_finder import PeerFinder
 from llmnode.session.router import Router
 from llmnode.session.session import open_session
+from llmnode.session.terms import SessionTerms, SessionTools
 from llmnode.swarm.membership import Swarm
 from llmnode.swarm.pool import open_pool
 from llmnode.wire.payload import Codec
@@ -161,7 +163,7 @@ class Strategies:
         router = self._router(draws)
         async with (
             self._open(self._router(draws), self._whole, shape.tokens) as one,
-            self._open(router, self._whole, shape.tokens, detours=router) as other,
+            self._open(router, self._whole, shape.tokens, recovers=True) as other,
             self._router(draws).open_session(shape.tokens, Codec.RAW) as third,
         ):
             assert one.route == other.route == third.route  # drawn alike
@@ -248,7 +250,7 @@ class Strategies:
 
     def _router(self, draws: Draws) -> Router:
         """It has banned nobody yet, and chooses between equal peers as the draws' seed has it."""
-        return Router(self.parts.model, self.pool, self.swarm, self.policy, random.Random(draws.seed))
+        return Router(PeerFinder(self.parts.model, self.pool, self.swarm, self.policy, random.Random(draws.seed)))
 
     @asynccontextmanager
     async def _open(
@@ -257,12 +259,14 @@ class Strategies:
         span: Span,
         max_length: int,
         avoid: Collection[PeerId] = (),
-        detours: Router | None = None,
+        *,
+        recovers: bool = False,
     ) -> AsyncIterator[InferenceSession]:
-        """A session without receipts; without `detours` it does not recover."""
-        route, connections = await router.find(span, max_length, avoid, hurry=True)
-        model = self.parts.model
-        async with open_session(route, connections, model, max_length, Codec.RAW, self.policy, detours) as session:
+        """A session without receipts; it recovers from failures only if it is told to."""
+        route, connections = await router.finder.find(span, max_length, avoid, hurry=True)
+        terms = SessionTerms(self.parts.model, max_length, Codec.RAW, self.policy)
+        tools = SessionTools(router.finder if recovers else None)
+        async with open_session(route, connections, terms, tools) as session:
             yield session
 
     async def _connect_all(self) -> None:

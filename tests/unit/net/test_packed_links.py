@@ -23,6 +23,7 @@ from llmnode.net.host import Libp2pNetwork, open_network
 from llmnode.net.link import Libp2pLink
 from llmnode.node.serve.server import Server
 from llmnode.session.session import open_session
+from llmnode.session.terms import SessionTerms
 from llmnode.swarm.peer_connection import open_connection
 from llmnode.testing import ExactWorker, exact_output
 from llmnode.wire.frame import Frame, FrameType
@@ -157,7 +158,8 @@ async def test_a_session_over_packed_links_is_right_to_the_bit() -> None:
         async with open_connection(await over.one.dial(over.address)) as connection:
             route, links = (Hop(connection.peer, worker.span),), {connection.peer: connection}
             policy = ClientPolicy(chunk_tokens=ROWS)
-            async with open_session(route, links, MODEL, MODEL.context_tokens, Codec.RAW, policy) as session:
+            terms = SessionTerms(MODEL, MODEL.context_tokens, Codec.RAW, policy)
+            async with open_session(route, links, terms) as session:
                 given, got = bytearray(), bytearray()
                 for rows in (8 * ROWS, 1, 1, 4 * ROWS, 1):
                     hidden = floats(rows, rows * MODEL.row_bytes)

@@ -13,7 +13,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmnode.core.policy import ClientPolicy
+from llmnode.core.policy import TrustPolicy
 from llmnode.core.span import Span
 from llmnode.errors import IntegrityError, LocalProtocolError
 from llmnode.net.identity import is_signed
@@ -63,7 +63,7 @@ def test_signatures_are_checked_in_another_thread_and_once_each() -> None:
         checked.append(threading.get_ident())
         return is_signed(peer, message, signature)
 
-    session.book = ReceiptBook(CLIENT.peer, MODEL, Codec.RAW, ClientPolicy(), watched)
+    session.book = ReceiptBook(CLIENT.peer, MODEL, Codec.RAW, TrustPolicy(), watched)
     for _ in range(4):
         session.step()
     assert checked == [], "the way of a step has no signature checks"
@@ -139,7 +139,7 @@ def test_receipts_for_positions_out_of_turn_are_our_bug() -> None:
 def test_an_echo_of_what_was_told_is_nothing_new() -> None:
     session = Session()
     told, after, _ = session.step()
-    book = ReceiptBook(CLIENT.peer, MODEL, Codec.RAW, ClientPolicy(), lambda *_: pytest.fail("costs a check"))
+    book = ReceiptBook(CLIENT.peer, MODEL, Codec.RAW, TrustPolicy(), lambda *_: pytest.fail("costs a check"))
     by = session.stages[1].hop
     assert book.echo(told, by, told.input_digest, after.input_digest, told.signature) is None
 
@@ -292,7 +292,7 @@ def test_a_rollback_while_signatures_are_checked_is_not_undone() -> None:
 
 
 def test_the_oldest_receipts_go_and_what_is_not_checked_yet_stays() -> None:
-    session = Session(policy=ClientPolicy(receipts_kept=12))
+    session = Session(policy=TrustPolicy(receipts_kept=12))
     for _ in range(10):
         session.step(2)
     assert session.book.pending == 10, "nobody gets away by being late"
@@ -306,7 +306,7 @@ def test_the_oldest_receipts_go_and_what_is_not_checked_yet_stays() -> None:
 
 
 def test_what_was_rolled_back_takes_no_room() -> None:
-    session = Session(policy=ClientPolicy(receipts_kept=12))
+    session = Session(policy=TrustPolicy(receipts_kept=12))
     for _ in range(5):
         session.truncate(0)
         for _ in range(4):
@@ -390,7 +390,7 @@ acts = st.lists(
 
 @given(acts, st.integers(6, 40))
 def test_whatever_happens_to_an_honest_session_its_export_is_fine(history: list[tuple[str, int]], kept: int) -> None:
-    session = Session(policy=ClientPolicy(receipts_kept=kept))
+    session = Session(policy=TrustPolicy(receipts_kept=kept))
     session.step(3)
     for act, number in history:
         match act:

@@ -21,6 +21,7 @@ from llmnode.core.span import Span
 from llmnode.errors import RemoteProtocolError
 from llmnode.session.chunk_run import run_chunk
 from llmnode.session.hop import SessionHop
+from llmnode.session.terms import SessionTerms
 from llmnode.swarm.peer_connection import open_connection
 from llmnode.testing import open_internet
 from llmnode.wire.chunk import Chunk
@@ -186,8 +187,8 @@ async def _answer_every_step_with(payload: bytes, network: MemoryNetwork) -> Non
 
 @pytest.mark.parametrize("scale", ["nan", "inf", "-1"])
 def test_a_peer_is_blamed_for_its_own_int8_that_means_nothing(scale: str) -> None:
-    form = HiddenForm(MODEL.hidden_size, Codec.INT8)
-    good = bytes(form.encode(bytes(MODEL.row_bytes)))
+    terms = SessionTerms(MODEL, 1, Codec.INT8, ClientPolicy())
+    good = bytes(terms.form.encode(bytes(MODEL.row_bytes)))
     bad = np.float32(scale).tobytes() + good[4:]
 
     async def main() -> None:
@@ -196,9 +197,9 @@ def test_a_peer_is_blamed_for_its_own_int8_that_means_nothing(scale: str) -> Non
             nursery.start_soon(_answer_every_step_with, bad, network)
             link = await internet.network("near").dial(network.addresses[0])
             async with open_connection(link) as connection:
-                hop = SessionHop(HOP, connection, form, ClientPolicy())
+                hop = SessionHop(HOP, connection, terms)
                 with pytest.raises(RemoteProtocolError) as raised:
-                    await run_chunk([hop], Chunk(Epoch(0), Step(0), 0, 1), good, ClientPolicy())
+                    await run_chunk([hop], Chunk(Epoch(0), Step(0), 0, 1), good, terms.policy)
                 assert (raised.value.peer, raised.value.span) == (HOP.peer, HOP.span)
                 assert hop.failure is raised.value
             nursery.cancel_scope.cancel()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from llmnode.core.ids import PeerId
-    from llmnode.core.policy import ClientPolicy
+    from llmnode.core.policy import TrustPolicy
 
 _FORGOTTEN = 1 / 16
 """Breaks. Suspicion below it is none."""
@@ -30,7 +30,7 @@ class _Level:
 class Suspicion:
     """An honest peer is suspected only while it stands beside a liar; a liar is suspected beside any peer."""
 
-    def __init__(self, policy: ClientPolicy) -> None:
+    def __init__(self, policy: TrustPolicy) -> None:
         self._policy = policy
         self._levels: dict[PeerId, _Level] = {}
         self._convicted_until_s: dict[PeerId, float] = {}

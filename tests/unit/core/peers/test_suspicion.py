@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from llmnode.core.ids import PeerId
 from llmnode.core.peers.suspicion import Suspicion
-from llmnode.core.policy import ClientPolicy
+from llmnode.core.policy import TrustPolicy
 from llmnode.core.route import Hop, HopCost, find_route
 from llmnode.core.span import Span
 
-POLICY = ClientPolicy()
+POLICY = TrustPolicy()
 PEERS = [PeerId(name) for name in "abcd"]
 PEER, OTHER, *_ = PEERS
 HALF_LIFE_S = POLICY.suspicion_half_life_s

@@ -1,4 +1,4 @@
-"""A router that keeps a record of failures and of the routes that it found, for `checks.check_no_banned_peer`."""
+"""A peer finder that keeps a record of failures and of the routes that it found, for `checks.check_no_banned_peer`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from llmnode.errors import PeerRefused
-from llmnode.session.router import Router
+from llmnode.session.peer_finder import PeerFinder
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from llmnode.swarm.peer_connection import PeerConnection
 
 
-class WatchedRouter(Router):
-    """`failures` have times; `detours` have the time, and how many failures were known then."""
+class WatchedFinder(PeerFinder):
+    """`failures` have times; `found` routes have the time, and how many failures were known then."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:  # Any: what a Router takes
+    def __init__(self, *arguments: Any, **options: Any) -> None:  # Any: what a PeerFinder takes
         super().__init__(*arguments, **options)
         self.failures: list[tuple[float, PeerId]] = []
-        self.detours: list[tuple[float, int, Route]] = []
+        self.found: list[tuple[float, int, Route]] = []
 
     def report(self, error: PeerError) -> None:
         super().report(error)
@@ -38,5 +38,5 @@ class WatchedRouter(Router):
         asked_s, failures = trio.current_time(), len(self.failures)
         route, connections = await super().find(span, positions, avoid, hurry=hurry)
         if not hurry:
-            self.detours.append((asked_s, failures, route))
+            self.found.append((asked_s, failures, route))
         return route, connections

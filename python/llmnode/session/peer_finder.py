@@ -1,0 +1,300 @@
+"""Which peers can serve a session: routes over the view, connections to their peers, and what is known against a peer.
+
+A session asks it for others when it has lost a peer. It knows no session.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.peers.absence import explain_absence
+from llmnode.core.peers.bans import Bans
+from llmnode.core.peers.suspicion import Suspicion
+from llmnode.core.route import Hop, HopCost, Route, find_detour, find_route
+from llmnode.core.view import online
+from llmnode.errors import ConfigError, IntegrityError, NoRoute, PeerError, PeerRefused, PeerTimeout, PeerUnreachable
+from llmnode.session.saved import MOST_CONTACTS, pack, write
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+    from pathlib import Path
+
+    from llmnode.core.announcement import Announcement
+    from llmnode.core.ids import PeerId
+    from llmnode.core.model import ModelInfo
+    from llmnode.core.policy import ClientPolicy
+    from llmnode.core.span import Span
+    from llmnode.receipts.book import Run
+    from llmnode.session.saved import SavedSession
+    from llmnode.swarm.membership import Swarm
+    from llmnode.swarm.peer_connection import PeerConnection
+    from llmnode.swarm.pool import ConnectionPool
+
+log = logging.getLogger(__name__)
+
+
+class PeerFinder:
+    """Finds peers of one model for the sessions of one client, over what the view knows at the time."""
+
+    def __init__(
+        self,
+        model: ModelInfo,
+        pool: ConnectionPool,
+        swarm: Swarm,
+        policy: ClientPolicy,
+        rng: random.Random | None = None,
+        run: Run = trio.to_thread.run_sync,
+    ) -> None:
+        """`run` runs what takes long, off the event loop."""
+        self.model = model
+        self.pool = pool
+        self.swarm = swarm
+        self.policy = policy
+        self.rng = rng or random.Random()
+        self.run = run
+        self._bans = Bans(policy.route.ban_s, policy.route.longest_ban_s)
+        self._suspicion = Suspicion(policy.trust)
+        self._full_until_s: dict[PeerId, float] = {}  # peers without room for a session, by their own estimate
+
+    async def look_up(self) -> None:
+        """Ask the directory for peers of the model. The view has them then."""
+        await self.swarm.look_up(self.model.digest)
+
+    def all_have_addresses(self) -> bool:
+        """Whether each peer of the model names an address. One without may just have lost its relays."""
+        return all(each.addresses for each in self._candidates())
+
+    def report(self, error: PeerError) -> None:
+        """A peer failed: others are preferred to it for a while. A refusal for want of room only lasts as it says."""
+        if error.peer is None:
+            return
+        if isinstance(error, PeerRefused):
+            if error.retry_after_s is not None:
+                now_s = trio.current_time()
+                still = {each: until_s for each, until_s in self._full_until_s.items() if until_s > now_s}
+                self._full_until_s = {**still, error.peer: now_s + error.retry_after_s}
+            return
+        if isinstance(error, IntegrityError) and error.proof is not None:
+            self._suspicion.convict(error.peer, trio.current_time())
+        self._bans.report(error.peer, trio.current_time())
+
+    def suspect(self, peers: Collection[PeerId]) -> None:
+        """One of these peers lied, and it is not known which."""
+        self._suspicion.suspect(peers, trio.current_time())
+
+    async def find(
+        self, span: Span, positions: int, avoid: Collection[PeerId], *, hurry: bool
+    ) -> tuple[Route, Mapping[PeerId, PeerConnection]]:
+        """Hops that cover `span`, over peers not in `avoid`; in a `hurry` also over peers that have failed lately.
+
+        If possible they have room for that number of `positions`. Raises NoRoute, or the PeerError of a peer that could
+        not be reached.
+        """
+        usable = [
+            each
+            for each in self._candidates(positions)
+            if each.peer not in avoid and (hurry or not self._is_banned(each))
+        ]
+        try:
+            route = find_detour(span, _held(usable), self._costs(usable, positions))
+        except NoRoute as error:
+            raise NoRoute(error.missing, self._hint(error.missing, positions, avoid)) from None
+        connections, errors = await self._connect(route, usable)
+        if errors:
+            raise errors[0]
+        self.warm_standbys(route)
+        return route, connections
+
+    async def introduce(self, connection: PeerConnection, peer: PeerId) -> None:
+        """Tell the server at `connection` about `peer`, which it may not have heard of. Raises PeerUnreachable."""
+        await self.swarm.introduce(connection, [peer])
+
+    async def wait_changed(self) -> None:
+        """Until other peers are known than now."""
+        await self.swarm.wait_changed()
+
+    def distrust(self, peer: PeerId) -> None:
+        """The peer computed something else than others did: it is not to be used for a long time."""
+        self._suspicion.distrust(peer, trio.current_time())
+
+    async def find_twin(self, span: Span, avoid: Collection[PeerId]) -> tuple[Hop, PeerConnection]:
+        """One peer that computes all of `span` and has not failed lately. Raises as `find` does."""
+        twins = [
+            each
+            for each in self._candidates()
+            if each.offer.span.covers(span) and each.peer not in avoid and not self._is_banned(each)
+        ]
+        if not twins:
+            raise NoRoute([span])
+        hop = Hop(twins[0].peer, span)
+        connections, errors = await self._connect([hop], twins)
+        if errors:
+            raise errors[0]
+        return hop, connections[hop.peer]
+
+    async def save(self, saved: SavedSession, path: Path) -> None:
+        """Write the session to a file, with our key and peers that we know. Raises ConfigError."""
+        known = {each.peer: each.addresses for each in self.swarm.view.announcements()}
+        hops = [address for hop in saved.hops for address in known.pop(hop.peer, ())]
+        others = [address for addresses in known.values() for address in addresses]
+        contacts = dict.fromkeys([*hops, *self.swarm.contacts, *others])
+        key = self.pool.network.key
+        complete = replace(saved, contacts=tuple(contacts)[:MOST_CONTACTS], key=key)
+        await self.run(lambda: write(path, pack(complete)))
+
+    async def reach_hops(self, saved: SavedSession) -> Mapping[PeerId, PeerConnection]:
+        """Connections to the hops that can be reached, at the addresses that they announce or that were saved."""
+        known = {each.peer: each.addresses for each in self.swarm.view.of_model(self.model.digest)}
+        connections: dict[PeerId, PeerConnection] = {}
+
+        async def reach(peer: PeerId) -> None:
+            had = [address for address in saved.contacts if address.rpartition("/p2p/")[2] == peer]
+            try:
+                with trio.fail_after(self.policy.route.connect_timeout_s):
+                    connections[peer] = await self.pool.connect(known.get(peer) or had)
+            except (PeerError, ConfigError, trio.TooSlowError) as error:
+                log.info("cannot reach peer=%s, which had the session: %s", peer, error)
+                self.report(PeerUnreachable("cannot be reached", peer=peer))
+
+        async with trio.open_nursery() as nursery:
+            for peer in dict.fromkeys(each.peer for each in saved.hops if each.session is not None):
+                nursery.start_soon(reach, peer)
+        return connections
+
+    async def connected_route(
+        self, failed: dict[PeerId, PeerError], positions: int
+    ) -> tuple[Route, Mapping[PeerId, PeerConnection]]:
+        """A route for that number of positions over peers that have not `failed`, each with a living connection.
+
+        Peers that cannot be reached are added to `failed`. Raises NoRoute or the PeerError that leaves no route.
+        """
+        while True:
+            usable = [each for each in self._candidates(positions) if each.peer not in failed]
+            route = self._route(usable, failed, positions)
+            connections, errors = await self._connect(route, usable)
+            if not errors:
+                return route, connections
+            for error in errors:
+                self.report(error)
+                failed[error.peer or route[0].peer] = error
+
+    def _route(self, usable: Sequence[Announcement], failed: dict[PeerId, PeerError], positions: int) -> Route:
+        """A route over peers that are not banned, or else over all of `usable`."""
+        good = [each for each in usable if not self._is_banned(each)]
+        try:
+            return find_route(self.model.blocks, _held(good), self._costs(good, positions))
+        except NoRoute:
+            pass
+        try:
+            return find_route(self.model.blocks, _held(usable), self._costs(usable, positions))
+        except NoRoute as error:
+            if failed:
+                raise next(reversed(failed.values())) from error
+            raise NoRoute(error.missing, self._hint(error.missing, positions)) from None
+
+    async def _connect(
+        self, route: Sequence[Hop], usable: Sequence[Announcement]
+    ) -> tuple[Mapping[PeerId, PeerConnection], Sequence[PeerError]]:
+        """Connect to all hops at once, until one cannot be reached, and for a moment more. Returns the failures too.
+
+        A dial that is under way then goes on: its peer may be wanted again.
+        """
+        addresses = {each.peer: each.addresses for each in usable}
+        connections: dict[PeerId, PeerConnection] = {}
+        errors: list[PeerError] = []
+        first, last = trio.Event(), trio.Event()  # to be decided
+
+        async def connect(hop: Hop) -> None:
+            try:
+                with trio.fail_after(self.policy.route.connect_timeout_s):
+                    connections[hop.peer] = await self.pool.connect(addresses[hop.peer])
+            except PeerError as error:
+                errors.append(error.blame(hop.peer, hop.span))
+            except trio.TooSlowError:
+                what = f"no connection in {self.policy.route.connect_timeout_s:g} s"
+                errors.append(PeerTimeout(what, peer=hop.peer, span=hop.span))
+            except ConfigError as error:  # the peer announced it, not the user
+                what = f"announces no usable address: {error}"
+                errors.append(PeerUnreachable(what, peer=hop.peer, span=hop.span))
+            if len(connections) + len(errors) == len(route):
+                last.set()
+            if errors or last.is_set():
+                first.set()
+
+        for hop in route:
+            self.pool.start_soon(partial(connect, hop))
+        await first.wait()
+        with trio.move_on_after(self.policy.route.connect_moment_s):
+            await last.wait()
+        return connections, errors
+
+    def warm_standbys(self, route: Route) -> None:
+        """Connect to the peers that would take the place of each hop."""
+        if not self.policy.route.standbys:
+            return
+        peers = {hop.peer for hop in route}
+        others = [each for each in self._candidates() if each.peer not in peers and not self._is_banned(each)]
+        addresses = {each.peer: each.addresses for each in others}
+        for hop in route:
+            with suppress(NoRoute):
+                for standby in find_detour(hop.span, _held(others), self._costs(others)):
+                    self.pool.warm(addresses[standby.peer])
+
+    def _is_banned(self, announcement: Announcement) -> bool:
+        return self._bans.is_banned(announcement.peer, trio.current_time())
+
+    def _costs(self, announcements: Sequence[Announcement], positions: int = 0) -> dict[PeerId, HopCost]:
+        """Costs by what peers say of themselves. Suspected peers, and peers without room for `positions`, are dearer.
+
+        The latency to each is not known.
+        """
+        default, now_s = HopCost(), trio.current_time()
+        costs = {}
+        for each in announcements:
+            penalty = self._suspicion.penalty(each.peer, now_s)
+            block_s = each.offer.block_us / 1e6 or default.block_s
+            is_full = each.offer.kv_tokens_free < positions or self._full_until_s.get(each.peer, 0.0) > now_s
+            wait_s = self.policy.route.room_cost_s if is_full else 0.0
+            costs[each.peer] = HopCost(penalty * default.hop_s + wait_s, penalty * block_s)
+        return costs
+
+    def _candidates(self, positions: int = 0) -> list[Announcement]:
+        """Peers whose KV is large enough for `positions` when all of it is free."""
+        model = self.model
+        holders = online(self.swarm.view.of_model(model.digest))
+        now_s = trio.current_time()
+        usable = [
+            each
+            for each in holders
+            if each.offer.profile == model.profile
+            and each.offer.kv_tokens >= positions
+            and not self._suspicion.is_excluded(each.peer, now_s)
+        ]
+        self.rng.shuffle(usable)  # clients take different ones of equal peers
+        return usable
+
+    def _hint(self, missing: Sequence[Span], positions: int, failed: Collection[PeerId] = ()) -> str:
+        """Says what the swarm has instead, if anything, and what to do."""
+        known, now_s = self.swarm.view.announcements(), trio.current_time()
+        excluded = [each.peer for each in known if self._suspicion.is_excluded(each.peer, now_s)]
+        why = explain_absence(
+            self.model,
+            missing,
+            known,
+            positions=positions,
+            clocks=self.swarm.judge_clocks(),
+            excluded=excluded,
+            failed=failed,
+        )
+        return str(why)
+
+
+def _held(announcements: Sequence[Announcement]) -> list[Hop]:
+    return [Hop(each.peer, each.offer.span) for each in announcements]
