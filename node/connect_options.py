@@ -54,11 +54,12 @@ class Access:
         with collection_paused():
             from llmnode.client.connect import aconnect, load_parts
             from llmnode.client.portal import open_portal
-            from llmnode.core.policy import ClientPolicy, RelayedPolicy
+            from llmnode.core.policy import ClientPolicy, RelayedPolicy, SpotCheckPolicy
             from llmnode.machine.threads import use_threads
             from llmnode.models.sources.open_model import open_model
         use_threads()
-        policy = ClientPolicy(spot_check=self.spot_check, relayed=RelayedPolicy(prefill=self.relayed_prefill))
+        checks, relayed = SpotCheckPolicy(self.spot_check), RelayedPolicy(prefill=self.relayed_prefill)
+        policy = ClientPolicy(spot_checks=checks, relayed=relayed)
         parts = load_parts(open_model(self.model, say))
         connecting = aconnect(
             self.peers, swarm_key=self.swarm_key, parts=parts, codec=self.codec, dtype=self.dtype, policy=policy
