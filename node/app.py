@@ -171,14 +171,14 @@ async def open_node(
     Raises ConfigError (blocks, address, missing model), ModelError, PeerError if none of `peers`, or of `relays`, can
     be reached, or WorkerLost if a worker process does not start time after time.
     """
-    _check(config)
+    check(config)
     with single_error():
         way_in = entry(config.peers, config.swarm_key)
         async with _joined(
             config.listen, config.announce, way_in, config.identity, report_notice, relays=config.relays
         ) as (network, swarm):
             report("loading torch")
-            async with _open_source(config, report, report_worker) as source, open_pool(network) as pushes:
+            async with open_source(config, report, report_worker) as source, open_pool(network) as pushes:
                 model = await source.open_model()
                 span = await choose_blocks(config.blocks, model, source, swarm)
                 server = Server(network, model, ServePolicy(), swarm, pushes)
@@ -257,7 +257,7 @@ async def _joined(
 
 
 @asynccontextmanager
-async def _open_source(
+async def open_source(
     config: NodeConfig, report: Callable[[str], None], report_worker: Callable[[str, bool], None]
 ) -> AsyncIterator[WorkerSource]:
     """Makes workers. Its process, if it has one, ends with the context."""
@@ -282,7 +282,7 @@ async def _open_source(
         await source.end()
 
 
-def _check(config: NodeConfig) -> None:
+def check(config: NodeConfig) -> None:
     """Checks that are made before the seconds that loading takes. Raises ConfigError."""
     if config.dtype not in DTYPES:
         raise ConfigError(f"there is no dtype {config.dtype!r}: choose one of {', '.join(DTYPES)}")

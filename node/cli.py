@@ -11,7 +11,20 @@ from typing import TYPE_CHECKING, NoReturn
 from llmnode.errors import ConfigError, LlmnodeError, single_error
 from llmnode.models.sources.cache_folder import cache_folder
 from llmnode.models.sources.online import keep_libraries_offline
-from llmnode.node.commands import bench, chat, config, demo, doctor, generate, invite, relay, serve, status, verify
+from llmnode.node.commands import (
+    bench,
+    chat,
+    config,
+    demo,
+    doctor,
+    generate,
+    invite,
+    relay,
+    serve,
+    speed,
+    status,
+    verify,
+)
 from llmnode.node.commands.options import Parser, log_to_stderr
 from llmnode.node.settings import parse
 from llmnode.node.terminal import prepared, require_stdout, say
@@ -25,7 +38,7 @@ EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
 
-COMMANDS = (demo, serve, relay, generate, chat, status, doctor, invite, verify, config, bench)
+COMMANDS = (demo, serve, relay, generate, chat, status, speed, doctor, invite, verify, config, bench)
 
 
 def main(argv: Sequence[str] | None = None, make_loader: MakeLoader | None = None) -> int:

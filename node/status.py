@@ -9,7 +9,7 @@ from llmnode.core.route import uncovered
 from llmnode.core.view import online
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
     from llmnode.core.announcement import Announcement
@@ -17,6 +17,17 @@ if TYPE_CHECKING:
     from llmnode.core.model import Profile
     from llmnode.core.span import Span
     from llmnode.wire.messages import Description
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer of a server that could be reached."""
+
+    description: Description
+    is_relayed: bool
+    """Whether it was reached through a relay."""
+    round_trip_us: int
+    """The time from a question to its answer, once connected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +39,7 @@ class ModelStatus:
     dtype: str
     blocks: int
     servers: Sequence[Announcement]
-    answers: Mapping[PeerId, Description]
-    """The descriptions of the servers that could be reached."""
-    relayed: Collection[PeerId]
-    """The servers that were reached through a relay."""
+    answers: Mapping[PeerId, Answer]
 
     @property
     def holes(self) -> list[Span]:
@@ -39,9 +47,7 @@ class ModelStatus:
         return uncovered(self.blocks, [each.offer.span for each in online(self.servers)])
 
 
-def by_model(
-    announcements: Sequence[Announcement], answers: Mapping[PeerId, Description], relayed: Collection[PeerId]
-) -> list[ModelStatus]:
+def by_model(announcements: Sequence[Announcement], answers: Mapping[PeerId, Answer]) -> list[ModelStatus]:
     groups: dict[Profile, list[Announcement]] = {}
     for each in announcements:
         groups.setdefault(each.offer.profile, []).append(each)
@@ -53,7 +59,6 @@ def by_model(
             blocks=servers[0].offer.blocks,
             servers=sorted(servers, key=lambda each: (each.offer.span, each.peer)),
             answers=answers,
-            relayed=relayed,
         )
         for profile, servers in sorted(groups.items(), key=lambda group: group[0].key)
     ]
@@ -85,6 +90,7 @@ def bar(span: Span, blocks: int, columns: int, filled: str = "█") -> str:
 
 def _server_json(each: Announcement, model: ModelStatus, now_ms: int) -> dict[str, Any]:  # Any: JSON
     offer, answer = each.offer, model.answers.get(each.peer)
+    work = answer and answer.description
     return {
         "peer": each.peer,
         "addresses": list(each.addresses),
@@ -97,15 +103,16 @@ def _server_json(each: Announcement, model: ModelStatus, now_ms: int) -> dict[st
         "identity_used_twice": each.has_double,
         "age_s": round((now_ms - each.sequence) / 1000, 1),
         "reached": answer is not None,
-        "relayed": answer and each.peer in model.relayed,
-        "sessions": answer and answer.sessions,
-        "steps": answer and answer.steps,
-        "steps_given_directly": answer and answer.steps_given_directly,
-        "results_pushed": answer and answer.results_pushed,
-        "positions": answer and answer.positions,
-        "busy_us": answer and answer.busy_us,
-        "sent_bytes": answer and answer.sent_bytes,
-        "sent_plain_bytes": answer and answer.sent_plain_bytes,
-        "received_bytes": answer and answer.received_bytes,
-        "received_plain_bytes": answer and answer.received_plain_bytes,
+        "relayed": answer and answer.is_relayed,
+        "round_trip_us": answer and answer.round_trip_us,
+        "sessions": work and work.sessions,
+        "steps": work and work.steps,
+        "steps_given_directly": work and work.steps_given_directly,
+        "results_pushed": work and work.results_pushed,
+        "positions": work and work.positions,
+        "busy_us": work and work.busy_us,
+        "sent_bytes": work and work.sent_bytes,
+        "sent_plain_bytes": work and work.sent_plain_bytes,
+        "received_bytes": work and work.received_bytes,
+        "received_plain_bytes": work and work.received_plain_bytes,
     }

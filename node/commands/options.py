@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from llmnode.client.sampling import Sampling
     from llmnode.net.swarm_key import Entry
+    from llmnode.node.app import NodeConfig
     from llmnode.node.connect_options import Access
 
     Commands = argparse._SubParsersAction["Parser"]
@@ -85,6 +86,74 @@ def add_kv_tokens(
         help=f"positions that all sessions of a server may hold ({otherwise})",
     )
     return group
+
+
+def add_blocks(parser: Parser) -> None:
+    """MODEL and --blocks of a server."""
+    parser.add_argument("model", nargs="?", type=values.model, metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(
+        "--blocks",
+        default="auto",
+        metavar="BLOCKS",
+        help="START:END, END excluded; or how many, and those that the swarm needs most are chosen; "
+        "or auto: as many as memory allows (default auto)",
+    )
+
+
+def add_worker(parser: Parser) -> None:
+    """How a server computes its blocks, and how much KV it has."""
+    add_kv_tokens(parser, None, "default 32768, or fewer if memory is short").add_argument(
+        "--kv-memory",
+        metavar="AMOUNT",
+        help="the same as memory: 2GiB, or 20%% of the free memory; refused if there is less",
+    )
+    parser.add_argument(
+        "--device", default="auto", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU if any)"
+    )
+    parser.add_argument(
+        "--kv-device",
+        metavar="DEVICE",
+        help="where keys and values are: cpu has room for longer sessions than a GPU beside the blocks, but is slower, "
+        "as they go there at every step (default: where the blocks are)",
+    )
+    add_precision(
+        parser,
+        "what the blocks are computed in: float32 is exact (default)",
+        "what their weights are rounded to, for a quarter (int8) or a seventh (nf4) of float32's memory: only clients "
+        "that ask for it come; auto is nf4 on a GPU, int8 on a CPU that is fast at it, else none, as it is for a "
+        "mixture of experts (default none)",
+        "what keys and values are kept in: int8 takes about a quarter of float32's memory, and is lossy: only clients "
+        "that ask for it come (default same: as --dtype)",
+        "auto",
+    )
+    parser.add_argument(
+        "--worker",
+        default="auto",
+        choices=["auto", "thread", "process"],
+        help="where the blocks are computed: in a process of its own, which may crash or run out of memory without the "
+        "node (its sessions move on, and it is started again), or in a thread of the node (default: a process where it "
+        "can be)",
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="torch threads (default: the cores that it may use)")
+
+
+def worker_config(arguments: argparse.Namespace) -> NodeConfig:
+    """From the options of `add_blocks` and `add_worker`. Raises ConfigError."""
+    from llmnode.node.app import NodeConfig
+
+    return NodeConfig(
+        model=arguments.model,
+        blocks=arguments.blocks,
+        kv_tokens=None if arguments.kv_tokens is None else at_least_one(arguments.kv_tokens, "--kv-tokens"),
+        kv_memory=arguments.kv_memory,
+        kv_dtype=arguments.kv_dtype,
+        kv_device=arguments.kv_device,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        quant=arguments.quant,
+        threads=threads(arguments),
+        worker=arguments.worker,
+    )
 
 
 def add_swarm(parser: Parser) -> None:

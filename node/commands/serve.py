@@ -9,21 +9,18 @@ from typing import TYPE_CHECKING
 
 from llmnode.errors import ConfigError
 from llmnode.node.commands.options import (
-    MODEL_HELP,
     add_announce,
+    add_blocks,
     add_command,
     add_identity,
-    add_kv_tokens,
     add_listen,
     add_peers,
-    add_precision,
     add_relay,
-    at_least_one,
+    add_worker,
     log_to_stderr,
-    threads,
+    worker_config,
 )
 from llmnode.node.terminal import tell
-from llmnode.node.values import model
 
 if TYPE_CHECKING:
     import argparse
@@ -45,43 +42,13 @@ def add(commands: Commands) -> None:
         "  llmnode serve --listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/203.0.113.7/tcp/4001  (behind a port forward)\n"
         "  llmnode serve --peers RELAY --relay RELAY        (behind a NAT: the address that `llmnode relay` printed)",
     )
-    parser.add_argument("model", nargs="?", type=model, metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument(
-        "--blocks",
-        default="auto",
-        metavar="BLOCKS",
-        help="START:END, END excluded; or how many, and those that the swarm needs most are chosen; "
-        "or auto: as many as memory allows (default auto)",
-    )
+    add_blocks(parser)
     add_peers(parser, "servers or relays of the swarm to join")
     add_listen(parser)
     add_announce(parser)
     add_relay(parser)
     add_identity(parser)
-    add_kv_tokens(parser, None, "default 32768, or fewer if memory is short").add_argument(
-        "--kv-memory",
-        metavar="AMOUNT",
-        help="the same as memory: 2GiB, or 20%% of the free memory; refused if there is less",
-    )
-    parser.add_argument(
-        "--device", default="auto", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU if any)"
-    )
-    parser.add_argument(
-        "--kv-device",
-        metavar="DEVICE",
-        help="where keys and values are: cpu has room for longer sessions than a GPU beside the blocks, but is slower, "
-        "as they go there at every step (default: where the blocks are)",
-    )
-    add_precision(
-        parser,
-        "what the blocks are computed in: float32 is exact (default)",
-        "what their weights are rounded to, for a quarter (int8) or a seventh (nf4) of float32's memory: only clients "
-        "that ask for it come; auto is nf4 on a GPU, int8 on a CPU that is fast at it, else none, as it is for a "
-        "mixture of experts (default none)",
-        "what keys and values are kept in: int8 takes about a quarter of float32's memory, and is lossy: only clients "
-        "that ask for it come (default same: as --dtype)",
-        "auto",
-    )
+    add_worker(parser)
     parser.add_argument(
         "--drain-s",
         type=float,
@@ -89,15 +56,6 @@ def add(commands: Commands) -> None:
         metavar="S",
         help="on Ctrl-C or SIGTERM, how long sessions may take to end before they have to move on (default 10)",
     )
-    parser.add_argument(
-        "--worker",
-        default="auto",
-        choices=["auto", "thread", "process"],
-        help="where the blocks are computed: in a process of its own, which may crash or run out of memory without the "
-        "node (its sessions move on, and it is started again), or in a thread of the node (default: a process where it "
-        "can be)",
-    )
-    parser.add_argument("--threads", type=int, metavar="N", help="torch threads (default: the cores that it may use)")
     parser.add_argument("--verbose", action="store_true", help="say on stderr which links open and end, and why")
     parser.add_argument(
         "--until-stdin-closes", action="store_true", help="stop when stdin ends, as a child of a program"
@@ -111,27 +69,16 @@ def run(arguments: argparse.Namespace) -> int:
     import trio
 
     from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
-    from llmnode.node.app import NodeConfig
 
     if arguments.verbose:
         log_to_stderr()
-    config = NodeConfig(
-        model=arguments.model,
-        blocks=arguments.blocks,
+    config = replace(
+        worker_config(arguments),
         peers=arguments.peers,
         swarm_key=arguments.swarm_key,
         listen=arguments.listen or [LISTEN_ANY_LOOPBACK],
         announce=arguments.announce or [],
         relays=arguments.relay,
-        kv_tokens=None if arguments.kv_tokens is None else at_least_one(arguments.kv_tokens, "--kv-tokens"),
-        kv_memory=arguments.kv_memory,
-        kv_dtype=arguments.kv_dtype,
-        kv_device=arguments.kv_device,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        quant=arguments.quant,
-        threads=threads(arguments),
-        worker=arguments.worker,
         identity=arguments.identity,
     )
     if arguments.make_loader is not None:

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from llmnode.core.peers.clocks import ClockVerdict
     from llmnode.net.swarm_key import Entry
     from llmnode.node.commands.options import Commands
-    from llmnode.node.status import ModelStatus
-    from llmnode.wire.messages import Description
+    from llmnode.node.status import Answer, ModelStatus
 
 BESIDE_BAR = 76
 """Columns of the terminal that the rest of a row takes."""
@@ -51,8 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     from llmnode.node.status import as_json, by_model
     from llmnode.swarm.membership import wall_clock_ms
 
-    announcements, answers, relayed, clocks = trio.run(_ask, way_in(arguments))
-    models = by_model(announcements, answers, relayed)
+    announcements, answers, clocks = trio.run(_ask, way_in(arguments))
+    models = by_model(announcements, answers)
     if arguments.json:
         print(json.dumps(as_json(models, wall_clock_ms())))
     else:
@@ -62,16 +61,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if any(not model.holes for model in models) else 1
 
 
-async def _ask(to: Entry) -> tuple[list[Announcement], dict[PeerId, Description], set[PeerId], ClockVerdict]:
-    """The announced servers, the descriptions of those that can be reached, those behind a relay, and clocks."""
+async def _ask(to: Entry) -> tuple[list[Announcement], dict[PeerId, Answer], ClockVerdict]:
+    """The announced servers, the answers of those that can be reached, and clocks."""
     import trio
 
     from llmnode.core.policy import LinkPolicy, RoutePolicy
     from llmnode.errors import ConfigError, PeerError
+    from llmnode.node.status import Answer
     from llmnode.swarm.join import join_swarm
 
-    answers: dict[PeerId, Description] = {}
-    relayed: set[PeerId] = set()
+    answers: dict[PeerId, Answer] = {}
     limiter = trio.CapacityLimiter(ASKED_AT_ONCE)
     timeout_s = RoutePolicy().connect_timeout_s
 
@@ -79,9 +78,10 @@ async def _ask(to: Entry) -> tuple[list[Announcement], dict[PeerId, Description]
         async with limiter:
             with suppress(PeerError, ConfigError), trio.move_on_after(timeout_s):
                 connection = await pool.connect(each.addresses)
-                answers[each.peer] = await connection.describe(timeout_s)
-                if connection.relayed:
-                    relayed.add(each.peer)
+                asked_s = trio.current_time()
+                description = await connection.describe(timeout_s)
+                round_trip_us = int((trio.current_time() - asked_s) * 1e6)
+                answers[each.peer] = Answer(description, connection.relayed, round_trip_us)
 
     async with join_swarm(to.peers, LinkPolicy(), swarm_key=to.key) as (pool, swarm):
         announcements = swarm.view.announcements()
@@ -89,7 +89,7 @@ async def _ask(to: Entry) -> tuple[list[Announcement], dict[PeerId, Description]
             for each in announcements:
                 nursery.start_soon(describe, each)
         clocks = swarm.judge_clocks()
-    return announcements, answers, relayed, clocks
+    return announcements, answers, clocks
 
 
 def _show(models: Sequence[ModelStatus]) -> None:
@@ -109,18 +109,23 @@ def _show(models: Sequence[ModelStatus]) -> None:
             console.print("[green]every block is served[/]")
 
 
-def _work(answer: Description | None, relayed: bool) -> list[str]:
-    """The steps of a server; of these, what it was given by a server, and gave to one, and not through a client.
-
-    And kB of hidden states that crossed its links for a token, and how we reach it.
-    """
+def _work(answer: Answer | None) -> list[str]:
+    """The last five columns: steps; the share that came straight from a server, and went to one; kB; link and RTT."""
     if answer is None:
-        return ["[yellow]unreached[/]", "", "", ""]
-    per_cent = 100 / max(answer.steps, 1)
-    given, pushed = answer.steps_given_directly * per_cent, answer.results_pushed * per_cent
-    tokens = max(answer.positions, 1)
-    crossed = f"{answer.received_bytes / tokens / 1000:.1f}/{answer.sent_bytes / tokens / 1000:.1f}"
-    return [str(answer.steps), f"{given:.0f}/{pushed:.0f} %", crossed, "relay" if relayed else "direct"]
+        return ["", "", "", "[yellow]none[/]", ""]
+    work = answer.description
+    per_cent = 100 / max(work.steps, 1)
+    given, pushed = work.steps_given_directly * per_cent, work.results_pushed * per_cent
+    tokens = max(work.positions, 1)
+    crossed = f"{work.received_bytes / tokens / 1000:.1f}/{work.sent_bytes / tokens / 1000:.1f}"
+    link, rtt_ms = "relay" if answer.is_relayed else "direct", answer.round_trip_us / 1000
+    return [
+        str(work.steps),
+        f"{given:.0f}/{pushed:.0f} %",
+        crossed,
+        link,
+        f"{rtt_ms:.1f}" if rtt_ms < 10 else f"{rtt_ms:.0f}",
+    ]
 
 
 def _table(model: ModelStatus, bar_columns: int) -> Table:
@@ -131,7 +136,7 @@ def _table(model: ModelStatus, bar_columns: int) -> Table:
 
     title = f"{escape(printable(model.model))}, {model.dtype}, {model.blocks} blocks"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
-    measured = ("ms per\nblock", "free\nKV", "steps", "direct\nin/out", "kB/token\nin/out", "link")
+    measured = ("ms per\nblock", "free\nKV", "steps", "direct\nin/out", "kB/token\nin/out", "link", "RTT\nms")
     for column in ("peer", "blocks", "", "state", *measured):
         table.add_column(column, no_wrap=True)
     for each in model.servers:
@@ -143,7 +148,7 @@ def _table(model: ModelStatus, bar_columns: int) -> Table:
             f"[{style}]{offer.state}[/]",
             f"{offer.block_us / 1000:.2f}" if offer.block_us else "-",
             str(offer.kv_tokens_free),
-            *_work(model.answers.get(each.peer), each.peer in model.relayed),
+            *_work(model.answers.get(each.peer)),
         )
     for hole in model.holes:
         table.add_row(

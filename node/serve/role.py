@@ -7,15 +7,11 @@ lives on under the same identity. Torch-free: workers come from a `WorkerSource`
 from __future__ import annotations
 
 import logging
-import secrets
-import statistics
 from typing import TYPE_CHECKING
 
 import trio
 
 from llmnode.core.announcement import Offer, PeerState
-from llmnode.core.ids import SESSION_ID_BYTES, SessionId
-from llmnode.core.operations import Close, Forward, Open
 from llmnode.core.policy import LifePolicy
 from llmnode.core.serving.node_life import (
     Announce,
@@ -44,6 +40,7 @@ from llmnode.core.serving.node_life import (
 from llmnode.core.serving.placement import choose_span
 from llmnode.core.span import Span, parse_span
 from llmnode.errors import ConfigError, ModelError, WorkerLost
+from llmnode.node.serve.speed import step_us
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -57,18 +54,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
-MEASURED_STEPS = 9
-
-
-async def step_us(worker: Worker, model: ModelInfo) -> int:
-    """The time of one token through the span: a median, after a first step that warms caches up."""
-    session = SessionId(secrets.token_bytes(SESSION_ID_BYTES))
-    steps, row = MEASURED_STEPS + 1, bytes(model.row_bytes)
-    if not await worker.do(Open(session, worker.span, steps)):
-        return 0
-    times = [(await worker.do(Forward(session, step, 1, row))).compute_us for step in range(steps)]
-    await worker.do(Close(session))
-    return int(statistics.median(times[1:]))
 
 
 class Role:
@@ -280,16 +265,20 @@ class Role:
             self._report(Drained(self._server.sessions_here), scope)
 
 
-async def choose_blocks(blocks: str, model: ModelInfo, source: WorkerSource, swarm: Swarm) -> Span:
-    """The blocks that were asked for; of a number of them, those that the swarm needs most."""
+async def choose_blocks(blocks: str, model: ModelInfo, source: WorkerSource, swarm: Swarm | None) -> Span:
+    """The blocks that were asked for; of a number of them, those that the swarm, if there is one, needs most."""
     if ":" in blocks:
         return parse_span(blocks, model.blocks)
     length = int(blocks) if blocks != AUTO else await source.fitting_blocks()
+    others = [] if swarm is None else await _others(model, swarm)
+    return choose_span(model.blocks, length, [(offer.span, offer.speed_tokens_per_s) for offer in others])
+
+
+async def _others(model: ModelInfo, swarm: Swarm) -> list[Offer]:
     if not swarm.view.of_model(model.digest):
         await swarm.look_up(model.digest)
-    others = [
+    return [
         each.offer
         for each in swarm.view.of_model(model.digest)
         if each.offer.profile == model.profile and each.offer.state in (PeerState.JOINING, PeerState.ONLINE)
     ]
-    return choose_span(model.blocks, length, [(offer.span, offer.speed_tokens_per_s) for offer in others])

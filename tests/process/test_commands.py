@@ -105,6 +105,16 @@ def test_a_server_says_what_it_has_open_when_it_is_signalled(nodes: list[Any]) -
         assert event["tasks"] > 1 and event["files"] > 3 and event["peers"] >= 1
 
 
+def test_the_speed_of_this_machine_is_measured_as_a_server_would_serve() -> None:
+    done = _run(*LLMNODE, "speed", "--blocks", "2:5", "--rounds", "2", "--threads", "1", "--json")
+    measured = json.loads(done.stdout)
+    assert (measured["blocks"], measured["sessions"], measured["prompt_tokens"]) == ([2, 5], 8, 512)
+    for kind in ("decode", "decode_shared", "prefill"):
+        assert len(measured[f"{kind}_tokens_per_s"]) == 2
+    shown = _run(*LLMNODE, "speed", "--blocks", "1", "--rounds", "1", "--worker", "thread").stdout
+    assert "decode, 8 sessions at once" in shown and "prefill of 512 tokens" in shown
+
+
 def test_more_kv_than_there_is_memory_for_is_refused_with_numbers() -> None:
     done = _run(*LLMNODE, "serve", "--blocks", "0:3", "--kv-memory", "90000GiB")
     assert done.returncode == 2

@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import pytest
 
-from llmnode.errors import PeerUnreachable
+from llmnode.errors import ConfigError, PeerUnreachable
 from llmnode.node import app, cli, connect_options, doctor
 from llmnode.node.commands import bench
 from llmnode.node.settings import options_of, variable_of, without_settings
@@ -74,7 +74,7 @@ WORDS = [
 RIGHT = {
     "demo": [], "serve": ["--blocks", "0:2"], "relay": [], "generate": ["--peers", PEER], "chat": ["--peers", PEER],
     "status": ["--peers", PEER], "doctor": [], "invite": ["--swarm-key", "key"], "verify": ["empty"], "config": [],
-    "bench": ["swarm"],
+    "bench": ["swarm"], "speed": ["--blocks", "0:2"],
 }  # fmt: skip
 
 
@@ -172,6 +172,12 @@ async def no_network(*_args: Any, **_kwargs: Any) -> AsyncIterator[Any]:
     yield
 
 
+@asynccontextmanager
+async def no_blocks(*_args: Any, **_kwargs: Any) -> AsyncIterator[Any]:
+    raise ConfigError("there are no blocks here")
+    yield
+
+
 async def diagnose_nothing(_doctor: Any) -> None:
     """Loading torch and the model would take seconds."""
 
@@ -186,6 +192,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             patch.dict(os.environ, {**without_settings(os.environ), "HOME": str(folder), "NO_COLOR": "1"}, clear=True)
         )
         enter(patch.object(app, "_joined", no_network))
+        enter(patch.object(app, "open_source", no_blocks))
         enter(patch("llmnode.swarm.join.join_swarm", no_network))
         enter(patch("llmnode.node.demo.private_swarm", no_network))
         enter(patch("llmnode.node.demo._load_parts", lambda _threads: None))

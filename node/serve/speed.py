@@ -1,0 +1,119 @@
+"""Measures the speed of a worker, through the same operations as sessions use."""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.ids import SESSION_ID_BYTES, SessionId
+from llmnode.core.operations import Close, Forward, Open
+from llmnode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from llmnode.core.model import ModelInfo
+    from llmnode.ports import Worker
+
+ANNOUNCED_STEPS = 9
+STEPS = 16
+PROMPT = 512
+SESSIONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Tokens per second through all blocks of a worker; each is a list of measurements, one a round."""
+
+    decode: Sequence[float]
+    """One session alone, token by token."""
+    decode_shared: Sequence[float]
+    """The sum over `sessions` that decode at once."""
+    sessions: int
+    prefill: Sequence[float]
+    """A prompt of `prompt` tokens."""
+    prompt: int
+
+
+async def step_us(worker: Worker, model: ModelInfo) -> int:
+    """The time of one token through the span: a median, after a first step that warms caches up.
+
+    0 if there is no KV for it.
+    """
+    async with _sessions(worker, 1, ANNOUNCED_STEPS + 1) as sessions:
+        if not sessions:
+            return 0
+        row = bytes(model.row_bytes)
+        times = [
+            (await worker.do(Forward(sessions[0], step, 1, row))).compute_us for step in range(ANNOUNCED_STEPS + 1)
+        ]
+    return int(statistics.median(times[1:]))
+
+
+async def measure_speed(
+    worker: Worker, model: ModelInfo, rounds: int, report: Callable[[int], None] = lambda _round: None
+) -> Speed:
+    """Measure in turn, `rounds` times, after one round that warms caches up. `report` is told the number of each.
+
+    Raises ConfigError if there is no KV for it.
+    """
+    prompt = max(1, min(PROMPT, model.context_tokens, worker.kv_tokens_free))
+    steps = min(STEPS, prompt)
+    sessions = max(1, min(SESSIONS, worker.kv_tokens_free // steps))
+    decode, shared, prefill = [], [], []
+    for number in range(rounds + 1):
+        report(number)
+        decode.append(await _decode(worker, model, 1, steps))
+        shared.append(await _decode(worker, model, sessions, steps))
+        prefill.append(await _prefill(worker, model, prompt))
+    return Speed(decode[1:], shared[1:], sessions, prefill[1:], prompt)
+
+
+async def _decode(worker: Worker, model: ModelInfo, count: int, steps: int) -> float:
+    row = bytes(model.row_bytes)
+
+    async def decode(session: SessionId) -> None:
+        for step in range(steps):
+            await worker.do(Forward(session, step, 1, row))
+
+    async with _sessions(worker, count, steps) as sessions:
+        _require(len(sessions) == count, count * steps)
+        started_s = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for session in sessions:
+                nursery.start_soon(decode, session)
+        return len(sessions) * steps / (trio.current_time() - started_s)
+
+
+async def _prefill(worker: Worker, model: ModelInfo, prompt: int) -> float:
+    async with _sessions(worker, 1, prompt) as sessions:
+        _require(len(sessions) == 1, prompt)
+        started_s = trio.current_time()
+        await worker.do(Forward(sessions[0], 0, prompt, bytes(prompt * model.row_bytes)))
+        return prompt / (trio.current_time() - started_s)
+
+
+@asynccontextmanager
+async def _sessions(worker: Worker, count: int, length: int) -> AsyncIterator[list[SessionId]]:
+    """Up to `count` sessions of `length` positions: fewer if KV is short. They are closed with the context."""
+    opened: list[SessionId] = []
+    try:
+        for _ in range(count):
+            session = SessionId(secrets.token_bytes(SESSION_ID_BYTES))
+            if await worker.do(Open(session, worker.span, length)):
+                opened.append(session)
+        yield opened
+    finally:
+        with trio.CancelScope(shield=True):
+            for session in opened:
+                await worker.do(Close(session))
+
+
+def _require(is_open: bool, positions: int) -> None:
+    if not is_open:
+        raise ConfigError(f"there is no KV for {positions} positions: give a higher --kv-tokens")
