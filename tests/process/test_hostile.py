@@ -22,7 +22,7 @@ from libp2p.peer.peerinfo import info_from_p2p_addr
 from multiaddr import Multiaddr
 
 from llmnode.core.ids import Epoch
-from llmnode.core.policy import LinkPolicy
+from llmnode.core.policy import BudgetPolicy, LinkPolicy
 from llmnode.core.route import Hop
 from llmnode.core.span import Span
 from llmnode.errors import PeerError, PeerRefused, PeerUnreachable, SessionLost
@@ -284,7 +284,7 @@ def test_a_thousand_idle_connections_do_not_keep_a_newcomer_out(
     """They come from few addresses, and say nothing, not even their peer id."""
     address = Multiaddr(served.address)
     place = (address.value_for_protocol("ip4"), int(address.value_for_protocol("tcp")))
-    limits = LinkPolicy()
+    limits = BudgetPolicy()
     hosts = limits.connections // limits.connections_per_host - 1  # with one more all slots would be taken
 
     async def check() -> None:

@@ -4,7 +4,8 @@ A process contains address groups, a group addresses, an address peers; then com
 holdings of a scope count in each scope around it too, and each has limits. So the limit of the process holds, whatever
 the number of peers, links and sessions. The resource manager of go-libp2p has such scopes.
 
-Knows neither sockets nor clocks: it names the connection to drop, and its caller drops it.
+When there is no room, a connection of least worth is evicted, or the newcomer goes without. Knows neither sockets nor
+clocks: the owner of a connection says how it is ended.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 from llmnode.errors import LocalProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from llmnode.core.ids import PeerId
     from llmnode.core.policy import BudgetPolicy
@@ -31,6 +32,8 @@ class Resource(Enum):
     MEMORY = "bytes of memory"
     LOGS = "bytes of logged results"
     CONNECTIONS = "connections"
+    INBOUND = "connections that others have opened"
+    LINKS = "links"
     STREAMS = "streams"
     DIALS = "dials"
     BYTES_OUT = "bytes to be sent"
@@ -76,6 +79,7 @@ class Scope:
         "kind",
         "name",
         "number",
+        "on_evict",
         "worth",
     )
 
@@ -85,6 +89,8 @@ class Scope:
         self.number = 0
         """The newer one of two connections has the higher number."""
         self.worth = Worth.NOTHING
+        self.on_evict: Callable[[], None] = _do_nothing
+        """Ends the connection. It is called at most once."""
         self.held: Counter[Resource] = Counter()
         """With what the scopes within it hold."""
         self.is_closed = False
@@ -160,6 +166,12 @@ class Scope:
         """None without a limit."""
         return self._limits.get(resource)
 
+    def evict(self) -> None:
+        """Another one needs the room."""
+        end, self.on_evict = self.on_evict, _do_nothing
+        end()
+        self.close()
+
     def close(self) -> None:
         """Give back all that this scope and those within it hold. Safe to call twice."""
         if self.is_closed:
@@ -176,6 +188,13 @@ class Scope:
         if parent.is_shared and not parent._children:
             parent.close()
 
+    @property
+    def use(self) -> Worth:
+        """The worth of a connection, with that of the sessions over it."""
+        if self.worth < Worth.USED and any(True for _ in self.within(Kind.SESSION)):
+            return Worth.USED
+        return self.worth
+
     def _mark_closed(self) -> None:
         self.is_closed = True
         self.held.clear()
@@ -183,24 +202,6 @@ class Scope:
             child._mark_closed()
         self._children.clear()
         self._shared.clear()
-
-
-@dataclass(slots=True)
-class Account:
-    """An amount of one resource in a scope, which rises and falls."""
-
-    scope: Scope
-    resource: Resource
-    amount: int = field(default=0, init=False)
-
-    def resize(self, amount: int) -> Scope | None:
-        """Hold `amount` from now on. Returns the scope that is full, and then holds what it held; None if none is."""
-        if amount > self.amount and (full := self.scope.reserve(self.resource, amount - self.amount)) is not None:
-            return full
-        if amount < self.amount:
-            self.scope.release(self.resource, self.amount - amount)
-        self.amount = amount
-        return None
 
 
 class Budget:
@@ -211,19 +212,30 @@ class Budget:
         self._numbers = count(1)
         self.process = Scope(None, Kind.PROCESS, "this process", limits_of(policy, Kind.PROCESS))
 
-    def peer(self, address: str, peer: PeerId) -> Scope:
-        """The scope of a peer at an IP address, or at what else tells where it is. Others have it, too."""
+    def connection(self, address: str, peer: PeerId | None = None) -> Scope:
+        """A new scope for a connection. The peer is at an IP address, or at what else tells where it is.
+
+        While a connection is half-open, it is not known which peer that is.
+        """
         scope = self.process
         group, host = address_groups(address)
         for kind, name in ((Kind.GROUP, group), (Kind.HOST, host), (Kind.PEER, peer)):
-            scope = scope.share(kind, name, limits_of(self._policy, kind))
-        return scope
-
-    def connection(self, address: str, peer: PeerId) -> Scope:
-        """A new scope for a connection to a peer."""
-        scope = self.peer(address, peer).open(Kind.CONNECTION, peer, limits_of(self._policy, Kind.CONNECTION))
+            if name is not None:
+                scope = scope.share(kind, name, limits_of(self._policy, kind))
+        scope = scope.open(Kind.CONNECTION, peer or "half-open")
         scope.number = next(self._numbers)
         return scope
+
+    def take(self, scope: Scope, resource: Resource, amount: int) -> bool:
+        """Reserve, and evict others for it if that is fair. False if the asker goes without."""
+        while (full := scope.reserve(resource, amount)) is not None:
+            if full.is_closed or (victim := self.victim(full, scope, resource)) is None:
+                return False
+            victim.evict()
+        return True
+
+    def account(self, scope: Scope, resource: Resource) -> Account:
+        return Account(self, scope, resource)
 
     def victim(self, full: Scope, asker: Scope, resource: Resource) -> Scope | None:
         """The connection to drop so that `asker` gets what `full` has refused; None if `asker` is to go without.
@@ -238,7 +250,7 @@ class Budget:
         rivals = [
             each
             for each in full.within(Kind.CONNECTION)
-            if each is not asking and each.worth < Worth.OURS and each.held[resource]
+            if each is not asking and each.use < Worth.OURS and each.held[resource]
         ]
         groups = {group for each in rivals if (group := each.of_kind(Kind.GROUP)) is not None}
         limit = full.limit(resource)
@@ -249,7 +261,7 @@ class Budget:
             of_others = [
                 (group.held[resource], each.held[resource], each.number, each)
                 for each in rivals
-                if each.worth == worth
+                if each.use is worth
                 and (group := each.of_kind(Kind.GROUP)) is not None
                 and group is not own
                 and group.held[resource] > max(own_held, least)
@@ -259,13 +271,35 @@ class Budget:
         return _own_victim([each for each in rivals if each.of_kind(Kind.GROUP) is own], asking, resource)
 
 
+@dataclass(slots=True)
+class Account:
+    """An amount of one resource in a scope, which rises and falls."""
+
+    budget: Budget
+    scope: Scope
+    resource: Resource
+    amount: int = field(default=0, init=False)
+
+    def resize(self, amount: int) -> bool:
+        """Hold `amount` from now on. False if there is no room: it then holds what it held."""
+        if amount > self.amount and not self.budget.take(self.scope, self.resource, amount - self.amount):
+            return False
+        if amount < self.amount:
+            self.scope.release(self.resource, self.amount - amount)
+        self.amount = amount
+        return True
+
+
+def _do_nothing() -> None: ...
+
+
 def _own_victim(rivals: list[Scope], asking: Scope | None, resource: Resource) -> Scope | None:
-    unused = [each for each in rivals if each.worth is Worth.NOTHING]
+    unused = [each for each in rivals if each.use is Worth.NOTHING]
     if unused:
         return min(unused, key=lambda each: each.number)
     if resource is not Resource.MEMORY or asking is None:
         return None
-    larger = [each for each in rivals if each.worth <= asking.worth and each.held[resource] > asking.held[resource]]
+    larger = [each for each in rivals if each.use <= asking.use and each.held[resource] > asking.held[resource]]
     return max(larger, key=lambda each: (each.held[resource], each.number), default=None)
 
 
@@ -276,6 +310,8 @@ def limits_of(policy: BudgetPolicy, kind: Kind) -> dict[Resource, int]:
             return {
                 Resource.MEMORY: policy.memory_bytes,
                 Resource.CONNECTIONS: policy.connections,
+                Resource.INBOUND: policy.connections,
+                Resource.LINKS: policy.links,
                 Resource.STREAMS: policy.streams,
                 Resource.DIALS: policy.dials,
                 Resource.HEAVY_ANSWERS: policy.heavy_answers,
@@ -283,15 +319,16 @@ def limits_of(policy: BudgetPolicy, kind: Kind) -> dict[Resource, int]:
         case Kind.GROUP:
             return {
                 Resource.MEMORY: int(policy.group_share * policy.memory_bytes),
-                Resource.CONNECTIONS: int(policy.group_share * policy.connections),
+                Resource.INBOUND: int(policy.group_share * policy.connections),
+                Resource.LINKS: int(policy.group_share * policy.links),
                 Resource.STREAMS: int(policy.group_share * policy.streams),
             }
         case Kind.HOST:
-            return {Resource.CONNECTIONS: policy.connections_per_host}
+            return {Resource.INBOUND: policy.connections_per_host}
         case Kind.PEER:
             return {
                 Resource.MEMORY: int(policy.peer_share * policy.memory_bytes),
-                Resource.CONNECTIONS: policy.connections_per_peer,
+                Resource.INBOUND: policy.connections_per_peer,
                 Resource.STREAMS: policy.streams_per_peer,
                 Resource.HEAVY_ANSWERS: policy.heavy_answers_per_peer,
             }

@@ -58,6 +58,13 @@ class BudgetPolicy:
     """Two links each way need no more; those that are ending count."""
     connection_bytes: int = 64 << 10
     """The memory of a connection without streams."""
+    idle_s: float = 15.0
+    """A connection that nothing uses ends after this time: it may just have been opened for something."""
+    crowded_share: float = 0.75
+    """With more than this share of the connections taken, one that nothing uses ends after `crowded_idle_s`."""
+    crowded_idle_s: float = 3.0
+    links: int = 256
+    """Links that others have opened, as `ServePolicy.links`."""
     streams: int = 2048
     streams_per_peer: int = 256
     stream_bytes: int = 256 << 10
@@ -80,13 +87,16 @@ class LinkPolicy:
     write_timeout_s: float = 10.0
     """One write may take this long before the link is given up. A large frame is written in pieces, each with this
     limit."""
+    pace_grace_s: float = 10.0
+    """A frame that has begun to arrive, and one that waits to be read by the other side, may take this long, plus its
+    bytes at `pace_bytes_per_s`."""
+    pace_bytes_per_s: float = 16 << 10
+    """Slower links than this are of no use for hidden states."""
+    memory_patience_s: float = 4.0
+    """A link waits this long for memory (`BudgetPolicy`). Then it ends."""
     farewell_s: float = 0.5
     """A closing link gives its last write this long."""
     dial_timeout_s: float = 10.0
-    connections: int = 512
-    """All connections together, half-open ones included. Many systems allow a process 1,024 files."""
-    connections_per_host: int = 128
-    """Connections from one IPv4 address, IPv6 network or relay. Half-open ones name no peer, and peer ids are free."""
     links_per_peer: int = 8
     """One each way is enough for any number of sessions, and two while a direct one replaces a relayed one. A few more
     may be open because one side has not noticed their end. Without a limit one peer could take all links of a
@@ -181,13 +191,13 @@ class RelayPolicy:
 
     reservation_s: float = 3600.0
     reservations: int = 384
-    """Each one is a connection, and a peer has one. The rest of `LinkPolicy.connections` is for the peers that dial."""
+    """Each one is a connection, and a peer has one. The rest of `BudgetPolicy.connections` is for those that dial."""
     reservations_per_host: int = 32
     """Peer ids cost nothing, addresses do; many nodes may share one behind a NAT."""
     circuits: int = 2048
     circuits_per_peer: int = 128
     """This limits the circuits of a peer that dials and those of a peer that is dialled. A dialled peer accepts no more
-    from one relay either (`LinkPolicy.connections_per_host`)."""
+    from one relay either (`BudgetPolicy.connections_per_host`)."""
     circuit_s: float = 24 * 3600.0
     """After this time the two ends have to open another circuit."""
     circuit_bytes: int = 1 << 40

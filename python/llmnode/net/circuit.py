@@ -62,7 +62,6 @@ class Circuits:
         self._held = held
         self._reserved: dict[ID, str | None] = {}  # our addresses by relay, in the order in which these were named
         self._changed = trio.Event()
-        self._incoming = 0
 
     @property
     def addresses(self) -> list[str]:
@@ -217,11 +216,9 @@ class Circuits:
             return
         address = Multiaddr(f"/p2p/{stream.muxed_conn.peer_id}{CIRCUIT}")
         circuit = CircuitConnection(stream, address, request.limit, is_initiator=False)
-        self._incoming += 1
         try:
             await self._swarm.upgrade_inbound_raw_conn(circuit, address)
         finally:
-            self._incoming -= 1
             await circuit.finish(self._link_policy.farewell_s)
 
     async def _let_in(self, stream: NetStream) -> pb.StopMessage | None:
@@ -238,8 +235,6 @@ class Circuits:
                 status = pb.UNEXPECTED_MESSAGE
             elif stream.muxed_conn.peer_id not in self._reserved:
                 status = pb.PERMISSION_DENIED
-            elif self._incoming >= self._link_policy.connections:
-                status = pb.RESOURCE_LIMIT_EXCEEDED
         except RemoteProtocolError as error:
             log.info("malformed circuit relay=%s: %s", stream.muxed_conn.peer_id, error.message)
             status = pb.MALFORMED_MESSAGE

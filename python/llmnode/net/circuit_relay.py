@@ -20,10 +20,11 @@ from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 from multiaddr import Multiaddr
 
+from llmnode.core.budget import address_groups
 from llmnode.errors import PeerError, RemoteProtocolError
+from llmnode.net.admission import address_of
 from llmnode.net.circuit_wire import PIECE_BYTES, STOP, leave, name_of, receive, send
 from llmnode.net.connections import connection_of, is_relayed, open_stream
-from llmnode.net.libp2p_host import host_of
 from llmnode.net.yamux import YamuxConnection
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Reservation:
 
     @property
     def host(self) -> str:
-        return host_of(cast("YamuxConnection", self.connection.muxed_conn))
+        return address_groups(address_of(cast("YamuxConnection", self.connection.muxed_conn).secured_conn.raw))[1]
 
 
 @dataclass(frozen=True, slots=True)

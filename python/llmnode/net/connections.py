@@ -6,6 +6,7 @@ A connection goes with its last link, unless somebody holds it: a reservation, a
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 from collections import Counter
 from typing import TYPE_CHECKING, cast
@@ -15,8 +16,11 @@ from libp2p.connection_types import ConnectionType
 from libp2p.exceptions import BaseLibp2pError
 from libp2p.host.ping import ID as PING
 from libp2p.host.ping import PING_LENGTH
+from libp2p.network.connection.swarm_connection import SwarmConn
+from libp2p.peer.id import ID
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 
+from llmnode.core.budget import Resource, Worth
 from llmnode.net.select import EagerSelect, reset_if_it_fails
 
 if TYPE_CHECKING:
@@ -24,12 +28,17 @@ if TYPE_CHECKING:
 
     from libp2p.abc import IHost, IMuxedConn, INetConn, INetStream
     from libp2p.custom_types import TProtocol
-    from libp2p.network.connection.swarm_connection import SwarmConn
     from libp2p.network.stream.net_stream import NetStream
     from libp2p.network.swarm import Swarm
-    from libp2p.peer.id import ID
 
     from llmnode.core.policy import LinkPolicy
+    from llmnode.net.admission import Admission
+    from llmnode.net.yamux import YamuxConnection
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+"""Unused connections are looked for this often."""
 
 
 class HeldConnections:
@@ -45,6 +54,8 @@ class HeldConnections:
     def hold(self, what: IMuxedConn | ID) -> Iterator[None]:
         """Keep a connection open, or any to a peer as long as it is not known which it will be."""
         self._held[what] += 1
+        for each in self._swarm.get_connections(what) if isinstance(what, ID) else [what]:
+            self._note_use(cast("YamuxConnection", each.muxed_conn if isinstance(each, SwarmConn) else each))
         try:
             yield
         finally:
@@ -54,6 +65,37 @@ class HeldConnections:
 
     def is_held(self, connection: IMuxedConn) -> bool:
         return connection in self._held or connection.peer_id in self._held
+
+    async def end_unused(self, admission: Admission) -> None:
+        """Until cancelled, end connections that nothing uses for a while; sooner if there are many connections.
+
+        Says for all of them how much they are worth when there is no room.
+        """
+        policy = admission.policy
+        unused_since: dict[IMuxedConn, float] = {}
+        while True:
+            await trio.sleep(min(LOOK_EVERY_S, policy.crowded_idle_s, policy.idle_s))
+            connections = cast("list[SwarmConn]", self._swarm.get_connections())
+            held = admission.budget.process.held[Resource.CONNECTIONS]
+            is_crowded = held > policy.crowded_share * policy.connections
+            idle_s = policy.crowded_idle_s if is_crowded else policy.idle_s
+            now_s, before = trio.current_time(), unused_since
+            unused_since = {}
+            for connection in connections:
+                muxed = cast("YamuxConnection", connection.muxed_conn)
+                if self._note_use(muxed):
+                    continue
+                since_s = unused_since[muxed] = max(before.get(muxed, now_s), muxed.used_s)
+                if now_s - since_s >= idle_s:
+                    log.debug("unused connection ends peer=%s", muxed.peer_id)
+                    muxed.end()
+
+    def _note_use(self, muxed: YamuxConnection) -> bool:
+        """Whether anything uses it."""
+        is_held, has_link = self.is_held(muxed), self._has_link(muxed)
+        if muxed.scope.worth is not Worth.OURS:
+            muxed.scope.worth = Worth.USED if is_held else Worth.LINK if has_link else Worth.NOTHING
+        return is_held or has_link
 
     def living(self, peer: ID) -> list[SwarmConn]:
         """All connections to `peer`."""

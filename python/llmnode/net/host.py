@@ -18,9 +18,10 @@ from libp2p.network.stream.exceptions import StreamError
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
+from llmnode.core.budget import Kind, Resource, Worth
 from llmnode.core.ids import PeerId
 from llmnode.core.peers.nat import judge
-from llmnode.core.policy import CircuitPolicy, ReachPolicy
+from llmnode.core.policy import BudgetPolicy, CircuitPolicy, ReachPolicy
 from llmnode.core.traffic import Traffic
 from llmnode.errors import PeerUnreachable
 from llmnode.net.addresses import (
@@ -37,12 +38,13 @@ from llmnode.net.addresses import (
     tcp_address,
     with_peer,
 )
+from llmnode.net.admission import Admission
 from llmnode.net.circuit import Circuits
 from llmnode.net.circuit_relay import Relay, RelayCounts
 from llmnode.net.circuit_wire import HOP, STOP, limit_bytes_of
 from llmnode.net.connections import HeldConnections, connection_of, is_relayed
 from llmnode.net.explain import explain_failure
-from llmnode.net.identity import fresh_identity, identity_of, is_signed, open_identity
+from llmnode.net.identity import is_signed, opened
 from llmnode.net.libp2p_host import open_host
 from llmnode.net.link import Libp2pLink
 from llmnode.net.punch import Puncher
@@ -54,7 +56,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from libp2p.abc import IHost, IMuxedConn, INetStream
-    from libp2p.crypto.keys import KeyPair
     from libp2p.network.stream.net_stream import NetStream
     from libp2p.network.swarm import Swarm
     from libp2p.peer.peerinfo import PeerInfo
@@ -79,6 +80,7 @@ async def open_network(
     relays: Sequence[str] = (),
     relay_policy: RelayPolicy | None = None,
     circuit_policy: CircuitPolicy | None = None,
+    budget_policy: BudgetPolicy | None = None,
 ) -> AsyncIterator[Libp2pNetwork]:
     """Run a host that listens at the multiaddrs `listen`; none means that it only dials.
 
@@ -95,17 +97,19 @@ async def open_network(
         check_bindable(address)
     announced = [parse_announced(address) for address in announce]
     reserving = {relay.peer_id: relay for relay in map(parse_relay, relays)}
+    admission = Admission(budget_policy or BudgetPolicy())
     async with contextlib.AsyncExitStack() as stack:
-        key_pair = stack.enter_context(_identity(identity))
+        key_pair = stack.enter_context(opened(identity))
         peer = PeerId(ID.from_pubkey(key_pair.public_key).to_base58())
         told = [of_peer(address, peer) for address in announced]
-        host = await stack.enter_async_context(open_host(key_pair, addresses, policy, told, swarm_key))
+        host = await stack.enter_async_context(open_host(key_pair, addresses, policy, told, swarm_key, admission))
         nursery = await stack.enter_async_context(trio.open_nursery())
         network = Libp2pNetwork(
             host,
             nursery,
             policy,
             circuit_policy or CircuitPolicy(),
+            admission,
             listens=bool(addresses),
             announced=[str(each) for each in told],
             reserves=bool(reserving),
@@ -121,12 +125,6 @@ async def open_network(
             yield network
         finally:
             nursery.cancel_scope.cancel()
-
-
-def _identity(identity: Path | bytes | None) -> contextlib.AbstractContextManager[KeyPair]:
-    if isinstance(identity, bytes):
-        return contextlib.nullcontext(identity_of(identity))
-    return contextlib.nullcontext(fresh_identity()) if identity is None else open_identity(identity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +152,7 @@ class Libp2pNetwork:
         nursery: trio.Nursery,
         policy: LinkPolicy,
         circuit_policy: CircuitPolicy,
+        admission: Admission,
         *,
         listens: bool,
         announced: Sequence[str] = (),
@@ -161,6 +160,7 @@ class Libp2pNetwork:
     ) -> None:
         self.host = host
         self._nursery = nursery
+        self.budget = admission.budget
         self._policy = policy
         self._listens = listens
         self._announced = announced
@@ -174,6 +174,7 @@ class Libp2pNetwork:
         self._puncher.start(host)
         self._relay: Relay | None = None
         self._dialling: dict[tuple[ID, Multiaddr], trio.Lock] = {}
+        nursery.start_soon(self._held.end_unused, admission)
 
     @property
     def peer(self) -> PeerId:
@@ -333,20 +334,24 @@ class Libp2pNetwork:
         link = self._link(cast("NetStream", stream), PeerId(stream.muxed_conn.peer_id.to_base58()))
         try:
             living = [each for each in self._links_with(link.peer) if not each.has_ended]
-            if len(living) >= self._policy.links_per_peer:
+            if len(living) >= self._policy.links_per_peer or not self.budget.take(link.scope, Resource.LINKS, 1):
                 raise trio.WouldBlock
             self._opened.send_nowait(link)
         except trio.WouldBlock:
             # Not left waiting: until somebody reads it, libp2p would keep all that the peer sends.
+            link.scope.close()
             await stream.reset()
             return
         await self._run(link, stream.muxed_conn)
 
     async def _run(self, link: Libp2pLink, connection: IMuxedConn) -> None:
         self._links[link] = connection
+        scope = cast("YamuxConnection", connection).scope
+        scope.worth = max(scope.worth, Worth.LINK)
         try:
             await link.run()
         finally:
+            link.scope.close()
             del self._links[link]
 
     def _count(self, traffic: Traffic) -> None:
@@ -377,13 +382,14 @@ class Libp2pNetwork:
         async def wait_direct() -> None:
             await self._puncher.wait_direct(stream.muxed_conn.peer_id)
 
-        connection = connection_of(stream)
+        connection, scope = connection_of(stream), cast("YamuxConnection", stream.muxed_conn).scope
         return Libp2pLink(
             cast("YamuxStream", stream.muxed_stream),
             peer,
             self._policy,
             drop,
             self._count,
+            self.budget.account(scope.open(Kind.LINK, peer), Resource.MEMORY),
             relayed=is_relayed(connection),
             relay_limit_bytes=limit_bytes_of(connection),
             wait_direct=wait_direct,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -18,6 +18,7 @@ from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from llmnode.core.ids import PeerId
 
@@ -26,6 +27,13 @@ _SEED_BYTES = 32
 
 def fresh_identity() -> KeyPair:
     return create_new_key_pair()
+
+
+def opened(identity: Path | bytes | None) -> AbstractContextManager[KeyPair]:
+    """The identity in a file, or of a key, or a fresh one. Raises as `open_identity`."""
+    if isinstance(identity, bytes):
+        return nullcontext(identity_of(identity))
+    return nullcontext(fresh_identity()) if identity is None else open_identity(identity)
 
 
 @contextmanager

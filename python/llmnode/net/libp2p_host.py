@@ -6,9 +6,7 @@ Each adapter says what would happen without it. They reach into py-libp2p where 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
-from collections import Counter
 from typing import TYPE_CHECKING, cast
 
 import libp2p.network.swarm
@@ -20,8 +18,10 @@ from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.transport.exceptions import OpenConnectionError
 from multiaddr import Multiaddr
 
+from llmnode.core.policy import BudgetPolicy
+from llmnode.net.admission import Admission
 from llmnode.net.secure import noise_transport
-from llmnode.net.sockets import remote_address, resolved
+from llmnode.net.sockets import resolved
 from llmnode.net.upgrade import use_our_transport
 from llmnode.net.yamux import YamuxConnection
 
@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 
 ANY_TCP = Multiaddr("/ip4/127.0.0.1/tcp/0")
 
-IPV6_NETWORK_BITS = 64
-"""A provider gives a customer at least a network of this size."""
+NEWCOMERS = 64
+"""py-libp2p lets this many connections more than the budget come in, so that we decide which of all have to go."""
 
 
 @contextlib.asynccontextmanager
@@ -51,8 +51,11 @@ async def open_host(
     policy: LinkPolicy,
     announce: Sequence[Multiaddr] = (),
     swarm_key: bytes | None = None,
+    admission: Admission | None = None,
 ) -> AsyncIterator[IHost]:
     """A running host of this identity. TCP, Noise and yamux alone: its default would accept plaintext as well.
+
+    Its connections and streams are within the budget of `admission`, by default one of its own.
 
     It tells others the addresses `announce`, if any, instead of those it listens at. For `swarm_key` see
     `secure.noise_transport`.
@@ -61,12 +64,14 @@ async def open_host(
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     # A successful dial waits this long for a rival that does not exist: 250 ms each, unless it is lowered.
     libp2p.network.swarm._HAPPY_EYEBALLS_DELAY = 0.005
+    admission = admission or Admission(BudgetPolicy())
+    most = admission.policy.connections + NEWCOMERS
     limits = ConnectionConfig(
-        max_connections=policy.connections,
-        high_watermark=policy.connections,
+        max_connections=most,
+        high_watermark=most,
         low_watermark=0,
         min_connections=0,  # as many as this it would not accept, to keep them for dials
-        max_connections_per_peer=2 * policy.links_per_peer,  # those that are ending count
+        max_connections_per_peer=admission.policy.connections_per_peer,
         inbound_upgrade_timeout=policy.dial_timeout_s,
         outbound_upgrade_timeout=policy.dial_timeout_s,
     )
@@ -77,14 +82,16 @@ async def open_host(
         listen_addrs=listen or [ANY_TCP],  # says which transports to load
         connection_config=limits,
         announce_addrs=announce or None,
+        disable_identify_address_discovery=True,  # four peers could have us announce any address
     )
     swarm = cast("Swarm", host.get_network())
-    use_our_transport(host, noise, policy.dial_timeout_s)
-    _free_inbound_slots(swarm, policy)
+    swarm.set_resource_manager(None)  # its own has other limits, which grow and shrink, and remembers every peer
+    use_our_transport(host, noise, policy.dial_timeout_s, admission)
+    _admit_inbound(swarm, admission)
     _close_cancelled_dials(swarm)
     _dial_when_told(swarm)
     _know_names_of_the_system(swarm)
-    _outlive_streams(swarm)
+    _outlive_streams(swarm, admission)
     async with host.run(listen_addrs=listen):
         # It would dial every peer that we have ever met, and most eagerly those that we have just left.
         await swarm.auto_connector.stop()
@@ -96,42 +103,25 @@ async def open_host(
                     await listener.close()
 
 
-def _free_inbound_slots(swarm: Swarm, policy: LinkPolicy) -> None:
+def _admit_inbound(swarm: Swarm, admission: Admission) -> None:
     """It keeps the task and the slot of an inbound connection until the host ends, so that the slots run out for good.
 
     Nor does it know how many are from one place, which alone could take all.
     """
     upgrade = swarm.upgrade_inbound_raw_conn
-    from_host: Counter[str] = Counter()
 
     async def upgrade_and_stay(raw_conn: IRawConnection, address: Multiaddr) -> IMuxedConn:
-        host = host_of(raw_conn)
-        if from_host[host] >= policy.connections_per_host:
-            raise SwarmException(f"too many connections from {host}")
-        from_host[host] += 1
-        try:
-            connection = await upgrade(raw_conn, address)
+        with trio.CancelScope() as evicted:
+            half_open = admission.begin(raw_conn, evicted.cancel)
+            try:
+                connection = await upgrade(raw_conn, address)
+            finally:
+                half_open.close()
             assert isinstance(connection, YamuxConnection)
             await connection.event_ended.wait()
-        finally:
-            from_host[host] -= 1
-            if not from_host[host]:
-                del from_host[host]
         raise SwarmException("the connection is over")  # its caller ends, instead of waiting for the swarm
 
     swarm.upgrade_inbound_raw_conn = upgrade_and_stay  # type: ignore[method-assign, assignment]
-
-
-def host_of(connection: IRawConnection | YamuxConnection) -> str:
-    """The other side's IPv4 address, or the network of its IPv6 address, within which it can choose.
-
-    For a circuit, whose other side could be anywhere, it is the relay's.
-    """
-    address = connection.get_remote_address() if isinstance(connection, YamuxConnection) else remote_address(connection)
-    if address is None:
-        return str(next(iter(connection.get_transport_addresses()), "nowhere"))
-    ip = ipaddress.ip_address(address[0].partition("%")[0])
-    return str(ip if ip.version == 4 else ipaddress.ip_network((ip, IPV6_NETWORK_BITS), strict=False))
 
 
 def _close_cancelled_dials(swarm: Swarm) -> None:
@@ -151,16 +141,23 @@ def _close_cancelled_dials(swarm: Swarm) -> None:
     swarm.upgrade_outbound_raw_conn = upgrade_or_close  # type: ignore[method-assign, assignment]
 
 
-def _outlive_streams(swarm: Swarm) -> None:
-    """It ends with the first unforeseen error in any of its streams, whichever side has opened the stream."""
+def _outlive_streams(swarm: Swarm, admission: Admission) -> None:
+    """It ends with the first unforeseen error in any of its streams, whichever side has opened the stream.
+
+    A stream that there is no room for is reset.
+    """
     handle = swarm.common_stream_handler
 
     async def handle_or_reset(stream: INetStream) -> None:
-        try:
-            await handle(stream)
-        except Exception:
-            log.exception("a stream of peer=%s ends", stream.muxed_conn.peer_id)
-            await stream.reset()
+        with admission.stream(cast("YamuxConnection", stream.muxed_conn).scope) as is_admitted:
+            if not is_admitted:
+                await stream.reset()
+                return
+            try:
+                await handle(stream)
+            except Exception:
+                log.exception("a stream of peer=%s ends", stream.muxed_conn.peer_id)
+                await stream.reset()
 
     swarm.set_stream_handler(handle_or_reset)
 

@@ -14,6 +14,7 @@ is (`start` of heartbeats, in kB/s). A receiver that does so can unpack.
 from __future__ import annotations
 
 import logging
+import random
 import time
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 
 from llmnode import _native
 from llmnode.core.ids import NO_SESSION
+from llmnode.core.links.pace import Pace
 from llmnode.core.links.packing import ArrivalRate, PackChoice
 from llmnode.core.links.write_size import part_bytes
 from llmnode.core.traffic import Traffic
@@ -35,6 +37,7 @@ from llmnode.wire.frame import Frame, FrameDecoder, FrameType
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from llmnode.core.budget import Account, Scope
     from llmnode.core.ids import PeerId
     from llmnode.core.policy import LinkPolicy
     from llmnode.net.yamux_stream import YamuxStream
@@ -48,6 +51,10 @@ SILENCE_PARTS = 8
 last."""
 READ_BYTES = 1 << 20
 """One read takes what yamux has buffered, up to this."""
+CHARGE_BYTES = 1 << 18
+"""Memory is reserved in steps of this size. A link that holds no more than a quarter of it has that free."""
+LOOK_EVERY_S = 0.05
+"""How often a link that waits for memory looks whether there is some."""
 AT_ONCE_BYTES = 1 << 15
 """A larger frame is left to the writing task: others run before it is encrypted."""
 
@@ -62,6 +69,7 @@ class Libp2pLink:
         policy: LinkPolicy,
         drop: Callable[[], Awaitable[None]],
         count: Callable[[Traffic], None],
+        memory: Account,
         *,
         relayed: bool = False,
         relay_limit_bytes: int | None = None,
@@ -75,6 +83,10 @@ class Libp2pLink:
         self._policy = policy
         self._drop = drop
         self._count = count
+        self._memory = memory
+        self._decoder = FrameDecoder(policy)
+        self._paces = [Pace(policy.pace_grace_s, policy.pace_bytes_per_s) for _ in range(3)]
+        self._written_bytes = 0  # since the outbox was empty
         self._arrivals = ArrivalRate(policy.packing)
         self._packing = PackChoice(policy.packing)
         self._outbox = Outbox(policy)
@@ -90,6 +102,10 @@ class Libp2pLink:
         self._wrote_since_heartbeat = False
         self._write_scope = trio.CancelScope(shield=True)
 
+    @property
+    def scope(self) -> Scope:
+        return self._memory.scope
+
     async def wait_direct(self) -> None:
         await self._wait_direct()
 
@@ -97,6 +113,8 @@ class Libp2pLink:
         await trio.lowlevel.checkpoint_if_cancelled()
         while not self.has_ended and self._is_full:
             await self._room.park()
+        if not self.has_ended and not self._charge(frame.size_bytes):
+            await self._wait_for_memory(frame.size_bytes)
         if self.has_ended:
             raise self._end_reason()
         self._put(frame)
@@ -108,6 +126,7 @@ class Libp2pLink:
         except (trio.ClosedResourceError, trio.EndOfChannel):
             raise self._end_reason() from None
         self._received_bytes -= frame.size_bytes
+        self._charge()
         return frame
 
     async def end(self, reason: str) -> None:
@@ -138,6 +157,7 @@ class Libp2pLink:
                 nursery.cancel_scope.cancel()
         finally:
             self._fail(PeerUnreachable("link closed"))
+            self._decoder, self._outbox = FrameDecoder(self._policy), Outbox(self._policy)  # their memory is others'
             try:
                 await self._drop()
             finally:
@@ -161,16 +181,22 @@ class Libp2pLink:
         return type(error)(error.message, peer=error.peer, span=error.span)
 
     async def _read(self) -> None:
-        decoder = FrameDecoder(self._policy)
+        decoder = self._decoder
         try:
             while True:
                 chunk = await self._stream.read(READ_BYTES)
+                if not self._charge(len(chunk)):
+                    await self._wait_for_memory(len(chunk))
+                    if self.has_ended:
+                        return
                 self._heard_s = now_s = trio.current_time()
                 for frame in decoder.feed(chunk):
                     if frame.type is FrameType.HEARTBEAT:
                         self._take_rate(1000.0 * frame.start)
                     else:
                         self._deliver(await self._take(frame))
+                self._charge()
+                self._note_pace(now_s)
                 self._arrivals.note(len(chunk), now_s, inside=not decoder.at_boundary())
                 if self._arrivals.has_news:
                     self._beat()
@@ -204,6 +230,32 @@ class Libp2pLink:
         self._received.send_nowait(frame)
         self._received_bytes += frame.size_bytes
 
+    def _charge(self, more_bytes: int = 0) -> bool:
+        """Reserve what the link holds, and `more_bytes`. False if there is no memory for that."""
+        held_bytes = self._decoder.held_bytes + self._received_bytes + self._outbox.size_bytes + more_bytes
+        amount = self._memory.amount
+        if held_bytes <= CHARGE_BYTES // 4:
+            return not amount or self._memory.resize(0)
+        if amount - 2 * CHARGE_BYTES < held_bytes <= amount:
+            return True
+        return self._memory.resize(-(-held_bytes // CHARGE_BYTES) * CHARGE_BYTES)
+
+    async def _wait_for_memory(self, more_bytes: int) -> None:
+        """The link ends if others do not give memory back in time, of several that wait for it one after the other."""
+        with trio.move_on_after(self._policy.memory_patience_s * random.uniform(0.5, 1)):
+            while not self.has_ended and not self._charge(more_bytes):  # noqa: ASYNC110  memory comes back anywhere
+                await trio.sleep(LOOK_EVERY_S)
+            return
+        self._fail(PeerUnreachable("no memory is left for what goes over this link"))
+
+    def _note_pace(self, now_s: float) -> None:
+        """Frames that have begun must go on: those that arrive, and those that the other side is to read."""
+        waiting = (0, self._written_bytes) if self._outbox else (None, 0)
+        for pace, (number, moved_bytes) in zip(self._paces, (*self._decoder.partial, waiting), strict=True):
+            pace.note(number, moved_bytes, now_s)
+            if pace.is_too_slow(now_s):
+                self._fail(PeerUnreachable("takes too long over a frame: it must keep a pace, not hold memory"))
+
     @property
     def _is_full(self) -> bool:
         return len(self._outbox) >= self._policy.queue_frames or self._outbox.size_bytes > self._policy.queue_bytes
@@ -231,11 +283,15 @@ class Libp2pLink:
                 self._outbox.prepare(frame, self._counted(frame, packed))
             data = self._unwritten or self._outbox.take()
             if data is None:
+                self._written_bytes = 0
                 await self._writer.park()
             elif not await self._write_some(data):
                 return
-            elif not self._is_full:
-                self._room.unpark_all()
+            else:
+                self._written_bytes += len(data)
+                self._charge()
+                if not self._is_full:
+                    self._room.unpark_all()
 
     async def _write_some(self, data: Buffer) -> bool:
         self._wrote_since_heartbeat = True
@@ -299,6 +355,7 @@ class Libp2pLink:
         while True:
             self._wrote_since_heartbeat = False
             await trio.sleep(self._policy.heartbeat_s)
+            self._note_pace(trio.current_time())
             if not self._wrote_since_heartbeat:
                 self._beat()
 

@@ -14,6 +14,8 @@ from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.security.security_multistream import SecurityMultistream
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 
+from llmnode.core.policy import BudgetPolicy
+from llmnode.net.admission import Admission
 from llmnode.net.secure import YAMUX, NoiseConnection, NoiseTransport
 from llmnode.net.select import CarefulSelect, EagerSelect
 from llmnode.net.yamux import YamuxConnection
@@ -25,16 +27,17 @@ if TYPE_CHECKING:
     from libp2p.peer.id import ID
 
 
-def use_our_transport(host: IHost, noise: NoiseTransport, timeout_s: float) -> None:
+def use_our_transport(host: IHost, noise: NoiseTransport, timeout_s: float, admission: Admission | None = None) -> None:
     """Have all connections of `host` use `noise` and our yamux, and nothing else. To be called before it runs.
 
-    A dialled peer must prove its identity within `timeout_s`.
+    A dialled peer must prove its identity within `timeout_s`. By default the host has a budget of its own.
     """
+    admission = admission or Admission(BudgetPolicy())
     basic = cast("BasicHost", host)
     basic.multiselect, basic.multiselect_client = CarefulSelect(basic.multiselect.handlers), EagerSelect()
     upgrader = cast("Swarm", host.get_network()).upgrader
     upgrader.security_multistream = _OurSecurity(noise, timeout_s)
-    upgrader.muxer_multistream = _OurMuxer()
+    upgrader.muxer_multistream = _OurMuxer(admission)
 
 
 class _OurSecurity(SecurityMultistream):
@@ -55,11 +58,13 @@ class _OurSecurity(SecurityMultistream):
 class _OurMuxer(MuxerMultistream):
     """`MuxerMultistream` itself makes a `Yamux` of its own for this protocol, whatever class the options name."""
 
-    def __init__(self) -> None:
+    def __init__(self, admission: Admission) -> None:
         super().__init__({YAMUX: YamuxConnection})
+        self._admission = admission
         self._selector.multiselect, self._selector.multiselect_client = CarefulSelect({YAMUX: None}), EagerSelect()
 
     async def new_conn(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
-        if not cast("NoiseConnection", conn).has_agreed_on_yamux:
+        secured = cast("NoiseConnection", conn)
+        if not secured.has_agreed_on_yamux:
             await self.select_transport(conn)
-        return YamuxConnection(conn, peer_id)
+        return YamuxConnection(conn, peer_id, self._admission.prove(secured, peer_id))

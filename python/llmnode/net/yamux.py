@@ -22,6 +22,7 @@ from libp2p.io.exceptions import IOException
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 
 from llmnode._native import Connection
+from llmnode.core.budget import Kind, Scope
 from llmnode.core.links.write_size import Amid, DrainRate, part_bytes
 from llmnode.net.secure import YAMUX, NoiseConnection
 from llmnode.net.sockets import local_address, socket_of
@@ -59,8 +60,13 @@ UNACKNOWLEDGED_S = 30
 class YamuxConnection(IMuxedConn):
     """A connection with streams. `start` must be running for as long as it is used; when it ends, so do they."""
 
-    def __init__(self, conn: ISecureConn, peer_id: ID) -> None:
+    def __init__(self, conn: ISecureConn, peer_id: ID, scope: Scope | None = None) -> None:
+        """`scope` is what it has reserved, and is closed with it."""
         assert isinstance(conn, NoiseConnection), "this muxer takes over the session of secure.py"
+        self.scope = scope or Scope(None, Kind.CONNECTION, "unlimited", {})
+        self.scope.on_evict = self.end
+        self.used_s = trio.current_time()
+        """When it was last used for anything but links, for a connection that holds nothing does not stay."""
         self.peer_id = peer_id
         self.event_started = trio.Event()
         self.event_ended = trio.Event()
@@ -218,7 +224,7 @@ class YamuxConnection(IMuxedConn):
     # Its own two tasks
 
     async def _receive(self) -> None:
-        machine, buffer = self.machine, memoryview(bytearray(READ_BYTES))
+        machine, buffer = self.machine, _read_buffer()
         with contextlib.suppress(trio.ClosedResourceError, OSError, IOException):
             self._tell(machine.receive_plaintext(self.secured_conn.take_unread(), trio.current_time()))
             self.flush()
@@ -301,6 +307,7 @@ class YamuxConnection(IMuxedConn):
         if self._ended:
             return
         self._ended = True
+        self.scope.close()
         self._unsent = memoryview(b"")  # or the sending task would wait for a socket that is closed
         self.event_ended.set()
         if self._socket is not None:
@@ -324,6 +331,19 @@ class YamuxConnection(IMuxedConn):
                 self.linger(stream)
             else:
                 stream.give_up()
+
+
+_BUFFER: trio.lowlevel.RunVar[memoryview] = trio.lowlevel.RunVar("_BUFFER")
+
+
+def _read_buffer() -> memoryview:
+    """All connections of an event loop read into one buffer: the machine takes what was read before others run."""
+    try:
+        return _BUFFER.get()
+    except LookupError:
+        buffer = memoryview(bytearray(READ_BYTES))
+        _BUFFER.set(buffer)
+        return buffer
 
 
 def _set_options(sock: trio.socket.SocketType | None) -> None:

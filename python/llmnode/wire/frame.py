@@ -131,6 +131,22 @@ class FrameDecoder:
         self._header = bytearray()
         self._body = bytearray()
         self._body_bytes = 0
+        self._finished = 0  # frames
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of frames that have not arrived whole."""
+        own = len(self._header) + len(self._body)
+        return own if self._pieces is None else own + self._pieces.held_bytes
+
+    @property
+    def partial(self) -> tuple[tuple[int | None, int], tuple[int | None, int]]:
+        """The frame that is under way, and the one that comes in pieces: a number of its own, and its bytes so far."""
+        assert self._pieces is not None, "a decoder of pieces has none"
+        return self._begun(), self._pieces._begun()
+
+    def _begun(self) -> tuple[int | None, int]:
+        return self._finished if self._header else None, len(self._body)
 
     def feed(self, chunk: Buffer) -> Iterator[Frame]:
         """Yield the frames that `chunk` completes. Raises RemoteProtocolError on the first byte that is wrong."""
@@ -187,6 +203,7 @@ class FrameDecoder:
     def _finish(self) -> Frame:
         header, body = self._header, memoryview(self._body)
         self._header, self._body = bytearray(), bytearray()
+        self._finished += 1
         _, _, kind, session, epoch, step, start, length, meta_bytes, _ = _COVERED.unpack_from(header)
         (expected,) = _CHECKSUM.unpack_from(header, _COVERED.size)
         if _native.frame_crc32c([memoryview(header)[: _COVERED.size], body]) != expected:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from llmnode.core.budget import Account, Budget, Kind, Resource, Scope, Worth, address_groups, limits_of
+from llmnode.core.budget import Budget, Kind, Resource, Scope, Worth, address_groups, limits_of
 from llmnode.core.ids import PeerId
 from llmnode.core.policy import BudgetPolicy
 from llmnode.errors import LocalProtocolError
@@ -35,12 +36,12 @@ class Budgets(RuleBasedStateMachine):
     @rule(address=st.sampled_from(ADDRESSES), peer=st.integers(0, 3), worth=st.sampled_from(Worth))
     def connect(self, address: str, peer: int, worth: Worth) -> None:
         scope = self.budget.connection(address, PeerId(f"peer {peer}"))
-        if scope.reserve(Resource.CONNECTIONS, 1) is not None:
+        if scope.reserve(Resource.INBOUND, 1) is not None:
             scope.close()
             return
         scope.worth = worth
         self.scopes.append(scope)
-        self.own[scope] = {Resource.CONNECTIONS: 1}
+        self.own[scope] = {Resource.INBOUND: 1}
 
     @precondition(lambda self: self.scopes)
     @rule(data=st.data())
@@ -76,7 +77,7 @@ class Budgets(RuleBasedStateMachine):
         self.scopes = [each for each in self.scopes if not each.is_closed]
 
     @precondition(lambda self: self.scopes)
-    @rule(data=st.data(), resource=st.sampled_from([Resource.MEMORY, Resource.CONNECTIONS]))
+    @rule(data=st.data(), resource=st.sampled_from([Resource.MEMORY, Resource.INBOUND]))
     def choose(self, data: st.DataObject, resource: Resource) -> None:
         """A victim is a living connection of others that holds something, and none that we have opened."""
         asker = self._some(data)
@@ -96,7 +97,7 @@ class Budgets(RuleBasedStateMachine):
         """So the sum over the children is never more than what the parent holds."""
         for scope in {around for each in self.scopes for around in each.around}:
             within = [each for each in self.scopes if scope in list(each.around)]
-            for resource in (Resource.MEMORY, Resource.STREAMS, Resource.CONNECTIONS):
+            for resource in (Resource.MEMORY, Resource.STREAMS, Resource.INBOUND):
                 assert scope.held[resource] == sum(self.own[each].get(resource, 0) for each in within)
 
     @invariant()
@@ -126,7 +127,7 @@ TestBudgets = Budgets.TestCase
 def _connections(budget: Budget, address: str, amount: int, worth: Worth = Worth.NOTHING) -> list[Scope]:
     made = [budget.connection(address, PeerId(f"{address} {number}")) for number in range(amount)]
     for each in made:
-        assert each.reserve(Resource.CONNECTIONS, 1) is None
+        assert each.reserve(Resource.INBOUND, 1) is None
         each.worth = worth
     return made
 
@@ -135,7 +136,7 @@ def _full(budget: Budget, address: str, worth: Worth = Worth.NOTHING) -> tuple[S
     """A connection for which there is no room, and the scope that is full."""
     asker = budget.connection(address, PeerId(f"{address} asker"))
     asker.worth = worth
-    full = asker.reserve(Resource.CONNECTIONS, 1)
+    full = asker.reserve(Resource.INBOUND, 1)
     assert full is not None
     return asker, full
 
@@ -146,9 +147,9 @@ def test_a_newcomer_takes_the_newest_place_of_the_fullest_group() -> None:
     _connections(budget, "1.1.1.1", 1)
     asker, full = _full(budget, "127.0.0.1")
     assert full is budget.process
-    assert budget.victim(full, asker, Resource.CONNECTIONS) is many[-1]
+    assert budget.victim(full, asker, Resource.INBOUND) is many[-1]
     many[-1].close()
-    assert asker.reserve(Resource.CONNECTIONS, 1) is None
+    assert asker.reserve(Resource.INBOUND, 1) is None
     assert len(few) == 5
 
 
@@ -157,7 +158,7 @@ def test_the_fullest_group_gets_no_more_at_the_cost_of_others() -> None:
     _connections(budget, "8.8.8.7", 5, Worth.LINK)
     _connections(budget, "9.9.9.9", 3)
     asker, full = _full(budget, "8.8.8.7")
-    assert budget.victim(full, asker, Resource.CONNECTIONS) is None
+    assert budget.victim(full, asker, Resource.INBOUND) is None
 
 
 def test_what_nothing_uses_goes_before_what_is_used() -> None:
@@ -166,7 +167,7 @@ def test_what_nothing_uses_goes_before_what_is_used() -> None:
     idle = _connections(budget, "9.9.9.9", 4)
     _connections(budget, "1.1.1.1", 2, Worth.OURS)
     asker, full = _full(budget, "127.0.0.1")
-    assert budget.victim(full, asker, Resource.CONNECTIONS) is idle[-1]
+    assert budget.victim(full, asker, Resource.INBOUND) is idle[-1]
 
 
 def test_sessions_go_only_from_a_group_that_holds_more_than_its_share() -> None:
@@ -174,14 +175,14 @@ def test_sessions_go_only_from_a_group_that_holds_more_than_its_share() -> None:
     _connections(budget, "9.9.9.9", 6, Worth.USED)
     _connections(budget, "8.8.8.7", 6, Worth.USED)
     asker, full = _full(budget, "127.0.0.1")
-    assert budget.victim(full, asker, Resource.CONNECTIONS) is None, "six are the share of each of two groups"
+    assert budget.victim(full, asker, Resource.INBOUND) is None, "six are the share of each of two groups"
 
     budget = Budget(POLICY)
     greedy = _connections(budget, "9.9.9.9", 6, Worth.USED)
     _connections(budget, "8.8.8.7", 3, Worth.USED)
     _connections(budget, "1.1.1.1", 3, Worth.USED)
     asker, full = _full(budget, "127.0.0.1")
-    assert budget.victim(full, asker, Resource.CONNECTIONS) is greedy[-1]
+    assert budget.victim(full, asker, Resource.INBOUND) is greedy[-1]
 
 
 def test_what_we_have_opened_is_never_dropped() -> None:
@@ -189,7 +190,39 @@ def test_what_we_have_opened_is_never_dropped() -> None:
     for address in ("9.9.9.9", "8.8.8.7"):
         _connections(budget, address, 6, Worth.OURS)
     asker, full = _full(budget, "127.0.0.1")
-    assert budget.victim(full, asker, Resource.CONNECTIONS) is None
+    assert budget.victim(full, asker, Resource.INBOUND) is None
+
+
+def test_who_takes_a_place_ends_the_connection_that_had_it() -> None:
+    budget, ended = Budget(POLICY), []
+    for address in ("8.8.8.7", "9.9.9.9"):
+        for scope in _connections(budget, address, 6, Worth.LINK):
+            scope.on_evict = partial(ended.append, scope)
+    newcomers = [budget.connection("127.0.0.1", PeerId(f"newcomer {number}")) for number in range(5)]
+    taken = []
+    for each in newcomers:
+        taken.append(budget.take(each, Resource.INBOUND, 1))
+        each.worth = Worth.LINK
+    assert taken == [True] * 4 + [False], "then each of the three groups has four"
+    assert len(ended) == 4 and all(each.is_closed for each in ended)
+    assert budget.process.held[Resource.INBOUND] == 12
+
+
+def test_a_connection_with_sessions_is_used() -> None:
+    (scope,) = _connections(Budget(POLICY), "127.0.0.1", 1, Worth.LINK)
+    session = scope.open(Kind.LINK, "a link").open(Kind.SESSION, "a session")
+    assert scope.use is Worth.USED
+    session.close()
+    assert scope.use is Worth.LINK
+
+
+def test_many_half_open_connections_of_one_address_are_few() -> None:
+    budget = Budget(POLICY)
+    half_open = [budget.connection("8.8.8.7") for _ in range(9)]
+    taken = [budget.take(each, Resource.INBOUND, 1) for each in half_open]
+    assert taken == [True] * 9, "the oldest makes way"
+    assert sum(not each.is_closed for each in half_open) == POLICY.connections_per_host
+    assert budget.take(budget.connection("9.9.9.9"), Resource.INBOUND, 1)
 
 
 def test_at_one_address_the_longest_unused_makes_way_for_a_newcomer() -> None:
@@ -197,7 +230,7 @@ def test_at_one_address_the_longest_unused_makes_way_for_a_newcomer() -> None:
     used, idle = _connections(budget, "8.8.8.7", 4, Worth.USED), _connections(budget, "8.8.8.7", 2)
     asker, full = _full(budget, "8.8.8.7")
     assert full.kind in (Kind.HOST, Kind.GROUP)
-    assert budget.victim(full, asker, Resource.CONNECTIONS) is idle[0]
+    assert budget.victim(full, asker, Resource.INBOUND) is idle[0]
     idle[0].close()
     idle[1].worth = Worth.LINK
     assert len(used) == 4
@@ -223,7 +256,7 @@ def test_many_identities_at_one_address_have_what_the_address_has() -> None:
     chunk, held = 1 << 20, 0
     for number in range(2000):
         scope = budget.connection("8.8.8.7", PeerId(f"sybil {number}"))
-        if scope.reserve(Resource.CONNECTIONS, 1) is not None:
+        if scope.reserve(Resource.INBOUND, 1) is not None:
             break
         while scope.reserve(Resource.MEMORY, chunk) is None:
             held += chunk
@@ -247,10 +280,10 @@ def test_a_closed_scope_takes_nothing_and_gives_back_nothing() -> None:
 def test_an_account_holds_its_last_size_that_there_was_room_for() -> None:
     budget = Budget(POLICY)
     (scope,) = _connections(budget, "127.0.0.1", 1)
-    account = Account(scope, Resource.MEMORY)
-    assert account.resize(100) is None
-    assert account.resize(40) is None
-    assert account.resize(10_000) is not None
+    account = budget.account(scope, Resource.MEMORY)
+    assert account.resize(100)
+    assert account.resize(40)
+    assert not account.resize(10_000)
     assert (account.amount, budget.process.held[Resource.MEMORY]) == (40, 40)
 
 

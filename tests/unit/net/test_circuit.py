@@ -9,7 +9,6 @@ import random
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -21,7 +20,7 @@ from libp2p.network.stream.net_stream import NetStream
 from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 
-from llmnode.core.policy import CircuitPolicy, LinkPolicy, PunchPolicy, RelayPolicy
+from llmnode.core.policy import BudgetPolicy, CircuitPolicy, LinkPolicy, PunchPolicy, RelayPolicy
 from llmnode.errors import ConfigError, PeerError, PeerUnreachable, single_error
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer, parse_relay, relay_of
 from llmnode.net.circuit_relay import splice
@@ -47,9 +46,10 @@ def relaying(
     return open_network([listen], POLICY, identity, relay_policy=policy or RelayPolicy())
 
 
-def reserving(*relays: Libp2pNetwork, link: LinkPolicy = POLICY) -> Any:
+def reserving(*relays: Libp2pNetwork, link: LinkPolicy = POLICY, budget: BudgetPolicy | None = None) -> Any:
     """A peer that listens nowhere."""
-    return open_network([], link, relays=[each.addresses[0] for each in relays], circuit_policy=EAGER)
+    at = [each.addresses[0] for each in relays]
+    return open_network([], link, relays=at, circuit_policy=EAGER, budget_policy=budget)
 
 
 def listening_behind(*relays: Libp2pNetwork, policy: CircuitPolicy = EAGER) -> Any:
@@ -483,11 +483,11 @@ async def test_the_nodes_at_one_host_get_their_share_of_a_relay() -> None:
 
 @in_trio
 async def test_a_relay_does_not_take_all_connections_of_a_peer() -> None:
-    few = replace(POLICY, connections_per_host=1)
+    few = BudgetPolicy(connections_per_host=1)
     async with (
         relaying() as relay,
         relaying() as other,
-        reserving(relay, other, link=few) as server,
+        reserving(relay, other, budget=few) as server,
         echoing(server),
         dialling() as first,
         dialling() as second,

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from llmnode.core.budget import address_groups
 from llmnode.core.peers.nat import Nat, Reached
 from llmnode.core.policy import LinkPolicy, ReachPolicy, RelayPolicy
+from llmnode.net.admission import address_of
 from llmnode.net.host import open_network
-from llmnode.net.libp2p_host import host_of
 from llmnode.wire.frame import Frame, FrameType
 from unit.in_trio import in_trio
 
@@ -79,4 +80,4 @@ async def test_connections_are_counted_by_their_ipv6_network() -> None:
         await check_link(server, client, server.addresses[0])
         (connection,) = server.host.get_network().get_connections()
         muxed: Any = connection.muxed_conn
-        assert host_of(muxed) == host_of(muxed.secured_conn.raw) == "::/64"
+        assert address_groups(address_of(muxed.secured_conn.raw)) == ("::/64", "::/64")

@@ -22,6 +22,7 @@ from libp2p.peer.peerinfo import info_from_p2p_addr
 from libp2p.security.insecure.transport import PLAINTEXT_PROTOCOL_ID, InsecureTransport
 from multiaddr import Multiaddr
 
+from llmnode.core.policy import BudgetPolicy
 from llmnode.errors import ConfigError, PeerUnreachable
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer
 from llmnode.net.explain import explain_failure, name_stranger
@@ -102,8 +103,8 @@ async def test_a_dial_that_nobody_answers_ends_at_its_deadline() -> None:
 @in_trio
 async def test_connections_that_ended_hold_no_task() -> None:
     """libp2p would keep one of each, and take no more connections after some hundreds."""
-    few = replace(POLICY, connections=4)
-    async with open_network([LISTEN_ANY_LOOPBACK], few) as server, trio.open_nursery() as nursery:
+    few = BudgetPolicy(connections=4)
+    async with open_network([LISTEN_ANY_LOOPBACK], POLICY, budget_policy=few) as server, trio.open_nursery() as nursery:
 
         async def serve() -> None:
             while True:

@@ -1,0 +1,87 @@
+"""Connections of a host: each is admitted within the budget, and ends soon if nothing uses it.
+
+A connection counts from its first byte, at the address that it comes from, and once its peer is proved as one of that
+peer. Knows nothing of frames.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from libp2p.network.exceptions import SwarmException
+
+from llmnode.core.budget import Budget, Kind, Resource, Worth
+from llmnode.core.ids import PeerId
+from llmnode.net.sockets import remote_address
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from libp2p.abc import IRawConnection
+    from libp2p.peer.id import ID
+
+    from llmnode.core.budget import Scope
+    from llmnode.core.policy import BudgetPolicy
+    from llmnode.net.secure import NoiseConnection
+
+
+class Admission:
+    """For one host. Raises SwarmException for connections that there is no room for."""
+
+    def __init__(self, policy: BudgetPolicy) -> None:
+        self.budget = Budget(policy)
+        self.policy = policy
+        self._half_open: WeakKeyDictionary[IRawConnection, Scope] = WeakKeyDictionary()
+
+    def begin(self, raw: IRawConnection, end: Callable[[], None]) -> Scope:
+        """A connection to us whose peer has not proved its identity yet. `end` gives it up."""
+        scope = self._admit(address_of(raw), None, is_inbound=True)
+        scope.on_evict = end
+        self._half_open[raw] = scope
+        return scope
+
+    def prove(self, connection: NoiseConnection, peer: ID) -> Scope:
+        """The connection has been proved to be of `peer`. The owner of the scope closes it."""
+        half_open = self._half_open.pop(connection.raw, None)
+        if half_open is not None:
+            if half_open.is_closed:
+                raise SwarmException("others have taken the place of this connection")
+            half_open.close()
+        address, is_inbound = address_of(connection.raw), not connection.is_initiator
+        scope = self._admit(address, PeerId(peer.to_base58()), is_inbound=is_inbound)
+        if not is_inbound:
+            scope.worth = Worth.OURS
+        return scope
+
+    @contextlib.contextmanager
+    def stream(self, scope: Scope) -> Iterator[bool]:
+        """Whether there is room for one more stream over a connection, which is then taken meanwhile."""
+        stream = scope.open(Kind.LINK, "a stream")
+        try:
+            yield self.budget.take(stream, Resource.STREAMS, 1) and self.budget.take(
+                stream, Resource.MEMORY, self.policy.stream_bytes
+            )
+        finally:
+            stream.close()
+
+    def _admit(self, address: str, peer: PeerId | None, *, is_inbound: bool) -> Scope:
+        scope = self.budget.connection(address, peer)
+        wanted = {Resource.CONNECTIONS: 1, Resource.MEMORY: self.policy.connection_bytes}
+        if is_inbound:
+            wanted = {Resource.INBOUND: 1} | wanted
+        for resource, amount in wanted.items():
+            if not self.budget.take(scope, resource, amount):
+                scope.close()
+                raise SwarmException(f"too many connections, or too many from {address}")
+        return scope
+
+
+def address_of(raw: IRawConnection) -> str:
+    """The other side's IP address. For a circuit, whose other side could be anywhere, it is the relay's address."""
+    address = remote_address(raw)
+    if address is None:
+        return str(next(iter(raw.get_transport_addresses()), "nowhere"))
+    return str(ipaddress.ip_address(address[0].partition("%")[0]))

@@ -1,0 +1,59 @@
+"""The settings of py-libp2p that decide what a node says, keeps and accepts, read back from a running host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from multiaddr import Multiaddr
+
+from llmnode.core.policy import BudgetPolicy, LinkPolicy
+from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
+from llmnode.net.host import open_network
+from llmnode.net.libp2p_host import NEWCOMERS
+from unit.in_trio import in_trio
+from unit.links import POLICY
+
+
+@in_trio
+async def test_the_limits_of_connections_are_ours() -> None:
+    few = BudgetPolicy(connections=40, connections_per_peer=5)
+    async with open_network([LISTEN_ANY_LOOPBACK], LinkPolicy(dial_timeout_s=7.0), budget_policy=few) as network:
+        swarm: Any = network.host.get_network()
+        assert swarm._resource_manager is None, "its own limits would hold beside ours"
+        assert swarm._stream_semaphore is None
+        config = swarm.connection_config
+        most = few.connections + NEWCOMERS
+        assert (config.max_connections, config.high_watermark, config.low_watermark) == (most, most, 0)
+        assert (config.min_connections, config.max_connections_per_peer) == (0, few.connections_per_peer)
+        assert (config.inbound_upgrade_timeout, config.outbound_upgrade_timeout) == (7.0, 7.0)
+        assert swarm._inbound_limiter.total_tokens == most
+        assert swarm.retry_config.max_retries == 0
+        assert swarm._negative_peer_cache._ttl == 0
+        assert not swarm.auto_connector._started
+        assert not config.enable_health_monitoring
+
+
+@in_trio
+async def test_nobody_else_says_where_a_node_is() -> None:
+    """Four peers at four addresses are enough for py-libp2p to announce what they say."""
+    async with open_network([LISTEN_ANY_LOOPBACK], POLICY) as network:
+        host: Any = network.host
+        assert host._observed_addr_manager is None
+        assert host.get_addrs() == [Multiaddr(each) for each in network.listening]
+        assert network.addresses == network.listening
+
+
+@in_trio
+async def test_services_that_were_not_chosen_are_off() -> None:
+    async with open_network([LISTEN_ANY_LOOPBACK], POLICY) as network:
+        host: Any = network.host
+        assert (host.mDNS, host.bootstrap, host.upnp) == (None, None, None)
+        protocols = {str(each) for each in host.get_mux().get_protocols()}
+        assert protocols == {
+            "/ipfs/id/1.0.0",
+            "/ipfs/id/push/1.0.0",
+            "/ipfs/ping/1.0.0",
+            "/libp2p/autonat/1.0.0",
+            "/libp2p/dcutr",
+            "/llmnode/link/1",
+        }
