@@ -78,7 +78,7 @@ class BudgetPolicy:
 
 @dataclass(frozen=True, slots=True)
 class LinkPolicy:
-    """One stream of frames between two peers."""
+    """One stream of frames between two peers, and the budget of all of them."""
 
     heartbeat_s: float = 2.0
     """An idle link sends a heartbeat this often."""
@@ -112,6 +112,7 @@ class LinkPolicy:
     """Larger frames are sent in pieces, so that a step of another session waits for one piece only. On a slow link the
     pieces are smaller (`core/links/write_size.py`)."""
     packing: PackPolicy = field(default_factory=PackPolicy)
+    budget: BudgetPolicy = field(default_factory=BudgetPolicy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from multiaddr import Multiaddr
 from llmnode.core.budget import Kind, Resource, Worth
 from llmnode.core.ids import PeerId
 from llmnode.core.peers.nat import judge
-from llmnode.core.policy import BudgetPolicy, CircuitPolicy, ReachPolicy
+from llmnode.core.policy import CircuitPolicy, ReachPolicy
 from llmnode.core.traffic import Traffic
 from llmnode.errors import PeerUnreachable
 from llmnode.net.addresses import (
@@ -46,7 +46,7 @@ from llmnode.net.connections import HeldConnections, connection_of, is_relayed
 from llmnode.net.explain import explain_failure
 from llmnode.net.identity import is_signed, opened
 from llmnode.net.libp2p_host import open_host
-from llmnode.net.link import Libp2pLink
+from llmnode.net.link import Libp2pLink, LinkOwner
 from llmnode.net.punch import Puncher
 from llmnode.net.reach import AUTONAT, DialBacks, look
 from llmnode.net.select import open_unanswered
@@ -80,7 +80,6 @@ async def open_network(
     relays: Sequence[str] = (),
     relay_policy: RelayPolicy | None = None,
     circuit_policy: CircuitPolicy | None = None,
-    budget_policy: BudgetPolicy | None = None,
 ) -> AsyncIterator[Libp2pNetwork]:
     """Run a host that listens at the multiaddrs `listen`; none means that it only dials.
 
@@ -97,7 +96,7 @@ async def open_network(
         check_bindable(address)
     announced = [parse_announced(address) for address in announce]
     reserving = {relay.peer_id: relay for relay in map(parse_relay, relays)}
-    admission = Admission(budget_policy or BudgetPolicy())
+    admission = Admission(policy.budget)
     async with contextlib.AsyncExitStack() as stack:
         key_pair = stack.enter_context(opened(identity))
         peer = PeerId(ID.from_pubkey(key_pair.public_key).to_base58())
@@ -387,10 +386,8 @@ class Libp2pNetwork:
             cast("YamuxStream", stream.muxed_stream),
             peer,
             self._policy,
-            drop,
-            self._count,
+            LinkOwner(drop, self._count, wait_direct),
             self.budget.account(scope.open(Kind.LINK, peer), Resource.MEMORY),
             relayed=is_relayed(connection),
             relay_limit_bytes=limit_bytes_of(connection),
-            wait_direct=wait_direct,
         )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -59,6 +59,16 @@ AT_ONCE_BYTES = 1 << 15
 """A larger frame is left to the writing task: others run before it is encrypted."""
 
 
+@dataclass(frozen=True, slots=True)
+class LinkOwner:
+    """The part of a link's host that the link calls."""
+
+    drop: Callable[[], Awaitable[None]]
+    """The link is over: the stream goes, and its connection if nothing else uses it."""
+    count: Callable[[Traffic], None]
+    wait_direct: Callable[[], Awaitable[None]]
+
+
 class Libp2pLink:
     """The `Link` port over a stream. `run` must be running for as long as the link is used."""
 
@@ -67,22 +77,18 @@ class Libp2pLink:
         stream: YamuxStream,
         peer: PeerId,
         policy: LinkPolicy,
-        drop: Callable[[], Awaitable[None]],
-        count: Callable[[Traffic], None],
+        owner: LinkOwner,
         memory: Account,
         *,
         relayed: bool = False,
         relay_limit_bytes: int | None = None,
-        wait_direct: Callable[[], Awaitable[object]] = trio.lowlevel.checkpoint,
     ) -> None:
         self.peer = peer
         self.relayed = relayed
         self.relay_limit_bytes = relay_limit_bytes
-        self._wait_direct = wait_direct
         self._stream = stream
         self._policy = policy
-        self._drop = drop
-        self._count = count
+        self._owner = owner
         self._memory = memory
         self._decoder = FrameDecoder(policy)
         self._paces = [Pace(policy.pace_grace_s, policy.pace_bytes_per_s) for _ in range(3)]
@@ -107,7 +113,7 @@ class Libp2pLink:
         return self._memory.scope
 
     async def wait_direct(self) -> None:
-        await self._wait_direct()
+        await self._owner.wait_direct()
 
     async def send(self, frame: Frame) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -159,7 +165,7 @@ class Libp2pLink:
             self._fail(PeerUnreachable("link closed"))
             self._decoder, self._outbox = FrameDecoder(self._policy), Outbox(self._policy)  # their memory is others'
             try:
-                await self._drop()
+                await self._owner.drop()
             finally:
                 self._closed.set()
 
@@ -221,7 +227,7 @@ class Libp2pLink:
         if frame.packed:
             frame = await self._in_thread_if_long(partial(self._unpacked, frame), crossing_bytes)
         if frame.session != NO_SESSION:
-            self._count(Traffic(received_bytes=crossing_bytes, received_plain_bytes=len(frame.payload)))
+            self._owner.count(Traffic(received_bytes=crossing_bytes, received_plain_bytes=len(frame.payload)))
         return frame
 
     def _deliver(self, frame: Frame) -> None:
@@ -312,7 +318,7 @@ class Libp2pLink:
     def _counted(self, frame: Frame, crossing: Frame) -> Frame:
         """`crossing` is how `frame` crosses the link."""
         if frame.session != NO_SESSION:
-            self._count(Traffic(sent_bytes=len(crossing.payload), sent_plain_bytes=len(frame.payload)))
+            self._owner.count(Traffic(sent_bytes=len(crossing.payload), sent_plain_bytes=len(frame.payload)))
         return crossing
 
     def _packed(self, frame: Frame) -> Frame:

@@ -46,10 +46,10 @@ def relaying(
     return open_network([listen], POLICY, identity, relay_policy=policy or RelayPolicy())
 
 
-def reserving(*relays: Libp2pNetwork, link: LinkPolicy = POLICY, budget: BudgetPolicy | None = None) -> Any:
+def reserving(*relays: Libp2pNetwork, link: LinkPolicy = POLICY) -> Any:
     """A peer that listens nowhere."""
     at = [each.addresses[0] for each in relays]
-    return open_network([], link, relays=at, circuit_policy=EAGER, budget_policy=budget)
+    return open_network([], link, relays=at, circuit_policy=EAGER)
 
 
 def listening_behind(*relays: Libp2pNetwork, policy: CircuitPolicy = EAGER) -> Any:
@@ -483,11 +483,11 @@ async def test_the_nodes_at_one_host_get_their_share_of_a_relay() -> None:
 
 @in_trio
 async def test_a_relay_does_not_take_all_connections_of_a_peer() -> None:
-    few = BudgetPolicy(connections_per_host=1)
+    few = replace(POLICY, budget=BudgetPolicy(connections_per_host=1))
     async with (
         relaying() as relay,
         relaying() as other,
-        reserving(relay, other, budget=few) as server,
+        reserving(relay, other, link=few) as server,
         echoing(server),
         dialling() as first,
         dialling() as second,

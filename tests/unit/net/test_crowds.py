@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -37,7 +38,7 @@ async def until(holds: Callable[[], bool]) -> None:
 async def listening(budget: BudgetPolicy, link: LinkPolicy = POLICY) -> AsyncIterator[Libp2pNetwork]:
     """It answers DESCRIBE over every link."""
     async with (
-        open_network([LISTEN_ANY_LOOPBACK], link, budget_policy=budget) as network,
+        open_network([LISTEN_ANY_LOOPBACK], replace(link, budget=budget)) as network,
         trio.open_nursery() as nursery,
     ):
 

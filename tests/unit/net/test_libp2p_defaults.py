@@ -17,7 +17,7 @@ from unit.links import POLICY
 @in_trio
 async def test_the_limits_of_connections_are_ours() -> None:
     few = BudgetPolicy(connections=40, connections_per_peer=5)
-    async with open_network([LISTEN_ANY_LOOPBACK], LinkPolicy(dial_timeout_s=7.0), budget_policy=few) as network:
+    async with open_network([LISTEN_ANY_LOOPBACK], LinkPolicy(dial_timeout_s=7.0, budget=few)) as network:
         swarm: Any = network.host.get_network()
         assert swarm._resource_manager is None, "its own limits would hold beside ours"
         assert swarm._stream_semaphore is None

@@ -104,7 +104,10 @@ async def test_a_dial_that_nobody_answers_ends_at_its_deadline() -> None:
 async def test_connections_that_ended_hold_no_task() -> None:
     """libp2p would keep one of each, and take no more connections after some hundreds."""
     few = BudgetPolicy(connections=4)
-    async with open_network([LISTEN_ANY_LOOPBACK], POLICY, budget_policy=few) as server, trio.open_nursery() as nursery:
+    async with (
+        open_network([LISTEN_ANY_LOOPBACK], replace(POLICY, budget=few)) as server,
+        trio.open_nursery() as nursery,
+    ):
 
         async def serve() -> None:
             while True:
