@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from llmnode.node.app import NodeConfig as NodeConfig
     from llmnode.node.embed import Node as Node
 
-__all__ = ["Node"]
+_HOMES = {"Node": "llmnode.node.embed", "NodeConfig": "llmnode.node.app"}
+
+__all__ = ["Node", "NodeConfig"]
 
 
 def __getattr__(name: str) -> object:
-    if name != "Node":
+    if (home := _HOMES.get(name)) is None:
         raise AttributeError(f"module 'llmnode.node' has no attribute {name!r}")
-    from llmnode.node.embed import Node
-
-    return Node
+    value = globals()[name] = getattr(importlib.import_module(home), name)
+    return value
