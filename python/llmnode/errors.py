@@ -76,7 +76,10 @@ class PeerError(LlmnodeError):
         super().__init__(message)
 
     def blame(self, peer: PeerId, span: Span | None = None) -> Self:
-        """Name the culprit, for an error raised by code that knows only bytes."""
+        """Name the culprit, a `peer` and its `span`, unless it is known already. Returns the error itself.
+
+        It is for errors that come from code which knows only bytes.
+        """
         self.peer = self.peer or peer
         self.span = self.span or span
         return self

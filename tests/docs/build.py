@@ -9,19 +9,29 @@ import importlib
 import sys
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pdoc
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 PUBLIC = ("llmnode", "llmnode.errors", "llmnode.node", "llmnode.core.policy")
 """The modules that a program may import from. An update keeps their names, or the changelog says how they changed."""
 
 
+def public_modules() -> list[ModuleType]:
+    """The modules of `PUBLIC`, with all names that they otherwise load when these are used."""
+    modules = [importlib.import_module(name) for name in PUBLIC]
+    for module in modules:
+        for name in getattr(module, "__all__", ()):
+            getattr(module, name)
+    return modules
+
+
 def build(folder: Path) -> tuple[list[Path], list[str]]:
     """Writes the pages into `folder`. Returns their files, one for each public module, and pdoc's warnings."""
-    for name in PUBLIC:
-        module = importlib.import_module(name)
-        for public in getattr(module, "__all__", ()):
-            getattr(module, public)  # it is loaded when it is used
+    public_modules()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pdoc.pdoc(*PUBLIC, output_directory=folder)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from pdoc.doc import Class, Function, Module
 
-from docs.build import PUBLIC, build
+from docs.build import PUBLIC, build, public_modules
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:pdoc")
 
 @pytest.fixture(scope="module")
 def modules() -> list[Module]:
-    return [Module(importlib.import_module(name)) for name in PUBLIC]
+    return [Module(module) for module in public_modules()]
 
 
 def test_pages_are_made_without_a_warning_and_have_every_public_name(tmp_path: Path) -> None:

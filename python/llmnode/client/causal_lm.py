@@ -146,7 +146,10 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
 
     @contextmanager
     def inference_session(self, max_length: int, rows: int = 1, priority: str | None = None) -> Iterator[HiddenSession]:
-        """Petals' primitive: `session.step(hidden)` runs hidden states through all blocks. See `open_cache`."""
+        """Petals' primitive: `session.step(hidden)` runs hidden states through all blocks.
+
+        `max_length`, `rows` and `priority` are those of `open_cache`, and so are the errors.
+        """
         with self.open_cache(max_length, rows, priority=priority) as cache:
             yield HiddenSession(cache)
 
@@ -154,9 +157,10 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
 
     @releasing
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:  # Any: transformers' own signature
-        """transformers' `generate`. The sessions that it opens end with it, unless it returns their cache.
+        """transformers' `generate`, with its `args` and `kwargs`. Returns what it returns.
 
-        `client/README.md` lists what it can do, and what is refused. Raises ConfigError for that.
+        The sessions that it opens end with it, unless it returns their cache. `client/README.md` lists the uses that
+        work, and those that are refused with ConfigError.
         """
         if kwargs.get("cache_implementation") == "paged":
             raise ConfigError("continuous batching is the servers' own: call generate from several threads instead")
@@ -201,9 +205,14 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Run the forward of a causal LM of transformers: scores (rows, kept columns, vocabulary), and the loss.
 
+        The arguments are transformers'. `input_ids`, `attention_mask`, `position_ids` and `labels` are (rows, columns);
+        `inputs_embeds` is (rows, columns, hidden_size), and stands for `input_ids`. `logits_to_keep` is how many of the
+        last columns get scores (0 for all of them), or the columns' indices. With `output_hidden_states` the
+        `hidden_states` of the output has the first and the last one. Of the `others` a loss takes some.
+
         Without `cache` one is opened, which grows as it is used; it comes back unless `use_cache` is False, and its
-        sessions end when it is closed or forgotten. A use that a session cannot do raises ConfigError before anything
-        is computed. Where the mask has padding, scores are zero. `hidden_states` has the first and the last one.
+        sessions end when it is closed or forgotten. Where the mask has padding, scores are zero. Raises ConfigError,
+        before anything is computed, for a use that a session cannot do.
         """
         check_others({**others, "labels": labels, "output_hidden_states": output_hidden_states}, self.config)
         given = given_states(input_ids, inputs_embeds, self._embedding_size)
@@ -261,7 +270,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
             return output
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Raises ConfigError, which names the token, for one that is not one of the model's."""
+        """Raises ConfigError, which names the token, if one of `token_ids` is not one of the model's."""
         self._client.ends.check(token_ids)
 
     def _check_tokens(self, input_ids: torch.Tensor, real: torch.Tensor | None) -> None:
@@ -269,7 +278,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         self.check_tokens((input_ids if real is None else input_ids[real]).flatten().tolist())
 
     def train(self, mode: bool = True) -> Self:
-        """Raises ConfigError but for `train(False)`: there is no dropout, and no backward pass yet."""
+        """Raises ConfigError unless `mode` is False: there is no dropout, and no backward pass yet."""
         if mode:
             raise ConfigError("a distributed model cannot be trained yet: it is always as after eval()")
         return self
@@ -304,6 +313,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         return module
 
     def get_output_embeddings(self) -> torch.nn.Module:
+        """The model's own scoring layer."""
         module: torch.nn.Module = self._ends.scoring.get_output_embeddings()  # type: ignore[operator]  # likewise
         return module
 

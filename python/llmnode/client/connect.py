@@ -65,7 +65,11 @@ class ClientParts:
 
 
 class Client:
-    """A model whose blocks are elsewhere. Made by `aconnect`."""
+    """A model whose blocks are elsewhere, for trio programs. Made by `aconnect`.
+
+    `generate` is its token loop. `model` says what it is, `tokenizer` makes token ids of text and text of token ids,
+    and `generation_config` is transformers'. Several tasks may use it at once.
+    """
 
     def __init__(self, parts: ClientParts, router: Router, codec: Codec, policy: ClientPolicy) -> None:
         self.model = parts.model
@@ -113,7 +117,7 @@ class Client:
             yield session
 
     async def transcript(self, session: InferenceSession) -> dict[str, Any]:  # Any: JSON
-        """The receipts of the session's hops, checked now, and signed by us: `llmnode verify` reads them."""
+        """The receipts of the hops of `session`, checked now, and signed by us: `llmnode verify` reads them."""
         assert session.receipts is not None, "a router's sessions have a book"
         await session.verify()
         return session.receipts.export(self.router.sign)
@@ -129,15 +133,28 @@ class Client:
         stop_at_eos: bool = True,
         session: InferenceSession | None = None,
     ) -> Answer:
-        """The text after the token ids `prompt`: `async for token in client.generate(...)`, or `await` it for all.
+        """Generate the text after `prompt`, token ids of `client.tokenizer`: loop over it, or `await` all of it.
 
-        Without `max_new_tokens` it may fill the model's context. `sampling` says how tokens are chosen; without, as the
-        model's generation config has it, which is mostly the likeliest token. Texts of one seed differ by their
-        `number`. `logprobs` asks for log probabilities: of each token, and of that many of the likeliest ones (0 to
-        20). The text ends with the tokens that end an answer of this model, unless not `stop_at_eos`.
+        - `max_new_tokens`: without it the text may fill the model's context, or the `session`.
+        - `sampling`: how tokens are chosen. Without it the model's generation config says it, and most say the
+          likeliest token.
+        - `number`: texts of one seed differ by it.
+        - `logprobs`: asks for the log probability of each token, and of this many of the likeliest ones, 0 to 20.
+        - `stop_at_eos`: whether the tokens that end an answer of this model end the text.
+        - `session`: it holds the first tokens of `prompt`, fewer than all, and stays open. The text goes on from there.
+          After each token the session holds all tokens but that one.
 
-        A `session` that holds a beginning of `prompt` goes on from there, and stays open. After each token it holds all
-        tokens but that one. Raises ConfigError, now, if something does not fit; see `Answer` for the rest.
+        Nothing is sent yet. Raises ConfigError if the arguments do not fit together, or transformers refuses a setting;
+        see `Answer` for the errors of the swarm. Example:
+
+        ```python
+        sampling = llmnode.Sampling(temperature=0.8, seed=1, settings={"stop_strings": ["\\n\\n"]})
+        async with client.generate(prompt, 64, sampling=sampling, logprobs=3) as answer:
+            async for token in answer:
+                print(token.text, end="", flush=True)
+        whole = await client.generate(prompt, 64)
+        print(whole.text, whole.finish.reason, whole.finish.usage.new_tokens)
+        ```
         """
         self.ends.check(prompt)
         if logprobs is not None and not 0 <= logprobs <= MOST_LOGPROBS:
@@ -197,10 +214,19 @@ async def aconnect(
     If it is private, `swarm_key` is an invite, which names peers too, or the file of its key (`llmnode invite`).
 
     `parts` come from `load_parts`, and are those of the embedded model by default. `codec` is how hidden states cross
-    the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Blocks are computed in `dtype`, as
-    "float32", the only one that is exact, "float32+int8" where weights are quantized, or "float32+kv-int8" where KV is:
-    only servers of that dtype are used. Raises ConfigError (an address, a name), PeerError (no peer can be reached) or
-    NoRoute (blocks that nobody holds).
+    the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Only servers that compute in `dtype` are
+    used: "float32" is exact, "float32+int8" has quantized weights, "float32+kv-int8" has quantized KV. `policy` and
+    `link_policy` are the limits and deadlines of sessions and of links.
+
+    Raises ConfigError (an address, a name), PeerError (no peer can be reached) or NoRoute (blocks that nobody holds).
+    Example:
+
+    ```python
+    async with llmnode.aconnect([address]) as client:
+        prompt = client.tokenizer.encode("Once upon a time")
+        async for token in client.generate(prompt, 64):
+            print(token.text, end="", flush=True)
+    ```
     """
     policy = policy or ClientPolicy()
     if codec not in list(Codec):
@@ -249,7 +275,7 @@ async def aresume(
 
     The file has the session's key. So servers that still have its KV give it to us; the rest is replayed. The
     swarm is that of the peers named in the file, and `peers`; its key, if it is private, is not in the file: see
-    `aconnect` for `swarm_key`. `parts` must be those of the session's model. Raises
+    `aconnect` for `swarm_key`, `policy` and `link_policy`. `parts` must be those of the session's model. Raises
     ConfigError (the file, another model), PeerError, NoRoute or SessionLost; the file stays as it is.
     """
     policy = policy or ClientPolicy()

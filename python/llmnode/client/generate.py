@@ -45,7 +45,10 @@ class TokenTiming:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The cost of a text: tokens, and seconds until the first one and until the last one."""
+    """The cost of a text: tokens of the prompt and of the answer, and seconds until the first and the last of these.
+
+    The tokens of the answer include those that end it. The seconds begin with the loop, before the session opens.
+    """
 
     prompt_tokens: int
     new_tokens: int
@@ -55,7 +58,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a text ended, and what it took."""
+    """The end of a text: its `reason`, and the `usage` of the whole text."""
 
     reason: FinishReason
     usage: Usage
@@ -65,10 +68,11 @@ class Finish:
 class Token:
     """One token of a text, as it comes.
 
-    `text` is the text that is settled with it, often of tokens before it too, or "" while later tokens may change it
-    (`models/text/streaming.py`) or it may begin a stop string. A stop string, and what its token says after it, is not
-    in it. The pieces of all tokens, joined, are the answer. `logprob` and `top` are there if they were asked for, in
-    nats, by the model's own scores. The last token has a `finish`.
+    `text` is the text that is settled with this token. It is "" while later tokens may change it, or while it may begin
+    a stop string, and comes with a later token then. The pieces of all tokens, joined, are the answer: it ends before a
+    stop string. `logprob` is the token's log probability in nats, by the model's own scores, before temperature and
+    penalties. `top` has the likeliest token ids and theirs, likeliest first. Both are there if they were asked for. The
+    last token has a `finish`.
     """
 
     id: int
@@ -81,7 +85,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A whole text. `timings[0]` covers the prefill; the others one decode each."""
+    """A whole text: its tokens, and their text. `timings[0]` covers the prefill; the others one decode each."""
 
     tokens: tuple[Token, ...]
     text: str

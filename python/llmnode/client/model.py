@@ -82,5 +82,8 @@ class AutoDistributedModelForCausalLM:
     def from_pretrained(
         name: str | None = None, *, initial_peers: Sequence[str], codec: str = "raw", dtype: str = "float32"
     ) -> DistributedModelForCausalLM:
-        """Calls `llmnode.connect(name, peers=initial_peers, codec=codec, dtype=dtype)`."""
+        """`name`, `codec` and `dtype` are those of `llmnode.connect`, and so are the errors.
+
+        `initial_peers` are its `peers`.
+        """
         return connect(name, peers=initial_peers, codec=codec, dtype=dtype)

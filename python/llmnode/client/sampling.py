@@ -37,9 +37,15 @@ _OTHER_LOOPS = ("constraints", "force_words_ids", "dola_layers", "token_healing"
 class Sampling:
     """How a caller wants tokens to be chosen. None, or a missing setting, leaves it to the model's generation config.
 
-    A `temperature` of 0 takes the likeliest token. Without a `seed` each text differs. `settings` are any others that
-    transformers' `GenerationConfig` has, under their names there, as `top_k`, `min_p`, `repetition_penalty` or
-    `stop_strings`. `otherwise` is the temperature if the model says nothing either: 0, or one for dialogues.
+    - `temperature`: 0 takes the likeliest token; else 0.001 to 1000.
+    - `top_p`: above 0, up to 1. Draw one of the likeliest tokens that together have this probability.
+    - `seed`: the same seed, prompt and settings give the same text. Without one each text differs.
+    - `settings`: any others that transformers' `GenerationConfig` has, under their names there, such as `top_k`,
+      `min_p`, `repetition_penalty`, `stop_strings` or `max_time` (seconds).
+    - `otherwise`: the temperature if neither the caller nor the model says one: 0, or one for dialogues.
+
+    Raises ConfigError for a `temperature` or `top_p` beyond these limits. Example:
+    `Sampling(temperature=0.8, seed=1, settings={"top_k": 40, "stop_strings": ["\\n"]})`.
     """
 
     temperature: float | None = None
@@ -49,7 +55,6 @@ class Sampling:
     settings: Mapping[str, Any] = field(default_factory=dict)  # Any: as a generation config has them
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a `temperature` or a `top_p` that no softmax can be drawn with."""
         if self.temperature and not LOWEST <= self.temperature <= HIGHEST:
             limits = "0 or more" if self.temperature < 0 else f"0, or {LOWEST:g} to {HIGHEST:g}"
             raise ConfigError(f"temperature {self.temperature:g}: give {limits}")
@@ -57,7 +62,10 @@ class Sampling:
             raise ConfigError(f"top_p {self.top_p:g}: give more than 0 and at most 1")
 
     def of(self, config: GenerationConfig) -> Sampler:
-        """Together with the generation config of a model. Raises ConfigError for settings that transformers refuses."""
+        """These settings, together with the generation `config` of a model.
+
+        Raises ConfigError for settings that transformers refuses.
+        """
         from transformers import GenerationConfig
 
         if self.settings:

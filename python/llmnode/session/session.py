@@ -86,6 +86,7 @@ class InferenceSession:
 
     @property
     def connections(self) -> Mapping[PeerId, PeerConnection]:
+        """The connections to the peers of the route."""
         return {each.hop.peer: each.connection for each in self._hops.hops}
 
     @property
@@ -94,25 +95,30 @@ class InferenceSession:
         return self._recoverer.recoveries
 
     async def open(self, route: Route, connections: Mapping[PeerId, PeerConnection]) -> None:
+        """Open the session at every hop of `route`, over `connections` to their peers.
+
+        Raises the PeerError of the first hop that does not open.
+        """
         await self._hops.open(route, connections)
 
     async def take_over(self, saved: SavedSession, connections: Mapping[PeerId, PeerConnection]) -> None:
         """Instead of `open`: go on where `saved` stands, with the hops that are still there, and others for the rest.
 
-        Raises NoRoute or SessionLost.
+        `connections` are those to the peers that can be reached. Raises NoRoute or SessionLost.
         """
         assert self._finder is not None, "what was saved may have gone"
         await handover.take_over(self._hops, saved, connections, self._finder)
         await self._persist(trio.lowlevel.checkpoint, position_before=saved.position)
 
     async def step(self, hidden: Buffer) -> Buffer:
-        """Append positions. hidden: (tokens, hidden_size) in fp32, as it leaves the embedding.
+        """Append positions. `hidden` is (tokens, hidden_size) in fp32, as it leaves the embedding.
 
-        Returns the same shape, as it leaves the last block. What crosses the wire is in the session's codec, in chunks
-        of the policy's size, several under way at once. Peers that fail are replaced meanwhile. Raises SessionLost if
-        that is of no use, after which only closing is left, as it is after a step that was cancelled; and NoRoute if
-        nobody holds a lost peer's blocks: the session stands where it stood, and the same step may be tried again; and
-        so does ConfigError, if so much may not go through a relay.
+        Returns the same shape, as it leaves the last block. It crosses the wire in the session's codec, in chunks of
+        the policy's size, several at once. Peers that fail are replaced meanwhile. Raises SessionLost if no replacement
+        helps: then the session can only be closed, as after a step that was cancelled. Raises NoRoute if nobody holds a
+        lost peer's blocks, and ConfigError if a relay may not carry this many bytes: after either, the session stands
+        where it stood, and the same step may be tried again. LocalProtocolError is a bug of the caller: positions
+        beyond `max_length`, or bytes that are no whole positions.
         """
         self._hops.check_open()
         row_bytes = self._hops.terms.model.row_bytes
@@ -132,7 +138,10 @@ class InferenceSession:
         return outputs[0] if len(outputs) == 1 else bytearray().join(outputs)
 
     async def truncate(self, position: int) -> None:
-        """Forget the positions from `position` on, at every hop. Raises as `step` does."""
+        """Forget the positions from `position` on, at every hop. Raises as `step` does.
+
+        LocalProtocolError is a bug of the caller: a `position` that the session does not hold.
+        """
         self._hops.check_open()
         if not 0 <= position <= self.position:
             raise LocalProtocolError(f"cannot go back to position {position} from {self.position}")
@@ -170,10 +179,10 @@ class InferenceSession:
     async def export(self, path: Path, token_ids: Sequence[int] = ()) -> float:
         """Save the session in the file at `path`, for `llmnode.resume` in another process; it may go on here too.
 
-        Returns for how many seconds the servers keep its KV when this process has gone or closed it, 0 if some do not:
-        then it is resumed by a replay of what is in the file. The file says where the session stands now, `token_ids`,
-        which only the caller knows, and our key: whoever can read it can go on in our name. Raises ConfigError if it
-        cannot be written.
+        Returns for how many seconds the servers keep its KV after this process has gone or closed it. If it is 0, some
+        do not, and the session is resumed by a replay of the file. The file has the state of the session, `token_ids`,
+        which only the caller knows, and our key: whoever can read it can go on in our name. Raises ConfigError if the
+        file cannot be written, and LocalProtocolError for a session that was opened without a swarm.
         """
         self._hops.check_open()
         if self._finder is None:
