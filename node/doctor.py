@@ -85,7 +85,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Doctor:
-    """The findings so far. `report` is told each as it comes, `working` in a few words what is looked at."""
+    """The findings until now. `report` is told each as it comes, `working` in a few words what is looked at."""
 
     config: DoctorConfig
     report: Callable[[Finding], None]

@@ -43,7 +43,7 @@ NO_OPTIONS = frozenset(
 )
 """Variables that mean something else: no option may be given such a name."""
 _MOST_BYTES = 1 << 20
-"""Of the file."""
+"""The largest file."""
 
 _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 _FLAGS = (argparse._StoreTrueAction, argparse._StoreFalseAction, argparse.BooleanOptionalAction)

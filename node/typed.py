@@ -11,7 +11,7 @@ from llmnode.errors import ConfigError
 from llmnode.node.terminal import line_ended, say
 
 MOST_CHARS = 1 << 20
-"""Of one line."""
+"""The longest line, in characters."""
 MOST_MARK_BYTES = 4
 TERMINAL_LINE_BYTES = 4096
 """A terminal cuts lines there, its end included, if nothing reads its keys one by one."""

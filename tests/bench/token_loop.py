@@ -1,4 +1,4 @@
-"""What the client's own token loop takes, against transformers' `generate` through the same servers, by turns.
+"""The time of the client's own token loop, against transformers' `generate` through the same servers, by turns.
 
 One text, and `--at-once` texts beside each other: as tasks of the loop, and as threads that call `generate`. Both show
 their text as it comes. The client's CPU time has all its threads: embedding, scores, links and Python.
@@ -42,7 +42,7 @@ PROMPT_TOKENS = 24
 class _Took(NamedTuple):
     tokens_per_s: float
     cpu_ms: float
-    """Of this process, for each token."""
+    """This process's CPU time, for each token."""
 
 
 class _Shown(BaseStreamer):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-# Of transformers' own methods, which a model of ours has too, pdoc cannot read every type.
+# pdoc cannot read every type of the methods that a model of ours has from transformers.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:pdoc")
 
 

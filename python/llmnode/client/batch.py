@@ -121,7 +121,7 @@ def kept_columns(rows: int, columns: int, keep: int | torch.Tensor) -> Kept:
 
 
 def check_ends_real(attention_mask: torch.Tensor | None) -> None:
-    """Of what a text goes on from: (rows, columns). Raises ConfigError if a row ends in padding, but for all of it."""
+    """The mask of a prompt is (rows, columns). Raises ConfigError if a row that has tokens ends in padding."""
     if attention_mask is None or attention_mask.ndim != 2:
         return
     ends_padded = ~attention_mask[:, -1].bool() & attention_mask.bool().any(dim=1)

@@ -176,9 +176,9 @@ class SessionCache(DynamicCache):
         return self._client.model.hidden_size
 
     def settled(self) -> Past:
-        """What is in it. A row that got on alone, when another failed or was interrupted, goes back first.
+        """The tokens in the cache. A row that got ahead because another failed or was interrupted goes back first.
 
-        Raises SessionClosed if rows were being copied when that failed: nobody knows what they are.
+        Raises SessionClosed if a copy of rows has failed: it is unknown then which tokens they hold.
         """
         positions: list[int] = self.real.sum(dim=1).tolist()
         ahead = [session.position - position for session, position in zip(self._sessions, positions, strict=True)]

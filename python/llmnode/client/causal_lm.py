@@ -208,7 +208,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         The arguments are transformers'. `input_ids`, `attention_mask`, `position_ids` and `labels` are (rows, columns);
         `inputs_embeds` is (rows, columns, hidden_size), and stands for `input_ids`. `logits_to_keep` is how many of the
         last columns get scores (0 for all of them), or the columns' indices. With `output_hidden_states` the
-        `hidden_states` of the output has the first and the last one. Of the `others` a loss takes some.
+        `hidden_states` of the output has the first and the last one. A loss takes some of the `others`.
 
         Without `cache` one is opened, which grows as it is used; it comes back unless `use_cache` is False, and its
         sessions end when it is closed or forgotten. Where the mask has padding, scores are zero. Raises ConfigError,
