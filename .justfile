@@ -26,3 +26,7 @@ fmt: setup
 # A benchmark, e.g. `just bench swarm --json`
 bench name *args:
     tests/bench/run {{name}} {{args}}
+
+# Pages of the public API, by default in target/docs
+docs *args:
+    tests/docs/run {{args}}
