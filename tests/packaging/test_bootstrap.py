@@ -187,6 +187,14 @@ def test_a_disk_that_fills_up_during_set_up_is_named(checkout: Path, small_disk:
         ("src/x.c:1:10: fatal error: Python.h: No such file or directory", "python3-dev"),
         ("error: failed to write to file: No space left on device (os error 28)", "the disk is full"),
         ("Caused by: client error (Connect)\nCaused by: dns error", "check the network"),
+        (
+            "error: Failed to download `six==1.17.0`\n  cause: Hash mismatch for `six==1.17.0`\n",
+            "six==1.17.0 is another file",
+        ),
+        (
+            "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE. (...)\n    uv==0.13.9 from https://...",
+            "uv==0.13.9 is another file",
+        ),
         ("error[E0308]: mismatched types\nerror: could not compile `x`\nhint: look above", "could not compile `x`"),
         ("", "it said nothing"),
     ],
