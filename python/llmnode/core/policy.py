@@ -486,6 +486,38 @@ class ClientPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class DhtPolicy:
+    """The part of a node in the DHT: the records that it keeps for others, and its answers."""
+
+    lifetime_s: float = 120.0
+    """A record is kept for this long. Nodes publish anew every `SwarmPolicy.directory_every_s`."""
+    value_bytes: int = 4 << 20
+    """All announcements: some 3,000."""
+    provider_bytes: int = 4 << 20
+    """All records that name the servers of a model."""
+    record_bytes: int = 8 << 10
+    providers_per_key: int = 64
+    providers_told: int = 20
+    addresses: int = 8
+    """Addresses of one peer."""
+    address_bytes: int = 256
+    key_bytes: int = 128
+    message_bytes: int = 128 << 10
+    """An answer with 20 peers and their addresses is smaller."""
+    peers_told: int = 20
+    streams: int = 64
+    """Streams over which others ask, all together."""
+    streams_per_group: int = 32
+    streams_per_peer: int = 4
+    request_s: float = 10.0
+    """A stream without a whole request for this long is reset."""
+    answer_s: float = 10.0
+    requests_burst: int = 200
+    requests_per_s: float = 50.0
+    """Requests of one address group. A request takes about a millisecond."""
+
+
+@dataclass(frozen=True, slots=True)
 class SwarmPolicy:
     """How nodes hear of each other."""
 
@@ -516,5 +548,6 @@ class SwarmPolicy:
     view_peers: int = 4096
     announcement_bytes: int = 4096
     addresses: int = 8
+    dht: DhtPolicy = field(default_factory=DhtPolicy)
     exchange_bytes: int = 4 << 20
     """The largest list of announcements in one frame. A view of 4096 announcements of a kilobyte each fits in."""

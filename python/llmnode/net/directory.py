@@ -1,8 +1,9 @@
 """The directory over libp2p's Kademlia DHT: provider records name the peers, and each peer's key has its announcement.
 
-A DHT key has one value and not a set, hence the two. The library's own lifetimes are a day or two, so an announcement
-carries its own, and what is found is as old as its last publication at most. DHT servers of go-libp2p and rust-libp2p
-keep both kinds too, if they speak `/ipfs/kad/1.0.0` (py-libp2p has no other) and take values under our namespace.
+A DHT key has one value and not a set, hence the two. An announcement carries its own lifetime, and what is found is as
+old as its last publication at most. Our nodes keep records for minutes (`dht_stores.py`). DHT servers of go-libp2p and
+rust-libp2p keep both kinds too, if they speak `/ipfs/kad/1.0.0` (py-libp2p has no other) and take values under our
+namespace.
 """
 
 from __future__ import annotations
@@ -10,19 +11,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import msgpack
 import trio
 from libp2p.exceptions import BaseLibp2pError
+from libp2p.kad_dht import peer_routing, provider_store, value_store
 from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
-from libp2p.kad_dht.pb.kademlia_pb2 import Message
 from libp2p.records.pubkey import PublicKeyValidator
 from libp2p.records.validator import NamespacedValidator, Validator
 from libp2p.tools.anyio_service import background_trio_service
 
+from llmnode.core.budget import Kind, Resource
 from llmnode.core.ids import PeerId
-from llmnode.errors import RemoteProtocolError
+from llmnode.errors import ConfigError, RemoteProtocolError
+from llmnode.net.dht_server import DhtServer
+from llmnode.net.dht_stores import Providers, Values
 from llmnode.net.identity import is_signed
 from llmnode.wire.announcement import SIGNING_CONTEXT, unpack_announcement
 
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
     from libp2p.abc import INetStream
 
     from llmnode.core.announcement import SignedAnnouncement
-    from llmnode.core.policy import SwarmPolicy
+    from llmnode.core.policy import DhtPolicy, SwarmPolicy
     from llmnode.net.host import Libp2pNetwork
 
 NAMESPACE = "llmnode"
@@ -49,7 +53,12 @@ async def open_directory(network: Libp2pNetwork, policy: SwarmPolicy) -> AsyncIt
     """
     mode = DHTMode.SERVER if network.addresses else DHTMode.CLIENT
     validator = NamespacedValidator({"pk": PublicKeyValidator(), NAMESPACE: _AnnouncementValidator(policy)})
-    dht = _Kademlia(network.host, mode, validator=validator, strict_validation=True)
+    dht_policy = policy.dht
+    _accept_small_answers(dht_policy)
+    kept = network.budget.process.open(Kind.PEER, "records of the DHT")
+    if not network.budget.take(kept, Resource.MEMORY, dht_policy.value_bytes + dht_policy.provider_bytes):
+        raise ConfigError("the memory budget leaves nothing for the DHT: raise BudgetPolicy.memory_bytes")
+    dht = _Kademlia(network, mode, validator, dht_policy)
     async with background_trio_service(dht), trio.open_nursery() as nursery:
         try:
             yield DhtDirectory(dht, nursery, policy)
@@ -60,7 +69,7 @@ async def open_directory(network: Libp2pNetwork, policy: SwarmPolicy) -> AsyncIt
 class DhtDirectory:
     """The `Directory` port. Made by `open_directory`."""
 
-    def __init__(self, dht: KadDHT, nursery: trio.Nursery, policy: SwarmPolicy) -> None:
+    def __init__(self, dht: _Kademlia, nursery: trio.Nursery, policy: SwarmPolicy) -> None:
         self._dht = dht
         self._nursery = nursery
         self._policy = policy
@@ -84,7 +93,7 @@ class DhtDirectory:
         async def look_up() -> None:
             await self._meet_connected()
             # The library answers from its own store, if that has anything: a provider would find itself alone.
-            self._dht.provider_store.providers.pop(bytes.fromhex(key), None)
+            self._dht.providers.forget(bytes.fromhex(key))
             providers = await self._dht.find_providers(key, MOST_PROVIDERS)
             peers = {PeerId(provider.peer_id.to_base58()) for provider in providers}  # one is listed many times
             async with trio.open_nursery() as nursery:
@@ -106,7 +115,7 @@ class DhtDirectory:
             if signed.announcement.expires_ms > time.time() * 1000:
                 found.append(signed)
                 return
-        self._dht.value_store.remove(key.encode())  # what has expired here would hide what others have
+        self._dht.values.remove(key.encode())  # what has expired here would hide what others have
 
     async def _meet_connected(self) -> None:
         for peer in self._dht.host.get_connected_peers():
@@ -129,30 +138,24 @@ class DhtDirectory:
 
 
 class _Kademlia(KadDHT):
-    """The library's DHT, but a provider gets no answer: it would take that for the answer to its next request."""
+    """The library's DHT with our stores, and our answers to others."""
 
-    async def _do_handle_stream(self, stream: INetStream) -> None:
-        await super()._do_handle_stream(cast("INetStream", _Answers(stream)))
+    def __init__(
+        self, network: Libp2pNetwork, mode: DHTMode, validator: NamespacedValidator, policy: DhtPolicy
+    ) -> None:
+        super().__init__(network.host, mode, validator=validator, strict_validation=True)
+        self.values = self.value_store = Values(network.host, policy)
+        self.providers = self.provider_store = Providers(network.host, self.peer_routing, policy)
+        self._server = DhtServer(self, network.budget, policy)
+
+    async def handle_stream(self, stream: INetStream) -> None:
+        await self._server.take_stream(stream)
 
 
-class _Answers:
-    """A stream that swallows answers to ADD_PROVIDER. go-libp2p waits for none, and can crash over one."""
-
-    def __init__(self, stream: INetStream) -> None:
-        self._stream = stream
-        self._length = b""
-
-    async def write(self, data: bytes) -> None:
-        """A message's length, or after that the message."""
-        if not self._length:
-            self._length = data
-            return
-        length, self._length = self._length, b""
-        if Message.FromString(data).type != Message.ADD_PROVIDER:
-            await self._stream.write(length + data)
-
-    def __getattr__(self, name: str) -> Any:  # Any: all else is the stream's
-        return getattr(self._stream, name)
+def _accept_small_answers(policy: DhtPolicy) -> None:
+    """It would read an answer of 4 MiB."""
+    for module in (peer_routing, provider_store, value_store):
+        module.MAX_DHT_MESSAGE_SIZE = policy.message_bytes  # type: ignore[attr-defined]  # imported there by name
 
 
 class _AnnouncementValidator(Validator):

@@ -1,0 +1,117 @@
+"""A store that strangers fill: bounded in bytes, for minutes, and fair among those that fill it. The time is told.
+
+When it is full, a random entry of the source that holds most makes way. A source is an address group: identities are
+free, addresses are not. An operation takes time that grows with the sources, not with the entries.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator
+    from random import Random
+
+K = TypeVar("K", bound="Hashable")
+V = TypeVar("V")
+
+ENTRY_BYTES = 200
+"""An entry costs this much besides its value."""
+
+
+@dataclass(slots=True)
+class _Entry(Generic[V]):
+    value: V
+    size_bytes: int
+    source: str
+    expires_s: float
+    place: int  # among the keys of its source
+
+
+class BoundedStore(Generic[K, V]):
+    """An entry takes its size and `ENTRY_BYTES` of the `bytes_max`."""
+
+    def __init__(self, bytes_max: int, lifetime_s: float, rng: Random) -> None:
+        self._bytes_max = bytes_max
+        self._lifetime_s = lifetime_s
+        self._rng = rng
+        self._entries: dict[K, _Entry[V]] = {}
+        self._of_source: dict[str, list[K]] = {}
+        self._source_bytes: Counter[str] = Counter()
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(list(self._entries))
+
+    def put(self, key: K, value: V, size_bytes: int, source: str, now_s: float) -> bool:
+        """Whether it is kept: not if it is larger than the store."""
+        size_bytes += ENTRY_BYTES
+        if size_bytes > self._bytes_max:
+            return False
+        self.remove(key)
+        while self.size_bytes + size_bytes > self._bytes_max:
+            fullest = max(self._source_bytes, key=lambda each: self._source_bytes[each])
+            self.remove(self._rng.choice(self._of_source[fullest]))
+        keys = self._of_source.setdefault(source, [])
+        self._entries[key] = _Entry(value, size_bytes, source, now_s + self._lifetime_s, len(keys))
+        keys.append(key)
+        self._source_bytes[source] += size_bytes
+        self.size_bytes += size_bytes
+        return True
+
+    def get(self, key: K, now_s: float) -> V | None:
+        """None if it is not there, or too old, and then it is removed."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        if entry.expires_s <= now_s:
+            self.remove(key)
+            return None
+        return entry.value
+
+    def remove(self, key: K) -> bool:
+        """Whether it was there."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return False
+        keys = self._of_source[entry.source]
+        last = keys.pop()
+        if last != key:
+            keys[entry.place] = last
+            self._entries[last].place = entry.place
+        self.size_bytes -= entry.size_bytes
+        self._source_bytes[entry.source] -= entry.size_bytes
+        if not keys:
+            del self._of_source[entry.source], self._source_bytes[entry.source]
+        return True
+
+    def drop_expired(self, now_s: float) -> int:
+        """How many were dropped."""
+        expired = [key for key, entry in self._entries.items() if entry.expires_s <= now_s]
+        for key in expired:
+            self.remove(key)
+        return len(expired)
+
+
+def in_turn(sources: dict[K, str], most: int, rng: Random) -> list[K]:
+    """At most `most` of the keys, in an order in which sources take turns, and otherwise at random."""
+    of_source: dict[str, list[K]] = {}
+    keys = list(sources)
+    rng.shuffle(keys)
+    for key in keys:
+        of_source.setdefault(sources[key], []).append(key)
+    chosen: list[K] = []
+    while of_source and len(chosen) < most:
+        for source in list(of_source):
+            chosen.append(of_source[source].pop())
+            if not of_source[source]:
+                del of_source[source]
+    return chosen[:most]

@@ -1,0 +1,45 @@
+"""Rates: no more than a burst and what the time allows, whatever the order of keys and times."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmnode.core.rates import KEYS, Rates
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 3)), max_size=80), st.integers(1, 5), st.floats(0.1, 5))
+def test_a_key_gets_its_burst_and_its_rate_and_no_more(
+    steps: list[tuple[int, float]], burst: int, per_s: float
+) -> None:
+    rates, now_s = Rates(burst, per_s), 0.0
+    taken: Counter[int] = Counter()
+    for key, passed_s in steps:
+        now_s += passed_s
+        wait_s = rates.wait_s(key, now_s)
+        if rates.take(key, now_s):
+            assert wait_s == 0
+            taken[key] += 1
+        else:
+            assert wait_s > 0
+            assert rates.wait_s(key, now_s + wait_s + 1e-6) == 0, "it is allowed when it was said to be"
+        assert taken[key] <= burst + now_s * per_s + 1e-6
+
+
+def test_few_keys_are_remembered() -> None:
+    rates = Rates(1, 1)
+    for key in range(3 * KEYS):
+        assert rates.take(key, 0.0)
+    assert len(rates._buckets) == KEYS
+    assert not rates.take(3 * KEYS - 1, 0.0)
+
+
+def test_what_is_given_back_can_be_taken_again() -> None:
+    rates = Rates(2, 0.1)
+    for _ in range(20):
+        assert rates.take("a", 0.0)
+        rates.give_back("a", 0.0)
+    rates.give_back("a", 0.0)
+    assert [rates.take("a", 0.0) for _ in range(3)] == [True, True, False]
