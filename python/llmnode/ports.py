@@ -70,8 +70,14 @@ class Network(Protocol):
     def key(self) -> bytes:
         """The 32 bytes behind our id, for nobody but ourselves in another process."""
 
-    async def dial(self, address: str) -> Link:
+    def vouch(self, addresses: Sequence[str]) -> None:
+        """The user has named these addresses: they may be dialled, whoever names them. Raises ConfigError."""
+
+    async def dial(self, address: str, *, is_heard: bool = False) -> Link:
         """Open a link to `address`. Raises ConfigError (no such address form) or PeerUnreachable.
+
+        An address that `is_heard` from others, and that nobody vouches for, is dialled only if it is where we are, and
+        seldom.
 
         Whether the peer takes it, and is still there, shows by its answers.
         """

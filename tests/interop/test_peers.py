@@ -99,6 +99,7 @@ def test_the_muxer_is_agreed_on_within_the_handshake_with_go_and_after_it_with_r
 ) -> None:
     async def main() -> None:
         async with steer(theirs) as other, open_network([], LinkPolicy()) as network:
+            network.vouch([other.address])
             await network.host.connect(parse_peer(other.address))
             (connection,) = cast("Swarm", network.host.get_network()).get_connections(ID.from_string(other.peer))
             secured = cast("YamuxConnection", connection.muxed_conn).secured_conn

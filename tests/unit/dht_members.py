@@ -63,5 +63,6 @@ async def member(contact: str | None = None, *, listens: bool = True) -> AsyncIt
     listen = [LISTEN_ANY_LOOPBACK] if listens else []
     async with open_network(listen, LinkPolicy()) as network, open_directory(network, POLICY) as directory:
         if contact is not None:
+            network.vouch([contact])
             await network.host.connect(parse_peer(contact))
         yield Member(network, directory)

@@ -77,6 +77,28 @@ class BudgetPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class DialPolicy:
+    """How often a node dials what strangers name (`core/peers/dial_gate.py`). Dials that reach a peer are free."""
+
+    burst: int = 64
+    """Dials to all addresses together, at once."""
+    per_s: float = 8.0
+    place_burst: int = 4
+    """Dials to one address and port, at once. A node has two pools, and a peer may move from a relay."""
+    place_per_s: float = 0.5
+    host_failures: int = 24
+    """Dials to one host that failed, at any port: many nodes may be behind one address, and have just gone."""
+    host_failures_per_s: float = 0.5
+    pause_s: float = 1.0
+    """An address that could not be reached is left alone for this long; each time for twice as long."""
+    longest_pause_s: float = 30.0
+    """A server that comes back is found again within this time."""
+    contact_burst: int = 64
+    """Dials to an address that the user has named, at once."""
+    contact_per_s: float = 4.0
+
+
+@dataclass(frozen=True, slots=True)
 class LinkPolicy:
     """One stream of frames between two peers, and the budget of all of them."""
 
@@ -113,6 +135,7 @@ class LinkPolicy:
     pieces are smaller (`core/links/write_size.py`)."""
     packing: PackPolicy = field(default_factory=PackPolicy)
     budget: BudgetPolicy = field(default_factory=BudgetPolicy)
+    dials: DialPolicy = field(default_factory=DialPolicy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from libp2p.network.exceptions import SwarmException
 
 from llmnode.core.budget import Budget, Kind, Resource, Worth
 from llmnode.core.ids import PeerId
+from llmnode.net.dialling import Gate
 from llmnode.net.sockets import remote_address
 
 if TYPE_CHECKING:
@@ -24,16 +25,18 @@ if TYPE_CHECKING:
     from libp2p.peer.id import ID
 
     from llmnode.core.budget import Scope
-    from llmnode.core.policy import BudgetPolicy
+    from llmnode.core.policy import LinkPolicy
     from llmnode.net.secure import NoiseConnection
 
 
 class Admission:
     """For one host. Raises SwarmException for connections that there is no room for."""
 
-    def __init__(self, policy: BudgetPolicy) -> None:
-        self.budget = Budget(policy)
-        self.policy = policy
+    def __init__(self, policy: LinkPolicy) -> None:
+        self.budget = Budget(policy.budget)
+        self.policy = policy.budget
+        self.gate = Gate(policy.dials)
+        """Decides which connections the host opens."""
         self._half_open: WeakKeyDictionary[IRawConnection, Scope] = WeakKeyDictionary()
 
     def begin(self, raw: IRawConnection, end: Callable[[], None]) -> Scope:

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import trio
@@ -39,6 +40,22 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 """Unused connections are looked for this often."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCounts:
+    """The counts of what a network has open now; `relayed` of the links are through a relay, and `circuits` go through
+    us.
+
+    `streams` are of all protocols: links, and libp2p's own.
+    """
+
+    links: int
+    relayed: int
+    circuits: int
+    reservations: int
+    connections: int
+    streams: int
 
 
 class HeldConnections:

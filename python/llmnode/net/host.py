@@ -6,7 +6,6 @@ Knows nothing of models and sessions.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -27,6 +26,7 @@ from llmnode.errors import PeerUnreachable
 from llmnode.net.addresses import (
     all_reachable,
     check_bindable,
+    host_and_port,
     of_peer,
     own_ips,
     parse_announced,
@@ -42,7 +42,7 @@ from llmnode.net.admission import Admission
 from llmnode.net.circuit import Circuits
 from llmnode.net.circuit_relay import Relay, RelayCounts
 from llmnode.net.circuit_wire import HOP, STOP, limit_bytes_of
-from llmnode.net.connections import HeldConnections, connection_of, is_relayed
+from llmnode.net.connections import HeldConnections, OpenCounts, connection_of, is_relayed
 from llmnode.net.explain import explain_failure
 from llmnode.net.identity import is_signed, opened
 from llmnode.net.libp2p_host import open_host
@@ -96,7 +96,9 @@ async def open_network(
         check_bindable(address)
     announced = [parse_announced(address) for address in announce]
     reserving = {relay.peer_id: relay for relay in map(parse_relay, relays)}
-    admission = Admission(policy.budget)
+    admission = Admission(policy)
+    for relay in reserving.values():
+        admission.gate.vouch(relay.addrs[0])
     async with contextlib.AsyncExitStack() as stack:
         key_pair = stack.enter_context(opened(identity))
         peer = PeerId(ID.from_pubkey(key_pair.public_key).to_base58())
@@ -126,22 +128,6 @@ async def open_network(
             nursery.cancel_scope.cancel()
 
 
-@dataclass(frozen=True, slots=True)
-class OpenCounts:
-    """The counts of what a network has open now; `relayed` of the links are through a relay, and `circuits` go through
-    us.
-
-    `streams` are of all protocols: links, and libp2p's own.
-    """
-
-    links: int
-    relayed: int
-    circuits: int
-    reservations: int
-    connections: int
-    streams: int
-
-
 class Libp2pNetwork:
     """The `Network` port over a running libp2p host. Made by `open_network`."""
 
@@ -160,6 +146,7 @@ class Libp2pNetwork:
         self.host = host
         self._nursery = nursery
         self.budget = admission.budget
+        self._gate = admission.gate
         self._policy = policy
         self._listens = listens
         self._announced = announced
@@ -174,6 +161,7 @@ class Libp2pNetwork:
         self._relay: Relay | None = None
         self._dialling: dict[tuple[ID, Multiaddr], trio.Lock] = {}
         nursery.start_soon(self._held.end_unused, admission)
+        self._gate.live_at(parse_peer(each).addrs[0] for each in announced or self.listening)
 
     @property
     def peer(self) -> PeerId:
@@ -223,8 +211,14 @@ class Libp2pNetwork:
     def verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool:
         return is_signed(peer, message, signature)
 
-    async def dial(self, address: str) -> Libp2pLink:
+    def vouch(self, addresses: Iterable[str]) -> None:
+        for info in map(parse_peer, addresses):
+            self._gate.vouch((relay_of(info) or info).addrs[0])
+
+    async def dial(self, address: str, *, is_heard: bool = False) -> Libp2pLink:
         info = parse_peer(address)
+        if not is_heard:
+            self.vouch([address])
         peer = PeerId(info.peer_id.to_base58())
         link = None
         try:
@@ -236,6 +230,8 @@ class Libp2pNetwork:
                     link = self._link(stream, peer)
                     self._links[link] = stream.muxed_conn
         except trio.TooSlowError:
+            if place := host_and_port(info.addrs[0]):
+                self._gate.report(place, reached=False)
             why = f"no answer from {address} in {self._policy.dial_timeout_s:g} s: it hangs, or a firewall is between"
             raise PeerUnreachable(why, peer=peer) from None
         except PeerUnreachable as error:

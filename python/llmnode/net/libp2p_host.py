@@ -15,13 +15,10 @@ from libp2p import new_host
 from libp2p.network.config import ConnectionConfig, RetryConfig
 from libp2p.network.exceptions import SwarmException
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
-from libp2p.transport.exceptions import OpenConnectionError
 from multiaddr import Multiaddr
 
-from llmnode.core.policy import BudgetPolicy
 from llmnode.net.admission import Admission
 from llmnode.net.secure import noise_transport
-from llmnode.net.sockets import resolved
 from llmnode.net.upgrade import use_our_transport
 from llmnode.net.yamux import YamuxConnection
 
@@ -30,11 +27,11 @@ if TYPE_CHECKING:
 
     from libp2p.abc import IHost, IMuxedConn, INetStream, IRawConnection
     from libp2p.crypto.keys import KeyPair
-    from libp2p.network.connection.swarm_connection import SwarmConn
     from libp2p.network.swarm import Swarm
-    from libp2p.peer.id import ID
+    from libp2p.transport.tcp.tcp import TCP
 
     from llmnode.core.policy import LinkPolicy
+    from llmnode.net.dialling import Gate
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +52,7 @@ async def open_host(
 ) -> AsyncIterator[IHost]:
     """A running host of this identity. TCP, Noise and yamux alone: its default would accept plaintext as well.
 
-    Its connections and streams are within the budget of `admission`, by default one of its own.
+    Its connections and streams are within the budget of `admission`, and its dials go through the gate of that.
 
     It tells others the addresses `announce`, if any, instead of those it listens at. For `swarm_key` see
     `secure.noise_transport`.
@@ -64,7 +61,7 @@ async def open_host(
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     # A successful dial waits this long for a rival that does not exist: 250 ms each, unless it is lowered.
     libp2p.network.swarm._HAPPY_EYEBALLS_DELAY = 0.005
-    admission = admission or Admission(BudgetPolicy())
+    admission = admission or Admission(policy)
     most = admission.policy.connections + NEWCOMERS
     limits = ConnectionConfig(
         max_connections=most,
@@ -88,9 +85,8 @@ async def open_host(
     swarm.set_resource_manager(None)  # its own has other limits, which grow and shrink, and remembers every peer
     use_our_transport(host, noise, policy.dial_timeout_s, admission)
     _admit_inbound(swarm, admission)
-    _close_cancelled_dials(swarm)
+    _guard_dials(swarm, admission.gate)
     _dial_when_told(swarm)
-    _know_names_of_the_system(swarm)
     _outlive_streams(swarm, admission)
     async with host.run(listen_addrs=listen):
         # It would dial every peer that we have ever met, and most eagerly those that we have just left.
@@ -124,23 +120,6 @@ def _admit_inbound(swarm: Swarm, admission: Admission) -> None:
     swarm.upgrade_inbound_raw_conn = upgrade_and_stay  # type: ignore[method-assign, assignment]
 
 
-def _close_cancelled_dials(swarm: Swarm) -> None:
-    """It would leave the socket of a connection that we give it open when that is cancelled in its handshake (`look`,
-    `Puncher`), until the collector finds it. Those that it dials itself it closes.
-    """
-    upgrade = swarm.upgrade_outbound_raw_conn
-
-    async def upgrade_or_close(raw_conn: IRawConnection, peer: ID, pre_scope: object = None) -> SwarmConn:
-        try:
-            return await upgrade(raw_conn, peer, pre_scope)
-        except trio.Cancelled:
-            with trio.CancelScope(shield=True):
-                await raw_conn.close()
-            raise
-
-    swarm.upgrade_outbound_raw_conn = upgrade_or_close  # type: ignore[method-assign, assignment]
-
-
 def _outlive_streams(swarm: Swarm, admission: Admission) -> None:
     """It ends with the first unforeseen error in any of its streams, whichever side has opened the stream.
 
@@ -168,20 +147,6 @@ def _dial_when_told(swarm: Swarm) -> None:
     swarm._negative_peer_cache = libp2p.network.swarm._NegativePeerCache(ttl=0.0)
 
 
-def _know_names_of_the_system(swarm: Swarm) -> None:
-    """It asks DNS servers alone, which know neither /etc/hosts nor the names of a local network."""
-    transport = swarm.transport_manager.transport_for_dialing(ANY_TCP)
-    assert transport is not None
-    dial = transport.dial
-
-    async def dial_resolved(maddr: Multiaddr) -> IRawConnection:
-        try:
-            *others, last = await resolved(maddr)
-        except (OSError, UnicodeError) as error:
-            raise OpenConnectionError(str(error)) from error
-        for each in others:
-            with contextlib.suppress(OpenConnectionError):
-                return await dial(each)
-        return await dial(last)
-
-    transport.dial = dial_resolved  # type: ignore[method-assign]
+def _guard_dials(swarm: Swarm, gate: Gate) -> None:
+    """It would dial any address of any peer, as often as it is told of it."""
+    gate.guard(swarm, cast("TCP", swarm.transport_manager.transport_for_dialing(ANY_TCP)))

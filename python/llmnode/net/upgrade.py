@@ -14,7 +14,7 @@ from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.security.security_multistream import SecurityMultistream
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 
-from llmnode.core.policy import BudgetPolicy
+from llmnode.core.policy import LinkPolicy
 from llmnode.net.admission import Admission
 from llmnode.net.secure import YAMUX, NoiseConnection, NoiseTransport
 from llmnode.net.select import CarefulSelect, EagerSelect
@@ -32,7 +32,7 @@ def use_our_transport(host: IHost, noise: NoiseTransport, timeout_s: float, admi
 
     A dialled peer must prove its identity within `timeout_s`. By default the host has a budget of its own.
     """
-    admission = admission or Admission(BudgetPolicy())
+    admission = admission or Admission(LinkPolicy())
     basic = cast("BasicHost", host)
     basic.multiselect, basic.multiselect_client = CarefulSelect(basic.multiselect.handlers), EagerSelect()
     upgrader = cast("Swarm", host.get_network()).upgrader

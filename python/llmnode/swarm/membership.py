@@ -80,6 +80,7 @@ class Swarm:
         self._pool = pool
         self._policy = policy
         self.contacts = list(contacts)
+        network.vouch(self.contacts)
         self._directory = directory
         self._now_ms = now_ms
         self._rng = rng or random.Random()

@@ -147,7 +147,7 @@ class ConnectionPool:
         return connection
 
     async def _hold(self, address: str, task_status: trio.TaskStatus[PeerConnection]) -> None:
-        link = await self.network.dial(address)
+        link = await self.network.dial(address, is_heard=True)
         async with open_connection(link) as connection:
             task_status.started(connection)
             async with trio.open_nursery() as nursery:

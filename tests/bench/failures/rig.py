@@ -60,6 +60,7 @@ class Rig:
                 await swarm.wait_changed()
 
     async def until_kv(self, server: Replica, *, taken: bool) -> None:
+        self._pool.network.vouch([server.address])
         connection = await self._pool.connect([server.address])
         while True:
             description = await connection.describe(SETTLE_S)

@@ -128,8 +128,11 @@ class FailingNetwork:
     def key(self) -> bytes:
         return self.network.key
 
-    async def dial(self, address: str) -> Link:
-        link = await self.network.dial(address)
+    def vouch(self, addresses: Sequence[str]) -> None:
+        self.network.vouch(addresses)
+
+    async def dial(self, address: str, *, is_heard: bool = False) -> Link:
+        link = await self.network.dial(address, is_heard=is_heard)
         self._links[link.peer] = link
         return _FailingLink(link, self)
 

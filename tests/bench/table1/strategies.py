@@ -272,6 +272,7 @@ class Strategies:
     async def _connect_all(self) -> None:
         """The spares are hot: every run begins with a link to each."""
         for address in self.addresses:
+            self.pool.network.vouch([address])
             await self.pool.connect([address])
 
 

@@ -153,6 +153,7 @@ async def _open_servers(options: Options) -> AsyncIterator[dict[str, _Server]]:
         pool = await stack.enter_async_context(open_pool(network))
         servers = {}
         for worker, process in processes.items():
+            pool.network.vouch([process.address])
             connection = await pool.connect([process.address])
             servers[worker] = _Server(connection, await connection.describe(TIMEOUT_S))
         yield servers

@@ -284,6 +284,7 @@ class Intruder:
 
     async def open(self, other: Libp2pNetwork, protocol: TProtocol) -> NetStream:
         info = parse_peer(other.addresses[0])
+        self.network.vouch(other.addresses[:1])
         await self.network.host.connect(info)
         return cast(NetStream, await self.network.host.new_stream(info.peer_id, [protocol]))
 

@@ -70,6 +70,7 @@ class Strangers:
     async def connect(self, source: str) -> Libp2pNetwork:
         """Connected, and silent. Raises an error of libp2p."""
         network = await self._stack.enter_async_context(open_network([], POLICY))
+        network.vouch(self._server.addresses)
         swarm = cast("Swarm", network.host.get_network())
         await swarm.dial_addr(self._info.addrs[0], self._info.peer_id, (source, 0))
         return network

@@ -52,6 +52,7 @@ async def keeper(stack: AsyncExitStack, **dht: Any) -> tuple[Libp2pNetwork, DhtD
 
 async def stranger(stack: AsyncExitStack, server: Libp2pNetwork) -> Libp2pNetwork:
     network = await stack.enter_async_context(open_network([], LinkPolicy()))
+    network.vouch(server.addresses)
     await network.host.connect(parse_peer(server.addresses[0]))
     return network
 

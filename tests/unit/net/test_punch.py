@@ -109,6 +109,7 @@ async def test_a_direct_link_follows_a_relayed_one_which_ends_when_nothing_uses_
         dialling() as client,
         open_pool(client, PoolPolicy(idle_s=0.1)) as pool,
     ):
+        client.vouch(server.addresses)
         relayed = await pool.connect(server.addresses)
         assert relayed.relayed
         await relayed.wait_ended()

@@ -177,6 +177,7 @@ async def asking(policy: ReachPolicy = POLICY) -> AsyncIterator[tuple[Libp2pNetw
     """Who is asked, who asks, and how: `await ask(message)`."""
     async with listening() as asked, listening() as own:
         asked.host.set_stream_handler(AUTONAT, DialBacks(cast(Any, asked.host.get_network()), policy).take_request)
+        own.vouch(asked.addresses)
         await own.host.connect(parse_peer(asked.addresses[0]))
         (connection,) = own.host.get_network().get_connections(asked.host.get_id())
 

@@ -249,6 +249,7 @@ async def test_what_nobody_foresaw_ends_its_stream_and_not_the_node() -> None:
 
     async with open_network([LISTEN_ANY_LOOPBACK], LinkPolicy()) as network, open_network([], LinkPolicy()) as other:
         network.host.set_stream_handler(NOBODY_HAS, fail)
+        other.vouch(network.addresses)
         await other.host.connect(parse_peer(network.addresses[0]))
         stream = await other.host.new_stream(network.host.get_id(), [NOBODY_HAS])
         await stream.write(b"1")

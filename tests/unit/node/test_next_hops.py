@@ -62,6 +62,7 @@ async def test_who_takes_a_link_and_says_nothing_is_not_reached() -> None:
     async with open_network([LISTEN_ANY_LOOPBACK], LinkPolicy()) as mute:  # it has links, and takes none
         policy = ServePolicy(connect_timeout_s=0.4, dial_patience_s=0.2)
         async with open_network([], LinkPolicy()) as network, open_pool(network) as pool:
+            network.vouch(mute.addresses)
             hops = NextHops(pool, lambda _peer: mute.addresses, policy)
             with pytest.raises(PeerRefused, match="being dialled"):
                 await hops.find(mute.peer, trio.current_time(), again=False)

@@ -152,6 +152,7 @@ async def test_an_address_that_accepts_and_says_nothing_does_not_keep_a_peer_fro
     async with silent, served(exact_worker) as server, open_network([], POLICY) as network, open_pool(network) as pool:
         port = silent.socket.getsockname()[1]
         dead = f"/ip4/127.0.0.1/tcp/{port}/p2p/{server.network.peer}"
+        network.vouch([dead, server.address])
         with trio.fail_after(POLICY.dial_timeout_s / 2):
             connection = await pool.connect([dead, server.address])
             await connection.describe(POLICY.dial_timeout_s)

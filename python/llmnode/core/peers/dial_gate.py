@@ -1,0 +1,123 @@
+"""The gate under every dial: which addresses a node dials because a stranger names them, and how often.
+
+A stranger may name an address in the node's own network, to find out what is there, or that of a victim, under any
+number of identities. So what counts is the address: where it is, and how the dials to it went. The user's word is
+enough for any address, though not for any number of dials. Opens no connection; the time is told.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmnode.core.rates import KEYS, Rates
+
+if TYPE_CHECKING:
+    from llmnode.core.policy import DialPolicy
+
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+PUBLIC = "public"
+RANGES = [
+    ipaddress.ip_network(each)
+    for each in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
+]
+
+
+@dataclass(slots=True)
+class _Failure:
+    until_s: float
+    length_s: float
+
+
+class DialGate:
+    """For one node."""
+
+    def __init__(self, policy: DialPolicy) -> None:
+        self._policy = policy
+        self._scopes = {PUBLIC}
+        self._vouched: set[tuple[str, int]] = set()
+        self._all = Rates(policy.burst, policy.per_s)
+        self._places = Rates(policy.place_burst, policy.place_per_s)
+        self._contacts = Rates(policy.contact_burst, policy.contact_per_s)
+        self._hosts = Rates(policy.host_failures, policy.host_failures_per_s)
+        self._failures: OrderedDict[tuple[str, int], _Failure] = OrderedDict()
+
+    def vouch(self, host: str, port: int) -> None:
+        """The user has named this address, which may be a name of DNS. Others in its network may be dialled, too."""
+        self._vouched.add((host, port))
+        if (scope := scope_of(host)) is not None:
+            self._scopes.add(scope)
+
+    def is_vouched(self, host: str, port: int) -> bool:
+        return (host, port) in self._vouched
+
+    def live_at(self, hosts: list[str]) -> None:
+        """The node announces these addresses. If all are private, peers in these private networks may be dialled."""
+        scopes = {scope for each in hosts if (scope := scope_of(each)) is not None}
+        if PUBLIC not in scopes:
+            self._scopes |= scopes
+
+    def why_not(self, host: str, port: int, now_s: float) -> str | None:
+        """Why a stranger's address is not dialled now. None if it is, and then it counts."""
+        place = (host, port)
+        if place not in self._vouched:
+            if (scope := scope_of(host)) is None:
+                return "strangers name addresses of IP, and none of other kinds"
+            if scope not in self._scopes or port <= 0:
+                return "it is in a private network that this node is not in"
+            failure = self._failures.get(place)
+            if failure is not None and now_s < failure.until_s:
+                return "it could not be reached lately"
+            if self._hosts.wait_s(host, now_s) > 0:
+                return "too much there could not be reached lately"
+            if self._all.wait_s("", now_s) > 0:
+                return "too many addresses are being dialled"
+        places = self._contacts if place in self._vouched else self._places
+        if places.wait_s(place, now_s) > 0:
+            return "it was dialled too often"
+        if place not in self._vouched:
+            self._all.count("", now_s)
+        places.count(place, now_s)
+        return None
+
+    def report(self, host: str, port: int, now_s: float, *, reached: bool) -> None:
+        """How a dial ended: whether the expected peer was reached there."""
+        place = (host, port)
+        failure = self._failures.pop(place, None)
+        if reached:
+            self._places.give_back(place, now_s)
+            self._contacts.give_back(place, now_s)
+            self._all.give_back("", now_s)
+            return
+        if place not in self._vouched:
+            self._hosts.count(host, now_s)
+        if failure is None or failure.until_s + self._policy.longest_pause_s < now_s:
+            failure = _Failure(now_s, self._policy.pause_s / 2)
+        if failure.until_s <= now_s:
+            failure.length_s = min(2 * failure.length_s, self._policy.longest_pause_s)
+            failure.until_s = now_s + failure.length_s
+        self._failures[place] = failure
+        if len(self._failures) > KEYS:
+            self._failures.popitem(last=False)
+
+
+def scope_of(host: str) -> str | None:
+    """The network in which an IP address means something; None for names, and for addresses that nobody is at."""
+    try:
+        ip: IpAddress = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    if ip.is_multicast or ip.is_unspecified or getattr(ip, "ipv4_mapped", None):
+        return None
+    if ip.is_loopback:
+        return "machine"
+    if ip.is_link_local:
+        return "link"
+    if ip.is_global:
+        return PUBLIC
+    for each in RANGES:
+        if ip in each:
+            return str(each)
+    return None if ip.is_reserved else "other"

@@ -1,0 +1,135 @@
+"""The dial gate: what a stranger names is dialled only where the node is, and seldom, under whatever identities."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmnode.core.peers.dial_gate import DialGate, scope_of
+from llmnode.core.policy import DialPolicy
+
+POLICY = DialPolicy()
+HOUR_S = 3600
+
+
+@pytest.mark.parametrize(
+    ("host", "scope"),
+    [
+        ("8.8.8.8", "public"),
+        ("2606:4700::1111", "public"),
+        ("127.0.0.2", "machine"),
+        ("::1", "machine"),
+        ("169.254.169.254", "link"),
+        ("fe80::1%eth0", "link"),
+        ("10.1.2.3", "10.0.0.0/8"),
+        ("192.168.0.9", "192.168.0.0/16"),
+        ("100.64.0.1", "100.64.0.0/10"),
+        ("fd00::1", "fc00::/7"),
+        ("203.0.113.7", "other"),
+        ("224.0.0.1", None),
+        ("0.0.0.0", None),
+        ("::ffff:127.0.0.1", None),
+        ("localhost", None),
+        ("node.example", None),
+        ("", None),
+    ],
+)
+def test_an_address_means_something_in_one_network(host: str, scope: str | None) -> None:
+    assert scope_of(host) == scope
+
+
+def test_a_public_node_dials_nothing_private_for_strangers() -> None:
+    gate = DialGate(POLICY)
+    gate.live_at(["8.8.8.8", "10.0.0.7", "127.0.0.1"])
+    for host in ("10.0.0.1", "127.0.0.1", "192.168.1.1", "169.254.169.254", "fe80::1", "metadata.internal"):
+        assert gate.why_not(host, 80, 0.0) is not None
+    assert gate.why_not("9.9.9.9", 4001, 0.0) is None
+    assert gate.why_not("9.9.9.9", 0, 0.0) is not None
+
+
+def test_a_node_of_a_private_network_dials_within_it() -> None:
+    gate = DialGate(POLICY)
+    gate.live_at(["192.168.1.7"])
+    assert gate.why_not("192.168.1.8", 4001, 0.0) is None
+    assert gate.why_not("10.0.0.1", 4001, 0.0) is not None
+    assert gate.why_not("127.0.0.1", 4001, 0.0) is not None
+
+
+def test_the_users_word_opens_a_network_and_permits_names() -> None:
+    gate = DialGate(POLICY)
+    assert gate.why_not("127.0.0.1", 4001, 0.0) is not None
+    gate.vouch("127.0.0.1", 4001)
+    gate.vouch("node.example", 4001)
+    assert gate.why_not("127.0.0.1", 4001, 0.0) is None
+    assert gate.why_not("127.0.0.1", 4002, 0.0) is None
+    assert gate.why_not("node.example", 4001, 0.0) is None
+    assert gate.why_not("node.example", 4002, 0.0) is not None
+
+
+def test_many_identities_at_one_address_are_few_dials() -> None:
+    gate = DialGate(POLICY)
+    allowed = sum(gate.why_not("8.8.8.8", 22, 0.0) is None for _ in range(1000))
+    assert allowed == POLICY.place_burst
+
+
+def test_one_that_was_not_reached_is_left_alone_for_longer_and_longer() -> None:
+    gate, now_s, dials = DialGate(POLICY), 0.0, 0
+    while now_s < HOUR_S:
+        if gate.why_not("8.8.8.8", 22, now_s) is None:
+            dials += 1
+            gate.report("8.8.8.8", 22, now_s, reached=False)
+        now_s += 0.1
+    assert dials <= HOUR_S / POLICY.longest_pause_s + 10
+
+
+def test_the_ports_of_one_host_are_not_tried_one_after_the_other() -> None:
+    gate, dials = DialGate(POLICY), 0
+    for port in range(1, 5000):
+        now_s = port / 100
+        if gate.why_not("8.8.8.8", port, now_s) is None:
+            dials += 1
+            gate.report("8.8.8.8", port, now_s, reached=False)
+    assert dials <= POLICY.host_failures + 50 * POLICY.host_failures_per_s + 1
+
+
+def test_all_addresses_together_have_a_rate() -> None:
+    gate = DialGate(POLICY)
+    allowed = sum(gate.why_not(f"8.{number // 250}.{number % 250}.1", 4001, 0.0) is None for number in range(5000))
+    assert allowed == POLICY.burst
+
+
+def test_a_peer_that_is_reached_may_be_reached_again_and_again() -> None:
+    gate = DialGate(POLICY)
+    for _ in range(500):
+        assert gate.why_not("8.8.8.8", 4001, 0.0) is None
+        gate.report("8.8.8.8", 4001, 0.0, reached=True)
+
+
+def test_the_users_contacts_are_dialled_though_all_else_is_not() -> None:
+    gate = DialGate(POLICY)
+    gate.vouch("9.9.9.9", 4001)
+    for number in range(5000):
+        gate.why_not(f"8.{number // 250}.{number % 250}.1", 4001, 0.0)
+    assert gate.why_not("9.9.9.9", 4001, 0.0) is None
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 3), st.floats(0, 5), st.booleans()),
+        max_size=200,
+    )
+)
+def test_no_address_is_dialled_more_often_than_its_rate(steps: list[tuple[int, int, float, bool]]) -> None:
+    """Whatever is reached or not between: only dials that reached a peer are free."""
+    gate, now_s = DialGate(POLICY), 0.0
+    unanswered: dict[tuple[str, int], int] = {}
+    for number, port, passed_s, reached in steps:
+        now_s += passed_s
+        host = f"8.8.8.{number}"
+        if gate.why_not(host, port, now_s) is None:
+            gate.report(host, port, now_s, reached=reached)
+            if not reached:
+                unanswered[host, port] = unanswered.get((host, port), 0) + 1
+    for count in unanswered.values():
+        assert count <= POLICY.place_burst + now_s * POLICY.place_per_s + 1e-6
