@@ -50,6 +50,7 @@ from llmnode.net.link import Libp2pLink, LinkOwner
 from llmnode.net.punch import Puncher
 from llmnode.net.reach import AUTONAT, DialBacks, look
 from llmnode.net.select import open_unanswered
+from llmnode.net.sockets import with_ips
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
@@ -102,7 +103,7 @@ async def open_network(
     async with contextlib.AsyncExitStack() as stack:
         key_pair = stack.enter_context(opened(identity))
         peer = PeerId(ID.from_pubkey(key_pair.public_key).to_base58())
-        told = [of_peer(address, peer) for address in announced]
+        told = [of_peer(address, peer) for address in await with_ips(announced)]
         host = await stack.enter_async_context(open_host(key_pair, addresses, policy, told, swarm_key, admission))
         nursery = await stack.enter_async_context(trio.open_nursery())
         network = Libp2pNetwork(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,12 @@ from libp2p.network.connection.raw_connection import RawConnection
 from multiaddr import Multiaddr
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from libp2p.abc import IRawConnection
 
+RESOLVE_S = 3.0
+"""A name that is not resolved in this time is announced without its IP addresses."""
 FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 
 
@@ -56,3 +61,12 @@ async def resolved(address: Multiaddr) -> list[Multiaddr]:
     versions = {socket.AF_INET: "ip4", socket.AF_INET6: "ip6"}
     places = dict.fromkeys(f"/{versions[family]}/{where[0]}" for family, *_, where in found if family in versions)
     return [Multiaddr(str(address).replace(f"/{first}/{name}", place, 1)) for place in places]
+
+
+async def with_ips(addresses: Sequence[Multiaddr]) -> list[Multiaddr]:
+    """The same, and then the IP addresses of their names: nobody dials a name that a stranger announces."""
+    found: dict[Multiaddr, None] = dict.fromkeys(addresses)
+    for address in addresses:
+        with trio.move_on_after(RESOLVE_S), contextlib.suppress(OSError, UnicodeError):
+            found |= dict.fromkeys(await resolved(address))
+    return list(found)

@@ -52,6 +52,12 @@ def test_announced_addresses_take_the_place_of_those_it_listens_at() -> None:
     assert listens_at.endswith(f"/p2p/{peer}")
 
 
+def test_the_ip_address_of_an_announced_name_is_told_too() -> None:
+    """Others dial no names that they have heard from strangers."""
+    peer, told, _ = addresses_of(["/dns4/localhost/tcp/4001"])
+    assert told == [f"/dns4/localhost/tcp/4001/p2p/{peer}", f"/ip4/127.0.0.1/tcp/4001/p2p/{peer}"]
+
+
 def test_its_own_peer_id_may_be_in_an_announced_address_and_another_may_not(tmp_path: Path) -> None:
     identity = tmp_path / "node.key"
     peer, _, _ = addresses_of([], identity)
