@@ -202,7 +202,6 @@ class Libp2pLink:
                     else:
                         self._deliver(await self._take(frame))
                 self._charge()
-                self._note_pace(now_s)
                 self._arrivals.note(len(chunk), now_s, inside=not decoder.at_boundary())
                 if self._arrivals.has_news:
                     self._beat()
