@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.announcement import Offer, PeerState
+from llmnode.core.announcement import Offer
 from llmnode.core.policy import LifePolicy
 from llmnode.core.serving.node_life import (
     Announce,
@@ -37,7 +37,7 @@ from llmnode.core.serving.node_life import (
     join,
     transition,
 )
-from llmnode.core.serving.placement import choose_span
+from llmnode.core.serving.placement import choose_span, counted
 from llmnode.core.span import Span, parse_span
 from llmnode.errors import ConfigError, ModelError, WorkerLost
 from llmnode.node.serve.speed import step_us
@@ -270,15 +270,11 @@ async def choose_blocks(blocks: str, model: ModelInfo, source: WorkerSource, swa
     if ":" in blocks:
         return parse_span(blocks, model.blocks)
     length = int(blocks) if blocks != AUTO else await source.fitting_blocks()
-    others = [] if swarm is None else await _others(model, swarm)
-    return choose_span(model.blocks, length, [(offer.span, offer.speed_tokens_per_s) for offer in others])
+    return choose_span(model.blocks, length, [] if swarm is None else await _others(model, swarm))
 
 
-async def _others(model: ModelInfo, swarm: Swarm) -> list[Offer]:
+async def _others(model: ModelInfo, swarm: Swarm) -> list[tuple[Span, float]]:
     if not swarm.view.of_model(model.digest):
         await swarm.look_up(model.digest)
-    return [
-        each.offer
-        for each in swarm.view.of_model(model.digest)
-        if each.offer.profile == model.profile and each.offer.state in (PeerState.JOINING, PeerState.ONLINE)
-    ]
+    of_profile = [each for each in swarm.view.of_model(model.digest) if each.offer.profile == model.profile]
+    return counted(((each.offer, swarm.state_age_s(each.peer)) for each in of_profile), LifePolicy().joins_within_s)

@@ -111,7 +111,7 @@ async def test_the_checks_count_bans_as_the_router_does() -> None:
 
 
 async def _forget(world: World) -> None:
-    world.nodes["0a"].swarm.view._newest.pop(peer_named("1a"))
+    world.nodes["0a"].swarm.view.forget(peer_named("1a"))
     world.internet.partition([peer_named("0a")], [node.peer for node in world.nodes.values() if node.name != "0a"])
 
 

@@ -384,7 +384,7 @@ async def test_a_server_hears_of_the_next_hop_from_the_client_if_from_nobody_els
         for node in swarm.nodes.values():
             for other in swarm.nodes.values():
                 if other is not node:
-                    node.swarm.view._newest.pop(other.network.peer, None)
+                    node.swarm.view.forget(other.network.peer)
         async with router.open_session(64, Codec.RAW) as session:
             await Dialogue(session, random.Random(1)).step(5)
             assert [timing.direct for timing in session.timings] == [False, True, True]

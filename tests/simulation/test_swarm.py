@@ -12,6 +12,7 @@ import trio
 
 from llmnode.core.announcement import Announcement
 from llmnode.core.span import Span
+from llmnode.core.view import Source
 from llmnode.errors import RemoteProtocolError
 from llmnode.swarm import membership
 from llmnode.testing import Conditions, Dialogue, check_coverage, open_world, simulated, simulated_ms
@@ -110,7 +111,7 @@ async def test_an_announcement_that_its_peer_did_not_sign_is_blamed_on_who_passe
         await until(lambda: liar.peer in liar.knows and victim.peer in victim.knows, 1)
         (signed,) = victim.swarm.view.newer_than({})
         body = signed.body.replace(b"float32", b"float16")
-        liar.swarm.view.accept(replace(signed, body=body), simulated_ms())
+        liar.swarm.view.accept(replace(signed, body=body), simulated_ms(), Source(liar.peer, "of the liar"))
         reader = await swarm.start_relay("reader", contacts=[])
         with pytest.raises(RemoteProtocolError, match="did not sign") as raised:
             await reader.swarm.meet(liar.network.addresses[0])
@@ -124,10 +125,10 @@ async def test_an_old_announcement_replayed_does_not_bring_back_the_dead() -> No
         hoarder = await swarm.start("hoarder", SPAN)
         mortal = await swarm.start("mortal", SPAN)
         await until(lambda: mortal.peer in hoarder.knows, NEW_WITHIN_S)
-        old = [each for each in hoarder.swarm.view.newer_than({}) if each.announcement.peer == mortal.peer]
+        old = hoarder.swarm.view._newest[mortal.peer]
         swarm.kill("mortal")
         await until(lambda: mortal.peer not in hoarder.knows, DEAD_WITHIN_S)
-        hoarder.swarm.view._newest[mortal.peer] = old[0]
+        hoarder.swarm.view._newest[mortal.peer] = old
         hoarder.swarm.view.drop_expired = lambda _now_ms: []  # type: ignore[method-assign]  # it hoards
         reader = await swarm.start_relay("reader", contacts=[])
         await reader.swarm.meet(hoarder.network.addresses[0])

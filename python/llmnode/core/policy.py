@@ -297,6 +297,8 @@ class LifePolicy:
 
     drain_s: float = 10.0
     """Sessions have this long to end before the blocks are dropped: as at `llmnode serve --drain-s`."""
+    joins_within_s: float = 600.0
+    """A node that loads for longer than this does not keep others away from its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -569,6 +571,12 @@ class SwarmPolicy:
     """A publication in the DHT takes tenths of seconds and many messages, but must come before the last one expires."""
     find_timeout_s: float = 10.0
     view_peers: int = 4096
+    met_share: float = 0.5
+    """The share of these places that only peers have that we have exchanged with ourselves."""
+    changes_at_once: int = 8
+    """A peer may announce this often in a row: it joins, is online, drains and leaves."""
+    change_every_s: float = 5.0
+    """Then it may do so this often. Announcements that come sooner are not taken, and cost nobody anything."""
     announcement_bytes: int = 4096
     addresses: int = 8
     dht: DhtPolicy = field(default_factory=DhtPolicy)

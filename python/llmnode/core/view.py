@@ -1,13 +1,17 @@
 """A view: the newest announcement of every peer that one node has heard of. It is told the time, and verifies nothing.
 
-Merging is commutative and idempotent, so nodes that exchange what is newer end up with one view, in any order.
+Merging is commutative and idempotent while there is room and nobody announces too often: nodes that exchange what is
+newer end up with one view, in any order.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 from llmnode.core.announcement import PeerState
+from llmnode.core.fair_shares import FairShares
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -17,21 +21,63 @@ if TYPE_CHECKING:
     from llmnode.core.policy import SwarmPolicy
 
 
-class View:
-    """Kept below `policy.view_peers` announcements: those that expire first make room."""
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The neighbour that told us of a peer, and the address group that it is in (`core/budget`)."""
 
-    def __init__(self, policy: SwarmPolicy) -> None:
+    peer: PeerId
+    group: str
+
+
+@dataclass(slots=True)
+class _Entry:
+    signed: SignedAnnouncement
+    expires_ms: int
+    """By our clock and its word, whichever is earlier."""
+    since_ms: int
+    """When we heard of its state."""
+    allowance: float
+    """It may change this often before it has to wait."""
+    received_ms: int
+
+    @property
+    def announcement(self) -> Announcement:
+        return self.signed.announcement
+
+
+class View:
+    """Holds `policy.view_peers` announcements at most. A stranger with many identities cannot take it over.
+
+    Peers that we have met ourselves have a share of the places, whoever tells us of others. When places are short, a
+    peer goes that was named by the address group and neighbour that named most, and serves the model that most of them
+    serve; of the peers that we have met, one of the address group that has most. Those that are `kept` never go. No
+    claimed time decides: an announcement ends with its lifetime, counted from when it came.
+    """
+
+    def __init__(self, policy: SwarmPolicy, kept: Iterable[PeerId] = (), rng: random.Random | None = None) -> None:
         self._policy = policy
-        self._newest: dict[PeerId, SignedAnnouncement] = {}
+        self._kept = frozenset(kept)
+        self._rng = rng or random.Random()
+        self._newest: dict[PeerId, _Entry] = {}
+        self._heard = FairShares()
+        """Of peers that others have named: by the address group of the neighbour, the neighbour, and the model."""
+        self._met = FairShares()
+        """Of peers that we have met: by their address groups."""
 
     def __len__(self) -> int:
         return len(self._newest)
 
+    def __contains__(self, peer: PeerId) -> bool:
+        return peer in self._newest
+
     def is_newer(self, announcement: Announcement, now_ms: int) -> bool:
-        """Whether `announcement` is worth verifying: it holds, and is newer than what we have."""
-        held = self._newest.get(announcement.peer)
-        is_newer = held is None or announcement.sequence > held.announcement.sequence
-        return is_newer and self.holds(announcement, now_ms)
+        """Whether it is worth verifying: it holds, is newer than what we have, and does not come too soon."""
+        entry = self._newest.get(announcement.peer)
+        if entry is not None and (
+            announcement.sequence <= entry.announcement.sequence or self._allowance(entry, now_ms) < 1
+        ):
+            return False
+        return self.holds(announcement, now_ms)
 
     def holds(self, announcement: Announcement, now_ms: int) -> bool:
         """Whether it is alive, and not from the future."""
@@ -41,31 +87,64 @@ class View:
             return False
         return ahead_ms <= self._policy.clock_skew_s * 1000
 
-    def accept(self, signed: SignedAnnouncement, now_ms: int) -> bool:
-        """Take a verified announcement if it is newer. True if it is news: an offer that we did not know."""
+    def accept(self, signed: SignedAnnouncement, now_ms: int, source: Source) -> bool:
+        """Take a verified announcement if it is newer. True if it is news: an offer that we did not know.
+
+        What a peer says of itself over its own link makes it one that we have met.
+        """
         announcement = signed.announcement
         if not self.is_newer(announcement, now_ms):
             return False
-        held = self._newest.get(announcement.peer)
-        self._newest[announcement.peer] = signed
-        self._make_room()
-        return held is None or is_news(held.announcement, announcement)
+        before = self._newest.get(announcement.peer)
+        offer, peer = announcement.offer, announcement.peer
+        same_state = before is not None and before.announcement.offer.state is offer.state
+        self._newest[peer] = _Entry(
+            signed,
+            expires_ms=min(announcement.expires_ms, now_ms + int(1000 * self._policy.lifetime_s)),
+            since_ms=before.since_ms if before is not None and same_state else now_ms,
+            allowance=(self._policy.changes_at_once if before is None else self._allowance(before, now_ms)) - 1,
+            received_ms=now_ms,
+        )
+        if source.peer == peer:
+            self.meet(source)
+        elif before is None and peer not in self._kept:
+            self._heard.put(peer, (source.group, source.peer, offer.profile.model_digest))
+        is_new = before is None or is_news(before.announcement, announcement)
+        return self._make_room(peer) and is_new
+
+    def meet(self, met: Source) -> None:
+        """We exchange with this peer ourselves. It may be one that nobody has announced."""
+        if met.peer in self._newest and met.peer not in self._kept:
+            self._heard.remove(met.peer)
+            self._met.put(met.peer, (met.group,))
 
     def drop_expired(self, now_ms: int) -> list[PeerId]:
         """Forget, and name, the peers that have not renewed their announcements in time."""
-        gone = [peer for peer, signed in self._newest.items() if signed.announcement.expires_ms <= now_ms]
+        gone = [peer for peer, entry in self._newest.items() if entry.expires_ms <= now_ms]
         for peer in gone:
-            del self._newest[peer]
+            self.forget(peer)
         return gone
+
+    def forget(self, peer: PeerId) -> None:
+        """Until we hear of it again. Does nothing for a peer that we do not know."""
+        self._newest.pop(peer, None)
+        self._heard.remove(peer)
+        self._met.remove(peer)
+
+    def state_age_s(self, peer: PeerId, now_ms: int) -> float:
+        """The seconds since we heard of the state that `peer` is in."""
+        return (now_ms - self._newest[peer].since_ms) / 1000
 
     def sequences(self) -> dict[PeerId, int]:
         """Our sequence numbers, in the form that another peer compares with its own."""
-        return {peer: signed.announcement.sequence for peer, signed in self._newest.items()}
+        return {peer: entry.announcement.sequence for peer, entry in self._newest.items()}
 
     def newer_than(self, sequences: Mapping[PeerId, int]) -> list[SignedAnnouncement]:
-        """The announcements that a peer with `sequences` lacks."""
+        """The announcements that a peer with `sequences` lacks: those of peers that we have met come first."""
         return [
-            signed for peer, signed in self._newest.items() if signed.announcement.sequence > sequences.get(peer, -1)
+            entry.signed
+            for peer, entry in sorted(self._newest.items(), key=lambda each: each[0] in self._heard)
+            if entry.announcement.sequence > sequences.get(peer, -1)
         ]
 
     def lacks(self, sequences: Mapping[PeerId, int]) -> list[PeerId]:
@@ -80,9 +159,9 @@ class View:
         """All that hold, those of peers that left excepted; in the order of their peers."""
         return sorted(
             (
-                signed.announcement
-                for signed in self._newest.values()
-                if signed.announcement.offer.state is not PeerState.LEFT
+                entry.announcement
+                for entry in self._newest.values()
+                if entry.announcement.offer.state is not PeerState.LEFT
             ),
             key=lambda announcement: announcement.peer,
         )
@@ -90,10 +169,19 @@ class View:
     def of_model(self, digest: bytes) -> list[Announcement]:
         return [each for each in self.announcements() if each.offer.profile.model_digest == digest]
 
-    def _make_room(self) -> None:
-        if len(self._newest) > self._policy.view_peers:
-            first = min(self._newest.values(), key=lambda signed: signed.announcement.expires_ms)
-            del self._newest[first.announcement.peer]
+    def _make_room(self, newcomer: PeerId) -> bool:
+        """Whether `newcomer` is not the one that goes."""
+        while len(self._newest) > self._policy.view_peers:
+            of_met = int(self._policy.met_share * self._policy.view_peers)
+            shares = self._met if len(self._met) > of_met or not len(self._heard) else self._heard
+            if not len(shares):
+                break
+            self.forget(cast("PeerId", shares.victim(self._rng)))
+        return newcomer in self._newest
+
+    def _allowance(self, entry: _Entry, now_ms: int) -> float:
+        earned = (now_ms - entry.received_ms) / 1000 / self._policy.change_every_s
+        return min(self._policy.changes_at_once, entry.allowance + max(0.0, earned))
 
 
 def online(announcements: Iterable[Announcement]) -> list[Announcement]:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.core.announcement import DOUBLE, Announcement, PeerState, SignedAnnouncement
+from llmnode.core.ids import PeerId
 from llmnode.core.peers.clocks import Clocks
-from llmnode.core.view import View, is_news
+from llmnode.core.view import Source, View, is_news
 from llmnode.errors import ConfigError, PeerError, RemoteProtocolError
 from llmnode.wire.announcement import (
     SIGNING_CONTEXT,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from llmnode.core.announcement import Offer
-    from llmnode.core.ids import PeerId
     from llmnode.core.peers.clocks import ClockVerdict
     from llmnode.core.policy import SwarmPolicy
     from llmnode.ports import Directory, Network
@@ -48,6 +48,10 @@ log = logging.getLogger(__name__)
 
 VERIFIED_AT_ONCE = 16
 """A signature takes a tenth of a millisecond: other tasks get their turn after this many."""
+
+
+DIRECTORY = Source(PeerId("the directory"), "the directory")
+"""Anybody may write there: all of its peers together are one source."""
 
 
 def wall_clock_ms() -> int:
@@ -73,7 +77,9 @@ class Swarm:
         rng: random.Random | None = None,
         roams: bool = True,
     ) -> None:
-        self.view = View(policy)
+        self._rng = rng or random.Random()
+        named = (PeerId(each.rpartition("/p2p/")[2]) for each in contacts)
+        self.view = View(policy, {network.peer, *named}, self._rng)
         self._double: Announcement | None = None
         self._clocks = Clocks(policy)
         self._network = network
@@ -83,7 +89,6 @@ class Swarm:
         network.vouch(self.contacts)
         self._directory = directory
         self._now_ms = now_ms
-        self._rng = rng or random.Random()
         self._roams = roams
         self._news = trio.Event()
         self._changed = trio.Event()
@@ -155,7 +160,12 @@ class Swarm:
             offer=offer,
         )
         body = pack_announcement(announcement)
-        self._take(SignedAnnouncement(announcement, body, self._network.sign(SIGNING_CONTEXT + body)))
+        signed = SignedAnnouncement(announcement, body, self._network.sign(SIGNING_CONTEXT + body))
+        self._take(signed, _source(self._network.peer))
+
+    def state_age_s(self, peer: PeerId) -> float:
+        """The seconds since we heard of the state that a peer of the view is in."""
+        return self.view.state_age_s(peer, self._now_ms())
 
     async def wait_changed(self) -> None:
         """Until an offer that was not known is in the view, or somebody's expired."""
@@ -169,7 +179,7 @@ class Swarm:
         """Ask the directory who serves a model, and what those that it names know."""
         if self._directory is None:
             return
-        await self._merge(await self._directory.find(model_digest))
+        await self._merge(await self._directory.find(model_digest), DIRECTORY)
         for announcement in self.view.of_model(model_digest)[: self._policy.neighbours]:
             await self._try_exchange(announcement.addresses)
 
@@ -212,9 +222,10 @@ class Swarm:
             clock = unpack(Clock, answer.meta)
             news = unpack_news(answer.payload, self._policy)
             self._note_unread(connection.peer, news)
-            await self._merge(news.announcements)
+            await self._merge(news.announcements, _source(connection.peer))
         except RemoteProtocolError as error:
             raise error.blame(connection.peer) from None
+        self.view.meet(_source(connection.peer))
         self._note_clock(connection.peer, clock.now_ms - (asked_ms + self._now_ms()) // 2, asked=True)
         await self.introduce(connection, news.wanted)
 
@@ -241,11 +252,11 @@ class Swarm:
         unpack(Clock, frame.meta)
         news = unpack_news(frame.payload, self._policy)
         self._note_unread(peer, news)
-        await self._merge(news.announcements)
+        await self._merge(news.announcements, _source(peer))
 
     # Inside
 
-    async def _merge(self, announcements: Iterable[SignedAnnouncement]) -> None:
+    async def _merge(self, announcements: Iterable[SignedAnnouncement], source: Source) -> None:
         """Raises RemoteProtocolError at the first that is not signed by the peer that it names."""
         self._drop_expired()
         verified = 0
@@ -259,7 +270,7 @@ class Swarm:
             if is_ours:
                 self._take_foreign(announcement)
             else:
-                self._take(signed)
+                self._take(signed, source)
             verified += 1
             if verified % VERIFIED_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()
@@ -313,8 +324,8 @@ class Swarm:
         self._noticed.set()
         self._noticed = trio.Event()
 
-    def _take(self, signed: SignedAnnouncement) -> None:
-        if self.view.accept(signed, self._now_ms()):
+    def _take(self, signed: SignedAnnouncement, source: Source) -> None:
+        if self.view.accept(signed, self._now_ms(), source):
             offer = signed.announcement.offer
             log.info("news peer=%s state=%s span=%s", signed.announcement.peer, offer.state, offer.span)
             self._news.set()
@@ -367,6 +378,10 @@ class Swarm:
             for signed in own:
                 await directory.publish(signed)
             await trio.sleep(self._policy.directory_every_s if own else self._policy.news_every_s)
+
+
+def _source(peer: PeerId) -> Source:
+    return Source(peer, peer)
 
 
 @cache

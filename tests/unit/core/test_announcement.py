@@ -15,7 +15,7 @@ from llmnode.core.ids import PeerId
 from llmnode.core.model import Precision, Profile
 from llmnode.core.policy import SwarmPolicy
 from llmnode.core.span import Span
-from llmnode.core.view import View, online, online_or_draining
+from llmnode.core.view import online, online_or_draining
 from llmnode.errors import RemoteProtocolError
 from llmnode.wire.announcement import (
     pack_announcement,
@@ -154,47 +154,3 @@ def test_more_news_than_a_frame_may_hold_is_cut() -> None:
     assert 0 < len(unpack_news(packed, small).announcements) < 50
     with pytest.raises(RemoteProtocolError, match="at most"):
         unpack_news(bytes(small.exchange_bytes + 1), small)
-
-
-# Views
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(NOW_MS, NOW_MS + 20)), max_size=12), st.randoms())
-def test_views_that_heard_the_same_are_the_same_in_any_order(heard: list[tuple[str, int]], rng: object) -> None:
-    one, other = View(POLICY), View(POLICY)
-    shuffled = list(heard)
-    rng.shuffle(shuffled)  # type: ignore[attr-defined]  # a random.Random
-    for view, order in ((one, heard), (other, shuffled)):
-        for peer, sequence in order:
-            view.accept(signed(peer, sequence), NOW_MS)
-    assert one.sequences() == other.sequences()
-    assert one.newer_than(other.sequences()) == []
-    assert one.lacks(other.sequences()) == []
-
-
-def test_only_what_others_must_hear_of_is_news() -> None:
-    view = View(POLICY)
-    assert view.accept(signed(), NOW_MS)
-    assert not view.accept(signed(), NOW_MS), "the same again"
-    assert not view.accept(signed(sequence=NOW_MS + 1), NOW_MS), "a renewal"
-    assert not view.accept(signed(sequence=NOW_MS - 1, offer=replace(OFFER, span=Span(0, 1))), NOW_MS), "an old one"
-    assert view.accept(signed(sequence=NOW_MS + 2, offer=replace(OFFER, span=Span(0, 1))), NOW_MS)
-
-
-def test_a_full_view_forgets_who_expires_first() -> None:
-    view = View(replace(POLICY, view_peers=2))
-    for number, peer in enumerate(("old", "young", "middle")):
-        view.accept(signed(peer, NOW_MS + (0, 20, 10)[number]), NOW_MS)
-    assert set(view.sequences()) == {"young", "middle"}
-
-
-def test_a_lifetime_or_a_clock_beyond_the_policy_is_not_believed() -> None:
-    view = View(POLICY)
-    long_lived = signed()
-    wrong = replace(long_lived, announcement=replace(long_lived.announcement, expires_ms=NOW_MS + 46_000))
-    assert not view.accept(wrong, NOW_MS)
-    assert not view.accept(signed(sequence=NOW_MS + 31_000), NOW_MS)
-    assert not view.accept(signed(sequence=NOW_MS - 45_000), NOW_MS)
-    assert view.accept(signed(sequence=NOW_MS - 44_000), NOW_MS)
-    assert view.drop_expired(NOW_MS + 1000) == ["peer"]
-    assert len(view) == 0

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmnode.core.serving.placement import block_speeds, choose_span
+from llmnode.core.announcement import Offer, PeerState
+from llmnode.core.model import Precision, Profile
+from llmnode.core.serving.placement import block_speeds, choose_span, counted
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
 
@@ -47,3 +49,23 @@ def test_servers_that_come_one_after_the_other_cover_the_model() -> None:
 def test_a_number_of_blocks_that_the_model_does_not_have_is_refused(length: int) -> None:
     with pytest.raises(ConfigError, match="the model has 10"):
         choose_span(BLOCKS, length, [])
+
+
+def offer(span: Span, state: PeerState, block_us: int) -> Offer:
+    profile = Profile(b"d" * 32, Precision())
+    return Offer("model", profile, BLOCKS, span, state, block_us, kv_tokens=9, kv_tokens_free=9)
+
+
+def test_one_that_only_says_that_it_joins_counts_for_a_while_and_at_the_usual_speed() -> None:
+    serving = [(offer(Span(0, 5), PeerState.ONLINE, block_us), 1.0) for block_us in (100, 200, 400)]
+    joining = offer(Span(5, 10), PeerState.JOINING, 1)
+    usual = serving[1][0].speed_tokens_per_s
+    assert counted([*serving, (joining, 599.0)], 600.0)[-1] == (Span(5, 10), usual)
+    assert len(counted([*serving, (joining, 600.0)], 600.0)) == len(serving)
+    assert choose_span(BLOCKS, 5, counted([*serving, (joining, 600.0)], 600.0)) == Span(5, 10), "the hole is filled"
+    assert counted([(joining, 0.0)], 600.0) == [(Span(5, 10), 1.0)]
+
+
+@pytest.mark.parametrize("state", [PeerState.DRAINING, PeerState.LEFT, PeerState.UNKNOWN])
+def test_one_that_will_not_serve_does_not_count(state: PeerState) -> None:
+    assert counted([(offer(Span(0, 5), state, 100), 1.0)], 600.0) == []
