@@ -1,6 +1,6 @@
 """The gate under every dial of a host (`core/peers/dial_gate.py`), at the sockets; and names that the system knows.
 
-Links, relays, the DHT and hole punching all dial through here, whatever they think of an address.
+Links, relays and the DHT dial through here, whatever they think of an address. Hole punching does not.
 """
 
 from __future__ import annotations
