@@ -5,12 +5,14 @@ The code calls a model as that of the hub's `transformers-community` repositorie
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+from llmnode.client.versions import CACHE
 from llmnode.errors import ConfigError
 from process.pairs import TOLERANCE, Pair, open_pair
 
@@ -145,8 +147,10 @@ def own_modules(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
 
 
 def folder_of(path: Path, code: str) -> str:
+    """A folder with this code. A cache has the name there that the installed transformers gives it."""
     (path / "custom_generate").mkdir()
-    (path / "custom_generate" / "generate.py").write_text(code)
+    named = re.sub(r'\bcache(?==)|(?<=")cache(?=")|(?<=\.)cache\b', CACHE, code)
+    (path / "custom_generate" / "generate.py").write_text(named)
     return str(path)
 
 
@@ -223,7 +227,7 @@ def test_code_in_a_folder_is_not_run_without_trust(pair: Pair, tmp_path: Path) -
         {"do_sample": True, "top_k": 5},
         {"num_beams": 3, "num_return_sequences": 2},
         {"num_beams": 2, "do_sample": True, "top_k": 5},
-        {"cache": DynamicCache},
+        {CACHE: DynamicCache},
         {"use_cache": False},
     ],
     ids=str,
