@@ -1,7 +1,7 @@
-"""Names who must go where places are short: a member of the fullest group, within it of the fullest part, and so on.
+"""Names a member that must go when places are short: one of the fullest group, and of the fullest part of that.
 
-Whoever fills one group crowds out its own members alone. All operations take the same time whatever the number of
-members.
+A stranger that fills one group crowds out the members of that group alone. The number of
+members makes no operation slower.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class FairShares:
-    """Members in nested groups. Each has a path: its group, its part of that group, and so on; all are as long."""
+    """Members in nested groups. Each has a path: its group, its part of that group, and so on. All have one length."""
 
     def __init__(self) -> None:
         self._root = _Group()
@@ -40,7 +40,7 @@ class FairShares:
             self._root.remove(member, path)
 
     def victim(self, rng: random.Random) -> Hashable:
-        """One of the fullest group, drawn at random: nobody can tell who is safe. It stays a member."""
+        """One of the fullest group, drawn at random, so that nobody can make itself safe. It stays a member."""
         return self._root.victim(rng)
 
 

@@ -1,8 +1,8 @@
-"""What makes two models the same one to the swarm, and what differs if they are not.
+"""Decides whether two models are the same one to the swarm, and tells what differs if they are not.
 
 A model's digest has parts: where its weights come from, a hash of its tensors' names and shapes, a hash of its config,
-and which weights these are. Peers compare digests whole; whoever has to explain a difference compares the parts. A name
-is no part of it: the same files in another folder are the same model. Knows no file: hashes are told.
+and which weights these are. Peers compare digests whole; a message that explains a difference compares the parts. A
+name is no part of it: the same files in another folder are the same model. Knows no file: hashes are told.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import IntEnum
 LAYOUT_BYTES = 5
 CONFIG_BYTES = 6
 WEIGHTS_BYTES = 20
-"""As many as a commit on the hub has: it stands there as it is, so that a message can name it."""
+"""The length of a commit on the hub, which stands there as it is, so that a message can name it."""
 
 
 class Origin(IntEnum):
@@ -29,7 +29,7 @@ class Origin(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Which weights a model has."""
+    """Identifies the weights of a model."""
 
     origin: Origin
     fingerprint: bytes
@@ -73,7 +73,7 @@ def how_other(ours: bytes, theirs: bytes, their_name: str) -> str:
 
 
 def explain_difference(ours: bytes, theirs: bytes, their_name: str) -> tuple[str, str]:
-    """Of two models that are variants: how theirs differs, and what to do about it.
+    """Tells how their model, a variant of ours, differs, and what to do about it.
 
     The first is for after "the peers serve NAME": "in revision ..., and ours is ...".
     """

@@ -90,7 +90,7 @@ class DialPolicy:
     """Dials to one host that failed, at any port: many nodes may be behind one address, and have just gone."""
     host_failures_per_s: float = 0.5
     pause_s: float = 1.0
-    """An address that could not be reached is left alone for this long; each time for twice as long."""
+    """An address that could not be reached is left alone for this long, and for twice the time after each failure."""
     longest_pause_s: float = 30.0
     """A server that comes back is found again within this time."""
     contact_burst: int = 64

@@ -48,7 +48,7 @@ class _Entry:
 class View:
     """Holds `policy.view_peers` announcements at most. A stranger with many identities cannot take it over.
 
-    Peers that we have met ourselves have a share of the places, whoever tells us of others. When places are short, a
+    Peers that we have met ourselves have a share of the places, however many others are named. When places are short, a
     peer goes that was named by the address group and neighbour that named most, and serves the model that most of them
     serve; of the peers that we have met, one of the address group that has most. Those that are `kept` never go. No
     claimed time decides: an announcement ends with its lifetime, counted from when it came.
@@ -60,9 +60,9 @@ class View:
         self._rng = rng or random.Random()
         self._newest: dict[PeerId, _Entry] = {}
         self._heard = FairShares()
-        """Of peers that others have named: by the address group of the neighbour, the neighbour, and the model."""
+        """Peers that others have named, by the address group of the neighbour, the neighbour, and the model."""
         self._met = FairShares()
-        """Of peers that we have met: by their address groups."""
+        """Peers that we have met, by their address groups."""
 
     def __len__(self) -> int:
         return len(self._newest)
@@ -90,7 +90,7 @@ class View:
     def accept(self, signed: SignedAnnouncement, now_ms: int, source: Source) -> bool:
         """Take a verified announcement if it is newer. True if it is news: an offer that we did not know.
 
-        What a peer says of itself over its own link makes it one that we have met.
+        We have met a peer that announces itself over its own link.
         """
         announcement = signed.announcement
         if not self.is_newer(announcement, now_ms):

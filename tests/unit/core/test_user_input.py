@@ -92,7 +92,7 @@ def test_any_bytes_are_text_or_refused_in_a_line(content: bytes) -> None:
 
 
 def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
-    """As of `--prompts <(command)`."""
+    """`--prompts <(command)` gives such a file."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     writer = threading.Thread(target=lambda: fifo.write_bytes(b"one\ntwo"))

@@ -1,4 +1,4 @@
-"""A view: who is in it, in which order it comes about, and how little one stranger can do to it."""
+"""A view: the peers in it, the orders in which it comes about, and how little one stranger can do to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The peer id alone tells who signed, whatever id a peer claims; and the file of a node's own key."""
+"""The peer id alone names the signer, whatever id a peer claims; and the file of a node's own key."""
 
 from __future__ import annotations
 

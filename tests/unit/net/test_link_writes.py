@@ -32,7 +32,7 @@ def frames(*sizes: int) -> list[Frame]:
 
 
 async def sent(prepare: Callable[[Any], None], given: list[Frame]) -> list[Frame]:
-    """What arrives of `given`, sent over a link for which `prepare` was called when all was quiet."""
+    """The frames of `given` that arrive, sent over a link for which `prepare` was called when all was quiet."""
     async with open_network([LISTEN], LinkPolicy()) as far, open_network([], LinkPolicy()) as near:
         link = await near.dial(far.addresses[0])
         async with far.accept() as other:

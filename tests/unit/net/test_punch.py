@@ -135,7 +135,7 @@ async def check_refused(connection: SwarmConn, *said: bytes) -> None:
 
 
 class Asker:
-    """Who was dialled through a relay, and asks for what it likes."""
+    """A peer that was dialled through a relay, and asks for anything."""
 
     def __init__(self, relay: Libp2pNetwork, network: Libp2pNetwork, client: Libp2pNetwork, link: Libp2pLink) -> None:
         self._relayed = network._held.living(peer_id(client))[0]
@@ -215,7 +215,7 @@ async def test_a_sync_that_never_comes_is_not_waited_for_and_nobody_dials() -> N
 
 @asynccontextmanager
 async def listeners(count: int) -> AsyncIterator[tuple[set[int], Sequence[Multiaddr]]]:
-    """Ports that accept whoever comes, and never say a word; those that somebody came to are in the set."""
+    """Ports that accept every connection, and never say a word; those that were connected to are in the set."""
     reached: set[int] = set()
     opened = [(await trio.open_tcp_listeners(0, host="127.0.0.1"))[0] for _ in range(count)]
     ports = [each.socket.getsockname()[1] for each in opened]
@@ -271,7 +271,7 @@ async def test_later_a_client_takes_part_again() -> None:
 
 @in_trio
 async def test_a_direct_connection_that_ends_has_a_follower() -> None:
-    """As one whose other side has moved, and dials anew through the relay before its death is noticed here."""
+    """This happens when the other side has moved, and dials anew through the relay before its death is noticed here."""
     at_once = CircuitPolicy(punch=PunchPolicy(dial_s=1.0, grace_s=0.1, again_s=1000.0))
     async with (
         relaying() as relay,

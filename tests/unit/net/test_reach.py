@@ -36,7 +36,7 @@ def listening(host: str = "127.0.0.1") -> Any:  # Any: an async context manager
     return open_network([f"/ip4/{host}/tcp/0"], LinkPolicy())
 
 
-# What they say is judged
+# The answers of others are judged
 
 
 def sight(peer_host: str, host: str, port: int, reached: Reached = Reached.NO, at: str = "") -> Sight:
@@ -169,12 +169,12 @@ async def test_peers_that_do_not_answer_have_seen_nothing() -> None:
             assert await own.look([silent, relayed], replace(POLICY, look_s=0.3)) is None
 
 
-# What is asked of us
+# Requests of others
 
 
 @asynccontextmanager
 async def asking(policy: ReachPolicy = POLICY) -> AsyncIterator[tuple[Libp2pNetwork, Libp2pNetwork, Any]]:
-    """Who is asked, who asks, and how: `await ask(message)`."""
+    """The host that is asked, the one that asks, and how: `await ask(message)`."""
     async with listening() as asked, listening() as own:
         asked.host.set_stream_handler(AUTONAT, DialBacks(cast(Any, asked.host.get_network()), policy).take_request)
         own.vouch(asked.addresses)

@@ -260,7 +260,7 @@ async def test_what_nobody_foresaw_ends_its_stream_and_not_the_node() -> None:
 
 @in_trio
 async def test_who_refuses_by_a_reset_is_said_to_refuse_whatever_we_write() -> None:
-    """As go-libp2p and rust-libp2p do: they take what follows the refused proposal for another, which it is not."""
+    """go-libp2p and rust-libp2p do so: they take what follows the refused proposal for another, which it is not."""
     theirs = host("ours")
     async with theirs.run(listen_addrs=[LOOPBACK]), open_network([], LinkPolicy()) as network:
 

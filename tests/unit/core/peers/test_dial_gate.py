@@ -121,7 +121,7 @@ def test_the_users_contacts_are_dialled_though_all_else_is_not() -> None:
     )
 )
 def test_no_address_is_dialled_more_often_than_its_rate(steps: list[tuple[int, int, float, bool]]) -> None:
-    """Whatever is reached or not between: only dials that reached a peer are free."""
+    """This holds for any mixture of successes and failures: only dials that reached a peer are free."""
     gate, now_s = DialGate(POLICY), 0.0
     unanswered: dict[tuple[str, int], int] = {}
     for number, port, passed_s, reached in steps:

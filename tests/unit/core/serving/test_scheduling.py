@@ -395,7 +395,7 @@ def test_low_priority_waits_for_high_one_at_first() -> None:
     for session, priority in enumerate((Priority.TRAINING, Priority.BATCH, Priority.INTERACTIVE)):
         shop.open(session, session, priority)
     training, batch, interactive = (shop.ask(session, 200) for session in range(3))
-    shop.run()  # with so many positions as it takes to see how long they take
+    shop.run()  # until it has seen how long positions take
     while interactive not in shop.ended:
         assert not shop.computed[training]
         assert not shop.computed[batch]
@@ -491,7 +491,7 @@ def test_waiting_for_who_decodes_in_step_answers_more_and_sooner(clients: int) -
 
 
 @given(st.lists(st.floats(0.0, 0.5), min_size=1, max_size=8))
-@example([0.0, 1.5 * POLICY.gather_share * FORWARD_S])  # who could be expected, and never is in time
+@example([0.0, 1.5 * POLICY.gather_share * FORWARD_S])  # it could be expected, and is never in time
 @example([0.0] + 3 * [1.9 * POLICY.gather_share * FORWARD_S])
 def test_waiting_never_costs_much(thinks_s: list[float]) -> None:
     """Some are in step by chance, and stay so though they were better off apart: the worst of 13,000 draws had 0.86."""

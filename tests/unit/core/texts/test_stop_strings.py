@@ -20,7 +20,7 @@ def ends(text: str, strings: list[str], begins: int) -> list[int]:
 def test_a_text_ends_before_its_first_stop_string_however_it_comes(
     prompt: str, answer: str, strings: list[str], data: st.DataObject
 ) -> None:
-    """As pieces come, the first in which a stop string ends is the last one."""
+    """The first piece in which a stop string ends is the last one."""
     whole, stream, given_text = prompt + answer, StopText(strings, prompt), ""
     at, stopped = 0, False
     while at < len(answer) and not stopped:
