@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from llmnode.core.route import Route
     from llmnode.errors import LlmnodeError
     from llmnode.session.chunk_run import ChunkResult
-    from llmnode.session.terms import SessionTerms, SessionTools
+    from llmnode.session.terms import SessionTerms
+    from llmnode.session.tools import SessionTools
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.wire.frame import Buffer
     from llmnode.wire.log import PayloadLog

@@ -30,7 +30,7 @@ from llmnode.session.chunk_run import run_chunk, run_chunks
 from llmnode.session.failures import StepFailures
 from llmnode.session.hops import SessionHops
 from llmnode.session.recovery import Recoverer
-from llmnode.session.terms import SessionTools
+from llmnode.session.tools import SessionTools
 from llmnode.wire.payload import decode_hidden
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The terms of a session, fixed before it opens, and the tools that it may use."""
+"""The terms of a session, fixed before it opens."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from llmnode.wire.payload import HiddenForm
 if TYPE_CHECKING:
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ClientPolicy
-    from llmnode.receipts.book import ReceiptBook
-    from llmnode.session.peer_finder import PeerFinder
-    from llmnode.session.spot_checks import SpotChecks
     from llmnode.wire.payload import Codec
 
 
@@ -29,15 +26,3 @@ class SessionTerms:
     def form(self) -> HiddenForm:
         """The form of hidden states on the wire."""
         return HiddenForm(self.model.hidden_size, self.codec)
-
-
-@dataclass(frozen=True, slots=True)
-class SessionTools:
-    """The tools that a session has beside its hops. Each may be missing."""
-
-    finder: PeerFinder | None = None
-    """Finds other peers. Without it, a session ends with the first peer that it loses."""
-    book: ReceiptBook | None = None
-    """Keeps receipts. Without it, nobody knows later which peer computed what."""
-    spot_checks: SpotChecks | None = None
-    """Has some chunks computed twice."""
