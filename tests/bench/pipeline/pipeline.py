@@ -150,6 +150,7 @@ async def _variants(options: Options, parts: ClientParts, stack: AsyncExitStack)
             await all_ready(servers)
             mib = statistics.mean(server.pss_mib for server in servers)
             client = await stack.enter_async_context(aconnect([server.address for server in servers], parts=parts))
+            onlooker.network.vouch([server.address for server in servers])
             asked = [await onlooker.connect([server.address]) for server in servers]
             at_once = 1, AT_ONCE_PER_STAGE * nodes
             variants += [_Variant(nodes, texts, is_emulated, client, asked, mib) for texts in at_once]
