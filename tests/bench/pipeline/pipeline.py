@@ -24,6 +24,7 @@ from bench.kit.drawing import axes_in
 from bench.kit.options import add_plot, add_repeats, add_thin, add_threads, add_tokens
 from bench.kit.report import Aim, Report, Row, Series, at_least, rounds
 from llmnode.client.connect import aconnect, load_parts
+from llmnode.client.generate import Generation
 from llmnode.core.policy import LinkPolicy
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
     from bench.kit.options import Options
     from llmnode.client.connect import Client, ClientParts
-    from llmnode.client.generate import Generation
     from llmnode.models.load import Ends
     from llmnode.swarm.peer_connection import PeerConnection
 
