@@ -73,7 +73,7 @@ def _lines(model: ModelInfo, span: Span, speed: Speed) -> str:
     block_ms = 1000 / statistics.median(speed.decode) / len(span)
     return "\n".join(
         [
-            f"blocks {span} of {model.name}, {model.precision}",
+            f"blocks {span} of {model.name}, {model.precision.name}",
             _line("decode, one session", speed.decode) + f", {block_ms:.2f} ms a block",
             _line(f"decode, {speed.sessions} sessions at once", speed.decode_shared),
             _line(f"prefill of {speed.prompt} tokens", speed.prefill),
@@ -89,7 +89,7 @@ def _line(what: str, rates: Sequence[float]) -> str:
 def _as_json(model: ModelInfo, span: Span, speed: Speed) -> dict[str, Any]:  # Any: JSON
     return {
         "model": model.name,
-        "dtype": model.precision,
+        "dtype": model.precision.name,
         "blocks": [span.start, span.end],
         "decode_tokens_per_s": list(speed.decode),
         "sessions": speed.sessions,
