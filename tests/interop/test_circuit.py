@@ -58,6 +58,7 @@ async def check_we_dial(network: Libp2pNetwork, node: Libp2pNode, relay: str, pe
     info = parse_peer(through(relay, peer))
     over = relay_of(info)
     assert over is not None
+    network.vouch([through(relay, peer)])
     await network._circuits.connect(over, info.peer_id)
     await _echo(await node.open(peer, ECHO), 1_000_001)
     await _send_all([await _open_served(node, peer, DIGEST)], TEN_MB, DIGEST)

@@ -7,6 +7,7 @@ import torch
 
 from llmnode.compute.kv import KVForm
 from llmnode.compute.load_executor import load_executor
+from llmnode.core.model import PRECISIONS
 from llmnode.core.operations import Open, Slice
 from llmnode.core.span import Span
 from llmnode.models.load import load_ends
@@ -48,7 +49,7 @@ def test_who_computes_in_rust_is_within_the_tolerance_of_who_computes_by_torch(k
         form = HiddenForm(folder.info.hidden_size, codec)
         sent = [form.encode(b"".join(in_rust)), form.encode(by_torch)]
         decoded = [decode_hidden(each, codec, POSITIONS * folder.info.hidden_size) for each in sent]
-        assert 0 < max(deviations(*decoded, folder.info.hidden_size)) < tolerance(dtype, codec), codec
+        assert 0 < max(deviations(*decoded, folder.info.hidden_size)) < tolerance(PRECISIONS[dtype], codec), codec
 
 
 @pytest.mark.parametrize("codec", [Codec.FP16, Codec.BF16, Codec.INT8])
@@ -60,4 +61,4 @@ def test_one_large_value_at_either_of_two_steps_is_within_the_tolerance(codec: C
         rows[:, 0], rows[:, 1] = torch.linspace(0.25, 2.0, len(rows)), larger
         decoded = decode_hidden(form.encode(to_bytes(rows)), codec, rows.numel())
         one, other = (torch.frombuffer(bytearray(decoded), dtype=torch.float32).view_as(rows)[at] for at in SHIFTED)
-        assert 0 < max(deviations(to_bytes(one), to_bytes(other), width)) < tolerance("float32", codec)
+        assert 0 < max(deviations(to_bytes(one), to_bytes(other), width)) < tolerance(PRECISIONS["float32"], codec)

@@ -34,6 +34,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamError
 from multiaddr import Multiaddr
 
 from llmnode.core.policy import LinkPolicy
+from llmnode.net.admission import Admission
 from llmnode.net.libp2p_host import open_host
 from llmnode.net.select import open_unanswered
 from llmnode.net.yamux_stream import YamuxStream
@@ -154,8 +155,13 @@ class Libp2pNode:
     """Over a host that runs."""
 
     def __init__(
-        self, host: IHost, open_stream: Callable[[IHost, ID, TProtocol], Awaitable[INetStream]] = open_unanswered
+        self,
+        host: IHost,
+        open_stream: Callable[[IHost, ID, TProtocol], Awaitable[INetStream]] = open_unanswered,
+        vouch: Callable[[Multiaddr], None] = lambda _address: None,
     ) -> None:
+        """`vouch` is told each address before it is dialled."""
+        self._vouch = vouch
         self.peer = str(host.get_id())
         self._open_stream = open_stream
         self.address = next(map(str, host.get_addrs()), "")
@@ -164,7 +170,9 @@ class Libp2pNode:
             host.set_stream_handler(TProtocol(protocol), self._handler(protocol))
 
     async def connect(self, address: str) -> None:
-        await self._host.connect(info_from_p2p_addr(Multiaddr(address)))
+        info = info_from_p2p_addr(Multiaddr(address))
+        self._vouch(info.addrs[0])
+        await self._host.connect(info)
 
     async def disconnect(self, peer: str) -> None:
         await self._host.disconnect(ID.from_string(peer))
@@ -246,8 +254,9 @@ async def _open(kind: str) -> AsyncIterator[Node]:
             yield TcpNode(listener.socket.getsockname()[1])
             nursery.cancel_scope.cancel()
         elif kind == "llmnode":
-            host = await stack.enter_async_context(open_host(create_new_key_pair(), [LISTEN], LinkPolicy()))
-            yield Libp2pNode(host)
+            admission = Admission(LinkPolicy())
+            opened = open_host(create_new_key_pair(), [LISTEN], LinkPolicy(), admission=admission)
+            yield Libp2pNode(await stack.enter_async_context(opened), vouch=admission.gate.vouch)
         else:
             keys = create_new_key_pair()
             noise = NoiseTransport(keys, noise_privkey=create_noise_key_pair().private_key)
