@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 import trio
 from libp2p.exceptions import BaseLibp2pError
+from libp2p.peer.peerinfo import PeerInfo
 from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
 from multiaddr import Multiaddr
 
@@ -22,16 +23,16 @@ from llmnode.net.addresses import CIRCUIT, circuit_address, host_and_port
 from llmnode.net.circuit_wire import HOP, CircuitConnection, leave, name_of, receive, send
 from llmnode.net.connections import close_when_silent, connection_of, open_stream
 from llmnode.net.explain import explain_failure, innermost
+from llmnode.net.sockets import with_ips
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from libp2p.abc import IHost, INetStream
     from libp2p.network.connection.swarm_connection import SwarmConn
     from libp2p.network.stream.net_stream import NetStream
     from libp2p.network.swarm import Swarm
     from libp2p.peer.id import ID
-    from libp2p.peer.peerinfo import PeerInfo
 
     from llmnode.core.policy import CircuitPolicy, LinkPolicy
     from llmnode.net.connections import HeldConnections
@@ -60,13 +61,13 @@ class Circuits:
         self._link_policy = link_policy
         self._policy = policy
         self._held = held
-        self._reserved: dict[ID, str | None] = {}  # our addresses by relay, in the order in which these were named
+        self._reserved: dict[ID, Sequence[str]] = {}  # our addresses by relay, in the order in which these were named
         self._changed = trio.Event()
 
     @property
     def addresses(self) -> list[str]:
         """Where we are reached through relays that have reserved for us, and not refused it since."""
-        return [address for address in self._reserved.values() if address is not None]
+        return [address for addresses in self._reserved.values() for address in addresses]
 
     async def wait_changed(self) -> None:
         """Until `addresses` are others."""
@@ -121,7 +122,7 @@ class Circuits:
 
     def start_reserving(self, relay: PeerInfo, tried: Callable[[PeerUnreachable | None], None]) -> None:
         """Have `relay` reserve for us, again whenever that has ended. `tried` is told what came of each attempt."""
-        self._reserved[relay.peer_id] = None
+        self._reserved[relay.peer_id] = ()
         self._nursery.start_soon(self._keep_reservation, relay, tried)
 
     async def _keep_reservation(self, relay: PeerInfo, tried: Callable[[PeerUnreachable | None], None]) -> NoReturn:
@@ -131,14 +132,14 @@ class Circuits:
                 with contextlib.ExitStack() as holds:
                     connection, lifetime_s = await self._reserve(relay, holds)
                     pause_s = self._policy.retry_s
-                    self._note(relay, circuit_address(relay, self._host.get_id()))
+                    self._note(relay, await self._addresses_at(relay))
                     tried(None)
                     await self._renew(relay, connection, lifetime_s)
             except PeerUnreachable as error:
                 log.info("no reservation relay=%s: %s", relay.peer_id, error.message)
                 tried(error)
             finally:
-                self._note(relay, None)
+                self._note(relay, ())
                 await self._held.close_unused(relay.peer_id)
             await trio.sleep(pause_s)
             pause_s = min(2 * pause_s, self._policy.longest_retry_s)
@@ -186,9 +187,14 @@ class Circuits:
         assert error is not None
         raise error
 
-    def _note(self, relay: PeerInfo, address: str | None) -> None:
-        if self._reserved[relay.peer_id] != address:
-            self._reserved[relay.peer_id] = address
+    async def _addresses_at(self, relay: PeerInfo) -> Sequence[str]:
+        """If the relay is named by DNS, these are at its IP addresses: others dial no name of a stranger."""
+        name, *ips = await with_ips(relay.addrs[:1])
+        return [circuit_address(PeerInfo(relay.peer_id, [each]), self._host.get_id()) for each in ips or [name]]
+
+    def _note(self, relay: PeerInfo, addresses: Sequence[str]) -> None:
+        if self._reserved[relay.peer_id] != addresses:
+            self._reserved[relay.peer_id] = addresses
             self._changed.set()
             self._changed = trio.Event()
 
