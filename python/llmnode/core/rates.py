@@ -45,4 +45,4 @@ class Rates:
 
     def _tokens(self, key: Hashable, now_s: float) -> float:
         tokens, counted_s = self._buckets.get(key, (self._burst, now_s))
-        return min(self._burst, tokens + (now_s - counted_s) * self._per_s)
+        return min(self._burst, tokens + max(0.0, now_s - counted_s) * self._per_s)  # a clock may be set back

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from llmnode.core.announcement import PeerState
 from llmnode.core.fair_shares import FairShares
+from llmnode.core.rates import Rates
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -36,9 +37,6 @@ class _Entry:
     """By our clock and its word, whichever is earlier."""
     since_ms: int
     """When we heard of its state."""
-    allowance: float
-    """It may change this often before it has to wait."""
-    received_ms: int
 
     @property
     def announcement(self) -> Announcement:
@@ -59,6 +57,7 @@ class View:
         self._kept = frozenset(kept)
         self._rng = rng or random.Random()
         self._newest: dict[PeerId, _Entry] = {}
+        self._rates = Rates(policy.changes_at_once, 1 / policy.change_every_s)
         self._heard = FairShares()
         """Peers that others have named, by the address group of the neighbour, the neighbour, and the model."""
         self._met = FairShares()
@@ -73,11 +72,9 @@ class View:
     def is_newer(self, announcement: Announcement, now_ms: int) -> bool:
         """Whether it is worth verifying: it holds, is newer than what we have, and does not come too soon."""
         entry = self._newest.get(announcement.peer)
-        if entry is not None and (
-            announcement.sequence <= entry.announcement.sequence or self._allowance(entry, now_ms) < 1
-        ):
-            return False
-        return self.holds(announcement, now_ms)
+        is_newer = entry is None or announcement.sequence > entry.announcement.sequence
+        is_too_soon = self._rates.wait_s(announcement.peer, now_ms / 1000) > 0
+        return is_newer and not is_too_soon and self.holds(announcement, now_ms)
 
     def holds(self, announcement: Announcement, now_ms: int) -> bool:
         """Whether it is alive, and not from the future."""
@@ -102,9 +99,8 @@ class View:
             signed,
             expires_ms=min(announcement.expires_ms, now_ms + int(1000 * self._policy.lifetime_s)),
             since_ms=before.since_ms if before is not None and same_state else now_ms,
-            allowance=(self._policy.changes_at_once if before is None else self._allowance(before, now_ms)) - 1,
-            received_ms=now_ms,
         )
+        self._rates.count(peer, now_ms / 1000)
         if source.peer == peer:
             self.meet(source)
         elif before is None and peer not in self._kept:
@@ -178,10 +174,6 @@ class View:
                 break
             self.forget(cast("PeerId", shares.victim(self._rng)))
         return newcomer in self._newest
-
-    def _allowance(self, entry: _Entry, now_ms: int) -> float:
-        earned = (now_ms - entry.received_ms) / 1000 / self._policy.change_every_s
-        return min(self._policy.changes_at_once, entry.allowance + max(0.0, earned))
 
 
 def online(announcements: Iterable[Announcement]) -> list[Announcement]:

@@ -43,3 +43,10 @@ def test_what_is_given_back_can_be_taken_again() -> None:
         rates.give_back("a", 0.0)
     rates.give_back("a", 0.0)
     assert [rates.take("a", 0.0) for _ in range(3)] == [True, True, False]
+
+
+def test_a_clock_that_is_set_back_costs_nobody_a_wait() -> None:
+    rates = Rates(2, 1)
+    assert rates.take("key", 3600.0)
+    assert rates.take("key", 0.0)
+    assert rates.wait_s("key", 0.0) == 1
