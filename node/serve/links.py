@@ -78,6 +78,6 @@ async def answer_about_swarm(swarm: Swarm | None, link: Link, frame: Frame) -> N
     if frame.type is FrameType.VIEW and swarm is not None:
         await link.send(swarm.answer(frame, link.peer))
     elif frame.type is FrameType.NEWS and swarm is not None:
-        await swarm.take_news(frame, link.peer)
+        await swarm.take_news(frame, link)
     else:
         raise RemoteProtocolError(f"a client does not send {frame.type.name} frames")

@@ -31,6 +31,10 @@ class Link(Protocol):
     def peer(self) -> PeerId: ...
 
     @property
+    def group(self) -> str:
+        """The address group that the peer is in (`core/budget`): identities are free, and addresses are not."""
+
+    @property
     def relayed(self) -> bool:
         """Whether it goes through a relay, and not straight to the peer."""
 

@@ -24,6 +24,7 @@ import trio
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 
 from llmnode import _native
+from llmnode.core.budget import Kind
 from llmnode.core.ids import NO_SESSION
 from llmnode.core.links.pace import Pace
 from llmnode.core.links.packing import ArrivalRate, PackChoice
@@ -90,6 +91,8 @@ class Libp2pLink:
         self._policy = policy
         self._owner = owner
         self._memory = memory
+        group = memory.scope.of_kind(Kind.GROUP)
+        self._group = peer if group is None else group.name  # its scope is closed before the link is
         self._decoder = FrameDecoder(policy)
         self._paces = [Pace(policy.pace_grace_s, policy.pace_bytes_per_s) for _ in range(3)]
         self._written_bytes = 0  # since the outbox was empty
@@ -111,6 +114,10 @@ class Libp2pLink:
     @property
     def scope(self) -> Scope:
         return self._memory.scope
+
+    @property
+    def group(self) -> str:
+        return self._group
 
     async def wait_direct(self) -> None:
         await self._owner.wait_direct()

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from llmnode.core.announcement import Offer
     from llmnode.core.peers.clocks import ClockVerdict
     from llmnode.core.policy import SwarmPolicy
-    from llmnode.ports import Directory, Network
+    from llmnode.ports import Directory, Link, Network
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.swarm.pool import ConnectionPool
     from llmnode.wire.announcement import News
@@ -161,7 +161,7 @@ class Swarm:
         )
         body = pack_announcement(announcement)
         signed = SignedAnnouncement(announcement, body, self._network.sign(SIGNING_CONTEXT + body))
-        self._take(signed, _source(self._network.peer))
+        self._take(signed, Source(self._network.peer, self._network.peer))
 
     def state_age_s(self, peer: PeerId) -> float:
         """The seconds since we heard of the state that a peer of the view is in."""
@@ -222,10 +222,10 @@ class Swarm:
             clock = unpack(Clock, answer.meta)
             news = unpack_news(answer.payload, self._policy)
             self._note_unread(connection.peer, news)
-            await self._merge(news.announcements, _source(connection.peer))
+            await self._merge(news.announcements, connection.source)
         except RemoteProtocolError as error:
             raise error.blame(connection.peer) from None
-        self.view.meet(_source(connection.peer))
+        self.view.meet(connection.source)
         self._note_clock(connection.peer, clock.now_ms - (asked_ms + self._now_ms()) // 2, asked=True)
         await self.introduce(connection, news.wanted)
 
@@ -247,12 +247,12 @@ class Swarm:
         payload = pack_news(self.view.newer_than(theirs), self.view.lacks(theirs), self._policy)
         return Frame(FrameType.NEWS, step=frame.step, meta=pack(Clock(self._now_ms())), payload=payload)
 
-    async def take_news(self, frame: Frame, peer: PeerId) -> None:
+    async def take_news(self, frame: Frame, link: Link) -> None:
         """Believe a NEWS frame that we did not ask for, as far as it is signed. Raises RemoteProtocolError."""
         unpack(Clock, frame.meta)
         news = unpack_news(frame.payload, self._policy)
-        self._note_unread(peer, news)
-        await self._merge(news.announcements, _source(peer))
+        self._note_unread(link.peer, news)
+        await self._merge(news.announcements, Source(link.peer, link.group))
 
     # Inside
 
@@ -378,10 +378,6 @@ class Swarm:
             for signed in own:
                 await directory.publish(signed)
             await trio.sleep(self._policy.directory_every_s if own else self._policy.news_every_s)
-
-
-def _source(peer: PeerId) -> Source:
-    return Source(peer, peer)
 
 
 @cache

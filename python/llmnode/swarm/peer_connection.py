@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.core.ids import NO_SESSION, Step
+from llmnode.core.view import Source
 from llmnode.errors import (
     LocalProtocolError,
     PeerError,
@@ -46,6 +47,11 @@ class PeerConnection:
     @property
     def peer(self) -> PeerId:
         return self._link.peer
+
+    @property
+    def source(self) -> Source:
+        """The peer as one that tells us of others."""
+        return Source(self._link.peer, self._link.group)
 
     @property
     def relayed(self) -> bool:

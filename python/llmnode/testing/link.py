@@ -28,7 +28,7 @@ class MemoryLink:
     def __init__(self, internet: MemoryInternet, own: MemoryNetwork, other: MemoryNetwork) -> None:
         self.own = own
         self.other = other
-        self.peer = other.peer
+        self.peer = self.group = other.peer
         self.relayed = internet.is_relayed(own.peer, other.peer)
         self.relay_limit_bytes = internet.relay_limit_bytes if self.relayed else None
         self._internet = internet

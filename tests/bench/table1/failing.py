@@ -171,6 +171,10 @@ class _FailingLink:
         return self._link.peer
 
     @property
+    def group(self) -> str:
+        return self._link.group
+
+    @property
     def relayed(self) -> bool:
         return self._link.relayed
 

@@ -153,12 +153,25 @@ async def test_who_cannot_be_dialled_is_reached_through_a_relay() -> None:
         link = await client.dial(server.addresses[0])
         assert link.peer == server.peer
         assert link.relayed
+        assert link.group.startswith(relay.addresses[0]), "it counts as one that is at the relay"
         assert link.relay_limit_bytes == RelayPolicy().circuit_bytes
         await check_echo(link)
         await until(lambda: server.count_open().relayed == 1)
         assert relay.count_open() == OpenCounts(
             links=0, relayed=0, circuits=1, reservations=1, connections=2, streams=relay.count_open().streams
         )
+
+
+@in_trio
+async def test_through_a_relay_that_is_named_by_dns_it_is_reached_at_an_ip_address() -> None:
+    """Others dial no names that they have heard from strangers."""
+    async with relaying() as relay:
+        named = relay.addresses[0].replace("/ip4/127.0.0.1/", "/dns4/localhost/")
+        async with open_network([], POLICY, relays=[named], circuit_policy=EAGER) as server, echoing(server):
+            assert server.addresses == [through(relay, server)]
+            async with dialling() as client:
+                client.vouch(relay.addresses)
+                await check_echo(await client.dial(server.addresses[0], is_heard=True))
 
 
 @in_trio

@@ -45,6 +45,15 @@ from unit.links import (
 
 
 @in_trio
+async def test_a_link_knows_the_address_group_of_its_peer_whatever_its_identity(exact_worker: Any) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as one, open_network([], POLICY) as other:
+        links = [await one.dial(swarm.address), await other.dial(swarm.address)]
+        assert [link.group for link in links] == ["127.0.0.1"] * 2
+        await links[0].end("done")
+        assert links[0].group == "127.0.0.1", "it is asked for while news of the link is read"
+
+
+@in_trio
 async def test_a_session_answers_exactly_and_frees_its_kv(exact_worker: Any) -> None:
     async with served(exact_worker) as swarm, open_network([], POLICY) as network:
         async with connected(network, swarm.address) as connection:
