@@ -57,7 +57,7 @@ def theirs_ms(temperature: float, top_p: float, scores: torch.Tensor) -> list[fl
 
 
 def ours_ms(chooser: Chooser, scores: torch.Tensor) -> float:
-    """What the client's token loop does."""
+    """The way of the client's token loop."""
     began_s = time.perf_counter()
     chooser(scores[0])
     return 1e3 * (time.perf_counter() - began_s)

@@ -139,7 +139,7 @@ class CannedRouter:
     def __init__(self, says: Sequence[int], tokenizer: Tokenizer) -> None:
         self.sessions: list[CannedSession] = []
         self.lengths: list[int] = []
-        """Of the sessions."""
+        """The lengths for which sessions were opened."""
         self._says = says
         self._tokenizer = tokenizer
 

@@ -29,7 +29,7 @@ SIGNING_CONTEXT = b"llmnode-transcript-1:"
 """Before the file's content, under the client's signature."""
 
 MOST_BYTES = 16 << 20
-"""Of a file: more than the receipts of `TrustPolicy.receipts_kept` take. Reading a hostile one takes 25 times that."""
+"""The size of a file. `TrustPolicy.receipts_kept` receipts take less. Reading a hostile one takes 25 times that."""
 
 _U32 = 2**32 - 1
 _LONGEST_PEER = 100

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Recoverer:
-    """Of one line. Without `finder` there is nobody to replace anybody."""
+    """Recovers the hops of one session. Without `finder` no peer can be replaced."""
 
     def __init__(self, line: SessionHops) -> None:
         self.recoveries: list[Recovery] = []

@@ -47,7 +47,7 @@ class Router:
         return self.finder.pool.network.traffic
 
     def sign(self, message: bytes) -> bytes:
-        """As `ports.Network.sign`, by our own key."""
+        """See `ports.Network.sign`. The key is our own."""
         return self.finder.pool.network.sign(message)
 
     @asynccontextmanager

@@ -135,9 +135,6 @@ async def _serve(stream: Stream, protocol: str) -> None:
         await stream.close()
 
 
-# How it is reached
-
-
 class OurStream:
     """As links use it: past py-libp2p's stream around it, whose lock switches tasks at each call."""
 
@@ -160,7 +157,6 @@ class Libp2pNode:
         open_stream: Callable[[IHost, ID, TProtocol], Awaitable[INetStream]] = open_unanswered,
         vouch: Callable[[Multiaddr], None] = lambda _address: None,
     ) -> None:
-        """`vouch` is told each address before it is dialled."""
         self._vouch = vouch
         self.peer = str(host.get_id())
         self._open_stream = open_stream
