@@ -26,7 +26,7 @@ from llmnode.net.explain import explain_failure, innermost
 from llmnode.net.sockets import with_ips
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from libp2p.abc import IHost, INetStream
     from libp2p.network.connection.swarm_connection import SwarmConn
@@ -53,8 +53,16 @@ class Circuits:
     """The circuits of one host, from us and to us. Its tasks end with `nursery`."""
 
     def __init__(
-        self, host: IHost, nursery: trio.Nursery, link_policy: LinkPolicy, policy: CircuitPolicy, held: HeldConnections
+        self,
+        host: IHost,
+        nursery: trio.Nursery,
+        link_policy: LinkPolicy,
+        policy: CircuitPolicy,
+        held: HeldConnections,
+        connect: Callable[[PeerInfo], Awaitable[None]],
     ) -> None:
+        """`connect` has a direct connection to a relay: it dials the address that is given, and no other."""
+        self._connect_directly = connect
         self._host = host
         self._swarm = cast("Swarm", host.get_network())
         self._nursery = nursery
@@ -105,7 +113,7 @@ class Circuits:
         """A stream for a request to `relay`; `holds` has its connection from now on. Raises PeerUnreachable."""
         with self._held.hold(relay.peer_id):
             try:
-                await self._host.connect(relay)
+                await self._connect_directly(relay)
             except (BaseLibp2pError, OSError) as error:
                 why = explain_failure(error, relay.addrs[0])
                 raise PeerUnreachable(f"cannot connect to the relay at {relay.addrs[0]} {why}") from error
@@ -188,9 +196,9 @@ class Circuits:
         raise error
 
     async def _addresses_at(self, relay: PeerInfo) -> Sequence[str]:
-        """If the relay is named by DNS, these are at its IP addresses: others dial no name of a stranger."""
-        name, *ips = await with_ips(relay.addrs[:1])
-        return [circuit_address(PeerInfo(relay.peer_id, [each]), self._host.get_id()) for each in ips or [name]]
+        """If the relay is named by DNS, those at its IP addresses too: others dial no name of a stranger."""
+        relays = [PeerInfo(relay.peer_id, [each]) for each in await with_ips(relay.addrs[:1])]
+        return [circuit_address(each, self._host.get_id()) for each in relays]
 
     def _note(self, relay: PeerInfo, addresses: Sequence[str]) -> None:
         if self._reserved[relay.peer_id] != addresses:

@@ -156,7 +156,7 @@ class Libp2pNetwork:
         self._links: dict[Libp2pLink, IMuxedConn] = {}
         self._opened, self._accepted = trio.open_memory_channel[Libp2pLink](ACCEPT_QUEUE)
         self._held = HeldConnections(host, policy, lambda connection: connection in self._links.values())
-        self._circuits = Circuits(host, nursery, policy, circuit_policy, self._held)
+        self._circuits = Circuits(host, nursery, policy, circuit_policy, self._held, self._connect)
         self._puncher = Puncher(host, nursery, circuit_policy.punch, self._held)
         self._puncher.start(host)
         self._relay: Relay | None = None

@@ -31,8 +31,9 @@ async def test_a_relay_may_have_a_name() -> None:
         open_network([HERE], LinkPolicy(), relays=[by_name(relay.addresses[0])]) as server,
         open_network([], LinkPolicy()) as client,
     ):
-        (through,) = server.addresses
+        through, at_ip = server.addresses
         assert through.startswith("/dns4/localhost/")
+        assert at_ip.startswith("/ip4/127.0.0.1/")
         assert (await client.dial(through)).relayed
 
 

@@ -163,15 +163,18 @@ async def test_who_cannot_be_dialled_is_reached_through_a_relay() -> None:
 
 
 @in_trio
-async def test_through_a_relay_that_is_named_by_dns_it_is_reached_at_an_ip_address() -> None:
+async def test_through_a_relay_that_is_named_by_dns_it_is_reached_at_an_ip_address_too() -> None:
     """Others dial no names that they have heard from strangers."""
     async with relaying() as relay:
         named = relay.addresses[0].replace("/ip4/127.0.0.1/", "/dns4/localhost/")
         async with open_network([], POLICY, relays=[named], circuit_policy=EAGER) as server, echoing(server):
-            assert server.addresses == [through(relay, server)]
+            name, ip = server.addresses
+            assert (name, ip) == (f"{named}/p2p-circuit/p2p/{server.peer}", through(relay, server))
             async with dialling() as client:
                 client.vouch(relay.addresses)
-                await check_echo(await client.dial(server.addresses[0], is_heard=True))
+                with pytest.raises(PeerUnreachable, match="strangers name addresses of IP"):
+                    await client.dial(name, is_heard=True)
+                await check_echo(await client.dial(ip, is_heard=True))
 
 
 @in_trio
