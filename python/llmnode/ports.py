@@ -1,7 +1,7 @@
-"""The seams of a node: what can be replaced by a twin in memory.
+"""The interfaces of a node: each can be replaced by a twin in memory.
 
-`Network` carries frames between peers, `Directory` finds a swarm, `Loader` reads a span into an `Executor`, which
-computes it, `Worker` runs an executor off the event loop. `llmnode.testing` has the twins.
+`Network` carries frames between peers. `Directory` finds a swarm. `Loader` reads a span into an `Executor`, which
+computes it. `Worker` runs an executor off the event loop. `llmnode.testing` has the twins.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ Result = TypeVar("Result")
 
 
 class Link(Protocol):
-    """Frames to and from one peer, in order. Ends by itself when the peer falls silent."""
+    """Frames to and from one peer, in order. It ends by itself when the peer falls silent."""
 
     @property
     def peer(self) -> PeerId: ...
 
     @property
     def group(self) -> str:
-        """The address group that the peer is in (`core/budget`): identities are free, and addresses are not."""
+        """The peer's address group (`core/budget`). Identities cost nothing, but addresses do."""
 
     @property
     def relayed(self) -> bool:
-        """Whether it goes through a relay, and not straight to the peer."""
+        """Whether it goes through a relay."""
 
     @property
     def relay_limit_bytes(self) -> int | None:
         """The most bytes that the relay carries in each direction; None without a limit, or without a relay."""
 
     async def wait_direct(self) -> None:
-        """Until a new link to the peer would not go through a relay."""
+        """Wait until a new link to the peer would not go through a relay."""
 
     async def send(self, frame: Frame) -> None:
-        """Queue a frame; returns before it is on the wire. Raises PeerUnreachable once the link has ended."""
+        """Queue a frame. It returns before the frame is on the wire. Raises PeerUnreachable once the link has ended."""
 
     async def receive(self) -> Frame:
         """The next frame. One task at a time. Raises PeerUnreachable or RemoteProtocolError when the link has ended."""
 
     async def end(self, reason: str) -> None:
-        """Close the link; both sides' `receive` raise. Safe to call twice."""
+        """Close the link: `receive` raises at both sides. It may be called twice."""
 
 
 class Network(Protocol):
-    """Connections to peers, authenticated: a link's `peer` proved that it holds the key of that id."""
+    """Authenticated connections to peers: the peer at the other end has proved that it holds the key of its id."""
 
     @property
     def peer(self) -> PeerId:
@@ -64,7 +64,7 @@ class Network(Protocol):
 
     @property
     def addresses(self) -> Sequence[str]:
-        """Where others reach us: multiaddrs that end in `/p2p/ID`."""
+        """Multiaddrs where others reach us. They end in `/p2p/ID`."""
 
     @property
     def traffic(self) -> Traffic:
@@ -72,45 +72,45 @@ class Network(Protocol):
 
     @property
     def key(self) -> bytes:
-        """The 32 bytes behind our id, for nobody but ourselves in another process."""
+        """The 32 bytes of our private key. Give them only to another process of our own."""
 
     def vouch(self, addresses: Sequence[str]) -> None:
-        """The user has named these addresses: they may be dialled, whoever names them. Raises ConfigError."""
+        """The user has named these addresses. So they may be dialled, also if others name them. Raises ConfigError."""
 
     async def dial(self, address: str, *, is_heard: bool = False) -> Link:
         """Open a link to `address`. Raises ConfigError (no such address form) or PeerUnreachable.
 
-        An address that `is_heard` from others, and that nobody vouches for, is dialled only if it is where we are, and
-        seldom.
+        `is_heard`: others have told us the address. Unless the user vouches for it, it is dialled seldom, and only if
+        it is public or in our own network.
 
-        Whether the peer takes it, and is still there, shows by its answers.
+        A link is no proof that the peer accepts it, or is still there. Only its answers show that.
         """
 
     def accept(self) -> AbstractAsyncContextManager[Link]:
-        """The next link that a peer opened to us; it ends with the context."""
+        """The next link that a peer opened to us. It ends with the context."""
 
     def sign(self, message: bytes) -> bytes:
         """A signature of 64 bytes with the key behind our own id."""
 
     def verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool:
-        """Whether the holder of the key behind `peer` signed `message`. False too for an id that is none."""
+        """Whether the holder of the key of `peer` has signed `message`. False if `peer` is not a valid id."""
 
 
 class Directory(Protocol):
-    """Names the peers that serve a model, for a node that has met no swarm yet. Slow, and right only after a while.
+    """Names the peers that serve a model, for a node that has met no swarm yet. It is slow, and right after a while.
 
     Its answers are not verified: the caller checks signatures and expiry.
     """
 
     async def publish(self, signed: SignedAnnouncement) -> None:
-        """Put our announcement where others look for its model. Failing is silent: the next one may succeed."""
+        """Put our announcement where others look for its model. A failure is silent: the next call may succeed."""
 
     async def find(self, model_digest: bytes) -> Sequence[SignedAnnouncement]:
-        """Announcements of peers that serve the model, as far as they are found in time."""
+        """Announcements of peers that serve the model, as far as the directory finds them in time."""
 
 
 class Held(Protocol):
-    """The holdings of an executor, wherever it is."""
+    """The span of an executor and its free KV. The executor may be in another process."""
 
     @property
     def span(self) -> Span: ...
@@ -119,46 +119,46 @@ class Held(Protocol):
 
 
 class Executor(Held, Protocol):
-    """Computes a span for any number of sessions. Blocking, and for one thread at a time."""
+    """Computes a span for any number of sessions. It blocks. One thread at a time may use it."""
 
     def apply(self, operation: Control) -> bool:
-        """Do an operation. False if it is an `Open` that there is no KV for. On an error no session is changed."""
+        """Do an operation. False if it is an `Open`, and there is no KV for it. On an error no session is changed."""
 
     def forward(self, slices: Sequence[Slice]) -> Sequence[Buffer]:
         """Run every slice, and append it to its session's KV. On an error no session is changed.
 
-        A slice that has blocks left puts out nothing yet, and KV does not count it.
+        A slice with more blocks to come has no output yet, and does not count in the KV.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """`tensor_bytes` are of the span's weights in memory."""
+    """An executor that has its weights. `tensor_bytes` is their size in memory."""
 
     executor: Executor
     tensor_bytes: int
 
 
 class Loader(Protocol):
-    """Opens one model, and makes an executor of a span of it. Blocking, and for one thread at a time."""
+    """Opens one model, and loads spans of it. It blocks. One thread at a time may use it."""
 
     def open_model(self) -> ModelInfo:
-        """To be called first. Its dtype is what the blocks will be computed in. Raises ConfigError or ModelError."""
+        """Call it first. The dtype of the result is that of the blocks. Raises ConfigError or ModelError."""
 
     def fitting_blocks(self) -> int:
-        """How many there is memory for. Raises ConfigError if it is none."""
+        """The number of blocks that there is memory for. Raises ConfigError if it is none."""
 
     def load(self, span: Span) -> Loaded:
-        """Raises ConfigError or ModelError."""
+        """Load a span. Raises ConfigError or ModelError."""
 
 
 class Worker(Protocol):
     """Runs one executor apart from the event loop, and shares it among sessions.
 
-    Operations of one session are done in the order in which they were asked. If one fails, it fails for no other
-    session. A call that is cancelled is not done; but if it runs already, the caller waits for it.
-    Where the executor can be lost with all that it holds, every operation but `Close` raises WorkerLost for a session
-    that was open then, and `Open` does until there is another executor.
+    Operations of one session are done in the order in which they were asked for. If one fails, other sessions do not
+    notice. A cancelled call is not done; but if it runs already, the caller waits for it.
+    An executor can be lost with all its KV. Then every operation but `Close` raises WorkerLost for sessions that were
+    open, and `Open` does so until there is another executor.
     """
 
     @property
@@ -166,14 +166,14 @@ class Worker(Protocol):
 
     @property
     def kv_tokens(self) -> int:
-        """All the KV that sessions can have, whether free or not, and whether the executor is there or lost."""
+        """The positions of KV that all sessions together can have, free or not, also while the executor is lost."""
 
     @property
     def kv_tokens_free(self) -> int: ...
 
     @property
     def busy_us(self) -> int:
-        """The time for which it has run an executor since it began."""
+        """The time for which executors have computed since the worker began, in microseconds."""
 
     async def do(self, operation: Operation[Result]) -> Result:
         """Do an operation, and return its result."""
@@ -184,28 +184,28 @@ class WorkerSource(Protocol):
 
     @property
     def tensor_bytes(self) -> int:
-        """The size of the weights that were loaded last, in memory."""
+        """The size in memory of the weights that were loaded last."""
 
     async def open_model(self) -> ModelInfo:
-        """To be called first. Raises ConfigError or ModelError; WorkerLost if a worker ended at every start."""
+        """Call it first. Raises ConfigError or ModelError; WorkerLost if a worker ended at every start."""
 
     async def fitting_blocks(self) -> int:
-        """How many blocks there is memory for. Raises as `Loader.fitting_blocks`, or WorkerLost."""
+        """The number of blocks that there is memory for. Raises as `Loader.fitting_blocks`, or WorkerLost."""
 
     async def load(self, span: Span) -> Worker:
-        """A fresh worker. The one before has been lost or dropped. Raises as `open_model`."""
+        """A fresh worker. The one before it is lost or dropped by then. Raises as `open_model`."""
 
     def serves(self) -> None:
-        """The worker has done a first forward: if it is lost now, its successor may well do the same."""
+        """The worker has done a first forward. If it is lost now, its successor may well serve too."""
 
     async def wait_lost(self) -> None:
-        """Until the worker is lost, which is reported. Raises WorkerLost if another one would be lost too."""
+        """Wait until the worker is lost, and report it. Raises WorkerLost if another one would be lost too."""
 
     async def drop(self) -> None:
-        """End the worker. Its calls raise WorkerLost from then on, and all its memory is given back."""
+        """End the worker, and free all its memory. From then on its calls raise WorkerLost."""
 
     def kill(self) -> None:
-        """The node ends: whatever waits for the worker fails at once, as far as a forward can be interrupted."""
+        """The node ends: calls that wait for the worker fail at once, as far as a forward can be interrupted."""
 
     async def end(self) -> None:
-        """Nothing is left of the source then."""
+        """End the source. Afterwards nothing of it is left."""

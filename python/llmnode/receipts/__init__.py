@@ -1,1 +1,1 @@
-"""What servers signed: kept, written into transcripts, and checked."""
+"""Receipts that servers have signed: the book of a session, transcripts in files, and their audit."""

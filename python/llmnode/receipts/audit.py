@@ -1,8 +1,8 @@
-"""Whether a transcript shows what it should: that every receipt is signed, and all join to gap-free chains.
+"""Checks a transcript: every receipt is signed, and all of them join to chains without a gap.
 
-An audit shows who bound itself to which bytes, and that these went from hop to hop unchanged. It does not show that
-what was computed is right, nor what anybody did with it. What is not signed by a hop is the client's word: the name of
-the model, how many blocks it has, where its positions begin, and that no session's name was used twice.
+An audit shows which peer is bound to which bytes, and that these went from hop to hop unchanged. It does not show that
+a result is right, nor what anybody did with it. Some things no hop signs, and they are the client's word alone: the
+model's name, its number of blocks, where its positions begin, and that no session id was used twice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong. `peer` is whom it is about, if about one alone. `positions`: the first, and one beyond."""
+    """A fault of a transcript. `peer` is set if it concerns one peer alone. `positions` are [first, one beyond)."""
 
     what: str
     positions: Positions | None = None
@@ -42,7 +42,7 @@ class Problem:
 
 @dataclass(slots=True)
 class Part:
-    """What one hop says that it computed. `replayed` are the positions it was given again, in another's place."""
+    """The share of one hop, by its receipts. `replayed` are the positions that it was given in place of a lost hop."""
 
     peer: PeerId
     span: Span
@@ -60,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What a transcript shows. `positions` are those that it is about, from the first that it knows."""
+    """The result of an audit. `positions` are those of the transcript, from the first that it knows."""
 
     positions: Positions
     parts: list[Part]
@@ -72,7 +72,7 @@ class Audit:
 
 
 def audit(transcript: Transcript, verify: Verify) -> Audit:
-    """Check all of it. Some 60 microseconds a receipt."""
+    """Check the whole transcript. It takes some 60 microseconds a receipt."""
     problems = [
         *_check_client(transcript, verify),
         *_check_receipts(transcript.passages, verify),
@@ -94,7 +94,7 @@ def _check_client(transcript: Transcript, verify: Verify) -> Iterator[Problem]:
 
 
 def _check_receipts(passages: Iterable[Passage], verify: Verify) -> Iterator[Problem]:
-    """Signatures, and that nobody signed two things for one step."""
+    """Check the signatures, and that no hop signed two different things for one step."""
     signed: dict[tuple[PeerId, PeerId, SessionId, Epoch, Step], bytes] = {}
     for passage in passages:
         for receipt in passage.receipts:
@@ -105,7 +105,7 @@ def _check_receipts(passages: Iterable[Passage], verify: Verify) -> Iterator[Pro
 
 
 def _check_chain(passage: Passage, blocks: int) -> Iterator[Problem]:
-    """That a passage went through all blocks, or without a gap through a replay's, unchanged from hop to hop."""
+    """Check that a passage went through all blocks, or a replay through its own, without a gap and unchanged."""
     positions = passage.start, passage.end
     first, last = passage.receipts[0], passage.receipts[-1]
     if first.input_digest != passage.given:
@@ -123,7 +123,7 @@ def _check_chain(passage: Passage, blocks: int) -> Iterator[Problem]:
 
 
 def _check_positions(transcript: Transcript) -> Iterator[Problem]:
-    """That the positions in force are there once each."""
+    """Check that each position in force is there once."""
     reached = transcript.first_position
     for passage in transcript.passages:
         if passage.replay:
@@ -136,7 +136,7 @@ def _check_positions(transcript: Transcript) -> Iterator[Problem]:
 
 
 def _check_kv(transcript: Transcript) -> Iterator[Problem]:
-    """That every hop computed on from positions that it had computed, and went back in a higher epoch alone."""
+    """Check that every hop went on from positions that it had computed, and went back only in a higher epoch."""
     reached: dict[SessionId, int] = {}
     latest: dict[SessionId, tuple[Epoch, Step]] = {}
     for passage in transcript.passages:
@@ -160,7 +160,7 @@ def _check_conviction(conviction: Conviction, transcript: Transcript, verify: Ve
 
 
 def _parts(passages: Iterable[Passage]) -> list[Part]:
-    """In the order in which the hops came, those of a route together."""
+    """The hops in the order in which they came; those of one route stay together."""
     parts: dict[SessionId, Part] = {}
     for passage in passages:
         for receipt in passage.receipts:

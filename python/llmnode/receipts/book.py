@@ -1,7 +1,8 @@
-"""The receipts of one inference session: who computed what, checked off the way of a step, and kept to be shown.
+"""The receipts of one inference session: checked with each step, and kept to be shown.
 
-The session tells what landed, what was replayed and what was rolled back; it builds receipts out of what it asked for
-and saw itself, so that only signatures are left to check. These take a thread, a batch at a time. Knows no connection.
+The session reports each chunk that arrived, was replayed or was rolled back. The book builds receipts out of what the
+client asked for and saw itself, so that only signatures are left to check. It checks them in batches, in a thread. It
+knows no connection.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ if TYPE_CHECKING:
     from llmnode.wire.receipt import Sign, Verify
 
     Run: TypeAlias = Callable[..., Awaitable[Any]]
-    """Calls a function with arguments, and gives what it returns: what that is, the caller knows."""
+"""Calls a function with arguments, and returns its result, whose type the caller knows."""
 
 _MOST_CONVICTIONS = 16
-"""A session that has met more liars keeps these proofs; each was reported when it was found."""
+"""A session keeps this number of proofs. Each conviction is reported when it is found, also beyond it."""
 
 
 class ReceiptBook:
-    """`client` is our own id, as the hops know us; `run` runs what takes long, off the event loop. Of
-    the positions before `position` it knows nothing.
+    """The book knows nothing of the positions before `position`.
 
-    Not for several tasks at once, but for `verify_pending`.
+    `client` is our own id, as the hops know us. `run` runs slow calls off the event loop.
+    One task at a time may use the book. Only `verify_pending` may run beside it.
     """
 
     def __init__(
@@ -61,20 +62,20 @@ class ReceiptBook:
         self._verify = verify
         self._run = run
         self._profile = profile_digest(model.profile, codec)
-        # In the order of time, so the positions of those that are no replays go up.
+        # In the order of time. So positions rise, but for replays.
         self._entries: deque[_Entry] = deque()
-        self._inherited: list[_Entry] = []  # from another session's book, until they are verified
+        self._inherited: list[_Entry] = []  # from the book of the session that was copied, until they are verified
         self._receipts = 0
         self._first_position = self._position = position
 
     @property
     def pending(self) -> int:
-        """Passages whose signatures have not been checked."""
+        """The number of passages whose signatures have not been checked."""
         return len(self._pending())
 
     @property
     def verified(self) -> int:
-        """The positions before this one were computed by whoever says so: all of their receipts are signed."""
+        """The first position without a verified signature of every hop that computed it."""
         entries = chain(self._inherited, self._entries)
         others = (each.passage.start for each in entries if not (each.verified or each.passage.replay))
         return next(others, self._position)
@@ -82,9 +83,9 @@ class ReceiptBook:
     def receipt(
         self, hop: Hop, session: SessionId, chunk: Chunk, input_digest: bytes, output_digest: bytes, signature: bytes
     ) -> Receipt:
-        """What `hop`, whose own name of the session is `session`, must have signed to have sent `signature`.
+        """The receipt of `hop` for a chunk, with the `signature` that it sent. `session` is the id at that hop.
 
-        Raises IntegrityError for what is no signature.
+        Raises IntegrityError if the signature has a wrong form. Whether it is genuine is checked later.
         """
         try:
             return Receipt(
@@ -105,7 +106,7 @@ class ReceiptBook:
             raise IntegrityError(f"sent no receipt: {error}", peer=hop.peer, span=hop.span) from error
 
     async def check(self, receipts: Sequence[Receipt]) -> None:
-        """Check signatures at once. Raises IntegrityError for the first bad one."""
+        """Check signatures now. Raises IntegrityError for the first bad one."""
         for receipt in receipts:
             if not await self._run(is_valid, receipt, self._verify):
                 raise _unsigned(receipt)
@@ -113,11 +114,12 @@ class ReceiptBook:
     def add(
         self, receipts: Sequence[Receipt], given: bytes, got: bytes, *, replay: bool = False, verified: bool = False
     ) -> None:
-        """A chunk has passed the hops that signed `receipts`, in their order.
+        """Add a chunk that has passed the hops that signed `receipts`, in their order.
 
-        `given` and `got` are the digests of what the first was given and the last put out. A `replay` went to who takes
-        a lost hop's place, and its positions stand already; if `verified`, `check` has passed the receipts. Raises
-        IntegrityError if a hop has signed nothing, or took in something else than the one before put out.
+        `given` and `got` are the digests of the first hop's input and of the last one's output. A `replay` went to the
+        hop that takes a lost one's place, and the session has its positions already. If `verified`, `check` has passed
+        the receipts. Raises IntegrityError if a hop has signed nothing, or if its input differs from the output of the
+        hop before.
         """
         passage = Passage(tuple(receipts), given, got, receipts[0].length, replay)
         self._check(passage)
@@ -131,7 +133,7 @@ class ReceiptBook:
             self._drop_oldest()
 
     def truncate(self, position: int) -> None:
-        """Positions from `position` on are void, at every hop; what follows is of a higher epoch."""
+        """Positions from `position` on are void at every hop. All that follows has a higher epoch."""
         if position > self._position:
             raise LocalProtocolError(f"cannot go back to position {position} from {self._position}")
         self._inherited = [each for each in self._inherited if each.passage.start < position]
@@ -143,7 +145,7 @@ class ReceiptBook:
                 self._receipts -= len(passage.receipts)
                 continue
             kept.append(entry)
-            if not passage.replay:  # all before it ends where it starts, or earlier
+            if not passage.replay:  # every passage before it ends where it starts, or earlier
                 entry.passage = replace(passage, kept=position - passage.start)
                 break
         self._entries.extend(reversed(kept))
@@ -153,7 +155,7 @@ class ReceiptBook:
     def become(self, source: ReceiptBook | None, position: int) -> None:
         """The session has become a copy of another one, up to `position`, and goes on from there.
 
-        Who computed these positions is in `source`. What was not verified there is verified here too.
+        The receipts of these positions stay in `source`. Those that are not verified yet are verified here too.
         """
         self._entries.clear()
         self._receipts = 0
@@ -166,12 +168,12 @@ class ReceiptBook:
     def echo(
         self, told: Receipt, by: Hop, input_digest: bytes, output_digest: bytes, signature: bytes
     ) -> Conviction | None:
-        """What `by` was given by the hop before it, against what that hop `told` us about the same step.
+        """Compare two statements of one hop about one step: to us (`told`), and to the next hop (`by`).
 
-        `by` echoes the input digest and signature that came with its input, and `output_digest` is that of its input.
-        Returns the proof, which is kept, if the hop before told the two different things. Raises IntegrityError if `by`
-        cannot show that it has its input from there, or if what we were told is not signed: then nothing is proved.
-        Costs nothing unless the two differ. Not for input that `by` had out of that hop's log, or from us.
+        `by` echoes the input digest and the signature that came with its input. `output_digest` is the digest of that
+        input. Returns the proof, and keeps it, if the hop before signed two different things. Raises IntegrityError if
+        `by` cannot show that its input came from that hop, or if `told` is not signed: then nothing is proved.
+        It is cheap unless the two differ. Do not call it for an input that came from that hop's log, or from us.
         """
         try:
             shown = replace(told, input_digest=input_digest, output_digest=output_digest, signature=signature)
@@ -185,31 +187,31 @@ class ReceiptBook:
         if not is_valid(told, self._verify):
             raise _unsigned(told)
         if not is_proof(told, shown, self._verify):
-            return None  # the same, signed twice
+            return None  # it signed the same thing twice
         conviction = Conviction(told, shown, by.peer)
         if len(self.convictions) < _MOST_CONVICTIONS:
             self.convictions.append(conviction)
         return conviction
 
     def taken_in(self, session: SessionId) -> list[TakenIn]:
-        """What a hop, by its own name of the session, has signed to have computed, of what still stands whole."""
+        """The inputs that a hop has signed for, without those rolled back. `session` is the id at that hop."""
         chunks: list[TakenIn] = []
         for entry in self._entries:
             giver: Receipt | None = None
             for receipt in entry.passage.receipts:
                 if receipt.session == session:
                     while chunks and chunks[-1].start + chunks[-1].length > receipt.start:
-                        chunks.pop()  # rolled back, all or in part
+                        chunks.pop()  # the whole chunk was rolled back, or a part of it
                     from_ = giver.session if giver else None
                     chunks.append(TakenIn(receipt.start, receipt.length, receipt.input_digest, from_))
                 giver = receipt
         return chunks
 
     async def verify_pending(self) -> None:
-        """Check the signatures of all that was added until now, in a thread: some 60 microseconds each.
+        """Check the signatures of all passages that were added until now, in a thread: some 60 microseconds each.
 
-        Raises IntegrityError for the first bad one, once: nobody can be held to the positions from `verified` on, until
-        they are rolled back. A replay with a bad one is forgotten: its hop must go.
+        Raises IntegrityError for the first bad one, and only once. Then no peer can be held to the positions from
+        `verified` on, until they are rolled back. A replay with a bad signature is forgotten, since its hop must go.
         """
         batch = self._pending()
         if not batch:
@@ -228,7 +230,7 @@ class ReceiptBook:
             raise _unsigned(bad)
 
     def export(self, sign: Sign) -> dict[str, Any]:  # Any: JSON
-        """All that is kept as a transcript, signed by us: what `llmnode verify` reads."""
+        """The whole book as a transcript, signed by us. `llmnode verify` reads it."""
         return transcript.as_json(
             transcript.signed(
                 Transcript(
@@ -256,7 +258,7 @@ class ReceiptBook:
                 raise IntegrityError(what, peer=after.signer, span=after.span, suspects=suspects)
 
     def _pending(self) -> list[_Entry]:
-        """Those at the end, and what is inherited: what came before has been checked."""
+        """The inherited passages and those at the end. All before them have been checked."""
         own = list(takewhile(lambda each: not each.checked, reversed(self._entries)))[::-1]
         return [each for each in self._inherited if not each.checked] + own
 
@@ -269,8 +271,8 @@ class ReceiptBook:
 
 @dataclass(frozen=True, slots=True)
 class TakenIn:
-    """The input of one hop in one chunk. `giver` is the hop that has signed to have put it out, by its own name of the
-    session; None if it came from us, or out of a log.
+    """The input of one hop in one chunk. `giver` is the session id of the hop that has signed it as its output; None if
+    the input came from us, or out of a log.
     """
 
     start: int
@@ -281,7 +283,7 @@ class TakenIn:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A passage in the book. What is `checked` may be forgotten; it is `verified` if all its signatures are good."""
+    """A passage in the book. It is `verified` if all its signatures are good. Once `checked`, it may be forgotten."""
 
     passage: Passage
     checked: bool = False
@@ -289,7 +291,7 @@ class _Entry:
 
 
 def _verify_all(passages: Sequence[Passage], verify: Verify) -> tuple[int, Receipt | None]:
-    """How many passages are good before the first bad one, and its receipt that is not signed."""
+    """The number of passages before the first bad one, and its receipt whose signature is wrong."""
     for number, passage in enumerate(passages):
         for receipt in passage.receipts:
             if not is_valid(receipt, verify):

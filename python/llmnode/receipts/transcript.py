@@ -1,7 +1,7 @@
-"""A session's receipts in a file, for whoever wants to check later, or elsewhere, who computed what.
+"""A session's receipts in a file, so that anybody can check later which peer computed what.
 
-A transcript is JSON, which its client has signed as a whole. What is read from one has the right types and sizes, and
-nothing else is known of it: `audit.py` checks what it says.
+A transcript is JSON, and its client has signed the whole of it. The reader guarantees right types and sizes, and
+nothing else: `audit.py` checks the content.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 FORMAT = "llmnode-transcript"
 VERSION = 1
 SIGNING_CONTEXT = b"llmnode-transcript-1:"
-"""Before the file's content, under the client's signature."""
+"""It comes before the file's content in what the client signs."""
 
 MOST_BYTES = 16 << 20
-"""The size of a file. `TrustPolicy.receipts_kept` receipts take less. Reading a hostile one takes 25 times that."""
+"""The largest file. `TrustPolicy.receipts_kept` receipts take less. To read a hostile file takes 25 times its size."""
 
 _U32 = 2**32 - 1
 _LONGEST_PEER = 100
@@ -38,11 +38,11 @@ _LONGEST_NAME = 200
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A chunk of positions that went through hops one after another, and what each signed about it, in their order.
+    """A chunk of positions that went through several hops, and the receipt of each, in their order.
 
-    All `receipts`, of which there is at least one, are of the same step and positions. `given` and `got` are the
-    digests of what the first hop was given and the last put out, as the client knows them. The first `kept` positions
-    are in force, the others were rolled back. A `replay` went to who took a lost hop's place, and no further.
+    There is at least one receipt, and all are of the same step and positions. `given` and `got` are the digests of the
+    first hop's input and of the last one's output, as the client knows them. The first `kept` positions are in force;
+    the others were rolled back. A `replay` went to the hop in a lost one's place, and no further.
     """
 
     receipts: tuple[Receipt, ...]
@@ -62,9 +62,9 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """What a client knows of one session.
+    """A client's knowledge of one session.
 
-    `passages` are in the order of time. Of the positions before `first_position` nothing was kept.
+    `passages` are in the order of time. It has nothing on the positions before `first_position`.
     """
 
     client: PeerId
@@ -79,12 +79,12 @@ class Transcript:
 
 
 def signed(transcript: Transcript, sign: Sign) -> Transcript:
-    """With the signature of its client, who signs by `sign`."""
+    """The transcript with its client's signature. `sign` signs for that client."""
     return replace(transcript, signature=sign(statement(transcript)))
 
 
 def statement(transcript: Transcript) -> bytes:
-    """The bytes under the client's signature."""
+    """The bytes that the client signs."""
     content = as_json(transcript)
     del content["signature"]
     return SIGNING_CONTEXT + json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
@@ -106,7 +106,7 @@ def as_json(transcript: Transcript) -> dict[str, Any]:  # Any: JSON
         },
         "first_position": transcript.first_position,
         "passages": [_passage_json(passage, stages) for passage in transcript.passages],
-        "stages": [  # in the order in which they come first, which the passages refer to
+        "stages": [  # in the order of their first passage; passages refer to them by number
             {"peer": stage.peer, "session": stage.session.hex(), "blocks": [stage.span.start, stage.span.end]}
             for stage in stages
         ],
@@ -119,12 +119,12 @@ def as_json(transcript: Transcript) -> dict[str, Any]:  # Any: JSON
 
 
 def parse(text: bytes) -> Transcript:
-    """Read the content of a file that may come from anywhere. Raises ConfigError, which names the field."""
+    """Read the content of a file of any origin. Raises ConfigError, which names the field."""
     if len(text) > MOST_BYTES:
         raise ConfigError(f"a transcript has at most {MOST_BYTES} bytes")
     try:
         values = json.loads(decode(text), object_pairs_hook=_without_repeats, parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:  # not JSON, a number beyond Python's limit, too deep
+    except (ValueError, RecursionError) as error:  # no JSON, a number beyond Python's limit, too deep
         raise ConfigError(f"not JSON ({error})") from error
     top = _Fields(values, "")
     if top.take("format") != FORMAT:
@@ -157,7 +157,7 @@ def parse(text: bytes) -> Transcript:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """What all receipts of one hop have in common."""
+    """The fields that all receipts of one hop share."""
 
     peer: PeerId
     session: SessionId
@@ -217,7 +217,7 @@ def _read_stages(stages: Sequence[_Fields]) -> list[_Stage]:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """What the parts of a file do not repeat."""
+    """The values that a file has once for all of its passages."""
 
     client: PeerId
     profile: bytes
@@ -281,9 +281,9 @@ def _read_receipt(fields: _Fields) -> Receipt:
 
 
 class _Fields:
-    """One JSON object. Each field is taken once; whatever is not as it must be raises ConfigError."""
+    """One JSON object. Each field is taken once. A field of a wrong form raises ConfigError."""
 
-    def __init__(self, value: Any, where: str) -> None:  # Any: what a file holds is not known yet
+    def __init__(self, value: Any, where: str) -> None:  # Any: a file may hold anything
         if type(value) is not dict:
             raise ConfigError(f"{where or 'the whole'}: not an object")
         self._rest: dict[str, Any] = dict(value)
@@ -326,12 +326,12 @@ class _Fields:
 
     def peer(self, name: str) -> PeerId:
         value = self.text(name, _LONGEST_PEER)
-        if not (value.isascii() and value.replace("-", "").isalnum()):  # the dash is for peers in memory
+        if not (value.isascii() and value.replace("-", "").isalnum()):  # peers in memory have dashes
             raise self.error(name, "not a peer id")
         return PeerId(value)
 
     def digest(self, name: str, size: int = DIGEST_BYTES) -> bytes:
-        """A digest, or whatever else is `size` bytes that mean nothing."""
+        """A digest, or other `size` bytes without a meaning of their own."""
         value = self.take(name)
         if type(value) is str and len(value) == 2 * size:
             try:
@@ -360,7 +360,7 @@ class _Fields:
         return [_Fields(value, f"{self._path(name)}[{number}]") for number, value in enumerate(values)]
 
     def end(self) -> None:
-        """Nothing is left that was not taken."""
+        """Raises ConfigError if a field is left that was not taken."""
         for name in self._rest:
             raise self.error(name[:_LONGEST_NAME], "there is no such field")
 

@@ -1,1 +1,1 @@
-"""The swarm as this node knows it: peers, connections to them, and who serves what."""
+"""The swarm as this node knows it: its peers, what each of them serves, and the connections to them."""

@@ -1,4 +1,4 @@
-"""Joining a swarm without serving: a network that only dials, and a view that stays current. Loads no torch."""
+"""Joins a swarm without serving: a network that only dials, and a view that stays current. Loads no torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 async def join_swarm(
     peers: Sequence[str], link_policy: LinkPolicy, key: bytes | None = None, swarm_key: bytes | None = None
 ) -> AsyncIterator[tuple[ConnectionPool, Swarm]]:
-    """As a client, without serving: know what the peers at the addresses `peers` know, and stay up to date.
+    """Join as a client: know what the peers at the addresses `peers` know, and stay up to date.
 
-    Our identity is that of `key`, by default a fresh one; `swarm_key` is that of a private swarm.
+    Our identity is that of `key`, by default a fresh one. `swarm_key` is the key of a private swarm.
 
     Peers that do not answer are left out. Raises PeerError if none answers, ConfigError for a malformed address.
     """

@@ -1,7 +1,7 @@
-"""One peer's knowledge of the swarm: a view, kept current by exchanging what is newer with other peers.
+"""One peer's knowledge of the swarm: a view that it keeps current by exchanging announcements with other peers.
 
-The directory finds a swarm; the exchange keeps it current (design section 8). Every announcement is signed, so anyone
-may pass it on; it is verified before it is believed. Servers, relays and clients all keep one; only servers announce.
+The directory finds a swarm, and the exchange keeps it current (design section 8). Every announcement is signed, so any
+peer may pass it on; it is verified before it is believed. Servers, relays and clients keep a view. Servers announce.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 VERIFIED_AT_ONCE = 16
-"""A signature takes a tenth of a millisecond: other tasks get their turn after this many."""
+"""After this number of signatures, of a tenth of a millisecond each, other tasks get their turn."""
 
 
 DIRECTORY = Source(PeerId("the directory"), "the directory")
-"""Anybody may write there: all of its peers together are one source."""
+"""Anybody may write into the directory. So all peers that it names count as named by one source."""
 
 
 def wall_clock_ms() -> int:
@@ -59,10 +59,10 @@ def wall_clock_ms() -> int:
 
 
 class Swarm:
-    """What we know of others, and what we say of ourselves. `run` keeps both current.
+    """Our view of the other peers, and our own announcement. `run` keeps both current.
 
-    `contacts` are the addresses that the user gave: the first peers to ask. Who `roams` opens links to others, for the
-    exchange alone; who does not, as a client, asks the peers that it is connected to anyway.
+    `contacts` are the addresses that the user gave: the first peers to ask. A node that `roams` opens links to others
+    for the exchange alone. A client does not, and asks the peers that it is connected to anyway.
     """
 
     def __init__(
@@ -103,25 +103,25 @@ class Swarm:
 
     @property
     def double(self) -> Announcement | None:
-        """What another node says that uses our identity; None if we know of none, or have not heard of it for long."""
+        """The announcement of another node that uses our identity; None if there is none, or it is long ago."""
         return self._double if trio.current_time() < self._double_until_s else None
 
     @property
     def clock_offsets_ms(self) -> dict[PeerId, int]:
-        """How far the clocks of peers are ahead of ours, as far as they have told lately."""
+        """By how much the clock of each peer is ahead of ours. Only peers that have told it lately are there."""
         return self._clocks.offsets_ms(trio.current_time())
 
     def judge_clocks(self) -> ClockVerdict:
         return self._clocks.judge(trio.current_time())
 
     async def wait_noticed(self) -> None:
-        """Until `double` or a clock is new."""
+        """Wait until `double` or the clock of a peer is new."""
         await self._noticed.wait()
 
     # Keeping current
 
     async def run(self) -> None:
-        """Exchange with others until cancelled: with one of them now and then, with several when there is news."""
+        """Exchange with others until cancelled: with one of them from time to time, with several when there is news."""
         while True:
             with trio.move_on_after(self._policy.exchange_every_s * self._rng.uniform(0.8, 1.2)):
                 await self._news.wait()
@@ -131,7 +131,7 @@ class Swarm:
             await trio.sleep(self._policy.news_every_s)
 
     async def announce(self, offer: Callable[[], Offer]) -> None:
-        """Announce what `offer` says, and again before it expires, until cancelled."""
+        """Announce what `offer` returns, and again before it expires, until cancelled."""
         self._offer = offer
         async with trio.open_nursery() as nursery:
             if self._directory is not None:
@@ -141,7 +141,7 @@ class Swarm:
                 await trio.sleep(self._policy.announce_every_s)
 
     async def leave(self, offer: Offer) -> None:
-        """Tell our neighbours, and they the others, that we stop serving `offer`."""
+        """Tell our neighbours that we stop serving `offer`. They tell the others."""
         self.say(replace(offer, state=PeerState.LEFT))
         with trio.move_on_after(self._policy.farewell_s):
             await self._exchange_with_some(self._policy.neighbours)
@@ -164,19 +164,19 @@ class Swarm:
         self._take(signed, Source(self._network.peer, self._network.peer))
 
     def state_age_s(self, peer: PeerId) -> float:
-        """The seconds since we heard of the state that a peer of the view is in."""
+        """The seconds since we heard that this peer of the view is in its present state."""
         return self.view.state_age_s(peer, self._now_ms())
 
     async def wait_changed(self) -> None:
-        """Until an offer that was not known is in the view, or somebody's expired."""
+        """Wait until a new offer is in the view, or a known one has expired."""
         await self._changed.wait()
 
     async def ask_around(self) -> None:
-        """Exchange views with neighbours now, instead of when it is time."""
+        """Exchange views with neighbours now, not at the next interval."""
         await self._exchange_with_some(self._policy.neighbours)
 
     async def look_up(self, model_digest: bytes) -> None:
-        """Ask the directory who serves a model, and what those that it names know."""
+        """Ask the directory for servers of a model, and ask those servers for what they know."""
         if self._directory is None:
             return
         await self._merge(await self._directory.find(model_digest), DIRECTORY)
@@ -188,9 +188,9 @@ class Swarm:
         await self.exchange(await self._pool.connect([address]))
 
     async def meet_all(self, addresses: Sequence[str]) -> None:
-        """Exchange views with the peers at `addresses`, all at once. Raises the first's PeerError if none answers.
+        """Exchange views with the peers at `addresses`, all at once. Raises the PeerError of the first if none answers.
 
-        We may be among them, as where all nodes are given one list: nobody needs to answer for us.
+        Our own address may be among them, where all nodes are given one list. Then no other peer has to answer.
         """
         errors: list[PeerError] = []
 
@@ -209,7 +209,7 @@ class Swarm:
             raise of_others[0]
 
     async def exchange(self, connection: PeerConnection) -> None:
-        """Afterwards both know what either knew. Raises PeerError."""
+        """Exchange views with a peer. Afterwards both know what either knew. Raises PeerError."""
         asked_ms = self._now_ms()
         answer = await connection.ask_peer(
             FrameType.VIEW,
@@ -230,7 +230,7 @@ class Swarm:
         await self.introduce(connection, news.wanted)
 
     async def introduce(self, connection: PeerConnection, peers: Iterable[PeerId]) -> None:
-        """Tell a peer of others, as far as we know them. Raises PeerUnreachable."""
+        """Send a peer the announcements of `peers` that we have. Raises PeerUnreachable."""
         wanted = set(peers)
         if theirs := [signed for signed in self.view.newer_than({}) if signed.announcement.peer in wanted]:
             meta, payload = pack(Clock(self._now_ms())), pack_news(theirs, [], self._policy)
@@ -248,7 +248,7 @@ class Swarm:
         return Frame(FrameType.NEWS, step=frame.step, meta=pack(Clock(self._now_ms())), payload=payload)
 
     async def take_news(self, frame: Frame, link: Link) -> None:
-        """Believe a NEWS frame that we did not ask for, as far as it is signed. Raises RemoteProtocolError."""
+        """Believe an unasked NEWS frame, as far as it is signed. Raises RemoteProtocolError."""
         unpack(Clock, frame.meta)
         news = unpack_news(frame.payload, self._policy)
         self._note_unread(link.peer, news)
@@ -257,7 +257,7 @@ class Swarm:
     # Inside
 
     async def _merge(self, announcements: Iterable[SignedAnnouncement], source: Source) -> None:
-        """Raises RemoteProtocolError at the first that is not signed by the peer that it names."""
+        """Raises RemoteProtocolError at the first announcement that its own peer has not signed."""
         self._drop_expired()
         verified = 0
         for signed in announcements:
@@ -283,18 +283,18 @@ class Swarm:
         self.unread += len(news.unread)
 
     def _is_foreign(self, announcement: Announcement, now_ms: int) -> bool:
-        """Whether it holds, though not we but somebody with our key has made it since we began.
+        """Whether it is valid, and another node with our key made it since we began.
 
-        Our own former life made its announcements before, and says at most that it has left since.
+        Our own former run made its announcements before that. Since then it says at most that it has left.
         """
         if announcement.sequence <= self._former_ms or announcement.offer.state is PeerState.LEFT:
             return False
         return announcement.sequence not in self._said and self.view.holds(announcement, now_ms)
 
     def _take_foreign(self, announcement: Announcement) -> None:
-        """Somebody else announces itself as the peer that we are. Others believe the newest: let it be ours.
+        """Another node announces itself with our identity. Others believe the newest one, so ours must be newer.
 
-        The first that is ahead of our clock may be our former life's, from before this clock was set back.
+        The first that is ahead of our clock may be from our former run, before this clock was set back.
         """
         self._sequence = max(self._sequence, announcement.sequence)
         if announcement.sequence > self._now_ms() and self._former_ms == self._began_ms:
@@ -307,7 +307,7 @@ class Swarm:
             log.info("another node uses our identity, at %s", " ".join(announcement.addresses))
             self._say_again()
         elif trio.current_time() > self._said_again_s + self._policy.announce_every_s / 3:
-            self._say_again()  # else it may never hear of us: what it says then is always newer
+            self._say_again()  # else it may never hear of us, since its next announcement is newer than ours
         self._note_noticed()
 
     def _say_again(self) -> None:
@@ -341,11 +341,11 @@ class Swarm:
         self._changed = trio.Event()
 
     async def _exchange_with_some(self, count: int) -> None:
-        """With living neighbours, and with a new one if there are few of them."""
+        """Exchange with `count` connected neighbours. If there are few of them, one is new."""
         self._drop_expired()
         living = self._pool.living()
         if self._roams and len(living) >= self._policy.neighbours and self._rng.random() < 1 / len(living):
-            await living.pop(self._rng.randrange(len(living))).end()  # make room for somebody else
+            await living.pop(self._rng.randrange(len(living))).end()  # make space for another peer
         wanted = self._policy.neighbours if self._roams else 1
         async with trio.open_nursery() as nursery:
             if len(living) < wanted and (addresses := self._stranger(living)):
@@ -354,7 +354,7 @@ class Swarm:
                 nursery.start_soon(self._try_exchange_with, connection)
 
     def _stranger(self, living: Sequence[PeerConnection]) -> Sequence[str]:
-        """The addresses of a peer that we have no link to, at random; those that the user named are among them."""
+        """The addresses of a random peer without a link to us. The user's contacts are among the candidates."""
         known = {connection.peer for connection in living} | {self._network.peer}
         choices = [each.addresses for each in self.view.announcements() if each.peer not in known and each.addresses]
         contacts = [[each] for each in self.contacts if each.rpartition("/p2p/")[2] not in known]
@@ -382,5 +382,5 @@ class Swarm:
 
 @cache
 def software() -> str:
-    """Read from disk once: any peer may ask any number of times."""
+    """The name and version that we announce. It is read from disk once, since any peer may ask at any time."""
     return f"llmnode/{importlib.metadata.version('llmnode')}"

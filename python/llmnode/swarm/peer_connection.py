@@ -1,4 +1,4 @@
-"""A client's side of one link: asks, and hands each answer to who asked."""
+"""A client's side of one link: sends questions, and hands each answer to the task that asked."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 
 class PeerConnection:
-    """One link, shared by all sessions that go through its peer. Made by `open_connection`."""
+    """One link, shared by all sessions that use its peer. Made by `open_connection`."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._waiting: dict[Question, Expected] = {}
         self._ended: PeerError | None = None
         self._has_ended = trio.Event()
-        self._questions = 0  # that belong to no session; each has its own step
+        self._questions = 0  # the number of those that belong to no session: each has a step of its own
         self._told_s = trio.current_time()
         self.sessions: set[SessionId] = set()
-        """Those that answer over it: it stays open for them."""
+        """The sessions whose answers come over it. It stays open for them."""
         self._better: PeerConnection | None = None
         self._has_better = trio.Event()
 
@@ -50,12 +50,12 @@ class PeerConnection:
 
     @property
     def source(self) -> Source:
-        """The peer as one that tells us of others."""
+        """The peer, as a source of announcements."""
         return Source(self._link.peer, self._link.group)
 
     @property
     def relayed(self) -> bool:
-        """Whether it goes through a relay, and not straight to the peer."""
+        """Whether it goes through a relay."""
         return self._link.relayed
 
     @property
@@ -64,7 +64,7 @@ class PeerConnection:
 
     @property
     def better(self) -> PeerConnection | None:
-        """To the same peer, and direct, while this is relayed; what goes over this may move there."""
+        """A direct connection to the same peer, if this one is relayed. Sessions may move there."""
         return self._better
 
     @better.setter
@@ -76,7 +76,7 @@ class PeerConnection:
             self._has_better.set()
 
     async def wait_better(self) -> None:
-        """Until there is one, or this has ended."""
+        """Wait until there is a better connection, or this one has ended."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._cancel_when_ended, nursery.cancel_scope)
             await self._has_better.wait()
@@ -88,7 +88,7 @@ class PeerConnection:
 
     @property
     def best(self) -> PeerConnection:
-        """What is `better`, or else this."""
+        """The better connection if there is one that is open, else this one."""
         return self if self.better is None or self.better.has_ended else self.better
 
     @property
@@ -96,11 +96,11 @@ class PeerConnection:
         return self._ended is not None
 
     async def wait_direct(self) -> None:
-        """Until a new connection to the peer would not go through a relay."""
+        """Wait until a new connection to the peer would not go through a relay."""
         await self._link.wait_direct()
 
     async def wait_unused(self, idle_s: float) -> None:
-        """Until no session answers over it, and nothing was sent for so long: all that was has arrived."""
+        """Wait until no session uses it, and nothing was sent for `idle_s`. Then everything sent has arrived."""
         while self.sessions or self._waiting or trio.current_time() < self._told_s + idle_s:  # noqa: ASYNC110
             await trio.sleep(idle_s)
 
@@ -117,7 +117,7 @@ class PeerConnection:
     async def ask_peer(
         self, question: FrameType, answer_type: FrameType, timeout_s: float, meta: bytes = b"", payload: bytes = b""
     ) -> Frame:
-        """Ask what belongs to no session. Raises as `ask` does."""
+        """Ask a question that belongs to no session. Raises as `ask` does."""
         self._questions = (self._questions + 1) % 2**32
         frame = Frame(question, NO_SESSION, step=Step(self._questions), meta=meta, payload=payload)
         return await self.ask(frame, answer_type, timeout_s)
@@ -133,7 +133,7 @@ class PeerConnection:
 
     @contextlib.contextmanager
     def expect(self, session: SessionId, epoch: Epoch, step: Step) -> Iterator[Expected]:
-        """Within the context, an answer to this question is kept, whoever asks it. Raises as `ask` does."""
+        """Within the context, the answer to this question is kept, whichever task sends it. Raises as `ask` does."""
         question = session, epoch, step
         if question in self._waiting:
             raise LocalProtocolError("this step is waiting for its answer already")
@@ -151,17 +151,17 @@ class PeerConnection:
         await self._link.send(frame)
 
     async def run(self) -> None:
-        """Hand out answers until the link ends; then every question fails with the link's error."""
+        """Hand out answers until the link ends. Then every open question fails with the link's error."""
         try:
             while True:
                 frame = await self._link.receive()
                 if (waiter := self._waiting.get(_question(frame))) is not None:
                     waiter.arrive(frame)
-                # else it is the late answer to a question that was given up
+                # else it is a late answer, for which nobody waits any more
         except PeerError as error:
             self._ended = error
         finally:
-            if self._ended is None:  # cancelled
+            if self._ended is None:  # the task was cancelled
                 self._ended = PeerUnreachable("connection closed", peer=self.peer)
             self._has_ended.set()
             for waiter in self._waiting.values():
@@ -175,7 +175,7 @@ class PeerConnection:
 
     @property
     def error(self) -> PeerError:
-        """Why it has ended: a fresh error for each who asks."""
+        """The reason of its end: a fresh error at each call."""
         assert self._ended is not None
         return _again(self._ended)
 
@@ -193,7 +193,7 @@ class PeerConnection:
 
 
 class Expected:
-    """An answer on its way. Made by `PeerConnection.expect`."""
+    """An answer that is awaited. Made by `PeerConnection.expect`."""
 
     def __init__(self, connection: PeerConnection) -> None:
         self._connection = connection
@@ -201,12 +201,12 @@ class Expected:
         self._arrived = trio.Event()
 
     def arrive(self, answer: Frame | None) -> None:
-        """None if there will be none, for the connection has ended. Of several the first counts, until it is taken."""
+        """Take an answer; None if the connection has ended without it. The first one counts, until it is received."""
         self._answer = self._answer or answer
         self._arrived.set()
 
     async def receive(self, answer_type: FrameType, timeout_s: float) -> Frame:
-        """Raises PeerTimeout if it does not come in time; it may be waited for again."""
+        """Wait for the answer. Raises PeerTimeout if it does not come in time; then it may be awaited again."""
         with trio.CancelScope(deadline=trio.current_time() + timeout_s) as patience:
             await self._arrived.wait()
         if patience.cancelled_caught:
@@ -221,7 +221,7 @@ class Expected:
 
 @contextlib.asynccontextmanager
 async def open_connection(link: Link) -> AsyncIterator[PeerConnection]:
-    """A running connection over `link`; the link ends with the context."""
+    """A running connection over `link`. The link ends with the context."""
     connection = PeerConnection(link)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(connection.run)
@@ -237,5 +237,5 @@ def _question(frame: Frame) -> Question:
 
 
 def _again(error: PeerError) -> PeerError:
-    """A fresh copy: one error object must not collect the tracebacks of every waiter."""
+    """A fresh copy, so that no error object collects the tracebacks of every waiter."""
     return type(error)(error.message, peer=error.peer, span=error.span)

@@ -1,7 +1,7 @@
-"""The connections that a node has opened: one to a peer, dialled when first needed and again after it ended.
+"""The connections that a node has opened: one to each peer, dialled at its first use, and again after it has ended.
 
-One through a relay is followed by a direct one as soon as there can be one. What is opened later goes over that; the
-relayed one stays until what goes over it has moved, and takes its place again if the direct one ends before.
+If a connection goes through a relay, a direct one follows as soon as possible. New sessions use the direct one. The
+relayed one stays until its sessions have moved, and takes over again if the direct one ends before.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ERRORS_TOLD = 3
-"""Of the addresses of one peer, in one message."""
+"""One message names the errors of this number of a peer's addresses."""
 
 
 @dataclass(slots=True)
 class _Dial:
-    """An attempt that several may wait for."""
+    """An attempt to connect. Several tasks may wait for it."""
 
     addresses: list[str]
     began_s: float
@@ -43,7 +43,7 @@ class _Dial:
 
 @asynccontextmanager
 async def open_pool(network: Network, policy: PoolPolicy | None = None) -> AsyncIterator[ConnectionPool]:
-    """All of the pool's connections end with the context."""
+    """Open a pool. All of its connections end with the context."""
     async with trio.open_nursery() as nursery:
         try:
             yield ConnectionPool(network, nursery, policy or PoolPolicy())
@@ -52,7 +52,7 @@ async def open_pool(network: Network, policy: PoolPolicy | None = None) -> Async
 
 
 class ConnectionPool:
-    """Made by `open_pool`."""
+    """A node's connections. Made by `open_pool`."""
 
     def __init__(self, network: Network, nursery: trio.Nursery, policy: PoolPolicy) -> None:
         self.network = network
@@ -62,13 +62,14 @@ class ConnectionPool:
         self._dialling: dict[PeerId, _Dial] = {}
 
     def living(self) -> list[PeerConnection]:
-        """In the order in which they were opened."""
+        """The open connections, the oldest first."""
         return [connection for connection in self._opened.values() if not connection.has_ended]
 
     async def connect(self, addresses: Sequence[str]) -> PeerConnection:
-        """The living connection to the peer at `addresses`, all of one peer, or a new one to the first that answers.
+        """The open connection to the peer at `addresses`, or a new one to the first address that answers.
 
-        Raises PeerUnreachable with the last cause, or ConfigError for an address of no known form.
+        All `addresses` are of one peer. Raises PeerUnreachable with the last cause, or ConfigError for an address of no
+        known form.
         """
         if not addresses:
             raise PeerUnreachable("it names no address: it is reached through relays alone, and has lost them")
@@ -80,15 +81,15 @@ class ConnectionPool:
                 return await self._dial_for_all(peer, addresses)
             await dial.over.wait()
             if dial.error is not None and dial.began_s >= asked_s and dial.addresses == list(addresses):
-                raise copy(dial.error)  # not dialled again by each who waited, one after the other
+                raise copy(dial.error)  # or each waiter would dial it again, one after the other
         return connection
 
     def warm(self, addresses: Sequence[str]) -> None:
-        """Have a connection ready for when it is needed. Failing is silent."""
+        """Open a connection that will be used later. A failure is silent."""
         self._nursery.start_soon(self._connect_quietly, addresses)
 
     def start_soon(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Have `work` done beside everything else; it is cancelled when the pool ends."""
+        """Run `work` in the pool's nursery. It is cancelled when the pool ends."""
         self._nursery.start_soon(work)
 
     async def _connect_quietly(self, addresses: Sequence[str]) -> None:
@@ -96,7 +97,7 @@ class ConnectionPool:
             await self.connect(addresses)
 
     async def _dial_for_all(self, peer: PeerId, addresses: Sequence[str]) -> PeerConnection:
-        """Whoever asks for the same peer meanwhile is given the same answer."""
+        """Dial a peer once for all tasks that ask for it meanwhile."""
         dial = self._dialling[peer] = _Dial(list(addresses), trio.current_time())
         try:
             connection = self._opened[peer] = await self._dial(addresses)
@@ -109,7 +110,7 @@ class ConnectionPool:
         return connection
 
     async def _dial(self, addresses: Sequence[str]) -> PeerConnection:
-        """The first that is opened. Each address is tried while those before it still are (RFC 8305, in spirit)."""
+        """The first connection that opens. The next address is tried before the last has failed (as in RFC 8305)."""
         in_order = sorted(addresses, key=_is_relayed)
         opened: list[PeerConnection] = []
         errors: dict[str, PeerError | ConfigError] = {}
@@ -136,7 +137,7 @@ class ConnectionPool:
             raise
         if not opened:
             raise _all_of([errors[address] for address in in_order])
-        await _end_all(opened[1:])  # that were opened in the same moment
+        await _end_all(opened[1:])  # these were opened at the same moment
         return opened[0]
 
     def _stagger_s(self, address: str) -> float:
@@ -159,21 +160,21 @@ class ConnectionPool:
             del self._opened[connection.peer]
 
     async def _better(self, connection: PeerConnection, address: str) -> None:
-        """Have a direct connection follow a relayed one, which ends when nothing uses it any more."""
+        """Let a direct connection follow a relayed one. The relayed one ends when nothing uses it any more."""
         while True:
             await connection.wait_direct()
             with suppress(PeerError, ConfigError):
                 better = await self._open(address)
-                if better.relayed:  # it was direct for a moment
+                if better.relayed:  # the peer could be reached directly only for a moment
                     await better.end()
                 else:
                     await self._follow(connection, better)
-            if self._opened.get(connection.peer) is not connection:  # another was opened meanwhile
+            if self._opened.get(connection.peer) is not connection:  # another one was opened meanwhile
                 return await self._end_unused(connection)
             await trio.sleep(self._policy.retry_s)
 
     async def _follow(self, connection: PeerConnection, better: PeerConnection) -> None:
-        """Until the better one has ended."""
+        """Wait until the better one has ended."""
         peer = connection.peer
         connection.better = better
         if self._opened.get(peer) is connection:
@@ -192,7 +193,7 @@ class ConnectionPool:
 
 
 def _all_of(errors: Sequence[PeerError | ConfigError]) -> PeerError | ConfigError:
-    """One error that says what several say: of two addresses each may fail for a reason of its own."""
+    """One error that has the messages of several: each address may fail for a reason of its own."""
     texts = dict.fromkeys(each.message if isinstance(each, PeerError) else str(each) for each in errors)
     if len(texts) == 1:
         return errors[-1]
@@ -205,5 +206,5 @@ def _is_relayed(address: str) -> bool:
 
 async def _end_all(connections: Sequence[PeerConnection]) -> None:
     for connection in connections:
-        with trio.CancelScope(shield=True):  # ends without waiting for anybody
+        with trio.CancelScope(shield=True):  # it ends without waiting for the peer
             await connection.end()
