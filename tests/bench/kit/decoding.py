@@ -1,4 +1,4 @@
-"""How fast blocks of one precision decode against the same in fp32: in turn in one process, so that noise is shared."""
+"""Decodes in several precisions against fp32. They take turns in one process, so that noise hits all of them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ FP32 = "float32"
 
 
 def decode_ratios(folder: ModelFolder, span: Span, precisions: Sequence[str], *, rounds: int) -> dict[str, Spread]:
-    """Tokens a second through the blocks of `span` in each precision, in those of fp32; one sequence at a time.
+    """The decode speed of the blocks of `span` in each precision, as a multiple of fp32's; one sequence at a time.
 
-    A round takes the median step of each; a first round warms up. Torch's threads are as the caller has set them.
+    A round takes the median step of each. A first round warms up. The caller has set torch's threads.
     """
     executors = {name: load_in(name, folder, span, PREFILL + STEPS) for name in dict.fromkeys((FP32, *precisions))}
     hidden = torch.randn(PREFILL + STEPS, folder.info.hidden_size, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""What `--plot` draws, in the form that the file's name ends in. matplotlib is imported when something is drawn."""
+"""Pictures for `--plot`, in the format of the file's suffix. matplotlib is imported when a picture is drawn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def axes_in(path: Path, title: str, x: str, y: str) -> Iterator[Axes]:
-    """Of the one figure of a file, which is written in the end. Text in an SVG stays text."""
+    """The axes of a figure. The file is written when the context ends. Text in an SVG stays text."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -18,21 +18,21 @@ EPSILON_DEVIATIONS = 4
 
 
 class Reference:
-    """The whole model. Made in a thread: it is loaded, and its `epsilon` measured, for seconds."""
+    """The whole model. To make one takes seconds (it is loaded, and its `epsilon` measured): do it in a thread."""
 
     def __init__(self, path: Path) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(path, local_files_only=True).eval()  # Any: untyped
         self.vocabulary: int = self.model.config.vocab_size
         self._forced: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
         self.epsilon = EPSILON_DEVIATIONS * self._deviation()
-        """Two scores are tied that are closer than this: never fitted to a failure."""
+        """Two scores that are closer than this are tied. It is measured, never fitted to a failure."""
 
     def judge(self, tokens: Sequence[int], chosen: Iterable[int]) -> tuple[int, int]:
-        """Counts the positions `chosen` where transformers, teacher-forced, decides otherwise: ties, and errors."""
+        """Count the positions `chosen` where transformers, teacher-forced, chooses otherwise: near ties, and errors."""
         return self.judge_choices(tokens, {position: tokens[position] for position in chosen})
 
     def judge_choices(self, tokens: Sequence[int], choices: Mapping[int, int]) -> tuple[int, int]:
-        """Does the same for `choices` other than `tokens`: each was made after the `tokens` before its position."""
+        """The same for `choices` that are not part of `tokens`. Each came after the `tokens` before its position."""
         forced, leads = self._force(tuple(tokens))
         differing = [position for position, choice in choices.items() if forced[position - 1] != choice]
         ties = sum(leads[position - 1] < self.epsilon for position in differing)
@@ -40,7 +40,7 @@ class Reference:
 
     @torch.inference_mode()
     def _force(self, tokens: tuple[int, ...]) -> tuple[list[int], list[float]]:
-        """Its choice after each position, and by how much it leads the next. Many texts are the same: scored once."""
+        """The model's choice after each position, and its lead. Results are kept, since many texts are the same."""
         if tokens not in self._forced:
             logits = self.model(torch.tensor([tokens])).logits[0]
             first, second = logits.topk(2).values.T
@@ -49,7 +49,7 @@ class Reference:
 
     @torch.inference_mode()
     def _deviation(self) -> float:
-        """The largest of a score between one forward over all positions and one a position."""
+        """The largest difference of a score between one forward over all positions and a forward for each."""
         tokens = torch.arange(1000, 1000 + MEASURED_POSITIONS)[None] % self.vocabulary
         whole = self.model(tokens).logits[0]
         cache = DynamicCache(config=self.model.config)
@@ -61,6 +61,6 @@ class Reference:
 
 
 def judge_all(reference: Reference, texts: Iterable[tuple[int, ...]], start: int) -> tuple[int, int]:
-    """Near ties and wrong choices of all `texts`, each of which was chosen from position `start` on."""
+    """The near ties and wrong choices of all `texts`. Each was generated from position `start` on."""
     judged = [reference.judge(text, range(start, len(text))) for text in sorted(texts)]
     return sum(ties for ties, _ in judged), sum(wrong for _, wrong in judged)

@@ -1,4 +1,4 @@
-"""The options of benchmarks. Each declares those that it takes; what they mean is the same for all."""
+"""The options of benchmarks. Each benchmark declares those that it takes. Their meaning is the same everywhere."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MOST = 1 << 40
 
 
 class Options(argparse.Namespace):
-    """What was asked for. An attribute is there if the benchmark has declared its option."""
+    """The parsed options. An attribute is there if the benchmark has declared its option."""
 
     json: bool
     threads: int = 1
-    """Torch's, in this process and in each server."""
+    """The threads of torch, in this process and in each server."""
     repeats: int
     tokens: int
     thin: bool = False
@@ -39,7 +39,7 @@ class Options(argparse.Namespace):
 
 
 def count(least: int = 1, most: int = MOST) -> Callable[[str], int]:
-    """A kind of value: a whole number within limits."""
+    """The type of an option: a whole number within limits."""
 
     def convert(text: str) -> int:
         value = int(text)
@@ -47,7 +47,7 @@ def count(least: int = 1, most: int = MOST) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{value}: give {least} to {most}")
         return value
 
-    convert.__name__ = "int"  # as argparse names the type
+    convert.__name__ = "int"  # argparse names the type in its errors
     return convert
 
 
@@ -88,7 +88,7 @@ def _add_count(
 
 
 def _picture(text: str) -> Path:
-    """A file that can be drawn: it is told now, and not when all is measured. Raises ConfigError."""
+    """A file for a picture. It is checked now, not after the measurement. Raises ConfigError."""
     file = values.path(text)
     try:
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Two variants measured on the same material: where they agree, and how sure a difference is. No torch, no clock."""
+"""Compares two variants on the same material: where they agree, and how sure a difference is. No torch, no clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Choices of two variants, position by position. `near_ties` are those of `differing` that hardly mattered."""
+    """Choices of two variants, position by position. `near_ties` of the `differing` ones hardly matter."""
 
     positions: int
     differing: int
@@ -33,22 +33,22 @@ class Agreement:
 def compare_choices(
     expected: Sequence[int], chosen: Sequence[int], gaps: Sequence[float], near_tie: float
 ) -> Agreement:
-    """`gaps` are the leads of the expected choices over the next best: below `near_tie` it is a near tie."""
+    """`gaps` are the leads of the expected choices over the next best. A lead below `near_tie` is a near tie."""
     differing = [gap for wanted, got, gap in zip(expected, chosen, gaps, strict=True) if wanted != got]
     return Agreement(len(expected), len(differing), sum(gap < near_tie for gap in differing))
 
 
 def equal_prefix(expected: Sequence[int], chosen: Sequence[int]) -> int:
-    """How many tokens are the same before the first that is not."""
+    """The number of equal tokens before the first difference."""
     pairs = enumerate(zip(expected, chosen, strict=True))
     return next((index for index, (wanted, got) in pairs if wanted != got), len(expected))
 
 
 def change_percent(baseline: Sequence[float], variant: Sequence[float], seed: int = 0) -> Interval:
-    """Of the sum over chunks measured under both, in % of the baseline's; by the paired bootstrap.
+    """The change of a sum over chunks, in percent of the baseline's sum, by the paired bootstrap.
 
-    Whole chunks are drawn again, each with both of its values, so what makes one chunk harder than another drops out.
-    The interval holds 95 % of the resamples. With one chunk it is a point, and says nothing.
+    Whole chunks are drawn again, each with both of its values, so it does not matter that some chunks are harder. The
+    interval holds 95 % of the resamples. With one chunk it is a point, and says nothing.
     """
     both = np.array([baseline, variant], dtype=np.float64)  # (2, chunks)
     drawn = np.random.default_rng(seed).integers(both.shape[1], size=(RESAMPLES, both.shape[1]))

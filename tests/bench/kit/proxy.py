@@ -1,8 +1,8 @@
-"""TCP proxies on loopback that make links long, narrow or silent, without root: what a benchmark puts between nodes.
+"""TCP proxies on loopback between the nodes of a benchmark. They make links long, narrow or silent, without root.
 
-They run in a process of their own, for who measures must not wait for its own delays; `open_proxies` starts and steers
-it. Bytes keep their order whatever changes. Not TCP itself is imitated: a proxy takes bytes, and acknowledges them, as
-soon as it has room, so nothing is lost and nothing starts slowly; and a dial takes no round trip.
+They run in a process of their own, so that the measuring process does not wait for their delays. `open_proxies` starts
+and steers it. Bytes keep their order whatever changes. They do not imitate TCP itself: a proxy accepts and acknowledges
+bytes as soon as it has space. So nothing is lost, nothing starts slowly, and a dial takes no round trip.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1 << 16
 CHUNKS = 256
-"""Under way in one direction of a connection, 16 MiB at most: what is more stays with its sender."""
+"""The most chunks on their way in one direction of a connection: 16 MiB. More bytes stay with their sender."""
 
 QUEUE_S = 0.02
-"""What waits in front of a narrow link at most, in the time that it takes: as in a router's queue."""
+"""The longest queue in front of a narrow link, in seconds of that link, as in a router."""
 NARROW_BUFFER_BYTES = 1 << 16
-"""What the kernel takes for us beyond that."""
+"""The bytes that the kernel takes for us beyond that."""
 
 CLOCK_GRAIN_S = 0.001
 
 
 class Shape:
-    """What the connections of a proxy are like. May be changed at any time, for what comes from then on."""
+    """The delay and bandwidth of a proxy's connections. A change holds for all bytes that come after it."""
 
     def __init__(self, one_way_s: float = 0.0, bytes_per_s: float = math.inf) -> None:
         self.one_way_s = one_way_s
         self.bytes_per_s = bytes_per_s
-        """Of each direction of each connection."""
+        """The bandwidth of each direction of each connection."""
         self._open = trio.Event()
         self._open.set()
 
     @property
     def chunk_bytes(self) -> int:
-        """That come in at once: of a narrow link little, or they would all arrive late."""
+        """The bytes to read at once. From a narrow link it is little, or they would all arrive late."""
         return int(min(CHUNK_BYTES, max(1024, self.bytes_per_s * QUEUE_S / 8)))
 
     def cut(self) -> None:
-        """Silence: nothing arrives any more, and nobody is told."""
+        """Nothing arrives any more, and neither end is told."""
         if self._open.is_set():
             self._open = trio.Event()
 
     def heal(self) -> None:
-        """What was sent meanwhile arrives now."""
+        """All bytes that were sent meanwhile arrive now."""
         self._open.set()
 
     async def until_open(self) -> None:
@@ -70,7 +70,7 @@ class Shape:
 
 
 async def join(near: trio.abc.HalfCloseableStream, far: trio.abc.HalfCloseableStream, shape: Shape) -> bool:
-    """Pass bytes between two streams until both have ended. False if one breaks; closes neither."""
+    """Pass bytes between two streams until both have ended. False if one breaks. It closes neither."""
     async with trio.open_nursery() as nursery:
 
         async def carry(source: trio.abc.ReceiveStream, sink: trio.abc.HalfCloseableStream) -> None:
@@ -83,7 +83,7 @@ async def join(near: trio.abc.HalfCloseableStream, far: trio.abc.HalfCloseableSt
 
 
 async def _carry(source: trio.abc.ReceiveStream, sink: trio.abc.HalfCloseableStream, shape: Shape) -> bool:
-    """Until `source` ends, and `sink` is told. False if it breaks instead, and that would be known at the other end."""
+    """Pass bytes until `source` ends, and tell `sink`. False if it breaks instead, which the other end would notice."""
     entrance, exit_ = trio.open_memory_channel[tuple[float, "bytes | None"]](CHUNKS)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_take_in, source, entrance, shape)
@@ -100,8 +100,8 @@ async def _carry(source: trio.abc.ReceiveStream, sink: trio.abc.HalfCloseableStr
 async def _take_in(
     source: trio.abc.ReceiveStream, entrance: trio.MemorySendChannel[tuple[float, bytes | None]], shape: Shape
 ) -> None:
-    """The end comes in as an empty chunk, and a break as none."""
-    sent_s = -math.inf  # when a wire of this rate has taken what came before
+    """The end of the stream comes in as an empty chunk, and a break as None."""
+    sent_s = -math.inf  # the moment at which a link of this bandwidth has sent all chunks before
     data: bytes | None = b"first"
     async with entrance:
         while data:
@@ -115,7 +115,7 @@ async def _take_in(
 
 
 class ShapingProxy:
-    """One port, and what is connected to it. `target` is set before anybody dials."""
+    """One port, and its connections. `target` is set before the first dial."""
 
     def __init__(self) -> None:
         self.shape = Shape()
@@ -123,14 +123,14 @@ class ShapingProxy:
         self._connections: set[trio.CancelScope] = set()
 
     async def run(self, task_status: trio.TaskStatus[int]) -> None:
-        """Serve until cancelled; started with its port."""
+        """Serve until cancelled. It reports its port when it is started."""
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
         async with trio.open_nursery() as nursery:
             task_status.started(listener.socket.getsockname()[1])
             await trio.serve_listeners(self._serve, [listener], handler_nursery=nursery)
 
     def reset(self) -> int:
-        """Break every connection, so that both ends know. Returns how many there were."""
+        """Break every connection, so that both ends notice. Returns their number."""
         for scope in self._connections:
             scope.cancel()
         return len(self._connections)
@@ -146,7 +146,7 @@ class ShapingProxy:
                 far = await trio.open_tcp_stream(*self.target)
                 with _broken_unless_ended(far) as far_end:
                     near_end.whole = far_end.whole = await join(near, far, self.shape)
-            except OSError:  # nobody listens there
+            except OSError:  # no server listens there
                 pass
             finally:
                 self._connections.remove(scope)
@@ -159,7 +159,7 @@ class _End:
 
 @contextlib.contextmanager
 def _broken_unless_ended(stream: trio.SocketStream) -> Iterator[_End]:
-    """Close it with the context: as a connection that breaks (RST), unless it came to a `whole` end."""
+    """Close the stream with the context: as a broken connection (RST), unless it came to a `whole` end."""
     end = _End()
     try:
         yield end
@@ -171,7 +171,7 @@ def _broken_unless_ended(stream: trio.SocketStream) -> Iterator[_End]:
 
 
 class PreciseClock(trio.abc.Clock):
-    """Polls are told whole milliseconds, so trio's sleeps end up to one too late. This clock spins through the last."""
+    """Polls take whole milliseconds, so trio's sleeps end up to one too late. This clock spins through the last one."""
 
     def start_clock(self) -> None:
         pass
@@ -183,22 +183,22 @@ class PreciseClock(trio.abc.Clock):
         return max(0.0, deadline - self.current_time() - CLOCK_GRAIN_S)
 
 
-# The process, and who steers it
+# The process, and its side in the benchmark
 
 
 class Proxies:
-    """As many as were asked for, in their own process, which does as told at once. Made by `open_proxies`."""
+    """The proxies of `open_proxies`, in their own process, which obeys orders at once."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self.addresses: Sequence[Address] = [("127.0.0.1", port) for port in self._answer()["ports"]]
 
     def aim(self, index: int, target: Address) -> None:
-        """From now on the proxy's connections go there."""
+        """From now on the proxy's connections go to `target`."""
         self._order(index, target=target)
 
     def shape(self, *, one_way_s: float, bytes_per_s: float = math.inf, only: int | None = None) -> None:
-        """All proxies, or one."""
+        """Set the delay and bandwidth of all proxies, or of one."""
         for index in range(len(self.addresses)) if only is None else (only,):
             self._order(index, one_way_s=one_way_s, bytes_per_s=bytes_per_s)
 
@@ -211,11 +211,11 @@ class Proxies:
         self._order(index, cut=False)
 
     def reset(self, index: int) -> int:
-        """Break all connections of a proxy; returns how many there were."""
+        """Break all connections of a proxy. Returns their number."""
         return int(self._order(index, reset=True)["broken"])
 
     def _order(self, index: int, **order: object) -> dict[str, Any]:  # Any: JSON
-        """Returns once it is carried out. Raises ServerDied."""
+        """Returns when the order is done. Raises ServerDied."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps({"proxy": index, **order}) + "\n")
@@ -233,13 +233,13 @@ class Proxies:
 
 @contextlib.contextmanager
 def open_proxies(count: int) -> Iterator[Proxies]:
-    """Proxies on loopback that add nothing yet and lead nowhere. They end with the context, or with this process."""
+    """Proxies on loopback, without delays or targets yet. They end with the context, or with this process."""
     with subprocess.Popen(
         [sys.executable, "-P", *as_program(__name__), str(count)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # a Ctrl-C in the terminal is ours alone
+        start_new_session=True,  # a Ctrl-C in the terminal does not reach it
     ) as process:
         try:
             yield Proxies(process)
@@ -248,7 +248,7 @@ def open_proxies(count: int) -> Iterator[Proxies]:
 
 
 async def _main(count: int) -> None:
-    """The child: an order in, an answer out."""
+    """The child process: reads orders, prints answers."""
     proxies = [ShapingProxy() for _ in range(count)]
     async with trio.open_nursery() as nursery:
         ports = [await nursery.start(proxy.run) for proxy in proxies]

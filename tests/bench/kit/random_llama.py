@@ -1,4 +1,4 @@
-"""Llamas of random weights, of the sizes for which others have published how fast they are."""
+"""Llamas with random weights, in sizes for which others have published speeds."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from llmnode.models.sources.folder import ModelFolder
 
 SIZES = {"llama-34m": (8, 512), "llama-222m": (16, 1024)}
-"""Blocks and hidden size."""
+"""The number of blocks and the hidden size."""
 IN_BF16 = "-bf16"
-"""After such a name: of weights in 16 bits."""
+"""Ends the name of a model whose weights have 16 bits."""
 VOCABULARY = 8192
 HEAD_SIZE = 64
 CONTEXT_TOKENS = 2048
@@ -26,7 +26,7 @@ CONTEXT_TOKENS = 2048
 
 @contextmanager
 def opened(name: str | None) -> Iterator[ModelFolder]:
-    """The model `name`: one of `SIZES`, made anew and gone with the context, or whatever `open_model` knows."""
+    """The model `name`: one of `SIZES`, which is made now and removed with the context, or a model for `open_model`."""
     size = SIZES.get((name or "").removesuffix(IN_BF16))
     if name is None or size is None:
         yield open_model(name)
@@ -38,7 +38,7 @@ def opened(name: str | None) -> Iterator[ModelFolder]:
 
 
 def _make(path: Path, blocks: int, hidden_size: int, *, in_bf16: bool) -> None:
-    """With the embedded model's tokenizer, of whose tokens it knows the first: enough to write down what it says."""
+    """It has the embedded model's tokenizer, and knows the first of its tokens, so its output is text."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

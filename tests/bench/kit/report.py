@@ -1,4 +1,4 @@
-"""What a benchmark comes to: rows and aims, and how they are printed, as a table and as one JSON object."""
+"""The results of a benchmark, as rows and aims. They are printed as a table and as one JSON object."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 FILE_COLUMNS = 240
-"""A table that goes to a file need not be cut to fit."""
+"""A table that goes to a file may be this wide."""
 NEAR_TIE_LIMIT = 0.001
 
 
@@ -50,7 +50,7 @@ def quartiles(values: Sequence[float]) -> Spread:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """A value that was measured: `share` of all are not above it."""
+    """The measured value that `share` of all values do not exceed."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
@@ -71,7 +71,7 @@ Row = dict[str, Cell]
 
 
 class Series(defaultdict[str, list[float]]):
-    """What was measured of one variant: by quantity, a value a round. Quantities are columns of its row."""
+    """The values of one variant: for each quantity, a value a round. Quantities are columns of its row."""
 
     def __init__(self) -> None:
         super().__init__(list)
@@ -88,19 +88,19 @@ class Series(defaultdict[str, list[float]]):
 
 
 def rounds(repeats: int) -> Iterator[int]:
-    """The numbers of the rounds, each of which is announced. Round -1 warms everything up: it is not counted."""
+    """The numbers of the rounds. Each is announced. Round -1 warms everything up and does not count."""
     for number in range(-1, repeats):
         print(f"round {number + 1} of {repeats}", file=sys.stderr)
         yield number
 
 
 def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Of the two of each round."""
+    """The ratio of the two values of each round."""
     return [value / other for value, other in zip(values, others, strict=True)]
 
 
 def differences(values: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Of the two of each round."""
+    """The difference of the two values of each round."""
     return [value - other for value, other in zip(values, others, strict=True)]
 
 
@@ -109,7 +109,7 @@ def differences(values: Sequence[float], others: Sequence[float]) -> list[float]
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """A figure that we want to reach; `aim` says in words which values do."""
+    """A figure that we want to reach. `aim` says in words which values do."""
 
     name: str
     value: float
@@ -146,7 +146,7 @@ def few_near_ties(ties: int, choices: int) -> Aim:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`conditions` are what one has to know to measure the same again, and `legend` says what a cell is."""
+    """`conditions` are what is needed to repeat the measurement. `legend` explains the cells."""
 
     rows: Sequence[Row]
     aims: Iterable[Aim] = ()
@@ -170,7 +170,7 @@ def environment(threads: int) -> dict[str, object]:
 
 
 def print_report(name: str, threads: int, report: Report, *, as_json: bool) -> None:
-    """The table and the aims on stderr or stdout; with `as_json` the object of all of it on stdout's last line."""
+    """Print the table and the aims on stderr or stdout. `as_json` puts all of it as an object on stdout's last line."""
     console = Console(stderr=as_json, soft_wrap=not as_json)
     if not console.is_terminal:
         console.width = FILE_COLUMNS
@@ -211,5 +211,5 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     except OSError:
-        pass  # not Linux
+        pass  # this is not Linux
     return platform.processor()

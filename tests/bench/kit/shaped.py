@@ -1,4 +1,4 @@
-"""A private swarm of real server processes, each behind a proxy whose address it announces: see `proxy.py`."""
+"""A private swarm of real server processes. Each is behind a proxy whose address it announces (`proxy.py`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 async def shaped_swarm(
     spans: Sequence[Span], threads: int, *, spare: int = 0
 ) -> AsyncIterator[tuple[Sequence[ServerProcess], Proxies]]:
-    """One server per span, ready; the proxy of the same index leads to it. `spare` more proxies lead nowhere yet."""
+    """One ready server for each span. The proxy of the same index leads to it. The `spare` proxies have no target."""
     async with AsyncExitStack() as stack:
         proxies = stack.enter_context(open_proxies(len(spans) + spare))
         announce = [f"/ip4/{host}/tcp/{port}" for host, port in proxies.addresses[: len(spans)]]

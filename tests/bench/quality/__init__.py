@@ -1,1 +1,1 @@
-"""What lossy codecs and weights cost."""
+"""The cost of lossy codecs and weights in tokens and likelihood."""

@@ -1,6 +1,6 @@
-"""What weights of 8 bits gain of a model that needs all its bits: its blocks alone, and a server end to end.
+"""The speed that weights of 8 bits gain for a model that needs all its bits: its blocks alone, and a server.
 
-Against the same with weights as they are, in turn in every round: blocks in one process, servers on loopback.
+Both kinds of weights take turns in every round. The blocks run in one process, the servers on loopback.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 PROMPT = "The history of computing begins long before the first electronic machines. "
 PRECISIONS = {"none": FP32, "int8": f"{FP32}+int8"}
-"""By what servers are asked for."""
+"""The precision of each server, by the rounding of its weights."""
 LEAST_OF_BLOCKS, LEAST_END_TO_END = 1.5, 1.3
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Gain:
-    """Speeds of decodes. `per_s` are tokens a second through a server, by what its weights are rounded to."""
+    """Speeds of decodes. `per_s` has tokens a second through a server, by the rounding of its weights."""
 
     model: str
     of_blocks: Spread
@@ -55,7 +55,7 @@ class Int8Gain:
 
 
 async def measure_int8(model: str, rounds: int, tokens: int, threads: int) -> Int8Gain:
-    """`model` is as `random_llama.opened` has it. Torch's threads are as the caller has set them."""
+    """`model` is a name for `random_llama.opened`. The caller has set torch's threads."""
     with opened(model) as folder:
         of_blocks = decode_ratios(folder, Span(0, folder.info.blocks), [PRECISIONS["int8"]], rounds=rounds)
         with single_error():
@@ -67,7 +67,7 @@ async def measure_int8(model: str, rounds: int, tokens: int, threads: int) -> In
 
 
 async def _serve(folder: ModelFolder, rounds: int, tokens: int, threads: int) -> dict[str, list[float]]:
-    """Of each kind of weights, round by round: tokens a second of one generation. A first round warms up."""
+    """Tokens a second of one generation in each round, by the rounding of the weights. A first round warms up."""
     parts = load_parts(folder)
     prompt = [each % VOCABULARY for each in parts.tokenizer.encode(PROMPT)]
     per_s: dict[str, list[float]] = {quant: [] for quant in PRECISIONS}

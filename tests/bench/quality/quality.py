@@ -1,10 +1,10 @@
 """`tests/bench/run quality`: what lossy codecs, dtypes and weights cost in tokens and likelihood, against transformers.
 
-Two real server processes with uneven spans, the embedded model. Only the blocks of each precision are timed, at last;
-another run on the same machine gives the same figures else. A variant is asked for four things: its own greedy text
-after each prompt; the token it would choose at each position of the *baseline's* text (teacher forcing: one early
-difference does not count for all that follow); and of chunks of a text that every Python has the likelihood, and the
-next word (`words.py`). What weights in 8 bits gain in speed is measured of another model too (`int8.py`).
+Two real server processes with uneven spans serve the embedded model. At the end the blocks of each precision are timed.
+All other figures are the same in every run on one machine. Each variant gives its own greedy text after each prompt. It
+also gives its next token at each position of the *baseline's* text: with teacher forcing, an early difference counts
+once. For chunks of a text that comes with Python it gives the likelihood and the next words (`words.py`). `int8.py`
+measures on another model how much faster weights of 8 bits are.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PROMPTS = (
     "Il était une fois une petite fille qui",
 )
 TOPICS = ("types", "compound", "specialnames")
-"""Of Python's Language Reference as `help()` shows it (PSF licence): prose, code and lists, some 36,000 tokens."""
+"""Chapters of Python's Language Reference in `help()` (PSF licence): prose, code and lists, some 36,000 tokens."""
 CHUNK_TOKENS = 128
 SPANS = (Span(0, 11), Span(11, 30))
 WHOLE = Span(0, 30)
@@ -68,18 +68,18 @@ NEAR_TIE = 0.1
 """The likeliest token leads the next by less than this logit: it is at most 1.1 times as likely."""
 MOST_CHANGE_PERCENT = 1.0
 SLOWEST = 10.0
-"""A dtype whose products take this many times fp32's is left out: this processor only emulates it."""
+"""A dtype is left out if its products take this multiple of fp32's time: this processor only emulates it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """How the swarm is asked to be inexact. `dtype` is a precision, as "float32+int8"."""
+    """A lossy way to use the swarm. `dtype` is a precision, such as "float32+int8"."""
 
     name: str
     codec: Codec = Codec.RAW
     dtype: str = "float32"
     aim: bool = False
-    """To keep the likelihood within `MOST_CHANGE_PERCENT`."""
+    """Whether its likelihood has to stay within `MOST_CHANGE_PERCENT`."""
 
 
 RAW = _Variant("swarm, fp32, raw")
@@ -103,13 +103,13 @@ class _Material:
     prompts: list[list[int]]
     chunks: list[list[int]]
     words: list[list[range]]
-    """Of each chunk."""
+    """The words of each chunk."""
     text_sha256: str
 
 
 @dataclass(slots=True)
 class _Measured:
-    """What one model said. `gaps` are the leads of its first choice over its second, in logits."""
+    """The results of one model. `gaps` are the leads of its first choice over its second, in logits."""
 
     free: list[list[int]] = field(default_factory=list)  # by prompt
     forced: list[int] = field(default_factory=list)
@@ -117,8 +117,8 @@ class _Measured:
     read: list[int] = field(default_factory=list)  # the next token at each position of the chunks
     read_gaps: list[float] = field(default_factory=list)
     nll: list[float] = field(default_factory=list)  # by chunk, summed over its tokens
-    words: list[int] = field(default_factory=list)  # by chunk: how many of them are right
-    tensor_bytes: int = 0  # of the weights of all blocks
+    words: list[int] = field(default_factory=list)  # the number of right ones, by chunk
+    tensor_bytes: int = 0  # the size of the weights of all blocks
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +131,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: Options) -> Report:
-    """With `--thin` there are two prompts, two servers for fp32 alone, and blocks are timed once."""
+    """`--thin` takes two prompts and two servers, for fp32 alone, and times the blocks once."""
     folder = open_embedded()
     assert SPANS[-1].end == folder.info.blocks
     material = _material(load_tokenizer(folder), PROMPTS[:2] if options.thin else PROMPTS, options.chunks)
@@ -187,7 +187,7 @@ def run(options: Options) -> Report:
 def _measure_swarms(
     variants: Sequence[_Variant], options: Options, material: _Material, texts: list[list[int]]
 ) -> list[_Measured]:
-    """In the order of `variants`; those of one dtype, which must be neighbours in it, share their servers."""
+    """The results in the order of `variants`. Neighbours of the same dtype share their servers."""
     measured: list[_Measured] = []
     with ExitStack() as stack:
         dtype, servers = "", list[_Ready]()
@@ -209,9 +209,9 @@ def _measure_swarms(
 def _measure(
     model: Any, material: _Material, tokens: int, texts: list[list[int]] | None = None
 ) -> _Measured:  # Any: a transformers model, whole or with its blocks in a swarm
-    """`texts` are what to be forced to after each prompt, by default the model's own."""
+    """`texts` are forced after each prompt. By default they are the model's own."""
     measured = _Measured()
-    model.generation_config.eos_token_id = None  # every text gets its length
+    model.generation_config.eos_token_id = None  # every text gets its full length
     for prompt in material.prompts:
         ids = torch.tensor([prompt])
         chosen = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
@@ -272,13 +272,13 @@ def _aims(measured: Mapping[_Variant, _Measured], baseline: _Measured) -> Iterat
 
 
 def _material(tokenizer: Tokenizer, prompts: Sequence[str], chunks: int) -> _Material:
-    """Chunks from all over the text. Raises ConfigError if there are not as many."""
+    """Chunks from all over the text. Raises ConfigError if it has fewer than `chunks`."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise ConfigError("this Python comes without pydoc_data, whose text is needed: install all of it") from error
     text = "\n\n".join(topics[name] for name in TOPICS)
-    # By paragraph: the tokenizer warns of any text that is longer than the model's context.
+    # The tokenizer warns of a text that is longer than the model's context, so it gets paragraphs.
     ids = [token for paragraph in text.split("\n\n") for token in tokenizer.encode(f"{paragraph}\n\n")]
     most = len(ids) // CHUNK_TOKENS
     if chunks > most:
@@ -298,7 +298,7 @@ def _plain(variant: _Variant) -> str:
 
 @torch.inference_mode()
 def _slowness(dtype: str) -> float:
-    """A product as in a prefill in `dtype`, in times of the same in fp32."""
+    """The time of a product in `dtype`, as in a prefill, in multiples of fp32's."""
 
     def fastest_s(dtype: torch.dtype) -> float:
         layer = torch.nn.Linear(576, 1536, bias=False, dtype=dtype)
@@ -315,7 +315,7 @@ def _slowness(dtype: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """What a server says of itself."""
+    """The ready event of a server."""
 
     address: str
     tensor_bytes: int
@@ -323,9 +323,9 @@ class _Ready:
 
 @contextmanager
 def _servers(spans: Sequence[Span], dtype: str, threads: int) -> Iterator[list[_Ready]]:
-    """A server process for each of `spans`. Raises ServerDied; all are gone when the context ends.
+    """A server process for each of `spans`. They end with the context. Raises ServerDied.
 
-    Not `private_swarm`: its servers compute in fp32.
+    `private_swarm` cannot be used, since its servers compute in fp32.
     """
     with ExitStack() as stack:
         processes = [stack.enter_context(_process(span, dtype, threads)) for span in spans]
@@ -342,7 +342,7 @@ def _process(span: Span, dtype: str, threads: int) -> Iterator[subprocess.Popen[
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env=without_settings(os.environ),
-        start_new_session=True,  # a Ctrl-C in the terminal is ours alone: it ends as its stdin closes
+        start_new_session=True,  # a Ctrl-C in the terminal does not reach it: it ends when its stdin closes
     ) as process:  # fmt: skip
         try:
             yield process
@@ -356,7 +356,7 @@ def _process(span: Span, dtype: str, threads: int) -> Iterator[subprocess.Popen[
 
 
 def _ready(span: Span, process: subprocess.Popen[str]) -> _Ready:
-    """Of a server, once it takes sessions. Its errors are on our stderr."""
+    """Wait for a server's ready event. Its errors go to our stderr."""
     assert process.stdout is not None
     timer = threading.Timer(START_TIMEOUT_S, process.kill)
     timer.start()

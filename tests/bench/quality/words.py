@@ -1,6 +1,7 @@
-"""A zero-shot task: the next word of a text. No torch.
+"""A zero-shot task: the next word of a text. It needs no torch.
 
-As LAMBADA (Paperno et al. 2016) is scored: a word is right if each of its tokens is the likeliest, given all before it.
+It is scored like LAMBADA (Paperno et al. 2016): a word is right if each of its tokens is the likeliest one, given all
+tokens before it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 CONTEXT_TOKENS = 32
-"""That are before each word at least."""
+"""At least this number of tokens comes before each word."""
 
 
 def words_of(texts: Sequence[str], context: int = CONTEXT_TOKENS) -> list[range]:
-    """Which tokens of a chunk, given by their `texts`, are whole words: a space and letters, up to what is none."""
+    """The tokens of a chunk that make up whole words. A word is a space and the letters that follow it."""
     words: list[range] = []
     start: int | None = None
     for place, text in enumerate(texts):
@@ -28,5 +29,5 @@ def words_of(texts: Sequence[str], context: int = CONTEXT_TOKENS) -> list[range]
 
 
 def count_right(words: Iterable[range], tokens: Sequence[int], chosen: Sequence[int]) -> int:
-    """How many of `words` are right; `chosen` are the likeliest tokens after each but the last of `tokens`."""
+    """The number of `words` that are right. `chosen` has the likeliest token after each of `tokens` but the last."""
     return sum(all(chosen[place - 1] == tokens[place] for place in word) for word in words)

@@ -1,1 +1,1 @@
-"""Many sessions over links that break: what is left open."""
+"""Many sessions over links that break. Do servers keep anything open?"""

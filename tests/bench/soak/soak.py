@@ -1,9 +1,9 @@
-"""`tests/bench/run soak`: what servers have open and hold after many sessions, most of which did not go smoothly.
+"""`tests/bench/run soak`: what servers have open and hold after many sessions, most of which were disturbed.
 
-Three spans with two real servers each, behind proxies, and eight clients in this process. Sessions are opened,
-stepped, rolled back, cancelled at any moment and left, while links break and fall silent, all as drawn from a seed.
-Meanwhile the servers are asked what they have open, and looked at from outside. With `--saturate` every core is kept
-busy beside it: then nobody may be taken for dead who is only slow.
+There are three spans with two real servers each, behind proxies, and eight clients in this process. A seed draws how
+sessions are opened, stepped, rolled back, cancelled at any moment and abandoned, while links break and fall silent.
+Meanwhile the benchmark asks the servers what they have open, and reads their memory from outside. `--saturate` keeps
+every core busy beside it: then a slow peer must not be taken for a dead one.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ SPANS, TWINS, CLIENTS = 3, 2, 8
 THIN_SPANS, THIN_CLIENTS = 2, 3
 SEED = 0
 WARM_UP = 1 / 3
-"""Of the samples, the first: left out."""
+"""This first share of the samples is left out."""
 SAMPLES = 45
-"""In a short time; more often than every `SAMPLE_EVERY_S` is not needed."""
+"""The number of samples of a short run. Longer runs take one every `SAMPLE_EVERY_S`."""
 FEWEST_SAMPLES = 2 * BLOCKS
-"""For slopes; if a busy machine took fewer, it goes on."""
+"""A slope needs this number. If a busy machine took fewer, the run goes on."""
 SAMPLE_EVERY_S = 5.0
 TOLD_EVERY_S = 60.0
 DISTURBED_EVERY_S = 10.0
 SILENT_SHARE = 0.25
 SILENCE_S = 9.0
-"""Longer than `LinkPolicy.silence_s`: links are given up."""
+"""It is longer than `LinkPolicy.silence_s`, so links are given up."""
 AFTERMATH_S = 15.0
-"""A loss may be noticed this long after its cause: after as long a silence, and at the session's next step."""
+"""A session may notice a loss this long after its cause: after the silence limit, and at its next step."""
 SETTLE_S = 60.0
 
 MEMORY = "memory, MiB"
-"""Without what is mapped from files: others that map the same libraries come and go."""
+"""Without mapped files, since other programs come and go that map the same libraries."""
 OPEN = ("links", "connections", "streams", "tasks", "files")
-"""Of a readout: what must not grow. Sessions and KV come and go, and must all be gone in the end."""
+"""The counts of a readout that must not grow. Sessions and KV come and go, and must be 0 in the end."""
 SERVERS, CLIENT = "a server", "the clients"
 MOST_MEMORY_PERCENT = 1.0
-"""An allocator's high water creeps up for a while. In a run of twice the length half as large a leak is found."""
+"""An allocator's peak grows slowly for a while. A run of twice the length finds a leak of half the size."""
 
 BURN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
 
@@ -81,7 +81,7 @@ MINUTES, THIN_MINUTES = 30.0, 0.25
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """By quantity: means over the servers, and of this process."""
+    """Values by quantity: `servers` has the means over the servers, `clients` those of this process."""
 
     time_s: float
     servers: dict[str, float]
@@ -90,7 +90,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """All links through one server's proxy broke, or fell silent for a while."""
+    """All links through one server's proxy broke, or were silent for a while."""
 
     peer: PeerId
     began_s: float
@@ -100,14 +100,14 @@ class Disturbance:
 
 @dataclass(slots=True)
 class Record:
-    """What happened."""
+    """The events and samples of a run."""
 
     visits: list[Visit] = field(default_factory=list)
     disturbances: list[Disturbance] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     sampled: trio.Event = field(default_factory=trio.Event)
     left: dict[str, int] = field(default_factory=dict)
-    """Summed over the servers, once the clients are gone."""
+    """The sums over the servers after the clients have left."""
 
     def was_disturbed(self, peer: PeerId, since_s: float, until_s: float) -> bool:
         return any(
@@ -116,7 +116,7 @@ class Record:
         )
 
     def false_deaths(self) -> list[Loss]:
-        """Peers that a session lost though nobody had disturbed them."""
+        """Peers that a session lost although nothing had disturbed them."""
         return [
             loss
             for visit in self.visits
@@ -208,7 +208,7 @@ def _clients(options: Options) -> int:
 
 @contextmanager
 def _burners(count: int) -> Iterator[None]:
-    """Keep so many cores busy. They end with this process too."""
+    """Keep `count` cores busy. These processes end with this one too."""
     processes = [subprocess.Popen([sys.executable, "-c", BURN], start_new_session=True) for _ in range(count)]
     try:
         yield
@@ -218,13 +218,13 @@ def _burners(count: int) -> Iterator[None]:
             process.wait()
 
 
-# What goes on
+# During the run
 
 
 async def _soak(
     options: Options, parts: ClientParts, servers: Sequence[ServerProcess], proxies: Proxies, record: Record
 ) -> None:
-    """Until the time is over, and the last sessions have ended."""
+    """Run until the time is over and the last sessions have ended."""
     scripts = make_scripts(parts, SEED)
     async with AsyncExitStack() as stack:
         visitors = []
@@ -245,7 +245,7 @@ async def _soak(
 
 
 async def _disturb(servers: Sequence[ServerProcess], proxies: Proxies, record: Record) -> None:
-    """Without end. One server at a time, so that its twin can be reached."""
+    """Disturb one server at a time, so that its twin can be reached. It never ends by itself."""
     rng = random.Random(f"{SEED} links")
     while True:
         await trio.sleep(rng.expovariate(1 / DISTURBED_EVERY_S))
@@ -263,7 +263,7 @@ async def _disturb(servers: Sequence[ServerProcess], proxies: Proxies, record: R
 
 
 async def _watch(options: Options, servers: Sequence[ServerProcess], record: Record, began_s: float) -> None:
-    """Without end."""
+    """Take samples. It never ends by itself."""
     every_s = min(SAMPLE_EVERY_S, 60 * options.minutes / SAMPLES)
     told_s = 0.0
     while True:
@@ -295,7 +295,7 @@ def _memory_mib(process: psutil.Process) -> float:
 
 
 async def _settled(servers: Sequence[ServerProcess]) -> dict[str, int]:
-    """What is left once nobody uses the servers; waits until it is nothing, but not for ever."""
+    """The sums of what the unused servers still hold. It waits for some time until they are all 0."""
     left: dict[str, int] = {}
     with trio.move_on_after(SETTLE_S):
         while not left or any(left.values()):
@@ -306,14 +306,14 @@ async def _settled(servers: Sequence[ServerProcess]) -> dict[str, int]:
 
 
 def _judge(path: Path, texts: Collection[Text]) -> tuple[int, int, int]:
-    """Near ties, wrong ones, and all choices that were compared."""
+    """The numbers of near ties, of wrong choices, and of all choices that were compared."""
     reference = Reference(path)
     verdicts = [reference.judge(text.tokens, range(text.start, text.stop)) for text in texts]
     compared = sum(text.stop - text.start for text in texts)
     return sum(ties for ties, _ in verdicts), sum(wrong for _, wrong in verdicts), compared
 
 
-# What is made of it
+# The report
 
 
 def _rows(samples: Sequence[Sample]) -> list[Row]:
@@ -352,7 +352,7 @@ def _aims_of_sessions(record: Record, ties: int, wrong: int, compared: int) -> l
 
 
 def _aims_of_growth(rows: Sequence[Row]) -> list[Aim]:
-    """Of what the clients hold in memory there is none: this bench's own record is in it."""
+    """Aims for the growth of each quantity. The clients' memory has none, since it includes this benchmark's record."""
     aims = []
     for row in rows:
         grew, quantity = row["grew, %"], row["quantity"]

@@ -1,4 +1,4 @@
-"""Whether a quantity that was sampled over time grows. No clock."""
+"""Whether a quantity that was sampled over time grows. It knows no clock."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 BLOCKS = 10
 T_95 = 2.306
-"""Student's t for 95 % both ways, with the 8 degrees of freedom that a line through ten points leaves."""
+"""Student's t for 95 % on both sides, with 8 degrees of freedom: those of a line through ten points."""
 
 
 def slope_an_hour(times_s: Sequence[float], values: Sequence[float]) -> Interval:
     """The slope of a line through the medians of ten blocks of samples, and its interval of 95 %.
 
-    Samples follow each other too closely to count as independent, and some are taken at a busy moment: medians of
-    blocks are not, or less so. Raises ValueError if there are fewer than ten samples.
+    Samples follow each other too closely to be independent, and some are taken at a busy moment. Medians of blocks
+    suffer less from both. Raises ValueError if there are fewer than ten samples.
     """
     if len(values) < BLOCKS:
         raise ValueError(f"{len(values)} samples: {BLOCKS} are needed at least")

@@ -1,4 +1,4 @@
-"""Sessions as people hold them, for `soak`: some end as they were meant to, some are cancelled, some just left."""
+"""Sessions as people use them, for `soak`: some end as intended, some are cancelled, and some are abandoned."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from llmnode.session.session import InferenceSession
 
 SCRIPTS = 24
-"""So few that most visits repeat one: a text is compared with transformers' once."""
+"""With this small number most visits repeat a script, so transformers judges each text only once."""
 SAID = ("\n\nIn other words,", " However, the", " For example:\n", "\n\nThe reason is that")
 CANCELLED_WITHIN_S = 4.0
 PAUSE_S = 1.0
@@ -31,9 +31,9 @@ PAUSE_S = 1.0
 class Fate(StrEnum):
     WHOLE = "whole"
     CANCELLED = "cancelled"
-    """At any moment, also while it opens."""
+    """It is cancelled at any moment, also while it opens."""
     LEFT = "left"
-    """After its first turn."""
+    """It is abandoned after its first turn."""
 
 
 FATES = {Fate.WHOLE: 6, Fate.CANCELLED: 3, Fate.LEFT: 1}
@@ -41,7 +41,7 @@ FATES = {Fate.WHOLE: 6, Fate.CANCELLED: 3, Fate.LEFT: 1}
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Take back some positions, say something, and have so many tokens chosen."""
+    """Take back some positions, add the tokens `said`, and have `chosen` tokens generated."""
 
     taken_back: int
     said: tuple[int, ...]
@@ -59,7 +59,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Token ids as bytes (there will be many), and which of them were chosen."""
+    """Token ids as bytes, since there will be many. Those from `start` to `stop` were generated."""
 
     packed: bytes
     start: int
@@ -72,7 +72,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A session found others in a peer's place, at `noticed_s` at the latest."""
+    """A session has replaced a peer. It noticed the loss at `noticed_s` at the latest."""
 
     peer: PeerId
     noticed_s: float
@@ -89,12 +89,12 @@ class Visit:
     error: str = ""
     chosen: int = 0
     peers: set[PeerId] = field(default_factory=set)
-    """All that it went through."""
+    """All peers that it used."""
     losses: list[Loss] = field(default_factory=list)
     texts: list[Text] = field(default_factory=list)
 
     def note(self, session: InferenceSession, text: Sequence[int], start: int) -> None:
-        """What a turn has come to, that chose the tokens from `start` on."""
+        """Record a turn. It generated the tokens from `start` on."""
         self.peers.update(hop.peer for hop in session.route)
         for recovery in session.recoveries[len(self.losses) :]:
             self.peers.add(recovery.lost)
@@ -123,7 +123,7 @@ def make_scripts(parts: ClientParts, seed: int) -> list[Script]:
 
 
 class Visitor:
-    """One client's user. Notes each visit in `visits`, which others may share."""
+    """The user of one client. It appends each visit to `visits`, which other visitors may share."""
 
     def __init__(self, client: Client, scripts: Sequence[Script], rng: random.Random, visits: list[Visit]) -> None:
         self._client = client
@@ -132,7 +132,7 @@ class Visitor:
         self._visits = visits
 
     async def visit_until(self, until_s: float) -> None:
-        """One session after the other; the last is not cut short."""
+        """Hold one session after the other. The last one is not cut short."""
         while trio.current_time() < until_s:
             await self._visit()
             await trio.sleep(self._rng.uniform(0, PAUSE_S))
@@ -166,7 +166,7 @@ class Visitor:
                 await trio.sleep(self._rng.uniform(0, PAUSE_S))
 
     async def _choose(self, session: InferenceSession, turn: Turn, text: list[int]) -> None:
-        """Append to `text`."""
+        """Append the generated tokens to `text`."""
         fresh: Sequence[int] = turn.said
         for _ in range(turn.chosen):
             choice, _ = await next_token(session, self._client.ends, fresh)

@@ -1,1 +1,1 @@
-"""Petals' table of speeds when stages fail."""
+"""The table of speeds with failing stages, from the Petals paper."""

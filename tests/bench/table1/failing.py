@@ -1,7 +1,8 @@
-"""Failures as Petals' Table 1 counts them: each time that a step is sent to a stage, it fails with some probability.
+"""Failures as Table 1 of the Petals paper counts them: each send of a step to a stage fails with some probability.
 
-A stage that fails loses its KV, and its stream is reset. Both come of breaking the link between client and server at
-that moment: a server frees what was opened over a link when it ends. The server itself lives and may be used again.
+A stage that fails loses its KV, and its stream is reset. The benchmark breaks the link between client and server at
+that moment. This has both effects, since a server frees all that was opened over a link when the link ends. The server
+itself lives on, and may be used again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Which sends fail: drawn by step and attempt, so the same for all who run the same steps, whatever else they do.
+    """The sends that fail. They are drawn by step and attempt alone: two runs of the same steps meet the same failures.
 
     A send that fails at one rate fails at every higher one.
     """
@@ -38,13 +39,13 @@ class Draws:
     stages: int
 
     def failing(self, step: int, attempt: int) -> list[int]:
-        """The stages that the step does not reach at once."""
+        """The stages that the step does not reach at this attempt."""
         rng = random.Random(f"{self.seed} {step} {attempt}")
         return [stage for stage in range(self.stages) if rng.random() < self.rate]
 
 
 def typical_seed(name: str, rate: float, stages: int, steps: Sequence[int]) -> str:
-    """The first by which as many sends of `steps` fail as are expected: a few repeats then say what many would."""
+    """The first seed by which `steps` meet the expected number of failures. A few repeats then stand for many."""
     expected = round(rate * stages * len(steps))
     for number in count():
         draws = Draws(f"{name} {number}", rate, stages)
@@ -55,18 +56,18 @@ def typical_seed(name: str, rate: float, stages: int, steps: Sequence[int]) -> s
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """What it takes to start from scratch after each failure, until all steps are done in one go."""
+    """The cost of starting from scratch after each failure, until all steps are done in one go."""
 
     steps: int
-    """With those done again, and those that failed."""
+    """Repeated steps and failed ones count too."""
     failures: int
     seconds: float
 
 
 def count_restarts(draws: Draws, step_s: Sequence[float], open_s: float, most_steps: int) -> Restarts | None:
-    """By the draws, a step at position n taking `step_s[n]`, and opening another session `open_s`.
+    """Simulate restarts by the draws: the step at position n takes `step_s[n]`, a fresh session `open_s`.
 
-    A step that fails takes the share of its time that the stages before have. None if it takes more than `most_steps`.
+    A step that fails takes the share of its time that belongs to the stages before. None after `most_steps` steps.
     """
     attempts: Counter[int] = Counter()
     seconds, steps, failures, position = 0.0, 0, 0, 0
@@ -95,11 +96,11 @@ class _Due:
 
 @dataclass(slots=True)
 class FailingNetwork:
-    """The `Network` port over another network, whose links break when they are told to."""
+    """The `Network` port over another network. Its links break on command."""
 
     network: Network
     broken: int = 0
-    """Links so far."""
+    """The number of links that were broken until now."""
     _links: dict[PeerId, Link] = field(default_factory=dict)
     _due: _Due | None = None
 
@@ -146,9 +147,9 @@ class FailingNetwork:
         return self.network.verify(peer, message, signature)
 
     async def note(self, peer: PeerId, frame: Frame) -> None:
-        """A frame to or from `peer` passes: if the step is being sent to the stage that fails next, break its link.
+        """A frame to or from `peer` passes. If it brings the step to the stage that fails next, break the link.
 
-        The client sends to the first stage; each other is given what the one before puts out, as we are.
+        The client sends to the first stage. Each other stage gets the output of the one before, and so do we.
         """
         due = self._due
         if due is None or not due.stages or frame.start != due.start:

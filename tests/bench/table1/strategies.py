@@ -1,7 +1,7 @@
 """The three ways of the Petals paper to run a text through stages that fail (section 4.1), with our servers and client.
 
-A session that recovers, sessions without recovery that start from scratch, and recomputing the whole text for every
-step. Steps are timed one by one; embeddings and logits are not, as in the paper.
+A session that recovers; sessions without recovery, which start from scratch; and a forward of the whole text for every
+step. Steps are timed one by one. The times of embeddings and logits are not counted, as in the paper.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
     from llmnode.wire.frame import Buffer
 
 SCORED_AT_ONCE = 128
-"""Positions: their logits are 25 MB."""
+"""The logits of this number of positions take 25 MB."""
 SETTLE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A text, and which of its steps are timed: `window` of them in the middle of each of `windows` equal parts.
+    """A text and its timed steps: `window` steps in the middle of each of `windows` equal parts.
 
-    What lies between is read at once; it does not count and does not fail. Without a cache, the step in the middle of
-    each of `recomputed` equal parts stands for all of the part.
+    The steps between are run as one prefill; they do not count and do not fail. Without a cache, the text is cut into
+    `recomputed` equal parts, and the step in the middle of each stands for the whole part.
     """
 
     tokens: int
@@ -86,14 +86,14 @@ class TimedStep:
 
 @dataclass(slots=True)
 class Run:
-    """One way through a text. `seconds` is all that counts: of failed steps and of starting again too."""
+    """One run through a text. `seconds` has all time that counts, also for failed steps and fresh starts."""
 
     seconds: float = 0.0
     open_s: float = 0.0
-    """What opening a session took, the last time."""
+    """The time that it took to open the last session."""
     failures: int = 0
     indirect: int = 0
-    """Steps that some hop was not given directly by the one before."""
+    """The steps in which a hop got its input from the client, not from the hop before."""
     steps: list[TimedStep] = field(default_factory=list)
     outputs: dict[int, Buffer] = field(default_factory=dict)
     """Hidden states after the last block, by position."""
@@ -104,7 +104,7 @@ class Run:
 
     @property
     def undisturbed_share(self) -> float:
-        """The speed, of that of its steps that met no failure: unlike two runs, these share the machine's moods."""
+        """The speed, as a share of the speed of the run's own undisturbed steps. So the machine's noise drops out."""
         undisturbed = [step.seconds for step in self.steps if not step.recoveries]
         return self.steps_per_s * sum(undisturbed) / len(undisturbed)
 
@@ -117,7 +117,7 @@ class Run:
 
 @dataclass(slots=True)
 class Strategies:
-    """Runs of one text over one swarm. Made by `open_strategies`."""
+    """Runs one text over one swarm. Made by `open_strategies`."""
 
     parts: ClientParts
     text: Sequence[int]
@@ -126,11 +126,11 @@ class Strategies:
     swarm: Swarm
     addresses: Sequence[str]
     rows: Sequence[Buffer]
-    """The text's hidden states, by position, as they leave the embedding."""
+    """The text's hidden states after the embedding, by position."""
     policy: ClientPolicy = field(default_factory=ClientPolicy)
 
     async def recover(self, shape: Shape, draws: Draws) -> Run:
-        """One session as users have it, whatever fails."""
+        """One session as users have it. It recovers from each failure."""
         run = Run()
         await self._connect_all()
         async with self._router(draws).open_session(shape.tokens, Codec.RAW) as session:
@@ -138,13 +138,13 @@ class Strategies:
         return run
 
     async def restart(self, shape: Shape, draws: Draws) -> Run:
-        """Sessions that end with the first failure, until one gets through."""
+        """Sessions that end with the first failure, until one of them reaches the end."""
         run, attempts = Run(), Counter[int]()
         await self._until_through(shape, draws, run, lambda session: self._read(session, shape, draws, attempts, run))
         return run
 
     async def recompute(self, shape: Shape, draws: Draws) -> Run:
-        """No cache: every step reads the whole text up to it. One that fails is done again."""
+        """No cache: every step runs the whole text up to it. A step that fails is done again."""
         run, attempts = Run(), Counter[int]()
 
         async def read(session: InferenceSession) -> None:
@@ -156,9 +156,9 @@ class Strategies:
         return run
 
     async def compare(self, shape: Shape, draws: Draws) -> tuple[Run, Run, Run]:
-        """Three sessions through the same peers, step by step in turn.
+        """Three sessions through the same peers take turns, step by step.
 
-        One that cannot recover, one that can, and one as users have it: which keeps receipts too.
+        The first cannot recover. The second can. The third is as users have it, and keeps receipts too.
         """
         bare, recovers, usual = Run(), Run(), Run()
         router = self._router(draws)
@@ -167,7 +167,7 @@ class Strategies:
             self._open(router, self._whole, shape.tokens, recovers=True) as other,
             self._router(draws).open_session(shape.tokens, Codec.RAW) as third,
         ):
-            assert one.route == other.route == third.route  # drawn alike
+            assert one.route == other.route == third.route  # the draws are the same
             turns = deque([(one, bare), (other, recovers), (third, usual)])
             for window in shape.timed:
                 for session, _ in turns:
@@ -179,7 +179,7 @@ class Strategies:
         return bare, recovers, usual
 
     async def prefill_s(self, recovery: Recovery, draws: Draws) -> float:
-        """What a server of its span, that has nothing else to do, takes to read the positions of `recovery`."""
+        """The time that an idle server needs to prefill the positions of `recovery`, with that span."""
         hidden = b"".join(self.rows[: recovery.positions])
         async with self._open(self._router(draws), recovery.span, recovery.positions) as session:
             began_s = time.perf_counter()
@@ -187,7 +187,7 @@ class Strategies:
             return time.perf_counter() - began_s
 
     def choices(self, run: Run) -> dict[int, int]:
-        """The likeliest token at each position after one that the run timed. Blocks."""
+        """The likeliest token after each position that the run timed, by its own position. Blocks."""
         positions = sorted(run.outputs)
         hidden = from_bytes(b"".join(run.outputs[each] for each in positions), self.parts.model.hidden_size)
         scored = [self.parts.ends.logits(part).argmax(-1) for part in hidden.split(SCORED_AT_ONCE)]
@@ -202,7 +202,7 @@ class Strategies:
     async def _until_through(
         self, shape: Shape, draws: Draws, run: Run, work: Callable[[InferenceSession], Awaitable[None]]
     ) -> None:
-        """Do `work` with sessions that do not recover, until it is done with one. Opening the first does not count."""
+        """Do `work` in sessions without recovery, until one finishes it. The time to open the first does not count."""
         router, lost = self._router(draws), set[PeerId]()
         await self._connect_all()
         while True:
@@ -230,7 +230,7 @@ class Strategies:
     async def _step(
         self, session: InferenceSession, positions: range, draws: Draws, attempts: Counter[int], run: Run
     ) -> None:
-        """Give the session the positions, going back to their first if need be. What fails counts as well."""
+        """Run the positions, and first roll the session back to them if needed. A failed attempt counts too."""
         step, known, broken = positions[-1], len(session.recoveries), self.network.broken
         stages = draws.failing(step, attempts[step])
         attempts[step] += 1
@@ -250,7 +250,7 @@ class Strategies:
         run.indirect += not all(hop.direct for hop in session.timings[1:])
 
     def _router(self, draws: Draws) -> Router:
-        """It has banned nobody yet, and chooses between equal peers as the draws' seed has it."""
+        """A router without any bans. The draws' seed decides between equal peers."""
         return Router(PeerFinder(self.parts.model, self.pool, self.swarm, self.policy, random.Random(draws.seed)))
 
     @asynccontextmanager
@@ -263,7 +263,7 @@ class Strategies:
         *,
         recovers: bool = False,
     ) -> AsyncIterator[InferenceSession]:
-        """A session without receipts; it recovers from failures only if it is told to."""
+        """A session without receipts. It recovers from failures only if it is told to."""
         route, connections = await router.finder.find(span, max_length, avoid, hurry=True)
         terms = SessionTerms(self.parts.model, max_length, Codec.RAW, self.policy)
         tools = SessionTools(router.finder if recovers else None)
@@ -271,7 +271,7 @@ class Strategies:
             yield session
 
     async def _connect_all(self) -> None:
-        """The spares are hot: every run begins with a link to each."""
+        """Connect to the spare servers too, so that every run begins with a link to each."""
         for address in self.addresses:
             self.pool.network.vouch([address])
             await self.pool.connect([address])
@@ -281,7 +281,7 @@ class Strategies:
 async def open_strategies(
     addresses: Sequence[str], parts: ClientParts, text: Sequence[int]
 ) -> AsyncIterator[Strategies]:
-    """A client of the servers at `addresses`, which know each other when it begins. Raises TooSlowError."""
+    """A client of the servers at `addresses`. They know each other when it begins. Raises TooSlowError."""
     async with (
         open_network([], LinkPolicy()) as dialling,
         open_pool(network := FailingNetwork(dialling)) as pool,
@@ -291,7 +291,7 @@ async def open_strategies(
         with trio.fail_after(SETTLE_S):
             while len(online(swarm.view.of_model(parts.model.digest))) < len(addresses):
                 await swarm.meet_all(addresses)
-            await swarm.meet_all(addresses)  # now we know all, and each hears of all from us
+            await swarm.meet_all(addresses)  # now we know all of them, and each hears of the others from us
         nursery.start_soon(swarm.run)
         rows = [to_bytes(row) for row in parts.ends.embed(list(text), 0)]
         yield Strategies(parts, text, network, pool, swarm, addresses, rows)

@@ -1,8 +1,8 @@
 """`tests/bench/run table1`: Table 1 of the Petals paper (ICLR version, section 4.1), with our servers and our client.
 
-Steps a second of one sequence through four stages, when each send to a stage fails with some probability: of a session
-that recovers, of one that starts from scratch after each failure, and without any cache. The text is given, so that all
-do the same work; what each output would choose next is compared with transformers in one process, off the clock.
+It counts the steps a second of one sequence through four stages. Each send to a stage fails with some probability.
+It compares a session that recovers, one that starts from scratch after each failure, and no cache at all. All run the
+same given text. The next tokens that they would choose are compared with transformers in one process, off the clock.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ RECOVERS, RESTARTS, NO_CACHE = "a session of llmnode", "restarts from scratch", 
 LEAST_SPEED = {128: 0.85, 512: 0.6, 1024: 0.6}
 MOST_OVERHEAD_PERCENT = 2
 RESTARTED = 3
-"""Restarts are run if the draws have them take so many times the text's steps. Else they are calculated, up to"""
+"""Restarts are really run if the draws let them finish within this multiple of the text's steps."""
 CALCULATED = 100
-"""so many. Beyond, they did not finish in a reasonable time, as in the paper."""
+"""Up to this multiple they are calculated. Beyond it they "did not finish in a reasonable time", as in the paper."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much there is to measure. `rates` of failure begin with none."""
+    """The size of the measurement. The first of the failure `rates` is 0."""
 
     stages: int
     rates: Sequence[float]
@@ -56,23 +56,23 @@ class Extent:
 
 FULL = Extent(4, (0.0, 1e-4, 1e-3, 1e-2), (Shape(128, 1, 128, 8), Shape(1024, 8, 32, 4)))
 THIN = Extent(2, (0.0, 2e-2), (Shape(128, 2, 25, 2), Shape(512, 2, 13, 1)))
-"""Half the stages, that fail twice as often: a step meets as many failures."""
+"""It has half the stages, at twice the failure rate: a step meets the same number of failures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Of a step that met failures: how much longer it took than others, and the parts of that."""
+    """The extra time of a step that met failures, and the parts of that time."""
 
     all_s: float
     replace_s: float
-    """Until the lost stages were replaced."""
+    """The time until the lost stages were replaced."""
     prefill_s: float
-    """What reading the lost positions takes at least."""
+    """The least time that a prefill of the lost positions takes."""
 
 
 @dataclass(slots=True)
 class Judgement:
-    """What transformers says of all that the runs would have chosen; and how many steps went by way of the client."""
+    """How transformers judges all tokens that the runs would have chosen. `indirect` steps went through the client."""
 
     indirect: int = 0
     choices: int = 0
@@ -123,13 +123,13 @@ class _Bench:
     judgement: Judgement = field(default_factory=Judgement)
 
     async def warm_up(self) -> None:
-        """Every server, and what comes with a failure."""
+        """Warm up every server, and the code that handles a failure."""
         print("warming up", file=sys.stderr)
         shape = Shape(64, 2, 8, 1)
         await self._judge(await self.strategies.recover(shape, Draws("warm-up", 0.1, self.extent.stages)))
 
     async def play_round(self, number: int, rounds: int) -> None:
-        """All strategies, each at all rates, one after the other: with the same failures."""
+        """Run all strategies at all rates, one after the other, with the same failures."""
         rates, stages = self.extent.rates, self.extent.stages
         for table in self.tables:
             steps = [step for window in table.shape.timed for step in window]
@@ -162,7 +162,7 @@ class _Bench:
         return run.steps_per_s, run.note
 
     async def _restart(self, table: _Table, draws: Draws) -> tuple[float | None, str]:
-        """Run if it is done soon; else calculated from the same failures and what steps took without any."""
+        """Run the restarts if that ends soon. Else calculate them, from the same failures and the undisturbed steps."""
         tokens = table.shape.tokens
         if draws.rate:
             restarts = await trio.to_thread.run_sync(
@@ -196,40 +196,40 @@ class _Bench:
 
 @dataclass(slots=True)
 class _Table:
-    """What one length of text came to."""
+    """The results for one length of text."""
 
     shape: Shape
     speeds: dict[tuple[str, float], list[float | None]] = field(default_factory=dict)
-    """In steps a second, by strategy and failure rate, of each round; None of what did not finish."""
+    """Steps a second of each round, by strategy and failure rate; None if a run did not finish."""
     undisturbed_shares: dict[float, list[float]] = field(default_factory=dict)
     pauses: dict[float, list[Pause]] = field(default_factory=dict)
     calculated: set[float] = field(default_factory=set)
-    """Failure rates at which restarts were."""
+    """The failure rates at which restarts were calculated."""
     undisturbed: Run = field(default_factory=Run)
-    """The latest of sessions that would restart."""
+    """The last run of a session that would restart, at rate 0."""
     bare_s: list[float] = field(default_factory=list)
     recovers_s: list[float] = field(default_factory=list)
     usual_s: list[float] = field(default_factory=list)
-    """Of the same steps: in a session that cannot recover, in one that can, and in one with receipts too."""
+    """Seconds of the same steps in three sessions: without recovery, with it, and with receipts too."""
 
     def step_s(self) -> list[float]:
-        """Of each position, without failures; between those that were timed, along a line."""
+        """The time of the step at each position, without failures. Between timed steps it is interpolated."""
         steps = self.undisturbed.steps
         timed, seconds = [step.position for step in steps], [step.seconds for step in steps]
         return list(np.interp(range(self.shape.tokens), timed, seconds).tolist())
 
     @property
     def recovery_percent(self) -> Interval:
-        """What being able to recover adds to a step."""
+        """The time that the ability to recover adds to a step."""
         return change_percent(self.bare_s, self.recovers_s)
 
     @property
     def overhead_percent(self) -> Interval:
-        """What that and receipts add."""
+        """The time that this and receipts add to a step."""
         return change_percent(self.bare_s, self.usual_s)
 
     def shares(self, name: str, rate: float) -> list[float]:
-        """Of the speed without failures in the same round."""
+        """The speeds at `rate`, each as a share of the speed without failures in the same round."""
         pairs = zip(self.speeds[name, rate], self.speeds[name, 0.0], strict=True)
         return [with_failures / without for with_failures, without in pairs if with_failures and without]
 
@@ -269,7 +269,7 @@ class _Table:
         return f"{timed}; at {rates} calculated" if name == RESTARTS and rates else timed
 
     def _recovery(self, pauses: Sequence[Pause]) -> Row:
-        """Of steps at the highest failure rate."""
+        """A row of the pauses at the highest failure rate."""
         if not pauses:
             return {"pauses": 0}
         return {

@@ -1,7 +1,7 @@
 """A peer for `tests/bench/run transport` and the interop tests, with our transport, py-libp2p's own, or bare TCP.
 
-Does as the program in `tests/interop/go`: says on stdout where it listens, then does what it is told on stdin; a JSON
-object a line, both ways. It ends with its stdin. For whom to steer it: `steered.py`.
+It behaves as the program in `tests/interop/go`: it prints where it listens, and then obeys orders on stdin. Orders and
+answers are a JSON object a line. It ends with its stdin. `steered.py` steers it.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from libp2p.abc import IHost, INetStream
     from libp2p.network.stream.net_stream import NetStream
 
-ECHO = "/llmnode-test/echo/1"  # a length of 4 bytes and as many bytes: the same back
-SINK = "/llmnode-test/sink/1"  # a length of 8 bytes and as many bytes: one byte back
-DIGEST = "/llmnode-test/digest/1"  # as sink, but their SHA-256 back
-SOURCE = "/llmnode-test/source/1"  # a length of 8 bytes: as many bytes back
+ECHO = "/llmnode-test/echo/1"  # takes a length of 4 bytes and those bytes: answers with the same
+SINK = "/llmnode-test/sink/1"  # takes a length of 8 bytes and those bytes: answers with one byte
+DIGEST = "/llmnode-test/digest/1"  # takes the same as sink: answers with their SHA-256
+SOURCE = "/llmnode-test/source/1"  # takes a length of 8 bytes: answers with that number of bytes
 PROTOCOLS = (ECHO, SINK, DIGEST, SOURCE)
 BLOCK_BYTES = 1 << 20
 LISTEN = Multiaddr("/ip4/127.0.0.1/tcp/0")
@@ -58,7 +58,7 @@ LOOK_EVERY_S = 0.01
 
 class Stream(Protocol):
     async def read(self, n: int) -> bytes:
-        """Up to so many bytes. At the end it raises, or returns none."""
+        """Up to `n` bytes. At the end it raises, or returns no bytes."""
 
     async def write(self, data: bytes) -> None: ...
 
@@ -76,7 +76,7 @@ class Node(Protocol):
     async def open(self, peer: str, protocol: str) -> Stream: ...
 
 
-# What it serves
+# The protocols that it serves
 
 
 async def _exactly(stream: Stream, count: int) -> bytes:
@@ -136,7 +136,7 @@ async def _serve(stream: Stream, protocol: str) -> None:
 
 
 class OurStream:
-    """As links use it: past py-libp2p's stream around it, whose lock switches tasks at each call."""
+    """A stream as links use it: without py-libp2p's wrapper, whose lock switches tasks at each call."""
 
     def __init__(self, stream: NetStream, muxed: YamuxStream) -> None:
         self.read, self.write, self.close = muxed.read, muxed.write, stream.close
@@ -149,7 +149,7 @@ def _as_used(stream: INetStream) -> Stream:
 
 
 class Libp2pNode:
-    """Over a host that runs."""
+    """A peer over a running host."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class Libp2pNode:
 
     async def disconnect(self, peer: str) -> None:
         await self._host.disconnect(ID.from_string(peer))
-        # It would dial whatever address it has heard of since, and not the one it is given.
+        # Else it would dial an address that it has heard of since, and not the given one.
         self._host.get_peerstore().clear_addrs(ID.from_string(peer))
 
     async def open(self, peer: str, protocol: str) -> Stream:
@@ -184,7 +184,7 @@ class Libp2pNode:
         return time.perf_counter() - began
 
     async def protocols(self, peer: str) -> list[str]:
-        """That it says it speaks, once it has said so."""
+        """The protocols of `peer`, once it has told them."""
         store = self._host.get_peerstore()
         while True:
             with suppress(PeerStoreError):
@@ -216,7 +216,7 @@ class TcpStream:
 
 
 class TcpNode:
-    """A connection for each stream: neither encrypted nor shared. Its first byte names the protocol."""
+    """A TCP connection for each stream, neither encrypted nor shared. Its first byte names the protocol."""
 
     def __init__(self, port: int) -> None:
         self.address = self.peer = f"127.0.0.1:{port}"
@@ -267,7 +267,7 @@ async def _serve_tcp(raw: trio.SocketStream) -> None:
         await _serve(stream, PROTOCOLS[first[0]])
 
 
-# What it does when it is told to
+# The orders that it obeys
 
 
 async def _obey(node: Node, told: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
@@ -315,7 +315,7 @@ async def _repeated(times: int, once: Callable[[], Awaitable[object]]) -> dict[s
 
 
 async def _beside(node: Node, told: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
-    """Small echoes for as long as one stream sends."""
+    """Small echoes while one stream sends."""
     stream = await node.open(told["peer"], ECHO)
     took: list[float] = []
     async with trio.open_nursery() as nursery:
@@ -343,14 +343,14 @@ async def _echo(stream: Stream, size: int) -> None:
 
 
 async def _open_served(node: Node, peer: str, protocol: str) -> Stream:
-    """One to send over, that the other side has taken up; rust-libp2p drops some of those that come at once."""
+    """A stream to send over, which the other side has accepted. rust-libp2p drops some of several that come at once."""
     stream = await node.open(peer, protocol)
     await _send(stream, 0, protocol)
     return stream
 
 
 async def _send_all(streams: Sequence[Stream], count: int, protocol: str) -> None:
-    """So many bytes over each, at once."""
+    """Send `count` bytes over each stream, all at once."""
     async with trio.open_nursery() as nursery:
         for stream in streams:
             nursery.start_soon(_send, stream, count, protocol)

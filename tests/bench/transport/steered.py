@@ -1,4 +1,4 @@
-"""Peers in processes of their own, that are told what to do: for `tests/bench/run transport` and the interop tests."""
+"""Peers in processes of their own, which obey orders: for `tests/bench/run transport` and the interop tests."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 ROOT = TESTS.parent
 SOURCES = TESTS / "interop"
 BUILD_S = 600
-"""For the first build, that fetches hundreds of packages."""
+"""The first build fetches hundreds of packages."""
 
 
 class PeerFailed(LlmnodeError):
-    """A peer could not do what it was told."""
+    """A peer could not obey an order."""
 
 
 class SteeredPeer:
-    """One task tells it something at a time. Made by `steer`."""
+    """One task at a time gives it orders. Made by `steer`."""
 
     def __init__(self, process: trio.Process) -> None:
         self.address = ""
@@ -39,12 +39,12 @@ class SteeredPeer:
         self._rest = b""
 
     async def begin(self) -> None:
-        """Until it listens. Raises ServerDied."""
+        """Wait until it listens. Raises ServerDied."""
         ready = await self._answer()
         self.address, self.peer = ready["address"], ready["peer"]
 
     async def tell(self, do: str, **order: object) -> dict[str, Any]:  # Any: JSON
-        """Its answer. Raises PeerFailed, or ServerDied."""
+        """Give an order, and return the answer. Raises PeerFailed, or ServerDied."""
         assert self._process.stdin is not None
         await self._process.stdin.send_all(json.dumps({"do": do, **order}).encode() + b"\n")
         answer = await self._answer()
@@ -65,14 +65,15 @@ class SteeredPeer:
 
 
 def python_peer(kind: str) -> list[str]:
-    """The command of one that speaks as `kind` says: llmnode, py-libp2p or tcp."""
+    """The command of a peer with the transport `kind`: llmnode, py-libp2p or tcp."""
     return [sys.executable, "-P", *as_program("bench.transport.peers"), kind]
 
 
 def go_peer(folder: Path) -> list[str]:
-    """The command of go-libp2p's, built into `folder`: seconds, and minutes the first time.
+    """The command of the go-libp2p peer. It is built into `folder`, in seconds, and in minutes the first time.
 
-    Raises ConfigError if there is no Go, no source (it is in the repository, not in the package), or no way to build.
+    Raises ConfigError without Go, without the source (it is in the repository, not in the package), or if it does not
+    build.
     """
     program = folder / "peer"
     _build("go", "https://go.dev/dl", ["build", "-o", str(program), "."])
@@ -80,7 +81,7 @@ def go_peer(folder: Path) -> list[str]:
 
 
 def rust_peer() -> list[str]:
-    """The command of rust-libp2p's, built where all of this checkout's Rust is. Raises as `go_peer`."""
+    """The command of the rust-libp2p peer. It is built in this checkout's target folder. Raises as `go_peer`."""
     target = ROOT / "target"
     _build("cargo", "https://rustup.rs", ["build", "--quiet", "--locked", "--target-dir", str(target)])
     return [str(target / "debug" / "llmnode-interop")]
@@ -106,12 +107,12 @@ def _build(tool: str, where_from: str, arguments: Sequence[str]) -> None:
 
 @asynccontextmanager
 async def steer(command: Sequence[str]) -> AsyncIterator[SteeredPeer]:
-    """A peer that listens. It ends with the context, or with this process."""
+    """A listening peer. It ends with the context, or with this process."""
     process = await trio.lowlevel.open_process(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        start_new_session=True,  # a Ctrl-C in the terminal is ours alone
+        start_new_session=True,  # a Ctrl-C in the terminal does not reach it
     )
     try:
         peer = SteeredPeer(process)

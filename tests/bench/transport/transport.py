@@ -1,7 +1,7 @@
 """`tests/bench/run transport`: our transport beside go-libp2p, py-libp2p as it is, and bare TCP, in one run.
 
-Of each kind two peers, each a process, one of which dials the other: directly, and through proxies that make the link
-long or narrow. What is sent is the same, and measured by who sends it (`peers.py`, `tests/interop/go`).
+There are two peers of each kind, in a process each. One dials the other: directly, and through proxies that make the
+link long or narrow. All send the same, and the sender measures it (`peers.py`, `tests/interop/go`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 OURS, GO = "llmnode", "go-libp2p"
 PYTHON = (OURS, "py-libp2p", "tcp")
 MESSAGE_BYTES = 16 << 10
-SMALL_BYTES = 2304  # as one position of SmolLM2 in fp32
+SMALL_BYTES = 2304  # the size of one position of SmolLM2 in fp32
 OPEN_BYTES = 1 << 10
 STREAMS = 8
 CONNECTS = 5
@@ -47,7 +47,7 @@ MOST_BESIDE = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Between two peers, and how much to send over it."""
+    """A kind of link between two peers, and the amount to send over it."""
 
     name: str
     round_trip_s: float
@@ -71,7 +71,7 @@ ALONE, BESIDE = "small alone, p99, ms", "small beside bulk, p99, ms"
 
 @dataclass(slots=True)
 class _Variant:
-    """One kind over one way."""
+    """One kind of peer over one kind of link."""
 
     kind: str
     way: Way
@@ -124,7 +124,7 @@ async def run(options: Options) -> Report:
 
 
 async def _measure(variant: _Variant, scale: float) -> dict[str, float]:
-    """One round. Connections are made anew: the windows of streams begin small."""
+    """One round, over new connections, since the windows of streams begin small."""
     dialer, peer, way = variant.dialer, variant.server.peer, variant.way
     connects: list[float] = []
     for _ in range(CONNECTS if way is NEAR else 1):
@@ -153,12 +153,12 @@ async def _measure(variant: _Variant, scale: float) -> dict[str, float]:
 
 
 async def _cpu_s(variant: _Variant) -> float:
-    """Of both processes."""
+    """The CPU time of both processes."""
     return float((await variant.dialer.tell("cpu"))["seconds"] + (await variant.server.tell("cpu"))["seconds"])
 
 
 def _where(address: str) -> Address:
-    """Of `/ip4/HOST/tcp/PORT/...`, or of `HOST:PORT`."""
+    """The host and port of `/ip4/HOST/tcp/PORT/...`, or of `HOST:PORT`."""
     if address.startswith("/"):
         _, _, host, _, port, *_ = address.split("/")
     else:
@@ -172,7 +172,7 @@ def _moved(address: str, to: Address) -> str:
 
 
 def _aims(variants: Sequence[_Variant]) -> Iterator[Aim]:
-    """Each round is compared with the other kind's of the same round."""
+    """Each round is compared with the same round of the other kind."""
     for way in WAYS:
         at = f"at {way.name}"
         here = {variant.kind: variant.series for variant in variants if variant.way is way}
