@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from llmnode.errors import ConfigError, LlmnodeError, single_error
-from llmnode.models.sources.cache_folder import cache_folder
+from llmnode.machine.cache_folder import cache_folder
 from llmnode.models.sources.online import keep_libraries_offline
 from llmnode.node.commands import (
     bench,

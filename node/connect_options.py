@@ -44,7 +44,7 @@ class Access:
     def generation_config(self) -> GenerationConfig:
         """The model's, from its own files. Raises ConfigError or ModelError."""
         from llmnode.models.generation_config import generation_config
-        from llmnode.models.sources.open_model import open_model
+        from llmnode.models.open_model import open_model
 
         return generation_config(open_model(self.model, say))
 
@@ -56,7 +56,7 @@ class Access:
             from llmnode.client.portal import open_portal
             from llmnode.core.policy import ClientPolicy, RelayedPolicy, SpotCheckPolicy
             from llmnode.machine.threads import use_threads
-            from llmnode.models.sources.open_model import open_model
+            from llmnode.models.open_model import open_model
         use_threads()
         checks, relayed = SpotCheckPolicy(self.spot_check), RelayedPolicy(prefill=self.relayed_prefill)
         policy = ClientPolicy(spot_checks=checks, relayed=relayed)

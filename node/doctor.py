@@ -25,9 +25,9 @@ from llmnode.core.route import uncovered
 from llmnode.core.span import Span
 from llmnode.core.view import online
 from llmnode.errors import ConfigError, ModelError, PeerError, PeerRefused, single_error
+from llmnode.machine.cache_folder import cache_folder
 from llmnode.machine.startup import collection_paused
 from llmnode.machine.threads import usable_cores
-from llmnode.models.sources.cache_folder import cache_folder
 from llmnode.node.reach import explain
 from llmnode.node.watching import DOUBLE_FIX
 
@@ -170,8 +170,8 @@ def _check_model(doctor: Doctor) -> ModelFolder | None:
     """And the memory that it takes. Blocks for seconds."""
     import torch
 
+    from llmnode.models.open_model import open_model
     from llmnode.models.size import find_places, measure_size
-    from llmnode.models.sources.open_model import open_model
 
     asked = doctor.config.precision
     device, kind = ("cuda", "GPU memory") if torch.cuda.is_available() else ("cpu", "memory")  # as `llmnode serve`

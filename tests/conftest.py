@@ -17,7 +17,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(scope="session")
 def folder() -> ModelFolder:
-    from llmnode.models.sources.embedded import open_embedded  # which imports torch: few tests ask for it
+    from llmnode.models.embedded import open_embedded  # which imports torch: few tests ask for it
 
     return open_embedded()
 

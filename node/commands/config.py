@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from llmnode.errors import ConfigError
-from llmnode.models.sources.cache_folder import cache_folder
+from llmnode.machine.cache_folder import cache_folder
 from llmnode.node.commands.options import add_command
 from llmnode.node.settings import FILE_VARIABLE, NO_OPTIONS, settings_path, variable_of
 

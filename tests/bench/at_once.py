@@ -16,7 +16,7 @@ from bench.kit.report import Report, Row, ratios, rounds, spread
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
-from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.embedded import open_embedded
 from llmnode.node.processes import all_ready, private_swarm
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from llmnode.compute.executor import SpanExecutor
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.operations import Open, Slice, Truncate
 from llmnode.core.span import Span
+from llmnode.models.embedded import open_embedded
 from llmnode.models.load import load_span
 from llmnode.models.meta_model import ATTENTIONS
-from llmnode.models.sources.embedded import open_embedded
 from llmnode.models.tensors import to_bytes
 
 if TYPE_CHECKING:

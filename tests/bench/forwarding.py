@@ -25,7 +25,7 @@ from llmnode.client.connect import aconnect, load_parts
 from llmnode.core.policy import ClientPolicy, PushPolicy
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
-from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.embedded import open_embedded
 from llmnode.models.tensors import from_bytes, to_bytes
 
 if TYPE_CHECKING:

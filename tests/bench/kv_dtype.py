@@ -17,7 +17,7 @@ from bench.kit.report import Report, Row, quartiles, ratios
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.operations import Open, Slice, Truncate
 from llmnode.core.span import Span
-from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.embedded import open_embedded
 from llmnode.models.tensors import to_bytes
 
 if TYPE_CHECKING:

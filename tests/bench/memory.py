@@ -77,8 +77,8 @@ MAKE = """
 import sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from llmnode.models.blueprint import blueprint_of
-from llmnode.models.sources.open_model import open_model
+from llmnode.models.draw_blueprint import blueprint_of
+from llmnode.models.open_model import open_model
 folder, blocks, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 torch.manual_seed(0)
 config = LlamaConfig(

@@ -17,7 +17,7 @@ from bench.kit.shaped import shaped_swarm
 from llmnode.client.connect import ClientParts, aconnect, load_parts
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
-from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.embedded import open_embedded
 from llmnode.models.tensors import to_bytes
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopP
 from bench.kit.options import add_tokens
 from bench.kit.report import Report, Row, quartiles
 from llmnode.client.sampling import ChoiceTerms, Sampling
-from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.embedded import open_embedded
 from llmnode.models.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

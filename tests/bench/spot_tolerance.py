@@ -21,8 +21,8 @@ from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.model import DTYPES, PRECISIONS
 from llmnode.core.operations import Close, Open, Slice
 from llmnode.core.span import Span
+from llmnode.models.embedded import open_embedded
 from llmnode.models.load import load_ends
-from llmnode.models.sources.embedded import open_embedded
 from llmnode.models.tensors import to_bytes
 from llmnode.models.text.tokenizer import load_tokenizer
 from llmnode.session.recompute import deviations

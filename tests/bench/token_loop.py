@@ -24,7 +24,7 @@ from llmnode.client.connect import aconnect, load_parts
 from llmnode.client.portal import open_portal
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
-from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.embedded import open_embedded
 from llmnode.models.text.streaming import TextStream
 from llmnode.node.processes import all_ready, private_swarm
 

@@ -45,7 +45,7 @@ from transformers.pipelines import TextGenerationPipeline
 
 import llmnode
 from llmnode.client.causal_lm import DistributedModelForCausalLM
-from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.embedded import open_embedded
 from llmnode.node import Node
 
 from .generation.test_utils import GenerationTesterMixin

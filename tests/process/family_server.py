@@ -18,7 +18,7 @@ from llmnode.compute.load_executor import load_executor
 from llmnode.compute.thread_worker import ThreadWorker
 from llmnode.core.policy import LinkPolicy, ServePolicy
 from llmnode.core.span import Span
-from llmnode.models.sources.open_model import open_model
+from llmnode.models.open_model import open_model
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.host import open_network
 from llmnode.node.serve.server import Server

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.embedded import open_embedded
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(200)]
 
 PROGRAM = """
-from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.embedded import open_embedded
 print(open_embedded(print).digest.hex())
 """
 

@@ -14,7 +14,7 @@ import torch
 import trio
 
 from llmnode.core.policy import ClientPolicy
-from llmnode.models.sources.open_model import open_model
+from llmnode.models.open_model import open_model
 from process.small_server import ANSWER_S, connected, expected_tokens
 from reference.small import BLOCKS, CONFIGS, VOCABULARY, deviation, make_model
 

@@ -26,7 +26,7 @@ from llmnode.core.policy import BudgetPolicy, LinkPolicy
 from llmnode.core.route import Hop
 from llmnode.core.span import Span
 from llmnode.errors import PeerError, PeerRefused, PeerUnreachable, SessionLost
-from llmnode.models.sources.open_model import open_model
+from llmnode.models.open_model import open_model
 from llmnode.net.host import LINK_PROTOCOL, open_network
 from llmnode.wire.frame import Frame, FrameDecoder, FrameType
 from llmnode.wire.messages import Description, Refusal, RefusalCode, unpack

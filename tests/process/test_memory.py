@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmnode.core.span import Span
-from llmnode.models.blueprint import blueprint_of
+from llmnode.models.draw_blueprint import blueprint_of
 from llmnode.node.processes import pss_mib, with_worker
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from llmnode.compute.paged_executor import PagedExecutor
 from llmnode.compute.pages import PagePool
 from llmnode.core.span import Span
 from llmnode.models import load
-from llmnode.models.blueprint import blueprint_of
+from llmnode.models.draw_blueprint import blueprint_of
 from llmnode.models.load import load_ends, load_span
 from llmnode.models.sources.folder import ModelFolder
 from reference.small import KV_TOKENS, Cut

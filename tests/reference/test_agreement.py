@@ -10,9 +10,9 @@ from llmnode.compute.load_executor import load_executor
 from llmnode.core.model import PRECISIONS
 from llmnode.core.operations import Open, Slice
 from llmnode.core.span import Span
+from llmnode.models.embedded import open_embedded
 from llmnode.models.load import load_ends
 from llmnode.models.native import MOST_POSITIONS
-from llmnode.models.sources.embedded import open_embedded
 from llmnode.models.tensors import to_bytes
 from llmnode.models.text.tokenizer import load_tokenizer
 from llmnode.session.recompute import deviations, tolerance

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from llmnode.errors import ModelError
-from llmnode.models.blueprint import blueprint_of, kept_blueprint, plan_of
+from llmnode.models.blueprint import kept_blueprint
+from llmnode.models.draw_blueprint import blueprint_of, plan_of
 from llmnode.models.sources.checkpoint import CONFIG_FILE
 from reference.small import BLOCKS, VOCABULARY, cut, deviation, make_model, open_saved, session
 
@@ -53,7 +54,7 @@ def test_it_is_drawn_once_and_kept(case: str, tmp_path: Path, monkeypatch: pytes
     make_model(case, tied=False).save_pretrained(tmp_path)
     drawn, info = blueprint_of(open_saved(tmp_path)), open_saved(tmp_path).info
     assert drawn is not None and (len(drawn.blocks), drawn.hidden_size) == (BLOCKS, info.hidden_size)
-    monkeypatch.setattr("llmnode.models.blueprint.without_weights", None)
+    monkeypatch.setattr("llmnode.models.draw_blueprint.without_weights", None)
     assert blueprint_of(open_saved(tmp_path)) == drawn
     assert open_saved(tmp_path).info == info
     changed = {**json.loads((tmp_path / CONFIG_FILE).read_text()), "rms_norm_eps": 1e-3}

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError
 from llmnode.models.load import load_ends, load_span
+from llmnode.models.open_model import open_model
 from llmnode.models.size import measure_size
 from llmnode.models.sources.checkpoint import (
     ADAPTER_FILE,
@@ -24,7 +25,6 @@ from llmnode.models.sources.checkpoint import (
     shard_names,
     weights_file,
 )
-from llmnode.models.sources.open_model import open_model
 from llmnode.models.text.tokenizer import load_tokenizer
 from reference.folder_faults import PAGE, POINTER
 from reference.small import cut, make_model, open_saved, session

@@ -10,8 +10,8 @@ import torch
 
 from llmnode.client.generate import check_length
 from llmnode.errors import ConfigError, ModelError
-from llmnode.models.blueprint import blueprint_of
 from llmnode.models.context import Context, context_of
+from llmnode.models.draw_blueprint import blueprint_of
 from llmnode.models.families import FAMILIES
 from llmnode.models.ropes import KNOWN_ROPES
 from llmnode.models.sources.checkpoint import CONFIG_FILE

@@ -21,9 +21,9 @@ from llmnode.compute.load_executor import load_executor
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError
 from llmnode.models.families import FAMILIES
-from llmnode.models.fused import join_products
+from llmnode.models.layers import join_products
 from llmnode.models.load import load_ends
-from llmnode.models.sources.open_model import open_model
+from llmnode.models.open_model import open_model
 from reference.folder_faults import FAULTS, HARMLESS
 from reference.small import KV_TOKENS, Cut, make_model, session
 

@@ -14,7 +14,7 @@ from llmnode.core.model import Precision
 from llmnode.core.span import Span
 from llmnode.errors import ModelError
 from llmnode.models.families import FAMILIES, Family
-from llmnode.models.fused import join_products
+from llmnode.models.layers import join_products
 from llmnode.models.load import load_ends, load_span
 from llmnode.models.sources import folder as folder_module
 from llmnode.models.sources.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE

@@ -18,10 +18,10 @@ from gguf import GGMLQuantizationType
 
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError
+from llmnode.machine.cache_folder import cache_folder
 from llmnode.models.load import load_span
-from llmnode.models.sources.cache_folder import cache_folder
+from llmnode.models.open_model import open_model
 from llmnode.models.sources.checkpoint import CONFIG_FILE, SINGLE_FILE
-from llmnode.models.sources.open_model import open_model
 from llmnode.models.text.tokenizer import load_tokenizer
 from reference.gguf_files import File, of_model
 from reference.small import BLOCKS, VOCABULARY, cut, deviation, make_model, session

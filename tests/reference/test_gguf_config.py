@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType, Keys
 from llmnode.errors import ModelError
 from llmnode.models.gguf.config import MODEL_TYPES, config_of
 from llmnode.models.gguf.file import open_file
-from llmnode.models.sources.open_model import open_model
+from llmnode.models.open_model import open_model
 from reference.gguf_files import File, of_any_model
 from reference.small import VOCABULARY, WINDOW, make_model
 

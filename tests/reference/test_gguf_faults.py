@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from llmnode.errors import ConfigError, ModelError
-from llmnode.models.sources.cache_folder import cache_folder
+from llmnode.machine.cache_folder import cache_folder
+from llmnode.models.open_model import open_model
 from llmnode.models.sources.checkpoint import SINGLE_FILE
-from llmnode.models.sources.open_model import open_model
 from llmnode.models.text.tokenizer import load_tokenizer
 from reference.gguf_files import File, byte_tokens, of_model
 from reference.small import make_model

@@ -14,7 +14,7 @@ from llmnode.errors import ModelError
 from llmnode.models.gguf.file import open_file
 from llmnode.models.gguf.generation import generation_config_of
 from llmnode.models.gguf.tokenizer import GgufTokenizer
-from llmnode.models.sources.open_model import open_model
+from llmnode.models.open_model import open_model
 from llmnode.models.text.tokenizer import load_tokenizer
 from reference.gguf_files import File, of_any_model
 from reference.small import make_model

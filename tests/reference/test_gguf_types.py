@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 
 from llmnode.errors import ModelError
 from llmnode.models.gguf.file import open_file, readable_types
+from llmnode.models.open_model import open_model
 from llmnode.models.sources.checkpoint import SINGLE_FILE
-from llmnode.models.sources.open_model import open_model
 from reference.gguf_files import File, of_model
 from reference.small import make_model
 

@@ -21,11 +21,11 @@ from huggingface_hub import constants, file_download
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError
 from llmnode.models.load import load_ends, load_span
+from llmnode.models.open_model import open_model
 from llmnode.models.sources import download
 from llmnode.models.sources.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from llmnode.models.sources.folder import open_folder
 from llmnode.models.sources.identity import hub_weights
-from llmnode.models.sources.open_model import open_model
 from llmnode.models.text.tokenizer import load_tokenizer
 from reference.hub import NAME, Hub, Repository, new_caches, save_sharded, sha256, the_hub
 from reference.small import BLOCKS, VOCABULARY, cut, deviation, make_model, session
@@ -258,7 +258,7 @@ assert constants.HF_HUB_OFFLINE
 constants.DOWNLOAD_CHUNK_SIZE = 1024
 from llmnode.core.span import Span
 from llmnode.models.load import load_span
-from llmnode.models.sources.open_model import open_model
+from llmnode.models.open_model import open_model
 load_span(open_model("org/small", lambda line: print(line, flush=True)), Span(0, 1), "sdpa")
 """
 

@@ -12,10 +12,10 @@ from huggingface_hub import constants
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError
 from llmnode.models.load import load_ends, load_span
+from llmnode.models.open_model import open_model
 from llmnode.models.sources.checkpoint import ADAPTER_FILE, CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from llmnode.models.sources.folder import open_folder
 from llmnode.models.sources.identity import hub_weights
-from llmnode.models.sources.open_model import open_model
 from reference.hub import NAME, Hub, Repository, save_sharded, sha256, the_hub
 from reference.small import make_model
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from llmnode.core.identity import explain_difference, is_variant
 from llmnode.errors import ModelError
+from llmnode.models.open_model import open_model
 from llmnode.models.sources import identity
 from llmnode.models.sources.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, shard_names
-from llmnode.models.sources.open_model import open_model
 from reference.small import make_model
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from llmnode.compute.load_executor import load_executor
 from llmnode.core.identity import is_variant
 from llmnode.core.span import Span
 from llmnode.models import load
-from llmnode.models.blueprint import blueprint_of
+from llmnode.models.draw_blueprint import blueprint_of
 from llmnode.models.load import load_span
 from llmnode.models.sources.folder import ModelFolder
 from llmnode.models.weights import quantized_cache as kept_module

@@ -14,11 +14,11 @@ from torch.nn.functional import linear
 from llmnode.compute.attention import ATTENTION
 from llmnode.compute.loading import SpanLoader, Wanted
 from llmnode.core.span import Span
+from llmnode.models.embedded import open_embedded
 from llmnode.models.load import found_block_bytes, load_ends, load_span, tensor_bytes
 from llmnode.models.native import MOST_POSITIONS
+from llmnode.models.packed_ends import NarrowEmbedding, NarrowHead
 from llmnode.models.size import measure_size
-from llmnode.models.sources.embedded import open_embedded
-from llmnode.models.weights.packed_ends import NarrowEmbedding, NarrowHead
 from llmnode.models.weights.packed_linear import HALVES, HalfLinear, Q4Linear, Q8Linear
 from reference.small import BLOCKS, HIDDEN_SIZE, VOCABULARY, Cut, cut, make_model, open_saved, session
 

@@ -17,9 +17,9 @@ from llmnode.core.identity import how_other
 from llmnode.core.model import PRECISIONS
 from llmnode.core.policy import ClientPolicy, LinkPolicy
 from llmnode.errors import ConfigError, single_error
+from llmnode.models.embedded import open_embedded
 from llmnode.models.generation_config import generation_config
 from llmnode.models.load import load_ends
-from llmnode.models.sources.embedded import open_embedded
 from llmnode.models.text.tokenizer import find_tokenizer
 from llmnode.net.addresses import parse_peer
 from llmnode.net.swarm_key import Entry, entry

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import trio
 
+from llmnode.models.packed_ends import MOST_ROWS
 from llmnode.models.text.vocabulary import check_tokens
-from llmnode.models.weights.packed_ends import MOST_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

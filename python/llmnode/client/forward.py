@@ -13,7 +13,7 @@ import torch
 from llmnode.client.versions import chosen_indices
 from llmnode.core.texts.beams import first_alike
 from llmnode.errors import ConfigError
-from llmnode.models.weights.packed_ends import MOST_ROWS
+from llmnode.models.packed_ends import MOST_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -10,7 +10,7 @@ from llmnode.client.causal_lm import DistributedModelForCausalLM
 from llmnode.client.connect import aconnect, aresume, load_parts
 from llmnode.client.portal import open_portal
 from llmnode.core.policy import ClientPolicy, RelayedPolicy, SpotCheckPolicy
-from llmnode.models.sources.open_model import open_model
+from llmnode.models.open_model import open_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

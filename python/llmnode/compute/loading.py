@@ -57,7 +57,7 @@ class SpanLoader:
     def open_model(self) -> ModelInfo:
         with collection_paused():
             from llmnode.machine.threads import use_threads
-            from llmnode.models.sources.open_model import open_model
+            from llmnode.models.open_model import open_model
 
             use_threads(self._wanted.threads)
             self._folder = open_model(self._wanted.model, self._report)

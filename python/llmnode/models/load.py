@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from llmnode.core.span import Span
-from llmnode.models.blueprint import blueprint_of
+from llmnode.models.draw_blueprint import blueprint_of
 from llmnode.models.families import Family, family_of
-from llmnode.models.fused import FusedEnds, FusedSpan, Rotary, join_products, make_block
+from llmnode.models.fused import FusedEnds, FusedSpan
+from llmnode.models.layers import Rotary, join_products, make_block
 from llmnode.models.meta_model import (
     ATTENTIONS,
     check_transparent,
@@ -27,10 +28,10 @@ from llmnode.models.meta_model import (
     without_weights,
 )
 from llmnode.models.native import native_blocks, takes_narrow
+from llmnode.models.packed_ends import keep_ends_narrow
 from llmnode.models.sources.missing import check_complete
 from llmnode.models.text.vocabulary import check_tokens
 from llmnode.models.weights.matmul_choice import use_fastest
-from llmnode.models.weights.packed_ends import keep_ends_narrow
 from llmnode.models.weights.packed_linear import found_narrow, keep_narrow
 from llmnode.models.weights.quantized import check_quantizable, has_experts, quantize_block
 from llmnode.models.weights.quantized_cache import KeptBlocks

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from llmnode._native import LlamaBlocks
-from llmnode.models.fused import ACTIVATIONS, Norm
+from llmnode.models.layers import ACTIVATIONS, Norm
 from llmnode.models.weights.packed_linear import HalfLinear, Q4Linear, Q8Linear
 from llmnode.models.weights.quantized import Int8Linear
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from llmnode._native import _LlamaBlock, _Weight
     from llmnode.models.blueprint import Blueprint
-    from llmnode.models.fused import Rotary
+    from llmnode.models.layers import Rotary
     from llmnode.models.weights.packed_linear import Narrow
 
     _Linear = torch.nn.Linear | Narrow | Int8Linear

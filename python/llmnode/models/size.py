@@ -10,9 +10,9 @@ import torch
 from llmnode.core.model import SAME
 from llmnode.errors import ConfigError
 from llmnode.machine.memory import free_bytes
-from llmnode.models.blueprint import blueprint_of
+from llmnode.models.draw_blueprint import blueprint_of
 from llmnode.models.families import family_of, kv_heads
-from llmnode.models.fused import join_products, make_block
+from llmnode.models.layers import join_products, make_block
 from llmnode.models.load import found_block_bytes, tensor_bytes
 from llmnode.models.meta_model import without_weights
 from llmnode.models.native import takes_narrow

@@ -18,7 +18,7 @@ from transformers import AutoModel
 from bench.kit.report import Row, at_least, spread
 from llmnode import _native
 from llmnode.core.policy import PackPolicy
-from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.embedded import open_embedded
 from llmnode.models.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

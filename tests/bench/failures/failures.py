@@ -26,7 +26,7 @@ from bench.kit.report import Aim, Report, Row, below, exactly, few_near_ties
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.core.policy import ClientPolicy, LinkPolicy
 from llmnode.errors import single_error
-from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.embedded import open_embedded
 from llmnode.models.tensors import to_bytes
 from llmnode.swarm.join import join_swarm
 

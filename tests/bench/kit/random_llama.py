@@ -7,8 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from llmnode.models.sources.embedded import open_embedded
-from llmnode.models.sources.open_model import open_model
+from llmnode.models.embedded import open_embedded
+from llmnode.models.open_model import open_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -28,7 +28,7 @@ from llmnode.client.generate import Generation
 from llmnode.core.policy import LinkPolicy
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
-from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.embedded import open_embedded
 from llmnode.net.host import open_network
 from llmnode.node.batch_generate import AT_ONCE_PER_STAGE
 from llmnode.node.processes import LLMNODE, all_ready, private_swarm

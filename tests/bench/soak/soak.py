@@ -32,7 +32,7 @@ from llmnode.client.connect import aconnect, load_parts
 from llmnode.core.ids import PeerId
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
-from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.embedded import open_embedded
 from llmnode.node.processes import with_worker
 
 if TYPE_CHECKING:

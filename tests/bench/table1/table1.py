@@ -25,7 +25,7 @@ from bench.table1.strategies import Run, Shape, Strategies, open_strategies
 from llmnode.client.connect import load_parts
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
-from llmnode.models.sources.embedded import open_embedded
+from llmnode.models.embedded import open_embedded
 from llmnode.node.processes import all_ready, private_swarm
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmnode.client.ends import SharedEnds
-from llmnode.models.weights.packed_ends import MOST_ROWS
+from llmnode.models.packed_ends import MOST_ROWS
 from unit.in_trio import in_trio
 
 WAIT_S = 20

@@ -24,7 +24,7 @@ from llmnode.core.user_input import (
     split_lines,
 )
 from llmnode.errors import ConfigError
-from llmnode.models.sources.cache_folder import cache_folder
+from llmnode.machine.cache_folder import cache_folder
 from llmnode.net.swarm_key import entry, make_key, read_key, write_invite
 from llmnode.node.generate import read_prompts
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from llmnode.errors import ConfigError, LlmnodeError, ModelError
+from llmnode.machine.cache_folder import cache_folder, require_room, show_bytes
 from llmnode.machine.memory import free_bytes
 from llmnode.models.families import family_of
-from llmnode.models.sources.cache_folder import cache_folder, require_room, show_bytes
 from llmnode.models.sources.checkpoint import CONFIG_FILE, SINGLE_FILE
 from llmnode.models.sources.damage import one_line
 from llmnode.models.sources.folder import ModelFolder, open_folder

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from filelock import FileLock
 
 from llmnode.errors import ModelError
-from llmnode.models.sources.cache_folder import require_room, show_bytes
+from llmnode.machine.cache_folder import require_room, show_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmnode.errors import ConfigError, ModelError
-from llmnode.models.sources.cache_folder import cache_folder, require_room
+from llmnode.machine.cache_folder import cache_folder, require_room
 from llmnode.models.sources.checkpoint import (
     ADAPTER_FILE,
     CONFIG_FILE,

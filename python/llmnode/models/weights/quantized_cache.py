@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from llmnode._native import crc32c
 from llmnode.errors import ModelError
-from llmnode.models.sources.cache_folder import cache_folder, show_bytes
+from llmnode.machine.cache_folder import cache_folder, show_bytes
 from llmnode.models.sources.damage import one_line
 from llmnode.models.sources.folder import read_tensors
 from llmnode.models.weights.disk_eviction import EvictionPolicy, Kept, room_for

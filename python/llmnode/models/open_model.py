@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from llmnode.core.user_input import expand_path
 from llmnode.errors import ConfigError
+from llmnode.models.embedded import EMBEDDED_MODEL, open_embedded
 from llmnode.models.gguf.convert import is_gguf, open_gguf
-from llmnode.models.sources.embedded import EMBEDDED_MODEL, open_embedded
 from llmnode.models.sources.folder import open_folder
 from llmnode.models.sources.hub import open_hub, parse_hub_name
 
