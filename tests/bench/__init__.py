@@ -1,1 +1,1 @@
-"""Benchmarks: what they are and how they are run is in `README.md`."""
+"""Benchmarks. `README.md` says what they are and how to run them."""

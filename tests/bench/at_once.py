@@ -1,6 +1,6 @@
-"""How many texts are worth having under way at once through so many real servers on loopback, by turns.
+"""The number of texts at once that is best for a number of real servers on loopback. All numbers take turns.
 
-What `generate --prompts` does by default is `AT_ONCE_PER_STAGE` (node/batch_generate.py) for each of them.
+`generate --prompts` takes `AT_ONCE_PER_STAGE` texts (node/batch_generate.py) for each server by default.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def run(options: Options) -> Report:
 
 
 async def _speed(client: Client, prompts: list[list[int]], at_once: int) -> float:
-    """Tokens a second, of all texts."""
+    """Tokens a second of all texts together."""
     places = trio.CapacityLimiter(at_once)
 
     async def generate(prompt: list[int]) -> None:

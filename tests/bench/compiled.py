@@ -1,8 +1,8 @@
-"""What `torch.compile` gives a decode's step through blocks of SmolLM2 on a CPU, and what it takes to start.
+"""The gain of `torch.compile` for a decode's step through blocks of SmolLM2 on a CPU, and the time of its start.
 
-One token through ten blocks in fp32 on one thread, by torch as it is, compiled by Inductor, and in Rust (whose weights
-are of as few bits as they need), in turn in one process. Each token looks at itself alone, so all that attention makes
-is its value. Takes a C++ compiler, as Inductor does.
+One token goes through ten blocks in fp32 on one thread: by torch as it is, compiled by Inductor, and in Rust, whose
+weights have as few bits as they need. All take turns in one process. Each token attends to itself alone, so attention
+is just its value. Inductor needs a C++ compiler.
 """
 
 from __future__ import annotations

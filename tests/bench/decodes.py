@@ -1,7 +1,7 @@
-"""How long decodes take, with all blocks of a model: by Rust, by torch, by transformers' own forward, and at the least.
+"""The time of decodes with all blocks of a model: by Rust, by torch, by transformers' own forward, and at the least.
 
-Executors that are alike but for that: each decodes for one session and for eight in every round, one after the other,
-after 100 positions. The least is the products of the linear layers alone, for one row, by torch.
+Executors that differ only in that take turns. After 100 positions each decodes for one session and for eight in every
+round. The least is the time of the linear layers' products alone, for one row, by torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Up to how many positions of one sequence Rust is faster than torch: `MOST_POSITIONS` of `models/native.py`.
 
-One executor with all blocks, through all of them at once and through one after the other as in layered prefill, after
-as many positions as are said; both ways in turn in every round.
+One executor has all blocks. It runs positions through all of them at once, and through one after the other as layered
+prefill does, after a given number of earlier positions. Rust and torch take turns in every round.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BEFORE, POSITIONS, CAPACITY = (0, 1000, 1800), (16, 64, 128, 256, 512), 2816
 
 
 def forward_s(executor: SpanExecutor, before: int, states: torch.Tensor, blocks: int, *, in_rust: bool) -> float:
-    """Through so many blocks at a time."""
+    """The time of a forward that takes `blocks` blocks at a time."""
     hidden, total = to_bytes(states), len(executor.span)
     firsts = range(0, total, blocks)
     pieces = [Slice(SESSION, before, len(states), b"" if at else hidden, at, at + blocks) for at in firsts]

@@ -1,7 +1,7 @@
 """`tests/bench/run forward`: batches of rows through two servers against one process, hidden states in and out.
 
-The rows of a batch are sessions that are stepped together, so that the two servers compute at the same time, each on
-threads of its own. Hence two baselines: transformers' forward of the whole batch on the threads of one server, and on
+The rows of a batch are sessions that are stepped together. So both servers compute at the same time, each on threads of
+its own. Hence there are two baselines: transformers' forward of the whole batch on the threads of one server, and on
 those of both. All take turns within each round.
 """
 
@@ -39,7 +39,7 @@ BATCHES = (1, 16, 64)
 THIN_BATCHES = (1, 4)
 SERVERS = 2
 LEAST_OF_ONE = 0.95
-"""At the largest batch, with the threads of one server on either side; Petals has 0.89 there."""
+"""The largest batch, with the threads of one server on either side, must reach this. Petals has 0.89 there."""
 
 
 PER_S, OF_ONE, OF_BOTH = (
@@ -50,7 +50,7 @@ PER_S, OF_ONE, OF_BOTH = (
 
 
 class _Variant:
-    """A number of rows at once."""
+    """A number of rows in a batch."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -101,7 +101,7 @@ def _measure(options: Options, rig: _Rig, peers: Sequence[str], variants: Sequen
 
 
 class _Rig:
-    """`choices` has, for each text, the token that the servers' latest forward makes likeliest at each position."""
+    """`choices` has, for each text, the likeliest token at each position by the servers' latest forward."""
 
     def __init__(self, folder: ModelFolder, ends: Ends, texts: Sequence[list[int]]) -> None:
         self.texts = texts
@@ -111,7 +111,7 @@ class _Rig:
         self._hidden = [ends.embed(text, 0) for text in texts]
 
     def through_servers(self, model: DistributedModelForCausalLM, rows: int) -> float:
-        """How long it takes from opening the rows' sessions until all are closed."""
+        """The time from opening the rows' sessions until all are closed."""
         began_s = time.perf_counter()
         with model.open_cache(ROW_TOKENS, rows, priority="batch") as cache:
             outputs = cache.run_rows(self._hidden[:rows])
@@ -124,8 +124,8 @@ class _Rig:
 
     @torch.inference_mode()
     def locally(self, rows: int, threads: int) -> float:
-        """How long transformers takes for the blocks and the norm, which is next to nothing, of all rows together."""
-        torch.set_num_threads(threads)  # of the thread that calls
+        """The time of transformers for the blocks and the norm of all rows together. The norm takes next to nothing."""
+        torch.set_num_threads(threads)  # it holds for the calling thread
         batch = torch.stack(self._hidden[:rows])
         began_s = time.perf_counter()
         self.reference.model.model(inputs_embeds=batch, use_cache=False)

@@ -1,8 +1,8 @@
-"""`tests/bench/run forwarding`: hidden states from server to server, against every hop by way of the client.
+"""`tests/bench/run forwarding`: hidden states from server to server, against every hop through the client.
 
-Three real servers and a client, with a proxy before each server that makes every link as long as wanted; so each node
-reaches each other one through a delay. Two clients, alike but for `PushPolicy.enabled`, take turns in each round.
-What a step waits for is its time less what the servers say that they computed.
+There are three real servers and a client. A proxy before each server gives every link the same delay, also those
+between servers. Two clients, which differ in `PushPolicy.enabled`, take turns in each round. The wait of a step is its
+time without the compute time that the servers report.
 """
 
 from __future__ import annotations
@@ -43,40 +43,40 @@ SERVERS = 3
 ROUND_TRIPS_S = (0.0, 0.02, 0.1)
 DIRECT, RELAYED = "direct", "relayed"
 PASSAGES = SERVERS + 1
-"""One-way delays that a step cannot do without: into the first server, between two, and out of the last."""
+"""The one-way delays that every step has: into the first server, between servers, and out of the last one."""
 PREFILL_TOKENS = 1024
 CHUNK_TOKENS = 128
 PINGS = 8
-PING_BYTES = 2304  # as one position of SmolLM2 in fp32
+PING_BYTES = 2304  # the size of one position of SmolLM2 in fp32
 SETTLE_S = 60.0
 
 MOST_STEP = 1.05
 MOST_WAITING = 0.7
 MOST_APART = 1e-4
-"""Relative, of what is the same but for the order of sums."""
+"""The largest relative error between outputs that differ only in the order of sums."""
 
 
-# What a round's decodes took is their median. `ONE_WAY` is what one way took over bare TCP through such a proxy, just
-# before. `OF_LEAST` is the step over its compute and `PASSAGES` such ways; `OF_NOMINAL` has the delays that the proxies
-# were told instead.
+# A round's time is the median of its decodes. `ONE_WAY` is the time of one way over bare TCP through such a proxy, just
+# before. `OF_LEAST` is the step's time, divided by its compute time and `PASSAGES` of these ways. `OF_NOMINAL` takes
+# the delays that the proxies were given instead.
 STEP, COMPUTE, QUEUE, WAITING, ONE_WAY = "step, ms", "compute", "queue", "waiting", "TCP one way"
 OF_LEAST, OF_NOMINAL, PREFILL = "of least", "of nominal", "prefill, s"
 
 
 @dataclass(slots=True)
 class _Variant:
-    """A path, at one round trip time."""
+    """A path through the servers, at one round trip time."""
 
     name: str
     round_trip_s: float
     series: Series = field(default_factory=Series)
     direct: int = 0
-    """Inputs that came from the hop before, of `given`: those of all hops but the first."""
+    """The inputs that came from the hop before, out of `given`: the inputs of all hops but the first."""
     given: int = 0
     texts: set[tuple[int, ...]] = field(default_factory=set)
-    """The chosen tokens of each round."""
+    """The tokens of each round."""
     prefilled: list[torch.Tensor] = field(default_factory=list)
-    """The last position of each prefill, which a server on a busy machine computes in more and smaller parts."""
+    """The last position of each prefill. A server on a busy machine computes a prefill in more and smaller parts."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -124,7 +124,7 @@ async def _open_rig(options: Options, parts: ClientParts) -> AsyncIterator[_Rig]
 
 
 class _Rig:
-    """Clients, servers and the delays between them."""
+    """Clients and servers, with delays between them."""
 
     def __init__(self, options: Options, parts: ClientParts, clients: dict[str, Client], proxies: Proxies) -> None:
         self.prefill_tokens = PREFILL_TOKENS // 4 if options.thin else PREFILL_TOKENS
@@ -137,7 +137,7 @@ class _Rig:
         self._hidden_size = parts.model.hidden_size
 
     async def until_direct(self) -> None:
-        """Servers push to those that they have heard of, which takes some seconds at first."""
+        """Wait until servers push to each other. They have to hear of each other first, which takes some seconds."""
         with trio.fail_after(SETTLE_S):
             while True:
                 generation = await self._clients[DIRECT].generate(self._prompt, 2, stop_at_eos=False)

@@ -1,7 +1,7 @@
-"""What a decode takes with KV in 8 bits, against KV as it is: many positions of SmolLM2-135M on one thread.
+"""The time of a decode with KV in 8 bits, against KV as it is: many positions of SmolLM2-135M on one thread.
 
-Two executors that are alike but for their KV compute the same position again and again, in turn, the first one of a
-pair in turn too.
+Two executors that differ in their KV compute the same position again and again. They take turns, and turns at being
+first.
 """
 
 from __future__ import annotations

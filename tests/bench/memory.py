@@ -1,8 +1,8 @@
-"""`tests/bench/run memory`: what a server takes of memory, against what it should: itself, its tensors, its KV.
+"""`tests/bench/run memory`: the memory of a server, against what it should need: itself, its tensors and its KV.
 
-Real servers of random Llamas of the sizes that Petals was measured with (`S` has 34 M parameters, `M` 222 M), alone on
-loopback. What is compared is what is resident of all of a server's processes: their proportional set size (PSS) depends
-on who else on the machine has the same libraries mapped. Nothing here is timed.
+Real servers run alone on loopback, with random Llamas of the sizes in Petals' measurements (`S` has 34 M parameters,
+`M` 222 M). The rows compare the resident memory of all of a server's processes. Their proportional set size (PSS)
+depends on the other programs that have the same libraries mapped. Nothing here is timed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 PETALS_MIB = 0.81e9 / MIB
-"""Petals' server of all blocks of S, see `tests/bench/README.md`."""
+"""Petals' server with all blocks of S. `tests/bench/README.md` says how it was measured."""
 KV_TOKENS = 16_384
 SESSION = 1024
 LONGEST = 8192
@@ -67,7 +67,7 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one position in one block: keys and values of all heads."""
+        """The keys and values of one position in one block, for all heads."""
         return 2 * self.hidden_size * 4
 
 
@@ -89,13 +89,13 @@ config = LlamaConfig(
 LlamaForCausalLM(config).save_pretrained(folder)
 blueprint_of(open_model(folder))
 """
-"""In a process of its own: pages that this one shared with the servers would be counted in part alone. The blueprint is
-kept, so that the first server does without transformers as the others do."""
+"""It runs in a process of its own: of pages that this one shared with the servers, only a part would be counted. The
+blueprint is kept, so that the first server too can do without transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of all processes of a server, in MiB. `peak` is the most that was resident since they started."""
+    """The memory of all processes of a server, in MiB. `peak` is the most that was resident since they started."""
 
     pss: float
     resident: float
@@ -104,15 +104,15 @@ class Memory:
 
 @dataclass(slots=True)
 class Measured:
-    """A server of the first `blocks` of a model, when it was ready, and what it took later, by what it held then."""
+    """A server of the first `blocks` of a model: its memory when it was ready, and later."""
 
     shape: Shape
     blocks: int
     tensors: float
-    """MiB."""
+    """The size of its tensors in MiB."""
     ready: Memory
     later: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """What its sessions should have added by then, and what was resident, in MiB."""
+    """By the state of its sessions: the memory that they should have added, and the resident memory, in MiB."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +121,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: Options) -> Report:
-    """Raises ConfigError where the system does not say what a process takes."""
+    """Raises ConfigError if the system does not tell the memory of a process."""
     if sys.platform != "linux":
         raise ConfigError("bench memory reads /proc/PID/smaps_rollup: run it on Linux")
     with single_error(), TemporaryDirectory(prefix="llmnode-") as folder:
@@ -153,7 +153,7 @@ async def _measure(shape: Shape, model: Path, blocks: int, options: Options) -> 
 
 
 async def _use(server: ServerProcess, measured: Measured) -> None:
-    """One session that reserves much and uses little, and then more; and as many as there is room for."""
+    """Open a session that reserves much and uses little, let it use more, and then fill all of the KV."""
     position_mib = _position_bytes(measured) / MIB
 
     def note(what: str, positions: int) -> None:
@@ -181,7 +181,7 @@ FULL = f"{KV_TOKENS // SESSION} sessions, all KV used"
 
 
 def _position_bytes(measured: Measured) -> int:
-    """KV, and the log of what a hop that is not the last puts out."""
+    """The KV of a position, and its log entry at a hop that is not the last."""
     shape = measured.shape
     logged = 4 * shape.hidden_size if measured.blocks < shape.blocks else 0
     return measured.blocks * shape.kv_bytes + logged
@@ -225,7 +225,7 @@ def _kib(file: str, name: str) -> int:
     return int(found[1])
 
 
-# What comes of it
+# The report
 
 
 def _row_of_nothing(least: Measured) -> Row:

@@ -1,7 +1,7 @@
-"""What it takes to keep weights in as few bits as they need, and what it saves, beside the same weights in 32 bits.
+"""The cost and the gain of weights in as few bits as they need, beside the same weights in 32 bits.
 
-Decodes of one session and of eight after 100 positions, prefills, and the scores of one token by the client's head: all
-blocks of the model, both kinds in turn in every round.
+Decodes of one session and of eight after 100 positions, prefills, and the scores of one token by the client's head. All
+blocks of the model run, and both kinds of weights take turns in every round.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def prefill_of(executor: SpanExecutor, positions: int, hidden_size: int) -> Call
 
 
 def head_of(folder: ModelFolder) -> tuple[Callable[[], None], int]:
-    head: Any = load_parts(folder).ends.scoring.lm_head  # Any: as transformers types it
+    head: Any = load_parts(folder).ends.scoring.lm_head  # Any: transformers types it so
     hidden = torch.randn(1, folder.info.hidden_size)
 
     def compute() -> None:
@@ -55,7 +55,7 @@ def head_of(folder: ModelFolder) -> tuple[Callable[[], None], int]:
 
 
 def variants_of(folder: ModelFolder) -> tuple[dict[str, Callable[[], None]], dict[str, int]]:
-    """What is timed, and how many bytes weights take."""
+    """The calls to time, and the sizes of weights in bytes, by name."""
     executor, hidden_size = executor_of(folder, spare_tokens=max(PREFILLS)), folder.info.hidden_size
     hidden = bytes(to_bytes(torch.randn(1, hidden_size)))
     assert executor.apply(Open(PREFILLED, executor.span, max(PREFILLS)))

@@ -1,8 +1,8 @@
-"""How long a client takes, from nothing, until it has something of a swarm that is far away.
+"""The time in which a new client gets its first tokens from a distant swarm.
 
-Three real servers of SmolLM2-135M on loopback, each behind a proxy that makes it so far away; they know each other. In
-every round a new client, with nothing but the address of one of them, connects, opens a session, and gives it a prompt
-of 8 tokens and then one more.
+Three real servers of SmolLM2-135M run on loopback, each behind a proxy that adds a delay. They know each other. In
+every round a new client has the address of one of them and nothing else. It connects, opens a session, and gives it a
+prompt of 8 tokens and then one more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STAGES = ("connect", "session", "prompt", "next token", "until the first token")
 
 
 async def use(peers: Sequence[str], parts: ClientParts) -> list[float]:
-    """Seconds of each of the stages."""
+    """The seconds of each part of the way."""
     prompt, row = (to_bytes(parts.ends.embed([1] * count, 0)) for count in (PROMPT_TOKENS, 1))
     stamps = [time.perf_counter()]
     async with aconnect(peers, parts=parts) as client:
@@ -54,7 +54,7 @@ async def run(options: Options) -> Report:
     with single_error():
         async with shaped_swarm(split_evenly(parts.model.blocks, 3), 1) as (servers, proxies):
             addresses = [server.address for server in servers]
-            await use(addresses, parts)  # a client that names all of them has them meet, and all is warm
+            await use(addresses, parts)  # this client names all servers, so that they meet, and warms everything up
             proxies.shape(one_way_s=options.round_trip_ms / 2000)
             results = [await use(addresses[:1], parts) for _ in range(options.repeats)]
     columns = zip(STAGES, zip(*results, strict=True), strict=True)

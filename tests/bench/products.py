@@ -1,7 +1,7 @@
-"""What a few rows at once take in the forms of `models/weights/matmul_choice.py`, and as torch's linear layers.
+"""The time of a few rows at once, in the forms of `models/weights/matmul_choice.py` and as torch's linear layers.
 
-Two executors of 15 blocks of SmolLM2-135M that are alike but for that, on one thread: decodes of so many sessions at
-position 32, in turn.
+Two executors of 15 blocks of SmolLM2-135M, which differ only in that, decode on one thread. They take turns with some
+sessions at position 32.
 """
 
 from __future__ import annotations

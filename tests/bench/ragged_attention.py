@@ -1,9 +1,9 @@
-"""What attention over unequal lengths takes on a CPU: by sequence, as `compute/attention.py` has it, or all at once.
+"""The time of attention over unequal lengths on a CPU: sequence by sequence (`compute/attention.py`), or all at once.
 
-Ten blocks with the heads of SmolLM2-135M in fp32, on one thread, attention and the writing of KV alone: eight decodes,
-and seven beside a chunk. All at once they are padded to the longest, and all that is to their advantage: their KV is in
-one slab, as that of a server's sequences is not, and the mask of flex_attention, which Inductor compiles with a C++
-compiler, is made before. All ways in turn, the first one of a round in turn too.
+Ten blocks with the heads of SmolLM2-135M in fp32 run on one thread: only attention and the writes to KV, for eight
+decodes, and for seven beside a chunk. All at once means padded to the longest. This way gets every advantage: its KV is
+one slab, which a server's is not, and flex_attention has its mask beforehand (Inductor compiles it with a C++
+compiler). All ways take turns, and turns at being first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
 BLOCKS = 10
 ENDS = (100, 229, 357, 486, 614, 743, 871, 1000)
-"""Of the sequences, with what is new."""
+"""The lengths of the sequences, with their new positions."""
 CAPACITY = 1024
 CHUNK = 256
 ROWS = {"8 decodes": (1,) * 8, f"7 decodes and a chunk of {CHUNK}": (*(1,) * 7, CHUNK)}
@@ -39,7 +39,7 @@ ROWS = {"8 decodes": (1,) * 8, f"7 decodes and a chunk of {CHUNK}": (*(1,) * 7, 
 
 @dataclass
 class Row:
-    """What is new of the sequences, end to end, and the same in all blocks: each (1, heads, tokens, head_dim)."""
+    """The new positions of all sequences, end to end. All blocks get the same: each (1, heads, tokens, head_dim)."""
 
     lengths: tuple[int, ...]
     query: torch.Tensor
@@ -48,8 +48,8 @@ class Row:
 
     def __post_init__(self) -> None:
         self.starts = torch.tensor([end - length for end, length in zip(ENDS, self.lengths, strict=True)])
-        self.sequence = torch.arange(len(ENDS)).repeat_interleave(torch.tensor(self.lengths))  # of each token
-        self.place = torch.cat([torch.arange(length) for length in self.lengths])  # in what is new of it
+        self.sequence = torch.arange(len(ENDS)).repeat_interleave(torch.tensor(self.lengths))  # by token
+        self.place = torch.cat([torch.arange(length) for length in self.lengths])  # of a token in its new positions
         self.position = self.starts[self.sequence] + self.place
 
 
@@ -68,7 +68,7 @@ class BySequence:
                 kv.extend(block, 0, keys[None], values[None])
 
     def attend(self, row: Row) -> list[torch.Tensor]:
-        """(1, tokens, heads, head_dim) of each block."""
+        """The output of each block: (1, tokens, heads, head_dim)."""
         parts = zip(self._kv, row.starts.tolist(), row.lengths, strict=True)
         token = segments_of_forward.set([Segment(kv, start, length) for kv, start, length in parts])
         try:
@@ -83,14 +83,14 @@ class Padded:
         self._longest = max(ENDS)
 
     def attend(self, row: Row) -> list[torch.Tensor]:
-        seen = row.starts[:, None] + torch.arange(max(row.lengths))  # (sequences, tokens), the last position of each
+        seen = row.starts[:, None] + torch.arange(max(row.lengths))  # last position of each: (sequences, tokens)
         mask = (torch.arange(self._longest) <= seen[:, :, None])[:, None]
         return [self._attend(row, mask, *slabs) for slabs in self._slabs]
 
     def _attend(self, row: Row, mask: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         write(row, keys, values)
         keys, values = keys[:, :, : self._longest], values[:, :, : self._longest]
-        if max(row.lengths) == 1:  # as queries of one head, for which all that is shared is read once
+        if max(row.lengths) == 1:  # take heads as queries of one head: shared keys and values are read once
             grouped = row.query[0].transpose(0, 1).reshape(len(ENDS), KV_HEADS, -1, HEAD_DIM)
             output = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
             return output.reshape(1, len(ENDS), HEADS, HEAD_DIM)
@@ -157,7 +157,7 @@ def run(options: Options) -> Report:
     notes = {}
     for name, lengths in ROWS.items():
         row = made_row(lengths)
-        flex.prepare(row)  # once before, for what it imports
+        flex.prepare(row)  # the first call imports much
         masked_s, started_s = took_s(flex.prepare, row), took_s(flex.attend, row)
         notes[f"flex_attention, {name}"] = f"{started_s:.0f} s for the first, {1e3 * masked_s:.0f} ms for its mask"
         expected = by_sequence.attend(row)

@@ -1,7 +1,7 @@
-"""What choosing a token takes, against transformers' own sampling of the same scores: SmolLM2-135M on one thread.
+"""The time to choose a token, against transformers' own sampling of the same scores: SmolLM2-135M on one thread.
 
-Both choose from the scores of each token of one text, in turn, the first one of a pair in turn too. What the parts of
-transformers' take is measured on the way: nearly all of it is sorting, and the exponential noise of `multinomial`.
+Both choose from the scores of each token of one text. They take turns, and turns at being first. The times of the parts
+of transformers' sampling are printed too: nearly all of it is sorting, and the exponential noise of `multinomial`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 PROMPT = "Write a story about the sea."
 CHOICES = ((0.7, 0.9), (1.0, 0.95), (1.5, 0.9), (0.7, 1.0), (1.0, 0.1))
-"""Temperature and --top-p."""
-NO_TOKENS: Any = None  # Any: neither warper looks at what was chosen so far
+"""Pairs of temperature and --top-p."""
+NO_TOKENS: Any = None  # Any: neither warper looks at the tokens before
 
 
 def scores_of_text(folder: ModelFolder, tokens: int) -> torch.Tensor:
-    """(tokens, vocabulary): as of a text that was drawn."""
+    """Scores (tokens, vocabulary) for each token of a sampled text."""
     model = AutoModelForCausalLM.from_pretrained(folder.path)
     prompt = torch.tensor([load_tokenizer(folder).encode_dialogue([("user", PROMPT)])])
     torch.manual_seed(0)
@@ -46,7 +46,7 @@ def scores_of_text(folder: ModelFolder, tokens: int) -> torch.Tensor:
 
 
 def theirs_ms(temperature: float, top_p: float, scores: torch.Tensor) -> list[float]:
-    """What transformers does if it samples itself: until the warpers, and the draw, are done."""
+    """The times of transformers' own sampling: until the warpers are done, and until the draw is."""
     began_s = time.perf_counter()
     warm = LogitsProcessorList([TemperatureLogitsWarper(temperature)])(NO_TOKENS, scores)
     warmed_s = time.perf_counter()
@@ -57,7 +57,7 @@ def theirs_ms(temperature: float, top_p: float, scores: torch.Tensor) -> list[fl
 
 
 def ours_ms(chooser: Chooser, scores: torch.Tensor) -> float:
-    """The way of the client's token loop."""
+    """The time of the client's token loop."""
     began_s = time.perf_counter()
     chooser(scores[0])
     return 1e3 * (time.perf_counter() - began_s)

@@ -1,9 +1,9 @@
-"""How far honest peers of one profile are apart, and how far a cheap fake: for the tolerance of `session/recompute.py`.
+"""The distance between honest peers of one profile, and of a cheap fake: for the tolerance of `session/recompute.py`.
 
-The checked peer computes SmolLM2-135M as a session has it: a prefill, then position by position beside three other
-sessions; in float32 all that in Rust. The checker computes the same positions alone, in one prefill, by torch. Every
-figure is a relative L2 error of one position, of what both would send in the session's codec; what both are given is
-alike to the bit.
+The checked peer computes SmolLM2-135M as in a session: a prefill, then position by position beside three other
+sessions, in float32 all of it in Rust. The checker computes the same positions alone, in one prefill, by torch. Both
+have the same input to the bit. Every figure is a relative L2 error of one position, in the bytes that both would send
+in the session's codec.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TOPICS = ["specialnames", "typesseq", "formatstrings", "dynamic-features"]
 
 
 def as_session(executor: SpanExecutor, span: Span, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What a server makes of `rows`, one tensor a session: all side by side, the first one is returned."""
+    """Run `rows`, one tensor a session, side by side, and return the outputs of the first."""
     names = [SessionId(bytes([index + 1]) * SESSION_ID_BYTES) for index in range(len(rows))]
     outputs: list[Buffer] = []
     for name in names:
@@ -74,7 +74,7 @@ def apart(one: torch.Tensor, other: torch.Tensor, form: HiddenForm) -> torch.Ten
 
 
 def quantized(bits: int) -> Callable[[torch.nn.Module], None]:
-    """Linear weights rounded to so many bits, in groups of 64 with one scale each."""
+    """Round linear weights to `bits`, in groups of 64 with one scale each."""
 
     def spoil(model: torch.nn.Module) -> None:
         for module in model.modules():
@@ -87,7 +87,7 @@ def quantized(bits: int) -> Callable[[torch.nn.Module], None]:
 
 
 def row_of(who: str, what: str, codec: str, span: Span, low: float, high: float) -> Row:
-    """Of honest peers the median and the largest error; of a fake the least and the median."""
+    """For honest peers `low` and `high` are the median and the largest error; for a fake the least and the median."""
     return {"who": who, "what": what, "codec": codec, "blocks": str(span), "low": f"{low:.1e}", "high": f"{high:.1e}"}
 
 
@@ -135,7 +135,7 @@ def run(options: Options) -> Report:
     }
 
     def spoiled(spoil: Callable[[torch.nn.Module], None]) -> SpanExecutor:
-        beside = KVForm(device=torch.device("cpu"))  # or weights would be in as few bits as they need
+        beside = KVForm(device=torch.device("cpu"))  # so that weights are not packed into fewer bits
         executor = load_executor(folder, Span(0, 30), 16 * POSITIONS, kv=beside)
         spoil(executor.model)
         return executor

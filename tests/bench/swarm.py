@@ -1,7 +1,7 @@
 """`tests/bench/run swarm`: generation through 1, 2 and 3 servers against transformers in one process, of any model.
 
-All variants take turns within each round, with the same threads, prompt and number of tokens; a ratio compares the
-two of one round. The breakdown says where a hop's time goes.
+All variants take turns within each round, with the same threads, prompt and number of tokens. A ratio compares two
+values of one round. The breakdown shows where the time of a hop goes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SPEED, RATIO, TOKEN_MS = "tokens/s", "of transformers", "ms/token"
 
 
 class _Variant:
-    """One number of servers; the local variant has no generations."""
+    """A number of servers. The local variant has no generations."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -99,7 +99,7 @@ async def _measure(
 
 @torch.inference_mode()
 def _generate_locally(model: Any, prompt: list[int], tokens: int) -> list[float]:
-    """The seconds of each greedy token but the first. The bare loop: `generate` would add its own cost."""
+    """The seconds of each greedy token but the first. It is a bare loop, since `generate` would add its own cost."""
     cache = DynamicCache(config=model.config)
     fresh = torch.tensor([prompt])
     seconds: list[float] = []
@@ -117,7 +117,7 @@ def _row(variant: _Variant) -> Row:
 
 
 def _breakdown(generations: Sequence[Generation]) -> Row:
-    """Medians over all decodes, in ms: of the whole token, and summed over its hops."""
+    """Medians over all decodes, in ms, of the whole token, and of its parts summed over its hops."""
     decodes = [timing for generation in generations for timing in generation.timings[1:]]
 
     def median_ms(values: list[float]) -> float:

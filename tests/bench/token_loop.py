@@ -1,7 +1,7 @@
 """The time of the client's own token loop, against transformers' `generate` through the same servers, by turns.
 
-One text, and `--at-once` texts beside each other: as tasks of the loop, and as threads that call `generate`. Both show
-their text as it comes. The client's CPU time has all its threads: embedding, scores, links and Python.
+It runs one text, and `--at-once` texts beside each other: as tasks of the loop, and as threads that call `generate`.
+Both show their text as it comes. The client's CPU time has all its threads: embedding, scores, links and Python.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Took(NamedTuple):
 
 
 class _Shown(BaseStreamer):
-    """Makes text of tokens, as a program that shows them does. transformers hands over the prompt first."""
+    """Turns tokens into text, as a program does that shows them. transformers passes the prompt first."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -59,7 +59,7 @@ class _Shown(BaseStreamer):
         self._text.add(int(value))
 
     def end(self) -> None:
-        """The bench shows nothing."""
+        """The benchmark shows nothing."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +84,7 @@ async def run(options: Options) -> Report:
 
 
 def _compare(parts: ClientParts, addresses: Sequence[str], options: Options) -> Report:
-    """In a thread: the client's event loop has another one, as in a command."""
+    """Runs in a thread, since the client's event loop has another one, as in a command."""
     ids = parts.tokenizer.encode(topics["types"])
     rows: list[Row] = []
     with ExitStack() as stack:

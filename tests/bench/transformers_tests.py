@@ -1,7 +1,7 @@
 """transformers' own tests of `generate` and of its text pipeline, run against a small Llama through two served spans.
 
-They need `pip install parameterized`, and are not in transformers' wheel: name a checkout of about the version that is
-installed. Prints how many passed, and which do not apply; `tests/bench/README.md` has the result.
+They need `pip install parameterized`. They are not in transformers' wheel: name a checkout of about the installed
+version. It prints the number of tests that passed, and those that do not apply. `tests/bench/README.md` has the result.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ NOT_APPLICABLE = {
     "servers compute causal attention, so that trees and packed rows are refused": ["test_custom_4d_attention_mask"],
 }
 RENAMED = {'"dynamic_full"': '"dynamic"'}
-"""What a checkout of 5.2 calls otherwise than 5.24."""
+"""Names that a checkout of 5.2 has for those of 5.24."""
 SHARED = {
     "test_modeling_common.py": ("floats_tensor", "ids_tensor"),
     "pipelines/test_pipelines_common.py": ("ANY",),
 }
-"""All that these tests use of modules that import everything else."""
+"""The names that these tests use of modules that import everything else."""
 SERVED = """
 import tempfile
 import unittest
@@ -148,7 +148,7 @@ def _checkout(text: str) -> Path:
 
 
 def run(options: Options) -> int:
-    """Prints for itself. Returns the exit status."""
+    """Run the tests and print their results. Returns the exit status."""
     checkout = options.checkout
     with tempfile.TemporaryDirectory() as made:
         tests = Path(made, "tests")
@@ -188,7 +188,7 @@ def run(options: Options) -> int:
 
 
 def shared(source: str, names: Collection[str]) -> str:
-    """A module of what is used of another."""
+    """A module with the `names` that are used of another module."""
     kept = ["import random", "import torch", "from transformers.testing_utils import torch_device"]
     kept.append("global_rng = random.Random()")
     for node in ast.parse(source).body:

@@ -1,9 +1,9 @@
-"""Benchmark `clients`: 1 to 16 clients of one server of the whole model, and decodes beside a prefill, or training.
+"""Benchmark `clients`: 1 to 16 clients of one server of the whole model, and decodes beside a prefill or training.
 
-Every client is a peer of its own, with its own connection, session and compute thread; all of them are in this process,
-since the cores of a small machine are the server's and ours. A ratio is to one client alone in the same round.
-Training is what servers compute first for a batch of it: forwards of some rows at once, of its priority.
-The scheduler's choice between those who decode and those who prefill is measured without a network, see `sharing.py`.
+Every client is a peer with its own connection, session and compute thread. All are in this process, since a small
+machine needs its cores for the server and the benchmark. A ratio compares with one client alone in the same round.
+Training stands for the work that servers do first for a training batch: forwards of some rows at once, at its priority.
+`sharing.py` measures without a network how the scheduler divides its time between decodes and prefills.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PER_S, TIMES, SLOW_MS = "tokens/s", "of one client", "p95, ms"
 
 
 class _Variant:
-    """A number of clients at one level. `SLOW_MS` is of the time between two tokens of one client."""
+    """A number of clients at one level. `SLOW_MS` is the time between two tokens of one client."""
 
     def __init__(self, level: str, clients: int) -> None:
         self.level = level
@@ -132,7 +132,7 @@ def _trained_rows(options: Options) -> int:
 
 
 class _Rig:
-    """`texts` are all that was generated, token ids from the prompt on."""
+    """`texts` has all texts of the run, as token ids from the prompt on."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class _Rig:
             await session.step(self.prefill)
 
     async def _train(self) -> None:
-        """Another's forward of a batch, and a client of its own: rows all at once, and their outputs back."""
+        """Train with a client of its own: it sends the rows of a batch at once, and gets their outputs."""
 
         async def forward(row: Buffer) -> None:
             trained = self._prefilling[-1].inference_session(TRAINED_TOKENS, priority=Priority.TRAINING)
@@ -221,7 +221,7 @@ class _Rig:
 async def _all_at_once(
     act: Callable[[int, Callable[[], Awaitable[None]]], Awaitable[list[float]]], clients: int
 ) -> list[list[float]]:
-    """What each client's `act` returns; it awaits its second argument, and goes on when all do."""
+    """The results of each client's `act`. An act awaits its second argument, and goes on when all have come there."""
     stamps: list[list[float]] = []
     ready, everybody = 0, trio.Event()
 
@@ -242,9 +242,9 @@ async def _all_at_once(
 
 
 def rate(stamps: Sequence[Sequence[float]]) -> float:
-    """Tokens per second, of all together, from when half of them had one until half had their last.
+    """Tokens a second of all together, from when half of them had their first until half had their last.
 
-    Who comes with many others may have its first when another has its last.
+    With many clients, one may have its first token when another has its last.
     """
     since, until = statistics.median(each[0] for each in stamps), statistics.median(each[-1] for each in stamps)
     return sum(since < at <= until for each in stamps for at in each) / (until - since)

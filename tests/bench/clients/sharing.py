@@ -1,6 +1,6 @@
-"""For `tests/bench/run clients`: who decodes beside who prefills or trains, each compared with itself alone.
+"""Decodes beside a prefill or training, each compared with itself alone, for `tests/bench/run clients`.
 
-`BatchPolicy.stretch` says how the two share a forward: what it trades is measured on a worker, without a network.
+`BatchPolicy.stretch` says how both share a forward. Its effect is measured on a worker, without a network.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ if TYPE_CHECKING:
     Act = Callable[[], Awaitable[object]]
 
 BEFORE = 5
-"""Decodes, before the work begins beside them."""
+"""The number of decodes before the other work begins."""
 PREFILL = "a prefill"
 CHUNK = 512
 MOST_POSITIONS = 2000
 STRETCHES = (1.25, 1.5, BatchPolicy().stretch, 2.25, 3.0)
 WHOLE = BatchPolicy(stretch=1e6, prefill_s=1e6, unmeasured_prefill=CHUNK)
-"""Chunks are computed as they come."""
+"""A policy that computes each chunk whole when it comes."""
 
 
 @dataclass(slots=True)
 class Sharing:
-    """One way to share, round by round."""
+    """One way to share, with a value for each round."""
 
     name: str
     policy: BatchPolicy = field(default_factory=BatchPolicy)
     work: str = PREFILL
-    """What is done beside the decodes."""
+    """The kind of work beside the decodes."""
     decode_ms: list[float] = field(default_factory=list)
-    """95th percentiles: alone, and beside the work."""
+    """95th percentiles: alone (`decode_ms`), and beside the work (`beside_ms`)."""
     beside_ms: list[float] = field(default_factory=list)
     slowest_ms: list[float] = field(default_factory=list)
     work_s: list[float] = field(default_factory=list)
     slower_s: list[float] = field(default_factory=list)
-    """The work, beside the decodes."""
+    """The time of the work beside the decodes."""
 
     @property
     def kind(self) -> str:
-        """What it is measured on."""
+        """The thing that is measured: a worker or a server."""
         return self.name.partition(",")[0]
 
     @property
@@ -88,7 +88,7 @@ class Sharing:
 async def measure_sharing(
     sharing: Sharing, open_decoder: Callable[[], AbstractAsyncContextManager[Act]], work: Act, decodes: int
 ) -> None:
-    """The work alone, before anybody decodes; so many decodes alone; and both at once."""
+    """Measure the work alone, then the given number of decodes alone, then both at once."""
     work_s = await _seconds(work)
     async with open_decoder() as decode:
         alone = [await _seconds(decode) for _ in range(decodes)]
@@ -117,14 +117,14 @@ async def measure_sharing(
 
 
 def plot(ways: Sequence[Sharing], path: Path) -> None:
-    """The trade-off: what decodes beside a prefill take, against what it does, in each way to share."""
+    """The trade-off of each way to share: the time of decodes beside a prefill, against that of the prefill."""
     with axes_in(path, "bench clients", "time of the prefill, of alone", "p95 of decodes, of alone") as axes:
         axes.loglog()
         for axis, ticks in ((axes.xaxis, (1, 1.5, 2, 3, 4, 5)), (axes.yaxis, (1, 2, 3, 5, 10, 30, 100, 300))):
             axis.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks], minor=False)
             axis.set_ticks([], minor=True)
         beside_prefill = [each for each in ways if each.work == PREFILL]
-        sides = {"worker": ("bottom", 30), "server": ("top", -30)}  # the two are near each other
+        sides = {"worker": ("bottom", 30), "server": ("top", -30)}  # these two points are near each other
         for kind, (side, turn) in sides.items():
             of_kind = [each for each in beside_prefill if each.kind == kind]
             points = sorted((median(each.work_times), median(each.decode_times), each.name) for each in of_kind)
@@ -137,17 +137,17 @@ def plot(ways: Sequence[Sharing], path: Path) -> None:
 
 
 def workers(*, thin: bool) -> list[Sharing]:
-    """One for each policy."""
+    """A `Sharing` for each policy."""
     stretches = STRETCHES[2:3] if thin else STRETCHES
     stretched = [Sharing(f"worker, stretch {stretch:g}", BatchPolicy(stretch=stretch)) for stretch in stretches]
     return [*stretched, Sharing("worker, chunks whole", WHOLE)]
 
 
 class Workers:
-    """One executor of the whole model, which the workers use in turn. Made by `load_workers`."""
+    """One executor of the whole model, used by the workers in turn. Made by `load_workers`."""
 
     def __init__(self, executor: SpanExecutor, hidden: Buffer, row_bytes: int, decodes: int) -> None:
-        """`hidden` are the prefill's, `row_bytes` a position."""
+        """`hidden` is the input of the prefill, `row_bytes` the size of a position."""
         self._executor = executor
         self._hidden = memoryview(hidden)
         self._row_bytes = row_bytes
@@ -177,7 +177,7 @@ class Workers:
 
 
 def load_workers(folder: ModelFolder, hidden: Buffer, decodes: int) -> Workers:
-    """Takes seconds."""
+    """Load the model. It takes seconds."""
     executor = load_executor(folder, Span(0, folder.info.blocks), kv_tokens=3 * MOST_POSITIONS)
     return Workers(executor, hidden, folder.info.row_bytes, decodes)
 

@@ -1,10 +1,10 @@
-"""`tests/bench/run codec`: the blockwise 8-bit codec of activations beside what else could do it, on one core.
+"""`tests/bench/run codec`: the blockwise 8-bit codec of activations beside other code for it, on one core.
 
-Beside it: a copy of the same bytes, the obvious NumPy and torch code, and bitsandbytes' blockwise functions. All of
-them take turns within each round; a ratio compares the two of one round. The codec and the copy write into memory that
-is there already, the others reserve theirs. GB/s are always those of the values, not of the codes.
+The others are a copy of the same bytes, plain NumPy and torch code, and bitsandbytes' blockwise functions. All take
+turns within each round, and a ratio compares two values of one round. The codec and the copy write into existing
+memory, the others reserve theirs. GB/s are always those of the values, not of the codes.
 
-Further rows are of packing without loss, see `packing.py`.
+Further rows are of packing without loss (`packing.py`).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ Array: TypeAlias = "NDArray[Any]"
 
 BLOCK = 64
 VALUES = 4 * 1024 * 1024
-CALLS = 5  # of which the fastest counts: the first find cold caches, and the cores have other users
+CALLS = 5  # the fastest counts, since the first find cold caches, and other programs use the cores
 OURS, TWO_THREADS, MEMCPY, BITSANDBYTES = "llmnode", "llmnode, 2 threads", "memcpy", "bitsandbytes"
 
 
 @dataclass(slots=True)
 class _Operation:
-    """One direction for one dtype and code map: who can do it, and how long each took, round by round."""
+    """One direction for one dtype and code map: the functions that can do it, and their times in each round."""
 
     dtype: Dtype
     name: str
@@ -96,7 +96,7 @@ def _row(operation: _Operation) -> Row:
 
 
 def _aims(operations: list[_Operation]) -> Iterator[Aim]:
-    """Each code map's worst dtype."""
+    """An aim for the worst dtype of each code map."""
 
     def worst(name: str, other: str) -> float:
         return min(statistics.median(op.ratios(other)) for op in operations if op.name == name)
@@ -144,13 +144,13 @@ def _both_ways(values: torch.Tensor, dtype: Dtype, code: Code) -> Iterator[_Oper
 
 
 def _levels(code: Code) -> NDArray[np.float32]:
-    """The levels in rising order, by our own decoder: of the linear map those of 255 codes."""
+    """The levels in rising order, by our own decoder. The linear map has those of 255 codes."""
     every_code = np.ones(4, "<f4").tobytes() + bytes(range(256))
     return np.unique(np.frombuffer(_native.dequantize_blockwise(every_code, "float32", 256, code=code), np.float32))
 
 
 class _Numpy:
-    """The obvious code. bfloat16, which NumPy has not, is the upper half of a float32."""
+    """The plain code. NumPy has no bfloat16, which is the upper half of a float32."""
 
     def __init__(self, values: torch.Tensor, code: Code) -> None:
         self.code = code
@@ -182,7 +182,7 @@ class _Numpy:
 
 
 class _Torch:
-    """The obvious code."""
+    """The plain code."""
 
     def __init__(self, values: torch.Tensor, code: Code) -> None:
         self.values, self.code = values, code
@@ -205,10 +205,10 @@ class _Torch:
 
 
 class _Bitsandbytes:
-    """Its functions take any map of 256 levels. On a CPU they cannot write into given memory."""
+    """bitsandbytes' functions take any map of 256 levels. On a CPU they cannot write into given memory."""
 
     def __init__(self, values: torch.Tensor, code: Code) -> None:
-        functional: Any = importlib.import_module("bitsandbytes.functional")  # untyped, and it takes seconds
+        functional: Any = importlib.import_module("bitsandbytes.functional")  # untyped; the import takes seconds
         self.functional = functional
         self.values = values
         self.map = functional.create_dynamic_map() if code == "dynamic" else functional.create_linear_map()

@@ -1,6 +1,6 @@
-"""Of `tests/bench/run codec`: packing without loss of real hidden states, and below which speed of a line it pays.
+"""Part of `tests/bench/run codec`: packing of real hidden states without loss, and the link speeds at which it pays.
 
-The states are SmolLM2-135M's after block 10, of a text that every Python has: all 512 positions, as a chunk of a
+The states are SmolLM2-135M's after block 10, for a text that comes with Python: all 512 positions, as a chunk of a
 prompt, and the last one, as a token. `float32 of bfloat16` is what a server in bfloat16 sends as raw.
 """
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 POSITIONS = 512
 BLOCKS = 10
-CALLS = 7  # of which the fastest counts
+CALLS = 7  # the fastest counts
 SLOW_MB_S = 10.0
-"""Where packing must pay."""
+"""On a link of this speed packing must pay."""
 
 
 @dataclass(slots=True)
 class Packing:
-    """One payload, and what its packing took, round by round."""
+    """One payload, and the time to pack it in each round."""
 
     values: str
     positions: int
@@ -67,13 +67,13 @@ class Packing:
         }
 
     def worth_mb_s(self) -> list[float]:
-        """The speed of a line on which packing takes as long as it saves."""
+        """The speed of a link on which packing takes the time that it saves."""
         saved_mb = (len(self.payload) - len(self.packed)) / 1e6
         return [saved_mb / (packing + unpacking) for packing, unpacking in zip(self.pack_s, self.unpack_s, strict=True)]
 
 
 def packings() -> Iterator[Packing]:
-    """Loads the model: seconds."""
+    """Load the model, which takes seconds, and make the payloads."""
     states = _hidden_states()  # (positions, hidden_size)
     kinds = {
         "float32": states,

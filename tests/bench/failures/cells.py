@@ -1,4 +1,4 @@
-"""What `tests/bench/run failures` does to a session: which fault, at which moment of its dialogue, of which spans."""
+"""The faults of `tests/bench/run failures`: their kind, the moment in the dialogue, and the spans that they hit."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Fault(StrEnum):
     FREEZE = "SIGSTOP"
     WAKE = "SIGSTOP, SIGCONT after the failover"
     RESTART = "SIGKILL, restart, then its twin"
-    """The session has to come back to a peer that it has lost: same identity, same address, no memory."""
+    """The session has to return to a peer that it has lost. The peer has the same identity and address, but no KV."""
     LEAVE = "SIGTERM, leaves at once"
     STARVE = "worker out of memory"
     CUT = "network cut"
-    """Silence on all links to a server that others have dialled, until the cell's end."""
+    """All links to a server that others have dialled are silent until the cell's end."""
     CUT_OFF = "all links cut for 7 s"
-    """The client's, and those between servers."""
+    """The links of the client, and those between servers."""
 
 
 class Moment(Enum):
-    """In words, and the act of the dialogue that it belongs to: its beginning, if the words do not say otherwise."""
+    """Its description, and the act of the dialogue to which it belongs. It is the beginning of that act by default."""
 
     OPEN = "open", "open"
     PREFILL = "prefill, in its 2nd chunk", "prefill"
@@ -43,13 +43,13 @@ class Moment(Enum):
 
     @property
     def comes_back(self) -> str:
-        """The act before which those that were started again, or told to leave, have done so: after the failover."""
+        """The act before which servers that were restarted, or told to leave, are back. It comes after the failover."""
         return {"decode 6": "decode 8", "reorder": "decode at last"}.get(self.value[1], "decode 7")
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Something goes wrong with the servers of `spans` that the session goes through."""
+    """A fault of the session's servers of `spans`."""
 
     fault: Fault
     moment: Moment
@@ -59,10 +59,10 @@ class Cell:
         return f"{self.fault.name} {self.moment.name} {'+'.join(map(str, self.spans))}".lower()
 
     def delay_s(self, undisturbed_s: float) -> float:
-        """So long into the act, the first of the lost servers computes, or pushes."""
+        """The seconds from the act's beginning until the first of the lost servers computes, or pushes."""
         first = self.spans[0]
         match self.moment:
-            case Moment.PREFILL:  # the second chunk: they go through the hops one behind the other
+            case Moment.PREFILL:  # the second chunk, since chunks follow each other through the hops
                 return (first + 1.5) / (PROMPT_TOKENS / CHUNK_TOKENS + SPANS - 1) * undisturbed_s
             case Moment.DECODE:
                 return (first + 0.5) / SPANS * undisturbed_s
@@ -72,7 +72,7 @@ class Cell:
 
 
 def _full() -> list[Cell]:
-    """SIGKILL with everything; of the others each at every moment, and with every span."""
+    """SIGKILL at every moment with every span; each other fault at every moment, and with every span."""
     cells = []
     for number, fault in enumerate(Fault):
         for turn, moment in enumerate(Moment):
@@ -82,7 +82,7 @@ def _full() -> list[Cell]:
                 chosen = [*EACH, TWO]
             else:
                 chosen = [EACH[(number + turn) % SPANS], *([TWO] if (number + turn) % 2 else [])]
-            if (fault, moment) != (Fault.RESTART, Moment.RECOVERY):  # is SIGKILL's: all that died there come back
+            if (fault, moment) != (Fault.RESTART, Moment.RECOVERY):  # SIGKILL covers it: all that died there come back
                 cells += [Cell(fault, moment, spans) for spans in chosen]
     return cells
 
@@ -102,11 +102,11 @@ THIN = [
     Cell(Fault.CUT, Moment.BETWEEN, (2,)),
     Cell(Fault.CUT_OFF, Moment.DECODE, ALL),
 ]
-"""In less than four minutes."""
+"""These cells take less than four minutes."""
 
 
 def choose(*, thin: bool, only: str) -> list[Cell]:
-    """Those whose names begin as `only`. Raises ConfigError if there is none."""
+    """The cells whose names begin with `only`. Raises ConfigError if there is none."""
     cells = [cell for cell in (THIN if thin else FULL) if str(cell).startswith(only)]
     if not cells:
         raise ConfigError(f"--only {only!r}: no cell is called so; they are as {FULL[0]!s}, {FULL[-1]!s}")

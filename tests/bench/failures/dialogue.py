@@ -1,4 +1,4 @@
-"""What `tests/bench/run failures` says in every cell, and how it makes the cell's fault strike in the midst of it."""
+"""The dialogue that `tests/bench/run failures` holds in every cell. The cell's fault strikes in the middle of it."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 DECODES = 4
-"""Before the rollback, and after."""
+"""Decodes before the rollback, and after it."""
 TAKEN_BACK = 3
 MAX_LENGTH = 320
 CUT_OFF_S = 7.0
-"""Longer than `LinkPolicy.silence_s`: everybody gives everybody up."""
+"""It is longer than `LinkPolicy.silence_s`, so that each peer gives the others up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """One call of the session, as it went."""
+    """One call of the session, and its result."""
 
     name: str
     began_s: float
@@ -44,18 +44,18 @@ class Act:
 
 
 class Dialogue:
-    """A session and a copy of it, what was chosen in both, and what befell them: `cell`, if any.
+    """A session and a fork of it, the tokens of both, and the fault of `cell`, if there is one.
 
-    Its servers are not put right again. `undisturbed_s` is how long each act takes otherwise.
+    It does not restore its servers. `undisturbed_s` has the usual time of each act.
     """
 
     def __init__(self, rig: Rig, cell: Cell | None = None, undisturbed_s: Mapping[str, float] | None = None) -> None:
         self.acts: list[Act] = []
         self.texts: list[tuple[list[int], range]] = []
-        """Token ids, and which of them were chosen."""
+        """Token ids, and the range of those that were generated."""
         self.sessions: list[InferenceSession] = []
         self.returned_s = 0.0
-        """When, during another recovery, the lost spans had servers again; or when the links were back."""
+        """When the lost spans had servers again, if they were lost during another recovery; or the links were back."""
         self.error = ""
         self._rig = rig
         self._cell = cell
@@ -105,11 +105,11 @@ class Dialogue:
         self._note(text, DECODES + 2)
 
     def _note(self, text: Sequence[int], chosen: int) -> None:
-        """The last of `text`."""
+        """Record the last tokens of `text`."""
         self.texts.append((list(text), range(len(text) - chosen, len(text))))
 
     async def _choose(self, session: InferenceSession, text: list[int], fresh: list[int]) -> None:
-        """Append the likeliest token to `text`, whose end is `fresh`: not yet given to the session."""
+        """Append the likeliest token to `text`. Its end, `fresh`, has not been given to the session yet."""
         choice, _ = await next_token(session, self._rig.client.ends, fresh)
         text.append(choice.id)
 
@@ -129,7 +129,7 @@ class Dialogue:
         return result
 
     async def _between(self, name: str) -> None:
-        """What is part of the fault, and comes after a failover."""
+        """The part of the fault that comes after a failover."""
         if self._cell is None or not self.sessions or not self._struck:
             return
         route = [hop.peer for hop in self.sessions[0].route]
@@ -149,13 +149,13 @@ class Dialogue:
                         self.error = f"SIGTERM: exit status {status}"
 
     async def _strike_later(self, delay_s: float, ended: trio.Event) -> None:
-        """After the delay, or as soon as the act has ended: it may be faster than it was undisturbed."""
+        """Strike after the delay, or when the act has ended: it may be faster than the undisturbed one."""
         with trio.move_on_after(delay_s):
             await ended.wait()
         self._strike()
 
     def _strike(self) -> None:
-        """At once, without a checkpoint: nobody has noticed yet when the act goes on."""
+        """Strike at once, without a checkpoint: when the act goes on, no task has noticed yet."""
         assert self._cell is not None
         route = self.sessions[0].route if self.sessions else self._rig.client.route
         self._struck = [self._rig.server(route[span].peer) for span in self._cell.spans]
@@ -167,7 +167,7 @@ class Dialogue:
             self._apply(self._struck)
 
     async def _strike_twins(self, killed: Sequence[Replica]) -> None:
-        """As soon as the first of them replays. The killed are started again: they are all that is left."""
+        """Strike when the first of them replays. The killed servers are started again, since no others are left."""
         twins = [self._rig.twin(server) for server in killed]
         await self._rig.until_kv(twins[0], taken=True)
         self._struck = twins
@@ -207,7 +207,7 @@ class Dialogue:
         self.returned_s = trio.current_time()
 
     def _what_is_missing(self) -> str:
-        """A cell in which nothing was lost proves nothing."""
+        """The reason why a cell proves nothing: nothing was lost in it."""
         if self._cell is None:
             return ""
         moved = (self._cell.moment is not Moment.OPEN) + (self._cell.fault is Fault.RESTART)

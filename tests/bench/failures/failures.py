@@ -1,9 +1,9 @@
 """`tests/bench/run failures`: a session of real processes outlives each fault, of each span, at each moment.
 
-Six servers, two for each third of the model, and one client that holds the same dialogue in every cell of the matrix:
-it opens a session, reads a prompt in chunks, decodes, takes some of it back, goes on otherwise. One thing goes wrong on
-the way. Then what was chosen is compared with transformers in one process, and the longest pause with the time that
-the lost span takes to read the same positions undisturbed.
+There are six servers, two for each third of the model. One client holds the same dialogue in every cell of the matrix.
+It opens a session, prefills a prompt in chunks, decodes, rolls some of it back, and goes on otherwise. One fault
+strikes on the way. Then the tokens are compared with transformers in one process. The longest pause is compared with
+the time that the lost span takes to prefill the same positions undisturbed.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ async def run(options: Options) -> Report:
     return Report([outcome.row() for outcome in outcomes], _aims(outcomes), conditions, legend="one session a cell")
 
 
-# What was seen
+# The results
 
 
 @dataclass(frozen=True, slots=True)
 class Undisturbed:
-    """Medians, in seconds: of each act, and of one of the prompt's positions in each span."""
+    """Medians, in seconds, of each act, and of one position of the prompt in each span."""
 
     acts_s: dict[str, float]
     position_s: Sequence[float]
@@ -83,7 +83,7 @@ class Undisturbed:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """By how much an act took longer than undisturbed, and what of it reading the lost positions anew takes."""
+    """The extra time of an act, and the part of it that a prefill of the lost positions takes."""
 
     all_s: float
     prefill_s: float
@@ -95,7 +95,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one cell. `error` is what is wrong with it, empty if nothing is."""
+    """The result of one cell. `error` says what is wrong with it; it is empty if nothing is."""
 
     cell: Cell
     error: str
@@ -103,8 +103,8 @@ class Outcome:
     near_ties: int
     recoveries: Sequence[Recovery]
     pause: Pause
-    """The longest. During another recovery it counts from when the span has a server again, and if all links were cut
-    from when they are back."""
+    """The longest one. During another recovery it counts from the time when the span has a server again. If all links
+    were cut, it counts from their return."""
 
     def row(self) -> Row:
         return {
@@ -145,14 +145,14 @@ def _aims(outcomes: Sequence[Outcome]) -> list[Aim]:
     return aims
 
 
-# What is done
+# The measurement
 
 
 @asynccontextmanager
 async def open_matrix(
     servers: Sequence[Replica], parts: ClientParts, reference: Reference, undisturbed: Undisturbed | None = None
 ) -> AsyncIterator[Matrix]:
-    """For servers that run: one client. What a dialogue takes `undisturbed` is measured, if it is not known."""
+    """One client for running servers. The `undisturbed` times of a dialogue are measured if they are not known."""
     addresses = [server.address for server in servers]
     policy = ClientPolicy(chunk_tokens=CHUNK_TOKENS)
     with single_error():
@@ -168,7 +168,7 @@ async def open_matrix(
 
 
 class Matrix:
-    """What is done with a rig: cells are played, one after the other."""
+    """Plays cells on a rig, one after the other."""
 
     def __init__(self, rig: Rig, reference: Reference) -> None:
         self.undisturbed = Undisturbed({}, [])
@@ -176,7 +176,7 @@ class Matrix:
         self._reference = reference
 
     async def measure(self) -> Undisturbed:
-        """The first dialogue warms everything up."""
+        """Measure undisturbed dialogues. The first one warms everything up."""
         seen: dict[str, list[float]] = {}
         for _ in range(1 + BASELINES):
             dialogue = Dialogue(self._rig)
@@ -191,7 +191,7 @@ class Matrix:
         )
 
     async def play(self, cell: Cell) -> Outcome:
-        """Six servers live at its beginning and at its end."""
+        """Play a cell. All six servers live at its beginning and at its end."""
         dialogue = Dialogue(self._rig, cell, self.undisturbed.acts_s)
         await dialogue.hold()
         error = dialogue.error
@@ -210,7 +210,7 @@ class Matrix:
         return Outcome(cell, error, positions, ties, dialogue.recoveries, pause)
 
     async def _prefill_s(self) -> list[float]:
-        """Of each span, for the prompt."""
+        """The time of the prompt in each span."""
         hidden = self._rig.client.ends.embed(self._rig.prompt, 0)
         total_us = [0] * SPANS
         async with self._rig.client.inference_session(MAX_LENGTH) as session:

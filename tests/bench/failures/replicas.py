@@ -1,6 +1,6 @@
-"""Servers that are killed, frozen, cut off and brought back under their old name: two for each span, each a process.
+"""Servers that are killed, frozen, cut off and brought back with their identity: two for each span, each a process.
 
-Each is behind a proxy of its own, whose address it announces.
+Each is behind a proxy of its own, and announces the proxy's address.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ LOOPBACK = "127.0.0.1"
 
 
 class Replica:
-    """One server of a span. Its peer id and its address are the same in every life."""
+    """One server of a span. All its lives have the same peer id and address."""
 
     def __init__(self, span: Span, identity: Path, threads: int, proxies: Proxies, index: int) -> None:
-        """The proxy of that `index` is its."""
+        """It is behind the proxy of that `index`."""
         self.span = span
         self.address = ""
         self.since_ms = 0
-        """When its present life began: what it announced before is not true any more."""
+        """The beginning of its present life. Announcements from before do not hold any more."""
         self._identity = identity
         self._threads = threads
         self._proxies = proxies
@@ -70,7 +70,7 @@ class Replica:
         return lives and not self.is_frozen and not self._is_cut
 
     async def start(self, others: Sequence[Replica]) -> None:
-        """Until it takes sessions; it joins those of `others` that answer. Raises ServerDied."""
+        """Wait until it takes sessions. It joins those of `others` that answer. Raises ServerDied."""
         peers = [other.address for other in others if other.answers]
         self.since_ms = wall_clock_ms()
         self._is_ready = False
@@ -89,17 +89,17 @@ class Replica:
             self.is_frozen = self._is_starved = False
 
     def starve(self) -> None:
-        """Its blocks have no memory from now on."""
+        """From now on its blocks have no memory."""
         self.signal(SIGNAL)
         self._is_starved = True
 
     def cut(self) -> None:
-        """Silence on all links to it that others have dialled."""
+        """Silence all links to it that others have dialled."""
         self._proxies.cut(self._index)
         self._is_cut = True
 
     def heal(self) -> None:
-        """Undo what has been done to it, if it lives."""
+        """Undo all faults of it, if it lives."""
         if self.is_frozen:
             self.signal(signal.SIGCONT)
         if self._is_starved:
@@ -110,7 +110,7 @@ class Replica:
             self._is_cut = False
 
     async def end(self) -> int:
-        """Wait until it has ended by itself. Returns its exit status; who does not end in time is killed."""
+        """Wait until it has ended by itself, and kill it if it does not in time. Returns its exit status."""
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             await trio.to_thread.run_sync(self._process.wait, STOP_TIMEOUT_S)
@@ -130,13 +130,13 @@ class Replica:
         command += ["--blocks", f"{self.span.start}:{self.span.end}", "--threads", str(self._threads)]
         command += ["--listen", f"/ip4/{LOOPBACK}/tcp/{self._port}"]
         command += ["--announce", f"/ip4/{host}/tcp/{port}"]
-        command += ["--worker", "thread"]  # `starved` takes the memory of its own process
-        command += ["--drain-s", "0"]  # who is told to leave does so in the middle of a session
+        command += ["--worker", "thread"]  # `starved` takes memory away from its own process
+        command += ["--drain-s", "0"]  # a server that is told to leave does so in the middle of a session
         command += ["--identity", str(self._identity), *(["--peers", *peers] if peers else [])]
         process = self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             env=without_settings(os.environ),
-            start_new_session=True,  # a Ctrl-C in the terminal is ours alone
+            start_new_session=True,  # a Ctrl-C in the terminal does not reach it
         )  # fmt: skip
         assert process.stdout is not None
         timer = threading.Timer(START_TIMEOUT_S, process.kill)
@@ -153,7 +153,7 @@ class Replica:
 
 
 def _free_port() -> int:
-    """Chosen before its server starts: others may dial a server as soon as it has said its address."""
+    """A port chosen before the server starts: others may dial a server as soon as it has printed its address."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port: int = probe.getsockname()[1]
@@ -162,7 +162,7 @@ def _free_port() -> int:
 
 @contextmanager
 def replicas(blocks: int, threads: int) -> Iterator[list[Replica]]:
-    """Two for each of three spans, none of them started. All are dead when the context ends."""
+    """Two servers for each of three spans, not started yet. All are dead when the context ends."""
     spans = TWINS * split_evenly(blocks, SPANS)
     with TemporaryDirectory(prefix="llmnode-failures-") as folder, open_proxies(len(spans)) as proxies:
         servers = [
@@ -176,7 +176,7 @@ def replicas(blocks: int, threads: int) -> Iterator[list[Replica]]:
 
 
 async def start_all(ended: Sequence[Replica], servers: Sequence[Replica]) -> None:
-    """Start those that have `ended`, at once; if all `servers` have, the first is whom the others join."""
+    """Start the servers that have `ended`, all at once. If all `servers` have, the others join the first."""
     if len(ended) == len(servers):
         await ended[0].start([])
         ended = ended[1:]

@@ -1,4 +1,4 @@
-"""The state that all cells of the benchmark `failures` share: six servers, their client, and its dialogue."""
+"""The parts that all cells of the benchmark `failures` share: six servers, their client, and its dialogue."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from llmnode.swarm.pool import ConnectionPool
 
 SETTLE_S = 60.0
-"""For news to reach the client, and for KV to be free again: longer than any deadline that may have to pass."""
+"""The time for news to reach the client, and for KV to be freed. It is longer than any deadline on the way."""
 POLL_S = 0.005
 EDIT = "\n\nIn other words,"
 BRANCH = " On the other hand,"
 
 
 class Rig:
-    """`pool` is an onlooker's."""
+    """`pool` belongs to an onlooker, not to the client."""
 
     def __init__(self, servers: Sequence[Replica], parts: ClientParts, client: Client, pool: ConnectionPool) -> None:
         self.servers = servers
@@ -39,7 +39,7 @@ class Rig:
         self._pool = pool
 
     async def settle(self) -> None:
-        """All six live, the client knows of their present lives, and no KV is reserved. Raises TooSlowError."""
+        """Wait until all six live, the client knows it, and no KV is reserved. Raises TooSlowError."""
         for server in self.servers:
             server.heal()
         await start_all([server for server in self.servers if not server.answers], self.servers)
@@ -56,7 +56,7 @@ class Rig:
             said_ms = {each.peer: each.sequence for each in online(swarm.view.announcements())}
             if all(said_ms.get(server.peer, 0) >= server.since_ms for server in servers):
                 return
-            with trio.move_on_after(POLL_S):  # a peer that is back, and offers what it offered, is no news
+            with trio.move_on_after(POLL_S):  # a peer that is back with its former offer is no news
                 await swarm.wait_changed()
 
     async def until_kv(self, server: Replica, *, taken: bool) -> None:

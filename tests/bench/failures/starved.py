@@ -1,4 +1,4 @@
-"""`llmnode serve` for the benchmark `failures`: at a SIGUSR2 its blocks run out of memory, until the next one."""
+"""`llmnode serve` for the benchmark `failures`: at a SIGUSR2 its blocks run out of memory, until the next SIGUSR2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOO_MANY_BYTES = 1 << 60
 
 
 class Shortage:
-    """Whether memory is short: each signal changes it."""
+    """Whether memory is short. Each signal switches it."""
 
     def __init__(self) -> None:
         self.is_here = False
@@ -31,7 +31,7 @@ class Shortage:
 
 
 class StarvedExecutor:
-    """The `Executor` port over a `real` one, which has no memory for a forward during a shortage."""
+    """The `Executor` port over a `real` one. During a shortage it has no memory for a forward."""
 
     def __init__(self, real: Executor, shortage: Shortage) -> None:
         self.span = real.span
@@ -48,7 +48,7 @@ class StarvedExecutor:
         if self._shortage.is_here:
             import torch
 
-            torch.empty(TOO_MANY_BYTES, dtype=torch.uint8)  # so that torch says in its own words that it has no memory
+            torch.empty(TOO_MANY_BYTES, dtype=torch.uint8)  # so the error is torch's own
         return self._real.forward(slices)
 
 

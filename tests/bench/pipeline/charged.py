@@ -1,6 +1,6 @@
-"""`llmnode serve` for the benchmark `pipeline`: a block computes nothing, and takes the time that it would take.
+"""`llmnode serve` for the benchmark `pipeline`: a block computes nothing, and takes the time of a real one.
 
-So more servers than there are cores can be tried on one machine. All else, from links to scheduling, is the real thing.
+So a machine can run more servers than it has cores. All else, from links to scheduling, is real.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from llmnode.ports import Executor
 
 BLOCK_S = 52e-3 / 30
-"""The time of one text's step through a block of SmolLM2-135M on one core: of a token, or of a short prompt."""
+"""The time of one text's step through a block of SmolLM2-135M on one core, for a token or a short prompt."""
 COMPANION = 0.14
-"""The share of that which each other text of the same forward adds: measured with 2 to 8 decodes by torch."""
+"""Each other text of the same forward adds this share of the time. Torch was measured with 2 to 8 decodes."""
 
 
 class ChargedExecutor:
-    """The `Executor` port. It gives back the hidden states that it gets. `real` has the weights, and reserves KV."""
+    """The `Executor` port. It returns the hidden states that it gets. `real` has the weights, and reserves KV."""
 
     def __init__(self, real: Executor) -> None:
         self.span = real.span

@@ -1,9 +1,9 @@
 """Benchmark `pipeline`: texts one after another, and several at once through 1, 2 and 3 servers (MDI-LLM's thesis).
 
-All variants take turns within each round. While so many texts are under way as were asked for, each new one beginning
-when one ends, a speed is counted. Its bound is that of a pipeline whose busiest part never waits: one token in the time
-that the slowest stage, or the ends, work for one. That is measured twice: while all of them run, on the cores that they
-share; and just before with one text after another, which texts that a server computes together may surpass.
+All variants take turns within each round. A variant keeps a number of texts going: when one ends, the next begins. The
+speed is counted while all of them are going. Its bound is that of a pipeline whose busiest part never waits: a token
+takes the time for which the slowest stage, or the ends, work on one. This time is measured twice: while all texts are
+going, on shared cores; and before, with one text after another. A server that batches texts may exceed the latter.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 24
 TEXTS_PER_PLACE = 3
-"""Of those that are under way together: the first and the last have less company, and are not counted."""
+"""The texts for each of those at once. The first and the last have fewer beside them, and are not counted."""
 CHARGED = as_program("bench.pipeline.charged")
 IN_THREAD = ["--worker", "thread"]
-"""What is charged is so in the server's own process."""
+"""The charged blocks are in the server's own process."""
 REAL_NODES = (1, 2)
-"""Each on a thread of its own; the client's ends take a fifth of what the blocks take, on the same two cores."""
+"""Each node has one thread. The client's ends take a fifth of the blocks' time, on the same two cores."""
 EMULATED_NODES = (1, 2, 3, 4)
 ANSWER_S = 60.0
 LEAST_OF_BOUND = 0.9
 THESIS_GAIN = 1.95
-"""Of 3 nodes over 1 (MDI-LLM's thesis, TinyLlama)."""
+"""The gain of 3 nodes over 1 (MDI-LLM's thesis, TinyLlama)."""
 
 
 SPEED, OF_ONE, STAGE_MS, ENDS_MS = "tokens/s", "of 1 node, in turn", "slowest stage, ms", "ends, ms"
@@ -65,7 +65,7 @@ OF_BOUND, OF_LONE_BOUND = "of the bound", "of the bound alone"
 
 @dataclass(slots=True)
 class _Variant:
-    """A number of nodes, and of texts that are under way at once."""
+    """A number of nodes, and a number of texts at once."""
 
     nodes: int
     at_once: int
@@ -75,9 +75,9 @@ class _Variant:
     mib_per_node: float
     series: Series = field(default_factory=Series)
     differing: int = 0
-    """Texts that are not those of the first variant, of which there is a near tie in a thousand tokens."""
+    """Texts that differ from those of the first variant. One token in a thousand is a near tie."""
     times_s: list[float] = field(default_factory=list)
-    """Of each token, since the beginning of the last round."""
+    """The time of each token, since the beginning of the last round."""
 
     @property
     def name(self) -> str:
@@ -86,7 +86,7 @@ class _Variant:
 
 
 class TimedEnds:
-    """`Ends` that know how long they have computed."""
+    """`Ends` that count the time for which they have computed."""
 
     def __init__(self, ends: Ends) -> None:
         self._ends = ends
@@ -194,7 +194,7 @@ async def _measure(
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When it is, tokens that have come, and how long the ends and each stage have worked, all since some beginning."""
+    """A time, and what has happened until then: tokens, and the busy seconds of the ends and of each stage."""
 
     at_s: float
     tokens: int
@@ -202,11 +202,11 @@ class Moment:
     stages_busy_s: Sequence[float]
 
     def speed(self, before: Moment) -> float:
-        """Tokens a second since then."""
+        """Tokens a second since `before`."""
         return (self.tokens - before.tokens) / (self.at_s - before.at_s)
 
     def stage_s(self, before: Moment) -> float:
-        """What the stage that worked most has worked for a token since then."""
+        """The seconds a token for which the busiest stage has worked since `before`."""
         worked_s = (now - then for now, then in zip(self.stages_busy_s, before.stages_busy_s, strict=True))
         return max(worked_s) / (self.tokens - before.tokens)
 
@@ -216,7 +216,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Texts of one variant: when each token came, what came, and the time in which all places were taken."""
+    """The texts of one variant: the time of each token, the results, and the time in which all texts were going."""
 
     times_s: Sequence[float]
     generations: list[Generation]
@@ -282,7 +282,7 @@ def _aims(variants: Sequence[_Variant]) -> Iterator[Aim]:
 
 
 def plot(variants: Sequence[_Variant], path: Path) -> None:
-    """Tokens against time, as in the thesis's figures 10 to 19."""
+    """Tokens against time, like figures 10 to 19 of the thesis."""
     with axes_in(path, "bench pipeline", "s", "tokens") as axes:
         for variant in variants:
             style = "--" if variant.is_emulated else "-"

@@ -1,4 +1,4 @@
-"""A worker process for `tests/bench/run workers` that computes nothing: what it takes is the way there and back."""
+"""A worker process for `tests/bench/run workers`. It computes nothing, so only the way there and back takes time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from llmnode.core.operations import Buffer, Control, Slice
 
 HIDDEN_SIZE = 576
-"""SmolLM2-135M's."""
+"""The size of SmolLM2-135M."""
 KV_TOKENS = 1 << 30
 ECHO = ModelInfo("echo", bytes(32), blocks=1, hidden_size=HIDDEN_SIZE, context_tokens=KV_TOKENS)
 
 
 class EchoExecutor:
-    """The `Executor` port, without blocks and KV."""
+    """The `Executor` port without blocks and KV."""
 
     span = Span(0, ECHO.blocks)
 

@@ -1,8 +1,8 @@
-"""`tests/bench/run workers`: what a hop costs with the blocks in a thread of the node, and in a process of their own.
+"""`tests/bench/run workers`: the cost of a hop with the blocks in a thread of the node, and in a process of their own.
 
-The crossing alone: a worker whose executor gives back what it gets, so all that a call takes is the way there and back.
-A hop: two real servers of one block, alike but for their worker, asked in turn by one client; a hop costs what a step
-takes beyond the forward. Idle, and beside sessions that decode and one that prefills, which keep the node busy too.
+The crossing alone is measured with a worker whose executor returns its input, so that a call takes only the way there
+and back. A hop is measured with two real servers of one block, which differ in their worker and answer one client by
+turns. Its cost is the time of a step beyond the forward. The node is idle, or serves decodes and a prefill besides.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from llmnode.wire.messages import Description
 
 POSITIONS = {"1 position": 1, "512 positions": 512}
-"""A decode, and the longest part of a prefill that is computed at once."""
+"""A decode, and the longest part of a prefill that is computed in one piece."""
 CROSSINGS = 400
 DECODERS = 4
 PREFILL = 128
 LENGTH = 1024
-"""Of sessions, which begin anew when they have come so far."""
+"""A session of this length is replaced by a fresh one."""
 TIMEOUT_S = 60.0
 
 MOST_CROSSING_MS = 0.3
@@ -111,7 +111,7 @@ async def run(options: Options) -> Report:
 
 @asynccontextmanager
 async def _open_echoes() -> AsyncIterator[dict[str, BatchingWorker]]:
-    """A worker of each kind that computes nothing, and takes all that it is given at once."""
+    """A worker of each kind. It computes nothing, and accepts all operations at once."""
     most = max(POSITIONS.values())
     whole = BatchPolicy(unmeasured_prefill=most, most_prefill=most)
     command = (sys.executable, "-P", *as_program("bench.workers.echoing"))
@@ -128,7 +128,7 @@ async def _open_echoes() -> AsyncIterator[dict[str, BatchingWorker]]:
 
 
 async def _cross(worker: BatchingWorker, positions: int, times: int) -> list[float]:
-    """What calls take beyond the forward, in ms."""
+    """The times of calls beyond the forward, in ms."""
     session, hidden = SessionId(secrets.token_bytes(SESSION_ID_BYTES)), secrets.token_bytes(positions * ECHO.row_bytes)
     assert await worker.do(operations.Open(session, worker.span, times * positions, PeerId("bench")))
     times_ms = []
@@ -166,7 +166,7 @@ class _Server:
 
 
 class _Session:
-    """Of one hop, by frames: what a client does beside has no part in the times."""
+    """A session of one hop, made of bare frames: so the client's own work has no part in the times."""
 
     def __init__(self, server: _Server) -> None:
         self._connection = server.connection
@@ -194,7 +194,7 @@ class _Session:
         await self._connection.ask(frame, FrameType.OPENED, TIMEOUT_S)
 
     async def step(self, positions: int) -> float:
-        """What it took beyond the forward, in ms."""
+        """The time of a step beyond the forward, in ms."""
         if self._position + positions > LENGTH:
             await self.close()
             self._begin()
@@ -271,5 +271,5 @@ def _aims(crossings: Sequence[_Variant], hops: Sequence[_Variant]) -> Iterator[A
 
 
 def _pairs(variants: Sequence[_Variant]) -> list[tuple[_Variant, _Variant]]:
-    """Of a thread, and of a process."""
+    """Pairs of a variant with a thread and one with a process."""
     return list(zip(variants[::2], variants[1::2], strict=True))
