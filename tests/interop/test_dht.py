@@ -1,6 +1,6 @@
 """Our directory with go-libp2p's and rust-libp2p's Kademlia: each keeps records for the others, and leads to peers.
 
-Skipped where they cannot be built: there is no Go or Rust, or its packages cannot be had.
+It is skipped if they cannot be built: Go or Rust is missing, or its packages cannot be had.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODEL_KEY = _model_key(DIGEST)
 
 @asynccontextmanager
 async def their_member(theirs: list[str], contact: Member | None = None) -> AsyncIterator[SteeredPeer]:
-    """A server of the DHT, that has met `contact`."""
+    """A DHT server that has met `contact`."""
     async with steer([*theirs, "dht"]) as peer:
         if contact is not None:
             await peer.tell("connect", address=contact.address)
@@ -49,10 +49,10 @@ def test_they_keep_what_our_servers_announce_for_our_clients(theirs: list[str]) 
                 announced = server.announcement(), other.announcement()
                 await server.directory.publish(server.announcement(age_s=1))
                 await server.directory.publish(announced[0])
-                # Nobody answers who provides, and who leaves at once may do so before that was read: hence twice.
+                # ADD_PROVIDER has no answer. A peer that leaves at once may do so before it was read: hence twice.
                 for _ in range(2):
                     await other.directory.publish(announced[1])
-            # Who announced is gone: nobody else has it.
+            # The announcing peer is gone, so only the keeper has the record.
             async with member(keeper.address, listens=False) as client:
                 found = await client.directory.find(DIGEST)
             assert {each.body for each in found} == {each.body for each in announced}
@@ -101,7 +101,7 @@ def test_peers_are_found_through_theirs_and_by_theirs(theirs: list[str]) -> None
             await known.directory._meet_connected()
             await other.directory._meet_connected()
             found = None
-            while found is None:  # theirs takes a moment to believe that one is a server
+            while found is None:  # their peer needs a moment to recognise a server
                 found = await other.directory._dht.find_peer(ID.from_string(known.network.peer))
             assert known.network.addresses[0].startswith(str(found.addrs[0]))
             async with their_member(theirs, other) as stranger:

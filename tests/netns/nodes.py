@@ -1,4 +1,4 @@
-"""Processes of llmnode in the places of an internet, and what crossed it while they generated."""
+"""Processes of llmnode at places of an internet, and the traffic between them while they generate."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ PORT = 4001
 PROMPT = "The first ten prime numbers are"
 NEW_TOKENS = 16
 MANY_TOKENS = 64
-"""So that there is a long way to go after what happens in the beginning."""
+"""There is a long way to go after the events of the beginning."""
 IN_MID_SESSION = 4
-"""Tokens that there are when something happens."""
+"""An event in mid-session happens after this number of tokens."""
 STOP_S = 60
-"""For a process to end, torch and all, on a machine that is busy with others."""
+"""The time for a process to end, torch and all, on a busy machine."""
 HIDDEN_BYTES = 576 * 4
 """The hidden state of one position."""
 
 
 class Child:
-    """A process in a place, that talks in lines of JSON."""
+    """A process at a place. It talks in lines of JSON."""
 
     def __init__(self, place: Place, *command: str) -> None:
         self.place = place
@@ -49,9 +49,9 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
-            # Processes share the machine's cores; one that has to be aborted prints its stack.
+            # Processes share the machine's cores. A process that has to be aborted prints its stack.
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
-            start_new_session=True,  # a Ctrl-C in the terminal is pytest's alone
+            start_new_session=True,  # a Ctrl-C in the terminal reaches only pytest
         )
 
     @functools.cached_property
@@ -69,7 +69,7 @@ class Child:
         return peer
 
     def wait(self, event: str) -> dict[str, Any]:
-        """Its next line of this event; what comes before is passed over."""
+        """Its next line of this event. Other lines before it are skipped."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             said: dict[str, Any] = json.loads(line)
@@ -84,7 +84,7 @@ class Child:
         self.process.stdin.flush()
 
     def stop(self) -> None:
-        """As a parent that goes away does; who does not end is aborted, and the test fails with its stack."""
+        """Close its stdin, as the end of a parent does. If it does not end, it is aborted, and the test fails."""
         try:
             self.process.communicate(timeout=STOP_S)
         except subprocess.TimeoutExpired:
@@ -115,7 +115,7 @@ def children() -> Iterator[Callable[..., Child]]:
     finally:
         for child in started:
             assert child.process.stdin is not None
-            child.process.stdin.close()  # all at once
+            child.process.stdin.close()  # of all of them, before waiting for one
             child.process.stdin = None
         for child in started:
             child.stop()
@@ -132,7 +132,7 @@ def serve_command(place: Place, blocks: str, *options: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt, and what transformers chooses after it, in token ids."""
+    """A prompt, and the tokens that transformers generates after it, as ids."""
 
     prompt: list[int]
     expected: list[int]
@@ -140,16 +140,16 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One generation that has ended and was exact, and the bytes that went from place to place meanwhile."""
+    """One generation that has ended and was exact, and the bytes between places meanwhile."""
 
     prompt_tokens: int
     recoveries: Sequence[dict[str, Any]]
     pushed: bool
-    """In some steps, if not all, servers gave their results to each other and not to the client."""
+    """Whether in some steps servers gave their results to each other and not to the client."""
     carried: Counter[tuple[str, str]]
 
     def went_straight(self, source: Place, target: Place) -> bool:
-        """Whether more bytes went this way than the prompt's hidden states have."""
+        """Whether this way has carried more bytes than the prompt's hidden states have."""
         return self.carried[source.name, target.name] > self.prompt_tokens * HIDDEN_BYTES
 
 
@@ -173,7 +173,7 @@ def crossing(
     others: Sequence[Place],
     relays: Sequence[Place] = (),
 ) -> Crossing:
-    """Of a session whose first hop is at `first`, the next at one of `others`; their NATs are of the kinds of now."""
+    """The row of a session with its first hop at `first`, the next at one of `others`, and the present kinds of NAT."""
     return Crossing(
         scenario,
         kind_of(client),
@@ -194,7 +194,7 @@ def kind_of(place: Place) -> str:
 
 
 class Client:
-    """The process of `client.py`, in its place."""
+    """The process of `client.py` at its place."""
 
     def __init__(self, child: Child, internet: Internet) -> None:
         self.child = child
@@ -213,7 +213,7 @@ class Client:
         after: int = 0,
         do: Callable[[list[str]], None] = lambda _peers: None,
     ) -> Session:
-        """It must be exact. `do` is done when `after` tokens are there, told who the session's hops are."""
+        """Generate; the text must be exact. `do` is called after `after` tokens, with the peers of the hops."""
         before = self._internet.carried.copy()
         self.child.tell({"peers": list(peers), "prompt": question.prompt, "new_tokens": new_tokens})
         hops = self.child.wait("opened")["peers"]

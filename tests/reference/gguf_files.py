@@ -49,9 +49,9 @@ def byte_tokens() -> dict[str, Any]:
 
 @dataclass
 class File:
-    """A GGUF file to be written. `values` are beside those that every model has, or in their place; None removes one.
+    """A GGUF file to be written. `values` are added to those that every model has, or replace them; None removes one.
 
-    `tensors` are by ggml's names; `types` are of those that are not of `quantization`, with their bytes.
+    `tensors` have ggml's names. `types` has the tensors of other types than `quantization`, with their bytes.
     """
 
     architecture: str
@@ -109,7 +109,7 @@ NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
-"""ggml's, by Llama's."""
+"""ggml's names by Llama's."""
 
 
 def of_model(model: Any, architecture: str, **options: Any) -> File:
@@ -125,7 +125,7 @@ def of_model(model: Any, architecture: str, **options: Any) -> File:
         else:
             ours = f"{NAMES[stem]}.{kind}"
         array = tensor.numpy()
-        if architecture == "llama" and NAMES[stem] in ("attn_q", "attn_k"):  # rotated in pairs, not in halves
+        if architecture == "llama" and NAMES[stem] in ("attn_q", "attn_k"):  # these are rotated in pairs, not halves
             heads = 4 if NAMES[stem] == "attn_q" else 2
             array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
         file.tensors[ours] = np.ascontiguousarray(array)
@@ -133,7 +133,7 @@ def of_model(model: Any, architecture: str, **options: Any) -> File:
 
 
 def of_any_model(model: Any, architecture: str, **options: Any) -> File:
-    """As `of_model`, of any family: by transformers' names and what it undoes when it reads them."""
+    """Like `of_model`, for any family: it uses transformers' names, and applies the inverse of its conversions."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
@@ -149,7 +149,7 @@ def of_any_model(model: Any, architecture: str, **options: Any) -> File:
             array = array + 1
         if architecture == "gpt2" and stored[theirs].ndim == 2 and ours.startswith("blk."):
             array = array.T
-        if theirs.endswith("gate_up_proj"):  # of experts
+        if theirs.endswith("gate_up_proj"):  # a tensor of experts
             half = array.shape[1] // 2
             array = array[:, :half] if "gate" in ours else array[:, half:]
         if "ffn_gate_inp_shexp" in ours:

@@ -1,4 +1,4 @@
-"""Executors with KV in pages, on the CPU: what a GPU does there is done by what computes the same here."""
+"""Executors with KV in pages on the CPU. The GPU's own functions are replaced by others that compute the same."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from llmnode.compute.cuda_graphs import Record, Replay
 
 PAGE = 8
-"""So that short sequences have several; the window of small models is of as many positions."""
+"""Short sequences have several pages of this size. The window of small models has the same size."""
 
 
 def load_paged(
@@ -62,10 +62,10 @@ def cut_paged(
 def record_by_tracing(
     function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], hidden: torch.Tensor, numbers: torch.Tensor
 ) -> Replay:
-    """A `Record` for a CPU, with what makes CUDA graphs what they are: Python runs once.
+    """A `Record` for a CPU, with the essence of CUDA graphs: Python runs once.
 
-    What is replayed is torch's operations on the very memory that they had; a number that Python has read stays what it
-    was, and what it would have to read of a tensor cannot be recorded.
+    A replay repeats torch's operations on the same memory. A number that Python has read keeps its value. A number that
+    Python would have to read from a tensor cannot be recorded.
     """
     graph = make_fx(function)(hidden, numbers)
 
@@ -82,7 +82,7 @@ class AsInCapture(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:  # Any: as torch has it
+    ) -> Any:  # Any: torch's own signature
         made = func(*args, **(kwargs or {}))
         aten = torch.ops.aten
         if func.overloadpacket in (aten.to, aten._to_copy, aten.copy_):
@@ -108,7 +108,7 @@ def varlen_attn(  # noqa: PLR0913  # the parameters are those of torch's varlen_
     block_table: torch.Tensor,
     num_splits: int | None,
 ) -> torch.Tensor:
-    """As torch documents its `varlen_attn`, whose kernels are for GPUs: causal to the last key, over pages."""
+    """torch's `varlen_attn` as documented, without a GPU: causal up to the last key, over pages."""
     assert cu_seq_k is cu_seq_q, "one without the other is refused"
     assert num_splits == 1 or (max_q == 1 and window_size == (-1, -1) and enable_gqa), (
         "else splits are put in wrong places"
@@ -134,9 +134,9 @@ def varlen_attn(  # noqa: PLR0913  # the parameters are those of torch's varlen_
 
 
 def without_numbers(folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
-    """In which `folder` is read, and tensors can be on a GPU where there is none: they have all but numbers.
+    """A mode in which `folder` can be read, and tensors can be on a GPU that is not there. They have no numbers.
 
-    What only reads numbers, or asks the driver, is left out.
+    Functions that only read numbers, or ask the driver, are replaced.
     """
     mode, read, empty = FakeTensorMode(allow_non_fake_inputs=True), ModelFolder.read, torch.empty
     drawn = blueprint_of(folder)
@@ -150,7 +150,7 @@ def without_numbers(folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> Fak
         return empty(*shape, **options)
 
     def moved(module: torch.nn.Module, move: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:
-        """As torch's own, which wants parameters that nothing refers to."""
+        """Replaces torch's own, which requires that nothing else refers to the parameters."""
         for each in module.modules():
             for name, parameter in each._parameters.items():
                 if parameter is not None:

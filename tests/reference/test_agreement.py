@@ -24,7 +24,7 @@ pytestmark = pytest.mark.reference
 POSITIONS = MOST_POSITIONS + 1
 PREFILL = 112
 SHIFTED = slice(None, -1), slice(1, None)
-"""Of rows: each beside the next."""
+"""Slices of rows that put each row beside the next."""
 TEXT = "A position may be nearly one large value, which goes to either of two steps by the last bit of a sum. "
 
 
@@ -54,7 +54,7 @@ def test_who_computes_in_rust_is_within_the_tolerance_of_who_computes_by_torch(k
 
 @pytest.mark.parametrize("codec", [Codec.FP16, Codec.BF16, Codec.INT8])
 def test_one_large_value_at_either_of_two_steps_is_within_the_tolerance(codec: Codec) -> None:
-    """As the last bit of a sum may have it, in a position that is nearly that value, or that and a larger one."""
+    """The last bit of a sum can decide the step. The value is nearly all of its position, or second to a larger one."""
     form, width = HiddenForm(64, codec), 64
     for larger in (0.0, 2.0):
         rows = torch.zeros(20_000, width)

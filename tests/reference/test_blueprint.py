@@ -1,4 +1,4 @@
-"""Transformers is asked once about a config, and the blocks that are built from its answer are exact: see
+"""transformers is asked once about a config, and the blocks that are built from its answer are exact: see
 `test_families.py`.
 """
 
@@ -46,7 +46,7 @@ hidden = bytes.fromhex(sys.stdin.read())
 assert not {"transformers", "torch._dynamo"} & sys.modules.keys()
 print(bytes(output).hex())
 """
-"""As a worker does, whatever `serve` was asked for."""
+"""A worker does this for any options of `serve`."""
 
 
 @pytest.mark.parametrize("case", ["llama-yarn", "mistral", "qwen2", "qwen3-window", "smollm3"])

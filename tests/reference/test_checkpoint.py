@@ -1,4 +1,4 @@
-"""Which files of a folder are the model is what transformers decides; what is wrong with them is told with the fix."""
+"""The files of a model in a folder are those that transformers takes. An error about them names the fix."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _by_transformers(folder: Path, named: str | None) -> list[str] | None:
         )
     except (OSError, ValueError):
         return None
-    # One that the config names need not be there: reading it fails later.
+    # A file that the config names need not exist: reading it fails later.
     there = files is not None and (len(files) > 1 or named == OTHER_INDEX or (folder / files[0]).is_file())
     return [file.removeprefix(f"{folder}/") for file in files] if there else None
 
@@ -182,7 +182,7 @@ def test_what_stands_in_the_place_of_a_file_is_told(name: str, file: str, tmp_pa
     if content is None:
         damaged.unlink()
         if not file.startswith("model-"):
-            return  # then another file is the model, or none: see above
+            return  # then another file is the model, or none is
     else:
         damaged.write_bytes(content)
     with pytest.raises(ModelError, match=rf"is not a model folder: {damaged.name} {says}") as raised:
@@ -292,7 +292,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def _refused(path: Path) -> str:
-    """Why one of its parts is."""
+    """The reason why one of its parts is refused."""
     folder = open_saved(path)
     with pytest.raises(ModelError) as raised:  # noqa: PT012 - one or the other
         load_ends(folder)

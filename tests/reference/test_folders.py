@@ -1,4 +1,4 @@
-"""A part finds its tensors however the folder names, cuts and stores them; what we cannot do right is refused."""
+"""A part finds its tensors however the folder names, cuts and stores them. A folder that we cannot read is refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.reference
 
 RENAMED = ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "gpt2", "gpt_neox", "opt", "phi3", "bloom", "falcon"]
-"""Families whose files name tensors otherwise than the model does, or did so once."""
+"""Families whose files have, or once had, other names for tensors than the model."""
 
 
 def _as_transformers_saves(model: Any, path: Path) -> None:
@@ -49,7 +49,7 @@ def _as_the_model_names_them(model: Any, path: Path) -> None:
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
-    tensors[f"{FAMILIES[model.config.model_type].block_prefix}2.attn.bias"] = torch.ones(3)  # as old files of gpt2 have
+    tensors[f"{FAMILIES[model.config.model_type].block_prefix}2.attn.bias"] = torch.ones(3)  # old files of gpt2 have it
     save_file(tensors, path / SINGLE_FILE)
 
 
@@ -96,7 +96,7 @@ def test_tensors_are_found_however_they_are_stored(
 
 
 def _as_loaded(model: Any, family: Family) -> dict[str, torch.Tensor]:
-    """Its tensors, of which a span has some joined."""
+    """Its tensors as a span has them, with some of them joined."""
     if family.fused:
         for block in getattr(model.get_submodule(family.decoder), family.blocks):
             join_products(block)
@@ -114,7 +114,7 @@ def test_of_a_file_that_is_read_little_stays_in_memory_beside_the_copies(
     mapped: list[int] = []
 
     class Watched:
-        """As safetensors' own."""
+        """Stands in for safetensors' own class, and notes what is mapped."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             self._opened = safe_open(*arguments, **options)
@@ -192,7 +192,7 @@ def test_half_precision_on_disk_is_computed_in_the_dtype_asked_for(
     hidden = ours.forward({session(0): ids[0].tolist()})[session(0)]
     assert hidden.dtype is torch.float32 and hidden.shape == (20, HIDDEN_SIZE)
     expected = model(ids).logits[0].float()
-    # In bf16 chunks often make no difference at all: one unit in the last place must be allowed all the same.
+    # In bf16 chunks often make no difference at all. One unit in the last place must still be allowed.
     epsilon = max(4 * deviation(model, ids), torch.finfo(dtype).eps * expected.abs().max().item())
     assert (ours.ends.logits(hidden) - expected).abs().max() < epsilon
 

@@ -1,6 +1,6 @@
 """A GGUF file that is damaged, is something else, or lies about itself ends in one line, or changes nothing.
 
-`LLMNODE_MUTATIONS` of drawn faults, or as many as take seconds.
+`LLMNODE_MUTATIONS` sets the number of drawn faults. The default takes seconds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def model() -> File:
 
 @pytest.fixture(scope="module")
 def sound(model: File, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file that nothing is wrong with, not to be changed."""
+    """A file without any fault. It must not be changed."""
     return model.write(tmp_path_factory.mktemp("sound") / "small.gguf")
 
 
@@ -144,7 +144,7 @@ def test_a_file_cut_short_says_so_wherever_it_ends(copy: Path) -> None:
 
 
 def _tensor_parts(path: Path, name: str) -> tuple[int, Any]:
-    """Where its entry in the table is, and what it consists of."""
+    """The place of its entry in the table, and the parts of the entry."""
     field = next(tensor.field for tensor in gguf.GGUFReader(str(path)).tensors if tensor.name == name)
     return field.offset, field.parts
 
@@ -197,7 +197,7 @@ VALUES = st.one_of(
     st.lists(st.integers(0, 5), min_size=1, max_size=3),
     st.lists(st.text(max_size=3), min_size=1, max_size=3),
 )
-"""Of keys. None removes one."""
+"""Values for keys. None removes a key."""
 
 
 def _keys() -> list[str]:
@@ -217,7 +217,7 @@ def faults(draw: st.DrawFn) -> tuple[str, Callable[[File, Path], Path]]:
             return File("llama", {key: value}, model.tensors).write(path)
         if kind == "tensor":
             tensors = dict(model.tensors)
-            names = sorted(tensors.keys() - {"output.weight"})  # without it, the embedding is the head
+            names = sorted(tensors.keys() - {"output.weight"})  # without that one, the embedding is the head
             name = names[int(place * len(names))]
             del tensors[name]
             shape = [(3,), (64, 3), (2, 32, 64)][number % 3]
@@ -243,7 +243,7 @@ def faults(draw: st.DrawFn) -> tuple[str, Callable[[File, Path], Path]]:
 
 
 def _opened(path: Path) -> ModelFolder | str:
-    """The model, or the message if it was properly refused."""
+    """The model, or the message of a proper refusal."""
     try:
         folder = open_model(str(path))
         load_tokenizer(folder).encode("hi")

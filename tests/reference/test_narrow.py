@@ -1,4 +1,4 @@
-"""Weights that need fewer bits than 32 have no more in memory, and compute what they would in 32."""
+"""Weights that need fewer than 32 bits have no more in memory, and compute the same as in 32 bits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def saved(model: torch.nn.Module, path: Path) -> ModelFolder:
 
 
 def outputs(model: Cut) -> torch.Tensor:
-    """Of what is few and what is many, to Rust and to torch."""
+    """The outputs for few positions, which go through Rust, and for many, which go through torch."""
     tokens = torch.randint(VOCABULARY, (3, 60), generator=torch.Generator().manual_seed(1)).tolist()
     made = []
     for end, length in ((40, 40), (41, 1), (42, 1), (60, 18)):
@@ -46,8 +46,8 @@ def outputs(model: Cut) -> torch.Tensor:
 
 
 @torch.no_grad()
-def rounded_to_4_bits(model: Any, *, centred: bool) -> Any:  # Any: as transformers types its models
-    """Its blocks as GGUF has them in Q4_1, or `centred`, in Q4_0; and widened again."""
+def rounded_to_4_bits(model: Any, *, centred: bool) -> Any:  # Any: transformers types its models so
+    """The model with blocks rounded to GGUF's Q4_1, or to Q4_0 if `centred`, and widened again."""
     for parameter in model.model.layers.parameters():
         if parameter.ndim > 1:
             groups = parameter.view(-1, 32)
@@ -118,7 +118,7 @@ def test_the_embedded_model_is_of_4_bits() -> None:
 @pytest.mark.parametrize(
     ("asked", "dtype"),
     [
-        ({}, "float32"),  # 8 bits would be more, and other numbers
+        ({}, "float32"),  # 8 bits would take more memory, and give other numbers
         ({"kv_dtype": "int8"}, "float32+kv-int8"),
         ({"dtype": "bfloat16"}, "bfloat16+int8"),
     ],

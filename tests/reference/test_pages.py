@@ -1,7 +1,7 @@
-"""KV in pages of one pool, as on a GPU: what is computed is what is computed with a slab for each sequence.
+"""KV in pages of one pool, as on a GPU: the results are the same as with a slab for each sequence.
 
-No GPU is needed: attention through copies of pages is torch's own anywhere, flash attention is stood in for by what
-torch documents of it, recordings by a trace, and a GPU by tensors that have a device but no numbers.
+No GPU is needed. Attention through copies of pages is torch's own everywhere. Flash attention is replaced by what
+torch's documentation says of it, recordings by a trace, and a GPU by tensors that have a device but no numbers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.reference
 
 BY_THEMSELVES = {case for case in CONFIGS if case.startswith(("gemma2", "bloom", "falcon-alibi"))}
-"""Their attention takes each sequence by itself: scores have a softcap, or a bias for each position."""
+"""Their attention runs each sequence by itself, since scores have a softcap, or a bias for each position."""
 ROUNDS: tuple[dict[int, int], ...] = (
     {0: 11, 1: 1},
     {0: 7, 1: 1, 2: 13},
@@ -60,11 +60,11 @@ ROUNDS: tuple[dict[int, int], ...] = (
     {0: 9, 2: 1},
     *({1: 1, 2: 1},) * 8,
 )
-"""How many tokens of each sequence go into each forward; three, and two, decode for long enough to be recorded."""
+"""The new tokens of each sequence in each forward. Three sequences, and two, decode for long enough to be recorded."""
 
 
 class Said(logging.Handler):
-    """What was told of that is left out."""
+    """Collects the warnings about parts that are left out."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -80,7 +80,7 @@ class Said(logging.Handler):
 
 @pytest.fixture(autouse=True)
 def said() -> Iterator[Said]:
-    """What a test does not take, it does not expect."""
+    """The warnings. Those that a test does not take make it fail."""
     handler, logger = Said(), logging.getLogger("llmnode.compute")
     logger.addHandler(handler)
     yield handler
@@ -90,7 +90,7 @@ def said() -> Iterator[Said]:
 
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In numbers of any bits, so that it can be compared."""
+    """Flash attention for numbers of any bits, so that it can be compared."""
     monkeypatch.setattr(torch_varlen, "varlen_attn", varlen_attn)
 
 
@@ -132,7 +132,7 @@ def test_flash_attention_is_told_what_the_sequences_are(case: str, tmp_path: Pat
     assert all(executor._pool.flash for executor in paged.executors)
 
 
-def _compare(case: str, path: Path, **options: Any) -> Cut:  # Any: as `load_paged` has them
+def _compare(case: str, path: Path, **options: Any) -> Cut:  # Any: the options of `load_paged`
     model = make_model(case, tied=False)
     model.save_pretrained(path)
     folder, edges = open_saved(path), (0, 2, BLOCKS)
@@ -217,7 +217,7 @@ def test_flash_attention_that_computes_something_else_is_not_used(
 
 
 def test_flash_attention_that_fails_is_not_used(tmp_path: Path, said: Said) -> None:
-    """Torch's own does this on a CPU."""
+    """Torch's own fails on a CPU."""
     executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), flash=True)
     (line,) = said.take()
     assert line.startswith("without flash attention, which cannot be used here: ")
@@ -305,7 +305,7 @@ def test_a_step_on_a_gpu_has_nothing_that_cannot_be_recorded(
 
 @torch.inference_mode()
 def test_a_row_is_gathered_into_no_more_than_all_pages_and_is_right_beyond(tmp_path: Path) -> None:
-    """Beside a long sequence."""
+    """It runs beside a long sequence."""
     executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), record=record_by_tracing)
     rows = torch.randn(700, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
     expected = _chunks(executor, rows, (700,))

@@ -1,6 +1,6 @@
 """A session's tokens are exact (`tests/README.md`) for any order, company, priority and chunking of its steps.
 
-A schedule is what was drawn, and no accident: the worker has no thread, and a batch takes a second of a mock clock.
+A schedule depends on the draw alone: the worker has no thread, and a batch takes a second of a mock clock.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LENGTH = 100
 *TEXTS, OTHER = torch.randint(VOCABULARY, (SESSIONS + 1, LENGTH), generator=torch.Generator().manual_seed(7)).tolist()
 EXAMPLES = 12
 TIES = 1 / 1000
-"""At most, of all positions."""
+"""The largest share of ties among all positions."""
 
 CASES = {
     "llama in Rust": ("llama", MOST_POSITIONS),
@@ -58,19 +58,19 @@ CASES = {
     "falcon": ("falcon-new", 0),
     "falcon with ALiBi": ("falcon-alibi", 0),
 }
-"""Each kind of attention, and the most positions that go through Rust (0: none)."""
+"""Each kind of attention, and the most positions that go through Rust (0: none do)."""
 
 ACT = st.tuples(
     st.sampled_from([0.0, 0.0, 0.0, 0.5, 1.0, 2.5]),
     st.one_of(st.just(1), st.integers(1, 8), st.integers(9, 40)),
     st.sampled_from(["ask", "ask", "ask", "give up", "go astray"]),
 )
-"""After how many seconds, how many positions, and whether they are waited for, or are others that are taken back."""
+"""A delay in seconds, a number of positions, and their fate: awaited, given up, or other positions taken back."""
 
 
 @dataclass(frozen=True)
 class Life:
-    """Of a session."""
+    """The priority and the acts of a session."""
 
     priority: Priority
     acts: list[tuple[float, int, str]]
@@ -85,7 +85,7 @@ LIVES = st.lists(
 
 @st.composite
 def policies(draw: st.DrawFn) -> BatchPolicy:
-    """Prefills have `time_s` in a batch, for few positions or many, or for a few blocks."""
+    """Prefills have `time_s` in a batch, for a few positions or many, or for a few blocks."""
     time_s, most = draw(st.sampled_from([0.2, 1.0, 5.0])), draw(st.sampled_from([12, 40, 120]))
     return BatchPolicy(
         decodes=draw(st.sampled_from([2, 64])),
@@ -98,7 +98,7 @@ def policies(draw: st.DrawFn) -> BatchPolicy:
 
 
 class ClockedWorker(BatchingWorker):
-    """A forward that fails is not made again by halves, as others do."""
+    """A failed forward is not repeated in halves, as other workers do it."""
 
     def __init__(self, executor: SpanExecutor, policy: BatchPolicy) -> None:
         super().__init__(executor, partial(self._run_inline, executor), trio.current_time, policy)
@@ -145,7 +145,7 @@ def test_any_schedule_is_exact(
 def run(
     executor: SpanExecutor, lives: list[Life], policy: BatchPolicy, embedded: list[torch.Tensor], astray: torch.Tensor
 ) -> list[torch.Tensor]:
-    """(positions, hidden_size) out of the last block of each session, as far as it got."""
+    """(positions, hidden_size) after the last block for each session, as far as it got."""
     outputs = [[torch.empty(0, HIDDEN_SIZE)] for _ in lives]
 
     async def live(worker: ClockedWorker, row: int) -> None:

@@ -74,14 +74,14 @@ def whole_span(saved: tuple[Any, Path]) -> tuple[SpanExecutor, Ends]:
 
 @pytest.fixture(scope="module")
 def undisturbed(saved: tuple[Any, Path], tokens: torch.Tensor) -> torch.Tensor:
-    """(sequences, tokens, hidden_size) out of the last block, each sequence alone and in one forward."""
+    """(sequences, tokens, hidden_size) after the last block, each sequence alone and in one forward."""
     alone = cut(open_saved(saved[1]), (0, BLOCKS))
     return torch.stack([alone.forward({session(row): tokens[row].tolist()})[session(row)] for row in range(SEQUENCES)])
 
 
 @pytest.fixture(scope="module")
 def epsilon(saved: tuple[Any, Path], tokens: torch.Tensor) -> float:
-    """4 x the largest deviation that transformers has in what leaves the blocks: the model without norm and head."""
+    """4 x the largest deviation of transformers itself in the output of the blocks, without norm and head."""
     model = make_model("llama", tied=False)
     model.model.norm = torch.nn.Identity()
     model.lm_head = torch.nn.Identity()
@@ -158,7 +158,7 @@ def test_sessions_over_different_parts_of_one_span_share_a_forward(case: str, tm
 @pytest.mark.parametrize("case", ["llama", "gemma3_text", "bloom", "falcon"])
 @torch.inference_mode()
 def test_a_piece_may_go_through_its_blocks_in_several_forwards(case: str, tmp_path: Path) -> None:
-    """With others at other blocks, and once given up half way."""
+    """Others are at other blocks beside it. Once it is given up half way."""
     make_model(case, tied=False).save_pretrained(tmp_path)
     folder = open_saved(tmp_path)
     executor, ends = load_executor(folder, Span(0, BLOCKS), KV_TOKENS), load_ends(folder)
@@ -208,11 +208,11 @@ def test_attention_sinks_are_refused() -> None:
 ACT = st.tuples(
     st.integers(0, SEQUENCES - 1), st.integers(1, 12), st.integers(0, 3), st.sampled_from(["ask", "ask", "give up"])
 )
-"""Whose, how many positions, after how many turns of the event loop, and whether it is waited for."""
+"""A sequence, a number of positions, a delay in turns of the event loop, and whether the result is awaited."""
 
 
 class TimedWorker(ThreadWorker):
-    """Each of its batches has taken a second, whatever the machine: so it is told how many blocks there is time for."""
+    """Each of its batches counts as a second on any machine. So the time allows a fixed number of blocks."""
 
     async def _run_in_thread(self, work: Work) -> tuple[Done, float, float]:
         done, began_s, _ = await super()._run_in_thread(work)
@@ -236,9 +236,9 @@ def test_any_schedule_of_a_worker_gives_the_same_hidden_states(
     undisturbed: torch.Tensor,
     epsilon: float,
 ) -> None:
-    """Whatever comes when, in parts of whatever size, with whomever, and though some are cancelled before the end.
+    """The order, the sizes of parts, the company, and cancellations before the end do not matter.
 
-    Of a second that a batch takes here, prefills have `time_s`: for a few positions, or a few blocks.
+    A batch takes a second here. Prefills have `time_s` of it: for a few positions, or a few blocks.
     """
     executor, ends = whole_span
     sizes = {"unmeasured_prefill": most, "most_prefill": most, "least_prefill": min(8, most)}

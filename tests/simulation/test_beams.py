@@ -1,6 +1,6 @@
 """Sessions that become copies of one another, through real serving and client code, while peers fail by a plan.
 
-As in test_recovery.py the arithmetic is exact: an answer is right to the bit, or some copy is not what it should be.
+The arithmetic is exact, like in test_recovery.py. An answer is right to the bit only if every copy is right.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TICK_S = 0.001
 async def opened(
     router: Router, beams: int, *, beside: bool = False, max_length: int = 64
 ) -> AsyncIterator[list[Dialogue]]:
-    """A dialogue through each of so many sessions; `beside` each other, or wherever the router likes."""
+    """A dialogue through each of several sessions, `beside` each other or wherever the router chooses."""
     async with AsyncExitStack() as stack:
         dialogues: list[Dialogue] = []
         for index in range(beams):
@@ -69,7 +69,7 @@ def forwards(swarm: World) -> int:
     return sum(node.worker.executor.forwards for node in swarm.nodes.values())
 
 
-# By a seed
+# Drawn from a seed
 
 
 @pytest.mark.parametrize("seed", seeds(200), ids=lambda seed: f"seed-{seed}-")
@@ -95,7 +95,7 @@ async def test_beams_outlive_whatever_befalls_their_servers(seed: int) -> None:
 
 
 async def _reorder(beams: list[Dialogue], sources: list[int]) -> list[Dialogue]:
-    """Copies sessions to the rows' new sources, like a cache."""
+    """Copy sessions to the rows' new sources, as a cache does."""
     rows = sessions_of_rows(sources)
     for row, source in zip(rows, sources, strict=True):
         if row != source:
@@ -114,7 +114,7 @@ def _longest(beams: list[Dialogue]) -> int:
 async def test_copies_go_their_own_ways_and_their_source_stays_as_it_is() -> None:
     async with pairs_of_servers() as swarm, swarm.client() as (router, _), opened(router, 3, beside=True) as beams:
         await beams[0].step(20)
-        await beams[1].step(30)  # longer than what it becomes, and other; the third is empty
+        await beams[1].step(30)  # it is longer than its new source, and different; the third one is empty
         await beams[0].session.fork([beam.session for beam in beams[1:]])
         for copy in beams[1:]:
             copy.now_as(beams[0])
@@ -145,7 +145,7 @@ async def test_to_become_what_one_is_already_costs_nothing() -> None:
         await beams[1].fork(beams[0])
         assert trio.current_time() == began
         await beams[1].step(1)
-        await beams[0].fork(beams[1])  # which goes back
+        await beams[0].fork(beams[1])  # this one goes back
         await step_all(beams)
 
 
@@ -269,7 +269,7 @@ async def test_a_copy_whose_blocks_nobody_holds_is_finished_once_somebody_does()
     async with pairs_of_servers() as swarm, swarm.client() as (router, _), opened(router, 2, beside=True) as beams:
         await beams[0].step(20)
         await beams[1].step(30)
-        for hop in (1, 2):  # two hops are lost, and the first of them is missing
+        for hop in (1, 2):  # two hops are lost, and no peer has the blocks of the first
             for twin in "ab":
                 swarm.kill(f"{hop}{twin}")
         await swarm.start("late2", SPANS[2])
@@ -283,7 +283,7 @@ async def test_a_copy_whose_blocks_nobody_holds_is_finished_once_somebody_does()
 
 @simulated
 async def test_a_peer_that_cannot_copy_is_passed_over() -> None:
-    """It is alive, and holds positions of what the session was before."""
+    """The peer is alive, and still holds positions of the session's former text."""
     async with pairs_of_servers() as swarm, swarm.client() as (router, _), opened(router, 2, beside=True) as beams:
         await beams[0].step(20)
         await beams[1].step(30)
@@ -359,7 +359,7 @@ DURING_FORK_S = [0.01 * n for n in range(1, 25)]
 
 @asynccontextmanager
 async def about_to_fork() -> AsyncIterator[tuple[World, list[Dialogue]]]:
-    """A source and its copy, beside each other, of whose two hops the second is dead and will be two."""
+    """A source and its copy beside each other. Their second hop is dead, and two peers will replace it."""
     async with world() as swarm:
         for number, span in enumerate([Span(0, 2), Span(2, 6)]):
             await swarm.start(f"part{number}", span)

@@ -1,4 +1,4 @@
-"""Long prompts wait for direct ways, and go through a relay only as the policy says; steps do not wait."""
+"""Long prompts wait for direct connections, and go through a relay as far as the policy allows; steps do not wait."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SOON_S = 1.0
 
 @asynccontextmanager
 async def relayed_world(*, direct_to_client: bool = False, limit_bytes: int | None = None) -> AsyncIterator[World]:
-    """A server of each span; they reach each other through relays alone, and perhaps so does the client."""
+    """A server of each span. They reach each other only through relays, and so may the client."""
     policy = ServePolicy(relayed=RELAYED)
     async with open_world(conditions=Conditions(delay_s=DELAY_S), serve_policy=policy) as swarm:
         swarm.internet.relay_limit_bytes = limit_bytes
@@ -140,7 +140,7 @@ async def test_servers_push_long_prompts_through_a_relay_if_the_client_is_behind
 
 @asynccontextmanager
 async def bereaved_session(lost: Span, policy: ClientPolicy) -> AsyncIterator[tuple[World, InferenceSession, Dialogue]]:
-    """It stands at `PROMPT` positions; who held that span has just died, and its only twin is behind a relay."""
+    """A session of `PROMPT` positions. The peer with the `lost` span has just died; its only twin is behind a relay."""
     async with world() as swarm:
         for index, span in enumerate(SPANS):
             await swarm.start(f"{index}", span)
@@ -156,7 +156,7 @@ async def bereaved_session(lost: Span, policy: ClientPolicy) -> AsyncIterator[tu
 
 
 FIRST_OR_FETCHED = [(SPANS[0], True), (SPANS[1], False), (SPANS[2], False)]
-"""Of these the client gives the replay: what was lost, and whether servers push."""
+"""Cases in which the client sends the replay: the lost span, and whether servers push."""
 
 
 @pytest.mark.parametrize(("lost", "push"), FIRST_OR_FETCHED)

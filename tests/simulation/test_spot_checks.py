@@ -1,4 +1,4 @@
-"""Spot checks: a peer that computes garbage and signs it is found as soon as chance has it; honest peers never are.
+"""Spot checks find a peer that computes garbage and signs it as soon as chance has it. They never accuse honest peers.
 
 The arithmetic is exact, so any difference counts. LLMNODE_SEEDS=200 makes the table in `tests/bench/README.md` (-rP).
 """
@@ -38,7 +38,7 @@ POLICY = ClientPolicy(chunk_tokens=8, spot_checks=CHECKS)
 
 @asynccontextmanager
 async def servers(twins: str, seed: int = 0) -> AsyncIterator[World]:
-    """So many for each span, by a letter each."""
+    """A server for each letter of `twins` and each span."""
     async with world(seed) as swarm:
         for index, span in enumerate(SPANS):
             for twin in twins:
@@ -54,7 +54,7 @@ async def session_of(swarm: World) -> AsyncIterator[tuple[Router, InferenceSessi
 
 
 def corrupt(swarm: World, peer: PeerId, share: float = 1.0, rng: random.Random | None = None) -> None:
-    """From now on a share of its forwards is wrong, and it signs that like all else."""
+    """From now on a share of its forwards is wrong. It signs these like all others."""
     worker, rng = swarm.node(peer).worker, rng or random.Random(0)
     do = worker.do
 
@@ -68,7 +68,7 @@ def corrupt(swarm: World, peer: PeerId, share: float = 1.0, rng: random.Random |
 
 
 async def speak(session: InferenceSession, steps: int, positions: int = 1) -> None:
-    """Whatever the answer is; and let the check of each step end."""
+    """Run steps, whatever the answers are, and let the check of each step end."""
     assert session.spot_checks is not None
     for _ in range(steps):
         await session.step(random.randbytes(positions * ROW))
@@ -117,12 +117,12 @@ async def test_a_checker_that_lies_is_outvoted_and_the_session_goes_on() -> None
 
 @simulated
 async def test_peers_of_another_precision_are_not_asked_and_outvote_nobody() -> None:
-    """Their outputs are a little different, right or wrong."""
+    """Their outputs differ a little, right or wrong."""
     rounded = replace(MODEL, precision=Precision(kv_dtype="int8"))
     async with servers("a") as swarm:
         for twin in "bcd":
             other = await swarm.start(f"1{twin}", SPANS[1], rounded)
-            if twin != "d":  # a server refuses what it announces but does not serve
+            if twin != "d":  # a server refuses a profile that it announces but does not serve
                 other.role.model = rounded
                 other.role.announce()
             corrupt(swarm, other.peer)
@@ -158,7 +158,7 @@ async def test_of_two_that_differ_without_a_third_both_are_suspected_and_none_is
 
 @simulated
 async def test_a_hop_that_logs_something_else_than_it_signed_is_replaced_and_the_next_is_not_blamed() -> None:
-    """So it would have the honest one after it outvoted."""
+    """Else the honest hop after it would be outvoted."""
     async with (
         servers("abc") as swarm,
         swarm.client(POLICY) as (router, _),
@@ -185,7 +185,7 @@ async def test_a_check_never_holds_up_a_step_and_leaves_nothing_when_the_session
         async with router.open_session(64, Codec.RAW) as session:
             spare = [node for node in swarm.nodes.values() if node.peer not in {hop.peer for hop in session.route}]
             for node in spare:
-                node.worker.gate = trio.Event()  # any server that checks hangs
+                node.worker.gate = trio.Event()  # every server hangs that checks
             began_s = trio.current_time()
             dialogue = Dialogue(session, random.Random(1), policy=POLICY)
             await dialogue.step(8)
@@ -260,19 +260,19 @@ async def test_honest_peers_are_never_accused_whatever_befalls_them(seed: int) -
         await kv_is_free(swarm)
 
 
-# How soon
+# How soon a liar is found
 
 
 @dataclass(frozen=True, slots=True)
 class Odd:
-    """A liar's share of wrong steps, and the share of chunks that are checked."""
+    """The share of a liar's steps that are wrong, and the share of chunks that are checked."""
 
     wrong: float
     rate: float
 
     @property
     def per_step(self) -> float:
-        """It is one of three hops, and a check looks at one of them."""
+        """The chance of one step. The liar is one of three hops, and a check looks at one of them."""
         return self.rate * self.wrong / len(SPANS)
 
 
@@ -283,7 +283,7 @@ async def steps_until_found(seed: int, odd: Odd, most: int) -> int | None:
         corrupt(swarm, rng.choice(session.route).peer, odd.wrong, rng)
         for step in range(1, most + 1):
             if session.position == 40:
-                await session.truncate(0)  # a check is a prefill: only its time would grow
+                await session.truncate(0)  # a check is a prefill, which would take ever longer
             try:
                 await speak(session, 1)
             except SessionLost:
@@ -296,7 +296,7 @@ async def steps_until_found(seed: int, odd: Odd, most: int) -> int | None:
     "odd", [Odd(1.0, 0.2), Odd(1.0, 0.05), Odd(1.0, 0.01), Odd(0.2, 0.2)], ids=lambda odd: f"{odd.wrong}-{odd.rate}-"
 )
 def test_a_liar_is_found_as_soon_as_chance_has_it(odd: Odd) -> None:
-    """The law is geometric: of `tries` sessions, so many are found within so many steps."""
+    """The law is geometric: it gives the number of sessions in which a liar is found within some steps."""
     tries = seeds(12)
     most = round(1 / odd.per_step)
     found = [

@@ -1,4 +1,4 @@
-"""Peers with real keys, and a session of theirs that signs receipts as servers do, without anything being computed."""
+"""Peers with real keys, and a session whose receipts are signed as servers do it. Nothing is computed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Stage:
     session: SessionId
 
     def receipt(self, book: ReceiptBook, chunk: Chunk, given: bytes, put_out: bytes) -> Receipt:
-        """As the client gets it."""
+        """The receipt in the form in which the client gets it."""
         unsigned = book.receipt(self.hop, self.session, chunk, given, put_out, b"")
         signature = signed(unsigned, self.signer.sign).signature
         return book.receipt(self.hop, self.session, chunk, given, put_out, signature)
@@ -65,7 +65,7 @@ class Stage:
 
 @dataclass
 class Session:
-    """The steps of a client and its hops, told to `book`. No two names, and no two things computed, are the same."""
+    """The steps of a client and its hops, recorded in `book`. All session ids and all digests are different."""
 
     parts: int = 3
     policy: TrustPolicy = TrustPolicy()
@@ -108,14 +108,14 @@ class Session:
         self.book.truncate(position)
 
     def fork(self) -> None:
-        """Goes on as a copy of itself: at the same hops, under other names."""
+        """Go on as a copy: at the same hops, with new session ids."""
         source, self.book = self.book, self.new_book()
         self.epoch += 1
         self.stages = [self.stage(each.signer, each.hop.span) for each in self.stages]
         self.book.become(source, self.position)
 
     def replace(self, index: int, *others: Signer, most: int = 8) -> None:
-        """`others` take the place of a hop that was lost: they are given its inputs again, and the epoch is raised."""
+        """`others` replace a lost hop: they get its inputs again, and the epoch rises."""
         span = self.stages[index].hop.span
         stages = [
             self.stage(other, Span(span.start + each.start, span.start + each.end))

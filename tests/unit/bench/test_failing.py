@@ -1,4 +1,4 @@
-"""What `tests/bench/run table1` draws, and what restarts from scratch cost by it."""
+"""The draws of `tests/bench/run table1`, and the cost of restarts from scratch by them."""
 
 from __future__ import annotations
 

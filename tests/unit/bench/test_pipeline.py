@@ -1,4 +1,4 @@
-"""What `tests/bench/run pipeline` counts between two moments of a run."""
+"""The figures of `tests/bench/run pipeline` between two moments of a run."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ from llmnode.errors import ConfigError
 PLAIN = GenerationConfig()
 VOCABULARY = 49_152
 ROUNDING = 1e-6
-"""A token whose tail is so near to 1 - top_p may be on either side: a softmax of sorted scores is rounded otherwise."""
+"""A token whose tail is this near to 1 - top_p may be kept or not: a softmax of sorted scores is rounded otherwise."""
 
 
 def drawn(sampling: Sampling, scores: torch.Tensor, number: int = 0, config: GenerationConfig = PLAIN) -> list[int]:
-    """scores: (tokens, vocabulary). The tokens that are chosen by them, one after another."""
+    """The tokens that are drawn by `scores` (tokens, vocabulary), one after another."""
     chooser = sampling.of(config).chooser([0], len(scores), ChoiceTerms(scores.shape[1], number))
     return [chooser(row).id for row in scores]
 
@@ -39,7 +39,7 @@ def is_kept(token: int, shares: torch.Tensor, top_p: float) -> bool:
 
 
 def kept_by_transformers(scores: torch.Tensor, top_p: float) -> torch.Tensor:
-    """scores: (vocabulary). A bool for each."""
+    """A bool for each of `scores` (vocabulary)."""
     kept: torch.Tensor = TopPLogitsWarper(top_p)(None, scores[None])[0] > -math.inf
     return kept
 
@@ -51,7 +51,7 @@ def tails(scores: torch.Tensor) -> torch.Tensor:
 
 
 def are_apart(shares: torch.Tensor) -> bool:
-    """Of equal ones, or such that rounding may have made equal, transformers' sort may leave any."""
+    """Whether no shares are equal, even after rounding. transformers' sort may keep any of equal ones."""
     ordered = shares.double().sort().values
     return bool((ordered[1:] > (1 + ROUNDING) * ordered[:-1]).all())
 
@@ -105,7 +105,7 @@ def test_tokens_come_as_often_as_the_softmax_of_what_is_left_says(scores: list[f
     left = TopPLogitsWarper(top_p)(None, left)[0].softmax(0)
     tokens = drawn(Sampling(temperature, top_p, seed=2), given_scores.repeat(rows, 1))
     found = torch.bincount(torch.tensor(tokens), minlength=len(scores)) / rows
-    if scores == [0.0] * 8:  # any choice of that number may be left
+    if scores == [0.0] * 8:  # any choice of that number of tokens may be left
         left, found = left.sort().values, found.sort().values
     assert (found[left == 0] == 0).all()
     assert ((found - left).abs() <= 5 * (left * (1 - left) / rows).sqrt() + 1e-6).all(), "five standard deviations"
@@ -150,7 +150,7 @@ def test_scores_that_have_no_softmax_give_some_token(score: float) -> None:
     assert draw(torch.full((4,), score).softmax(0), 0.9, torch.Generator()) == 0
 
 
-# What is said of it: by flags, by the model, by neither
+# Settings by flags, by the model, by neither
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_without_flags_a_model_is_sampled_as_transformers_would(config: dict[str
     assert ours.is_greedy == (not theirs.do_sample)
     if ours.settings is not None:
         assert ours.settings == {name: getattr(theirs, name) for name in WARPERS}
-        theirs.temperature = float(theirs.temperature)  # an int they refuse
+        theirs.temperature = float(theirs.temperature)  # transformers refuses an int
         expected = [type(each) for each in small._get_logits_processor(theirs)]
         warpers = ours.chooser([0], 1, ChoiceTerms(16)).processors
         assert [type(each) for each in warpers] == [each for each in expected if each is not TopPLogitsWarper]

@@ -1,6 +1,4 @@
-"""The ends of a client: texts that want scores while others are scored share the next product, and none waits in
-vain.
-"""
+"""The ends of a client: texts that ask for scores while others get theirs share the next product. All get an answer."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ WAIT_S = 20
 
 
 class Head:
-    """Scores a row by doubling it, once it is let. The rows of each call."""
+    """Scores a row by doubling it, when the test allows it. It keeps the rows of each call."""
 
     def __init__(self) -> None:
         self.calls: list[list[float]] = []
@@ -45,7 +43,7 @@ class Head:
 
 
 class Asked(dict[Any, None]):
-    """Tells of who is new."""
+    """Signals each new key."""
 
     def __init__(self) -> None:
         self.came = threading.Semaphore(0)
@@ -58,7 +56,7 @@ class Asked(dict[Any, None]):
 
 @contextmanager
 def asking(head: Head) -> Iterator[tuple[SharedEnds, Callable[..., Future[torch.Tensor]]]]:
-    """The second asks for scores of rows with these numbers, in a thread of its own, which then waits or computes."""
+    """The function asks for scores of rows with these numbers, in a thread of its own, which then waits or computes."""
     any_ends: Any = head
     ends = SharedEnds(any_ends)
     ends._thread_requests = asked = Asked()

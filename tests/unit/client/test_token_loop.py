@@ -95,7 +95,7 @@ def test_why_a_text_ends(
 def test_stop_strings_end_a_text_where_transformers_ends_it(
     prompt: str, stops: list[str], tokenizer: Tokenizer
 ) -> None:
-    """And nothing of them is in the text."""
+    """The text has nothing of them."""
     client = CannedClient(tokenizer, SAYS)
     token_ids = tokenizer.encode(prompt)
     sampling = Sampling(settings={"stop_strings": stops})
@@ -179,7 +179,7 @@ def test_a_temperature_or_top_p_that_cannot_be_drawn_with_is_refused(name: str, 
         Sampling(**asked)
 
 
-# A session ends with its text, however that ends
+# A session ends with its text, however the text ends
 
 
 @in_trio
@@ -217,7 +217,7 @@ async def test_a_timeout_ends_the_session(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("checkpoints", range(0, 40, 3))
 def test_a_text_that_is_cancelled_at_any_point_leaves_nothing(checkpoints: int, tokenizer: Tokenizer) -> None:
-    """And the texts beside it are whole."""
+    """The texts beside it are whole."""
     client = CannedClient(tokenizer, SAYS)
     texts: list[str] = []
 
@@ -339,7 +339,7 @@ def test_greedy_tokens_are_those_of_transformers_with_every_processor(settings: 
 
 @pytest.mark.parametrize("settings", WARPED, ids=str)
 def test_tokens_are_drawn_of_the_scores_that_transformers_draws_of(settings: dict[str, Any], small: Any) -> None:
-    """To the bit. top_p is in the draw (`test_sampling.py`): here transformers' own warper applies it."""
+    """They are equal to the bit. Here transformers' own warper applies top_p; `test_sampling.py` tests ours."""
     from transformers.generation.logits_process import TopPLogitsWarper
 
     config = config_of({"do_sample": True, **settings})
@@ -363,7 +363,7 @@ def test_tokens_are_drawn_of_the_scores_that_transformers_draws_of(settings: dic
     "sampling", [Sampling(), Sampling(temperature=0.5, top_p=0.8, seed=2)], ids=["greedy", "drawn"]
 )
 def test_log_probabilities_are_the_log_softmax_of_the_logits_of_transformers(sampling: Sampling, small: Any) -> None:
-    """Whatever processors and warpers make of them."""
+    """Processors and warpers do not change them."""
     config = config_of({"repetition_penalty": 1.3})
     chooser = sampling.of(config).chooser(PROMPT, NEW, ChoiceTerms(VOCABULARY, logprobs=4))
     text = list(PROMPT)

@@ -1,4 +1,4 @@
-"""A worker in a process of its own: right to the bit, and whatever becomes of that process is told and got over."""
+"""A worker in a process of its own: its results are right to the bit, and the node survives and tells its end."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_a_process_that_is_killed_fails_its_sessions_and_another_serves_new_ones
 
 
 def test_a_process_for_another_span_is_another_one_with_all_that_the_user_wants() -> None:
-    """What it was told after a crash is told no more: KV is what there is room for beside the new blocks."""
+    """KV from before does not count, also after a crash: the new span gets the KV that fits beside its blocks."""
 
     async def main() -> None:
         told = Told()
@@ -245,7 +245,7 @@ def test_a_process_that_does_not_answer_is_one_that_has_crashed() -> None:
 
 def test_nothing_of_it_is_left_when_it_is_ended() -> None:
     async def main() -> None:
-        async with open_worker() as (_, worker):  # trio and python open what they need once
+        async with open_worker() as (_, worker):  # trio and Python open files at their first use
             await open_sessions(worker, 0)
         files = psutil.Process().num_fds()
         async with open_worker() as (loader, worker):
@@ -302,14 +302,14 @@ trio.run(main)
     ],
 )
 def test_a_process_ends_with_its_node_in_the_middle_of_a_forward(number: signal.Signals, what: int) -> None:
-    """The child has the node's stderr: that ends when both have."""
+    """The child has the node's stderr, which ends when both have ended."""
     code = NODE.format(tests=str(Path(__file__).parents[2]), what=what)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as node:
         assert node.stdout is not None
         assert node.stdout.readline() == b"ready\n"
         (child,) = psutil.Process(node.pid).children()
         node.send_signal(number)
-        if number == signal.SIGINT:  # trio waits for the forward, as for any in a thread
+        if number == signal.SIGINT:  # trio waits for a forward in a thread
             child.kill()
         try:
             node.communicate(timeout=DEADLINE_S)

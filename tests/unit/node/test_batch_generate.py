@@ -1,4 +1,4 @@
-"""Texts that are generated at once: in order, none left behind, and how far they are is told."""
+"""Several texts at once: in order, none left behind, and their progress is shown."""
 
 from __future__ import annotations
 
@@ -130,13 +130,13 @@ def test_on_a_terminal_each_text_under_way_has_a_bar_and_none_is_left() -> None:
 
 
 def frames(console: Console) -> list[str]:
-    """What the terminal showed, one after another: each begins where the former is erased."""
+    """The frames that the terminal showed, in order. Each begins where the one before is erased."""
     written: Any = console.file
     return re.split(r"(?:\x1b\[1A|\r|\x1b\[2K)+", written.getvalue())
 
 
 def bars(console: Console) -> set[str]:
-    """The names of those that it shows now."""
+    """The names of the bars in the last frame."""
     return set(re.findall(r"^(texts|prompt \d)", frames(console)[-1], re.MULTILINE))
 
 

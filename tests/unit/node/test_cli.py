@@ -1,4 +1,4 @@
-"""The command line's own part: help, exit statuses, errors that name the fix. What commands do is tested elsewhere."""
+"""The command line's own part: help, exit statuses, errors that name the fix. Other tests cover the commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMANDS = ["demo", "serve", "relay", "generate", "chat", "status", "doctor", "i
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removes a settings file and variables that the tests' user may have."""
+    """Remove the settings file and the variables of the tests' user."""
     for name in os.environ:
         if name.startswith("LLMNODE_") and name not in NO_OPTIONS:
             monkeypatch.delenv(name)

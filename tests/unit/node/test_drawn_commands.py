@@ -1,7 +1,7 @@
-"""Drawn command lines, settings, files and terminals: whatever they are, the program ends with a status and a sentence.
+"""Drawn command lines, settings, files and terminals: for all of them the program ends with a status and a sentence.
 
-`LLMNODE_SEEDS=20000` draws more. What needs a swarm is stubbed at the edge: a client that says the same few tokens
-(`canned.py`), and a network that cannot be joined.
+`LLMNODE_SEEDS=20000` draws more. Code that needs a swarm is replaced at the edge: by a client that says the same few
+tokens (`canned.py`), and by a network that cannot be joined.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ GOOD = {
 }  # fmt: skip
 SWITCHES = ["json", "chat", "verbose"]
 
-# What may stand in a file of any kind: each is there under its name, for whoever is told to read it.
+# Files with all kinds of content, by name. Each option that takes a file may be given any of them.
 TOML = b"kv-tokens = 5\n[chat]\ntemperature = 0.5\n"
 FILES = {
     "prompts.txt": "one\r\ntwo\u2028too\r\n\r\n".encode(),
@@ -118,7 +118,7 @@ class Drawn(random.Random):
         return self.random() < 0.06
 
     def value(self, name: str) -> str:
-        """Mostly one that the option may have."""
+        """Mostly a value that the option accepts."""
         right = GOOD.get(name, []) + [str(each) for each in CHOICES.get(name, ())]
         if right and self.random() < 0.6:
             return self.choice(right)
@@ -126,7 +126,7 @@ class Drawn(random.Random):
         return self.choice(self.choice(kinds))
 
     def command_line(self) -> list[str]:
-        """Mostly a command that would work, with some options, of its own or another's."""
+        """Mostly a command that would work, with some options of its own or of other commands."""
         if self.seldom():
             return [self.value("") for _ in range(self.randrange(4))]
         command = self.choice([*OPTIONS, *4 * ["generate", "chat"]])
@@ -263,9 +263,9 @@ def test_whatever_is_given_the_program_ends_with_a_sentence(seed: int, place: Pa
     else:
         assert ended.out or line[0] in ("chat",)
     for thread in set(threading.enumerate()) - threads:
-        if thread.name.startswith("Trio thread"):  # idle: trio keeps it for others
+        if thread.name.startswith("Trio thread"):  # it is idle: trio keeps it for later
             continue
-        thread.join(timeout=5)  # a spinner's ends soon after what it shows
+        thread.join(timeout=5)  # a spinner's thread ends soon after its spinner
         assert not thread.is_alive()
     made = ended.made if ended.status else {each for each in ended.made if line[0] not in ("invite", "generate")}
     assert not made

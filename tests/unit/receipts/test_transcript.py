@@ -1,4 +1,4 @@
-"""Files of receipts: what is read back, what is refused, and that no change to one goes unnoticed."""
+"""Files of receipts: they are read back, bad ones are refused, and no change goes unnoticed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def eventful() -> Session:
-    """With a prefill that was rolled back in part, a replacement, and a liar."""
+    """A session with a prefill that was rolled back in part, a replacement, and a liar."""
     session = Session()
     session.step(8)
     session.step(1)
@@ -51,12 +51,12 @@ def text_of(file: Any) -> bytes:
 
 
 def resigned(file: Any) -> bytes:
-    """As a client can make it that lies itself. Raises ConfigError for what it would not get past the reader."""
+    """The file, signed again by its lying client. Raises ConfigError if the reader would refuse it."""
     return text_of(as_json(transcript.signed(parse(text_of(file)), CLIENT.sign)))
 
 
 HONEST = json.loads(resigned(FILE | {"convictions": []}))
-"""Without the liar."""
+"""The same session without the liar."""
 
 
 def audited(text: bytes) -> Audit:
@@ -64,7 +64,7 @@ def audited(text: bytes) -> Audit:
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[Path]:
-    """Where the values of a file are that are no objects or lists."""
+    """The paths of the values in a file that are neither objects nor lists."""
     if isinstance(value, dict | list):
         for key in value if isinstance(value, dict) else range(len(value)):
             yield from leaves(value[key], (*path, key))
@@ -101,7 +101,7 @@ def another(value: Any) -> Any:
 
 ALL = list(leaves(FILE))
 UNSIGNED_BY_HOPS = {("model", "name"), ("convictions", 0, "by"), ("passages", 2, "replay")}
-"""Of which a client can say what it likes: the last positions it can leave out, or say that they went no further."""
+"""A client can lie in these fields. It can also leave out the last positions, or say that they went no further."""
 
 
 def test_an_export_is_read_back_as_it_was() -> None:
@@ -120,7 +120,7 @@ def test_an_export_that_an_editor_saved_is_read(encoding: str) -> None:
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: ".".join(map(str, path)))
 def test_a_changed_field_is_noticed(path: Path) -> None:
-    """By the client's signature, if by nothing else."""
+    """At least the client's signature shows it."""
     text = text_of(changed(FILE, path, another))
     with contextlib.suppress(ConfigError):
         assert len(audited(text).problems) > len(audited(text_of(FILE)).problems)
@@ -128,7 +128,7 @@ def test_a_changed_field_is_noticed(path: Path) -> None:
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: ".".join(map(str, path)))
 def test_a_field_that_a_lying_client_changes_is_noticed(path: Path) -> None:
-    """Whatever hops have signed, and that it joins: the client's signature is no excuse."""
+    """The hops' signatures show it, or a chain with a gap. The client's own signature does not help it."""
     try:
         text = resigned(changed(FILE, path, another))
     except ConfigError:
@@ -172,7 +172,7 @@ REWRITES: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize(("rewrite", "told"), REWRITES.values(), ids=REWRITES)
 def test_a_lying_client_cannot_leave_out_repeat_or_reorder(rewrite: Callable[[Any], Any], told: str) -> None:
     file = rewrite(HONEST)
-    stages: list[Any] = []  # those that are left, in the order in which they come now
+    stages: list[Any] = []  # the remaining ones, in their new order
     for passage in file["passages"]:
         for receipt in passage["receipts"]:
             stage = HONEST["stages"][receipt["stage"]]
@@ -187,7 +187,7 @@ def test_a_lying_client_cannot_leave_out_repeat_or_reorder(rewrite: Callable[[An
 
 
 def test_two_receipts_of_one_step_in_the_passages_convict() -> None:
-    """What a book does not hold: a hop that signed another answer to a step after a rollback that was none."""
+    """No book holds this: without a rollback, a hop signed another answer to the same step."""
     session = Session(parts=1)
     (receipt,) = session.step(2)
     session.book.truncate(0)
@@ -231,7 +231,7 @@ def test_an_accusation_without_proof_convicts_nobody(change: Callable[[Any], Any
 
 
 def test_receipts_that_a_lying_client_had_signed_for_another_clients_session_convict_nobody() -> None:
-    """It may open a session of the same name at the same peer, but under its own id."""
+    """The client may open a session of the same id at the same peer, but its own id is in the receipts."""
     told = SESSION.book.convictions[0].told
     shown = replace(told, client=OTHER.peer, output_digest=digest("another"))
     theirs = SESSION.stages[0].signer

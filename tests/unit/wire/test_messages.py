@@ -1,4 +1,4 @@
-"""Messages: what is declared arrives, everything else is a RemoteProtocolError that says where."""
+"""Messages: declared fields arrive, and all else is a RemoteProtocolError that names the place."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from llmnode.wire.messages import (
 )
 
 Kind: TypeAlias = Any  # one of KINDS: the union of their types says no more
-Value: TypeAlias = Any  # whatever msgpack can carry
+Value: TypeAlias = Any  # anything that msgpack can carry
 
 MOST = 2**32 - 1
 LONGEST_REASON = 250
-"""Characters of an error, whatever a peer sent: it goes into our log."""
+"""The most characters of an error, whatever the peer sent, since errors go into our log."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What one field may be, written down a second time; `edges` are allowed, `wrong` is not."""
+    """The values of one field, written down a second time. `edges` are allowed, `wrong` is not."""
 
     allowed: st.SearchStrategy[Value]
     edges: list[Value]
@@ -180,7 +180,7 @@ values = st.recursive(
 
 
 def refused(kind: Kind, meta: bytes) -> str:
-    """Why `meta` is no `kind`."""
+    """The reason why `meta` is not a `kind`."""
     with pytest.raises(RemoteProtocolError) as caught:
         unpack(kind, meta)
     assert caught.value.message.startswith(kind.__name__)
@@ -189,7 +189,7 @@ def refused(kind: Kind, meta: bytes) -> str:
 
 
 def unpack_or_refuse(kind: Kind, meta: bytes) -> None:
-    """Whatever `meta` is: a message that means the same when it is sent on, or the one error, and not a long one."""
+    """Any `meta` is either a message that means the same when it is sent on, or the one short error."""
     try:
         message = unpack(kind, meta)
     except RemoteProtocolError as error:

@@ -1,4 +1,4 @@
-"""Hidden states as bytes: sizes are checked, raw is exact, what is lossy stays within its bounds."""
+"""Hidden states as bytes: sizes are checked, raw is exact, and lossy codecs stay within their bounds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ hidden_sizes = st.integers(1, 200)
 lengths = st.integers(1, 8)
 ordinary = st.floats(-60_000, 60_000, width=32)
 SMALLEST_NORMAL = 2.0**-14
-"""Of fp16: below it, rounding is by a fixed step."""
+"""Below this value fp16 rounds with a fixed step."""
 
 
 def hidden_of(length: int, form: HiddenForm, payload: bytes) -> Frame:
@@ -133,7 +133,7 @@ def test_the_join_of_cuts_is_the_payload_again(hidden_size: int, codec: Codec, l
     form.check(frame)
     if is_exact(form):
         assert bytes(joined) == bytes(form.encode(values.tobytes()))
-    else:  # quantized twice
+    else:  # it is quantized twice
         error = np.abs(np.frombuffer(form.decode(frame), "<f4") - values)
         assert error.max() <= np.abs(values).max() * 2 * 0.037
 
@@ -149,7 +149,7 @@ def test_the_first_of_a_join_is_what_was_joined_first(hidden_size: int, codec: C
     form.check(frame)
     if is_exact(form):
         assert first == bytes(payload)
-    else:  # quantized three times
+    else:  # it is quantized three times
         error = np.abs(np.frombuffer(form.decode(frame), "<f4") - hidden)
         assert error.max() <= max(np.abs(hidden).max(), np.abs(rest).max()) * 3 * 0.038
 

@@ -1,4 +1,4 @@
-"""What a server refuses, and by which code, and what of a session it copies or gives again: the link lives on."""
+"""The refusals of a server, and the parts of a session that it copies or sends again. The link lives on."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ async def test_a_step_after_close_is_refused(exact_worker: Any) -> None:
         late = step_frame(session, 1, 1)
         assert (await refusal_to(link, late)).code == RefusalCode.UNKNOWN_SESSION
         exact_worker.gate.set()
-        assert (await link.receive()).type is FrameType.RESULT  # what came before CLOSE is still answered
+        assert (await link.receive()).type is FrameType.RESULT  # frames before the CLOSE are still answered
         await swarm.check_serves_and_is_empty()
 
 

@@ -1,4 +1,4 @@
-"""A stage against a slow, obvious model: whatever arrives in whatever order, the KV is what the client meant."""
+"""A stage against a slow, obvious model: frames of any kind and order leave the KV as the client meant it."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def new_stage(max_length: int = MAX_LENGTH) -> Stage:
 
 @dataclass
 class Server:
-    """Drives a stage as a server does, with a KV of plain bytes. `computing` is in between Compute and its end."""
+    """Drives a stage as a server does, with a KV of plain bytes. `computing` is set from a Compute to its end."""
 
     stage: Stage = field(default_factory=new_stage)
     kv: list[int] = field(default_factory=list)
     answers: list[Frame] = field(default_factory=list)
-    """Everything that was sent back, refusals left out."""
+    """All answers except refusals."""
     computing: Frame | None = None
     forwards: int = 0
 
     def receive(self, frame: Frame) -> Action:
-        """The action for `frame`, done; a Compute is only begun."""
+        """Do the action for `frame`, and return it. A Compute is only begun."""
         if frame.type is FrameType.STEP:
             try:
                 self.stage.check(frame)
@@ -72,7 +72,7 @@ class Server:
         return action
 
     def fork(self, frame: Frame, source: Server | None, shared: int = 0, *, good: bool = True) -> Action:
-        """Become a copy of `source`, or with `good` False fail to; and all that follows."""
+        """Become a copy of `source` (or fail to, if `good` is False), and do what follows."""
         first = action = self.receive_fork(frame, source, shared, good=good)
         while not isinstance(action, Wait):
             if isinstance(action, Compute):
@@ -114,7 +114,7 @@ class Server:
         return answer
 
     def serve(self, frame: Frame) -> Action:
-        """`receive`, and all that follows from it until nothing is to be done."""
+        """`receive`, and then all actions that follow from it."""
         first = action = self.receive(frame)
         while not isinstance(action, Wait):
             if isinstance(action, Compute):
@@ -140,7 +140,7 @@ def code_of(action: Action) -> RefusalCode:
 
 
 def after(*frames: Frame) -> Server:
-    """A server that got `frames`."""
+    """A server that has received `frames`."""
     server = Server()
     for frame in frames:
         server.serve(frame)
@@ -433,7 +433,7 @@ SHORT = 4
         (fork(6, epoch=1, next_step=1), other(b"sixsix"), 0, RefusalCode.NO_ROOM),
         (fork(2**32 - 1, epoch=1, next_step=1), other(), 0, RefusalCode.NO_ROOM),
         (fork(5, epoch=1, next_step=1), other(b"four"), 0, RefusalCode.WRONG_POSITION),
-        (fork(5, epoch=1, next_step=1), other(), 4, RefusalCode.WRONG_POSITION),  # of three
+        (fork(5, epoch=1, next_step=1), other(), 4, RefusalCode.WRONG_POSITION),  # it has three
         (fork(2, epoch=1, next_step=1), other(), 3, RefusalCode.WRONG_POSITION),
         (fork(2, epoch=1, next_step=1), other(), 2**32 - 1, RefusalCode.WRONG_POSITION),
     ],
@@ -484,24 +484,24 @@ def test_an_honest_session_arrives_whole_whatever_the_network_repeats_and_reorde
 
 
 SOURCE = b"abcdefghij"
-"""Of the session that others are forked from: shorter than they may be."""
+"""The tokens of the session that others are forked from. It is shorter than they may be."""
 
 
 class Model:
-    """What a stage must be: everything is looked up by searching plain lists."""
+    """A model of a stage: it looks everything up by searching plain lists."""
 
     def __init__(self) -> None:
         self.contents: list[tuple[int, int]] = []
-        """(position, token), as the KV must have them."""
+        """(position, token) pairs that the KV must hold."""
         self.epoch = 0
         self.due = 0
         self.waiting: list[Frame] = []
         self.answered: list[tuple[Frame, Frame]] = []
-        """Steps of this epoch and their answers, oldest first. The last one can be asked for again."""
+        """Steps of this epoch and their answers, the oldest first. The last answer may be asked for again."""
         self.computing: Frame | None = None
 
     def expect(self, frame: Frame) -> type[Action] | RefusalCode:
-        """What the stage must answer to `frame`; the model is then as the stage must be."""
+        """The right answer of the stage to `frame`. The model then has the state that the stage must have."""
         if frame.type is FrameType.STEP and frame.start + frame.length > MAX_LENGTH:
             return RefusalCode.NO_ROOM
         if frame.epoch < self.epoch:
@@ -528,7 +528,7 @@ class Model:
         return Compute
 
     def take_due(self) -> Frame | None:
-        """The waiting frame whose turn it is, no longer waiting."""
+        """Remove the waiting frame whose turn it is, and return it."""
         for frame in self.waiting:
             if (frame.epoch, frame.step) == (self.epoch, self.due):
                 self.waiting.remove(frame)
@@ -558,7 +558,7 @@ class Model:
         return Do
 
     def _expect_fork(self, frame: Frame) -> type[Action] | RefusalCode:
-        """From SOURCE; the frame's length says how many positions are shared."""
+        """A fork of SOURCE. The frame's length is the number of shared positions."""
         shared = frame.length
         if frame.epoch == self.epoch:
             return RefusalCode.STALE_EPOCH
@@ -583,9 +583,9 @@ class Model:
 
 
 class StageAgainstModel(RuleBasedStateMachine):
-    """A client that means well and a network that does not, then forged frames as well.
+    """A correct client and an unreliable network. Then forged frames as well.
 
-    Everything ever sent stays on the network and may be delivered again at any time.
+    Every frame that was ever sent stays on the network, and may be delivered again at any time.
     """
 
     def __init__(self) -> None:
@@ -611,8 +611,8 @@ class StageAgainstModel(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def client_rolls_back(self, data: st.DataObject) -> None:
-        self.epoch = max(self.epoch, self.model.epoch) + 1  # past what a forged frame raised
-        # To somewhere that the server has reached; a truncation beyond is among the forged frames.
+        self.epoch = max(self.epoch, self.model.epoch) + 1  # a forged frame may have raised the model's
+        # To a position that the server has reached. Forged frames truncate to others.
         keep = data.draw(st.integers(0, min(len(self.tokens), len(self.model.contents))))
         self.tokens = self.tokens[:keep]
         self.network.append(truncate(keep, self.epoch, self.step))
@@ -660,7 +660,7 @@ class StageAgainstModel(RuleBasedStateMachine):
     def _deliver(self, frame: Frame) -> None:
         if frame.type in (FrameType.TRUNCATE, FrameType.FORK) and self.model.computing is not None:
             self.server_finishes_computing(good=True)
-            if self.model.computing is not None:  # one that was held began
+            if self.model.computing is not None:  # a waiting frame has begun
                 return
         if frame.type is FrameType.FORK:
             action = self.server.receive_fork(frame, self.source, frame.length)
@@ -695,7 +695,7 @@ class StageAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def what_is_held_is_bounded_and_waits_for_a_turn_that_can_come(self) -> None:
-        held = self.server.stage._held.values()  # what it keeps in memory shows nowhere else
+        held = self.server.stage._held.values()  # only this shows what it keeps in memory
         assert list(held) == self.model.waiting
         assert len(held) <= STEPS_AHEAD
         turn = (self.model.epoch, self.model.due)

@@ -21,7 +21,7 @@ const BLOCK_BYTES: usize = 1 << 20;
 pub type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 type Stream = libp2p::Stream;
 
-// What it serves
+// The protocols that it serves
 
 /// Serves each protocol to every peer that asks.
 pub fn serve_all(control: &Control) -> Result<()> {
@@ -90,7 +90,7 @@ async fn give(stream: &mut Stream, bytes: usize, mut digest: Option<&mut Sha256>
     Ok(stream.flush().await?)
 }
 
-// What it does when it is told to
+// The orders that it obeys
 
 /// How long each took that had a stream of its own.
 pub async fn open_repeatedly(control: &Control, peer: PeerId, bytes: usize, repeats: usize) -> Result<Vec<f64>> {

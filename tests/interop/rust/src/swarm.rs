@@ -40,7 +40,7 @@ pub enum Request {
     Query(Query, oneshot::Sender<Result<Value>>),
 }
 
-/// What it is besides.
+/// The other roles of this peer.
 #[derive(Clone, Copy)]
 pub struct Roles {
     /// A circuit relay.
@@ -95,7 +95,7 @@ pub async fn drive(mut swarm: Swarm<Behaviour>, mut told: mpsc::Receiver<Request
     }
 }
 
-/// Who has asked for what has not happened yet.
+/// The callers whose events have not happened yet.
 #[derive(Default)]
 struct Waiting {
     dialled: HashMap<PeerId, oneshot::Sender<Result<()>>>,
