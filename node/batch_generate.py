@@ -30,7 +30,7 @@ MOST_AT_ONCE = 48
 """By default: less than a server takes over one link (`ServePolicy.sessions_per_link`), as beginnings take some too."""
 AT_ONCE_PER_STAGE = 4
 """Half of them are computed, together, while the others are elsewhere or wait. Two, of which one waits for the other,
-come to four fifths of the tokens, and eight to a tenth more for twice the KV (`tests/bench/README.md`, pipeline)."""
+come to four fifths of the tokens, and eight to a tenth more for twice the KV (`tests/bench/FIGURES.md`)."""
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 PETALS_MIB = 0.81e9 / MIB
-"""Petals' server with all blocks of S. `tests/bench/README.md` says how it was measured."""
+"""Petals' server with all blocks of S. `tests/bench/FIGURES.md` says how it was measured."""
 KV_TOKENS = 16_384
 SESSION = 1024
 LONGEST = 8192

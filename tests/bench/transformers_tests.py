@@ -1,7 +1,7 @@
 """transformers' own tests of `generate` and of its text pipeline, run against a small Llama through two served spans.
 
 They need `pip install parameterized`. They are not in transformers' wheel: name a checkout of about the installed
-version. It prints the number of tests that passed, and those that do not apply. `tests/bench/README.md` has the result.
+version. It prints the number of tests that passed, and those that do not apply; `tests/bench/FIGURES.md` has them.
 """
 
 from __future__ import annotations

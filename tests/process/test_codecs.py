@@ -37,7 +37,7 @@ def expected_scores(transformers_model: Any, folder: Any) -> list[tuple[torch.Te
         return [(ids, transformers_model(ids).logits[0]) for ids in texts]
 
 
-# The bounds are some three times what was measured (tests/bench/README.md).
+# The bounds are some three times what was measured (tests/bench/FIGURES.md).
 @pytest.mark.parametrize(
     ("codec", "least_agreement", "most_nll_change"),
     [("raw", 0.999, 1e-4), ("fp16", 0.99, 1e-3), ("bf16", 0.97, 0.01), ("int8", 0.95, 0.02)],

@@ -1,6 +1,6 @@
 """Spot checks find a peer that computes garbage and signs it as soon as chance has it. They never accuse honest peers.
 
-The arithmetic is exact, so any difference counts. LLMNODE_SEEDS=200 makes the table in `tests/bench/README.md` (-rP).
+The arithmetic is exact, so any difference counts. LLMNODE_SEEDS=200 makes the table in `tests/bench/FIGURES.md` (-rP).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _TOLERANCE = {
     "float16": {Codec.RAW: 0.018, Codec.FP16: 0.018, Codec.BF16: 0.03, Codec.INT8: 0.052},
     "bfloat16": {Codec.RAW: 0.15, Codec.FP16: 0.15, Codec.BF16: 0.15, Codec.INT8: 0.16},
 }
-"""Four times the most that was measured between two ways to compute SmolLM2, any span (`tests/bench/README.md`).
+"""Four times the most that was measured between two ways to compute SmolLM2, any span (`tests/bench/FIGURES.md`).
 
 For float32 and raw that was 7e-6; it is 1e-4, for processors of other kinds. In other codecs it is one step of the
 codec at least: a position may be nearly one large value, which goes to either of two steps by the last bit of a sum. A

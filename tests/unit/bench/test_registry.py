@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,14 @@ def test_every_file_of_a_benchmark_is_in_the_registry() -> None:
     modules = {path.stem for path in PLACE.glob("*.py")} - {"__init__", "__main__", "registry"}
     folders = {path.parent.name for path in PLACE.glob("*/__init__.py")} - {"kit"}
     assert {each.module.partition(".")[0] for each in BENCHES.values()} == modules | folders
+
+
+def test_the_table_of_the_readme_has_a_row_for_each_whose_link_leads_to_its_figures() -> None:
+    rows = re.findall(r"^\| \[(\S+)\]\(([^)#]+)#?([^)]*)\) \|", (PLACE / "README.md").read_text(), re.MULTILINE)
+    assert sorted(name for name, _, _ in rows) == sorted(BENCHES)
+    for name, page, heading in rows:
+        headings = re.findall(r"^#+ (.*)$", (PLACE / page).read_text(), re.MULTILINE)
+        assert (heading or name) in {each.partition(":")[0].lower().replace(" ", "-") for each in headings}
 
 
 def test_the_list_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
