@@ -17,7 +17,7 @@ import trio
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from llmnode.errors import single_error
-from llmnode.node.terminal import open_console
+from llmnode.node.terminal import note, open_console
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -81,7 +81,7 @@ def metered(texts: int, console: Console | None = None) -> Iterator[Meter]:
     ) as progress:
         meter = Meter(texts, progress)
         yield meter
-    print(meter.summary(), file=sys.stderr)
+    note(meter.summary())
 
 
 def default_at_once(stages: int) -> int:

@@ -473,7 +473,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def say(line: str) -> None:
-    print(f"llmnode: {line}", file=sys.stderr, flush=True)
+    """One line: it may quote a tool or a path, of which nothing is to steer the terminal."""
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+    print(f"llmnode: {shown}", file=sys.stderr, flush=True)
 
 
 def fail(line: str) -> int:

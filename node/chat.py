@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import signal
-import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from llmnode.client.sampling import ChoiceTerms
+from llmnode.core.texts.visible import printable
 from llmnode.errors import ConfigError, SessionLost
 from llmnode.node.outcome import describe_empty
-from llmnode.node.terminal import say
+from llmnode.node.terminal import Pieces, note, say, show
 from llmnode.node.typed import NoLine, TypedLines
 
 if TYPE_CHECKING:
@@ -51,15 +51,15 @@ def chat(config: ChatConfig) -> None:
         sampler = config.sampling.of(client.generation_config)
         sampler.chooser([0], 1, ChoiceTerms(client.ends.vocabulary))  # likewise
         dialogue = Dialogue(opened, config.sampling, config.max_new_tokens, _length(config.max_length, client.model))
-        print(f"{client.model.name}; {sampler.line()}\n{HELP}\nwarning: {WARNING}", file=sys.stderr)
+        note(f"{printable(client.model.name)}; {sampler.line()}\n{HELP}\nwarning: {WARNING}")
         while (message := _read_message(lines)) is not None:
             if message == "/quit":
                 return
             if message == "/reset":
                 dialogue.reset()
-                print("forgotten", file=sys.stderr)
+                note("forgotten")
             elif message.startswith("/"):
-                print(HELP, file=sys.stderr)
+                note(HELP)
             elif message:
                 _answer(dialogue, message)
 
@@ -101,7 +101,7 @@ class Dialogue:
         room = self.max_length - len(prompt)
         if room < 1:
             raise ConfigError(self._full(len(prompt)))
-        screen = ScreenText(sys.stdout)
+        screen = ScreenText(Pieces())
         try:
             session = self._session_up_to(prompt)
 
@@ -120,9 +120,8 @@ class Dialogue:
             raise
         self._held_ids = [*prompt, *screen.token_ids][: session.position]
         self.turns += [("user", message), ("assistant", screen.text)]
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-        print(screen.speed_line(), file=sys.stderr)
+        show("")
+        note(screen.speed_line())
         ends = self.sampling.of(client.generation_config).end_tokens
         if why := describe_empty(screen.token_ids, screen.text, ends):
             say(f"the answer is empty: {why}; ask otherwise, or /reset")

@@ -27,7 +27,7 @@ from llmnode.node.commands import (
 )
 from llmnode.node.commands.options import Parser, log_to_stderr
 from llmnode.node.settings import parse
-from llmnode.node.terminal import prepared, require_stdout, say
+from llmnode.node.terminal import catch_uncaught, prepared, require_stdout, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -72,6 +72,7 @@ def run(act: Callable[[], int] = main) -> NoReturn:
 
     Torch takes a second to end, and everything that must be closed is closed by then.
     """
+    catch_uncaught()
     try:
         status = act()
     except SystemExit as ended:  # by --help or --version

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,7 +16,7 @@ from llmnode.machine.startup import collection_paused
 from llmnode.node.generate import DEFAULT_NEW_TOKENS
 from llmnode.node.outcome import describe_empty
 from llmnode.node.processes import ServerDied, ServerProcess, all_ready, last_words, private_swarm, pss_mib
-from llmnode.node.terminal import open_console, say
+from llmnode.node.terminal import Pieces, note, open_console, say, show_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +87,7 @@ async def _generate(config: DemoConfig, servers: Sequence[ServerProcess], parts:
         ready_s = time.perf_counter() - started_s
         prompt = _encode(client.tokenizer, config)
         asked = _new_tokens(client, config, prompt)
-        screen = ScreenText(sys.stderr if config.json else sys.stdout)
+        screen = ScreenText(Pieces(beside=config.json))
         if not config.chat:
             screen.screen.write(config.prompt)
         tokens = []
@@ -103,7 +101,7 @@ async def _generate(config: DemoConfig, servers: Sequence[ServerProcess], parts:
         if why := describe_empty(generation.token_ids, generation.text, ends):
             say(f"the text is empty: {why}; give another --prompt")
         first_s = ready_s + generation.time_to_first_token_s
-        print(f"{screen.speed_line()}; {first_s:.1f} s from the start of the demo", file=sys.stderr)
+        note(f"{screen.speed_line()}; {first_s:.1f} s from the start of the demo")
         if config.json:
             summary = {
                 "model": client.model.name,
@@ -117,7 +115,7 @@ async def _generate(config: DemoConfig, servers: Sequence[ServerProcess], parts:
                 "start_to_first_token_s": first_s,
                 "client_pss_mib": pss_mib(),
             }
-            print(json.dumps(summary))
+            show_json(summary)
 
 
 def _encode(tokenizer: Tokenizer, config: DemoConfig) -> list[int]:

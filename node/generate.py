@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from llmnode.core.user_input import decode, read_file, split_lines
 from llmnode.errors import ConfigError
 from llmnode.node.outcome import describe_empty
-from llmnode.node.terminal import end_line, say
+from llmnode.node.terminal import Pieces, end_line, note, say, show, show_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -176,7 +176,7 @@ def _generate_one(opened: OpenClient, config: GenerateConfig, sampler: Sampler, 
             if config.receipts is not None:
                 use.transcript = await client.transcript(session)
 
-    screen = ScreenText(sys.stderr if config.json else sys.stdout)
+    screen = ScreenText(Pieces(beside=config.json))
     if not config.chat:
         screen.screen.write(encoded.prompt.text)
     for token in opened.portal.stream(run):
@@ -184,12 +184,12 @@ def _generate_one(opened: OpenClient, config: GenerateConfig, sampler: Sampler, 
     end_line()
     if config.receipts is not None:
         _write(config.receipts, json.dumps(use.transcript))
-    print(f"{screen.speed_line()}; {use.wire.line()}", file=sys.stderr)
+    note(f"{screen.speed_line()}; {use.wire.line()}")
     answer = _Answer(screen.token_ids, screen.text, screen.finish)
     _tell_empty(config, sampler, answer, "the text")
     if config.json:
         shown = _as_json(client, sampler, encoded, answer)
-        print(json.dumps({**shown, "wire": use.wire.as_json()}), flush=True)
+        show_json({**shown, "wire": use.wire.as_json()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,9 +245,9 @@ def _generate_several(opened: OpenClient, config: GenerateConfig, sampler: Sampl
             index, sample = divmod(number, config.samples)
             if config.json:
                 shown = _as_json(client, sampler, encoded[index], answer)
-                print(json.dumps({**shown, "sample": sample}), flush=True)
+                show_json({**shown, "sample": sample})
             else:
-                print(f"{'' if config.chat else encoded[index].prompt.text}{answer.text}\n", flush=True)
+                show(f"{'' if config.chat else encoded[index].prompt.text}{answer.text}\n")
             _tell_empty(config, sampler, answer, name(number))
 
 

@@ -4,14 +4,14 @@ find a leak.
 
 from __future__ import annotations
 
-import json
 import signal
-import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import psutil
 import trio
+
+from llmnode.node.terminal import show_json, tell
 
 if TYPE_CHECKING:
     from llmnode.node.app import RunningNode
@@ -65,6 +65,6 @@ async def introspect_when_signalled(
         async for _signal in signals:
             counts = asdict(introspect(node))
             if as_json:
-                print(json.dumps({"event": "readout", **counts}), flush=True)
+                show_json({"event": "readout", **counts})
             else:
-                print("llmnode: " + ", ".join(f"{name} {count}" for name, count in counts.items()), file=sys.stderr)
+                tell(", ".join(f"{name} {count}" for name, count in counts.items()))

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Self
 
-from llmnode.node.terminal import open_console, printable, tell
+from llmnode.core.texts.visible import printable
+from llmnode.node.terminal import open_console, show_json, tell
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,7 +51,7 @@ class Telling:
         """A fault that only the reader can mend; with `as_json` programs read it on stdout, too."""
         if as_json:
             event = {"event": notice.event, **notice.more, "text": notice.text, "fix": notice.fix}
-            print(json.dumps(event), flush=True)
+            show_json(event)
         self.tell(f"{notice.text}; {notice.fix}" if notice.fix else notice.text)
 
     def stop(self) -> None:

@@ -1,27 +1,34 @@
-"""Stdin, stdout and stderr, whatever they are: closed, full, of another encoding, a pipe that nobody reads any more.
+"""The one way to stdin, stdout and stderr, whatever they are: closed, full, of another encoding, a broken pipe.
 
-Text that an encoding has no characters for is printed as escapes. An error is one line on stderr, which never continues
-a line that was begun. Stderr may fail: it is nobody's result. If stdout does, the command ends.
+Everything that is written here passes `core/texts/visible.py`: text of models and peers, names of files, log lines,
+tracebacks, and what libraries print. rich alone may steer the terminal, and only by what it makes itself of styles and
+pictures. Text that an encoding has no characters for is printed as escapes. An error is one line on stderr, which never
+continues a line that was begun. Stderr may fail: it is nobody's result. If stdout does, the command ends.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import sys
+import threading
+import traceback
+import warnings
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from llmnode.core.texts.visible import Visible, printable, quoted, visible
 from llmnode.errors import LlmnodeError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
+    from types import TracebackType
 
     from rich.console import Console
+    from rich.segment import Segment
 
-MOST_SHOWN = 2000
-"""Characters of one line of ours: an error may quote what a user gave."""
 LEAST_COLUMNS = 40
 """Below which nothing is laid out: a terminal of 0 columns, as some say that they have, would show nothing."""
 _STEERING = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[78]")
@@ -39,7 +46,7 @@ class _Nowhere(io.StringIO):
 
 
 class _Output:
-    """Stands for stdout or stderr. Everything that is not about writing is the stream's own."""
+    """Stands for stdout or stderr, and shows every text as `visible` does. All but writing is the stream's own."""
 
     def __init__(self, stream: TextIO | None, name: str, *, matters: bool) -> None:
         """Without a `stream`, as after `>&-`, what is written is lost."""
@@ -48,12 +55,18 @@ class _Output:
         self.stream: TextIO = stream or _Nowhere()
         self._name = name
         self._matters = matters
+        self._visible = Visible()
 
     def __getattr__(self, name: str) -> Any:  # Any: whatever the stream has
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
         """Raises BrokenPipeError or CannotPrint, if it matters."""
+        self.write_steering(self._visible.show(text))
+        return len(text)
+
+    def write_steering(self, text: str) -> None:
+        """For rich: `text` may steer the terminal. Raises as `write` does."""
         if shown := _STEERING.sub("", text):
             self.is_line_begun = not shown.endswith("\n")
         with self._failing():
@@ -62,7 +75,6 @@ class _Output:
             except UnicodeEncodeError:
                 encoding = self.stream.encoding
                 self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        return len(text)
 
     def writelines(self, lines: Any) -> None:  # Any: as a stream has it
         self.write("".join(lines))
@@ -81,6 +93,29 @@ class _Output:
         except OSError as error:
             if self._matters:
                 raise CannotPrint(f"cannot write to {self._name} ({error.strerror})") from error
+
+
+class _Steered:
+    """The file that rich writes to: stdout or stderr, whatever that is by then."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def _stream(self) -> Any:  # Any: a stream of any kind
+        stream = getattr(sys, self._name)
+        return getattr(stream, "rich_proxied_file", stream)  # rich puts its own in the place while a picture stands
+
+    def __getattr__(self, name: str) -> Any:  # Any: as the stream has it
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        stream = self._stream
+        if isinstance(stream, _Output):
+            stream.write_steering(text)
+        else:
+            stream.write(text)
+        return len(text)
 
 
 @contextmanager
@@ -102,6 +137,32 @@ def require_stdout() -> None:
         raise CannotPrint("cannot write to stdout (it is closed): send it to a file, or to /dev/null")
 
 
+def show(text: str, end: str = "\n") -> None:
+    """Write a result to stdout."""
+    print(visible(text), end=end, flush=True)
+
+
+class Pieces:
+    """A text that comes in pieces, on stdout or, `beside` another result, on stderr. No piece ends a line of itself."""
+
+    def __init__(self, *, beside: bool = False) -> None:
+        self._beside = beside
+        self._visible = Visible()
+
+    def write(self, piece: str) -> None:
+        print(self._visible.show(piece), end="", file=sys.stderr if self._beside else sys.stdout, flush=True)
+
+
+def show_json(value: Any, default: Callable[[Any], Any] | None = None) -> None:  # Any: JSON
+    """Write a result for programs, in a line of stdout: exact, and in characters that no terminal obeys."""
+    print(json.dumps(value, default=default).replace("\x7f", "\\u007f"), flush=True)
+
+
+def note(text: str = "", end: str = "\n") -> None:
+    """Write what is beside the result to stderr."""
+    print(visible(text), end=end, file=sys.stderr, flush=True)
+
+
 def say(text: str) -> None:
     """Tell the user one line, on stderr. A line of stdout that was begun is ended first."""
     end_line()
@@ -114,7 +175,44 @@ def tell(text: str) -> None:
         end_line()
     elif _is_begun(sys.stderr):
         sys.stderr.write("\n")
-    print(f"llmnode: {printable(text)}", file=sys.stderr, flush=True)
+    note(f"llmnode: {printable(text)}")
+
+
+def tell_trace(text: str, trace: str) -> None:
+    """A line, and below it a traceback: what an exception says may be a peer's words, so its lines stand apart."""
+    tell(text)
+    note(quoted(trace))
+
+
+def catch_uncaught() -> None:
+    """From now on this process shows uncaught errors and warnings in this way. Python itself would write them raw."""
+
+    def show_uncaught(_kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
+        with prepared():
+            tell_trace("a bug, please report it:", "".join(traceback.format_exception(error)))
+
+    def show_warning(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        tell(f"{filename}:{lineno}: {category.__name__}: {message}")
+
+    def show_of_thread(caught: threading.ExceptHookArgs) -> None:
+        if caught.exc_value is not None:
+            show_uncaught(caught.exc_type, caught.exc_value, caught.exc_traceback)
+
+    def show_unraisable(caught: sys.UnraisableHookArgs) -> None:
+        if caught.exc_value is not None:
+            show_uncaught(caught.exc_type, caught.exc_value, caught.exc_traceback)
+
+    sys.excepthook = show_uncaught
+    threading.excepthook = show_of_thread
+    sys.unraisablehook = show_unraisable
+    warnings.showwarning = show_warning
 
 
 def end_line() -> None:
@@ -136,19 +234,26 @@ def line_ended() -> None:
 
 
 def open_console(*, stderr: bool, **options: Any) -> Console:  # Any: rich's own
-    """rich's console of stdout or stderr, as wide as is of use."""
+    """rich's console of stdout or stderr, as wide as is of use. It steers the terminal by styles and pictures alone."""
     from rich.console import Console
 
-    console = Console(stderr=stderr, **options)
+    class Screen(Console):
+        def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+            return super()._render_buffer(map(_cleaned, buffer))
+
+    file: Any = _Steered("stderr" if stderr else "stdout")  # Any: rich uses this much of a file
+    console = Screen(file=file, stderr=stderr, **options)
     if console.width < LEAST_COLUMNS:
         console.width = LEAST_COLUMNS
     return console
 
 
-def printable(text: str) -> str:
-    """One line, not too long. A peer's words may be in it: nothing of theirs may steer the terminal."""
-    shown = text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN // 2]} ... {text[-MOST_SHOWN // 2 :]}"
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in shown)
+def _cleaned(segment: Segment) -> Segment:
+    """A part of a picture, with text that is `visible` and without a link: the address of one is not shown."""
+    if segment.control:
+        return segment
+    style = segment.style.update_link(None) if segment.style is not None else None
+    return segment._replace(text=visible(segment.text), style=style)
 
 
 def _is_begun(stream: TextIO) -> bool:

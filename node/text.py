@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llmnode.client.generate import Finish, Token
+    from llmnode.node.terminal import Pieces
 
 
 @dataclass
 class ScreenText:
     """Writes an answer's text as it comes, and remembers it, and when its tokens came."""
 
-    screen: TextIO
+    screen: Pieces
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish: Finish | None = None
@@ -27,7 +28,6 @@ class ScreenText:
         self.text += token.text
         self.finish = token.finish
         self.screen.write(token.text)
-        self.screen.flush()
 
     def speed_line(self) -> str:
         if not self._times_s:

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from llmnode.core.user_input import find_mark, find_no_text
 from llmnode.errors import ConfigError
-from llmnode.node.terminal import line_ended, say
+from llmnode.node.terminal import line_ended, note, say
 
 MOST_CHARS = 1 << 20
 """The longest line, in characters."""
@@ -43,7 +43,7 @@ class TypedLines:
             line = self._read(prompt).removeprefix("\ufeff" if is_first else "")
         except EOFError:
             if self._is_terminal:
-                print(file=sys.stderr)  # what it shows next stands on a line of its own
+                note()  # what it shows next stands on a line of its own
             return None
         except OSError as error:
             say(f"cannot read stdin ({error.strerror})")
@@ -58,7 +58,7 @@ class TypedLines:
             line = f"{input(prompt)}\n"
         else:
             if self._is_terminal:
-                print(prompt, end="", file=sys.stderr, flush=True)
+                note(prompt, end="")
             line = sys.stdin.readline(MOST_CHARS + 1)
             if self._is_terminal:
                 line_ended()  # with the user's key

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import TYPE_CHECKING, Any
 
+from llmnode.core.texts.visible import printable
 from llmnode.errors import ConfigError
 from llmnode.machine.cache_folder import cache_folder
 from llmnode.node.commands.options import add_command
 from llmnode.node.settings import FILE_VARIABLE, NO_OPTIONS, settings_path, variable_of
+from llmnode.node.terminal import show, show_json
 
 if TYPE_CHECKING:
     import argparse
@@ -54,14 +55,15 @@ def run(arguments: argparse.Namespace) -> int:
             "commands": {command: _as_json(of) for command, of in shown.items()},
             "unknown_variables": unknown,
         }
-        print(json.dumps(answer, default=str))
+        show_json(answer, default=str)
         return 0
-    print(f"file   {path}{'' if path.exists() else ' (not there)'}\ncache  {cache_folder()}")
+    show(printable(f"file   {path}{'' if path.exists() else ' (not there)'}"))
+    show(printable(f"cache  {cache_folder()}"))
     for command, of in shown.items():
-        print(f"\n{command}")
-        print("\n".join(_lines(of) or ["  (nothing that can be set)"]))
+        show(f"\n{command}")
+        show("\n".join(map(printable, _lines(of) or ["  (nothing that can be set)"])))
     for variable in unknown:
-        print(f"\nwarning: no option is set by {variable}")
+        show(f"\n{printable(f'warning: no option is set by {variable}')}")
     return 0
 
 

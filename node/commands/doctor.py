@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from llmnode.core.texts.visible import printable
 from llmnode.node.commands.options import (
     MODEL_HELP,
     add_command,
@@ -16,7 +16,7 @@ from llmnode.node.commands.options import (
     at_least_one,
     precision,
 )
-from llmnode.node.terminal import open_console, printable
+from llmnode.node.terminal import open_console, show, show_json
 from llmnode.node.values import model
 
 if TYPE_CHECKING:
@@ -82,9 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
     blocker = blocker_of(doctor.findings)
     if arguments.json:
         findings = [asdict(finding) for finding in doctor.findings]
-        print(json.dumps({"ready": blocker is None, "blocker": blocker and asdict(blocker), "findings": findings}))
+        show_json({"ready": blocker is None, "blocker": blocker and asdict(blocker), "findings": findings})
     elif blocker is None:
-        print("ready")
+        show("ready")
     else:
-        print(printable(f"blocker: {blocker.text}; fix: {blocker.fix}"))
+        show(printable(f"blocker: {blocker.text}; fix: {blocker.fix}"))
     return EXIT_BLOCKED if blocker else 0

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 from llmnode.node.commands.options import add_command, check_peers
-from llmnode.node.terminal import say
+from llmnode.node.terminal import say, show, show_json
 from llmnode.node.values import path
 
 if TYPE_CHECKING:
@@ -49,7 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.peers:
         say("it names no peers to join through: add --peers once one runs")
     say("whoever has this can join: send it to members alone, over what nobody else reads")
-    print(
-        json.dumps({"invite": invite, "swarm_key": str(file), "peers": arguments.peers}) if arguments.json else invite
-    )
+    if arguments.json:
+        show_json({"invite": invite, "swarm_key": str(file), "peers": arguments.peers})
+    else:
+        show(invite)
     return 0

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from llmnode.core.model import DTYPES, KV_DTYPES, QUANTS, SAME, Precision
+from llmnode.core.texts.log_lines import log_to
 from llmnode.errors import ConfigError
 from llmnode.node import values
 from llmnode.node.generate import DEFAULT_NEW_TOKENS
-from llmnode.node.terminal import tell
+from llmnode.node.terminal import note, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -306,13 +306,7 @@ def check_peers(peers: Sequence[str]) -> None:
 
 def log_to_stderr(level: int = logging.INFO, form: str = "%(asctime)s %(message)s") -> None:
     """Logs of our own modules: by default those that operators need (--verbose)."""
-    handler = _Told()
-    handler.setFormatter(logging.Formatter(form))
-    ours = logging.getLogger("llmnode")
-    ours.handlers = [handler]
-    ours.setLevel(level)
-    # py-libp2p calls `logging.debug`, which gives the root logger a handler if it has none: it would print ours again.
-    logging.getLogger().addHandler(logging.NullHandler())
+    log_to(_Told(), level, form)
 
 
 class _Told(logging.Handler):
@@ -320,11 +314,10 @@ class _Told(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            text = self.format(record)
-            trace = record.exc_text or ""  # of a bug, for its report
-            tell(text.removesuffix(f"\n{trace}"))
-            if trace:
-                print(trace, file=sys.stderr)
+            line, _, trace = self.format(record).partition("\n")
+            tell(line)
+            if trace:  # of a bug, for its report
+                note(trace)
         except Exception:  # noqa: BLE001 - as every handler: logging must not end what logs
             self.handleError(record)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from llmnode.node.commands.options import (
     log_to_stderr,
     way_in,
 )
+from llmnode.node.terminal import show, show_json
 
 if TYPE_CHECKING:
     import argparse
@@ -80,8 +80,8 @@ def _ready(network: Libp2pNetwork, arguments: argparse.Namespace) -> None:
             "addresses": network.addresses,
             "listening": network.listening,
         }
-        print(json.dumps(event), flush=True)
+        show_json(event)
         return
-    print(f"ready: relay at {' '.join(network.addresses)}", flush=True)
+    show(f"ready: relay at {' '.join(network.addresses)}")
     if arguments.identity is None:
-        print("its address changes at each start: --identity FILE keeps it", flush=True)
+        show("its address changes at each start: --identity FILE keeps it")

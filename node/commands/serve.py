@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from llmnode.core.texts.visible import printable
 from llmnode.errors import ConfigError
 from llmnode.node.commands.options import (
     add_announce,
@@ -20,7 +20,7 @@ from llmnode.node.commands.options import (
     log_to_stderr,
     worker_config,
 )
-from llmnode.node.terminal import tell
+from llmnode.node.terminal import show, show_json, tell
 
 if TYPE_CHECKING:
     import argparse
@@ -132,12 +132,12 @@ async def _warn_if_unreached(node: RunningNode, as_json: bool) -> None:
         text, fix = explain(reach)
         if as_json:
             event = {"event": "unreached", "nat": str(reach.nat), "host": reach.host, "text": text, "fix": fix}
-            print(json.dumps(event), flush=True)
+            show_json(event)
         tell(f"{text}; {fix}")
 
 
 def _report_json(text: str) -> None:
-    print(json.dumps({"event": "status", "text": text}), flush=True)
+    show_json({"event": "status", "text": text})
 
 
 def _addresses(addresses: Sequence[str]) -> None:
@@ -146,7 +146,7 @@ def _addresses(addresses: Sequence[str]) -> None:
 
 def _addresses_json(addresses: Sequence[str]) -> None:
     text = f"now reached at {len(addresses)} addresses"
-    print(json.dumps({"event": "addresses", "addresses": list(addresses), "text": text}), flush=True)
+    show_json({"event": "addresses", "addresses": list(addresses), "text": text})
 
 
 def _worker(text: str, _serves: bool) -> None:
@@ -154,7 +154,7 @@ def _worker(text: str, _serves: bool) -> None:
 
 
 def _worker_json(text: str, serves: bool) -> None:
-    print(json.dumps({"event": "worker", "serves": serves, "text": text}), flush=True)
+    show_json({"event": "worker", "serves": serves, "text": text})
     tell(text)
 
 
@@ -163,7 +163,7 @@ def _draining(sessions: int) -> None:
 
 
 def _draining_json(sessions: int) -> None:
-    print(json.dumps({"event": "draining", "sessions": sessions, "text": _left(sessions)}), flush=True)
+    show_json({"event": "draining", "sessions": sessions, "text": _left(sessions)})
     _draining(sessions)
 
 
@@ -173,7 +173,7 @@ def _left(sessions: int) -> str:
 
 def _ready(node: RunningNode) -> None:
     behind = "" if node.addresses == node.listening else f", listening at {' '.join(node.listening)}"
-    print(f"ready: blocks {node.span} of {node.model.name} at {' '.join(node.addresses)}{behind}", flush=True)
+    show(printable(f"ready: blocks {node.span} of {node.model.name} at {' '.join(node.addresses)}{behind}"))
 
 
 def _ready_json(node: RunningNode) -> None:
@@ -187,4 +187,4 @@ def _ready_json(node: RunningNode) -> None:
         "dtype": node.model.precision.name,
         "tensor_bytes": node.tensor_bytes,
     }
-    print(json.dumps(event), flush=True)
+    show_json(event)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from typing import TYPE_CHECKING
 
+from llmnode.core.texts.visible import printable
 from llmnode.node.commands.options import add_blocks, add_command, add_worker, at_least_one, worker_config
 from llmnode.node.status_lines import Telling, terminal
+from llmnode.node.terminal import show, show_json
 
 if TYPE_CHECKING:
     import argparse
@@ -47,7 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
     check(config)
     with Telling(terminal()) as telling:
         model, span, speed = trio.run(_measure, config, rounds, telling.tell)
-    print(json.dumps(_as_json(model, span, speed)) if arguments.json else _lines(model, span, speed))
+    if arguments.json:
+        show_json(_as_json(model, span, speed))
+    else:
+        show(_lines(model, span, speed))
     return 0
 
 
@@ -73,7 +77,7 @@ def _lines(model: ModelInfo, span: Span, speed: Speed) -> str:
     block_ms = 1000 / statistics.median(speed.decode) / len(span)
     return "\n".join(
         [
-            f"blocks {span} of {model.name}, {model.precision.name}",
+            printable(f"blocks {span} of {model.name}, {model.precision.name}"),
             _line("decode, one session", speed.decode) + f", {block_ms:.2f} ms a block",
             _line(f"decode, {speed.sessions} sessions at once", speed.decode_shared),
             _line(f"prefill of {speed.prompt} tokens", speed.prefill),

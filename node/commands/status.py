@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from llmnode.core.texts.visible import printable
 from llmnode.node.commands.options import add_command, add_peers, way_in
-from llmnode.node.terminal import open_console, printable
+from llmnode.node.terminal import open_console, show_json, tell
 from llmnode.node.watching import DOUBLE_FIX
 
 if TYPE_CHECKING:
@@ -53,11 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
     announcements, answers, clocks = trio.run(_ask, way_in(arguments))
     models = by_model(announcements, answers)
     if arguments.json:
-        print(json.dumps(as_json(models, wall_clock_ms())))
+        show_json(as_json(models, wall_clock_ms()))
     else:
         _show(models)
     if clocks.is_ours:
-        print(f"llmnode: {clocks.text}, so that servers may seem to be missing; {clocks.fix}", file=sys.stderr)
+        tell(f"{clocks.text}, so that servers may seem to be missing; {clocks.fix}")
     return 0 if any(not model.holes for model in models) else 1
 
 
@@ -134,7 +133,7 @@ def _table(model: ModelStatus, bar_columns: int) -> Table:
 
     from llmnode.node.status import bar
 
-    title = f"{escape(printable(model.model))}, {model.dtype}, {model.blocks} blocks"
+    title = escape(printable(f"{model.model}, {model.dtype}, {model.blocks} blocks"))
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     measured = ("ms per\nblock", "free\nKV", "steps", "direct\nin/out", "kB/token\nin/out", "link", "RTT\nms")
     for column in ("peer", "blocks", "", "state", *measured):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
+from llmnode.core.texts.visible import printable
 from llmnode.core.user_input import read_file
 from llmnode.errors import ConfigError
 from llmnode.node.commands.options import add_command
-from llmnode.node.terminal import printable
+from llmnode.node.terminal import show, show_json
 from llmnode.node.values import path
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.file}: {error}") from error
     found = audit(transcript, is_signed)
     if arguments.json:
-        print(json.dumps(_as_json(transcript, found)))
+        show_json(_as_json(transcript, found))
     else:
-        print(_lines(transcript, found))
+        show(_lines(transcript, found))
     return EXIT_WRONG if found.problems else 0
 
 

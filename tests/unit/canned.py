@@ -38,6 +38,8 @@ END = 0
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()
 FAIL, INTERRUPT, REFUSED = "fail!", "stop!", "refused!"
 """Words of a prompt that have an answer go wrong in the middle."""
+GONE = "it is gone: \x1b]52;c;eA==\x07\u202e\nllmnode: ready"
+"""The words of the peer that fails, which is hostile."""
 
 
 def canned_tokenizer(folder: Path) -> Tokenizer:
@@ -107,7 +109,7 @@ class CannedSession:
         if self._said != 1:
             return
         if FAIL in text:
-            raise SessionLost([PeerUnreachable("it is gone")])
+            raise SessionLost([PeerUnreachable(GONE)])
         if INTERRUPT in text:
             _press_ctrl_c()
             if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # the first one asks for the end

@@ -37,6 +37,8 @@ from llmnode.compute.worker_messages import (
     take_work,
 )
 from llmnode.core.span import Span
+from llmnode.core.texts.log_lines import log_to
+from llmnode.core.texts.visible import VisibleStream
 from llmnode.errors import LlmnodeError
 from llmnode.models.sources.online import keep_libraries_offline
 
@@ -58,6 +60,8 @@ def serve_node(make_loader: MakeLoader) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the node, which may have sessions to end before
         signal.signal(number, signal.SIG_IGN)
     _end_with_node()
+    sys.stderr = VisibleStream(sys.stderr)
+    log_to(logging.StreamHandler(), logging.WARNING, "llmnode: %(message)s")
     node, requests, results = map(int, sys.argv[1:])
     _Child(socket.socket(fileno=node), SharedMemory(requests), SharedMemory(results), make_loader).run()
     sys.exit()

@@ -16,6 +16,7 @@ from llmnode.node.cli import main
 from llmnode.node.outcome import describe_empty
 from llmnode.node.settings import without_settings
 from unit.canned import CONTEXT_TOKENS, FAIL, INTERRUPT, REFUSED, CannedClient, canned_tokenizer, opened
+from unit.terminal_emulator import TEXT, Terminal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -182,6 +183,37 @@ def test_whatever_a_line_is_the_dialogue_goes_on(tokenizer: Any) -> None:
     assert [line.split(": ")[1][:20] for line in said] == [
         "session lost", "stopped", "this model does not ", "the dialogue is full", "this line was no tex",
     ]  # fmt: skip
+
+
+HOSTILE = "\x1b]0;OWNED\x07\x1b[31mé\x9b2J\u202e👨\u200d👩\rllmnode: x\u2028"
+
+
+@pytest.mark.parametrize(
+    ("line", "stdin"),
+    [
+        (["generate", "--prompt", "hi"], ""),
+        (["generate", "--prompt", "hi", "--json"], ""),
+        (["generate", "--prompts", "FILE"], ""),
+        (["generate", "--prompt", f"{FAIL}{HOSTILE[:9]}"], ""),
+        (["chat"], f"hi\n{FAIL}\n"),
+    ],
+)
+def test_neither_model_nor_peer_steers_the_terminal(
+    line: list[str], stdin: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    """A token is a byte: escape sequences, and characters, come in pieces."""
+    (tmp_path / "FILE").write_text("hi\nho\n")
+    command, *options = [str(tmp_path / "FILE") if each == "FILE" else each for each in line]
+    run = Run(CannedClient(tokenizer, says=HOSTILE), command, *options, stdin=stdin)
+    terminal = Terminal()
+    terminal.feed(run.out + run.err)
+    assert (terminal.state, terminal.obeyed) == (TEXT, [])
+    assert "\u202e" not in terminal.shown and "\u2028" not in terminal.shown
+    assert not any(each.startswith(("llmnode: ready", "llmnode: x")) for each in terminal.shown.split("\n"))
+    if not stdin and FAIL not in line[-1]:
+        assert "👨\u200d👩" in terminal.shown
+    if "--json" in line:
+        assert json.loads(run.out)["text"] == HOSTILE
 
 
 def test_a_message_that_alone_fills_a_dialogue_is_told_so(tokenizer: Any) -> None:

@@ -11,9 +11,11 @@ from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.ids import PeerId
 from llmnode.core.model import Precision, Profile
 from llmnode.core.span import Span
-from llmnode.node.commands.status import BESIDE_BAR, LEAST_BAR, _table
+from llmnode.node.commands.status import BESIDE_BAR, LEAST_BAR, _show, _table
 from llmnode.node.status import Answer, ModelStatus
 from llmnode.wire.messages import Description
+from unit.streams import streams
+from unit.terminal_emulator import Terminal
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -55,3 +57,23 @@ def test_a_table_of_busy_servers_is_not_cut_short(columns: int) -> None:
         "nobody",
     ]:
         assert shown in printed
+
+
+def test_the_words_of_servers_neither_steer_the_terminal_nor_style_the_table() -> None:
+    words = "\x1b]0;x\x07[link=http://x]\u202e\nllmnode: ready"
+    hostile = announcement(words, Span(0, 30), PeerState.ONLINE)
+    model = ModelStatus(
+        words,
+        "d",
+        words,
+        30,
+        [hostile],
+        {},
+    )
+    with streams(out := io.StringIO(), io.StringIO()):
+        _show([model])
+    terminal = Terminal()
+    terminal.feed(out.getvalue())
+    assert terminal.obeyed == [] and "\u202e" not in terminal.shown
+    assert "[link=http://x]" in terminal.shown.replace("\n", "")
+    assert not any(line.startswith("llmnode: ready") for line in terminal.shown.split("\n"))

@@ -4,26 +4,42 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
+from rich.table import Table
+from rich.text import Text
 
+from llmnode.core.texts.visible import printable
 from llmnode.errors import ConfigError
 from llmnode.node import terminal
 from llmnode.node.settings import without_settings
-from llmnode.node.terminal import CannotPrint, prepared, printable, require_stdout, say, tell
+from llmnode.node.terminal import (
+    CannotPrint,
+    Pieces,
+    note,
+    open_console,
+    require_stdout,
+    say,
+    show,
+    show_json,
+    tell,
+)
 from llmnode.node.typed import MOST_CHARS, NoLine, TypedLines
+from unit.streams import streams
+from unit.terminal_emulator import Terminal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    pass
 
 LLMNODE = [sys.executable, "-P", "-m", "llmnode.node"]
 
@@ -39,12 +55,6 @@ class Failing(io.StringIO):
         raise self._error
 
 
-@contextmanager
-def streams(stdout: Any, stderr: Any) -> Iterator[None]:
-    with patch.object(sys, "stdout", stdout), patch.object(sys, "stderr", stderr), prepared():
-        yield
-
-
 def written(encoding: str, text: str) -> str:
     raw = io.BytesIO()
     stdout = io.TextIOWrapper(raw, encoding=encoding)
@@ -56,7 +66,7 @@ def written(encoding: str, text: str) -> str:
 
 @pytest.mark.parametrize(
     ("encoding", "shown"),
-    [("utf-8", "é好\u2028\\udcff"), ("ascii", "\\xe9\\u597d\\u2028\\udcff"), ("cp1252", "é\\u597d\\u2028\\udcff")],
+    [("utf-8", "é好\\u2028\\udcff"), ("ascii", "\\xe9\\u597d\\u2028\\udcff"), ("cp1252", "é\\u597d\\u2028\\udcff")],
 )
 def test_what_an_encoding_has_not_is_escaped(encoding: str, shown: str) -> None:
     assert written(encoding, "é好\u2028\udcff") == shown
@@ -78,7 +88,9 @@ def test_an_error_begins_a_line() -> None:
 def test_what_only_moves_the_cursor_begins_no_line() -> None:
     err = io.StringIO()
     with streams(io.StringIO(), err):
-        sys.stderr.write("a table\n\x1b[?25h")
+        console = open_console(stderr=True, force_terminal=True)
+        console.print("a table")
+        console.show_cursor()
         say("it failed")
     assert err.getvalue() == "a table\n\x1b[?25hllmnode: it failed\n"
 
@@ -118,9 +130,73 @@ def test_a_stdout_that_is_closed_is_told_at_once() -> None:
         print("nowhere", file=sys.stderr)
 
 
-def test_a_line_of_ours_is_one_line_and_has_an_end() -> None:
-    assert printable("a\nb\x1b[31m\u2028\udcff") == "a\\nb\\x1b[31m\\u2028\\udcff"
-    assert len(printable("x" * 10**6)) < 3000
+HOSTILE = "a\x1b]0;OWNED\x07\x1b[31m\x9b2J\r\x1b]52;c;eA==\x1b\\\u202e\nllmnode: ready"
+
+
+def test_nothing_that_is_written_steers_the_terminal() -> None:
+    with streams(out := io.StringIO(), err := io.StringIO()):
+        show(HOSTILE)
+        note(HOSTILE)
+        tell(HOSTILE)
+        for stream in (sys.stdout, sys.stderr):
+            print(HOSTILE, file=stream)  # as a library does
+        answer = Pieces()
+        for piece in (*HOSTILE, *"👨\u200d👩\n"):
+            answer.write(piece)
+    terminal = Terminal()
+    terminal.feed(out.getvalue() + err.getvalue())
+    assert terminal.obeyed == [] and "\u202e" not in terminal.shown
+    assert out.getvalue().endswith("llmnode: ready👨\u200d👩\n"), "a joiner may begin a piece"
+    assert f"llmnode: {printable(HOSTILE)}\n" in err.getvalue()
+
+
+def test_json_is_exact_and_obeyed_by_no_terminal() -> None:
+    every = "".join(map(chr, [*range(0x100), 0x202E, 0x200D, 0xD800, 0x1F468, 0xE0041]))
+    with streams(out := io.StringIO(), io.StringIO()):
+        show_json({"text": every})
+    assert out.getvalue().isprintable() is False and out.getvalue()[:-1].isprintable()
+    assert json.loads(out.getvalue()) == {"text": every}
+
+
+def test_rich_steers_by_its_own_styles_alone() -> None:
+    hostile = HOSTILE.replace("[", "(")
+    with streams(io.StringIO(), err := io.StringIO()):
+        console = open_console(stderr=True, force_terminal=True, width=200)
+        table = Table(title=hostile)
+        table.add_row(Text(HOSTILE, style="red link http://example.com"))
+        with console.status(hostile):
+            console.print(table, Text(HOSTILE))
+            print(hostile, file=sys.stderr)
+    written = err.getvalue()
+    own = re.compile(r"\x1b\[(\d+(;\d+)*m|\?25[hl]|[12]?[AK])|\r")
+    assert own.search(written), "it is coloured"
+    terminal = Terminal()
+    terminal.feed(own.sub("", written))
+    assert terminal.obeyed == []
+    assert "OWNED" in terminal.shown and "example.com" not in terminal.shown
+
+
+def test_an_uncaught_error_and_a_warning_are_shown_like_all_else() -> None:
+    program = (
+        "import sys, threading, warnings\n"
+        "from llmnode.node.cli import run\n"
+        f"words = {HOSTILE!r}\n"
+        "def fail(): raise ValueError(words)\n"
+        "def act():\n"
+        "    warnings.warn(words)\n"
+        "    thread = threading.Thread(target=fail); thread.start(); thread.join()\n"
+        "    fail()\n"
+        "run(act)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.returncode == 1
+    lines = done.stderr.decode().splitlines()
+    assert sum("ValueError" in line for line in lines) == 2 and sum("UserWarning" in line for line in lines) == 1
+    assert all(line.startswith(("llmnode: ", "  | ")) for line in lines)
+    assert "llmnode: ready" not in lines
+    terminal = Terminal()
+    terminal.feed("\n".join(lines))
+    assert terminal.obeyed == []
 
 
 # Typed lines
