@@ -80,5 +80,6 @@ def _made_alibi(family: str, heads: int, positions: int, dtype: torch.dtype, dev
     from transformers.models.falcon import modeling_falcon
 
     build = modeling_bloom.build_alibi_tensor if family == "bloom" else modeling_falcon.build_alibi_tensor
-    alibi: torch.Tensor = build(torch.ones(1, positions, dtype=torch.long, device=device), heads, dtype)
-    return alibi[:, 0]
+    with torch.inference_mode(mode=False):  # or gradients could not use it later
+        alibi: torch.Tensor = build(torch.ones(1, positions, dtype=torch.long, device=device), heads, dtype)
+        return alibi[:, 0]

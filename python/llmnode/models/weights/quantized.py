@@ -34,6 +34,13 @@ class Int8Linear(torch.nn.Module):
         self.bias = None if bias is None else _fixed(bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and x.requires_grad:
+            through: torch.Tensor = _StraightThrough.apply(x, self)
+            return through
+        return self.multiply(x)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """The product, without a gradient."""
         rows = x.reshape(-1, x.shape[-1]).float()
         largest = rows.abs().amax(1, keepdim=True)
         # any(), not max(): a row that is no number must not decide for the others.
@@ -51,6 +58,20 @@ class Int8Linear(torch.nn.Module):
         if self.bias is not None:
             output += self.bias
         return output.reshape(*x.shape[:-1], -1)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The product of an `Int8Linear`. Its gradient ignores the rounding of inputs, as bitsandbytes' `MatMul8bitLt`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Int8Linear) -> torch.Tensor:  # Any: torch's, and not typed
+        ctx.layer = layer
+        return layer.multiply(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,), layer = gradients, ctx.layer
+        return ((gradient.float() * layer.scale) @ layer.weight.float()).to(gradient.dtype), None
 
 
 class NF4Linear(torch.nn.Module):

@@ -1,0 +1,91 @@
+"""Sequences through frozen blocks without KV, and gradients back through them: a server's part of fine-tuning.
+
+Petals, section 3.3: a server computes outputs, and gradients for its inputs. Its weights never change, and it keeps
+nothing between calls. So a backward computes the blocks again: first all of them without gradients, to know what goes
+into each block, then one block at a time, the last one first, with gradients. Memory is that of one block's graph, and
+of one row of hidden states for each block.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from llmnode.compute.attention import Segment, segments_of_forward
+from llmnode.core.span import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Self
+
+    from llmnode.compute.kv import KVPair
+    from llmnode.models.fused import FusedSpan
+    from llmnode.models.load import SpanModel
+
+
+class NoKV:
+    """The `KV` of a sequence that is computed whole and then forgotten: what is new is all that there is."""
+
+    length = 0
+    capacity = 0
+
+    def extend(self, _layer: int, _start: int, keys: torch.Tensor, values: torch.Tensor, _seen_from: int = 0) -> KVPair:
+        return keys, values
+
+    def copy(self, _other: Self, _start: int, _end: int) -> None:
+        """There is nothing to copy."""
+
+
+def outputs_of(model: SpanModel | FusedSpan, span: Span, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Put whole `sequences`, each (tokens, hidden_size) in fp32, through the blocks of `span`.
+
+    Sequences of unequal lengths go through the blocks together, without padding.
+    """
+    with torch.no_grad():
+        row = _Row(model, sequences)
+        return row.split(row.through(span, torch.cat([*sequences])))
+
+
+def gradients_of(
+    model: SpanModel | FusedSpan, span: Span, sequences: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Gradients for `sequences`, which go into the blocks of `span`, from `gradients` for what comes out; all in fp32.
+
+    Weights in 8 bits are differentiated as bitsandbytes does: the gradient goes through the weights, and straight
+    through the rounding of inputs.
+    """
+    row = _Row(model, sequences)
+    states = [torch.cat([*sequences])]
+    with torch.no_grad():
+        for block in range(span.start, span.end - 1):
+            states.append(row.through(Span(block, block + 1), states[-1]))
+    gradient = torch.cat([*gradients])
+    for block in reversed(range(span.start, span.end)):
+        entering = states.pop().detach().requires_grad_()
+        with torch.enable_grad():
+            leaving = row.through(Span(block, block + 1), entering)
+        (gradient,) = torch.autograd.grad(leaving, entering, gradient)
+    return row.split(gradient)
+
+
+class _Row:
+    """Sequences that go through blocks together, end to end."""
+
+    def __init__(self, model: SpanModel | FusedSpan, sequences: Sequence[torch.Tensor]) -> None:
+        self._model = model
+        self._lengths = [len(each) for each in sequences]
+        self._segments = [Segment(NoKV(), 0, length) for length in self._lengths]
+        self._positions = torch.cat([torch.arange(length) for length in self._lengths]).to(sequences[0].device)
+
+    def through(self, span: Span, states: torch.Tensor) -> torch.Tensor:
+        """`states`, (tokens, hidden_size), through the blocks of `span`."""
+        token = segments_of_forward.set(self._segments)
+        try:
+            leaving: torch.Tensor = self._model(span, states, self._positions)
+            return leaving
+        finally:
+            segments_of_forward.reset(token)
+
+    def split(self, states: torch.Tensor) -> list[torch.Tensor]:
+        return [*states.split(self._lengths)]
