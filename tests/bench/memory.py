@@ -29,10 +29,10 @@ from llmnode.errors import ConfigError, single_error
 from llmnode.net.host import open_network
 from llmnode.node.processes import all_ready, private_swarm, with_worker
 from llmnode.session.session import open_session
-from llmnode.session.terms import SessionTerms
 from llmnode.swarm.peer_connection import open_connection
 from llmnode.wire.payload import Codec
 from llmnode.wire.profile import profile_of
+from llmnode.wire.session_terms import SessionTerms
 
 if TYPE_CHECKING:
     import argparse

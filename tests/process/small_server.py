@@ -24,9 +24,9 @@ from llmnode.models.load import Ends, load_ends
 from llmnode.net.host import open_network
 from llmnode.node.processes import with_worker
 from llmnode.session.session import InferenceSession, open_session
-from llmnode.session.terms import SessionTerms
 from llmnode.swarm.peer_connection import PeerConnection, open_connection
 from llmnode.wire.payload import Codec
+from llmnode.wire.session_terms import SessionTerms
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence

@@ -351,14 +351,14 @@ async def asks_for_blocks_that_are_not_held(client: SmallClient) -> None:
 async def goes_on_at_a_wrong_position(client: SmallClient) -> None:
     async with client.session(8) as session:
         await session.step(bytes(client.model.row_bytes))
-        session._hops.position += 1
+        session._hops.state.position += 1
         await session.step(bytes(client.model.row_bytes))
 
 
 async def cuts_back_under_an_epoch_that_is_not_new(client: SmallClient) -> None:
     async with client.session(8) as session:
         await session.step(bytes(client.model.row_bytes))
-        session._hops.epoch = Epoch(-1)  # the next one is the session's first again
+        session._hops.state.epoch = Epoch(-1)  # the next one is the session's first again
         await session.truncate(0)
 
 

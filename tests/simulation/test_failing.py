@@ -15,11 +15,11 @@ from llmnode.errors import SessionLost
 from llmnode.session.peer_finder import PeerFinder
 from llmnode.session.router import Router
 from llmnode.session.session import open_session
-from llmnode.session.terms import SessionTerms
 from llmnode.swarm.membership import Swarm
 from llmnode.swarm.pool import open_pool
 from llmnode.testing import check_coverage, inline, seeds, simulated_ms
 from llmnode.wire.payload import Codec
+from llmnode.wire.session_terms import SessionTerms
 from simulation.world import ALL_BLOCKS, MODEL, ROW, SPANS, Dialogue, World, kv_is_free, simulated, world
 from simulation.world import pairs_of_servers as two_servers_a_span
 

@@ -18,18 +18,19 @@ from llmnode.core.policy import ClientPolicy, PushPolicy, ServePolicy
 from llmnode.core.route import Hop
 from llmnode.core.span import Span
 from llmnode.session.session import open_session
-from llmnode.session.terms import SessionTerms
 from llmnode.swarm.pool import open_pool
 from llmnode.testing import check_coverage, peer_named, seeds
 from llmnode.testing.link import MemoryLink
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.payload import Codec
+from llmnode.wire.session_terms import SessionTerms
 from simulation.world import DELAY_S, FORWARD_S, MODEL, ROW, SPANS, Dialogue, pairs_of_servers, simulated, world
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from llmnode.core.ids import PeerId
+    from llmnode.session.hop import SessionHop
     from llmnode.session.router import Router
     from llmnode.testing.world import World
     from llmnode.wire.frame import Buffer
@@ -88,11 +89,16 @@ async def test_a_hop_whose_new_neighbours_may_not_have_reached_it_is_told_of_the
     async with pairs_of_servers() as swarm, swarm.session() as (session, _):
         dialogue = Dialogue(session, random.Random(1))
         await dialogue.step(3)
-        hops, (first, second, _) = session._hops, session._hops.hops
-        at = hops.epoch, Step(hops.step + 10)  # a step that does not come: a late answer is none to it
-        with trio.move_on_after(DELAY_S / 2):  # it is told, and we do not hear so
-            await first.set_neighbours(None, None, *at)
-        await first.set_neighbours(None, second, *at)
+        state, (first, second, _) = session._hops.state, session._hops.hops
+        at = state.epoch, Step(state.step + 10)  # no such step comes, so a late answer is none to a step
+
+        async def set_neighbours(after: SessionHop | None) -> None:
+            if (request := first.set_neighbours(None, after, *at, trio.current_time(), quiet=False)) is not None:
+                await first.carry_out(request)
+
+        with trio.move_on_after(DELAY_S / 2):  # it is told, and the client does not hear its answer
+            await set_neighbours(None)
+        await set_neighbours(second)
         await dialogue.step(1)
         assert all(timing.direct for timing in session.timings[1:])
         assert not session.recoveries

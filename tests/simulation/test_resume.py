@@ -177,7 +177,7 @@ async def test_another_peer_cannot_take_a_session_over(file: Path) -> None:
             assert hop.session is not None
             link = await thief.dial(swarm.node(hop.peer).network.addresses[0])
             async with open_connection(link) as connection:
-                question = Frame(FrameType.RESUME, hop.session, step=dialogue.session._hops.step)
+                question = Frame(FrameType.RESUME, hop.session, step=dialogue.session._hops.state.step)
                 with pytest.raises(PeerRefused) as refused:
                     await connection.ask(question, FrameType.RESUMED, 5)
                 assert refused.value.code == RefusalCode.UNKNOWN_SESSION

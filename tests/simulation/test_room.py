@@ -19,11 +19,11 @@ from llmnode.core.span import Span
 from llmnode.errors import NoRoute, PeerError, PeerRefused
 from llmnode.node.serve.admission import Admission
 from llmnode.session.session import open_session
-from llmnode.session.terms import SessionTerms
 from llmnode.testing import Conditions, Dialogue, ExactWorker, check_kv_is_free, open_world, simulate, simulated
 from llmnode.testing.simulate import seeds
 from llmnode.wire.messages import RefusalCode
 from llmnode.wire.payload import Codec
+from llmnode.wire.session_terms import SessionTerms
 from simulation.world import ALL_BLOCKS, DELAY_S, KV_TOKENS, ROW
 
 if TYPE_CHECKING:

@@ -25,13 +25,13 @@ from llmnode.net.host import LINK_PROTOCOL, Libp2pNetwork, open_network
 from llmnode.net.link import Libp2pLink
 from llmnode.node.serve.server import Server
 from llmnode.session.session import InferenceSession, open_session
-from llmnode.session.terms import SessionTerms
 from llmnode.swarm.peer_connection import PeerConnection, open_connection
 from llmnode.testing import exact_output
 from llmnode.testing.world import raise_bug
 from llmnode.wire.frame import Frame, FrameDecoder, FrameType
 from llmnode.wire.messages import Open, Refusal, pack, unpack
 from llmnode.wire.payload import Codec
+from llmnode.wire.session_terms import SessionTerms
 
 MODEL = ModelInfo("exact", b"d" * 32, blocks=4, hidden_size=2, context_tokens=100)
 ALL_BLOCKS = Span(0, MODEL.blocks)

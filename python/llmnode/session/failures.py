@@ -1,4 +1,4 @@
-"""What a session needs to know to outlive its servers: who else there is, what failed, and what came of it."""
+"""The failures on the way of a step, and the recoveries that came of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from llmnode.errors import PeerError, PeerRefused, PeerUnreachable, SessionLost
+from llmnode.wire.chunk_path import ALL_WOULD_REFUSE
 from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
@@ -16,19 +17,10 @@ if TYPE_CHECKING:
     from llmnode.session.peer_finder import PeerFinder
 
 CAUSES_KEPT = 16
-"""Of one step: the first failures, and the latest."""
+"""A step keeps its first failures, and the latest."""
 
 FAILED_COMPUTATIONS = 8
-"""That one step may meet at one span; after more the fault is taken to be its own."""
-
-ALL_WOULD_REFUSE = {
-    RefusalCode.WRONG_POSITION,
-    RefusalCode.STALE_EPOCH,
-    RefusalCode.TOO_FAR_AHEAD,
-    RefusalCode.CONFLICT,
-    RefusalCode.BAD_MESSAGE,
-}
-"""What the session itself has done wrong. With any other refusal, of an unknown code too, others may accept it."""
+"""One step may meet this many at one span. After more the fault is taken to be its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +31,29 @@ class Recovery:
     span: Span
     taken_over_by: tuple[PeerId, ...]
     positions: int
-    """How many were given again."""
+    """The number of positions that were replayed."""
     stall_s: float
-    """From the moment that the loss was noticed until the session could go on."""
+    """The time from the moment that the loss was noticed until the session could go on."""
     cause: str
-    """What the loss was noticed by, for people to read."""
+    """The error by which the loss was noticed, for people to read."""
 
 
 @dataclass(slots=True)
 class StepFailures:
-    """What failed on the way of one step, through whatever hops and recoveries."""
+    """The failures on the way of one step, through all hops and recoveries."""
 
     causes: list[PeerError] = field(default_factory=list)
     failed: set[PeerId] = field(default_factory=set)
-    """Since everybody was asked: each is asked once, so that one who is dead and cheap does not hide one who lives."""
+    """The peers that failed since every peer was asked. Each is asked once: a dead cheap one must not hide another."""
     cut_off: set[PeerId] = field(default_factory=set)
-    """Lost hops that could not be reached. They may be back, and are asked before we wait for anybody."""
+    """Lost hops that could not be reached. They may be back, and are asked before the client waits for any peer."""
     failed_computations: Counter[Span | None] = field(default_factory=Counter)
     deadline_s: float = math.inf
     room_in_s: float = 0.0
-    """The shortest wait for room that anybody named since everybody was asked; 0 if nobody did."""
+    """The shortest wait for room that a peer named since every peer was asked; 0 if none did."""
 
     def avoided(self, *, hurry: bool) -> set[PeerId]:
-        """Whom not to ask to take a place."""
+        """The peers that are not asked to take a place."""
         return self.failed if hurry else self.failed | self.cut_off
 
     def ask_all_again(self) -> None:
@@ -77,7 +69,7 @@ class StepFailures:
             self.cut_off.add(failure.peer)
 
     def note(self, error: PeerError, finder: PeerFinder) -> None:
-        """Raises SessionLost for what others would not do better."""
+        """Raises SessionLost for a failure that other peers would have too."""
         finder.report(error)
         self.causes = [*self.causes[: CAUSES_KEPT - 1], error]
         if error.peer is not None:

@@ -1,7 +1,7 @@
-"""A chunk of a session computed again by somebody else: what that takes, and how far two outputs are apart.
+"""Another peer computes a chunk of a session again: its inputs are collected, and two outputs are compared.
 
-Of what one hop was given, and of what it put out, the bytes come here if they are not here: out of the logs of the hop
-before and of the hop itself, and must have the digests that were signed for them when they went. Knows no verdict.
+Inputs and output of a hop come out of the logs of the hop before and of the hop itself, unless they are here. They must
+have the digests that were signed for them in the step. This file knows no verdict.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ if TYPE_CHECKING:
     from llmnode.core.span import Span
     from llmnode.receipts.book import ReceiptBook, Run, TakenIn
     from llmnode.session.peer_finder import PeerFinder
-    from llmnode.session.terms import SessionTerms
     from llmnode.wire.chunk import Hidden
     from llmnode.wire.frame import Buffer
+    from llmnode.wire.session_terms import SessionTerms
 
 _TOLERANCE = {
     "float32": {Codec.RAW: 1e-4, Codec.FP16: 1e-3, Codec.BF16: 8.4e-3, Codec.INT8: 1.5e-2},
     "float16": {Codec.RAW: 0.018, Codec.FP16: 0.018, Codec.BF16: 0.03, Codec.INT8: 0.052},
     "bfloat16": {Codec.RAW: 0.15, Codec.FP16: 0.15, Codec.BF16: 0.15, Codec.INT8: 0.16},
 }
-"""Four times the most that was measured between two ways to compute SmolLM2, any span (`tests/bench/FIGURES.md`).
+"""Four times the largest deviation that was measured between two ways to compute SmolLM2 (`tests/bench/FIGURES.md`).
 
 For float32 and raw that was 7e-6; it is 1e-4, for processors of other kinds. In other codecs it is one step of the
 codec at least: a position may be nearly one large value, which goes to either of two steps by the last bit of a sum. A
 mixture of experts was not measured: where its router is near a tie, honest peers may differ by more.
 """
 _INT8_TOLERANCE = 0.5
-"""Of weights of 8 bits, in any dtype and codec: inputs are rounded to 8 bits too, and one that is half-way between two
-steps goes to either by the last bit of a sum. Most positions are then 0.03 to 0.06 apart, and some 0.2.
+"""The tolerance for weights of 8 bits, in any dtype and codec. Inputs are rounded to 8 bits too. One that is half-way
+between two steps goes to either by the last bit of a sum. Most positions are then 0.03 to 0.06 apart, and some 0.2.
 """
 _INT8_KV_TOLERANCE = 0.12
-"""Of KV of 8 bits, in any codec, for the same reason: four times the most."""
+"""The tolerance for KV of 8 bits, in any codec, for the same reason: four times the largest deviation."""
 _LAST_STEP = 2**32 - 1
 _MOST_ASKED = 4
-"""Peers that are asked for one opinion: who cannot or will not give it costs a timeout at most."""
+"""Peers that are asked for one opinion. A peer that cannot or will not give it costs a timeout at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What `hop` computed in one chunk. It was given what is in the log of `origin`: of the hop before, or our own."""
+    """The output of `hop` for one chunk. Its inputs are in the log of `origin`: the hop before, or the client's own."""
 
     chunk: Chunk
     origin: SessionHop | PayloadLog
@@ -72,7 +72,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Opinion:
-    """What a peer makes of a chunk: (length, hidden_size) in fp32."""
+    """A peer's output for a chunk: (length, hidden_size) in fp32."""
 
     peer: PeerId
     output: Buffer
@@ -80,14 +80,14 @@ class Opinion:
 
 @dataclass(frozen=True, slots=True)
 class Exhibit:
-    """All that it takes to compute a sample again, and what its hop made of it."""
+    """A sample with all inputs of its hop, from position 0 on, and the hop's output."""
 
     sample: Sample
     given: PayloadLog
     own: Opinion
     is_proved: bool
-    """The hop has signed to have computed just these inputs. Else the hop before may show others than it gave it; or it
-    is a replacement, and its log its own computation."""
+    """The hop has signed that it computed just these inputs. Otherwise the hop before may show other ones than it gave,
+    or it is a replacement, and its log is its own computation."""
 
     @property
     def span(self) -> Span:
@@ -95,13 +95,13 @@ class Exhibit:
 
 
 class Recomputer:
-    """Of one session, whose `book` it reads. `run` runs what takes long, off the event loop."""
+    """Serves one session, and reads its `book`. `run` runs long computations off the event loop."""
 
     def __init__(self, terms: SessionTerms, others: PeerFinder, book: ReceiptBook, run: Run) -> None:
         self._model = terms.model
         self._form = terms.form
         self._policy = terms.policy
-        # A hop without neighbours, which nobody waits for.
+        # The hop has no neighbours, and no user waits for it.
         alone = replace(
             terms.policy,
             push=replace(terms.policy.push, enabled=False),
@@ -116,11 +116,11 @@ class Recomputer:
 
     @property
     def can_cut(self) -> bool:
-        """Whether positions can be cut out of a log as the bytes that they were."""
+        """Whether positions can be cut out of a log without a change of their bytes."""
         return self._form.codec is not Codec.INT8 or not self._form.rows_share_blocks
 
     async def collect(self, sample: Sample) -> Exhibit:
-        """Raises the PeerError of the hop that cannot show what it has logged, or shows something else: its failure."""
+        """Raises the PeerError of a hop that does not show its log, or shows another one. It is the hop's failure."""
         chunk, output = sample.chunk, sample.output
         payload = output.payload
         if payload is None:
@@ -136,16 +136,16 @@ class Recomputer:
             if again.payload is None:
                 raise before.blame(IntegrityError("does not show what it has logged"))
             given.append(again.payload, length)
-        signed = [each for each in sample.hop.taken_in(self._book) if each.start < sample.end]
+        signed = [each for each in self._book.taken_in(sample.hop.session) if each.start < sample.end]
         others = await self._run(_others_than_signed, given, signed)
-        if any(before.is_named(each.giver) for each in others):
+        if any(each.giver == before.session for each in others):
             raise before.blame(IntegrityError("has logged something else than it signed"))
         return Exhibit(sample, given, own, is_proved=not others and _reach(signed) == sample.end)
 
     async def ask(self, exhibit: Exhibit, asked: set[PeerId]) -> Opinion | None:
         """The opinion of a peer that is not in `asked`; all that were asked are put there. None if there is none.
 
-        Who refuses, fails or is slow is passed over: nobody is obliged to.
+        A peer that refuses, fails or is slow is passed over: no peer is obliged to answer.
         """
         for _ in range(_MOST_ASKED):
             with trio.move_on_after(self._policy.spot_checks.timeout_s):
@@ -170,12 +170,12 @@ class Recomputer:
         """From position 0 on, as it has no KV of this session."""
         sample, made = exhibit.sample, PayloadLog(self._form)
         try:
-            await hop.open(Epoch(0))
+            await hop.carry_out(hop.open(Epoch(0)))
             for step, (start, length) in enumerate(self._pieces(sample.end)):
                 chunk = Chunk(Epoch(0), Step(step), start, length)
-                flight = await run_chunk([hop], chunk, exhibit.given.read(start, length), self._alone.policy)
-                assert flight.output.payload is not None, "it was told to keep no outputs"
-                made.append(flight.output.payload, length)
+                result = await run_chunk([hop], chunk, exhibit.given.read(start, length), self._alone.policy)
+                assert result.output.payload is not None, "it was told to keep no outputs"
+                made.append(result.output.payload, length)
         finally:
             with trio.move_on_after(self._policy.open_timeout_s, shield=True):
                 await hop.close()
@@ -185,9 +185,9 @@ class Recomputer:
         """Asked for under a number that no step of the session has, so that no answers are mixed up."""
         question = Chunk(chunk.epoch, Step(_LAST_STEP - self._asked), start, length)
         self._asked += 1
-        with hop.blamed(), hop.expect(question) as answer:
+        with hop.blamed():
             try:
-                return await answer.replay(self._policy.step_timeout_s, push=False)
+                return await hop.fetch(question)
             except PeerRefused as refusal:  # it has to have it: for a recovery too
                 raise IntegrityError(f"does not show what it has logged: {refusal.reason}") from refusal
 

@@ -1,6 +1,7 @@
-"""Others take the place of hops that have failed (Petals, Algorithm 1).
+"""Other peers take the place of hops that have failed (Petals, Algorithm 1).
 
-What a lost hop was given is replayed to who takes its place, by the hop before, which has logged it, or by us.
+The inputs of a lost hop are replayed to the hops that take its place, by the hop before, which has logged them, or by
+the client.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.errors import IntegrityError, NoRoute, PeerError, SessionLost
-from llmnode.session.chunk_run import HopsDisagree
 from llmnode.session.failures import Recovery
+from llmnode.session.hops import signed_receipt
+from llmnode.wire.chunk_path import HopsDisagree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,32 +30,34 @@ log = logging.getLogger(__name__)
 class Recoverer:
     """Recovers the hops of one session. Without `finder` no peer can be replaced."""
 
-    def __init__(self, line: SessionHops) -> None:
+    def __init__(self, hops: SessionHops) -> None:
         self.recoveries: list[Recovery] = []
-        self._line = line
-        self._finder = line.tools.finder
+        self._hops = hops
+        self._state = hops.state
+        self._finder = hops.tools.finder
 
-    async def mend(self, error: PeerError, trouble: StepFailures) -> None:
+    async def recover(self, error: PeerError, failures: StepFailures) -> None:
         """Put others in the place of all hops that have failed. Raises SessionLost or NoRoute."""
-        line = self._line
-        if isinstance(error, IntegrityError) and line.lost is None:
+        state = self._state
+        if isinstance(error, IntegrityError) and state.lost is None:
             log.warning("%s", error)
             self._judge(error)
-        lost = line.lost
+        lost = state.lost
         if lost is None and isinstance(error, IntegrityError):
-            return  # it happens once to any two: what goes between them does so by way of us now
+            return  # it happens once to any two: hidden states between them go by way of the client now
         if self._finder is None or lost is None:
             raise SessionLost([error]) from error
-        trouble.deadline_s = min(trouble.deadline_s, trio.current_time() + line.policy.recovery.timeout_s)
+        timeout_s = self._hops.terms.policy.recovery.timeout_s
+        failures.deadline_s = min(failures.deadline_s, trio.current_time() + timeout_s)
         while lost is not None:
-            await self._replace(lost, self._finder, trouble)
-            lost = line.lost
+            await self._replace(lost, self._finder, failures)
+            lost = state.lost
 
     def _judge(self, error: IntegrityError) -> None:
-        """Two hops contradict each other. What both have signed may prove which one lies; else both are suspected."""
-        book = self._line.tools.book
+        """Two hops contradict each other. Their signatures may prove which one lies. Otherwise both are suspected."""
+        book = self._hops.tools.book
         if isinstance(error, HopsDisagree) and error.shown is not None and book is not None:
-            told = error.upstream.receipt(book, error.chunk, error.told)
+            told = signed_receipt(book, error.upstream, error.chunk, error.told)
             shown = error.shown.shown_input, error.shown.input_digest, error.shown.shown_signature
             try:
                 if (conviction := book.echo(told, error.hop.hop, *shown)) is not None:
@@ -64,47 +68,47 @@ class Recoverer:
         if self._finder is not None:
             self._finder.suspect(error.suspects)
 
-    async def _replace(self, lost: SessionHop, finder: PeerFinder, trouble: StepFailures) -> None:
-        """Have others in the place of `lost`; or return because of the hop before, which is then lost too."""
-        line = self._line
-        began, index = trio.current_time(), line.hops.index(lost)
-        before = line.hops[index - 1] if index else None
+    async def _replace(self, lost: SessionHop, finder: PeerFinder, failures: StepFailures) -> None:
+        """Put others in the place of `lost`. Returns early if the hop before fails, which is then lost too."""
+        hops, policy = self._hops, self._hops.terms.policy
+        began_s = trio.current_time()
+        before = self._state.before(lost)
         assert lost.failure is not None
-        lost.inputs.truncate(line.position)
-        trouble.note_lost(lost.failure, finder)
-        await line.abandon([lost])  # if it lives it may be asked to take its own place, and has no room for both
+        lost.inputs.truncate(self._state.position)
+        failures.note_lost(lost.failure, finder)
+        await hops.abandon([lost])  # if it lives it may be asked to take its own place, and has no room for both
         missing: NoRoute | None = None
         hurry = False
-        while line.ended is None and trio.current_time() < trouble.deadline_s:
+        while hops.ended is None and trio.current_time() < failures.deadline_s:
             try:
-                with trio.fail_at(trouble.deadline_s):
-                    avoided = trouble.avoided(hurry=hurry)
-                    route, connections = await finder.find(lost.hop.span, line.terms.max_length, avoided, hurry=hurry)
-                    hops = await line.rebuild(lost, route, connections)
-            except NoRoute as found:
-                missing = found
-                if hurry:  # everybody has been asked
-                    log.warning("%s; trying again for %.0f s", found, trouble.deadline_s - trio.current_time())
-                    pause_s = max(line.policy.route.retry_s, trouble.room_in_s)
-                    with trio.move_on_at(min(trio.current_time() + pause_s, trouble.deadline_s)):
+                with trio.fail_at(failures.deadline_s):
+                    avoided = failures.avoided(hurry=hurry)
+                    found = await finder.find(lost.hop.span, hops.terms.max_length, avoided, hurry=hurry)
+                    others = await hops.rebuild(lost, *found)
+            except NoRoute as absence:
+                missing = absence
+                if hurry:  # every peer has been asked
+                    log.warning("%s; trying again for %.0f s", missing, failures.deadline_s - trio.current_time())
+                    pause_s = max(policy.route.retry_s, failures.room_in_s)
+                    with trio.move_on_at(min(trio.current_time() + pause_s, failures.deadline_s)):
                         await finder.wait_changed()
-                    trouble.ask_all_again()  # they may be back, or have room, by now
+                    failures.ask_all_again()  # they may be back, or have room, by now
                 hurry = not hurry
             except PeerError as failure:
                 if before is not None and before.failure is not None:
                     return
                 missing = None
-                trouble.note(failure, finder)
+                failures.note(failure, finder)
             except trio.TooSlowError:
                 break
             else:
-                self._note(lost, hops, trio.current_time() - began)
+                self._note(lost, others, trio.current_time() - began_s)
                 return
-        line.check_open()
-        raise missing or NoRoute([lost.hop.span], hint=str(trouble.causes[-1]))
+        hops.check_open()
+        raise missing or NoRoute([lost.hop.span], hint=str(failures.causes[-1]))
 
     def _note(self, lost: SessionHop, hops: Sequence[SessionHop], stall_s: float) -> None:
         others = tuple(each.hop.peer for each in hops)
-        cause, positions = str(lost.failure), self._line.position
+        cause, positions = str(lost.failure), self._state.position
         self.recoveries.append(Recovery(lost.hop.peer, lost.hop.span, others, positions, stall_s, cause))
         log.info("recovered span=%s positions=%d in %.3f s: %s", lost.hop.span, positions, stall_s, cause)

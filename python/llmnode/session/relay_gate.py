@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CHOICES = ("wait", "allow", "refuse")
-"""What may be done with a prefill that would go through a relay, see `RelayedPolicy.prefill`."""
+"""The ways to treat a prefill that would go through a relay, see `RelayedPolicy.prefill`."""
 
 
 def check_choice(choice: str, name: str) -> None:
@@ -31,7 +31,7 @@ def check_choice(choice: str, name: str) -> None:
 
 
 class RelayGate:
-    """Of one session."""
+    """Holds the prefills and replays of one session."""
 
     def __init__(self, policy: RelayedPolicy) -> None:
         self._policy = policy
@@ -39,7 +39,9 @@ class RelayGate:
         self._waited: set[PeerConnection] = set()
 
     async def pass_when_allowed(self, chain: Sequence[SessionHop | None], positions: int, size_bytes: int) -> None:
-        """Before so much goes along `chain`, where None is us: wait for direct connections, once for each relayed one.
+        """Wait for direct connections before positions go along `chain`, where None is the client.
+
+        It waits once for each relayed connection.
 
         Raises ConfigError if it may not go through a relay, or the relay would end the circuit.
         """
@@ -63,7 +65,7 @@ class RelayGate:
                 "--relayed-prefill allow, or have them reached directly (`llmnode doctor --peers` says how)"
             )
         if new:
-            log.warning("a prefill of %d bytes goes through a relay, for want of a direct way to %s", size_bytes, peers)
+            log.warning("a prefill of %d bytes goes through a relay: no direct connection to %s", size_bytes, peers)
 
     async def _wait(self, connections: Sequence[PeerConnection]) -> None:
         with trio.move_on_after(self._policy.patience_s):
@@ -79,5 +81,5 @@ def _cut(connections: Sequence[PeerConnection], size_bytes: int) -> bool:
 def _relayed(chain: Sequence[SessionHop | None]) -> list[PeerConnection]:
     """Connections through relays that hidden states go over: those that one hop pushes to the next do not come here."""
     here = [hop for pair in pairwise(chain) if pair[0] is None or not pair[0].pushing.works for hop in pair]
-    ways = [hop.connection.best for hop in here if hop is not None and hop.failure is None]
-    return [way for way in dict.fromkeys(ways) if way.relayed]
+    best = [hop.connection.best for hop in here if hop is not None and hop.failure is None]
+    return [connection for connection in dict.fromkeys(best) if connection.relayed]

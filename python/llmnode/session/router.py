@@ -12,8 +12,8 @@ from llmnode.errors import NoRoute, PeerError, PeerRefused
 from llmnode.receipts.book import ReceiptBook
 from llmnode.session.session import open_session, resume_session
 from llmnode.session.spot_checks import SpotChecks
-from llmnode.session.terms import SessionTerms
 from llmnode.session.tools import SessionTools
+from llmnode.wire.session_terms import SessionTerms
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

@@ -1,9 +1,11 @@
 """An inference session: hidden states of one sequence, through every hop of a route, position by position.
 
-Hidden states go from hop to hop directly; of each hop's input and output the digests come here, and must fit together.
-A session outlives its servers (Petals, Algorithm 1): when a peer is lost, its inputs are given to who takes its place,
-by the hop before, which has logged them, or by us. Whatever fails, all hops go back to the last position that all of
-them had computed, under a new epoch, and the rest is done again.
+Hidden states go from hop to hop directly. The digests of each hop's input and output come here, and must fit together.
+A session outlives its servers (Petals, Algorithm 1). When a peer is lost, its inputs are replayed to the peer that
+takes its place, by the hop before, which has logged them, or by the client. After a failure all hops go back to the
+last position that all of them had computed, under a new epoch, and the rest is done again.
+
+Where the session stands, and which frames it sends, is in `wire/session_state.py`, which knows no clock and no task.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
     from llmnode.core.policy import ClientPolicy
     from llmnode.core.route import Route
-    from llmnode.session.chunk_run import ChunkResult
     from llmnode.session.failures import Recovery
     from llmnode.session.saved import SavedSession
-    from llmnode.session.terms import SessionTerms
     from llmnode.swarm.peer_connection import PeerConnection
-    from llmnode.wire.chunk import Chunk, HopTiming
+    from llmnode.wire.chunk import HopTiming
+    from llmnode.wire.chunk_path import ChunkResult
     from llmnode.wire.frame import Buffer
+    from llmnode.wire.session_terms import SessionTerms
 
 log = logging.getLogger(__name__)
 
@@ -59,20 +61,21 @@ class InferenceSession:
 
     def __init__(self, terms: SessionTerms, tools: SessionTools) -> None:
         self.timings: Sequence[HopTiming] = ()
-        """Of the latest step, one per hop."""
+        """Where the time of the latest step went, one per hop."""
         self.receipts = tools.book
-        """Who computed what, as they signed it."""
+        """The signatures of the hops for what each has computed."""
         self.spot_checks = tools.spot_checks
         self._policy = terms.policy
         self._finder = tools.finder
         self._hops = SessionHops(terms, tools)
+        self._state = self._hops.state
         self._recoverer = Recoverer(self._hops)
         self._is_exported = False
 
     @property
     def position(self) -> int:
         """Number of positions in the KV of every hop."""
-        return self._hops.position
+        return self._state.position
 
     @property
     def max_length(self) -> int:
@@ -128,13 +131,13 @@ class InferenceSession:
                 f"{len(hidden)} bytes ({row_bytes} a position) at position {self.position} of {self.max_length}"
             )
         await self._hops.hold_from_relays([None, *self._hops.hops, None], length)
-        waiting = deque(self._chunks(hidden))
+        waiting = deque(self._payloads(hidden))
         outputs: list[Buffer] = []
         with single_error():
             async with trio.open_nursery() as beside:
                 if self.receipts is not None and self.receipts.pending >= self._policy.trust.unverified_steps:
                     beside.start_soon(self.verify)
-                await self._persist(lambda: self._stream(waiting, outputs), position_before=self._hops.position)
+                await self._persist(lambda: self._stream(waiting, outputs), position_before=self._state.position)
         return outputs[0] if len(outputs) == 1 else bytearray().join(outputs)
 
     async def truncate(self, position: int) -> None:
@@ -143,10 +146,7 @@ class InferenceSession:
         LocalProtocolError is a bug of the caller: a `position` that the session does not hold.
         """
         self._hops.check_open()
-        if not 0 <= position <= self.position:
-            raise LocalProtocolError(f"cannot go back to position {position} from {self.position}")
-        self._hops.position = position
-        self._hops.is_settled = False
+        self._state.truncate(position)
         if self.receipts is not None:
             self.receipts.truncate(position)
         await self._persist(trio.lowlevel.checkpoint, position_before=position)
@@ -160,12 +160,12 @@ class InferenceSession:
         with single_error():
             async with trio.open_nursery() as nursery:
                 for target in targets:
-                    nursery.start_soon(target._become, self)
+                    nursery.start_soon(target._become_copy, self)
 
     async def verify(self) -> None:
-        """Check what has been signed so far. A hop that has not signed what it computed is replaced with the next step.
+        """Check all signatures that have not been checked. A hop with a bad one is replaced with the next step.
 
-        Steps do that beside others, a few at a time; call it when what is there is all there will be.
+        Steps check a few at a time, beside their work. Call this after the last step.
         """
         try:
             if self.receipts is not None:
@@ -201,8 +201,8 @@ class InferenceSession:
             await hop.close(keep=self._is_exported)
 
     @contextmanager
-    def _ends_if_broken_off(self) -> Iterator[None]:
-        """Some hops may have done their part and others not: going on would take a late answer for a new one."""
+    def _ends_if_cancelled(self) -> Iterator[None]:
+        """Some hops may have done their part and others not: a later step would take a late answer for its own."""
         try:
             yield
         except SessionLost as error:
@@ -216,68 +216,68 @@ class InferenceSession:
 
     # The way through the hops
 
-    def _chunks(self, hidden: Buffer) -> Iterator[tuple[Buffer, int]]:
-        """Payloads and their lengths. They go on from hop to hop as they are: a lossy codec loses once, not twice."""
-        row_bytes, most = self._hops.terms.model.row_bytes, self._policy.chunk_tokens
+    def _payloads(self, hidden: Buffer) -> Iterator[tuple[Buffer, int]]:
+        """Payloads and their lengths. They go from hop to hop unchanged: a lossy codec loses once, not twice."""
+        terms, most = self._hops.terms, self._policy.chunk_tokens
+        row_bytes = terms.model.row_bytes
         for at in range(0, len(hidden), most * row_bytes):
             rows = memoryview(hidden)[at : at + most * row_bytes]
-            yield bytes(self._hops.form.encode(rows)), len(rows) // row_bytes  # logged, and `hidden` is the caller's
+            payload = bytes(terms.form.encode(rows))  # a copy for the log: `hidden` is the caller's
+            yield payload, len(rows) // row_bytes
 
     async def _persist(self, work: Callable[[], Awaitable[None]], *, position_before: int) -> None:
-        """Do `work` with all hops at the session's position, and the rest of it again after what could be mended."""
-        trouble = StepFailures()
-        with self._ends_if_broken_off():
+        """Do `work` with all hops at the session's position. After each failure replace lost hops and go on with it."""
+        failures = StepFailures()
+        with self._ends_if_cancelled():
             while True:
                 if self.spot_checks is not None:
                     self.spot_checks.raise_finding()
                 try:
-                    if (lost := self._hops.lost) is not None:
-                        raise lost.failure or LocalProtocolError("who is lost has failed")
+                    if (lost := self._state.lost) is not None:
+                        raise lost.failure or LocalProtocolError("a lost hop has failed")
                     await self._hops.settle()
                     await self._hops.switch_to_direct()
                     return await work()
                 except PeerError as error:
-                    self._hops.is_settled = False
+                    self._state.unsettle()
                     try:
-                        await self._recoverer.mend(error, trouble)
+                        await self._recoverer.recover(error, failures)
                     except NoRoute:
-                        self._hops.position = position_before
+                        self._state.position = position_before
                         raise
 
     async def _stream(self, waiting: deque[tuple[Buffer, int]], outputs: list[Buffer]) -> None:
-        """All of `waiting` through all hops, several chunks under way; what has passed them goes over to `outputs`."""
-        line, start = self._hops, self._hops.position
-        loads: list[tuple[Chunk, Buffer]] = []
-        for number, (payload, length) in enumerate(waiting):
-            loads.append((line.chunk(line.step + number, start, length), payload))
-            start += length
+        """Run `waiting` through all hops, several chunks at a time. A chunk that is through goes over to `outputs`."""
+        hops = self._hops.hops
+        chunks = self._state.chunks([length for _, length in waiting])
+        work = [(chunk, payload) for chunk, (payload, _) in zip(chunks, waiting, strict=True)]
 
-        async def land(flight: ChunkResult) -> None:
-            outputs.append(await self._land(flight))
+        async def commit(result: ChunkResult) -> None:
+            outputs.append(await self._commit(result))
             waiting.popleft()
 
-        if len(loads) == 1:  # as decodes are, to which a nursery would be dear
-            await land(await run_chunk(line.hops, *loads[0], self._policy))
+        if len(work) == 1:  # a decode, for which a nursery would cost too much
+            await commit(await run_chunk(hops, *work[0], self._policy))
         else:
-            await run_chunks(line.hops, loads, self._policy, land)
+            await run_chunks(hops, work, self._policy, commit)
 
-    async def _land(self, flight: ChunkResult) -> Buffer:
-        """All hops have computed the chunk: the session stands after it now. Returns what it became, in fp32."""
-        assert flight.output.payload is not None, "the last hop keeps no outputs"
-        values = flight.chunk.length * self._hops.terms.model.hidden_size
-        output = decode_hidden(flight.output.payload, self._hops.form.codec, values)
-        await self._hops.land(flight)
-        self.timings = [each.timing for each in flight.outputs]
+    async def _commit(self, result: ChunkResult) -> Buffer:
+        """All hops have computed the chunk: the session stands after it now. Returns its output, in fp32."""
+        assert result.output.payload is not None, "the last hop keeps no outputs"
+        terms = self._hops.terms
+        output = decode_hidden(result.output.payload, terms.codec, result.chunk.length * terms.model.hidden_size)
+        await self._hops.commit(result)
+        self.timings = [each.timing for each in result.outputs]
         if self.spot_checks is not None:
-            self.spot_checks.landed(flight, self._hops.hops)
+            self.spot_checks.consider(result, self._hops.hops)
         return output
 
-    async def _become(self, source: InferenceSession) -> None:
-        """Be a copy of `source`, at its peers; where that fails, others are given its inputs as if a hop were lost."""
+    async def _become_copy(self, source: InferenceSession) -> None:
+        """Be a copy of `source`, at its peers. A hop that does not make the copy is replaced like a lost one."""
         self._hops.check_open()
-        with self._ends_if_broken_off():
-            await self._hops.become(source._hops)
-        await self._persist(self._hops.line_up, position_before=self._hops.position)
+        with self._ends_if_cancelled():
+            await self._hops.copy_from(source._hops)
+        await self._persist(self._hops.tell_neighbours, position_before=self._state.position)
 
 
 @asynccontextmanager

@@ -1,13 +1,14 @@
 """Spot checks: a small share of chunks is computed again by another peer of the same profile, and compared.
 
-A receipt says who said what; whether it was computed right, only computing it again tells (design section 7). One hop
-of a chunk that has landed is chosen at random. Another peer is given what that hop was given, from position 0, and what
-it makes of the chunk is held against what the hop has signed. If they differ a third decides: two against one.
+A receipt proves which peer said something. Only a second computation tells whether it is right (design section 7). One
+hop of a chunk that all hops have computed is chosen at random. Another peer gets the inputs of that hop, from position
+0, and its output for the chunk is compared with the output that the hop has signed. If they differ, a third peer
+decides: two against one.
 
 All this goes beside the session's steps, over sessions of its own, one check at a time. It costs the checker a prefill,
-and us the transfer of the hop's inputs and of what the checker makes of them. Whoever checks sees hidden states that
-else only the route sees. Peers that lie together, and alike, are not found; nor is a span checked that one peer alone
-holds whole.
+and the client the transfer of the hop's inputs and of the checker's output. The checker sees hidden states that
+otherwise only the route sees. Peers that lie together, and alike, are not found. A span that only one peer holds whole
+is not checked.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ if TYPE_CHECKING:
 
     from llmnode.core.ids import PeerId
     from llmnode.receipts.book import ReceiptBook, Run
-    from llmnode.session.chunk_run import ChunkResult
     from llmnode.session.peer_finder import PeerFinder
     from llmnode.session.recompute import Exhibit, Opinion
-    from llmnode.session.terms import SessionTerms
+    from llmnode.wire.chunk_path import ChunkResult
+    from llmnode.wire.session_terms import SessionTerms
 
 log = logging.getLogger(__name__)
 
 
 class SpotChecks:
-    """The checks of one session. `start_soon` has work done beside it; `run` runs what takes long, off the event loop.
+    """The checks of one session. `start_soon` starts a task; `run` runs long computations off the event loop.
 
     A peer that computes something else than two others is not used any more by this client, and the session ends with
-    SessionLost. Others could compute the chunk anew, but nobody knows which chunk was the first wrong one, and tokens
-    were chosen by what came of it, and shown: only the caller can take them back. Where no third peer decides, all who
-    differ are suspected, and the session goes on.
+    SessionLost. Others could compute the chunk anew, but nobody knows which chunk was the first wrong one. Tokens were
+    chosen by it, and shown: only the caller can take them back. If no third peer decides, all peers that differ are
+    suspected, and the session goes on.
     """
 
     def __init__(
@@ -56,11 +57,11 @@ class SpotChecks:
     ) -> None:
         self.passed = 0
         self.undecided = 0
-        """Checks that found a difference, but not whose fault it is."""
+        """Checks that found a difference, but not the peer at fault."""
         self.given_up = 0
-        """Checks for which nobody could be asked, or a log was not shown."""
+        """Checks for which no peer could be asked, or a log was not shown."""
         self.largest_deviation = 0.0
-        """Of two peers that were taken to agree."""
+        """The largest deviation of two peers that count as agreeing."""
         self._recomputer = Recomputer(terms, others, book, run)
         self._policy = terms.policy
         asked_for = self._policy.spot_checks.tolerance
@@ -75,9 +76,9 @@ class SpotChecks:
         self._over = trio.Event()
         self._over.set()
 
-    def landed(self, flight: ChunkResult, hops: Sequence[SessionHop]) -> None:
-        """All `hops` have computed the chunk of `flight`, and stand after it. It may be checked; returns at once."""
-        end = flight.chunk.start + flight.chunk.length
+    def consider(self, result: ChunkResult, hops: Sequence[SessionHop]) -> None:
+        """All `hops` have computed the chunk of `result`, and stand after it. It may be checked; returns at once."""
+        end = result.chunk.start + result.chunk.length
         if not (self._is_open and self._over.is_set() and self._finding is None and self._recomputer.can_cut):
             return
         if end > self._policy.spot_checks.positions or self._rng.random() >= self._policy.spot_checks.share:
@@ -85,7 +86,7 @@ class SpotChecks:
         index = self._rng.randrange(len(hops))
         hop = hops[index]
         origin = hops[index - 1] if index and self._policy.recovery.upstream_logs else hop.inputs.copy()
-        sample = Sample(flight.chunk, origin, hop, flight.outputs[index].hidden)
+        sample = Sample(result.chunk, origin, hop, result.outputs[index].hidden)
         self._end, self._scope, self._over = end, trio.CancelScope(), trio.Event()
         self._start_soon(partial(self._check, sample))
 
@@ -95,7 +96,7 @@ class SpotChecks:
         return not self._over.is_set()
 
     def truncate(self, position: int) -> None:
-        """Positions from `position` on are void: from now on nobody has to have them any more."""
+        """Positions from `position` on are void: no hop has to have them any more."""
         if position < self._end:
             self._scope.cancel()
 
@@ -168,7 +169,7 @@ class SpotChecks:
         self._others.distrust(peer)
 
     def _suspect(self, exhibit: Exhibit, others: Sequence[Opinion]) -> list[PeerId]:
-        """The checked peer, who gave it its input if that is not proved, and `others`. Returns all of them."""
+        """Suspect the checked peer, `others`, and, if the input is not proved, the hop before. Returns all of them."""
         suspects = [exhibit.own.peer, *(each.peer for each in others)]
         if not exhibit.is_proved and isinstance(exhibit.sample.origin, SessionHop):
             suspects.append(exhibit.sample.origin.hop.peer)

@@ -27,11 +27,11 @@ from llmnode.net.host import open_network
 from llmnode.session.peer_finder import PeerFinder
 from llmnode.session.router import Router
 from llmnode.session.session import open_session
-from llmnode.session.terms import SessionTerms
 from llmnode.session.tools import SessionTools
 from llmnode.swarm.membership import Swarm
 from llmnode.swarm.pool import open_pool
 from llmnode.wire.payload import Codec
+from llmnode.wire.session_terms import SessionTerms
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence

@@ -23,11 +23,11 @@ from llmnode.net.host import Libp2pNetwork, open_network
 from llmnode.net.link import Libp2pLink
 from llmnode.node.serve.server import Server
 from llmnode.session.session import open_session
-from llmnode.session.terms import SessionTerms
 from llmnode.swarm.peer_connection import open_connection
 from llmnode.testing import ExactWorker, exact_output
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.payload import Codec
+from llmnode.wire.session_terms import SessionTerms
 from unit.in_trio import DEADLINE_S, in_trio
 
 MOST_FRAMES = 30

@@ -21,7 +21,6 @@ from llmnode.core.span import Span
 from llmnode.errors import RemoteProtocolError
 from llmnode.session.chunk_run import run_chunk
 from llmnode.session.hop import SessionHop
-from llmnode.session.terms import SessionTerms
 from llmnode.swarm.peer_connection import open_connection
 from llmnode.testing import open_internet
 from llmnode.wire.chunk import Chunk
@@ -29,6 +28,7 @@ from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.log import PayloadLog
 from llmnode.wire.messages import Result, pack
 from llmnode.wire.payload import Codec, HiddenForm, payload_bytes
+from llmnode.wire.session_terms import SessionTerms
 
 if TYPE_CHECKING:
     from llmnode.testing import MemoryNetwork

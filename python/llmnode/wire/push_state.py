@@ -1,10 +1,11 @@
-"""Whether a hop pushes what it puts out to the next one, and when it is asked to again after that went wrong."""
+"""Whether a hop pushes its results to the next one, and when it is asked to again after that went wrong.
+
+Knows no clock: the time is told.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-
-import trio
 
 from llmnode.core.peers.bans import Bans
 
@@ -14,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class PushState:
-    """Of one hop of a session."""
+    """The pushes of one hop of a session."""
 
     def __init__(self, policy: PushPolicy) -> None:
         self.is_trusted = True
-        """False once two hops contradicted each other about what it had pushed: it is asked no more."""
+        """False once two hops contradicted each other about a push of this hop: it is asked no more."""
         self.receiver: PeerId | None = None
-        """To whom it pushes: it has said so, and nothing has gone wrong since."""
+        """The peer that it pushes to: the hop has said so, and nothing has gone wrong since."""
         self._policy = policy
         self._failed: set[PeerId] = set()
         self._pauses = Bans(policy.retry_s, policy.longest_retry_s)
@@ -28,29 +29,28 @@ class PushState:
 
     @property
     def works(self) -> bool:
-        """Whether what it says to have pushed is likely to have arrived."""
+        """Whether a result that it says to have pushed is likely to have arrived."""
         return self.is_trusted and self.receiver is not None
 
     @property
     def has_failed(self) -> bool:
-        """It may have to be told its neighbours anew between any two steps."""
+        """Whether it may have to be told its neighbours anew between any two steps."""
         return bool(self._failed)
 
     def has_failed_to(self, receiver: str) -> bool:
         return receiver in self._failed
 
-    def is_wanted_to(self, receiver: PeerId) -> bool:
-        """Whether it is to be asked, now."""
-        now_s = trio.current_time()
+    def is_wanted_to(self, receiver: PeerId, now_s: float) -> bool:
+        """Whether it is to be asked now."""
         waits = now_s < self._asked_later_s or self._pauses.is_banned(receiver, now_s)
         return self.is_trusted and not (waits and receiver in self._failed)
 
-    def fail(self, receiver: PeerId, retry_after_s: float | None = None) -> None:
-        """It cannot push to `receiver`, or what it pushed got lost. It may say when it will know more."""
+    def fail(self, receiver: PeerId, now_s: float, retry_after_s: float | None = None) -> None:
+        """It cannot push to `receiver`, or a push got lost. It may say when it will know more."""
         self.receiver = None
         self._failed.add(receiver)
-        now_s, policy = trio.current_time(), self._policy
         if retry_after_s is None:
             self._pauses.report(receiver, now_s)
         else:
-            self._asked_later_s = now_s + min(max(retry_after_s, policy.retry_s), policy.longest_retry_s)
+            pause_s = min(max(retry_after_s, self._policy.retry_s), self._policy.longest_retry_s)
+            self._asked_later_s = now_s + pause_s
