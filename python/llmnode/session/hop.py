@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 import trio
@@ -16,7 +16,7 @@ from llmnode.wire.hop_state import HopState
 from llmnode.wire.messages import Leased, unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from llmnode.core.ids import Epoch, PeerId, Step
     from llmnode.core.route import Hop
@@ -136,13 +136,10 @@ class SessionHop(HopState):
                 await self.carry_out(self.open(opened))
             await self.carry_out(request)
 
-    @contextmanager
-    def expect(self, chunk: Chunk) -> Iterator[Expected]:
-        """Within the context, answers about `chunk` are kept when they come, whatever asks for them."""
-        with ExitStack() as stack:
-            with self.blamed():
-                answer = stack.enter_context(self.connection.expect(self.session, chunk.epoch, chunk.step))
-            yield answer
+    def expect(self, chunk: Chunk) -> Expected:
+        """From now to the end of the context, answers about `chunk` are kept when they come, whatever asks for them."""
+        with self.blamed():
+            return self.connection.expect(self.session, chunk.epoch, chunk.step)
 
     async def fetch(self, chunk: Chunk) -> Hidden:
         """The output of `chunk` out of its log. An error is not kept as the hop's failure."""

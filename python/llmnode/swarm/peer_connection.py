@@ -21,7 +21,7 @@ from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Description, Refusal, unpack
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
 
     from llmnode.core.ids import Epoch, PeerId, SessionId
     from llmnode.ports import Link
@@ -131,19 +131,19 @@ class PeerConnection:
             await self.tell(frame)
             return await answer.receive(answer_type, timeout_s)
 
-    @contextlib.contextmanager
-    def expect(self, session: SessionId, epoch: Epoch, step: Step) -> Iterator[Expected]:
+    def expect(self, session: SessionId, epoch: Epoch, step: Step) -> Expected:
         """Within the context, the answer to this question is kept, whichever task sends it. Raises as `ask` does."""
         question = session, epoch, step
         if question in self._waiting:
             raise LocalProtocolError("this step is waiting for its answer already")
         if self._ended is not None:
             raise _again(self._ended)
-        expected = self._waiting[question] = Expected(self)
-        try:
-            yield expected
-        finally:
-            self._waiting.pop(question, None)
+        expected = self._waiting[question] = Expected(self, question)
+        return expected
+
+    def forget(self, question: Question) -> None:
+        """The answer is not expected any more."""
+        self._waiting.pop(question, None)
 
     async def tell(self, frame: Frame) -> None:
         """Send a frame that has no answer."""
@@ -193,12 +193,19 @@ class PeerConnection:
 
 
 class Expected:
-    """An answer that is awaited. Made by `PeerConnection.expect`."""
+    """An answer that is awaited, as a context: after it the answer is dropped. Made by `PeerConnection.expect`."""
 
-    def __init__(self, connection: PeerConnection) -> None:
+    def __init__(self, connection: PeerConnection, question: Question) -> None:
         self._connection = connection
+        self._question = question
         self._answer: Frame | None = None
         self._arrived = trio.Event()
+
+    def __enter__(self) -> Expected:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.forget(self._question)
 
     def arrive(self, answer: Frame | None) -> None:
         """Take an answer; None if the connection has ended without it. The first one counts, until it is received."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
 
 from llmnode.errors import IntegrityError, PeerError, PeerRefused, PeerTimeout
 from llmnode.wire.chunk import Hidden, HopOutput, HopTiming
@@ -35,16 +35,14 @@ ALL_WOULD_REFUSE = {
 also one with an unknown code."""
 
 
-@dataclass(frozen=True, slots=True)
-class Send(Generic[HopT]):
+class Send(NamedTuple, Generic[HopT]):
     """Send this frame to the hop."""
 
     hop: HopT
     frame: Frame
 
 
-@dataclass(frozen=True, slots=True)
-class Receive(Generic[HopT]):
+class Receive(NamedTuple, Generic[HopT]):
     """Wait this long for the hop's answer of this type about the chunk. After a PeerTimeout it may come again."""
 
     hop: HopT
@@ -52,8 +50,7 @@ class Receive(Generic[HopT]):
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What came of an action that ended at `now_s`: the answer that was waited for since `since_s`, or the error."""
 
     now_s: float

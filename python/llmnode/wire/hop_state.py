@@ -5,7 +5,6 @@ Its methods return the frames to send, and are told the answers. The other half 
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -34,8 +33,6 @@ from llmnode.wire.profile import profile_fields
 from llmnode.wire.push_state import PushState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from llmnode.core.route import Hop
     from llmnode.wire.chunk import Chunk
     from llmnode.wire.frame import Buffer
@@ -217,14 +214,9 @@ class HopState:
 
     # Failures
 
-    @contextmanager
-    def blamed(self) -> Iterator[None]:
-        """Whatever fails within is this hop's failure."""
-        try:
-            yield
-        except PeerError as error:
-            self.blame(error)
-            raise
+    def blamed(self) -> _Blamed:
+        """A context: a PeerError within is this hop's failure."""
+        return _Blamed(self)
 
     def blame(self, error: PeerError) -> PeerError:
         """The error is this hop's failure. Returns it."""
@@ -262,3 +254,17 @@ class HopState:
         if output_digest != _native.blake3_digest(answer.payload):
             raise RemoteProtocolError("sent other hidden states than it says")
         return Hidden(output_digest, answer.payload, pushed)
+
+
+class _Blamed:
+    __slots__ = ("_hop",)
+
+    def __init__(self, hop: HopState) -> None:
+        self._hop = hop
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, PeerError):
+            self._hop.blame(error)
