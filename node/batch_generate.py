@@ -1,8 +1,8 @@
 """Several texts at once: the recurrent pipeline (MDI-LLM, section 3.3.2).
 
-A text's next token needs its last one, so that for one text alone a single stage computes at a time. With one text for
-each stage, each stage computes for another text. With more texts, no stage waits, and a server computes together what
-reaches it at the same time.
+A text's next token needs its last one, so with one text only one stage computes at a time. With one text for each
+stage, each stage computes for another text. With more texts, no stage waits, and a server computes together all that
+reach it at the same time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ T = TypeVar("T")
 MOST_AT_ONCE = 48
 """By default: less than a server takes over one link (`ServePolicy.sessions_per_link`), as beginnings take some too."""
 AT_ONCE_PER_STAGE = 4
-"""Half of them are computed, together, while the others are elsewhere or wait. Two, of which one waits for the other,
-come to four fifths of the tokens, and eight to a tenth more for twice the KV (`tests/bench/FIGURES.md`)."""
+"""Half of them are computed together, while the others are elsewhere or wait. Two, of which one waits for the other,
+give four fifths of the tokens. Eight give a tenth more, for twice the KV (`tests/bench/FIGURES.md`)."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""`llmnode chat`: a dialogue in the terminal. The KV of what was said stays with the servers between turns."""
+"""`llmnode chat`: a dialogue in the terminal. Between turns the servers keep its KV."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEFAULT_TEMPERATURE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class ChatConfig:
-    """The options of `llmnode chat`. A dialogue has room for `max_length` tokens; None for what fits the model."""
+    """The options of `llmnode chat`. A dialogue may have `max_length` tokens; None for as many as the model takes."""
 
     access: Access
     sampling: Sampling
@@ -47,9 +47,9 @@ def chat(config: ChatConfig) -> None:
     lines = TypedLines()
     with config.access.open() as opened:
         client = opened.client
-        client.tokenizer.encode_dialogue([("user", "hello")])  # raises what no message can change, before one is typed
+        client.tokenizer.encode_dialogue([("user", "hello")])  # raises errors that no message can change
         sampler = config.sampling.of(client.generation_config)
-        sampler.chooser([0], 1, ChoiceTerms(client.ends.vocabulary))  # likewise
+        sampler.chooser([0], 1, ChoiceTerms(client.ends.vocabulary))  # raises errors of the settings
         dialogue = Dialogue(opened, config.sampling, config.max_new_tokens, _length(config.max_length, client.model))
         note(f"{printable(client.model.name)}; {sampler.line()}\n{HELP}\nwarning: {WARNING}")
         while (message := _read_message(lines)) is not None:

@@ -110,7 +110,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
 
 
 def settle_libraries() -> None:
-    """Defaults for libraries that read the environment as they are imported; what the user has set stays."""
+    """Defaults for libraries that read the environment when they are imported. The user's own settings stay."""
     for name, value in {
         "HF_HUB_VERBOSITY": "error",
         "OMP_WAIT_POLICY": "PASSIVE",  # idle threads must sleep, not spin: several nodes share a machine's cores

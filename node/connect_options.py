@@ -1,4 +1,4 @@
-"""How a command reaches a model: what `add_swarm` asks for, and the client made of it."""
+"""How a command reaches a model: from the options of `add_swarm` to a client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class OpenClient(NamedTuple):
     """A client in an event loop of its own, and the way into that. The command itself has the main thread.
 
-    So what the command prints, and a user who types, hold up no link; and Ctrl-C reaches the command.
+    So neither output nor a user who types holds up a link, and Ctrl-C reaches the command.
     """
 
     portal: Portal
@@ -50,7 +50,7 @@ class Access:
 
     @contextmanager
     def open(self) -> Iterator[OpenClient]:
-        """Open until the context ends; what takes long is told on stderr. Raises ConfigError, PeerError or NoRoute."""
+        """Open until the context ends. Slow steps are told on stderr. Raises ConfigError, PeerError or NoRoute."""
         with collection_paused():
             from llmnode.client.connect import aconnect, load_parts
             from llmnode.client.portal import open_portal

@@ -100,9 +100,9 @@ async def private_swarm(
 ) -> AsyncIterator[list[ServerProcess]]:
     """One server on loopback per span; yields at once, before they are ready. All are gone when the context ends.
 
-    `announce` has, for each, the address that it tells others. `program` is what Python runs: it takes the options of
-    `llmnode`. `model` is what it serves, and `options` what else each is told. `on_change` is called whenever the state
-    of one changes. Await `all_ready` before using them.
+    `announce` has, for each, the address that it tells others. `program` is what Python runs instead of `llmnode`, with
+    the same options. `model` is the served model, and `options` are further flags. `on_change` is called whenever the
+    state of one changes. Await `all_ready` before using them.
     """
     servers: list[ServerProcess] = []
     async with AsyncExitStack() as stack:

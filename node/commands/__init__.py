@@ -1,1 +1,1 @@
-"""One module per command: `add` declares its options, `run` checks them and hands them on to what does the work."""
+"""One module per command: `add` declares its options, `run` checks them and calls the code that does the work."""

@@ -1,4 +1,4 @@
-"""`llmnode config`: what every option is before the command line, and where that comes from."""
+"""`llmnode config`: the value of every option without a command line, and its origin."""
 
 from __future__ import annotations
 

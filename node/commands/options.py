@@ -57,7 +57,7 @@ def add_command(
 
 
 def add_generation(parser: Parser) -> argparse._MutuallyExclusiveGroup:
-    """Returns the group of --prompt, for what may be given instead."""
+    """Returns the group of --prompt, for options that replace it."""
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", default=DEFAULT_PROMPT, metavar="TEXT", help=f"(default {DEFAULT_PROMPT!r})")
     parser.add_argument(
@@ -76,7 +76,7 @@ def add_generation(parser: Parser) -> argparse._MutuallyExclusiveGroup:
 def add_kv_tokens(
     parser: Parser, default: int | None, otherwise: str = "default 32768"
 ) -> argparse._MutuallyExclusiveGroup:
-    """Returns its group, for what may be given instead."""
+    """Returns its group, for options that replace it."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
         "--kv-tokens",
@@ -266,7 +266,7 @@ def add_relay(parser: Parser) -> None:
 
 
 def add_sampling(parser: Parser, otherwise: str) -> None:
-    """`otherwise`: what is done if neither flags nor the model's generation config say how tokens are chosen."""
+    """`otherwise`: how tokens are chosen if neither flags nor the model's generation config say it."""
     parser.add_argument(
         "--temperature",
         type=float,

@@ -1,4 +1,4 @@
-"""A span that a server has loaded, and what the sessions that go through it share."""
+"""A span that a server has loaded, and the state that its sessions share."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class SessionLayer(CacheLayerMixin):
         return self.sessions.get_mask_sizes(query_length, 0)
 
     def crop(self, _tokens_to_remove: int) -> None:
-        """The first layer does this, and what follows, for all of them."""
+        """The first layer does this for all of them, and the operations below too."""
 
     def reset(self) -> None: ...
 
@@ -83,7 +83,7 @@ class SessionLayer(CacheLayerMixin):
 
 
 class FirstLayer(SessionLayer):
-    """The layer that has the sessions do what is done to all layers of a cache."""
+    """The layer that passes the operations of a whole cache on to the sessions."""
 
     def crop(self, tokens_to_remove: int) -> None:
         self.sessions.crop(tokens_to_remove)
@@ -117,7 +117,7 @@ def sessions_behind(cache: object) -> SessionCache | None:
 
 
 def check_adoptable(cache: object) -> int | None:
-    """The positions that it is made for, None without a limit. Raises ConfigError for what sessions cannot replace."""
+    """The positions that it is made for, None without a limit. Raises ConfigError if sessions cannot replace it."""
     if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
         raise ConfigError(
             f"the cache is a {type(cache).__name__}: pass one that came with an output, model.open_cache(max_length), "

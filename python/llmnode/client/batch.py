@@ -1,7 +1,7 @@
-"""From the tensors of a transformers forward to what the session of each row is given, or a refusal.
+"""From the tensors of a transformers forward to the input of each row's session, or a refusal.
 
-A session holds the real tokens of its row, without padding, and counts its positions itself; servers compute causal
-attention. Anything else is refused here, before anything is computed. Knows neither sessions nor peers.
+A session holds the real tokens of its row, without padding, and counts its positions itself. Servers compute causal
+attention. Anything else is refused here, before anything is computed. It knows neither sessions nor peers.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read_batch(
 ) -> Batch:
     """`columns` new columns after `past`, with the mask and the position ids of a forward.
 
-    Raises ConfigError for what a session cannot do.
+    Raises ConfigError if a session cannot do that.
     """
     rows = len(past.positions)
     if kind.follow_mask and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4:
@@ -179,7 +179,7 @@ def _flat(mask: torch.Tensor, before: int, columns: int) -> torch.Tensor:
     seen = allowed.any(dim=2)[:, 0]  # (rows, all columns)
     causal = torch.ones(columns, before + columns, dtype=torch.bool).tril(before)
     expected = causal & seen[:, None, None, :]
-    asked = seen[:, None, before:, None]  # what padding itself looks at does not matter
+    asked = seen[:, None, before:, None]  # the rows of padding itself do not matter
     if ((allowed != expected) & asked).any():
         raise ConfigError("the attention_mask is not causal attention with padding, which is what servers compute")
     return seen
@@ -206,7 +206,7 @@ def _position_ids(seen: torch.Tensor, columns: int, position_ids: torch.Tensor |
 
 
 def _offset(ids: torch.Tensor, position: int, before: int | None, kind: Positions, row: int) -> int:
-    """By how much `ids` exceed the positions that the session has for them, the first of which is `position`."""
+    """The constant by which `ids` exceed the session's own positions. The first of these is `position`."""
     first = int(ids[0])
     if kind.learned is not None:
         if not 0 <= int(ids.min()) <= int(ids.max()) < kind.learned:

@@ -30,7 +30,7 @@ class Beginning:
     """
 
     def __init__(self, client: Client, token_ids: Sequence[int], takers: int, within: Beginning | None = None) -> None:
-        """`takers` is how many texts begin so. `within` is what this begins with itself; this is one of its takers."""
+        """`takers` is the number of texts that begin so. This beginning goes on from `within`, as one of its takers."""
         self._client = client
         self._token_ids = token_ids
         self._takers = takers
@@ -120,7 +120,7 @@ class Beginning:
 async def beginnings(
     client: Client, prompts: Sequence[Sequence[int]], samples: int
 ) -> AsyncIterator[Sequence[Beginning]]:
-    """For each prompt, what its `samples` texts go on from: all but its last token, which each text runs itself."""
+    """For each prompt, the beginning of its `samples` texts: all but its last token, which each text runs itself."""
     found: list[Beginning] = []
     shared: list[Beginning] = []
     for run in shared_beginnings(prompts):

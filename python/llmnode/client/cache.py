@@ -1,7 +1,7 @@
 """The cache that transformers passes on: sessions, one for each row of a batch.
 
-The keys and values themselves are with the servers. Rows of unequal length need no padding there: what transformers
-pads on the left is left out of the row's session.
+The keys and values themselves are with the servers. Rows of unequal length need no padding there: the padding that
+transformers puts on the left is not part of the row's session.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ class SessionCache(DynamicCache):
         return cache
 
     def open_beside(self, max_length: int) -> SessionCache:
-        """An empty cache with the same number of rows, at our own peers where they have room. Raises PeerRefused or
+        """An empty cache with the same number of rows, at our own peers if they have space. Raises PeerRefused or
         NoRoute.
 
-        It does not wait for room, which may be what we hold.
+        It does not wait for space, since we ourselves may hold it.
         """
         terms = replace(self._terms, max_length=max_length, waits=False)
         return SessionCache(self._portal, self._client, self.rows, terms, beside=self)
@@ -265,7 +265,7 @@ class SessionCache(DynamicCache):
         self._grow(min(2 * positions, self._client.model.context_tokens))
 
     def add_columns(self, real: torch.Tensor, offsets: Sequence[int | None] | None = None) -> None:
-        """Note what was run: for each row which of the new columns are real, (rows, new), and its offset."""
+        """Record a forward: which of the new columns are real in each row, (rows, new), and the row's offset."""
         self.real = torch.cat((self.real, real), dim=1)
         self.offsets = list(offsets) if offsets is not None else [0] * self.rows
 
@@ -307,15 +307,15 @@ class SessionCache(DynamicCache):
         self.reorder(beam_idx.tolist())
 
     def reorder(self, sources: Sequence[int]) -> None:
-        """Have each row go on from what row `sources[row]` is now; there may be more rows then, or fewer.
+        """Let each row go on from the present state of row `sources[row]`. The number of rows may change.
 
-        Raises SessionLost or NoRoute, and PeerRefused without room for more.
+        Raises SessionLost or NoRoute, and PeerRefused without space for more.
         """
         if not sources or not all(0 <= source < self.rows for source in sources):
             raise ConfigError(f"{list(sources)} cannot be the rows of a cache that has {self.rows} of them")
         before = list(self._sessions)
         sessions = sessions_of_rows(sources)
-        with ExitStack() as failed:  # else an exception that a caller keeps would keep what was opened
+        with ExitStack() as failed:  # else a caller that keeps the exception would keep the new sessions open
             for source in sources[self.rows :]:
                 before.append(self._open(self._terms, before[source], waits=False))
                 failed.callback(self._end, before[-1])

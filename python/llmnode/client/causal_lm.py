@@ -325,16 +325,16 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:  # Any: transformers' hook, as it types it
-        """Open the sessions that `generate` needs, unless it was given some. Refuses what will not fit."""
+        """Open the sessions that `generate` needs, unless it was given some. Refuse a text that will not fit."""
         check_ends_real(model_kwargs.get("attention_mask"))
-        if not generation_config.return_dict_in_generate:  # a file may ask for what nobody is given then
+        if not generation_config.return_dict_in_generate:  # then nobody gets the outputs that a file may ask for
             model_kwargs.pop("output_attentions", None)
         if generation_config.assistant_early_exit is not None:
             raise ConfigError("assistant_early_exit: the blocks are with the servers, and none of them drafts here")
         if generation_config.cache_implementation == "quantized":
             raise ConfigError(f"cache_implementation='quantized': {QUANTIZED}")
         most = self.info.context_tokens
-        if most < generation_config.max_length == self.generation_config.max_length:  # what the model's own files say
+        if most < generation_config.max_length == self.generation_config.max_length:  # it is the model's own file's
             warnings.warn(f"texts end at the model's context of {most} tokens, and not at its max_length", stacklevel=2)
             generation_config.max_length, max_cache_length = most, most - 1
         alike = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)

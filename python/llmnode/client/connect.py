@@ -55,7 +55,7 @@ MOST_LOGPROBS = 20
 class ClientParts:
     """The parts of a model that a client reads from disk: the ends and the tokenizer, no block.
 
-    A model may be without a tokenizer: what needs it says so.
+    A model may be without a tokenizer. Then calls that need one raise its error.
     """
 
     model: ModelInfo
@@ -192,7 +192,7 @@ class Resumed:
 def load_parts(folder: ModelFolder | None = None) -> ClientParts:
     """Read the ends and the tokenizer of the model in `folder`, by default the embedded one. Blocks for seconds.
 
-    A model may be without a tokenizer: what needs it says so.
+    A model may be without a tokenizer. Then calls that need one raise its error.
     """
     folder = folder or open_embedded()
     return ClientParts(folder.info, load_ends(folder), find_tokenizer(folder), generation_config(folder))
@@ -246,7 +246,7 @@ async def aconnect(
 
 
 def _length_within(session: InferenceSession, prompt_tokens: int, length: int, *, is_fixed: bool) -> int:
-    """`length`, or what the session has KV for if that is less and `length` is not fixed. Raises ConfigError.
+    """`length`; or the session's KV if that is less and `length` is not fixed. Raises ConfigError.
 
     The last token of a text needs no KV.
     """

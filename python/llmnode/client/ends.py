@@ -126,10 +126,10 @@ class SharedEnds:
         return await trio.to_thread.run_sync(self.embed, token_ids, start)
 
     async def choose(self, hidden: torch.Tensor, choose: Callable[[torch.Tensor], T]) -> T:
-        """Score `hidden` (1, hidden_size), and return what `choose` makes of the scores (vocabulary).
+        """Score `hidden` (1, hidden_size), and return the result of `choose` for the scores (vocabulary).
 
-        Both are done in another thread, for all tasks that wait for it together: one of them, the leader, has it done
-        while the others wait. Raises what `choose` raises.
+        Both are done in another thread, for all tasks that wait for it together. One of them, the leader, starts it
+        while the others wait. Raises the errors of `choose`.
         """
         own = _TaskRequest(hidden, choose)
         self._task_requests.append(own)

@@ -1,6 +1,6 @@
-"""A forward of a batch: rows through their sessions, and what transformers is given of that.
+"""A forward of a batch: it runs rows through their sessions, scores the results, and makes transformers' output of it.
 
-`batch.py` has said what each row's session is to run; this runs it, and scores what came out.
+`batch.py` decides the input of each row's session.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def given_states(
 
 
 def check_others(others: dict[str, Any], config: Any) -> None:  # Any: each family's config has attributes of its own
-    """Raises ConfigError for arguments that would change what comes out, and that we do not know."""
+    """Raises ConfigError for unknown arguments that would change the result."""
     ignored = {
         "labels",
         "output_hidden_states",
@@ -138,9 +138,9 @@ def _is_scored_as(first: int, row: int, ran: Ran, kept: Kept) -> bool:
 
 
 class WithServers:
-    """In the place of what is with the servers. Using it raises ConfigError, which says `what` that is.
+    """Stands for a value that only the servers have: `what` names it. Using it raises ConfigError.
 
-    It has the `shape` of the real one, and a part of it is itself, so that transformers may split what it collects.
+    It has the `shape` of the real one, and a part of it is itself, so that transformers may split its outputs.
     """
 
     def __init__(self, what: str, shape: Sequence[int] = ()) -> None:

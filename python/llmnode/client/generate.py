@@ -154,7 +154,7 @@ class Answer:
     async def __aexit__(self, *_exc_info: object) -> None:
         await self._tokens.aclose()
 
-    def __await__(self) -> Generator[Any, Any, Generation]:  # Any: what trio's tasks yield
+    def __await__(self) -> Generator[Any, Any, Generation]:  # Any: trio's own types
         return self._whole().__await__()
 
     async def _whole(self) -> Generation:

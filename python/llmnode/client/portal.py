@@ -1,8 +1,8 @@
 """The one way from synchronous code into trio: an event loop in a thread of its own.
 
-Works from a script, from any thread, and from a notebook whose own event loop is running. A trio program needs none of
-it and uses the async functions. The garbage collector may run in the loop's own thread, where nobody may wait for the
-loop: what it closes it leaves with `leave_soon`.
+It works from a script, from any thread, and from a notebook whose own event loop is running. A trio program does not
+need it and uses the async functions. The garbage collector may run in the loop's own thread, which must not wait for
+the loop. Objects that it closes leave with `leave_soon`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Portal:
     def call(self, function: Callable[[], Awaitable[T]]) -> T:
         """Run `function` in the event loop and wait for it. Ctrl-C in the waiting thread cancels it.
 
-        Raises what it raises, SessionClosed if the portal closes meanwhile, and RuntimeError from inside the loop
-        itself, which would wait for ever.
+        Raises the errors of `function`, SessionClosed if the portal closes meanwhile, and RuntimeError from inside the
+        loop itself, which would wait for ever.
         """
         answer: Future[T] = Future()
         scope = trio.CancelScope()
@@ -63,11 +63,11 @@ class Portal:
         return self.wait(answer, scope)
 
     def stream(self, function: Callable[[Callable[[T], None]], Awaitable[object]]) -> Iterator[T]:
-        """Run `function` in the event loop; yields what it gives to the callback that it is called with, as it comes.
+        """Run `function` in the event loop. It gets a callback, and each value that it passes to that is yielded.
 
-        It does not wait for the iterating thread. If that is interrupted, or leaves the loop, `function` is cancelled,
-        and has ended before the interrupt is raised; what it has given by then comes first. Raises as `call`, after all
-        that came before the error.
+        It does not wait for the iterating thread. If that thread is interrupted, or leaves the loop, `function` is
+        cancelled, and has ended before the interrupt is raised. Values from before that come first. Raises as `call`,
+        after all values from before the error.
         """
         given: SimpleQueue[T | _End] = SimpleQueue()
         answer: Future[None] = Future()
@@ -98,7 +98,7 @@ class Portal:
         answer.exception()
 
     def enter(self, manager: AbstractAsyncContextManager[T]) -> Entered[T]:
-        """Enter an async context manager in the loop, in a task that lives until what is returned is closed."""
+        """Enter an async context manager in the loop, in a task that lives until the result is closed."""
         entered = Entered[T](self)
         self.start(lambda: entered.hold(manager), entered.opened)
         self.wait(entered.opened, entered.scope)
@@ -133,7 +133,7 @@ class Portal:
     def wait(self, waiter: Future[T], scope: trio.CancelScope) -> T:
         try:
             return waiter.result()
-        except BaseException:  # an interrupt, or what the caller's signal handlers raise
+        except BaseException:  # an interrupt, or an error of the caller's signal handlers
             if not waiter.done():
                 self.tell(scope.cancel)
             raise
@@ -156,9 +156,9 @@ class Entered(Generic[T]):
         self.close()
 
     def close(self) -> None:
-        """Leave the context and wait until it is left; raises what leaving raises.
+        """Leave the context, and wait until it is left. Raises the errors of leaving it.
 
-        Safe to call twice, and after the portal, which has ended it.
+        It may be called twice, and after the portal, which has ended it.
         """
         self.leave_soon()
         with contextlib.suppress(SessionClosed):

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 _SUSPENDABLE = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 LIBRARIES = frozenset({"contextlib", "llmnode", "torch", "transformers", "trio"})
-"""Top packages whose frames may hold what they were called with."""
+"""Top packages whose frames may keep the arguments of their calls."""
 
 
 def releasing(function: Callable[P, T]) -> Callable[P, T]:

@@ -132,7 +132,7 @@ class Sampler:
         return (found,) if isinstance(found, str) else tuple(found)
 
     def chooser(self, prompt: Sequence[int], max_new_tokens: int, terms: ChoiceTerms) -> Chooser:
-        """For one text. Raises ConfigError for what transformers refuses, or needs another loop for."""
+        """A chooser for one text. Raises ConfigError if transformers refuses a setting, or if it needs another loop."""
         self._check_loop()
         with refusing(TypeError, AttributeError):
             processors = self._processors(prompt, max_new_tokens, terms)

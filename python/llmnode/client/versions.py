@@ -2,7 +2,7 @@
 
 5.24 gave a cache the name `cache` in arguments and outputs; before, it was `past_key_values`. Since 5.23 a choice of
 hidden states counts as the whole list does; before, it counted without the first one, and is refused here. This module
-asks the library what it has, and not for its version.
+looks for the features of the library, and not at its version.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"
-"""The name of a cache in the installed transformers: in what `generate` passes on, and in outputs."""
+"""The name of a cache in the installed transformers: among the arguments of `generate`, and in outputs."""
 
 CHOOSES_STATES = hasattr(output_capturing, "selected_hidden_states")
 """Whether single hidden states can be chosen."""

@@ -41,9 +41,9 @@ class Segment:
         return 0 if window is None else max(0, self.start - window + 1)
 
     def mask(self, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """(length, positions seen) True where a token may look; None where all may look at all.
+        """(length, positions seen) True where a token may attend; None where all may attend to all.
 
-        A single token needs none: what lies before its window is cut off already.
+        A single token needs none: the positions before its window are cut off already.
         """
         if self.length == 1:
             return None
@@ -91,11 +91,11 @@ def ragged_attention(  # noqa: PLR0913  # the parameters are those of transforme
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     key_bias: torch.Tensor | None = None,
-    **_unused: Any,  # Any: transformers passes what some family needs
+    **_unused: Any,  # Any: arguments that only some families need
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention of each segment over its own KV. query: (1, heads, tokens, head_dim), key and value likewise.
+    """Causal attention of each segment over its own KV. query: (1, heads, tokens, head_dim), and so are key and value.
 
-    `key_bias`, (heads, positions), is added to scores by what is looked at: ALiBi, for which there is no window.
+    `key_bias`, (heads, positions), is added to scores by the position of the key: ALiBi, which has no window.
     """
     if s_aux is not None:
         raise ModelError("this model has attention sinks, which are not supported")

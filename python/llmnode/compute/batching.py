@@ -215,7 +215,7 @@ class _Call:
     """An operation that a task waits for."""
 
     is_running: bool = False
-    """A batch that runs has it, so that what follows is not settled yet."""
+    """Whether a running batch has it. Then what comes after it is not settled yet."""
     is_done: bool = False
     is_wanted: bool = True
     error: Exception | None = None

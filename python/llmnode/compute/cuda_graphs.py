@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from llmnode.core.span import Span
 
     Forward = Callable[[Span, torch.Tensor, torch.Tensor], torch.Tensor]
-    """Through blocks, hidden states (tokens, hidden_size) at positions (tokens)."""
+    """Runs hidden states (tokens, hidden_size) at positions (tokens) through the blocks of a span."""
     Replay = Callable[[], torch.Tensor]
     Record = Callable[[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], torch.Tensor, torch.Tensor], Replay]
     """Runs a function of hidden states and numbers. Returns a function that repeats all its work on the GPU."""
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_STEPS = 32
-"""In a recording. More of them take long enough for their launches not to matter."""
+"""The most steps in a recording. With more of them, the time of their launches does not matter."""
 MOST_RECORDINGS = 64
 MOST_SEEN = 1000
 """The most kinds of steps that are counted before they are recorded."""
@@ -56,7 +56,7 @@ class RecordedForwards:
         self._seen: Counter[Key] = Counter()
 
     def run(self, span: Span, segments: Sequence[PagedSegment], hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: (tokens, hidden_size) of all segments, end to end, on the CPU, as what is returned."""
+        """Run `hidden`, (tokens, hidden_size) of all segments, end to end. It and the result are on the CPU."""
         if self.record is not None and len(segments) <= MOST_STEPS and all(length == 1 for _, _, length in segments):
             steps = _steps(segments)
             if self._pool.takes_whole(steps) and (recording := self._recording((span, steps), hidden.shape[1])):
@@ -73,7 +73,7 @@ class RecordedForwards:
         self._recorded.clear()
 
     def _recording(self, key: Key, hidden_size: int) -> _Recording | None:
-        """Makes it when it is due, in the place of what was not used for longest."""
+        """The recording of a kind of step, made when it is due. It replaces the one that was unused for longest."""
         if (recording := self._recorded.get(key)) is not None:
             self._recorded.move_to_end(key)
             return recording
@@ -123,7 +123,7 @@ class _Recording:
         self._hidden, self._numbers, self._replay = hidden, numbers, replay
 
     def replay(self, hidden: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """On the CPU, both and what is returned."""
+        """Repeat the recorded step with these values. They and the result are on the CPU."""
         self._hidden[: len(hidden)].copy_(hidden)
         self._numbers.copy_(numbers)
         return self._replay()[: len(hidden)].cpu()
@@ -144,9 +144,9 @@ class CudaGraphs:
         hidden: torch.Tensor,
         numbers: torch.Tensor,
     ) -> Replay:
-        """Raises RuntimeError for what cannot be: kernels that a number in the GPU's memory decides on."""
+        """Raises RuntimeError if it cannot be recorded: a number in the GPU's memory decides on a kernel."""
         self._beside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._beside):  # libraries take what they need when they are first called
+        with torch.cuda.stream(self._beside):  # libraries take their memory at their first call
             for _ in range(2):
                 function(hidden, numbers)
         torch.cuda.current_stream(self._device).wait_stream(self._beside)
@@ -170,5 +170,5 @@ def _steps(segments: Sequence[PagedSegment]) -> RowShape:
 
 
 def _power_of_two(number: int) -> int:
-    """The next."""
+    """The smallest power of two that is not below `number`."""
     return 1 << (number - 1).bit_length()

@@ -156,7 +156,7 @@ class SpanExecutor:
         return asked
 
     def _settle(self, computed: Slice, output: Buffer) -> Buffer:
-        """Note what is computed. Returns what the slice puts out, which is nothing while it has blocks left."""
+        """Record a computed slice. Returns its output, which is empty while it has blocks left."""
         sequence = self._sequences[computed.session]
         if computed.end is not None and computed.end < len(sequence.span):
             sequence.half_way, sequence.passed = output, computed.end

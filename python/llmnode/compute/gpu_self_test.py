@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 MOST_OFF = 0.2
 """The relative error allowed. In bfloat16 two right ways to compute differ by hundredths, a wrong one by more."""
 STEPS = 4 * WORTH
-"""Half of them on one page more, so that steps are recorded, and replayed, of both."""
+"""Half of them are on one page more. So steps on either number of pages are recorded and replayed."""
 
 
 def use_what_works(forwards: RecordedForwards, pool: PagePool, span: Span, hidden_size: int) -> None:
-    """Leave flash attention and recordings only if, here and now, what they compute is what is computed without them.
+    """Leave flash attention and recordings on only if, on this GPU, they give the same numbers as the plain way.
 
     A way that is left out is logged, with the reason. Nothing of the pool is taken afterwards.
     """

@@ -1,6 +1,6 @@
-"""Keys and values of one sequence: as they are computed or in 8 bits, beside the blocks or on another device.
+"""Keys and values of one sequence: in the dtype of the blocks or in 8 bits, beside the blocks or on another device.
 
-Reading gives what was stored, even for new positions. So it does not depend on how a sequence was cut into chunks.
+A read returns the stored values, even for new positions. So it does not depend on how a sequence was cut into chunks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LARGEST = 127
 
 @dataclass(frozen=True, slots=True)
 class KVForm:
-    """`dtype` is one of `core.model.KV_DTYPES`; `device` is where the blocks are not, None where they are."""
+    """`dtype` is one of `core.model.KV_DTYPES`. `device` is None for the device of the blocks."""
 
     dtype: str = SAME
     device: torch.device | None = None
@@ -136,7 +136,7 @@ class _Rounded:
 
 
 class _Beside:
-    """(rows, heads, capacity, width) on the blocks' own device, in that order: what is read is no copy."""
+    """(rows, heads, capacity, width) on the blocks' own device, in that order. A read makes no copy."""
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         here = device.type == "cpu"

@@ -1,4 +1,4 @@
-"""From what a node is asked to hold to an executor that holds it. All that needs torch or transformers is in here."""
+"""From a node's settings to an executor of its span. All code that needs torch or transformers is called from here."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SpanLoader:
     """The `Loader` port over models on disk. Importing torch, converting and reading take seconds to minutes."""
 
     def __init__(self, wanted: Wanted, report: Callable[[str], None]) -> None:
-        """`report` is told in a line what takes long."""
+        """`report` gets a line before each slow step."""
         self._wanted = wanted
         self._report = report
         self._folder: ModelFolder | None = None
@@ -86,9 +86,9 @@ class SpanLoader:
         return fitting
 
     def load(self, span: Span) -> Loaded:
-        """After a worker that was lost KV on a CPU need not fit, unlike what is taken at once.
+        """Load `span`. After a lost worker, the announced KV on a CPU need not fit now, but the weights must.
 
-        It is announced, and is written as sessions need it: others may have given back by then what they have now.
+        KV is written as sessions need it, and by then others may have given back memory that they have now.
         """
         with collection_paused():
             import torch

@@ -22,7 +22,7 @@ _ALIBI_STEP = 1024
 
 
 def replace_own_attention(model: torch.nn.Module) -> None:
-    """In all blocks of `model`, if it is of such a family."""
+    """Replace the attention in all blocks of `model`, if it is of such a family."""
     forwards: dict[str, Callable[..., Any]] = {"BloomAttention": _bloom, "FalconAttention": _falcon}
     for module in model.modules():
         if (forward := forwards.get(type(module).__name__)) is not None:

@@ -1,7 +1,7 @@
 """Frozen dataclasses as lists of their fields, and back. Buffers go elsewhere: the list has their sizes.
 
 The forms come from the types of the fields, so that a new operation crosses to the worker process as it is declared.
-Both ends are of one version, so what does not fit is a bug of ours: LocalProtocolError.
+Both ends are of one version, so a value that does not fit is a bug of ours: LocalProtocolError.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _form_of(kind: type[Any]) -> _Form:
 
 
 def _pack_of(hint: Any) -> Callable[[Any, Put], Any] | None:
-    """None for what msgpack takes as it is."""
+    """The function that packs a value; None if msgpack takes it as it is."""
     if hint == Buffer:
         return lambda value, put: put(value)
     return pack_fields if is_dataclass(hint) else None
@@ -96,7 +96,7 @@ def _unpack_nested(kind: Any, packed: Any, take: Take) -> Any:
 
 
 def _maker_of(hint: Any) -> Callable[[Any, Take], Any] | None:
-    """None for a value that is as it came."""
+    """The function that makes a value of what came; None if it stays as it is."""
     if hint == Buffer:
         return lambda size, take: take(size)
     if isinstance(hint, type) and issubclass(hint, IntEnum):

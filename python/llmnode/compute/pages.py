@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llmnode.compute.kv import KVPair
 
 PAGE = 256
-"""Positions: flash attention reads no smaller ones."""
+"""The positions of a page: flash attention does not read smaller pages."""
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
 PagedSegment = tuple["PagedKV", int, int]

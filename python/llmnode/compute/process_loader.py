@@ -62,7 +62,7 @@ class ProcessLoader:
         return self._process.pid
 
     async def open_model(self) -> ModelInfo:
-        """Raises what `Loader` does, and WorkerLost once there is no hope."""
+        """Raises the errors of `Loader.open_model`, and WorkerLost once there is no hope."""
 
         async def known(_process: WorkerProcess) -> ModelInfo:
             assert self._model is not None

@@ -94,7 +94,7 @@ class ThreadWorker(BatchingWorker):
 
 
 class _ExecutorThread:
-    """`Held` is what its executor holds, until that is dropped."""
+    """The thread of an executor. It is the `Held` port of the executor until that is dropped."""
 
     def __init__(self, executor: Executor) -> None:
         self.span = executor.span
@@ -124,7 +124,7 @@ class _ExecutorThread:
 
 
 def _give_back() -> None:
-    """To the system, and to the GPU: what the executor has held."""
+    """Give the executor's memory back to the system, and to the GPU."""
     gc.collect()
     if (torch := sys.modules.get("torch")) is not None:
         from llmnode.machine.malloc import give_back

@@ -28,7 +28,7 @@ SAID = "said"
 """The child's, with a line about something that takes long. The answer is still to come."""
 ANSWER, FAILED = "answer", "failed"
 OPEN_MODEL, FITTING_BLOCKS, LOAD, WORK = "open-model", "fitting-blocks", "load", "work"
-"""The node's, each of which has one answer."""
+"""The node's messages. Each has one answer."""
 
 ERROR_CHARACTERS = 4000
 

@@ -45,7 +45,7 @@ RECEIVE_BYTES = 1 << 16
 
 
 class WorkerProcess:
-    """`Held` is what it has loaded. Made by `start_process`; `end` it, whatever has become of it."""
+    """One life of a worker's process, and the `Held` port of its span. Made by `start_process`. Always `end` it."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class WorkerProcess:
         return 0 if self.has_ended else self._kv_tokens_free
 
     def holds(self, span: Span, kv_tokens_free: int, row_bytes: int) -> None:
-        """Note what it has just loaded. `row_bytes` is the size of a position's hidden state."""
+        """Record what it has loaded. `row_bytes` is the size of a position's hidden state."""
         self._span, self._kv_tokens_free, self._row_bytes = span, kv_tokens_free, row_bytes
 
     async def say_hello(self) -> None:
@@ -98,7 +98,7 @@ class WorkerProcess:
     async def ask(self, word: str, *arguments: Any, report: Callable[[str], None]) -> Any:  # Any: as each has them
         """Ask something that may take any time while the process makes progress. Raises its error, or WorkerLost.
 
-        `report` is told what the process says, and in a line that it still works.
+        `report` gets each line of the process, and a line from time to time while it works.
         """
         await self._send(pack_message(word, *arguments))
         began_s = trio.current_time()
@@ -189,9 +189,9 @@ class WorkerProcess:
             return Effort(0.0, 0)
 
     def _send_some(self, message: bytes) -> memoryview:
-        """Send what the socket takes at once, which is usually all. Returns the rest, even if the process is lost.
+        """Send the bytes that the socket takes now, usually all. Returns the rest, even if the process is lost.
 
-        These are plain calls: trio's own streams make a decode's way there and back longer by half.
+        These are plain calls: with trio's own streams a decode's way there and back takes 1.5 times the time.
         """
         left = memoryview(message)
         with suppress(OSError):
@@ -225,7 +225,7 @@ class WorkerProcess:
             self._messages.feed(data)
 
     async def _lost(self) -> WorkerLost:
-        """The process has ended or is about to. The error says what its exit status tells."""
+        """The process has ended or is about to. The error explains its exit status."""
         with trio.move_on_after(self._policy.end_s):
             await self._process.wait()
         if self._process.returncode is None:
@@ -277,7 +277,7 @@ async def _open(
 
 
 def _environment() -> dict[str, str]:
-    """Ours, and what has been done to `sys.path`: where this program finds llmnode, the process finds it too.
+    """Our environment, with our `sys.path`: the process finds llmnode where this program has found it.
 
     Idle threads of torch's sleep there, unless the user says otherwise: by default they spin, on cores of other nodes.
     """

@@ -1,4 +1,4 @@
-"""Where llmnode keeps what can be made again."""
+"""The folder for files that can be made again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def cache_folder() -> Path:
-    """`$LLMNODE_CACHE`, else `llmnode` in the user's cache folder. Raises ConfigError if there is no such path."""
+    """`$LLMNODE_CACHE`, else `llmnode` in the user's cache folder. Raises ConfigError if the user has none."""
     if (chosen := path_from(os.environ, "LLMNODE_CACHE")) is not None:
         return chosen
     return home_folder(os.environ, "XDG_CACHE_HOME", ".cache") / "llmnode"

@@ -12,9 +12,9 @@ _UNIFIED = Path("sys/fs/cgroup")
 
 
 def groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, bool]]:
-    """The folders of those that may limit what `controller` controls, and whether they are of version 2.
+    """The folders of the groups that may limit a `controller` (such as memory), and whether they are of version 2.
 
-    Those that this process's own group is in are among them. `root` is where Linux's own folders are.
+    This process's own group is among them. `root` is where Linux's own folders are.
     """
     for line in read(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)

@@ -31,9 +31,9 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def give_back() -> None:
-    """To the system: what forwards and rounding worked with. Does nothing where libc cannot.
+    """Give the memory of past forwards and rounding back to the system. It does nothing where libc cannot.
 
-    glibc keeps most of it by itself, and more with each session: aligned blocks seldom fit where like ones have been.
+    glibc keeps most of it by itself, and more with each session: aligned blocks seldom fit where equal ones were.
     """
     _trim()(0)
 

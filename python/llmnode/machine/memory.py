@@ -1,6 +1,6 @@
-"""How much memory this machine has left for a model: what is free, or less in a container that may not take it all.
+"""How much memory this machine has left for a model: the free memory, or less in a container that may not use it all.
 
-Knows nothing of models.
+It knows nothing of models.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from llmnode.machine.control_groups import groups, read
 
 
 class _Accounts(NamedTuple):
-    """Where a version of control groups keeps what of memory."""
+    """The file names of one version of control groups for the numbers about memory."""
 
     limit: str
     used: str

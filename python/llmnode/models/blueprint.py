@@ -79,7 +79,7 @@ def keep_blueprint(config: Path, drawn: Blueprint) -> None:
 
 
 def _file_of(config: Path) -> Path:
-    """By all that it follows from. Raises OSError if there is no such config."""
+    """The file's name says everything that the blueprint follows from. Raises OSError if there is no such config."""
     identity = hashlib.sha256(config.read_bytes())
     identity.update(f"{_FORMAT} {importlib.metadata.version('transformers')}".encode())
     return cache_folder() / "blueprints" / f"{identity.hexdigest()}.json"

@@ -1,7 +1,7 @@
-"""How long a sequence a model was made for, by what its config says of positions: one rule for each kind of them.
+"""The longest sequence that a model was made for, by its config: there is one rule for each kind of positions.
 
-It is what people are told, and where prompts are refused. So a claim is taken where there are several: of a length that
-is too large an answer gets worse, as with transformers, and one that is too small refuses what the model can do.
+Users are told this number, and longer prompts are refused. If a config has several claims, the larger one is taken: a
+length that is too large makes answers worse, as with transformers, and one that is too small forbids good use.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_TOKENS = 2**32 - 1
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """`reason` says what is beyond `tokens`, for messages, if the model goes on there and we do not."""
+    """`reason` says what happens beyond `tokens`, for messages, if the model goes on there and we do not."""
 
     tokens: int
     reason: str = ""
@@ -63,7 +63,7 @@ def _told(
 
 
 def _limits(config: Any, ropes: Sequence[Mapping[str, Any]]) -> Iterator[Context]:  # Any: likewise
-    """How far what we compute is what transformers does."""
+    """The lengths up to which we compute the same as transformers."""
     for rope in ropes:
         if (kind := rope.get("rope_type")) in CHANGING_ROPES:
             first = _whole(rope.get("original_max_position_embeddings")) if kind == "longrope" else 0

@@ -26,9 +26,9 @@ _GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def open_embedded(report: Callable[[str], None] = lambda _line: None) -> ModelFolder:
-    """The embedded model, converted first if this machine has not done so yet.
+    """The embedded model. It is converted first if this machine has not done so yet.
 
-    `report` is told in a line what takes long. Raises ConfigError if the package is missing or the disk is full.
+    `report` gets a line before each slow step. Raises ConfigError if the package is missing or the disk is full.
     """
     gguf, sha256 = _find_gguf()
     if not is_converted(EMBEDDED_MODEL, sha256) and sha256_of(gguf) != sha256:

@@ -1,7 +1,7 @@
-"""The families of models that we cut, and what differs between them: where a causal LM keeps its parts.
+"""The families of models that we cut, and where a causal LM of each keeps its parts.
 
-A family is listed once `tests/reference/` shows it exact. A configuration that a listed family allows, and that we
-cannot do right, is refused here.
+A family is listed once `tests/reference/` shows it exact. If a listed family allows a configuration that we cannot run
+exactly, it is refused here.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Family:
     blocks: str = "layers"
     tokens: str = "embed_tokens"
     positions: str | None = None  # learned position embeddings, added to those of the tokens
-    enter: tuple[str, ...] = ()  # what else comes before the blocks
-    multiplier: str | None = None  # a factor for what enters the blocks, embedded here or elsewhere
+    enter: tuple[str, ...] = ()  # other modules before the blocks
+    multiplier: str | None = None  # a factor for embeddings, ours or the caller's
     leave: tuple[str, ...] = ("norm",)
     fused: bool = False  # blocks that `fused.py` has in fewer operations
     own_attention: bool = False  # code of its own, which `compute/own_attention.py` replaces
@@ -125,6 +125,6 @@ def _refused_options(config: Any) -> Iterator[str]:  # Any: each family's config
             yield f"rotary embeddings of the type {kind!r}"
 
 
-def _method(quantized: Any) -> str:  # Any: an object of transformers', or what JSON says
+def _method(quantized: Any) -> str:  # Any: an object of transformers, or of JSON
     read = quantized.get if isinstance(quantized, dict) else partial(getattr, quantized)
     return str(read("quant_method", None) or "a method that it does not name")

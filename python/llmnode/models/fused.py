@@ -1,8 +1,8 @@
-"""Models of the Llama kind in fewer and larger operations: what a decode of one token pays for besides reading weights.
+"""Llama-like models in fewer and larger operations, which saves a decode the time beside reading weights.
 
 Two norms, attention with rotary embeddings and a gated MLP, as transformers has them for the families that say so in
-`families.py`. The numbers are the same but for the order of sums. Between two products all that torch and Python need
-is out of the caches again, so each call that is not made counts: the forward is plain Python over what modules hold.
+`families.py`. The numbers are the same but for the order of sums. Each product pushes the data of torch and Python out
+of the caches, so each call that is saved counts: the forward is plain Python over the modules' tensors.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class FusedBlock:
 
 
 class FusedEnds:
-    """Embedding, and final norm and head, of a model of such a family."""
+    """The ends of a Llama-like model: embedding, final norm and head."""
 
     def __init__(self, model: Any, family: Family) -> None:  # Any: likewise
         decoder = model.get_submodule(family.decoder)

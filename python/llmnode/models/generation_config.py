@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def generation_config(folder: ModelFolder) -> GenerationConfig:
     """The same as transformers' `from_pretrained`: from its file or, without one, from the model's config.
 
-    Raises ModelError if the file says what transformers does not take.
+    Raises ModelError if transformers refuses the file.
     """
     from transformers import GenerationConfig
 

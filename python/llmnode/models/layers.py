@@ -43,7 +43,7 @@ def make_block(
 ) -> Any:  # Any: as transformers types one
     """The layers of the block `index`, without storage, under the names that transformers gives them.
 
-    `dtypes` are of its parameters, likewise.
+    `dtypes` are those of its parameters, by the same names.
     """
     block: Any = torch.nn.Module()
     block.self_attn, block.mlp = torch.nn.Module(), torch.nn.Module()

@@ -89,8 +89,8 @@ class SpanModel(torch.nn.Module):
 class Ends:
     """A client's part: from token ids to hidden states, and from hidden states to logits.
 
-    Both are the transformers model without its blocks: `embedding` without what follows them, `scoring` without what
-    comes before. So scaled embeddings, learned positions and softcaps are where the family has them, and once.
+    Both are the transformers model without its blocks. `embedding` has the modules before them, `scoring` those after.
+    So each scaled embedding, learned position and softcap is applied once, where the family has it.
     """
 
     embedding: torch.nn.Module

@@ -1,4 +1,4 @@
-"""Models of transformers without weights, and without what a part of them does not need."""
+"""transformers models without weights, and without the modules that a part of them does not need."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ ATTENTIONS: dict[str, Attention] = {}
 def without_weights(
     folder: ModelFolder, family: Family, attention: str, dtype: torch.dtype
 ) -> Any:  # Any: as transformers types them
-    """The causal LM with parameters of no storage; buffers, which no file holds, are computed.
+    """The causal LM. Its parameters have no storage. Its buffers, which no file has, are computed.
 
-    Raises ModelError for a config of which transformers makes none.
+    Raises ModelError if transformers makes no model of the config.
     """
     from accelerate import init_empty_weights
     from transformers import AttentionInterface, AutoModelForCausalLM
@@ -35,7 +35,7 @@ def without_weights(
     for name, function in ATTENTIONS.items():
         AttentionInterface.register(name, function)
     config = copy.deepcopy(folder.config)  # transformers writes into it
-    config.return_dict = True  # what a caller is given is the client's affair
+    config.return_dict = True  # the client decides what its caller gets
     for output in ("output_attentions", "output_hidden_states", "output_router_logits"):
         if getattr(config, output, False):
             setattr(config, output, False)
@@ -83,7 +83,7 @@ def remove_blocks(decoder: Any, family: Family) -> None:
 
 @torch.inference_mode()
 def check_transparent(folder: ModelFolder, decoder: Any, dtype: torch.dtype) -> None:
-    """Without entry, blocks and exit nothing may happen to what comes in, else every span would do it once more."""
+    """Without entry, blocks and exit, a decoder must not change its input. Else every span would change it again."""
     hidden = torch.linspace(-2, 2, 3 * folder.info.hidden_size, dtype=dtype).view(3, -1)
     if not torch.equal(run_embedded(decoder, hidden).last_hidden_state[0], hidden):
         raise ModelError(

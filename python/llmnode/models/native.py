@@ -37,7 +37,7 @@ MOST_POSITIONS = 128
 
 @dataclass(frozen=True, slots=True)
 class NativeBlocks:
-    """`no_kv`, (1, kv_heads, 0, head_dim), is what keys and values of no position look like."""
+    """`no_kv` has the form of keys and values without positions: (1, kv_heads, 0, head_dim)."""
 
     blocks: LlamaBlocks
     no_kv: torch.Tensor
@@ -85,12 +85,12 @@ def native_blocks(blocks: torch.nn.ModuleList, rotary: Rotary) -> NativeBlocks |
             rotary_scaling=rotary.scaling,
             threads=torch.get_num_threads(),
         )
-    except ValueError:  # a size that is no multiple of what it takes at a time, or a window of none
+    except ValueError:  # a size that is not a multiple of its step, or a window of 0
         return None
     return NativeBlocks(native, torch.empty(1, kv_heads, 0, attention.head_dim))
 
 
-def _is_known(block: Any) -> bool:  # Any: a module has what its block has
+def _is_known(block: Any) -> bool:  # Any: a module has the attributes of its block
     names = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
     linears = [block.get_submodule(name) for name in names]
     kinds = (torch.nn.Linear, HalfLinear, Q4Linear, Q8Linear, Int8Linear)
@@ -141,5 +141,5 @@ def _bias(linear: _Linear) -> NDArray[np.float32] | None:
 
 
 def _array(tensor: torch.Tensor) -> NDArray[Any]:  # Any: of its dtype
-    """Over the same memory; a copy of what some file has at an odd place."""
+    """The same memory, or a copy if it is not aligned, as in some files."""
     return np.require(tensor.detach().numpy(), requirements=["C", "A"])

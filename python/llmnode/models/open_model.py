@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def open_model(name: str | None = None, report: Callable[[str], None] = lambda _line: None) -> ModelFolder:
-    """The embedded model (also for None), or the one that `name` is the path or the name on the hub of.
+    """The model of a `name`: a path, or a name on the hub. None is the embedded model.
 
-    A path is that of a folder with safetensors, or of a GGUF file. A name on the hub is `org/name`, with
-    `@revision` (a branch, a tag or a commit) if it is not to be the newest; the embedded model's is the hub's too when
-    a revision is given. No tensor is read yet, and none of the hub downloaded: that is done for the part that is
-    loaded, when it is. `report` is told in a line what takes long, then as well as now.
-    Raises ConfigError for any other name, ModelError for what is not a whole model that we can run.
+    A path is that of a folder with safetensors, or of a GGUF file. A name on the hub is `org/name`, and `@revision` may
+    follow (a branch, a tag or a commit; the newest by default). The embedded model with a revision is the hub's. No
+    tensor is read yet, and none is downloaded: that happens when a part is loaded. `report` gets a line before each
+    slow step, now and then. Raises ConfigError for any other name, ModelError for a model that is not whole or that we
+    cannot run.
     """
     if name is None or name == EMBEDDED_MODEL:
         return open_embedded(report)
@@ -50,7 +50,7 @@ def _path_of(name: str) -> Path | None:
         path = expand_path(name).resolve(strict=True)
     except PermissionError as error:
         raise ConfigError(f"the model {name}: cannot be read ({error.strerror})") from error
-    except (OSError, ValueError, RuntimeError):  # there is none, or no file can have that name, or no such user
+    except (OSError, ValueError, RuntimeError):  # no such file, no possible name of a file, or no such user
         return None
     return path
 

@@ -1,4 +1,4 @@
-"""Embedding and head with weights in as few bits as they need (`narrow.py`): a client reads its head for each token."""
+"""Embedding and head with weights in as few bits as they need (`packed_linear.py`), since each token reads the head."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 INCLUDED_ROPES = ("default", "llama3", "proportional")
-"""Rotary embeddings of which `max_position_embeddings` is the whole length: Llama 3.1 has 131072 there, by 8192."""
+"""For these, `max_position_embeddings` is already the whole length: Llama 3.1 has 131072 there, with a factor of 8."""
 SCALED_ROPES = ("linear", "yarn")
 """Stretched by a factor, and configs keep the length from before in `max_position_embeddings` (Vicuna 16k; Qwen2.5, as
 its authors have it switched on) or in `original_max_position_embeddings` (DeepSeek, Qwen3): that times the factor."""

@@ -32,12 +32,12 @@ _SCALE_BYTES = 4
 MEMORY_SHARE = 0.8
 """A server takes this share of the free memory: other programs grow too."""
 WEIGHTS, KV, LOG = "weights", "kv", "log"
-"""The parts of a server's memory: LOG is what its blocks have put out."""
+"""The parts of a server's memory. LOG has the logged outputs of its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The memory of one device, as torch names it: what of it is free, and what of a server is there."""
+    """The memory of one device, by torch's name: how much is free, and which parts of a server are there."""
 
     free_bytes: int
     device: str = "cpu"
@@ -55,9 +55,9 @@ def find_places(device: str, kv_device: str | None = None) -> list[Place]:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """In the precision that it was asked for. `kv_token_bytes` are of one position in one block.
+    """Sizes in one precision. `kv_token_bytes` are those of one position in one block.
 
-    `log_token_bytes` are of what a server puts out for one position, in float32, and logs for as long as it has the KV.
+    `log_token_bytes` are those of a server's output for one position, in float32. It is logged while its KV is there.
     """
 
     each_block_bytes: Sequence[int]
@@ -75,7 +75,7 @@ class ModelSize:
         return max(self.each_block_bytes)
 
     def fitting_blocks(self, places: Sequence[Place], kv_tokens: Callable[[int], int]) -> int:
-        """How many blocks a server has room for in its share of what is free, with all its KV in use.
+        """How many blocks fit into a server's share of the free memory, with all its KV in use.
 
         `kv_tokens` gives the KV positions for a number of blocks.
         """
@@ -86,7 +86,7 @@ class ModelSize:
         return 0
 
     def kv_tokens(self, kv_bytes: int, blocks: int) -> int:
-        """The number of positions of `blocks` blocks, with what is logged of each, for which `kv_bytes` are enough."""
+        """The number of positions of `blocks` blocks, with their log, for which `kv_bytes` are enough."""
         return min(kv_bytes // (blocks * self.kv_token_bytes + self.log_token_bytes), _MOST_POSITIONS)
 
     def fits(self, places: Sequence[Place], span: Span, kv_tokens: int) -> bool:
@@ -133,10 +133,10 @@ def measure_size(
     *,
     look: bool = True,
 ) -> ModelSize:
-    """Reads no tensor, but with a `look` some of weights that may need fewer bits than files have: `found_block_bytes`.
+    """The sizes of a model. It reads no tensor; with a `look` it reads some weights that may need fewer bits.
 
-    Without it such blocks may take less, as the ends may. Raises ModelError for a family that is not supported, or not
-    with its weights quantized.
+    Without a `look` such blocks may take less than this, and so may the ends. Raises ModelError for a family that is
+    not supported, or not with quantized weights.
     """
     found_bytes: int | None = None
     if (blueprint := blueprint_of(folder)) is not None:
@@ -169,7 +169,7 @@ def _in(place: Place, taken: Mapping[str, int]) -> int:
 
 
 def _mib(size_bytes: int) -> int:
-    """Rounded up: more than is free does not look like it."""
+    """Rounded up, so that a message never shows more than the free memory as if it fit."""
     return -(-size_bytes >> 20)
 
 

@@ -129,7 +129,7 @@ class Circuits:
     # Reservations
 
     def start_reserving(self, relay: PeerInfo, tried: Callable[[PeerUnreachable | None], None]) -> None:
-        """Have `relay` reserve for us, again whenever that has ended. `tried` is told what came of each attempt."""
+        """Have `relay` reserve for us, and again whenever that has ended. `tried` gets the result of each attempt."""
         self._reserved[relay.peer_id] = ()
         self._nursery.start_soon(self._keep_reservation, relay, tried)
 

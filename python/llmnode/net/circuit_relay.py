@@ -74,7 +74,7 @@ class RelayCounts:
 
 
 class Relay:
-    """Its `take_request` is the handler of HOP streams. `addresses` are what it says that it is reached at."""
+    """Its `take_request` is the handler of HOP streams. It tells others that it is reached at `addresses`."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Relay:
             await leave(net_stream, in_order=in_order)
 
     async def _receive(self, stream: NetStream) -> pb.HopMessage:
-        """Raises Refused for what is no request, PeerUnreachable."""
+        """Read a request. Raises Refused if it is none, or PeerUnreachable."""
         try:
             request = await receive(stream.muxed_stream, pb.HopMessage())
         except RemoteProtocolError as error:
@@ -243,7 +243,7 @@ class Relay:
 
 
 async def splice(one: IMuxedStream, other: IMuxedStream, bytes_max: int) -> bool:
-    """Give each what the other sends, no faster than it takes it, until both have ended.
+    """Pass bytes between two streams, no faster than each takes them, until both have ended.
 
     False if that was not in order: one was cut, or sent more than `bytes_max`.
     """

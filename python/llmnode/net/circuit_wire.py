@@ -90,7 +90,7 @@ def name_of(status: int) -> str:
 class CircuitConnection(IRawConnection):
     """A stream to a relay that has become a circuit: its bytes are the far peer's. `finish` must be called at the end.
 
-    `address` is that of the far peer, as far as it is known; `limit` what the relay has said of how much it carries.
+    `address` is that of the far peer, as far as it is known. `limit` is the amount that the relay promised to carry.
     """
 
     def __init__(self, stream: NetStream, address: Multiaddr, limit: pb.Limit, *, is_initiator: bool) -> None:
@@ -150,7 +150,7 @@ class CircuitConnection(IRawConnection):
 
 
 async def leave(stream: NetStream, *, in_order: bool) -> None:
-    """Have nothing more to do with a stream; what was sent over it arrives if that was `in_order`."""
+    """Give a stream up. If it was `in_order`, all bytes that were sent over it still arrive."""
     with trio.CancelScope(shield=True):
         await (stream.close() if in_order else stream.reset())
 

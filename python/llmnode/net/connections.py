@@ -44,10 +44,10 @@ LOOK_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class OpenCounts:
-    """The counts of what a network has open now; `relayed` of the links are through a relay, and `circuits` go through
-    us.
+    """How many links, connections and streams a network has open now. `relayed` links go through a relay. `circuits` go
+    through us.
 
-    `streams` are of all protocols: links, and libp2p's own.
+    `streams` are those of all protocols: links, and libp2p's own.
     """
 
     links: int

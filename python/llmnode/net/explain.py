@@ -25,7 +25,7 @@ FIRST_WORDS = {
 
 
 def explain_failure(error: BaseException, address: Multiaddr) -> str:
-    """The cause of a failed dial to `address`, and what to do."""
+    """The cause of a failed dial to `address`, with advice."""
     cause = root_of(error)
     if isinstance(cause, PeerIDMismatchesPubkey):
         return f"({cause}): copy its address anew; only with --identity a node is the same at its next start"

@@ -77,7 +77,7 @@ def is_signed(peer: PeerId, message: bytes, signature: bytes) -> bool:
 
 @lru_cache(maxsize=4096)  # reading an id takes a quarter of a check, and few peers sign much
 def _key_of(peer: PeerId) -> Ed25519PublicKey | None:
-    """None for what is no id, for one without an Ed25519 key, and for another spelling of a key's own id."""
+    """The key of a peer id. None if it is not a valid id, has no Ed25519 key, or spells its key's own id otherwise."""
     try:
         public_key = ID.from_base58(peer).extract_public_key()
     except ValueError:  # no base58

@@ -6,7 +6,7 @@ Its NAT has opened that port already, and takes the incoming dial for an answer.
 relay begins. The peer that dialled is the client of the new connection, for Noise and all above. A failed attempt
 leaves the two connected as they were.
 
-A stranger says what we dial, so that is little: see `PunchPolicy` and `addresses.may_be_dialled`.
+A stranger decides which addresses we dial, so there are few: see `PunchPolicy` and `addresses.may_be_dialled`.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ class Puncher(INotifee):
     async def _dial(
         self, door: Door, place: tuple[str, int], server: ID | None, upgrades: list[trio.CancelScope]
     ) -> None:
-        """Until cancelled; what has become of it goes on, until `upgrades` are. Without a `server`, that is us."""
+        """Run until cancelled. Attempts that have begun go on until `upgrades` end. Without a `server`, we are it."""
         while True:
             with contextlib.suppress(OSError):
                 stream = await connect_from((door.host, door.port), place)
@@ -302,7 +302,7 @@ class Puncher(INotifee):
             over.set()
 
     async def _settle(self, direct: SwarmConn) -> None:
-        """Keep a new connection until links have moved to it; then what is of no use goes, this or the relayed one."""
+        """Keep a new connection until links have moved to it. Then the useless one ends, this or the relayed one."""
         peer = _muxed(direct).peer_id
         log.info("direct peer=%s", peer)
         with self._held.hold(direct.muxed_conn):

@@ -116,7 +116,7 @@ class DialBacks:
         self._recent.append((now_s, host))
 
     async def _dial_any(self, peer: ID, places: Sequence[tuple[str, int]]) -> Multiaddr:
-        """Raises Refused, without saying why: the asking peer could learn what is on our machine or behind its NAT."""
+        """Raises Refused without a reason: it could tell the asking peer what is on our machine or behind its NAT."""
         with trio.move_on_after(self._policy.dial_s):
             for place in places:
                 with contextlib.suppress(BaseLibp2pError, OSError):

@@ -1,7 +1,7 @@
 """Noise (`/noise`) for py-libp2p, with the cipher and its framing in Rust.
 
-It does the same handshake as py-libp2p's own transport, with the same proofs of identity. But a read takes what the
-socket has, and a cancelled read or write before the muxer takes over leaves nothing half done inside. Knows nothing of
+It does the same handshake as py-libp2p's own transport, with the same proofs of identity. But a read takes all bytes
+that the socket has, and a cancelled read or write before the muxer takes over leaves nothing half done. It knows no
 streams: `yamux.py` takes the session over once a muxer is agreed on.
 """
 
@@ -116,7 +116,7 @@ class NoiseTransport(ISecureTransport):
 
 
 async def _ask(conn: IRawConnection, asked: bytes, opening: bytes) -> bytes:
-    """Agree on what is `asked`, and begin; returns what follows the answer. Raises NoiseFailure."""
+    """Agree on the protocol `asked`, and begin. Returns the bytes after the answer. Raises NoiseFailure."""
     data = b""
     try:
         await conn.write(asked + opening)
@@ -133,7 +133,7 @@ async def _ask(conn: IRawConnection, asked: bytes, opening: bytes) -> bytes:
 
 
 async def _receive(conn: IRawConnection, handshake: NoiseHandshake, data: bytes = b"") -> bytes:
-    """The payload of the next message, of which `data` is read already."""
+    """The payload of the next message. `data` has its first bytes."""
     while (payload := handshake.receive(data)) is None:
         data = await conn.read(READ_BYTES)
         if not data:
@@ -175,9 +175,9 @@ class NoiseConnection(ISecureConn):
         self._remote_key = remote_key
 
     async def read(self, n: int | None = None) -> bytes:
-        """The same as py-libp2p's sessions: `n` bytes, or what there is if `n` is None; fewer only at the end.
+        """The same as py-libp2p's sessions: `n` bytes, fewer only at the end; or all that are there if `n` is None.
 
-        Raises ConnectionClosedError at the end, and for what the other side did not encrypt.
+        Raises ConnectionClosedError at the end, and for bytes that the other side did not encrypt.
         """
         while not self._unread or (n is not None and len(self._unread) < n):
             data = await self.raw.read(READ_BYTES)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 18
-"""One read takes what the kernel has, up to this."""
+"""One read takes the bytes that the kernel has, up to this number."""
 
 YIELD_AFTER_BYTES = 1 << 18
 """After this many bytes of a connection, the task that moves them lets the others run."""
@@ -61,7 +61,7 @@ class YamuxConnection(IMuxedConn):
     """A connection with streams. `start` must be running for as long as it is used; when it ends, so do they."""
 
     def __init__(self, conn: ISecureConn, peer_id: ID, scope: Scope | None = None) -> None:
-        """`scope` is what it has reserved, and is closed with it."""
+        """`scope` has the reservations of the connection, and is closed with it."""
         assert isinstance(conn, NoiseConnection), "this muxer takes over the session of secure.py"
         self.scope = scope or Scope(None, Kind.CONNECTION, "unlimited", {})
         self.scope.on_evict = self.end
@@ -126,7 +126,7 @@ class YamuxConnection(IMuxedConn):
             except EOFError as error:
                 raise MuxedConnUnavailable(str(error)) from error
             if number is not None:
-                self._to_send.unpark()  # in a moment: what is written at once travels with it
+                self._to_send.unpark()  # it runs in a moment: bytes that are written now go along
                 return self._new_stream(number)
             if self._ended:
                 raise MuxedConnUnavailable("the connection is closed")
@@ -187,7 +187,7 @@ class YamuxConnection(IMuxedConn):
         return self._amid.note(size_bytes, writes, trio.current_time())
 
     def flush(self) -> None:
-        """Send what is to be sent, as far as the socket takes it; the sending task does the rest. Never waits."""
+        """Send the bytes that the socket takes now; the sending task does the rest. It never waits."""
         if self._unsent or self._ended:
             return
         if output := self.machine.seal_output():
@@ -198,10 +198,10 @@ class YamuxConnection(IMuxedConn):
                 self._to_send.unpark()
 
     async def let_others_run(self, moved_bytes: int) -> None:
-        """Call this after moving `moved_bytes` without having waited. Seldom does: switching tasks costs more than a
-        small message.
+        """Call this after moving `moved_bytes` without having waited. It seldom waits: switching tasks costs more than
+        a small message.
 
-        It cannot be cancelled, for what was taken would be lost.
+        It cannot be cancelled, or bytes that were taken would be lost.
         """
         self._moved_bytes += moved_bytes + CALL_BYTES
         if self._moved_bytes > YIELD_AFTER_BYTES:
@@ -303,7 +303,7 @@ class YamuxConnection(IMuxedConn):
     # The end
 
     def end(self) -> None:
-        """From here on nothing is sent or received; what has been received can still be read."""
+        """From here on nothing is sent or received. Bytes that were received can still be read."""
         if self._ended:
             return
         self._ended = True
@@ -337,7 +337,7 @@ _BUFFER: trio.lowlevel.RunVar[memoryview] = trio.lowlevel.RunVar("_BUFFER")
 
 
 def _read_buffer() -> memoryview:
-    """All connections of an event loop read into one buffer: the machine takes what was read before others run."""
+    """All connections of an event loop read into one buffer: each gives its bytes on before others run."""
     try:
         return _BUFFER.get()
     except LookupError:

@@ -57,7 +57,7 @@ class YamuxStream(IMuxedStream):
         """The bytes that have arrived, at most `n`.
 
         Raises MuxedStreamEOF at the end, MuxedStreamReset if the stream or the connection ended without one,
-        ProtocolRefused if what was expected is not what comes.
+        ProtocolRefused if the expected bytes do not come.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         if n == 0:
@@ -170,7 +170,7 @@ class YamuxStream(IMuxedStream):
         self.writers.unpark_all()
 
     def _give(self, part: Buffer, size_bytes: int) -> int | None:
-        """To the machine, a part of what is so large. Returns how much of it was taken, None if we have closed."""
+        """Give the machine a part of a large write. Returns how many bytes it took, None if we have closed."""
         gently = self._connection.note_write(size_bytes, self._writes)
         self._writes += 1
         return self._machine.write(self.number, part, gently=gently)
@@ -196,6 +196,6 @@ class YamuxStream(IMuxedStream):
     def _end_error(self) -> MuxedStreamError:
         if not self._reset:
             return MuxedStreamReset("the connection is closed")
-        if self._expected:  # it may have said so, but what it says last does not outlive a reset
+        if self._expected:  # it may have said so, but its last bytes do not survive a reset
             return ProtocolRefused(f"the other side does not speak {self._protocol}")
         return MuxedStreamReset("the stream was reset")

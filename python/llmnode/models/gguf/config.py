@@ -76,7 +76,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def config_of(file: GgufFile, notes: list[str]) -> PreTrainedConfig:
-    """The model's config; what is left out of it goes into `notes`, a line each.
+    """The model's config. Metadata without a place in it goes into `notes`, a line each.
 
     Raises ModelError for an architecture, or an option of one, that is not supported.
     """
@@ -88,7 +88,7 @@ def config_of(file: GgufFile, notes: list[str]) -> PreTrainedConfig:
         raise ModelError(_unsupported(file, architecture))
     described = _Described(file, architecture)
     described.check_sizes()
-    # Only now: transformers makes what it reads of any kind and size.
+    # Not earlier: transformers accepts values of any kind and size.
     described.options = load_gguf_checkpoint(str(file.path))["config"]
     described.read_sizes()
     described.read_family()
@@ -327,7 +327,7 @@ class _Described:
         return scaling
 
     def _llama3(self, tensor: Any, scaling: dict[str, Any] | None) -> dict[str, Any] | None:  # Any: as above
-        """Llama 3 scales each frequency by its own factor. The file has these; a config has what they follow from."""
+        """Llama 3 scales each frequency by its own factor. The file has the factors, a config what they follow from."""
         import gguf
 
         factors = np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float64).reshape(-1)

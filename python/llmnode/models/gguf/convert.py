@@ -1,7 +1,7 @@
 """A GGUF file as a model folder: dequantised once, to fp32, into a folder of the cache that every later start maps.
 
-Several processes may start at once, one of them converts. transformers reads the tensors; what it would leave out of
-the metadata is read in `gguf_config.py` and `gguf_tokenizer.py`, and what nobody reads is refused or told.
+If several processes start at once, one of them converts. transformers reads the tensors. The metadata that it would
+leave out is read in `config.py` and `tokenizer.py`. If nothing reads a part of it, it is refused or reported.
 """
 
 from __future__ import annotations
@@ -38,20 +38,19 @@ if TYPE_CHECKING:
     from llmnode.models.gguf.tokenizer import GgufTokenizer
 
 NOTES_FILE = "left_out.txt"
-"""The file in a converted folder that lists, a line each, what was left out of the GGUF file. No other folder has
-it."""
+"""The file in a converted folder that lists the parts of the GGUF file that were left out. No other folder has it."""
 
 _VERSION = 2
 """The version of our conversion: to be raised when its results change, so that files are converted anew."""
 _MAGIC = b"GGUF"
 _EXTRA_BYTES = 16 << 20  # config and tokenizer, beside the tensors
-_MEMORY_FACTOR = 2.5  # measured on the embedded model: the file's tensors, the model's, and what is being written
+_MEMORY_FACTOR = 2.5  # measured on the embedded model: the file's tensors, the model's, and the written file
 _MOST_NOTES = 10
 _PATIENCE_S = 1.0  # before it is told that another process converts
 
 
 def is_gguf(path: Path) -> bool:
-    """By its suffix, so that a damaged one is told as such; else by its first bytes."""
+    """Decides by the suffix, so that a damaged file is named as such; without it, by the first bytes."""
     if path.suffix.lower() == ".gguf":
         return True
     with path.open("rb") as opened:
@@ -59,9 +58,9 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_gguf(path: Path, report: Callable[[str], None] = lambda _line: None) -> ModelFolder:
-    """The model in the file `path`, converted first if this machine has not done so yet; its name is the file's.
+    """The model in the file `path`. It is converted first if this machine has not done so yet. It has the file's name.
 
-    `report` is told in a line what takes long. Raises ConfigError if there is no room for it, ModelError if it cannot
+    `report` gets a line before each slow step. Raises ConfigError if there is no space for it, ModelError if it cannot
     be read: it is damaged, a part of a model, or of a family or with an option that is not supported.
     """
     try:
@@ -172,7 +171,7 @@ def _convert_file(path: Path, name: str, folder: Path, report: Callable[[str], N
 
 @contextmanager
 def _parsed_once(file: GgufFile) -> Iterator[None]:
-    """transformers parses a file anew for each part of the model, and lists the names of its tensors likewise.
+    """transformers parses a file anew, and lists its tensors' names anew, for each part of the model.
 
     Both take most of a conversion's time: vocabularies are long, and the package parses them number by number. It also
     shows a progress bar, which would cut through the lines of a terminal.
@@ -192,9 +191,9 @@ def _parsed_once(file: GgufFile) -> Iterator[None]:
 
 
 def _check_tensors(file: GgufFile, config: PreTrainedConfig) -> None:
-    """That the model is made of these tensors and no others. Raises ModelError before anything is converted.
+    """Check that the model consists of these tensors and no others. Raises ModelError before anything is converted.
 
-    transformers would make up at random what is missing, and leave out what it has no name for.
+    transformers would fill missing tensors at random, and leave out those that it has no name for.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -257,7 +256,7 @@ def _convert(
             tensors.pop("lm_head.weight", None)  # the embedding again
         save_file(tensors, partly / SINGLE_FILE, metadata={"format": "pt"})
         if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config  # of what we store, whatever the file was
+            del model.config.quantization_config  # the stored weights are not quantized, unlike the file's
         model.config.save_pretrained(partly)
         generation_config_of(file, model.config, described, notes).save_pretrained(partly)
         tokenizer.save_pretrained(partly)

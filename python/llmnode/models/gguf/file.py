@@ -1,4 +1,4 @@
-"""A GGUF file's header and tensor table, read within limits: what is damaged, or is no model, is said in a line.
+"""A GGUF file's header and tensor table, read within limits. A damaged file, or one without a model, gives one line.
 
 The package `gguf` parses it. It believes each count and offset of the file, so these are checked before they are used.
 `gguf/config.py` and `gguf/tokenizer.py` know the meaning of the metadata.

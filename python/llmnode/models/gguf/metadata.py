@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file: typed, and with a record of what was read, so that nothing is left out unnoticed.
+"""The metadata of a GGUF file, typed. It records which keys were read, so that nothing is left out unnoticed.
 
 Keys are those of the GGUF specification (`gguf.Keys`). The code that reads a key knows its meaning.
 """
@@ -23,7 +23,7 @@ _HARMLESS = (
     "tokenizer.ggml.token_type_count",  # BERT's
     "tokenizer.ggml.precompiled_charsmap",  # of Unigram tokenizers; the others do not normalize
     "tokenizer.ggml.remove_extra_whitespaces",  # likewise
-    "tokenizer.huggingface.json",  # says what tokenizer.ggml.* says
+    "tokenizer.huggingface.json",  # it repeats tokenizer.ggml.*
     "tokenizer.ggml.prefix_token_id",  # for filling in the middle, which prompts ask for by the tokens themselves
     "tokenizer.ggml.suffix_token_id",
     "tokenizer.ggml.middle_token_id",

@@ -46,7 +46,7 @@ def llama3_scaling(
 
 
 def _bounds(factors: NDArray[np.float64], turns: NDArray[np.float64], factor: float) -> Iterator[tuple[float, float]]:
-    """At how many turns of the original context the factor begins to fall, and where it is 1: what may be."""
+    """The possible turns of the original context at which the factor begins to fall, and those at which it is 1."""
     yield 1.0, 4.0  # Llama 3's own
     smooth = (1 / factors - 1 / factor) / (1 - 1 / factor)  # 0 where low, 1 where high
     between = (smooth > 1e-3) & (smooth < 1 - 1e-3)

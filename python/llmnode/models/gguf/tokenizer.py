@@ -123,7 +123,7 @@ class GgufTokenizer:
         return found
 
     def _read_ends(self) -> list[int]:
-        """eos, eot and eom, and what ends a generation by its text or by its use in filling in the middle."""
+        """eos, eot and eom, and the tokens that end a generation by their text or by their use in infilling."""
         named = [self._ids[name] for name in _ENDS if name in self._ids]
         by_text = [index for index, token in enumerate(self.tokens) if token in _TURN_ENDS]
         return list(dict.fromkeys([*named, *by_text]))

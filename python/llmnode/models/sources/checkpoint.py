@@ -1,7 +1,7 @@
 """Finds the files of a folder that are the model: those that transformers' `from_pretrained` takes, and no other.
 
-It looks for one file first, then for an index of several; what else lies there, as an older index or a copy of another
-precision, does not count. Knows names of files and what JSON says, neither tensors nor where files come from.
+It looks for one file first, then for an index of several. Other files, such as an older index or a copy in another
+precision, do not count. It knows file names and JSON, but neither tensors nor the origin of files.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MOST_NAMES = 10_000
 def weights_file(config: Mapping[str, Any], has: Callable[[str], bool]) -> str | None:
     """The file of all tensors, or the index of those that have them; None if there is neither.
 
-    `has` tells whether the folder has a file of a name. Raises ModelError for a config that names what cannot be.
+    `has` tells whether the folder has a file of a name. Raises ModelError if the config names an impossible file.
     """
     named = config.get(_NAMED)
     if named is None:
@@ -70,9 +70,9 @@ def is_index(file: str) -> bool:
 
 
 def shard_names(path: Path, file: str) -> list[str]:
-    """All files that are the model in the folder `path`, of which `file` is the one, or the index.
+    """All files of the model in the folder `path`. `file` is the only one, or their index.
 
-    Raises ModelError if the index cannot be read as transformers does, or leads out of the folder.
+    Raises ModelError if transformers could not read the index either, or if it leads out of the folder.
     """
     if not is_index(file):
         return [file]
@@ -103,7 +103,7 @@ def promised(path: Path, index: str) -> dict[str, str]:
 
 
 def check_options(config_file: Path, config: Mapping[str, Any], names: Collection[str]) -> None:
-    """Raises ModelError for what makes transformers take other files, in a way that we do not follow.
+    """Raises ModelError for options with which transformers takes other files, in a way that we do not follow.
 
     `names` are those of the folder.
     """
@@ -134,7 +134,7 @@ def _is_file(path: Path, name: str) -> bool:
 
 
 def explain_lack(names: Sequence[str], base: Callable[[], object]) -> str:
-    """Why files of these `names` are no model that we can run, and what to do: the end of a sentence about the folder.
+    """Why files of these `names` are no model that we can run, with advice: the end of a sentence about the folder.
 
     `base` reads the name of the model that an adapter is for.
     """

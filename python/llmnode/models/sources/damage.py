@@ -1,6 +1,6 @@
-"""Explains why a file cannot be read, and what to do about it, by its first bytes and its size.
+"""Explains by its first bytes and its size why a file cannot be read, with advice.
 
-A download that broke off, a web page in the place of a file, what git leaves there without git-lfs. Knows no model.
+It may be an unfinished download, a web page instead of a file, or a pointer of git-lfs. It knows no model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OTHERS = (
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a `file` of a model. Raises ModelError, in one line that says what to do, if there is none."""
+    """The object in a `file` of a model. Raises ModelError with advice, in one line, if there is none."""
     found = _read_object(file)
     if isinstance(found, str):
         raise ModelError(f"{file.parent} is not a model folder: {file.name} {found}")
@@ -46,7 +46,7 @@ def what_is_wrong_in_json(file: Path) -> str | None:
 
 
 def what_is_instead(file: Path) -> str | None:
-    """The content that stands in the place of a file, likewise."""
+    """The content that stands in the place of a file, as the end of a sentence. None if it is not known."""
     try:
         return _in_place(_beginning(file))
     except OSError as error:
@@ -54,7 +54,7 @@ def what_is_instead(file: Path) -> str | None:
 
 
 def _read_object(file: Path) -> dict[str, Any] | str:
-    """Or what is wrong with it."""
+    """The object, or the reason why there is none."""
     try:
         if (why := _not_there(file)) is not None:
             return why
@@ -65,7 +65,7 @@ def _read_object(file: Path) -> dict[str, Any] | str:
         return f"holds a {type(found).__name__} where an object must be: {_AGAIN}"
     except OSError as error:
         return f"cannot be read: {error.strerror or error}"
-    except (ValueError, RecursionError) as error:  # of what is no UTF-8, too
+    except (ValueError, RecursionError) as error:  # also if it is not UTF-8
         return _in_place(content) or _other_encoding(content) or f"is no JSON ({one_line(error)}): {_AGAIN}"
 
 

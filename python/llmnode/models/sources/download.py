@@ -1,8 +1,8 @@
 """Large files of the hub, one after the other, resumed where an earlier run was interrupted.
 
-huggingface_hub resumes a broken connection but not a killed program, of which it leaves an unfinished file behind. So
-the bytes of a shard are ours to get, into huggingface_hub's cache under one name, so that the next run goes on with
-them; huggingface_hub then finds a file that is there and puts it in its place.
+huggingface_hub resumes a broken connection, but not a download whose program was killed. So we fetch the bytes of a
+shard ourselves, into huggingface_hub's cache under a fixed name, and the next run goes on with them. Then
+huggingface_hub finds a complete file, and puts it in its place.
 """
 
 from __future__ import annotations

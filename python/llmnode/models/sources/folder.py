@@ -56,9 +56,9 @@ def _nothing_to_obtain(_files: Collection[Path]) -> None:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """An opened model folder. `files` tells for each tensor name the file that holds it, `dtypes` what it is there.
+    """An opened model folder. `files` has the file of each tensor, by its name, `dtypes` its dtype there.
 
-    `obtain` is called with the files that are about to be read, and returns when they are there.
+    `obtain` is called with the files that will be read next, and returns when they are there.
     """
 
     path: Path
@@ -74,7 +74,7 @@ class ModelFolder:
 
     @property
     def revision(self) -> str:
-        """The commit, if it is from the hub; else what stands for its weights."""
+        """The commit, if it is from the hub; else a fingerprint of its weights."""
         identity = read_digest(self.digest)
         assert identity is not None, "ours are made so"
         return identity.weights.fingerprint.hex()
@@ -178,9 +178,9 @@ def open_folder(path: Path, name: str, weights: Weights | None = None) -> ModelF
 
 
 def open_config(path: Path, name: str, names: Collection[str]) -> dict[str, Any]:
-    """The config of the folder `path`, which has files of these `names`: `name` is what people call it.
+    """The config of the folder `path`, which has files of these `names`. Messages call it `name`.
 
-    Raises ModelError unless it is of a model that we can run.
+    Raises ModelError unless we can run its model.
     """
     if CONFIG_FILE not in names:
         raise no_model(path, name, names)
@@ -192,7 +192,7 @@ def open_config(path: Path, name: str, names: Collection[str]) -> dict[str, Any]
 
 
 def no_model(path: Path, name: str, names: Collection[str]) -> ModelError:
-    """The error for a folder that has no config or weights for us, with advice by what else it has."""
+    """The error for a folder without a config or weights that we can use. Its other files decide the advice."""
     lack = explain_lack(sorted(names), lambda: read_json(path / ADAPTER_FILE).get("base_model_name_or_path"))
     return ModelError(f"{name} is not a model folder: it {lack}")
 
@@ -209,7 +209,7 @@ def read_config(path: Path) -> PreTrainedConfig:
         raise ModelError(f"models of the family {family!r}{code} are not supported; supported are: {supported}")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # what a config may say brings transformers to raise anything
+    except Exception as error:  # transformers may raise anything for strange values of a config
         raise ModelError(
             f"{path} is not a model folder: transformers takes no such {CONFIG_FILE} ({one_line(error)}): get it again"
         ) from error
@@ -217,7 +217,7 @@ def read_config(path: Path) -> PreTrainedConfig:
 
 
 def read_header(shard: Path) -> Header:
-    """Raises ModelError, with what to do, if there is no such file, or not of safetensors."""
+    """The header of a shard. Raises ModelError with advice if there is no such file, or it is not safetensors."""
     try:
         with safe_open(shard, framework="pt") as opened:
             views = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping

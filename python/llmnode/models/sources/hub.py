@@ -1,10 +1,9 @@
-"""A model on the Hugging Face hub as a model folder, of which only what is read is downloaded.
+"""A model on the Hugging Face hub as a model folder. Only files that are read are downloaded.
 
-Opening it gets the config, the tokenizer and the headers of the safetensors: these few bytes of every shard tell what
-the tensors are, so that all peers agree on the digest, whatever part they hold. The shards themselves come whole, when
-a part is read that has a tensor in them, and lie in huggingface_hub's own cache, where other programs find them and
-this one finds theirs. That goes for a model of a single file too: it is downloaded whole. Ranges of it could be read
-instead, but what is in the cache would then be neither whole nor usable by others, and another span offline impossible.
+Opening it gets the config, the tokenizer and the headers of the safetensors. From these few bytes of every shard all
+peers compute the same digest, whatever part they have. A shard comes whole when a part of it is read. It lies in
+huggingface_hub's own cache, where other programs find it, and we find theirs. A model of a single file is downloaded
+whole too. Ranges of it would take less, but no other program could use them, nor another span offline.
 
 Files that run code when they are read (pickles, and Python) are never downloaded.
 """
@@ -108,11 +107,11 @@ def parse_hub_name(text: str) -> HubName | None:
 
 
 def open_hub(name: HubName, report: Callable[[str], None] = lambda _line: None) -> ModelFolder:
-    """Get what the digest and the tokenizer need, and no shard: those are downloaded as the folder is read.
+    """Get the files for the digest and the tokenizer, and no shard: those are downloaded as the folder is read.
 
-    Without a network, or with `LLMNODE_OFFLINE`, what is in the cache is used. `report` is told in a line what takes
-    long, also when the folder is read. Both raise ConfigError (there is no such model, it may not be read, network,
-    disk) and ModelError (it is not one that we can run).
+    Without a network, or with `LLMNODE_OFFLINE`, the cache is used. `report` gets a line before each slow step, also
+    when the folder is read. Both raise ConfigError (no such model, no access, network, disk) and ModelError (we cannot
+    run it).
     """
     offline = is_offline()
     with hub_access(str(name)):

@@ -1,10 +1,9 @@
 """Tells which model the files on disk are: `core/identity.py` makes a digest of it.
 
-Weights on the hub are known by their commit, since nobody has all of them, and those of a GGUF file by its SHA-256.
-Those in a folder are known by a fingerprint of the numbers themselves: all of them where they are few, else windows
-that are spread over all tensors. It tells apart what training, merging, pruning or another dtype makes of a model,
-which changes numbers everywhere. It can miss a change of a few numbers in a large model. It is no defence against a
-peer that wants to deceive: what a peer says of its own model is its word anyway.
+Weights on the hub are known by their commit, since no peer has all of them, and those of a GGUF file by its SHA-256.
+Those in a folder are known by a fingerprint of the numbers: of all of them if there are few, else of windows all over
+the tensors. Training, merging, pruning and another dtype change numbers everywhere, and so the fingerprint. It can miss
+a change of a few numbers in a large model. It is no defence against a peer that lies about its own model.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _NOT_COUNTED = frozenset(
         *("initializer_range", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout"),
         *("residual_dropout", "embedding_dropout", "dropout", "layerdrop", "classifier_dropout"),
         *("router_aux_loss_coef", "router_jitter_noise", "finetuning_task", "problem_type"),
-        # labels, and what `generate` does with scores: that is each client's own affair
+        # labels, and settings of `generate`: each client has its own
         *("id2label", "label2id", "num_labels", "task_specific_params"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
         *("max_length", "min_length", "max_new_tokens", "do_sample", "num_beams", "temperature", "top_k", "top_p"),
@@ -105,7 +104,7 @@ def _places(file: Path) -> dict[str, tuple[int, int]]:
 
 
 def _windows(name: str, start: int, end: int, count: int | None) -> Iterator[tuple[int, int]]:
-    """Offset and length of what is read of a tensor: of a large model `count` windows, at places that its name says."""
+    """Offset and length of each part of a tensor to read. In a large model, its name places `count` windows."""
     size = end - start
     if count is None or size <= count * WINDOW_BYTES:
         for offset in range(start, end, SAMPLED_BYTES):

@@ -82,5 +82,5 @@ def _names_of(file: Path) -> set[str]:
 
 
 def _stored_as(missing: Sequence[str]) -> list[str]:
-    """By their own names, or without what comes before the first dot, as of a base model."""
+    """Their own names, or those without the part before the first dot, which a base model has."""
     return [*missing, *(name.partition(".")[2] for name in missing)]

@@ -1,9 +1,9 @@
-"""The one way to the hub's network: when it is open, and what its failures mean to the user.
+"""The one way to the hub's network: it says when it is open, and explains its failures to the user.
 
-Libraries ask the hub for this and that as they load a model. None of ours may: only what the user has named on the hub
-is looked for there. So the program switches huggingface_hub off (`keep_libraries_offline`, before anything is imported)
-and `hub_access` switches it on for as long as we ask for files of that model. `LLMNODE_OFFLINE=1`, or a
-`HF_HUB_OFFLINE=1` that the user has set, keeps it off: then the cache must have everything.
+Libraries ask the hub for files as they load a model. None of ours may: we look only for models that the user has named
+on the hub. So the program switches huggingface_hub off (`keep_libraries_offline`, before anything is imported), and
+`hub_access` switches it on while we ask for files of that model. `LLMNODE_OFFLINE=1`, or a `HF_HUB_OFFLINE=1` of the
+user, keeps it off: then the cache must have everything.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def keep_libraries_offline() -> None:
-    """For this process and its children; what the user wants of the network is kept in `LLMNODE_OFFLINE`.
+    """Switch libraries off for this process and its children. `LLMNODE_OFFLINE` keeps the user's own wish.
 
-    To be called before huggingface_hub is imported, which reads its variables then.
+    Call it before huggingface_hub is imported, which reads its variables then.
     """
     wish = os.environ.get(_LIBRARIES) or os.environ.get("TRANSFORMERS_OFFLINE") or "0"
     os.environ.setdefault(_OURS, wish)
@@ -74,7 +74,7 @@ def hub_access(model: str) -> Iterator[None]:
 
 
 def is_out_of_reach(error: Exception) -> bool:
-    """Whether the hub did not answer, or answered that it cannot now: what is in the cache may do then."""
+    """Whether the hub did not answer, or cannot now. Then the cache may be enough."""
     import httpx2
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -84,7 +84,7 @@ def is_out_of_reach(error: Exception) -> bool:
 
 
 def explain(error: BaseException, model: str) -> LlmnodeError:
-    """The meaning of `error`, met while something of `model` was asked for, to the user, and what to do about it."""
+    """The meaning of `error` for the user, with advice. It came while a file of `model` was asked for."""
     from huggingface_hub import constants, errors
 
     match error:

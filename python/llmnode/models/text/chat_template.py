@@ -139,16 +139,16 @@ _PLAIN = (
 )
 """No dict: one could have a method under another one's name."""
 _KEPT = {"loop", "messages", "raise_exception"}
-"""Names that must mean what they mean to transformers."""
+"""Names that must have the meaning that transformers gives them."""
 _PLAIN_FILTERS = {"capitalize", "first", "last", "length", "lower", "string", "title", "trim", "upper"}
 _PLAIN_METHODS = {"endswith", "get", "items", "lower", "lstrip", "rstrip", "startswith", "strip", "title", "upper"}
 
 
 def is_plain(source: str) -> bool:
-    """Whether a template only puts together what it is given: loops over the messages, and no loop in a loop.
+    """Whether a template only joins its inputs: it loops over the messages, and no loop is in another.
 
     Its work and its text then grow with the dialogue times the template, and no value is more than the sum of others:
-    nothing is multiplied, padded or formatted, and no variable is made of two that were made before.
+    nothing is multiplied, padded or formatted, and no variable is made of two earlier ones.
     """
     try:
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
@@ -171,7 +171,7 @@ def _is_plain_node(node: nodes.Node, made: set[str], of_messages: set[str]) -> b
             return not node.recursive and not is_nested and _is_messages(node.iter, of_messages)
         case nodes.Assign():
             used = [name for name in _names(node.node) if name in made]
-            escapes = _within(node.node, nodes.List, nodes.Tuple)  # as text, a list escapes what is in it
+            escapes = _within(node.node, nodes.List, nodes.Tuple)  # a list as text escapes its items
             return isinstance(node.target, nodes.Name) and len(used) <= 1 and not escapes
         case nodes.Filter():
             return node.name in _PLAIN_FILTERS and not (node.args or node.kwargs or node.dyn_args or node.dyn_kwargs)

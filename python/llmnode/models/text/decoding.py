@@ -38,7 +38,7 @@ EVERYTHING = Reach(everything=True)
 
 
 def reach_of(tokenizer: Any) -> Reach:  # Any: transformers types its tokenizers so
-    """By the tokenizer's own description of its decoder, and what its class does after that."""
+    """Read it from the tokenizer's description of its decoder, and from what its class does after that."""
     from transformers import PreTrainedTokenizerBase
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
@@ -68,7 +68,7 @@ def _flat(step: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 def _reach_of_steps(steps: Sequence[Mapping[str, Any]]) -> Reach:
     characters, byte_runs = 0, False
-    is_whole = False  # one string, no longer tokens: what then looks at "a token" looks at all of the text
+    is_whole = False  # from here on it is one string: a step that looks at "a token" looks at all of it
     for step in steps:
         kind = step["type"]
         if kind in ("Fuse", "ByteLevel"):

@@ -22,9 +22,9 @@ READY = "ready"
 MOST_LETTERS = 1 << 22
 """The most characters of a template, and of a prompt: more than fits the longest context."""
 _MOST_WORDS = 300
-"""Characters of what a template says about itself."""
+"""The longest message of a template's own, in characters."""
 _MORE_BYTES = 512 << 20
-"""That a template may take beside what Python and transformers have taken."""
+"""The memory that a template may take beyond that of Python and transformers."""
 
 _LAST_S = 60.0
 """Then it ends by itself, for example when the asking process is gone and cannot end it."""
@@ -71,7 +71,7 @@ def _words(error: Exception) -> str:
 
 def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="ascii")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print there, and stdout is for answers
     import transformers.utils.chat_template_utils  # noqa: F401 - before memory is limited, and it is said that we begin
 
     _limit_memory()

@@ -27,8 +27,8 @@ _OTHERWISE = "use generate without --chat, or another model"
 class Tokenizer:
     """A model's tokenizer and chat template. `name` is the model's.
 
-    Token ids alone need no tokenizer. So a model without one can be used, and what needs text raises the ModelError
-    that there was.
+    Token ids alone need no tokenizer. So a model without one can be used. Calls that need text then raise the
+    ModelError of its loading.
     """
 
     def __init__(self, tokenizer: Any, name: str) -> None:  # Any: transformers types its tokenizers so
@@ -76,7 +76,7 @@ class Tokenizer:
 
     @cached_property
     def reach(self) -> Reach:
-        """How far back more tokens may change what `decode` made of those before."""
+        """How far back later tokens may change the text that `decode` has made of earlier ones."""
         return reach_of(self._tokenizer)
 
     def is_silent(self, token_id: int) -> bool:
@@ -115,7 +115,7 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: ModelFolder) -> Tokenizer:
-    """Raises ModelError, in a line that says what to do, if the folder has none that can be used."""
+    """The folder's tokenizer. Raises ModelError with advice, in one line, if none can be used."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     # AutoTokenizer would build Qwen2's by its own rules, and not by the tokenizer.json that we made of a GGUF file.

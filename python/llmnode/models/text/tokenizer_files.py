@@ -1,4 +1,4 @@
-"""Explains why transformers cannot load the files of a tokenizer, and what to do about it."""
+"""Explains why transformers cannot load the files of a tokenizer, with advice."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def turned(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     """The weight times the rows as columns."""
     columns = rows.reshape(-1, rows.shape[-1]).t()
     product = torch.mm(weight, columns) if bias is None else torch.addmm(bias[:, None], weight, columns)
-    return product.t().contiguous().view(*rows.shape[:-1], -1)  # attention is slow with what lies otherwise
+    return product.t().contiguous().view(*rows.shape[:-1], -1)  # attention is slow with transposed rows
 
 
 def in_parts(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

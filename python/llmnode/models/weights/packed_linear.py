@@ -1,8 +1,8 @@
-"""Weights in fewer bits than they are computed with, of the same value: all are fp32 again where they are multiplied.
+"""Weights in fewer bits than they are computed with, and of the same value: products take them as fp32 again.
 
-Those that files have in bf16 or fp16 stay so; those that were widened from GGUF's Q4_1, Q4_0 or Q8_0 are found to be
-of 4 or 8 bits again. Products are what they would be, in half of the memory or in a fifth; and a decode, which takes as
-long as its weights take from memory, takes less (in Rust, see `native.py`). Many rows take longer, by the widening.
+Weights that files have in bf16 or fp16 stay so. Weights that were widened from GGUF's Q4_1, Q4_0 or Q8_0 are recognized
+as 4 or 8 bits again. Products do not change, and memory is a half or a fifth. A decode, whose time is that of reading
+its weights, takes less (in Rust, see `native.py`). Many rows take longer, by the widening.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Q8Linear(torch.nn.Module):
 Narrow: TypeAlias = HalfLinear | Q4Linear | Q8Linear
 
 
-def keep_narrow(block: Any) -> None:  # Any: a module has what its block has
+def keep_narrow(block: Any) -> None:  # Any: a module has the attributes of its block
     """Have the linear layers of `block`, whose weights may be of 16 bits, compute in 32 with as few as they need."""
     for parent in (block.self_attn, block.mlp):
         for name, module in list(parent.named_children()):
@@ -142,7 +142,7 @@ def _is_in_groups(weight: torch.Tensor) -> bool:
 
 
 def _in_parts(x: torch.Tensor, layer: Narrow, widened: _Widened) -> torch.Tensor:
-    """The product of `x` with the weights of `layer`, of which `widened` gives those of some outputs."""
+    """The product of `x` with the weights of `layer`. `widened` gives the weights of some outputs at a time."""
     outputs, inputs, bias = layer.outputs, layer.inputs, layer.bias
     room = torch.empty if torch.is_grad_enabled() and x.requires_grad else _room  # a gradient needs the weights again
     part = max(1, _MOST_WIDENED // inputs)

@@ -28,7 +28,7 @@ class Int8Linear(torch.nn.Module):
     """Weights of 8 bits with a scale for each output; inputs are rounded to 8 bits too, with a scale for each row."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """`weight` is (outputs, inputs), of floating point. Without storage, so is what comes of it."""
+        """`weight` is (outputs, inputs), of floating point. If it has no storage, the result has none either."""
         super().__init__()
         self.weight, self.scale = map(_fixed, _int8(weight))
         self.bias = None if bias is None else _fixed(bias)
@@ -78,7 +78,7 @@ class NF4Linear(torch.nn.Module):
     """Weights of 4 bits, by bitsandbytes: which of 16 quantiles of a normal distribution, with a scale for each 64."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """`weight` is (outputs, inputs), of floating point. Without storage, so is what comes of it."""
+        """`weight` is (outputs, inputs), of floating point. If it has no storage, the result has none either."""
         super().__init__()
         self.packed, self.absmax, self.code = map(_fixed, _nf4(weight))
         self.bias = None if bias is None else _fixed(bias)
@@ -104,9 +104,9 @@ def quantize_block(block: torch.nn.Module, quant: str, device: str = "cpu") -> N
 
 
 def quantized_state(block: torch.nn.Module, quant: str) -> dict[str, torch.Tensor]:
-    """The state of `block`, which may be without storage, after `quantize_block`; itself without storage.
+    """The state of `block` after `quantize_block`, without storage. `block` may be without storage too.
 
-    Raises likewise.
+    Raises as `check_quantizable`.
     """
     check_quantizable(block)
     state = {name: each.to("meta") for name, each in block.state_dict().items()}
@@ -127,7 +127,7 @@ def fill_block(block: torch.nn.Module, quant: str, state: Mapping[str, torch.Ten
 
 
 def quantized_bytes(block: torch.nn.Module, quant: str) -> int:
-    """The bytes of `block`, which may be without storage, with its linear layers quantized. Raises likewise."""
+    """The bytes of `block` with quantized linear layers. It may be without storage. Raises as `quantized_state`."""
     return sum(each.nbytes for each in quantized_state(block, quant).values())
 
 
@@ -178,7 +178,7 @@ def _int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _nf4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Two codes a byte, the scales, and what the codes stand for."""
+    """The codes, two in a byte; the scales; the values of the codes."""
     if weight.is_meta:
         count = weight.numel()
         packed = torch.empty((count + 1) // 2, 1, dtype=torch.uint8, device="meta")
@@ -203,7 +203,7 @@ def _outliers(rows: torch.Tensor) -> torch.Tensor:
 def _product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """(rows, inputs) times (outputs, inputs), both int8: exact, in int32. Without fast integers, within fp32's."""
     if not rows.is_cuda and _has_fast_int8():
-        return torch._int_mm(rows, weight.t())  # what bitsandbytes takes too, without the seconds of its import
+        return torch._int_mm(rows, weight.t())  # bitsandbytes uses it too, but its import takes seconds
     product: torch.Tensor = _bitsandbytes().functional.int8_linear_matmul(rows, weight)
     return product
 

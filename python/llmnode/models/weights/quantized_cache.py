@@ -123,7 +123,7 @@ class KeptBlocks:
             log.info("quantized blocks of %s are not kept: %s", self._model, one_line(error))
 
     def _make_room(self, place: Path, index: int, block_bytes: int) -> None:
-        """For what is left of the span, once: for one that is too large nothing goes, and of it nothing is kept.
+        """Make space for the rest of the span, once. If the span is too large, nothing is removed and nothing kept.
 
         Raises OSError then.
         """

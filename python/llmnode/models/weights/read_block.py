@@ -88,9 +88,9 @@ def block_dtypes(
 
 
 def _stored_names(folder: ModelFolder, names: Iterable[str]) -> dict[str, str] | None:
-    """The names of parameters in the files: the same, or without `model.`. None if it takes transformers to tell.
+    """The names of parameters in the files: the same, or without `model.`. None if only transformers' rules can tell.
 
-    That is if one is not there by these names, or more than once: then its rules say what is taken.
+    That is so if a parameter is not there by these names, or is there more than once.
     """
     stored = {}
     for name in names:

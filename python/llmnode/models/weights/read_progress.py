@@ -42,7 +42,7 @@ class Reading:
 
     @contextmanager
     def rounding(self) -> Iterator[None]:
-        """Around what quantizes a block."""
+        """The context of code that quantizes a block."""
         began_s = self._clock()
         yield
         self._rounding_s += self._clock() - began_s
