@@ -1,14 +1,16 @@
-"""The README of a folder names each of its files, and READMEs name no file that is gone."""
+"""The README of a folder names each of its files. No README, docstring or comment names a file that is gone."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+CHECKER = runpy.run_path(str(ROOT / "tests" / "lint" / "prose.py"))
 PACKAGE = ROOT / "python" / "llmnode"
 PAGES = sorted(
     page
@@ -51,3 +53,23 @@ def test_the_files_that_a_page_names_exist(page: Path) -> None:
         if "/" in word or not list((ROOT / "tests" if word.startswith("test_") else page.parent).rglob(word))
     ]
     assert not gone, f"{page} names files that are not there"
+
+
+def test_the_files_that_docstrings_and_comments_name_exist() -> None:
+    """A bare name may be that of any file. A path is relative to the file, to the folder around it, or to a base."""
+    files: list[Path] = CHECKER["_files"]([])
+    paths = [path for path in files if path.suffix in {".py", ".rs"} and path != Path(__file__)]
+    names = {path.name for path in files}
+    gone = [
+        f"{path.relative_to(ROOT)}:{line}: {word}"
+        for path in paths
+        for line, text in CHECKER["texts_of"](path)
+        for quoted in re.findall(r"`([^`\n]+)`", text)
+        for word in re.findall(r"(?<![\w/*.-])[\w/-]+\.(?:py|rs|md)\b(?![\w*])", quoted)
+        if not (
+            word in names
+            if "/" not in word
+            else any((at / word).exists() for at in (path.parent, path.parent.parent, *BASES))
+        )
+    ]
+    assert not gone
