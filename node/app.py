@@ -23,7 +23,8 @@ from llmnode.net.directory import open_directory
 from llmnode.net.host import open_network
 from llmnode.net.swarm_key import Entry, entry
 from llmnode.node.serve.links import accept_links, answer_as_relay
-from llmnode.node.serve.role import Role, choose_blocks
+from llmnode.node.serve.placing import choose_blocks
+from llmnode.node.serve.role import Role
 from llmnode.node.serve.server import Server
 from llmnode.node.watching import Notice, log_notice, watch
 from llmnode.swarm.membership import Swarm

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _measure(config: NodeConfig, rounds: int, report: Callable[[str], None]) -> tuple[ModelInfo, Span, Speed]:
     from llmnode.node.app import open_source
-    from llmnode.node.serve.role import choose_blocks
+    from llmnode.node.serve.placing import choose_blocks
     from llmnode.node.serve.speed import measure_speed
 
     report("loading torch")

@@ -37,8 +37,6 @@ from llmnode.core.serving.node_life import (
     join,
     transition,
 )
-from llmnode.core.serving.placement import choose_span, counted
-from llmnode.core.span import Span, parse_span
 from llmnode.errors import ConfigError, ModelError, WorkerLost
 from llmnode.node.serve.speed import step_us
 
@@ -47,13 +45,12 @@ if TYPE_CHECKING:
 
     from llmnode.core.model import ModelInfo
     from llmnode.core.serving.node_life import Action, Event, State
+    from llmnode.core.span import Span
     from llmnode.node.serve.server import Server
     from llmnode.ports import Worker, WorkerSource
     from llmnode.swarm.membership import Swarm
 
 log = logging.getLogger(__name__)
-
-AUTO = "auto"
 
 
 class Role:
@@ -263,18 +260,3 @@ class Role:
             with trio.move_on_at(until_s):
                 await self._server.drain(self._report_sessions)
             self._report(Drained(self._server.sessions_here), scope)
-
-
-async def choose_blocks(blocks: str, model: ModelInfo, source: WorkerSource, swarm: Swarm | None) -> Span:
-    """The blocks that were asked for; of a number of them, those that the swarm, if there is one, needs most."""
-    if ":" in blocks:
-        return parse_span(blocks, model.blocks)
-    length = int(blocks) if blocks != AUTO else await source.fitting_blocks()
-    return choose_span(model.blocks, length, [] if swarm is None else await _others(model, swarm))
-
-
-async def _others(model: ModelInfo, swarm: Swarm) -> list[tuple[Span, float]]:
-    if not swarm.view.of_model(model.digest):
-        await swarm.look_up(model.digest)
-    of_profile = [each for each in swarm.view.of_model(model.digest) if each.offer.profile == model.profile]
-    return counted(((each.offer, swarm.state_age_s(each.peer)) for each in of_profile), LifePolicy().joins_within_s)

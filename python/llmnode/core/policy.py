@@ -297,8 +297,6 @@ class LifePolicy:
 
     drain_s: float = 10.0
     """Sessions have this long to end before the blocks are dropped: as at `llmnode serve --drain-s`."""
-    joins_within_s: float = 600.0
-    """A node that loads for longer than this does not keep others away from its blocks."""
 
 
 @dataclass(frozen=True, slots=True)

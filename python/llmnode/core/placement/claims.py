@@ -1,0 +1,51 @@
+"""The part of announcements that placement believes. Words alone must not keep other nodes away from blocks."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from llmnode.core.announcement import PeerState
+from llmnode.core.placement.servers import Server, shared_speed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from llmnode.core.announcement import Offer
+    from llmnode.core.ids import PeerId
+    from llmnode.core.placement.policy import RebalancePolicy
+
+
+def counted(offers: Iterable[tuple[PeerId, Offer, float]], policy: RebalancePolicy) -> list[Server]:
+    """The servers that count, at the speeds that are believed. With each offer comes the age of its state in seconds.
+
+    A peer that joins counts for `joins_within_s`. The offers are of one model and profile.
+    """
+    servers = []
+    for peer, offer, age_s in offers:
+        joins = offer.state is PeerState.JOINING and age_s < policy.joins_within_s
+        if joins or offer.state is PeerState.ONLINE:
+            block_tokens_per_s = 1e6 / offer.block_us if offer.block_us else 0.0
+            speeds = shared_speed(block_tokens_per_s, len(offer.span))
+            servers.append(Server(peer, offer.span, speeds, online=offer.state is PeerState.ONLINE))
+    return believed(servers, policy)
+
+
+def believed(servers: Iterable[Server], policy: RebalancePolicy) -> list[Server]:
+    """The same servers, none faster than `claim_limit` times the median of those that serve.
+
+    A server that still loads counts at most at the median, and exactly there if it has not measured its speed yet.
+    """
+    servers = list(servers)
+    serving = [server.speed for server in servers if server.online]
+    usual = statistics.median(serving) if serving else 1.0
+    return [_limited(server, policy.claim_limit * usual if server.online else usual) for server in servers]
+
+
+def _limited(server: Server, most: float) -> Server:
+    if server.speed <= 0.0 and not server.online:
+        return replace(server, speeds=(most,) * len(server.speeds))
+    if server.speed <= most:
+        return server
+    return replace(server, speeds=tuple(speed * most / server.speed for speed in server.speeds))

@@ -1,0 +1,53 @@
+"""Limits of placement, see `core/placement/README.md`. The simulator and `bench placement` found the values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPolicy:
+    """How the shared plan looks for moves, see `core/placement/plan.py`."""
+
+    moves: int = 12
+    """A plan has at most this many moves. Later ones would meet another swarm than the one that was planned for."""
+    price: float = 0.3
+    """A move must raise the throughput of the swarm by this share, divided by the number of servers: a load and lost KV
+    cost that share of what one server does."""
+    least_prices: float = 2.0
+    """A whole plan must raise it by this many prices of one move. Otherwise small differences between views would move
+    servers."""
+    candidates: int = 200
+    """This many servers, best by a linear estimate, are tried at all of their places for each move."""
+    pairs: int = 16
+    """When no single move helps, this many first moves are each tried with a second one."""
+    tries: int = 1500
+    """A plan tries at most this many servers in all: some 20 ms of Python. Pairs of moves are found in small swarms."""
+
+
+@dataclass(frozen=True, slots=True)
+class RebalancePolicy:
+    """When a node acts on a decision, see `core/placement/rebalancing.py`."""
+
+    check_every_s: float = 60.0
+    """A node considers a move this often, as in the paper."""
+    gap_check_every_s: float = 5.0
+    """It does so this often while nobody serves some block."""
+    jitter: float = 0.2
+    """The share by which these times vary: nodes that joined together do not decide together."""
+    turn_s: float = 20.0
+    """The node whose move comes n-th in the plan waits n times this long. If those before it do not move, it does."""
+    rest_s: float = 120.0
+    """After a move a node makes no other one for this long, unless nobody serves some block."""
+    loading_share: float = 0.1
+    """No move begins while more than this share of the servers is loading blocks, unless there is a gap."""
+    paper_gain: float = 0.2
+    """The paper's p: its rule moves a node only for this much more throughput."""
+    absent_s: float = 600.0
+    """A server that could not be reached when a node was about to rely on it does not count for this long."""
+    confirm: int = 8
+    """Before a move, at most this many servers of the blocks that are left are asked whether they are there."""
+    claim_limit: float = 4.0
+    """No speed counts for more than this many times the median: a liar can draw others away only that far."""
+    joins_within_s: float = 600.0
+    """A node that loads for longer than this does not keep others away from its blocks."""

@@ -1,0 +1,148 @@
+"""When a node moves to other blocks: one at a time, not at once, and never away from blocks that need it.
+
+Nothing here knows a clock or a network. `llmnode.node.serve.rebalance` asks every few seconds and carries the answer
+out, and `llmnode.testing.placement` does the same for thousands of simulated nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmnode.core.placement.paper import better_span
+from llmnode.core.placement.plan import plan_moves
+from llmnode.core.placement.policy import PlanPolicy, RebalancePolicy
+from llmnode.core.placement.servers import block_speeds
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Sequence
+
+    from llmnode.core.ids import PeerId
+    from llmnode.core.placement.plan import Plan
+    from llmnode.core.placement.servers import Server
+    from llmnode.core.span import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a node should do now. Before it moves, it makes sure that the peers in `confirm` are there."""
+
+    span: Span | None = None
+    """The span to move to. With None the node stays."""
+    confirm: Sequence[PeerId] = ()
+    """Servers of the blocks that it leaves; or, if it stays, one that nothing was heard of but announcements."""
+    at_once: bool = False
+    """Nobody serves some block, so no session can go on anyway: sessions need no time to end."""
+
+
+class Rebalancer:
+    """What one node remembers between its decisions."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        blocks: int,
+        rng: random.Random,
+        policy: RebalancePolicy | None = None,
+        *,
+        by_paper: bool = False,
+        plan: Callable[[Sequence[Server]], Plan] | None = None,
+        paper: Callable[[Sequence[Server]], Span | None] | None = None,
+    ) -> None:
+        """`by_paper` decides by the paper's rule. `plan` and `paper` compute decisions in another way: from a cache."""
+        policy = policy or RebalancePolicy()
+        self._me = me
+        self._blocks = blocks
+        self._rng = rng
+        self._policy = policy
+        self._by_paper = by_paper
+        self._plan = plan or (lambda servers: plan_moves(blocks, servers, PlanPolicy()))
+        self._paper = paper or (lambda servers: better_span(me, blocks, servers, policy.paper_gain))
+        self._rests_until_s = float("-inf")
+        self._waits_since_s: float | None = None
+        self._absent: dict[PeerId, float] = {}
+
+    def pause_s(self, servers: Sequence[Server]) -> float:
+        """The time until the next decision."""
+        gap = min(block_speeds(self._blocks, self._present(servers))) <= 0.0
+        soon = gap or self._waits_since_s is not None
+        every_s = self._policy.gap_check_every_s if soon else self._policy.check_every_s
+        return every_s * self._rng.uniform(1 - self._policy.jitter, 1 + self._policy.jitter)
+
+    def note_move(self, now_s: float) -> None:
+        """The node has begun to move."""
+        self._rests_until_s, self._waits_since_s = now_s + self._policy.rest_s, None
+
+    def note_absent(self, peer: PeerId, now_s: float) -> None:
+        """`peer` could not be reached. It does not count for a while."""
+        self._absent = {each: until_s for each, until_s in self._absent.items() if until_s > now_s}
+        self._absent[peer] = now_s + self._policy.absent_s
+
+    def decide(self, servers: Sequence[Server], now_s: float) -> Decision:
+        """What to do, by what the node believes of all servers of its model, itself included."""
+        self._absent = {each: until_s for each, until_s in self._absent.items() if until_s > now_s}
+        servers = self._present(servers)
+        mine = next((server for server in servers if server.peer == self._me), None)
+        if mine is None or not mine.online or not mine.movable:
+            self._waits_since_s = None
+            return Decision()
+        speeds = block_speeds(self._blocks, servers)
+        gap = min(speeds) <= 0.0
+        if not gap and (now_s < self._rests_until_s or self._many_load(servers)):
+            return Decision()
+        wanted = self._paper(servers) if self._by_paper else self._planned(servers, now_s, gap=gap)
+        if wanted is None:
+            return Decision(confirm=self._doubted(servers, speeds))
+        holders = _holders(mine, wanted, servers, self._policy.confirm)
+        return Decision() if holders is None else Decision(wanted, holders, at_once=gap)
+
+    def _present(self, servers: Sequence[Server]) -> Sequence[Server]:
+        return [server for server in servers if server.peer not in self._absent] if self._absent else servers
+
+    def _many_load(self, servers: Sequence[Server]) -> bool:
+        loading = sum(not server.online for server in servers)
+        return loading > max(1, int(self._policy.loading_share * len(servers)))
+
+    def _planned(self, servers: Sequence[Server], now_s: float, *, gap: bool) -> Span | None:
+        """The node's own move in the plan, once it is its turn. While there is a gap all moves begin together."""
+        moves = self._plan(servers).moves
+        turn = next((turn for turn, move in enumerate(moves) if move.peer == self._me), None)
+        if turn is None:
+            self._waits_since_s = None
+            return None
+        if self._waits_since_s is None:
+            self._waits_since_s = now_s
+        if gap or now_s >= self._waits_since_s + turn * self._policy.turn_s:
+            return moves[turn].span
+        return None
+
+    def _doubted(self, servers: Sequence[Server], speeds: Sequence[float]) -> Sequence[PeerId]:
+        """One server of the slowest block: if it is not there, the swarm needs others at that block."""
+        slowest = min(range(self._blocks), key=speeds.__getitem__)
+        others = [
+            server.peer
+            for server in servers
+            if server.peer != self._me and server.online and server.span.start <= slowest < server.span.end
+        ]
+        return [self._rng.choice(others)] if others else []
+
+
+def _holders(mine: Server, wanted: Span, servers: Sequence[Server], most: int) -> Sequence[PeerId] | None:
+    """Servers that hold all blocks that are left, the longest first; None if there are not enough of them."""
+    left = _blocks(mine.span) - _blocks(wanted)
+    others = [server for server in servers if server.online and server.peer != mine.peer]
+    chosen: list[PeerId] = []
+    while left:
+        if len(chosen) == most or not others:
+            return None
+        held, peer = max((len(left & _blocks(server.span)), server.peer) for server in others)
+        if not held:
+            return None
+        chosen.append(peer)
+        left -= _blocks(next(server.span for server in others if server.peer == peer))
+    return chosen
+
+
+def _blocks(span: Span) -> set[int]:
+    return set(range(span.start, span.end))

@@ -1,0 +1,84 @@
+"""The servers of one model as placement sees them: spans and speeds, without addresses, times or tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from llmnode.core.span import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from llmnode.core.ids import PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A node that serves a span, or loads it, and its speed with each number of blocks that it could hold."""
+
+    peer: PeerId
+    span: Span
+    speeds: tuple[float, ...]
+    """Tokens a second while it holds 1, 2, 3 ... blocks. The last one is that with all blocks that fit."""
+    online: bool = True
+    """False while it loads its blocks."""
+    movable: bool = True
+    """False if its owner has chosen its blocks."""
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second that it puts through each of its blocks now."""
+        return self.speeds[len(self.span) - 1]
+
+    def at(self, span: Span) -> Server:
+        """The same server, once it serves `span`."""
+        return replace(self, span=span)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A server is to serve `span` instead of its span of now."""
+
+    peer: PeerId
+    span: Span
+
+
+def one_speed(tokens_per_s: float, most_blocks: int) -> tuple[float, ...]:
+    """The speeds of a server that its network limits: they do not depend on how many blocks it holds."""
+    return (tokens_per_s,) * most_blocks
+
+
+def shared_speed(block_tokens_per_s: float, most_blocks: int) -> tuple[float, ...]:
+    """The speeds of a server that its device limits: with twice the blocks it is half as fast."""
+    return tuple(block_tokens_per_s / length for length in range(1, most_blocks + 1))
+
+
+def worthwhile_lengths(speeds: Sequence[float]) -> list[int]:
+    """The lengths at which a longer span would be slower. No other length is ever better."""
+    later = [*speeds[1:], 0.0]
+    return [length for length, (speed, longer) in enumerate(zip(speeds, later, strict=True), 1) if speed > longer]
+
+
+def block_speeds(blocks: int, servers: Iterable[Server]) -> list[float]:
+    """Tokens a second that all servers together put through each block."""
+    speeds = [0.0] * blocks
+    for server in servers:
+        speed = server.speed
+        for block in range(server.span.start, min(server.span.end, blocks)):
+            speeds[block] += speed
+    return speeds
+
+
+def throughput(blocks: int, servers: Iterable[Server]) -> float:
+    """Tokens a second of many sessions through the whole model: those of its slowest block.
+
+    Sessions may use a part of a span, so the smallest cut of the flow through the swarm is always one block.
+    """
+    return min(block_speeds(blocks, servers))
+
+
+def most_throughput(blocks: int, servers: Iterable[Server]) -> float:
+    """No placement has more throughput: each server at its best length, and its work spread over all blocks evenly."""
+    best = (max(length * speed for length, speed in enumerate(server.speeds, 1)) for server in servers)
+    return sum(best) / blocks

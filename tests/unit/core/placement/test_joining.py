@@ -1,0 +1,76 @@
+"""Placement of a node that joins: `choose_span` against the paper's rule written out, and the claims that count."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmnode.core.announcement import Offer, PeerState
+from llmnode.core.ids import PeerId
+from llmnode.core.model import Precision, Profile
+from llmnode.core.placement.claims import counted
+from llmnode.core.placement.joining import choose_span
+from llmnode.core.placement.policy import RebalancePolicy
+from llmnode.core.placement.servers import Server, block_speeds
+from llmnode.core.span import Span
+from llmnode.errors import ConfigError
+
+BLOCKS = 10
+POLICY = RebalancePolicy()
+speeds_of_blocks = st.lists(st.integers(0, 3).map(float), min_size=BLOCKS, max_size=BLOCKS)
+
+
+@given(speeds_of_blocks, st.integers(1, BLOCKS))
+def test_the_first_of_the_slowest_windows_is_chosen(speeds: list[float], length: int) -> None:
+    windows = [sorted(speeds[start : start + length]) for start in range(BLOCKS - length + 1)]
+    first = windows.index(min(windows))
+    assert choose_span(length, speeds) == Span(first, first + length)
+
+
+def test_servers_that_come_one_after_the_other_cover_the_model() -> None:
+    swarm: list[Server] = []
+    for number in range(5):
+        swarm.append(Server(PeerId(str(number)), choose_span(2, block_speeds(BLOCKS, swarm)), (1.0, 1.0)))
+    assert sorted(server.span for server in swarm) == [Span(start, start + 2) for start in range(0, BLOCKS, 2)]
+
+
+@pytest.mark.parametrize("length", [0, 11])
+def test_a_number_of_blocks_that_the_model_does_not_have_is_refused(length: int) -> None:
+    with pytest.raises(ConfigError, match="the model has 10"):
+        choose_span(length, [0.0] * BLOCKS)
+
+
+def offered(name: str, span: Span, state: PeerState, block_us: int, age_s: float = 1.0) -> tuple[PeerId, Offer, float]:
+    profile = Profile(b"d" * 32, Precision())
+    offer = Offer("model", profile, BLOCKS, span, state, block_us, kv_tokens=9, kv_tokens_free=9)
+    return PeerId(name), offer, age_s
+
+
+def test_one_that_only_says_that_it_joins_counts_for_a_while_and_at_most_at_the_usual_speed() -> None:
+    serving = [offered(f"s{us}", Span(0, 5), PeerState.ONLINE, us) for us in (100, 200, 400)]
+    usual = serving[1][1].speed_tokens_per_s
+    for block_us in (0, 1):  # not measured, or boasted
+        joining = offered("j", Span(5, 10), PeerState.JOINING, block_us, 599.0)
+        assert counted([*serving, joining], POLICY)[-1].speed == pytest.approx(usual)
+    late = offered("j", Span(5, 10), PeerState.JOINING, 1, 600.0)
+    assert len(counted([*serving, late], POLICY)) == len(serving)
+    speeds = block_speeds(BLOCKS, counted([*serving, late], POLICY))
+    assert choose_span(5, speeds) == Span(5, 10), "the hole is filled"
+    assert counted([offered("j", Span(5, 10), PeerState.JOINING, 0)], POLICY)[0].speed == 1.0
+
+
+def test_a_speed_counts_for_a_few_medians_at_most() -> None:
+    honest = [offered(f"s{number}", Span(0, 5), PeerState.ONLINE, 200) for number in range(3)]
+    liar = offered("liar", Span(0, 5), PeerState.ONLINE, 1)
+    believed = counted([*honest, liar], POLICY)[-1].speed
+    assert believed == pytest.approx(POLICY.claim_limit * honest[0][1].speed_tokens_per_s)
+
+
+def test_a_server_that_did_not_measure_itself_counts_as_slow() -> None:
+    assert counted([offered("s", Span(0, 5), PeerState.ONLINE, 0)], POLICY)[0].speed == 0.0
+
+
+@pytest.mark.parametrize("state", [PeerState.DRAINING, PeerState.LEFT, PeerState.UNKNOWN])
+def test_one_that_will_not_serve_does_not_count(state: PeerState) -> None:
+    assert counted([offered("s", Span(0, 5), state, 100)], POLICY) == []
