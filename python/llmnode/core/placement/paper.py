@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from llmnode.core.span import Span
 
 STAYS = 1e-3
-"""A server is taken away with this share more than its speed. Of places that are nearly equal, its own comes first."""
+"""A server is taken away with this share more than its speed. So its own place wins against one that is nearly equal."""
 ROUNDS = 10
-"""The others answer in at most this many rounds. They seldom need half as many."""
+"""The others answer in at most this many rounds. They seldom need five."""
 
 
 def better_span(me: PeerId, blocks: int, servers: Sequence[Server], gain: float, seed: int = 0) -> Span | None:

@@ -1,6 +1,6 @@
 """The shared plan: a few moves after which the swarm is faster. Every node finds the same ones in the same view.
 
-What counts is the throughput of many sessions, which is that of the slowest block. A search by moves sees more than
+The objective is the throughput of many sessions, which is that of the slowest block. A search by moves sees more than
 that one block: it lowers the sum of the cubed deficits of all blocks below the most that any placement could give.
 The moves are taken up to the one where the throughput has grown most, less a price for each move.
 """
@@ -176,7 +176,7 @@ class _Search:
         return [-number for _, number in heapq.nlargest(self.policy.candidates, estimates)]
 
     def _gains(self, speeds: Sequence[float], more: float) -> list[float]:
-        """What each block gains in cubed deficit if `more` tokens a second are added to its speed."""
+        """The cubed deficit that each block loses if `more` tokens a second are added to its speed."""
         target = self.target
         gains = [
             before * before * before - (after * after * after if (after := before - more) > 0.0 else 0.0)

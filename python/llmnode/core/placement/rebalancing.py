@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a node should do now. Before it moves, it makes sure that the peers in `confirm` are there."""
+    """A node should do this now. Before it moves, it makes sure that the peers in `confirm` are there."""
 
     span: Span | None = None
     """The span to move to. With None the node stays."""
@@ -37,7 +37,7 @@ class Decision:
 
 
 class Rebalancer:
-    """What one node remembers between its decisions."""
+    """The memory of one node between its decisions."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Rebalancer:
         self._absent[peer] = now_s + self._policy.absent_s
 
     def decide(self, servers: Sequence[Server], now_s: float) -> Decision:
-        """What to do, by what the node believes of all servers of its model, itself included."""
+        """The node decides by what it believes of all servers of its model, itself included."""
         self._absent = {each: until_s for each, until_s in self._absent.items() if until_s > now_s}
         servers = self._present(servers)
         mine = next((server for server in servers if server.peer == self._me), None)

@@ -1,4 +1,4 @@
-"""What the nodes of a simulated swarm have heard of each other. Many nodes share a view, and what follows from it."""
+"""The announcements that nodes of a simulated swarm have heard. Many nodes share a view, and the plan for it."""
 
 from __future__ import annotations
 

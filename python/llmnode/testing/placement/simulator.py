@@ -42,7 +42,7 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What a swarm has to cope with, and what a move costs."""
+    """The troubles of a swarm, and the cost of a move."""
 
     blocks: int = 70
     load_s_per_block: float = 20.0
@@ -66,11 +66,11 @@ class Conditions:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a swarm."""
+    """The figures of a swarm after its simulation."""
 
     seconds: float = 0.0
     tokens: float = 0.0
-    """Of all sessions, in the whole time."""
+    """The sum over all sessions, in the whole time."""
     replayed_tokens: float = 0.0
     moves: int = 0
     loaded_blocks: int = 0
@@ -121,7 +121,7 @@ def simulate_placement(
     policy: RebalancePolicy | None = None,
     plan_policy: PlanPolicy | None = None,
 ) -> Outcome:
-    """What becomes of a swarm of `hosts` in which every node decides by `rule`. The seed decides everything."""
+    """Simulates a swarm of `hosts` in which every node decides by `rule`. The seed decides everything."""
     swarm = _Swarm(rule, seed, conditions or Conditions(), policy or RebalancePolicy(), plan_policy or PlanPolicy())
     for host in hosts:
         for uptime in host.uptimes:
@@ -239,7 +239,7 @@ class _Swarm:
         if node.life == life:
             self._serve(node, None)
 
-    # What a node decides, and what others hear
+    # Decisions of a node, and news for the others
 
     def _first_span(self, host: Host, view: SharedView) -> Span:
         blocks, length = self._conditions.blocks, len(host.speeds)
@@ -272,7 +272,7 @@ class _Swarm:
                 late_s += self._conditions.announce_every_s
             self.at(self._now_s + late_s, view.hear, peer, server, sequence)
 
-    # What the swarm can do
+    # Throughput
 
     def _serve(self, node: _Node, span: Span | None) -> None:
         """The node really serves `span` from now on."""
