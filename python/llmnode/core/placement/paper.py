@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llmnode.core.span import Span
 
 STAYS = 1e-3
-"""A server is taken away with this share more than its speed. So its own place wins against one that is nearly equal."""
+"""A server is taken away with this share more than its speed. So its own place wins against a nearly equal one."""
 ROUNDS = 10
 """The others answer in at most this many rounds. They seldom need five."""
 
