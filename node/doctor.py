@@ -29,7 +29,7 @@ from llmnode.machine.cache_folder import cache_folder
 from llmnode.machine.startup import collection_paused
 from llmnode.machine.threads import usable_cores
 from llmnode.node.reach import explain
-from llmnode.node.watching import DOUBLE_FIX
+from llmnode.node.watching import DOUBLE_FIX, UNREAD, UPDATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -324,7 +324,8 @@ async def _check_swarm(doctor: Doctor, addresses: Sequence[str], model: ModelInf
     doctor.working("asking what they know of their swarm")
     try:
         async with join_swarm(addresses, LinkPolicy(), swarm_key=doctor.config.to.key) as (_pool, swarm):
-            doctor.found(*(clocks := check_clocks(swarm.clock_offsets_ms, SwarmPolicy().clock_skew_s)))
+            clocks = check_clocks(swarm.clock_offsets_ms, SwarmPolicy().clock_skew_s)
+            doctor.found(*check_unread(swarm.unread), *clocks)
             if model is None or blocker_of(clocks):  # with such a clock a view stays empty
                 return
             doctor.found(*check_identities(swarm.view.announcements()))
@@ -336,6 +337,10 @@ async def _check_swarm(doctor: Doctor, addresses: Sequence[str], model: ModelInf
             doctor.found(found)
     except PeerError as error:
         doctor.found(Finding("peers", BLOCKER, f"no peer tells what it knows of its swarm: {error}", PEERS_FIX))
+
+
+def check_unread(unread: int) -> list[Finding]:
+    return [Finding("peers", WARNING, UNREAD.format(unread), UPDATE)] if unread else []
 
 
 def check_clocks(offsets_ms: Mapping[PeerId, int], tolerated_s: float) -> list[Finding]:

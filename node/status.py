@@ -64,8 +64,9 @@ def by_model(announcements: Sequence[Announcement], answers: Mapping[PeerId, Ans
     ]
 
 
-def as_json(models: Sequence[ModelStatus], now_ms: int) -> dict[str, Any]:  # Any: JSON
+def as_json(models: Sequence[ModelStatus], unread: int, now_ms: int) -> dict[str, Any]:  # Any: JSON
     return {
+        "unread": unread,
         "models": [
             {
                 "model": model.model,
@@ -76,7 +77,7 @@ def as_json(models: Sequence[ModelStatus], now_ms: int) -> dict[str, Any]:  # An
                 "servers": [_server_json(each, model, now_ms) for each in model.servers],
             }
             for model in models
-        ]
+        ],
     }
 
 

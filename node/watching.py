@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DOUBLE_FIX = "start one of the two with another --identity FILE, or remove its file to have a new identity made"
+UNREAD = "{} announcements cannot be read here: newer nodes have made them"
+UPDATE = "get a newer llmnode"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from llmnode.core.texts.visible import printable
 from llmnode.node.commands.options import add_command, add_peers, way_in
 from llmnode.node.terminal import open_console, show_json, tell
-from llmnode.node.watching import DOUBLE_FIX
+from llmnode.node.watching import DOUBLE_FIX, UNREAD, UPDATE
 
 if TYPE_CHECKING:
     import argparse
@@ -49,19 +49,21 @@ def run(arguments: argparse.Namespace) -> int:
     from llmnode.node.status import as_json, by_model
     from llmnode.swarm.membership import wall_clock_ms
 
-    announcements, answers, clocks = trio.run(_ask, way_in(arguments))
+    announcements, answers, clocks, unread = trio.run(_ask, way_in(arguments))
     models = by_model(announcements, answers)
     if arguments.json:
-        show_json(as_json(models, wall_clock_ms()))
+        show_json(as_json(models, unread, wall_clock_ms()))
     else:
         _show(models)
+        if unread:
+            tell(f"{UNREAD.format(unread)}, so servers may be missing; {UPDATE}")
     if clocks.is_ours:
         tell(f"{clocks.text}, so that servers may seem to be missing; {clocks.fix}")
     return 0 if any(not model.holes for model in models) else 1
 
 
-async def _ask(to: Entry) -> tuple[list[Announcement], dict[PeerId, Answer], ClockVerdict]:
-    """The announced servers, the answers of those that can be reached, and clocks."""
+async def _ask(to: Entry) -> tuple[list[Announcement], dict[PeerId, Answer], ClockVerdict, int]:
+    """The announced servers, the answers of those that can be reached, clocks, and the count of unread ones."""
     import trio
 
     from llmnode.core.policy import LinkPolicy, RoutePolicy
@@ -87,8 +89,7 @@ async def _ask(to: Entry) -> tuple[list[Announcement], dict[PeerId, Answer], Clo
         async with trio.open_nursery() as nursery:
             for each in announcements:
                 nursery.start_soon(describe, each)
-        clocks = swarm.judge_clocks()
-    return announcements, answers, clocks
+        return announcements, answers, swarm.judge_clocks(), swarm.unread
 
 
 def _show(models: Sequence[ModelStatus]) -> None:

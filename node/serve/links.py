@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.errors import PeerRefused, PeerUnreachable, RemoteProtocolError
-from llmnode.node.serve.session import refusal_of
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import RefusalCode
+from llmnode.wire.refusal import refusal_for
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -67,17 +67,17 @@ async def answer_as_relay(swarm: Swarm, link: Link) -> None:
             if frame.type in (FrameType.DESCRIBE, FrameType.OPEN):
                 raise PeerRefused(RefusalCode.SPAN_NOT_HELD, "this is a relay: it holds no blocks")
             await answer_about_swarm(swarm, link, frame)
-        except PeerRefused as refusal:
-            await link.send(refusal_of(frame, refusal.code, refusal.reason))
-        except RemoteProtocolError as error:
-            await link.send(refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message))
+        except (PeerRefused, RemoteProtocolError) as error:
+            await link.send(refusal_for(frame, error))
 
 
 async def answer_about_swarm(swarm: Swarm | None, link: Link, frame: Frame) -> None:
-    """Raises RemoteProtocolError for what is malformed, and for frames of any other kind."""
+    """Raises RemoteProtocolError for malformed frames and frames of other types, PeerRefused for unknown types."""
     if frame.type is FrameType.VIEW and swarm is not None:
-        await link.send(swarm.answer(frame, link.peer))
+        await link.send(swarm.answer(frame, link))
     elif frame.type is FrameType.NEWS and swarm is not None:
         await swarm.take_news(frame, link)
+    elif not frame.type.is_known:
+        raise PeerRefused(RefusalCode.UNKNOWN_FRAME, f"this llmnode knows no frame {frame.type.name}")
     else:
         raise RemoteProtocolError(f"a client does not send {frame.type.name} frames")

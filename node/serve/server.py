@@ -15,7 +15,7 @@ import trio
 
 from llmnode.core.identity import how_other
 from llmnode.core.ids import NO_SESSION
-from llmnode.core.priority import PRIORITIES
+from llmnode.core.priority import PRIORITIES, Priority
 from llmnode.core.span import Span
 from llmnode.core.view import online_or_draining
 from llmnode.errors import PeerRefused, RemoteProtocolError
@@ -23,8 +23,9 @@ from llmnode.node.serve.admission import Admission
 from llmnode.node.serve.links import accept_links, answer_about_swarm, log_bug
 from llmnode.node.serve.next_hops import NextHops
 from llmnode.node.serve.served_span import ServedSpan, ServeStats
-from llmnode.node.serve.session import REQUESTS, ServerSession, refusal_of
+from llmnode.node.serve.session import REQUESTS, ServerSession
 from llmnode.swarm.membership import software
+from llmnode.wire import version_1
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import (
     Description,
@@ -39,6 +40,7 @@ from llmnode.wire.messages import (
 )
 from llmnode.wire.payload import Codec, HiddenForm
 from llmnode.wire.profile import profile_fields, profile_of
+from llmnode.wire.refusal import refusal_for
 from llmnode.wire.stage import Stage
 
 if TYPE_CHECKING:
@@ -195,8 +197,10 @@ class ServerLink:
             match frame.type:
                 case FrameType.DESCRIBE:
                     check_empty(frame.meta, "DESCRIBE")
-                    meta = pack(self._server.describe())
-                    await self._link.send(Frame(FrameType.DESCRIPTION, step=frame.step, meta=meta))
+                    answer = Frame(FrameType.DESCRIPTION, step=frame.step, meta=pack(self._server.describe()))
+                    if self._link.version == version_1.VERSION:
+                        answer = version_1.without_more(answer)
+                    await self._link.send(answer)
                 case FrameType.OPEN:
                     self._open(frame)
                 case FrameType.STEP if self._is_pushed(frame):
@@ -215,16 +219,15 @@ class ServerLink:
                     self._resume(frame)
                 case _:
                     await answer_about_swarm(self._server.swarm, self._link, frame)
-        except PeerRefused as refusal:
-            await self._link.send(refusal_of(frame, refusal.code, refusal.reason))
-        except RemoteProtocolError as error:
-            await self._link.send(refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message))
+        except (PeerRefused, RemoteProtocolError) as error:
+            await self._link.send(refusal_for(frame, error))
 
     def _open(self, frame: Frame) -> None:
         span, request, served = self._check_open(frame)
         stage = Stage(frame.session, request.max_length, self._server.policy.steps_ahead, frame.epoch)
         form = HiddenForm(self._server.model.hidden_size, Codec(request.codec))
-        sessions, priority = self._server.sessions, PRIORITIES[request.priority]
+        # A priority of a newer client keeps no session out, and gains it nothing either.
+        sessions, priority = self._server.sessions, PRIORITIES.get(request.priority, max(Priority))
         session = ServerSession(
             stage, span, form, self._link, served, sessions, priority, keep_outputs=request.keep_outputs
         )
@@ -237,8 +240,6 @@ class ServerLink:
             raise RemoteProtocolError(f"[{request.span_start}, {request.span_end}) is no span")
         if frame.session == NO_SESSION or frame.step:
             raise RemoteProtocolError("OPEN names a session, and starts at step 0")
-        if request.priority not in PRIORITIES:
-            raise RemoteProtocolError(f"there is no such priority: this server knows {', '.join(PRIORITIES)}")
         span = Span(request.span_start, request.span_end)
         if frame.session in self._server.sessions:
             raise PeerRefused(RefusalCode.CONFLICT, "a session of this name is open")

@@ -27,7 +27,6 @@ from llmnode.wire.messages import (
     Fork,
     Neighbours,
     Pushed,
-    Refusal,
     RefusalCode,
     Replay,
     Replayed,
@@ -38,6 +37,7 @@ from llmnode.wire.messages import (
 )
 from llmnode.wire.payload import payload_bytes
 from llmnode.wire.receipt import Receipt, profile_digest, signed
+from llmnode.wire.refusal import refusal_for, refusal_of
 from llmnode.wire.stage import Answer, Compute, Copy, Do, Refuse, Wait
 
 if TYPE_CHECKING:
@@ -306,8 +306,7 @@ class ServerSession:
             request = unpack(Replay, frame.meta)
             payload = self._logged(frame)
         except RemoteProtocolError as error:
-            await self._send(refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message))
-            return
+            return await self._send(refusal_for(frame, error))
         pushed = request.push and await self._push(frame, payload, b"")
         meta = pack(Replayed(_native.blake3_digest(payload), pushed))
         await self._send(self._answer(FrameType.REPLAYED, frame, meta, b"" if pushed else payload))
@@ -326,6 +325,9 @@ class ServerSession:
         """Take steps from the peer that the client names, and push results to the one that it names."""
         try:
             request = unpack(Neighbours, frame.meta)
+        except (PeerRefused, RemoteProtocolError) as error:
+            return await self._send(refusal_for(frame, error))
+        try:
             self.sender = PeerId(request.sender) if request.sender else None
             self._receiver, self._quiet = None, request.quiet
             if request.receiver == self.served.network.peer:
@@ -337,8 +339,6 @@ class ServerSession:
                 connection = await self.served.next_hops.find(peer, self._asked_s, again=request.again)
                 self._receiver = connection, SessionId(request.receiver_session)
                 self._asked_s = None
-        except RemoteProtocolError as error:
-            await self._send(refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message))
         except PeerError as error:
             retry_after_s = error.retry_after_s if isinstance(error, PeerRefused) else None
             await self._send(refusal_of(frame, RefusalCode.CANNOT_FORWARD, str(error), retry_after_s))
@@ -392,9 +392,3 @@ class ServerSession:
 def _resumed(frame: Frame, stage: Stage) -> Frame:
     meta = pack(Resumed(stage.epoch, stage.position))
     return Frame(FrameType.RESUMED, frame.session, frame.epoch, frame.step, meta=meta)
-
-
-def refusal_of(frame: Frame, code: str, message: str, retry_after_s: float | None = None) -> Frame:
-    """The typed no to `frame`."""
-    meta = pack(Refusal(code=str(code), message=message[:2000], retry_after_ms=int(1000 * (retry_after_s or 0))))
-    return Frame(FrameType.REFUSAL, frame.session, frame.epoch, frame.step, meta=meta)

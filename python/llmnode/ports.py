@@ -42,6 +42,13 @@ class Link(Protocol):
     def relay_limit_bytes(self) -> int | None:
         """The most bytes that the relay carries in each direction; None without a limit, or without a relay."""
 
+    @property
+    def version(self) -> int | None:
+        """The newest protocol that both sides speak; None while the other side has not agreed to one."""
+
+    async def wait_version(self) -> int:
+        """Until the other side has agreed to a version, which is returned. Raises as `receive`."""
+
     async def wait_direct(self) -> None:
         """Wait until a new link to the peer would not go through a relay."""
 

@@ -55,7 +55,7 @@ def test_they_keep_what_our_servers_announce_for_our_clients(theirs: list[str]) 
             # The announcing peer is gone, so only the keeper has the record.
             async with member(keeper.address, listens=False) as client:
                 found = await client.directory.find(DIGEST)
-            assert {each.body for each in found} == {each.body for each in announced}
+            assert {each.signed for each in found} == {each.signed for each in announced}
 
     played(main)
 
@@ -69,7 +69,7 @@ def test_they_find_what_our_servers_announce_in_what_we_keep(theirs: list[str]) 
             async with their_member(theirs, keeper) as client:
                 assert await client.tell("providers", key=MODEL_KEY) == {"peers": [server.network.peer]}
                 got = await client.tell("get", key=peer_key(server))
-                assert bytes.fromhex(got["value"]) == msgpack.packb((signed.body, signed.signature))
+                assert bytes.fromhex(got["value"]) == msgpack.packb((signed.signed.body, signed.signed.signature))
 
     played(main)
 
@@ -78,7 +78,7 @@ def test_we_keep_what_they_announce_and_they_go_on_over_the_same_stream(theirs: 
     async def main() -> None:
         async with member() as keeper, member(listens=False) as author:
             signed = author.announcement()
-            record = msgpack.packb((signed.body, signed.signature))
+            record = msgpack.packb((signed.signed.body, signed.signed.signature))
             async with their_member(theirs, keeper) as server:
                 for _ in range(2):
                     await server.tell("provide", key=MODEL_KEY)

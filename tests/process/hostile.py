@@ -17,13 +17,13 @@ import msgpack
 import numpy as np
 
 from llmnode import _native
-from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement
+from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.ids import SESSION_ID_BYTES, Epoch, PeerId, SessionId, Step
 from llmnode.core.policy import LinkPolicy, SwarmPolicy
 from llmnode.core.priority import PRIORITIES
 from llmnode.core.span import Span
 from llmnode.errors import RemoteProtocolError
-from llmnode.wire.announcement import pack_announcement, pack_news, pack_sequences
+from llmnode.wire.announcement import pack_news, pack_sequences, sign_announcement
 from llmnode.wire.frame import HEADER_BYTES, Frame, FrameDecoder, FrameType, encode
 from llmnode.wire.messages import Clock, Description, Fork, Lease, Neighbours, Open, Replay, pack
 from llmnode.wire.payload import Codec, encode_hidden
@@ -196,10 +196,9 @@ class Attacker:
         )
         address = f"/ip4/127.0.0.1/tcp/1/p2p/{peer}"
         announcement = Announcement(peer, (address,), NOW_MS, NOW_MS + 40_000, "llmnode/0", offer)
-        body = pack_announcement(announcement)
+        signed = sign_announcement(announcement, lambda _body: self.chance.randbytes(64)).signed
         if self.chance.random() < 0.5:
-            body = _bit_flipped(self.chance, body)
-        signed = SignedAnnouncement(announcement, body, self.chance.randbytes(64))
+            signed = replace(signed, body=_bit_flipped(self.chance, signed.body))
         payload = pack_news([signed], [PeerId("12D3KooW")], SwarmPolicy())
         return Frame(FrameType.NEWS, meta=pack(Clock(NOW_MS)), payload=payload)
 

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import msgpack
 import pytest
 import trio
 
-from llmnode.core.announcement import Announcement
+from llmnode.core.announcement import Announcement, SignedAnnouncement, SignedBody
 from llmnode.core.span import Span
 from llmnode.core.view import Source
 from llmnode.errors import RemoteProtocolError
 from llmnode.swarm import membership
 from llmnode.testing import Conditions, Dialogue, check_coverage, open_world, simulated, simulated_ms
-from llmnode.wire.announcement import pack_announcement
+from llmnode.testing.network import peer_named
+from llmnode.testing.world import SimulatedNode
+from llmnode.wire.announcement import sign_announcement
+from unit.grown import sign_grown
+
+if TYPE_CHECKING:
+    from llmnode.wire.receipt import Sign
 
 FAR = Conditions(delay_s=0.05)
 SPAN = Span(0, 2)
+SPANS = [Span(0, 2), Span(2, 4), Span(4, 6)]
+STRANGE = peer_named("strange")
 NEW_WITHIN_S = 10.0
 DEAD_WITHIN_S = 60.0
 
@@ -110,8 +118,9 @@ async def test_an_announcement_that_its_peer_did_not_sign_is_blamed_on_who_passe
         victim = await swarm.start("victim", SPAN, contacts=[])
         await until(lambda: liar.peer in liar.knows and victim.peer in victim.knows, 1)
         (signed,) = victim.swarm.view.newer_than({})
-        body = signed.body.replace(b"float32", b"float16")
-        liar.swarm.view.accept(replace(signed, body=body), simulated_ms(), Source(liar.peer, "of the liar"))
+        changed = replace(signed.signed, body=signed.signed.body.replace(b"float32", b"float16"))
+        lie = replace(signed, signed=changed)
+        liar.swarm.view.accept(lie, simulated_ms(), Source(liar.peer, "of the liar"))
         reader = await swarm.start_relay("reader", contacts=[])
         with pytest.raises(RemoteProtocolError, match="did not sign") as raised:
             await reader.swarm.meet(liar.network.addresses[0])
@@ -135,34 +144,65 @@ async def test_an_old_announcement_replayed_does_not_bring_back_the_dead() -> No
         assert reader.knows == {hoarder.peer}
 
 
+def grow(monkeypatch: pytest.MonkeyPatch, names: Collection[str]) -> None:
+    """The peers of these names are newer nodes, whose announcements have a field more."""
+
+    def sign(announcement: Announcement, key: Sign) -> SignedAnnouncement:
+        return (sign_grown if announcement.peer in names else sign_announcement)(announcement, key)
+
+    monkeypatch.setattr(membership, "sign_announcement", sign)
+
+
+def with_load(node: SimulatedNode) -> set[str]:
+    """The peers whose new field this node passes on."""
+    held = node.swarm.view.newer_than({})
+    return {each.announcement.peer for each in held if b"load" in each.signed.body}
+
+
 @pytest.mark.parametrize("newer", [{0}, {1}, {0, 1}], ids=str)
 @simulated
 async def test_nodes_that_announce_a_field_more_and_nodes_without_it_are_one_swarm(
     newer: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The views are whole after a minute, and sessions run over servers of both kinds."""
-    spans = [Span(0, 2), Span(2, 4), Span(4, 6)]
-    names = {f"peer-server{number}" for number in range(len(spans)) if number % 2 in newer}
-
-    def packed(announcement: Announcement) -> bytes:
-        more = {"load": {"sessions": 3, "of": [1, 2]}} if announcement.peer in names else {}
-        fields: bytes = msgpack.packb(msgpack.unpackb(pack_announcement(announcement)) | more)
-        return fields
-
-    monkeypatch.setattr(membership, "pack_announcement", packed)
+    names = {peer_named(f"server{number}") for number in range(len(SPANS)) if number % 2 in newer}
+    grow(monkeypatch, names)
     async with open_world(conditions=FAR) as swarm:
         relay = await swarm.start_relay("relay")
         nodes = [
             await swarm.start(f"server{number}", span, contacts=relay.network.addresses)
-            for number, span in enumerate(spans)
+            for number, span in enumerate(SPANS)
         ]
         await trio.sleep(60)
         assert names <= {node.peer for node in nodes}
         for node in [relay, *nodes]:
             assert len(node.knows) == len(nodes)
             assert node.swarm.unread == 0
-            held = {each.announcement.peer: each.body for each in node.swarm.view.newer_than({})}
-            assert {peer for peer, body in held.items() if b"load" in body} == names, "fields are passed on"
+            assert with_load(node) == names, "fields are passed on"
+        async with swarm.session() as (session, _):
+            await Dialogue(session, random.Random(1)).step(3)
+
+
+@pytest.mark.parametrize("old", ["relay", "server0", "server1 server2", "relay server0 server2"])
+@simulated
+async def test_nodes_of_protocol_1_are_told_only_what_they_can_read_and_keep_no_field_from_the_others(
+    old: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old_peers = {peer_named(name) for name in old.split()}
+    names = {peer_named(f"server{number}") for number in range(len(SPANS))} - old_peers
+    grow(monkeypatch, names)
+    async with open_world(conditions=FAR) as swarm:
+        swarm.internet.old |= old_peers
+        relay = await swarm.start_relay("relay")
+        nodes = [
+            await swarm.start(f"server{number}", span, contacts=relay.network.addresses)
+            for number, span in enumerate(SPANS)
+        ]
+        await trio.sleep(60)
+        for node in [relay, *nodes]:
+            assert len(node.knows) == len(nodes)
+            assert with_load(node) == (set() if node.peer in old_peers else names)
+            assert node.swarm.double is None, "the older form of its own announcement is no other node's"
         async with swarm.session() as (session, _):
             await Dialogue(session, random.Random(1)).step(3)
 
@@ -171,10 +211,11 @@ async def test_nodes_that_announce_a_field_more_and_nodes_without_it_are_one_swa
 async def test_an_announcement_that_one_node_cannot_read_keeps_no_other_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def packed(announcement: Announcement) -> bytes:
-        return b"\x91\x07" if announcement.peer == "peer-strange" else pack_announcement(announcement)
+    def sign(announcement: Announcement, key: Sign) -> SignedAnnouncement:
+        signed = sign_announcement(announcement, key)
+        return replace(signed, signed=SignedBody(b"\x91\x07", b"s" * 64)) if announcement.peer == STRANGE else signed
 
-    monkeypatch.setattr(membership, "pack_announcement", packed)
+    monkeypatch.setattr(membership, "sign_announcement", sign)
     async with open_world(conditions=FAR) as swarm:
         first = await swarm.start("first", SPAN)
         strange = await swarm.start("strange", SPAN)

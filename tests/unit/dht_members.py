@@ -7,17 +7,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement
+from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.model import Precision, Profile
 from llmnode.core.policy import LinkPolicy, SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer
 from llmnode.net.directory import DhtDirectory, open_directory
 from llmnode.net.host import Libp2pNetwork, open_network
-from llmnode.wire.announcement import SIGNING_CONTEXT, pack_announcement
+from llmnode.wire.announcement import sign_announcement
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from llmnode.core.announcement import SignedAnnouncement
 
 POLICY = SwarmPolicy()
 DIGEST = b"m" * 32
@@ -54,8 +56,7 @@ class Member:
             "llmnode/test",
             replace(OFFER, **changes),
         )
-        body = pack_announcement(announcement)
-        return SignedAnnouncement(announcement, body, self.network.sign(SIGNING_CONTEXT + body))
+        return sign_announcement(announcement, self.network.sign)
 
 
 @asynccontextmanager

@@ -81,9 +81,20 @@ class Announcement:
 
 
 @dataclass(frozen=True, slots=True)
-class SignedAnnouncement:
-    """An announcement as its peer signed it: `body` is the exact bytes under the signature."""
+class SignedBody:
+    """The exact bytes that a peer signed, and the signature."""
 
-    announcement: Announcement
     body: bytes
     signature: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SignedAnnouncement:
+    """An announcement as its peer signed it, to be passed on as it is.
+
+    `in_version_1` is its form for peers that speak nothing newer; None if it has none. It may be `signed` itself.
+    """
+
+    announcement: Announcement
+    signed: SignedBody
+    in_version_1: SignedBody | None

@@ -17,7 +17,7 @@ from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
 from llmnode.errors import ConfigError
-from llmnode.wire.messages import ADDRESS_CHARS
+from llmnode.wire.fields import ADDRESS_CHARS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

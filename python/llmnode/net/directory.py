@@ -28,7 +28,7 @@ from llmnode.errors import ConfigError, RemoteProtocolError
 from llmnode.net.dht_server import DhtServer
 from llmnode.net.dht_stores import Providers, Values
 from llmnode.net.identity import is_signed
-from llmnode.wire.announcement import SIGNING_CONTEXT, unpack_announcement
+from llmnode.wire.announcement import checked, unpack_announcement
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -76,7 +76,8 @@ class DhtDirectory:
 
     async def publish(self, signed: SignedAnnouncement) -> None:
         announcement = signed.announcement
-        record = msgpack.packb((signed.body, signed.signature))
+        form = signed.in_version_1 or signed.signed  # peers of protocol 1 keep records too, and only of the former
+        record = msgpack.packb((form.body, form.signature))
 
         async def publish() -> None:
             await self._meet_connected()
@@ -178,7 +179,7 @@ class _AnnouncementValidator(Validator):
             raise ValueError("expired")
         if announcement.expires_ms > now_ms + 1000 * (self._policy.lifetime_s + self._policy.clock_skew_s):
             raise ValueError("from the future")
-        if not is_signed(announcement.peer, SIGNING_CONTEXT + signed.body, signed.signature):
+        if checked(signed, is_signed) is None:
             raise ValueError("not signed by the peer that it names")
 
     def select(self, _key: str, values: list[bytes]) -> int:

@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import trio
-from libp2p.custom_types import TProtocol
 from libp2p.exceptions import BaseLibp2pError
 from libp2p.network.exceptions import SwarmException
 from libp2p.network.stream.exceptions import StreamError
@@ -42,15 +41,17 @@ from llmnode.net.admission import Admission
 from llmnode.net.circuit import Circuits
 from llmnode.net.circuit_relay import Relay, RelayCounts
 from llmnode.net.circuit_wire import HOP, STOP, limit_bytes_of
-from llmnode.net.connections import HeldConnections, OpenCounts, connection_of, is_relayed
+from llmnode.net.connections import HeldConnections, OpenCounts, is_relayed
 from llmnode.net.explain import explain_failure
 from llmnode.net.identity import is_signed, opened
 from llmnode.net.libp2p_host import open_host
 from llmnode.net.link import Libp2pLink, LinkOwner
+from llmnode.net.negotiated import NegotiatedStream, link_protocol
 from llmnode.net.punch import Puncher
 from llmnode.net.reach import AUTONAT, DialBacks, look
 from llmnode.net.select import open_unanswered
 from llmnode.net.sockets import with_ips
+from llmnode.wire.frame import LINK_VERSIONS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
@@ -64,9 +65,8 @@ if TYPE_CHECKING:
     from llmnode.core.peers.nat import Reach
     from llmnode.core.policy import LinkPolicy, RelayPolicy
     from llmnode.net.yamux import YamuxConnection
-    from llmnode.net.yamux_stream import YamuxStream
 
-LINK_PROTOCOL = TProtocol("/llmnode/link/1")
+LINK_PROTOCOL = link_protocol(LINK_VERSIONS[0])
 ACCEPT_QUEUE = 16
 """Links opened to us that nobody has taken yet; more are refused."""
 
@@ -116,7 +116,8 @@ async def open_network(
             announced=[str(each) for each in told],
             reserves=bool(reserving),
         )
-        host.set_stream_handler(LINK_PROTOCOL, network.take_stream)
+        for version in LINK_VERSIONS:
+            host.set_stream_handler(link_protocol(version), partial(network.take_stream, version))
         if addresses:
             host.set_stream_handler(AUTONAT, DialBacks(cast("Swarm", host.get_network()), ReachPolicy()).take_request)
         try:
@@ -228,7 +229,7 @@ class Libp2pNetwork:
                 with self._held.hold(info.peer_id):
                     await self._connect(info)
                     stream = await open_unanswered(self.host, info.peer_id, LINK_PROTOCOL)
-                    link = self._link(stream, peer)
+                    link = self._link(NegotiatedStream(stream, LINK_VERSIONS), peer)
                     self._links[link] = stream.muxed_conn
         except trio.TooSlowError:
             if place := host_and_port(info.addrs[0]):
@@ -325,9 +326,10 @@ class Libp2pNetwork:
         finally:
             await link.end("no longer served")
 
-    async def take_stream(self, stream: INetStream) -> None:
-        """libp2p calls this, in a task of its own, for each stream that a peer opens with our protocol."""
-        link = self._link(cast("NetStream", stream), PeerId(stream.muxed_conn.peer_id.to_base58()))
+    async def take_stream(self, version: int, stream: INetStream) -> None:
+        """libp2p calls this, in a task of its own, for each stream that a peer opens with one of our protocols."""
+        agreed = NegotiatedStream(cast("NetStream", stream), [version])
+        link = self._link(agreed, PeerId(stream.muxed_conn.peer_id.to_base58()))
         try:
             living = [each for each in self._links_with(link.peer) if not each.has_ended]
             if len(living) >= self._policy.links_per_peer or not self.budget.take(link.scope, Resource.LINKS, 1):
@@ -362,25 +364,27 @@ class Libp2pNetwork:
             if link.has_ended:
                 await link.wait_closed()
 
-    def _link(self, stream: NetStream, peer: PeerId) -> Libp2pLink:
+    def _link(self, stream: NegotiatedStream, peer: PeerId) -> Libp2pLink:
+        connection = stream.connection
+
         async def drop() -> None:
             """A connection goes with its last link, if nothing else holds it. It goes too if it is silent, which its
             other holders would find out too late. This one alone: the peer may have dialled again already.
             """
             with trio.move_on_after(self._policy.farewell_s, shield=True):
-                muxed = cast("YamuxConnection", stream.muxed_conn)
+                muxed = cast("YamuxConnection", connection.muxed_conn)
                 used = list(self._links.values()).count(muxed) > 1 or self._held.is_held(muxed)
                 if used and not muxed.is_silent(2 * self._policy.heartbeat_s):
                     await stream.reset()
                 else:
-                    await connection_of(stream).close()
+                    await connection.close()
 
         async def wait_direct() -> None:
-            await self._puncher.wait_direct(stream.muxed_conn.peer_id)
+            await self._puncher.wait_direct(connection.muxed_conn.peer_id)
 
-        connection, scope = connection_of(stream), cast("YamuxConnection", stream.muxed_conn).scope
+        scope = cast("YamuxConnection", connection.muxed_conn).scope
         return Libp2pLink(
-            cast("YamuxStream", stream.muxed_stream),
+            stream,
             peer,
             self._policy,
             LinkOwner(drop, self._count, wait_direct),

@@ -5,7 +5,8 @@ will. A task that sends a frame gives it to the stream at once, without a switch
 The rest goes to a task that writes and is shielded. Heartbeats go out when nothing else does; silence, which libp2p
 does not report, ends the link.
 
-It reads and writes our muxer's stream, not py-libp2p's around it, which switches tasks for a lock in every call.
+It reads and writes our muxer's stream (`negotiated.py`), not py-libp2p's around it, which switches tasks for a lock in
+every call.
 
 Hidden states are packed where that pays (`core/links/packing.py`). The receiver of a link tells the sender how fast it
 is (`start` of heartbeats, in kB/s). A receiver that does so can unpack.
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from llmnode.core.budget import Account, Scope
     from llmnode.core.ids import PeerId
     from llmnode.core.policy import LinkPolicy
-    from llmnode.net.yamux_stream import YamuxStream
+    from llmnode.net.negotiated import NegotiatedStream
     from llmnode.wire.frame import Buffer
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Libp2pLink:
 
     def __init__(
         self,
-        stream: YamuxStream,
+        stream: NegotiatedStream,
         peer: PeerId,
         policy: LinkPolicy,
         owner: LinkOwner,
@@ -118,6 +119,16 @@ class Libp2pLink:
     @property
     def group(self) -> str:
         return self._group
+
+    @property
+    def version(self) -> int | None:
+        return self._stream.version
+
+    async def wait_version(self) -> int:
+        await self._stream.settled.wait()
+        if (version := self._stream.version) is None or self.has_ended:
+            raise self._end_reason()
+        return version
 
     async def wait_direct(self) -> None:
         await self._owner.wait_direct()
@@ -182,6 +193,7 @@ class Libp2pLink:
             return
         self._end_error = error.blame(self.peer)
         self._ended.set()
+        self._stream.settled.set()
         self._received.close()
         self._room.unpark_all()
         log.debug("link to %s ends: %s", self.peer, error.message)
@@ -244,7 +256,8 @@ class Libp2pLink:
 
     def _charge(self, more_bytes: int = 0) -> bool:
         """Reserve what the link holds, and `more_bytes`. False if there is no memory for that."""
-        held_bytes = self._decoder.held_bytes + self._received_bytes + self._outbox.size_bytes + more_bytes
+        here_bytes = self._decoder.held_bytes + self._received_bytes
+        held_bytes = here_bytes + self._outbox.size_bytes + self._stream.kept_bytes + more_bytes
         amount = self._memory.amount
         if held_bytes <= CHARGE_BYTES // 4:
             return not amount or self._memory.resize(0)

@@ -112,7 +112,12 @@ async def open_unanswered(host: IHost, peer: ID, protocol: TProtocol) -> NetStre
 
     If the other side does not agree, reading raises ProtocolRefused.
     """
-    stream = cast("NetStream", await cast("Swarm", host.get_network()).new_stream(peer))
+    return await propose(await cast("Swarm", host.get_network()).new_stream(peer), protocol)
+
+
+async def propose(opened: INetStream, protocol: TProtocol) -> NetStream:
+    """The fresh stream `opened` with its proposal, as `open_unanswered`."""
+    stream = cast("NetStream", opened)
     muxed, asked = cast("YamuxStream", stream.muxed_stream), proposal(protocol)
     async with reset_if_it_fails(stream):
         muxed.expect(asked, protocol)

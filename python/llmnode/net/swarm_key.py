@@ -19,7 +19,7 @@ import msgpack
 from llmnode import _native
 from llmnode.core.user_input import Unreadable, decode, expand_path, read_file, split_lines
 from llmnode.errors import ConfigError
-from llmnode.wire.messages import ADDRESS_CHARS
+from llmnode.wire.fields import ADDRESS_CHARS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

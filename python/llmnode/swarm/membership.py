@@ -17,16 +17,18 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.announcement import DOUBLE, Announcement, PeerState, SignedAnnouncement
+from llmnode.core.announcement import DOUBLE, Announcement, PeerState
 from llmnode.core.ids import PeerId
 from llmnode.core.peers.clocks import Clocks
 from llmnode.core.view import Source, View, is_news
 from llmnode.errors import ConfigError, PeerError, RemoteProtocolError
 from llmnode.wire.announcement import (
-    SIGNING_CONTEXT,
-    pack_announcement,
+    checked,
+    forms_for,
     pack_news,
     pack_sequences,
+    sequences_for,
+    sign_announcement,
     unpack_news,
     unpack_sequences,
 )
@@ -36,7 +38,7 @@ from llmnode.wire.messages import Clock, pack, unpack
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from llmnode.core.announcement import Offer
+    from llmnode.core.announcement import Offer, SignedAnnouncement
     from llmnode.core.peers.clocks import ClockVerdict
     from llmnode.core.policy import SwarmPolicy
     from llmnode.ports import Directory, Link, Network
@@ -149,8 +151,9 @@ class Swarm:
     def say(self, offer: Offer) -> None:
         """Sign an announcement of `offer` and let others hear of it soon."""
         now_ms, lifetime_ms = self._now_ms(), int(1000 * self._policy.lifetime_s)
-        self._sequence = max(now_ms, self._sequence + 1)
-        self._said = {each for each in self._said if each + lifetime_ms > now_ms} | {self._sequence}
+        self._sequence = max(now_ms, self._sequence + 2)
+        ours = {self._sequence, self._sequence - 1}  # the second one is of the form for protocol 1
+        self._said = {each for each in self._said if each + lifetime_ms > now_ms} | ours
         announcement = Announcement(
             peer=self._network.peer,
             addresses=tuple(self._network.addresses)[: self._policy.addresses],
@@ -159,9 +162,8 @@ class Swarm:
             software=software() if self.double is None else f"{software()} ({DOUBLE})",
             offer=offer,
         )
-        body = pack_announcement(announcement)
-        signed = SignedAnnouncement(announcement, body, self._network.sign(SIGNING_CONTEXT + body))
-        self._take(signed, Source(self._network.peer, self._network.peer))
+        source = Source(self._network.peer, self._network.peer)
+        self._take(sign_announcement(announcement, self._network.sign), source)
 
     def state_age_s(self, peer: PeerId) -> float:
         """The seconds since we heard that this peer of the view is in its present state."""
@@ -216,7 +218,7 @@ class Swarm:
             FrameType.NEWS,
             self._policy.exchange_timeout_s,
             pack(Clock(asked_ms)),
-            pack_sequences(self.view.sequences()),
+            pack_sequences(sequences_for(connection.version, self.view.newer_than({}))),
         )
         try:
             clock = unpack(Clock, answer.meta)
@@ -233,18 +235,20 @@ class Swarm:
         """Send a peer the announcements of `peers` that we have. Raises PeerUnreachable."""
         wanted = set(peers)
         if theirs := [signed for signed in self.view.newer_than({}) if signed.announcement.peer in wanted]:
-            meta, payload = pack(Clock(self._now_ms())), pack_news(theirs, [], self._policy)
+            forms = forms_for(connection.version, theirs)
+            meta, payload = pack(Clock(self._now_ms())), pack_news(forms, [], self._policy)
             await connection.tell(Frame(FrameType.NEWS, meta=meta, payload=payload))
 
     # Being asked
 
-    def answer(self, frame: Frame, peer: PeerId) -> Frame:
-        """The NEWS that answers a VIEW frame of `peer`. Raises RemoteProtocolError."""
+    def answer(self, frame: Frame, link: Link) -> Frame:
+        """The NEWS that answers a VIEW frame of a peer. Raises RemoteProtocolError."""
         clock = unpack(Clock, frame.meta)
-        self._note_clock(peer, clock.now_ms - self._now_ms(), asked=False)
+        self._note_clock(link.peer, clock.now_ms - self._now_ms(), asked=False)
         theirs = unpack_sequences(frame.payload, self._policy)
         self._drop_expired()
-        payload = pack_news(self.view.newer_than(theirs), self.view.lacks(theirs), self._policy)
+        forms = forms_for(link.version, self.view.newer_than(theirs), theirs)
+        payload = pack_news(forms, self.view.lacks(theirs), self._policy)
         return Frame(FrameType.NEWS, step=frame.step, meta=pack(Clock(self._now_ms())), payload=payload)
 
     async def take_news(self, frame: Frame, link: Link) -> None:
@@ -265,12 +269,12 @@ class Swarm:
             is_ours = announcement.peer == self._network.peer
             if not (self._is_foreign if is_ours else self.view.is_newer)(announcement, self._now_ms()):
                 continue
-            if not self._network.verify(announcement.peer, SIGNING_CONTEXT + signed.body, signed.signature):
+            if (believed := checked(signed, self._network.verify)) is None:
                 raise RemoteProtocolError(f"passes on an announcement that {announcement.peer} did not sign")
             if is_ours:
                 self._take_foreign(announcement)
             else:
-                self._take(signed, source)
+                self._take(believed, source)
             verified += 1
             if verified % VERIFIED_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()

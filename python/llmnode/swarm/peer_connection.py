@@ -17,6 +17,7 @@ from llmnode.errors import (
     PeerUnreachable,
     RemoteProtocolError,
 )
+from llmnode.wire import version_1
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Description, Refusal, unpack
 
@@ -57,6 +58,11 @@ class PeerConnection:
     def relayed(self) -> bool:
         """Whether it goes through a relay."""
         return self._link.relayed
+
+    @property
+    def version(self) -> int | None:
+        """The protocol that both sides speak; None while the peer has not agreed to one."""
+        return self._link.version
 
     @property
     def relay_limit_bytes(self) -> int | None:
@@ -108,7 +114,7 @@ class PeerConnection:
         answer = await self.ask_peer(FrameType.DESCRIBE, FrameType.DESCRIPTION, timeout_s)
         try:
             description = unpack(Description, answer.meta)
-        except RemoteProtocolError as error:
+        except (RemoteProtocolError, PeerRefused) as error:
             raise error.blame(self.peer) from None
         if not description.span_start < description.span_end <= description.blocks:
             raise RemoteProtocolError("describes a span that its model does not have", peer=self.peer)
@@ -146,8 +152,13 @@ class PeerConnection:
         self._waiting.pop(question, None)
 
     async def tell(self, frame: Frame) -> None:
-        """Send a frame that has no answer."""
+        """Send a frame that has no answer. Raises PeerRefused if the peer speaks too old a protocol for it."""
         self._told_s = trio.current_time()
+        if version_1.has_more(frame) and await self._link.wait_version() == version_1.VERSION:
+            try:
+                frame = version_1.without_more(frame)
+            except PeerRefused as error:
+                raise error.blame(self.peer) from None
         await self._link.send(frame)
 
     async def run(self) -> None:

@@ -45,6 +45,14 @@ class MemoryLink:
         self._keeps_alive = False
         self._wrote = False
 
+    @property
+    def version(self) -> int:
+        return self._internet.version_between(self.own.peer, self.peer)
+
+    async def wait_version(self) -> int:
+        await trio.lowlevel.checkpoint()
+        return self.version
+
     async def wait_direct(self) -> None:
         await self._internet.until_direct(self.own.peer, self.peer)
 

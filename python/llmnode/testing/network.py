@@ -23,6 +23,7 @@ from llmnode.core.traffic import Traffic
 from llmnode.errors import ConfigError, PeerUnreachable
 from llmnode.testing.conditions import Conditions
 from llmnode.testing.link import MemoryLink
+from llmnode.wire.frame import LINK_VERSIONS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Iterable
@@ -68,6 +69,8 @@ class MemoryInternet:
         self._relayed: set[frozenset[PeerId]] = set()
         self.relay_limit_bytes: int | None = None
         """Relays announce this limit for links opened from now on. They do not cut them."""
+        self.old: set[PeerId] = set()
+        """Peers that speak protocol 1 alone."""
         self.black_holes: set[str] = set()
         """Addresses from which no answer comes to a dial."""
         self._direct = trio.Event()  # two that were not
@@ -191,6 +194,9 @@ class MemoryInternet:
     def holds_back(self, sender: MemoryNetwork, receiver: MemoryNetwork) -> bool:
         """Whether what is due has to wait."""
         return receiver.frozen or (sender.peer, receiver.peer) in self._cut
+
+    def version_between(self, one: PeerId, other: PeerId) -> int:
+        return LINK_VERSIONS[-1] if {one, other} & self.old else LINK_VERSIONS[0]
 
     def is_relayed(self, one: PeerId, other: PeerId) -> bool:
         return frozenset((one, other)) in self._relayed

@@ -1,21 +1,23 @@
 """Announcements as bytes: what is signed, and the payloads of VIEW and NEWS frames.
 
 A VIEW payload is a msgpack map of peer ids to sequence numbers. A NEWS payload is a msgpack array of two: the
-announcements, each an array of body and signature, and the ids of peers of whom the sender would like to hear.
-Knows no key: `llmnode.ports.Network` signs and verifies.
+announcements, each an array of body and signature, and the ids of peers whose announcements the sender lacks.
+`llmnode.ports.Network` has the keys: it signs and verifies.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement
+from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement, SignedBody
 from llmnode.core.ids import PeerId
 from llmnode.core.span import Span
 from llmnode.errors import RemoteProtocolError
+from llmnode.wire import version_1
 from llmnode.wire.messages import AnnouncementBody, pack, unpack_signed
 from llmnode.wire.profile import profile_fields, profile_of
 
@@ -24,12 +26,15 @@ if TYPE_CHECKING:
 
     from llmnode.core.policy import SwarmPolicy
     from llmnode.wire.frame import Buffer
+    from llmnode.wire.receipt import Sign, Verify
 
 SIGNING_CONTEXT = b"llmnode-announcement-1:"
-"""Before the body, under the signature: a key that signs other things must not sign these by accident."""
+"""It precedes the body under the signature: a key that signs other things must not sign these by accident."""
 
 _PEER_ID_CHARACTERS = 100
 _SIGNATURE_BYTES = 64
+NOTHING: Mapping[PeerId, int] = MappingProxyType({})
+"""The sequence numbers of a peer that has no announcements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,35 +47,51 @@ class News:
     """Why announcements were skipped, one error each: this version cannot read their bodies."""
 
 
-def pack_announcement(announcement: Announcement) -> bytes:
-    """The body: what is signed, after SIGNING_CONTEXT."""
+def sign_announcement(announcement: Announcement, sign: Sign) -> SignedAnnouncement:
+    """Pack and sign it, a second time for peers of protocol 1 if they could not read all of it."""
+    fields = _fields_of(announcement)
+    if version_1.announces_more(fields) and (old := version_1.announcement_body(fields)) is not None:
+        fields = replace(fields, signature_1=sign(SIGNING_CONTEXT + old))
+    body = pack(fields)
+    return unpack_announcement(body, sign(SIGNING_CONTEXT + body))
+
+
+def checked(signed: SignedAnnouncement, verify: Verify) -> SignedAnnouncement | None:
+    """The announcement as far as its peer has signed it: without a form for protocol 1 that it did not sign."""
+    form, old, peer = signed.signed, signed.in_version_1, signed.announcement.peer
+    if not verify(peer, SIGNING_CONTEXT + form.body, form.signature):
+        return None
+    if old is None or old == form or verify(peer, SIGNING_CONTEXT + old.body, old.signature):
+        return signed
+    return replace(signed, in_version_1=None)
+
+
+def _fields_of(announcement: Announcement) -> AnnouncementBody:
     offer = announcement.offer
-    return pack(
-        AnnouncementBody(
-            peer=announcement.peer,
-            addresses=list(announcement.addresses),
-            sequence=announcement.sequence,
-            expires_ms=announcement.expires_ms,
-            software=announcement.software,
-            model=offer.model,
-            **profile_fields(offer.profile),
-            blocks=offer.blocks,
-            span_start=offer.span.start,
-            span_end=offer.span.end,
-            state=offer.state,
-            block_us=offer.block_us,
-            kv_tokens=offer.kv_tokens,
-            kv_tokens_free=offer.kv_tokens_free,
-        )
+    return AnnouncementBody(
+        peer=announcement.peer,
+        addresses=list(announcement.addresses),
+        sequence=announcement.sequence,
+        expires_ms=announcement.expires_ms,
+        software=announcement.software,
+        model=offer.model,
+        **profile_fields(offer.profile),
+        blocks=offer.blocks,
+        span_start=offer.span.start,
+        span_end=offer.span.end,
+        state=offer.state,
+        block_us=offer.block_us,
+        kv_tokens=offer.kv_tokens,
+        kv_tokens_free=offer.kv_tokens_free,
     )
 
 
 def unpack_announcement(body: Buffer, signature: Buffer) -> SignedAnnouncement:
-    """Read what a peer says another has signed. Raises RemoteProtocolError; the signature is not checked here.
+    """Read an announcement that a peer passes on. Raises RemoteProtocolError. `checked` checks the signatures.
 
-    Fields that this version does not know are ignored, and stay in `body`: the bytes that were signed are passed on.
+    Fields that this version does not know are ignored, and stay in the body: the bytes that were signed are passed on.
     """
-    fields = unpack_signed(AnnouncementBody, body)
+    fields, ignored = unpack_signed(AnnouncementBody, body)
     if not fields.span_start < fields.span_end <= fields.blocks:
         raise RemoteProtocolError("AnnouncementBody: announces a span that its model does not have")
     if any(not address.endswith(f"/p2p/{fields.peer}") for address in fields.addresses):
@@ -88,7 +109,24 @@ def unpack_announcement(body: Buffer, signature: Buffer) -> SignedAnnouncement:
     announcement = Announcement(
         PeerId(fields.peer), tuple(fields.addresses), fields.sequence, fields.expires_ms, fields.software, offer
     )
-    return SignedAnnouncement(announcement, bytes(body), bytes(signature))
+    signed = SignedBody(bytes(body), bytes(signature))
+    return SignedAnnouncement(announcement, signed, version_1.form_of(fields, ignored, signed))
+
+
+def sequences_for(version: int | None, announcements: Iterable[SignedAnnouncement]) -> dict[PeerId, int]:
+    """The sequence numbers of the forms that a peer of this version reads. If it is not known yet, of the newest."""
+    if version == version_1.VERSION:
+        return version_1.sequences(announcements)
+    return {each.announcement.peer: each.announcement.sequence for each in announcements}
+
+
+def forms_for(
+    version: int | None, announcements: Iterable[SignedAnnouncement], theirs: Mapping[PeerId, int] = NOTHING
+) -> list[SignedBody]:
+    """Those of `announcements` that a peer of this version can read, without the older forms that it has."""
+    if version == version_1.VERSION:
+        return version_1.newer_than(announcements, theirs)
+    return [each.signed for each in announcements]
 
 
 def pack_sequences(sequences: Mapping[PeerId, int]) -> bytes:
@@ -107,8 +145,8 @@ def unpack_sequences(payload: Buffer, policy: SwarmPolicy) -> dict[PeerId, int]:
     return values
 
 
-def pack_news(announcements: Iterable[SignedAnnouncement], wanted: Sequence[PeerId], policy: SwarmPolicy) -> bytes:
-    """As many of `announcements` as one frame may hold; the rest is asked for again at the next exchange."""
+def pack_news(announcements: Iterable[SignedBody], wanted: Sequence[PeerId], policy: SwarmPolicy) -> bytes:
+    """The first of `announcements`, as far as one frame may hold them; peers ask for the rest at the next exchange."""
     packed, size = [], 0
     for signed in announcements:
         size += len(signed.body) + len(signed.signature) + 16

@@ -3,11 +3,11 @@
     magic 2 | version 1 | type 1 | session 16 | epoch 4 | step 4 | start 4 | length 4 | meta 4 | payload 4 | crc32c 4
 
 The upper bit of the type says that the payload is packed (`_native.pack`), for this link alone: digests and signatures
-are of what it is unpacked. All integers are little-endian and unsigned. `start` and `length` are positions. The
-checksum covers the header (with the checksum left out), metadata and payload as they cross: it finds accidents; digests
+are of the unpacked payload. All integers are little-endian and unsigned. `start` and `length` are positions. The
+checksum covers the header (with the checksum left out), metadata and payload as they cross. It finds accidents; digests
 and signatures are for adversaries.
 
-Knows no message: what the metadata says is `messages.py`'s.
+`messages.py` knows the metadata. Nothing here does.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 MAGIC = b"LN"
 VERSION = 1
+"""The version of the header, in every frame."""
+LINK_VERSIONS = (2, 1)
+"""The versions of the protocol that peers agree on when a link opens, the newest first."""
 _COVERED = struct.Struct(f"<2sBB{SESSION_ID_BYTES}sIIIIII")  # what the checksum covers of the header
 _CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = _COVERED.size + _CHECKSUM.size
@@ -36,7 +39,12 @@ _PACKED = 0x80
 
 
 class FrameType(IntEnum):
-    """What a frame is. Values are part of the protocol: never reuse one."""
+    """The purpose of a frame. Values are part of the protocol: never reuse one.
+
+    A frame of a type that is not declared here is read like any other. A server refuses it (UNKNOWN_FRAME), so a peer
+    that waits for an answer gets one, and the link goes on. A client drops it, or fails the one question that it
+    answers.
+    """
 
     HEARTBEAT = 0
     DESCRIBE = 1
@@ -70,6 +78,19 @@ class FrameType(IntEnum):
     PIECE = 24
     """The payload is the next piece of a second stream of frames, of the large ones: others pass between the pieces."""
 
+    @classmethod
+    def _missing_(cls, value: object) -> FrameType | None:
+        """A type of a newer version. It has its number, and a name for messages."""
+        if not isinstance(value, int) or not 0 <= value < _PACKED:
+            return None
+        unknown = int.__new__(cls, value)
+        unknown._name_, unknown._value_ = f"TYPE_{value}", value
+        return unknown
+
+    @property
+    def is_known(self) -> bool:
+        return self in _TYPES
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:
@@ -84,8 +105,8 @@ class Frame:
     meta: Buffer = b""
     payload: Buffer = b""
     value_bytes: int = field(default=0, compare=False)
-    """Of the numbers of floating point that the payload is, 2 or 4; 0 for others. It says what may be packed, and does
-    not cross the link."""
+    """The size of the payload's floating-point numbers, 2 or 4; 0 for other payloads. Packing needs it. It does not
+    cross the link."""
     packed: bool = False
     """The payload is packed. Only links see such frames."""
 
@@ -189,8 +210,6 @@ class FrameDecoder:
             raise RemoteProtocolError(f"a frame starts with {magic!r}, not {MAGIC!r}")
         if version != VERSION:
             raise RemoteProtocolError(f"speaks frame version {version}, we speak {VERSION}: one side needs an update")
-        if kind & ~_PACKED not in _TYPES:
-            raise RemoteProtocolError(f"unknown frame type {kind & ~_PACKED}")
         if kind == FrameType.PIECE | _PACKED:
             raise RemoteProtocolError("a piece of a frame is packed: only whole frames are")
         if meta_bytes > self._policy.max_meta_bytes:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypedDict
 from llmnode.core.model import Profile, precision_named
 
 if TYPE_CHECKING:
-    from llmnode.wire.messages import Digest, Name
+    from llmnode.wire.fields import Digest, Name
 
 
 class ProfileFields(TypedDict):

@@ -183,6 +183,13 @@ class _FailingLink:
     def relay_limit_bytes(self) -> int | None:
         return self._link.relay_limit_bytes
 
+    @property
+    def version(self) -> int | None:
+        return self._link.version
+
+    async def wait_version(self) -> int:
+        return await self._link.wait_version()
+
     async def wait_direct(self) -> None:
         await self._link.wait_direct()
 

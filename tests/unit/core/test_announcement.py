@@ -17,14 +17,17 @@ from llmnode.core.policy import SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.core.view import online, online_or_draining
 from llmnode.errors import RemoteProtocolError
+from llmnode.wire import version_1
 from llmnode.wire.announcement import (
-    pack_announcement,
+    checked,
     pack_news,
     pack_sequences,
+    sign_announcement,
     unpack_announcement,
     unpack_news,
     unpack_sequences,
 )
+from unit.grown import sign_grown
 
 POLICY = SwarmPolicy()
 NOW_MS = 1_700_000_000_000
@@ -44,13 +47,13 @@ def signed(peer: str = "peer", sequence: int = NOW_MS, offer: Offer = OFFER) -> 
     announcement = Announcement(
         PeerId(peer), (f"/ip4/1.2.3.4/tcp/5/p2p/{peer}",), sequence, sequence + 45_000, "llmnode/1", offer
     )
-    return SignedAnnouncement(announcement, pack_announcement(announcement), b"s" * 64)
+    return sign_announcement(announcement, lambda _body: b"s" * 64)
 
 
 def test_what_is_packed_is_unpacked() -> None:
     one, other = signed("one"), signed("other", offer=replace(OFFER, state=PeerState.JOINING, block_us=0))
-    assert unpack_announcement(one.body, one.signature) == one
-    news = unpack_news(pack_news([one, other], [PeerId("third")], POLICY), POLICY)
+    assert unpack_announcement(one.signed.body, one.signed.signature) == one
+    news = unpack_news(pack_news([one.signed, other.signed], [PeerId("third")], POLICY), POLICY)
     assert list(news.announcements) == [one, other]
     assert list(news.wanted) == ["third"]
     assert unpack_sequences(pack_sequences({PeerId("one"): 7}), POLICY) == {"one": 7}
@@ -77,7 +80,7 @@ def test_what_is_packed_is_unpacked() -> None:
     ids=str,
 )
 def test_an_announcement_of_something_impossible_is_refused(changes: dict[str, object], message: str) -> None:
-    fields = msgpack.unpackb(signed().body) | changes
+    fields = msgpack.unpackb(signed().signed.body) | changes
     with pytest.raises(RemoteProtocolError, match=message):
         unpack_announcement(msgpack.packb(fields), b"s" * 64)
 
@@ -95,24 +98,26 @@ def test_fields_of_a_newer_node_are_ignored_wherever_they_stand_and_passed_on(
 ) -> None:
     """A field that is nested too deep is the one exception; then the announcement is skipped."""
     one = signed()
-    fields = list(({**added, **msgpack.unpackb(one.body)}).items())
+    fields = list(({**added, **msgpack.unpackb(one.signed.body)}).items())
     rng.shuffle(fields)  # type: ignore[attr-defined]  # a random.Random
-    grown = replace(one, body=msgpack.packb(dict(fields)))
+    grown = replace(one.signed, body=msgpack.packb(dict(fields)))
     news = unpack_news(pack_news([grown], [], POLICY), POLICY)
-    assert list(news.announcements) == [grown] or "nested" in news.unread[0].message
+    read = [(each.announcement, each.signed) for each in news.announcements]
+    assert read == [(one.announcement, grown)] or "nested" in news.unread[0].message
 
 
 def test_a_state_of_a_newer_node_is_unknown_and_neither_online_nor_serving() -> None:
-    body = msgpack.packb(msgpack.unpackb(signed().body) | {"state": "asleep"})
+    body = msgpack.packb(msgpack.unpackb(signed().signed.body) | {"state": "asleep"})
     read = unpack_announcement(body, b"s" * 64)
-    assert (read.announcement.offer.state, read.body) == (PeerState.UNKNOWN, body)
+    assert (read.announcement.offer.state, read.signed.body) == (PeerState.UNKNOWN, body)
+    assert read.in_version_1 is None, "peers of protocol 1 cannot read it"
     assert [*online([read.announcement]), *online_or_draining([read.announcement])] == []
 
 
 def test_an_announcement_that_cannot_be_read_is_skipped_and_the_others_stand() -> None:
     one, other = signed("one"), signed("other")
-    bad = [replace(one, body=body) for body in (b"", b"\x80", msgpack.packb(7), one.body[:-1])]
-    news = unpack_news(pack_news([one, *bad, other], [PeerId("third")], POLICY), POLICY)
+    bad = [replace(one.signed, body=body) for body in (b"", b"\x80", msgpack.packb(7), one.signed.body[:-1])]
+    news = unpack_news(pack_news([one.signed, *bad, other.signed], [PeerId("third")], POLICY), POLICY)
     assert list(news.announcements) == [one, other]
     assert (len(news.unread), list(news.wanted)) == (len(bad), ["third"])
 
@@ -133,7 +138,7 @@ def test_noise_is_refused(noise: bytes) -> None:
 
 @given(st.integers(0, 400), st.integers(0, 255))
 def test_a_changed_byte_is_refused_or_another_announcement(place: int, value: int) -> None:
-    news = bytearray(pack_news([signed()], [], POLICY))
+    news = bytearray(pack_news([signed().signed], [], POLICY))
     place %= len(news)
     news[place] = value
     with contextlib.suppress(RemoteProtocolError):
@@ -148,9 +153,64 @@ def test_news_of_another_shape_is_refused(payload: object) -> None:
 
 def test_more_news_than_a_frame_may_hold_is_cut() -> None:
     small = replace(POLICY, exchange_bytes=2 * 3 * 600)
-    many = [signed(f"peer{number}") for number in range(50)]
+    many = [signed(f"peer{number}").signed for number in range(50)]
     packed = pack_news(many, [], small)
     assert len(packed) < small.exchange_bytes
     assert 0 < len(unpack_news(packed, small).announcements) < 50
     with pytest.raises(RemoteProtocolError, match="at most"):
         unpack_news(bytes(small.exchange_bytes + 1), small)
+
+
+# Peers of protocol 1
+
+ANNOUNCED_1 = set(msgpack.unpackb(signed().signed.body))
+"""The fields that such peers read, all of them, and no other."""
+
+
+def test_an_announcement_without_new_fields_is_one_body_for_all_peers() -> None:
+    assert signed().in_version_1 == signed().signed
+    assert set(version_1.ANNOUNCED) == ANNOUNCED_1
+
+
+def test_an_announcement_with_a_new_field_has_a_second_body_that_is_one_older_and_signed_too() -> None:
+    messages: list[bytes] = []
+
+    def sign(message: bytes) -> bytes:
+        messages.append(message)
+        return bytes([len(messages)]) * 64
+
+    grown = sign_grown(signed().announcement, sign)
+    assert grown.in_version_1 is not None
+    old = unpack_announcement(grown.in_version_1.body, grown.in_version_1.signature)
+    made = grown.announcement
+    assert old.announcement == replace(made, sequence=made.sequence - 1, expires_ms=made.expires_ms - 1)
+    assert set(msgpack.unpackb(grown.in_version_1.body)) == ANNOUNCED_1
+    read = unpack_announcement(grown.signed.body, grown.signed.signature)
+    assert read == grown
+
+    signatures = {bytes([number]) * 64: message for number, message in enumerate(messages, 1)}
+    assert checked(read, lambda _peer, message, signature: signatures.get(signature) == message) == read
+    forged = replace(grown.in_version_1, signature=b"x" * 64)
+    without = replace(read, in_version_1=None)
+    assert checked(replace(read, in_version_1=forged), lambda *_: signatures.get(_[2]) == _[1]) == without
+    assert checked(read, lambda *_: False) is None
+
+
+def test_a_peer_of_protocol_1_is_given_what_it_lacks_and_can_read() -> None:
+    plain = signed("plain")
+    grown = sign_grown(signed("grown").announcement, lambda _body: b"s" * 64)
+    adapted = signed("adapted", offer=replace(OFFER, profile=replace(OFFER.profile, adapter=b"a" * 32)))
+    assert adapted.in_version_1 is None, "it would be taken for the model without an adapter"
+    held = [plain, grown, adapted]
+    assert version_1.newer_than(held, {}) == [plain.signed, grown.in_version_1]
+    known = version_1.sequences(held)
+    assert known == {"plain": NOW_MS, "grown": NOW_MS - 1}
+    assert version_1.newer_than(held, known) == []
+
+
+def test_a_field_that_is_added_to_announcements_gives_them_a_second_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version_1, "ANNOUNCED", tuple(name for name in version_1.ANNOUNCED if name != "kv_tokens_free"))
+    one = signed()
+    assert one.in_version_1 is not None
+    assert "signature_1" in msgpack.unpackb(one.signed.body)
+    assert set(msgpack.unpackb(one.in_version_1.body)) == ANNOUNCED_1 - {"kv_tokens_free"}

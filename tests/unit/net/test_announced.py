@@ -13,7 +13,7 @@ from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer
 from llmnode.net.host import open_network
 from llmnode.net.swarm_key import Entry
 from llmnode.node.app import open_relay
-from llmnode.wire.messages import ADDRESS_CHARS
+from llmnode.wire.fields import ADDRESS_CHARS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

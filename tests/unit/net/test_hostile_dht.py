@@ -29,12 +29,9 @@ from llmnode.net.dht_stores import kept_for
 from llmnode.net.directory import DhtDirectory, _model_key, _peer_key, open_directory
 from llmnode.net.host import Libp2pNetwork, open_network
 from llmnode.net.identity import fresh_identity
-from llmnode.wire.announcement import SIGNING_CONTEXT, pack_announcement
+from llmnode.wire.announcement import sign_announcement
 from unit.dht_members import DIGEST, OFFER, POLICY, member
 from unit.in_trio import in_trio
-
-if TYPE_CHECKING:
-    pass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -161,8 +158,8 @@ def announced(number: int) -> tuple[bytes, bytes, Record]:
     peer = PeerId(ID.from_pubkey(identity.public_key).to_base58())
     now_ms = int(time.time() * 1000)
     announcement = Announcement(peer, (), now_ms, now_ms + int(1000 * POLICY.lifetime_s), f"llmnode/{number}", OFFER)
-    body = pack_announcement(announcement)
-    value = msgpack.packb((body, identity.private_key.sign(SIGNING_CONTEXT + body)))
+    signed = sign_announcement(announcement, identity.private_key.sign).signed
+    value = msgpack.packb((signed.body, signed.signature))
     key = _peer_key(peer).encode()
     return key, value, Record(key=key, value=value)
 

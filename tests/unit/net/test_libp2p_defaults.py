@@ -56,4 +56,5 @@ async def test_services_that_were_not_chosen_are_off() -> None:
             "/libp2p/autonat/1.0.0",
             "/libp2p/dcutr",
             "/llmnode/link/1",
+            "/llmnode/link/2",
         }

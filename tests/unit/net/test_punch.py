@@ -70,7 +70,7 @@ async def test_a_direct_address_is_dialled_though_there_is_a_circuit_which_goes_
 async def test_a_circuit_without_a_link_goes_when_there_is_a_direct_connection() -> None:
     async with relaying() as relay, listening_behind(relay) as server, echoing(server), dialling() as client:
         relayed = await client.dial(server.addresses[0])
-        with client._held.hold(relayed._stream.muxed_conn):  # like a caller that is about to open a stream
+        with client._held.hold(relayed._stream.connection.muxed_conn):  # like a caller that is about to open a stream
             await relayed.end("done")
             await relayed.wait_closed()
         assert relay.count_open().circuits == 1

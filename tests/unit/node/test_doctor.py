@@ -34,6 +34,7 @@ from llmnode.node.doctor import (
     check_memory,
     check_named,
     check_peers,
+    check_unread,
 )
 from llmnode.node.serve.links import accept_links, answer_as_relay
 from llmnode.swarm.membership import Swarm, wall_clock_ms
@@ -137,6 +138,13 @@ def test_a_single_clock_that_is_off_is_the_peers() -> None:
     warning, well = check_clocks({PeerId("a"): 0, PeerId("b"): 95_000}, SKEW_S)
     assert (warning.verdict, well.verdict) == (WARNING, OK)
     assert "peer b is off by +95.0 s" in warning.text and "within 0 ms of the clocks of 1 of 2" in well.text
+
+
+def test_announcements_that_cannot_be_read_are_told_with_the_fix() -> None:
+    assert check_unread(0) == []
+    (found,) = check_unread(3)
+    assert (found.verdict, found.fix) == (WARNING, "get a newer llmnode")
+    assert found.text.startswith("3 announcements cannot be read here")
 
 
 def _described(model: str, start: int, end: int) -> Description:

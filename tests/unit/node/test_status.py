@@ -12,7 +12,7 @@ from llmnode.core.ids import PeerId
 from llmnode.core.model import Precision, Profile
 from llmnode.core.span import Span
 from llmnode.node.commands.status import BESIDE_BAR, LEAST_BAR, _show, _table
-from llmnode.node.status import Answer, ModelStatus
+from llmnode.node.status import Answer, ModelStatus, as_json
 from llmnode.wire.messages import Description
 from unit.streams import streams
 from unit.terminal_emulator import Terminal
@@ -77,3 +77,7 @@ def test_the_words_of_servers_neither_steer_the_terminal_nor_style_the_table() -
     assert terminal.obeyed == [] and "\u202e" not in terminal.shown
     assert "[link=http://x]" in terminal.shown.replace("\n", "")
     assert not any(line.startswith("llmnode: ready") for line in terminal.shown.split("\n"))
+
+
+def test_programs_are_told_how_many_announcements_cannot_be_read() -> None:
+    assert as_json([], 3, 0) == {"unread": 3, "models": []}

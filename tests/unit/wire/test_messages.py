@@ -14,7 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmnode.core.policy import LinkPolicy
-from llmnode.errors import RemoteProtocolError
+from llmnode.errors import PeerRefused, RemoteProtocolError
+from llmnode.wire import messages as messages_module
+from llmnode.wire import version_1
+from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import (
     Description,
     Fork,
@@ -82,6 +85,24 @@ DIGEST, SESSION, SIGNATURE = octets(32, 32), octets(16, 16), octets(64, 64)
 FLAG = Rule(st.booleans(), [False, True], [0, 1, 2, "true", b"\x01", 1.0, *NO_SCALAR])
 NAME = text(1, 200)
 OPTIONAL_DIGEST = replace(DIGEST, is_optional=True)
+DEEP: Value = [[[[1]]]]
+EXTENSIONS = Rule(
+    st.dictionaries(st.text(min_size=1, max_size=64), st.integers(0, 9) | st.just(DEEP), max_size=16),
+    [{}, {"x" * 64: DEEP}, {f"name {number}": b"value" for number in range(16)}],
+    [
+        *({f"name {number}": 1 for number in range(size)} for size in (17, 40)),
+        *({name: 1} for name in ("", "x" * 65, b"name")),
+        *({"name": value} for value in ([DEEP], {"a": DEEP}, [[1], {"a": {"a": {"a": [1]}}}])),
+        *(value for value in NO_SCALAR if not isinstance(value, dict)),
+    ],
+    is_optional=True,
+)
+REQUIRED_NAMES = Rule(
+    st.just([]),
+    [[]],
+    [[""], ["x" * 65], [b"name"], [1], [["name"]], ["name"] * 17, "name", {"name": 1}, 1, True, None],
+    is_optional=True,
+)
 
 KINDS: dict[Kind, dict[str, Rule]] = {
     Description: {
@@ -106,6 +127,8 @@ KINDS: dict[Kind, dict[str, Rule]] = {
         "received_bytes": TOTAL,
         "received_plain_bytes": TOTAL,
         "adapter": OPTIONAL_DIGEST,
+        "extensions": EXTENSIONS,
+        "required": REQUIRED_NAMES,
     },
     Open: {
         "model_digest": DIGEST,
@@ -117,6 +140,8 @@ KINDS: dict[Kind, dict[str, Rule]] = {
         "priority": NAME,
         "keep_outputs": FLAG,
         "adapter": OPTIONAL_DIGEST,
+        "extensions": EXTENSIONS,
+        "required": REQUIRED_NAMES,
     },
     Result: {
         "queue_us": MICROSECONDS,
@@ -140,6 +165,8 @@ KINDS: dict[Kind, dict[str, Rule]] = {
         "receiver_session": SESSION,
         "quiet": FLAG,
         "again": FLAG,
+        "extensions": EXTENSIONS,
+        "required": REQUIRED_NAMES,
     },
     Fork: {"source": SESSION, "shared": U32},
     Refusal: {"code": NAME, "message": text(0, 2000), "retry_after_ms": U32},
@@ -194,6 +221,8 @@ def unpack_or_refuse(kind: Kind, meta: bytes) -> None:
         message = unpack(kind, meta)
     except RemoteProtocolError as error:
         reason = error.message
+    except PeerRefused as refusal:
+        reason = f"{kind.__name__} {refusal.code}"
     else:
         assert unpack(kind, pack(message)) == message
         return
@@ -263,6 +292,52 @@ def test_an_optional_field_without_a_value_is_left_out(kind: Kind, name: str) ->
     message = kind(**{**VALID[kind], name: None})
     assert name not in msgpack.unpackb(pack(message))
     assert unpack(kind, pack(message)) == message
+
+
+@pytest.mark.parametrize("kind", messages_module.EXTENSIONS, ids=lambda kind: kind.__name__)
+def test_an_extension_is_ignored_unless_it_is_required_and_the_refusal_names_it(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, unknown = {**VALID[kind], "extensions": {"known": 1}}, {**VALID[kind], "extensions": {"news": [1]}}
+    assert unpack(kind, msgpack.packb(unknown)).extensions == {"news": [1]}
+    for required in (["news"], ["known", "news"]):
+        monkeypatch.setitem(messages_module.EXTENSIONS, kind, {"known"})  # type: ignore[misc]  # a mapping to others
+        with pytest.raises(PeerRefused, match="'news'") as caught:
+            unpack(kind, msgpack.packb({**unknown, "required": required}))
+        assert caught.value.code == RefusalCode.UNKNOWN_EXTENSION
+    assert unpack(kind, msgpack.packb({**known, "required": ["known"]})).required == ["known"]
+
+
+# Peers of protocol 1
+
+GROWN = {FrameType.DESCRIPTION: Description, FrameType.OPEN: Open, FrameType.NEIGHBOURS: Neighbours}
+
+
+@pytest.mark.parametrize("kind", GROWN, ids=lambda kind: kind.name)
+def test_a_peer_of_protocol_1_gets_messages_without_extensions_or_none(kind: FrameType) -> None:
+    fields = {name: value for name, value in VALID[GROWN[kind]].items() if name not in version_1.LATER}
+    plain = Frame(kind, meta=msgpack.packb(fields))
+    assert not version_1.has_more(plain)
+    assert version_1.without_more(plain) == plain
+    optional = replace(plain, meta=msgpack.packb(fields | {"extensions": {"a": 1}, "required": []}))
+    assert version_1.has_more(optional)
+    assert version_1.without_more(optional) == plain
+    for more in ({"extensions": {"a": 1}, "required": ["news"]}, {"required": ["news"]}):
+        with pytest.raises(PeerRefused, match="the extension 'news'") as caught:
+            version_1.without_more(replace(plain, meta=msgpack.packb(fields | more)))
+        assert caught.value.code == RefusalCode.UNKNOWN_EXTENSION
+    with pytest.raises(PeerRefused, match="adapter"):
+        version_1.without_more(replace(plain, meta=msgpack.packb(fields | {"adapter": bytes(32)})))
+
+
+def test_every_field_that_came_after_protocol_1_is_known_as_such() -> None:
+    """Whatever is added to a message must be left out for such peers, or come in an extension."""
+    grown = {kind for kind in KINDS if any(rule.is_optional for rule in KINDS[kind].values())}
+    assert grown == set(GROWN.values()) == set(messages_module.EXTENSIONS)
+    assert set(GROWN) == version_1.GROWN
+    for kind in grown:
+        assert {name for name, rule in KINDS[kind].items() if rule.is_optional} <= version_1.LATER
+        assert not version_1.LATER.intersection(name for name, rule in KINDS[kind].items() if not rule.is_optional)
 
 
 @every_field

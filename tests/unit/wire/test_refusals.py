@@ -14,7 +14,7 @@ from llmnode.core.policy import ServePolicy
 from llmnode.errors import PeerRefused
 from llmnode.net.host import open_network
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Fork, Refusal, RefusalCode, Replay, Replayed, pack, unpack
+from llmnode.wire.messages import Fork, Neighbours, Refusal, RefusalCode, Replay, Replayed, pack, unpack
 from unit.in_trio import in_trio
 from unit.links import (
     DESCRIBE,
@@ -37,7 +37,8 @@ REFUSED_OPENS = {
     "span not held": ({"span_end": 5}, RefusalCode.SPAN_NOT_HELD),
     "empty span": ({"span_start": 4}, RefusalCode.BAD_MESSAGE),
     "longer than the context": ({"max_length": 101}, RefusalCode.NO_ROOM),
-    "a priority of its own": ({"priority": "urgent"}, RefusalCode.BAD_MESSAGE),
+    "an unknown extension": ({"required": ["news"]}, RefusalCode.UNKNOWN_EXTENSION),
+    "an adapter": ({"adapter": b"a" * 32}, RefusalCode.UNKNOWN_ADAPTER),
     "more KV than there is": ({"max_length": 65}, RefusalCode.NO_ROOM),
 }
 
@@ -51,6 +52,45 @@ async def test_an_open_is_refused(exact_worker: Any, changes: dict[str, Any], co
         assert (await answer_to(link, open_frame(session_id()))).type is FrameType.OPENED
         await link.end("done")
         await swarm.check_serves_and_is_empty()
+
+
+@pytest.mark.parametrize("more", [{"priority": "urgent"}, {"extensions": {"news": 1}}], ids=str)
+@in_trio
+async def test_an_open_of_a_newer_client_is_granted_if_it_requires_nothing(
+    exact_worker: Any, more: dict[str, Any]
+) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        link, session = await network.dial(swarm.address), session_id()
+        assert (await answer_to(link, open_frame(session, **more))).type is FrameType.OPENED
+        assert (await answer_to(link, step_frame(session, 0, 0))).type is FrameType.RESULT
+        await link.end("done")
+
+
+@in_trio
+async def test_a_frame_of_a_newer_version_is_refused_and_its_session_and_link_go_on(exact_worker: Any) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        link, session = await network.dial(swarm.address), session_id()
+        assert (await answer_to(link, open_frame(session))).type is FrameType.OPENED
+        for name in (session, NO_SESSION):
+            frame = Frame(FrameType(99), name, Epoch(0), Step(7), payload=b"news")
+            refusal = await refusal_to(link, frame)
+            assert (refusal.code, refusal.message) == (RefusalCode.UNKNOWN_FRAME, "this llmnode knows no frame TYPE_99")
+        assert (await answer_to(link, step_frame(session, 0, 0))).type is FrameType.RESULT
+        await link.end("done")
+
+
+@in_trio
+async def test_neighbours_that_require_an_unknown_extension_are_refused_by_its_name(exact_worker: Any) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        link, session = await network.dial(swarm.address), session_id()
+        assert (await answer_to(link, open_frame(session))).type is FrameType.OPENED
+        asked = Neighbours("", "", NO_SESSION, quiet=False, again=False, extensions={"a": 1}, required=["news"])
+        refusal = await refusal_to(link, Frame(FrameType.NEIGHBOURS, session, meta=pack(asked)))
+        assert refusal.code == RefusalCode.UNKNOWN_EXTENSION
+        assert "'news'" in refusal.message
+        again = Frame(FrameType.NEIGHBOURS, session, meta=pack(replace(asked, required=None)))
+        assert (await answer_to(link, again)).type is FrameType.FORWARDED
+        await link.end("done")
 
 
 @in_trio

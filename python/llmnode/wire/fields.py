@@ -1,0 +1,149 @@
+"""Fields of messages: their types, their bounds, and how a map of them is read from bytes that a peer has sent.
+
+`messages.py` declares the messages. Here nothing knows which messages there are.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+
+import msgpack
+
+from llmnode.core.ids import SESSION_ID_BYTES
+from llmnode.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llmnode.wire.frame import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Bounds of a number, both included."""
+
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """Bounds of a length in bytes (bytes) or characters (str), both included."""
+
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Bounds of a list of strings: its length, and the length of each string, both included."""
+
+    most: int
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Bounds of a map of names to values of any kind: its size, and how deep the values may be nested."""
+
+    most: int
+    deepest: int
+
+
+ADDRESS_CHARS = 300
+NAME_CHARS = 64
+"""The longest name of a field or an extension."""
+DEEPEST = 4
+"""The values of extensions, and of fields that are ignored, may be nested this deep."""
+MOST_EXTENSIONS = 16
+
+U32 = Annotated[int, Between(0, 2**32 - 1)]
+Count = Annotated[int, Between(1, 2**32 - 1)]
+Microseconds = Annotated[int, Between(0, 2**48)]
+Milliseconds = Annotated[int, Between(0, 2**48)]
+Signature = Annotated[bytes, Sized(64, 64)]
+Total = Annotated[int, Between(0, 2**63 - 1)]
+Addresses = Annotated[list[str], Texts(8, ADDRESS_CHARS)]
+Flag = Annotated[bool, Between(0, 1)]
+Digest = Annotated[bytes, Sized(32, 32)]
+SessionName = Annotated[bytes, Sized(SESSION_ID_BYTES, SESSION_ID_BYTES)]
+Name = Annotated[str, Sized(1, 200)]
+PeerName = Annotated[str, Sized(0, 200)]
+Text = Annotated[str, Sized(0, 2000)]
+
+# Optional fields: left out of the map where they are None.
+OptionalDigest = Annotated[bytes | None, Sized(32, 32)]
+OptionalSignature = Annotated[bytes | None, Sized(64, 64)]
+Extensions = Annotated[dict[str, Any] | None, Named(MOST_EXTENSIONS, DEEPEST)]  # Any: each extension has its own values
+ExtensionNames = Annotated[list[str] | None, Texts(MOST_EXTENSIONS, NAME_CHARS)]
+
+_MOST_ITEMS = 48
+"""In one map or array: msgpack reserves room for all before it has seen one. No message has as many fields."""
+
+
+def read_map(what: str, content: Buffer) -> dict[Any, Any]:  # Any: what a peer sends is not known yet
+    """The map that is packed in `content`. Raises RemoteProtocolError, which calls it `what`."""
+    try:
+        values = msgpack.unpackb(
+            content,
+            raw=False,
+            strict_map_key=True,
+            object_pairs_hook=_without_repeats,
+            max_map_len=_MOST_ITEMS,
+            max_array_len=_MOST_ITEMS,
+            max_ext_len=0,
+        )
+    except (ValueError, msgpack.UnpackException) as error:  # msgpack documents both
+        raise RemoteProtocolError(f"{what}: not msgpack ({str(error) or type(error).__name__})") from error
+    if not isinstance(values, dict):
+        raise RemoteProtocolError(f"{what}: {reprlib.repr(values)} is no map of fields")
+    return values
+
+
+def check_ignored(what: str, name: object, value: object) -> None:
+    """Raises RemoteProtocolError if a field that nobody here knows is out of its bounds all the same."""
+    if type(name) is not str or not 1 <= len(name) <= NAME_CHARS:
+        raise RemoteProtocolError(f"{what}: {reprlib.repr(name)} is no name of a field")
+    if _is_deeper(value, DEEPEST):
+        raise RemoteProtocolError(f"{what}.{name}: nested more than {DEEPEST} deep")
+
+
+def check_of(hint: Any) -> Callable[[Any], bool]:  # Any: a typing construct
+    """The test that a value of a field with this type must pass."""
+    assert get_origin(hint) is Annotated, f"declare the bounds of {hint}"
+    kind, bounds = get_args(hint)
+    match bounds:
+        case Texts():
+            return lambda value: (
+                type(value) is list
+                and len(value) <= bounds.most
+                and all(type(item) is str and 1 <= len(item) <= bounds.longest for item in value)
+            )
+        case Named():
+            return lambda value: (
+                type(value) is dict
+                and len(value) <= bounds.most
+                and all(type(name) is str and 1 <= len(name) <= NAME_CHARS for name in value)
+                and not any(_is_deeper(item, bounds.deepest) for item in value.values())
+            )
+    kind, *_ = get_args(kind) or (kind,)  # "bytes | None" is bytes where it is there
+    if isinstance(bounds, Between):
+        # bool is an int to isinstance, but not to us
+        return lambda value: type(value) is kind and bounds.low <= value <= bounds.high
+    return lambda value: type(value) is kind and bounds.low <= len(value) <= bounds.high
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    if not isinstance(value, (list, dict)):
+        return False
+    inside = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(each, levels - 1) for each in inside)
+
+
+def _without_repeats(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:  # Any: what a peer sends is not known yet
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a field comes twice")
+    return values

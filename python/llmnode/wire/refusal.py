@@ -1,0 +1,19 @@
+"""Refusals: the typed no to a frame, with the same session, epoch and step as an answer to it would have."""
+
+from __future__ import annotations
+
+from llmnode.errors import PeerRefused, RemoteProtocolError
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import Refusal, RefusalCode, pack
+
+
+def refusal_of(frame: Frame, code: str, message: str, retry_after_s: float | None = None) -> Frame:
+    meta = pack(Refusal(code=str(code), message=message[:2000], retry_after_ms=int(1000 * (retry_after_s or 0))))
+    return Frame(FrameType.REFUSAL, frame.session, frame.epoch, frame.step, meta=meta)
+
+
+def refusal_for(frame: Frame, error: PeerRefused | RemoteProtocolError) -> Frame:
+    """The refusal of a frame that could not be read, or not be granted."""
+    if isinstance(error, PeerRefused):
+        return refusal_of(frame, error.code, error.reason, error.retry_after_s)
+    return refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message)
