@@ -70,7 +70,7 @@ class Meter:
 
 @contextmanager
 def metered(texts: int, console: Console | None = None) -> Iterator[Meter]:
-    """On stderr, unless on another `console`."""
+    """Shows the progress of `texts` on stderr, or on another `console`."""
     console = console or open_console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(

@@ -96,7 +96,7 @@ def _run(argv: Sequence[str], make_loader: MakeLoader | None = None) -> int:
 
 
 def _parser() -> tuple[Parser, dict[str, Parser]]:
-    """And its subparsers, by command."""
+    """The parser of the program, and that of each command by its name."""
     parser = Parser(
         prog="llmnode",
         description="Run language models together: serve a span of a model, or generate through others' spans.",

@@ -1,4 +1,4 @@
-"""How a program that runs until stopped is stopped: by a signal, or by the end of its stdin. In order, or at once."""
+"""Stops a program that runs until it is told: by a signal or by the end of its stdin, in order or at once."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def add_worker(parser: Parser) -> None:
 
 
 def worker_config(arguments: argparse.Namespace) -> NodeConfig:
-    """From the options of `add_blocks` and `add_worker`. Raises ConfigError."""
+    """Makes the settings of a node from the options of `add_blocks` and `add_worker`. Raises ConfigError."""
     from llmnode.node.app import NodeConfig
 
     return NodeConfig(
@@ -285,7 +285,7 @@ def add_sampling(parser: Parser, otherwise: str) -> None:
 
 
 def sampling(arguments: argparse.Namespace) -> Sampling:
-    """From the options of `add_sampling`. Raises ConfigError."""
+    """Reads the options of `add_sampling`. Raises ConfigError."""
     from llmnode.client.sampling import Sampling
 
     return Sampling(temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed)
@@ -328,7 +328,7 @@ def threads(arguments: argparse.Namespace) -> int | None:
 
 
 def access(arguments: argparse.Namespace) -> Access:
-    """From the options of `add_swarm`. Raises ConfigError."""
+    """Reads the options of `add_swarm`. Raises ConfigError."""
     from llmnode.node.connect_options import Access
 
     way_in(arguments)
@@ -355,7 +355,7 @@ class Generation:
 
 
 def generation(arguments: argparse.Namespace) -> Generation:
-    """From the options of `add_swarm`, `add_sampling` and --max-new-tokens. Raises ConfigError."""
+    """Reads the options of `add_swarm`, `add_sampling` and --max-new-tokens. Raises ConfigError."""
     return Generation(access(arguments), sampling(arguments), new_tokens(arguments))
 
 

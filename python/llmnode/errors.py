@@ -99,7 +99,7 @@ class PeerTimeout(PeerError):
 
 
 class PeerRefused(PeerError):
-    """The peer said no: busy, no room, another model. Not a fault: never a reason for a ban.
+    """The peer said no: busy, no room, another model. It is not a fault, and never a reason for a ban.
 
     `code` is one of `llmnode.wire.messages.RefusalCode`; `retry_after_s` is the peer's own estimate, if it gave one.
     """

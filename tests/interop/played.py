@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 PATIENCE_S = 100.0
-"""For 100 MB both ways, on a busy machine."""
+"""The time for 100 MB both ways on a busy machine."""
 
 
 def played(test: Callable[[], Awaitable[None]]) -> None:

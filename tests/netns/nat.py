@@ -64,7 +64,7 @@ class Nat:
         self._by_outside: dict[tuple[int, int], _Mapping] = {}
 
     def send(self, packet: Packet, now: float) -> bool:
-        """From inside to the world."""
+        """Pass a packet from inside to the world."""
         target = packet.target
         key = (packet.protocol, packet.source, target if self.kind.per_target else None)
         mapping = self._by_inside.get(key)
@@ -81,7 +81,7 @@ class Nat:
         return True
 
     def receive(self, packet: Packet, now: float) -> bool:
-        """From the world to inside."""
+        """Pass a packet from the world to inside."""
         mapping = self._by_outside.get((packet.protocol, packet.target.port))
         if mapping is None or self._is_over(mapping, now) or packet.source not in mapping.talked_to:
             return False

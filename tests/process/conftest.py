@@ -95,7 +95,7 @@ def serving() -> Iterator[Callable[..., list[Node]]]:
 
 @pytest.fixture(scope="module")
 def start_servers() -> Iterator[Callable[..., list[Node]]]:
-    """For servers of a module's own."""
+    """Starts servers for one module."""
     with serving() as start:
         yield start
 

@@ -269,7 +269,7 @@ async def until(holds: Callable[[], Awaitable[bool]], what: str | Callable[[], s
 
 @contextmanager
 def files_allowed(count: int) -> Iterator[None]:
-    """In this process, where the system allows it."""
+    """Sets the limit of this process, if the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, count), hard), hard))
     try:

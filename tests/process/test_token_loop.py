@@ -22,7 +22,7 @@ FREE_WITHIN_S = 10.0
 
 
 async def leave(client: Client, prompt: list[int], how: str) -> None:
-    """In the middle of an answer."""
+    """Leave in the middle of an answer."""
     came = 0
     with trio.CancelScope() as scope:
         async with client.generate(prompt, stop_at_eos=False) as answer:

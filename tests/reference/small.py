@@ -163,7 +163,7 @@ def make_config(case: str, **options: Any) -> Any:  # Any: each family's config 
 
 
 def embedding_scale(config: Any) -> float:  # Any: likewise
-    """By which the family multiplies its embeddings."""
+    """The factor by which the family multiplies its embeddings."""
     return HIDDEN_SIZE**0.5 if config.model_type.startswith("gemma") else getattr(config, "embedding_multiplier", 1.0)
 
 

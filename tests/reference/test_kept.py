@@ -73,7 +73,7 @@ def _state(
 
 
 def _are_same(one: State, other: State) -> bool:
-    """To the bit, and as they lie in memory."""
+    """Whether they are equal to the bit, and in memory order."""
     return {name: _described(each) for name, each in one.items()} == {
         name: _described(each) for name, each in other.items()
     }

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.reference
 
 SPAN = Span(1, 4)
 CASES = ["llama", "gpt2"]
-"""With a blueprint, and cut out of transformers."""
+"""One has a blueprint; the other is cut out of transformers."""
 
 
 def loader_of(

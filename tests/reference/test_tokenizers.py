@@ -37,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def path(whole: Path, tmp_path: Path) -> Path:
-    """To be damaged."""
+    """A copy that the test may damage."""
     return shutil.copytree(whole, tmp_path / "model")
 
 

@@ -277,7 +277,7 @@ async def hurry(seed: int) -> None:
 
 @simulated
 async def test_a_peer_that_has_no_room_is_not_the_first_choice() -> None:
-    """By what it announces, and for as long as it said when it refused."""
+    """Its announcement decides that, and after a refusal the time that the peer named."""
     async with world() as swarm:
         await swarm.start("a", ALL_BLOCKS)
         async with swarm.client() as client, AsyncExitStack() as stack:

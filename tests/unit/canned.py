@@ -180,6 +180,6 @@ class CannedClient(Client):
 
 @contextmanager
 def opened(client: CannedClient) -> Iterator[OpenClient]:
-    """For `Access.open`."""
+    """Stands in for `Access.open`."""
     with open_portal() as portal:
         yield OpenClient(portal, client)

@@ -73,7 +73,7 @@ class SessionLayer(CacheLayerMixin):
         """There is nothing here."""
 
     def prefetch(self) -> None:
-        """Likewise."""
+        """There is nothing here either."""
 
     def lazy_initialization(self, *_states: Any) -> NoReturn:
         _refuse()

@@ -96,7 +96,7 @@ def read_batch(
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """For each row the columns to score. Rows that are not `are_apart` come one after the other, as one."""
+    """The columns to score in each row. Rows that are not `are_apart` come one after the other, as one."""
 
     columns: Sequence[Sequence[int]]
     are_apart: bool = True

@@ -64,8 +64,8 @@ class SessionCache(DynamicCache):
         alike: Sequence[int] | None = None,
         beside: SessionCache | None = None,
     ) -> None:
-        """Open the sessions. `alike` names for each row the first row that begins with the same tokens: the session
-        is opened at the peers of that row, as a copy costs nothing there. With `beside`, at those of its rows.
+        """Open the sessions. `alike` names for each row the first row that begins with the same tokens. The session
+        opens at the peers of that row, since a copy costs nothing there, or at those of the rows of `beside`.
 
         Raises PeerRefused or NoRoute.
         """

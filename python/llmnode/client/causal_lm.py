@@ -373,7 +373,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         scope.returns_cache = not cacheless
 
     def _sessions_of(self, cache: Cache | None, rows: int) -> SessionCache | None:
-        """Those of a cache, None for an empty one of transformers'. Raises ConfigError for any other."""
+        """The sessions of a cache; None for an empty cache of transformers' own. Raises ConfigError for any other."""
         if cache is None:
             return None
         found = cache if isinstance(cache, SessionCache) else sessions_behind(cache)

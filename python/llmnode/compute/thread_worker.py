@@ -115,7 +115,7 @@ class _ExecutorThread:
         return done, began_s, time.perf_counter()
 
     async def drop(self) -> None:
-        """Between two batches."""
+        """Drop the executor between two batches."""
 
         def drop() -> None:
             self._executor = None

@@ -35,5 +35,5 @@ def require_room(folder: Path, needed_bytes: int, variable: str = "LLMNODE_CACHE
 
 
 def show_bytes(size_bytes: int) -> str:
-    """For people: in MiB, and from 10 GiB on in GiB."""
+    """A size for people to read: in MiB, and from 10 GiB on in GiB."""
     return f"{size_bytes >> 30} GiB" if size_bytes >= 10 << 30 else f"{-(-size_bytes >> 20)} MiB"

@@ -32,7 +32,7 @@ _V2 = _Accounts("memory.max", "memory.current", unread="inactive_file", read="ac
 
 
 def free_bytes(device: str = "cpu", root: Path = Path("/")) -> int:
-    """On a device as torch names it. `root` is as in `groups`."""
+    """The free memory of a device, by torch's name for it. `root` is as in `groups`."""
     if device != "cpu":
         import torch
 

@@ -81,7 +81,7 @@ FAMILIES = {
     "smollm3": Family(fused=True),
     "starcoder2": Family(),
 }
-"""By `model_type` of the config."""
+"""The supported families by the `model_type` of the config."""
 
 
 def family_of(config: PreTrainedConfig) -> Family:

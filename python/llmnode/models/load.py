@@ -51,7 +51,7 @@ _NO_ATTENTION = "llmnode-none"
 class SpanModel(torch.nn.Module):
     """A transformers decoder cut to the blocks of `span`. Hidden states are fp32 outside, of the weights' dtype inside.
 
-    Not for several threads: a forward through a part of the span moves the cut.
+    One thread at a time may use it: a forward through a part of the span moves the cut.
     """
 
     def __init__(self, decoder: Any, family: Family, span: Span, dtype: torch.dtype) -> None:  # Any: transformers' own
@@ -234,7 +234,7 @@ def _load_fused(
 
 
 def _joined_block(blueprint: Blueprint, index: int, dtype: torch.dtype) -> Any:  # Any: as transformers types one
-    """Without storage."""
+    """A block in fewer operations, without storage."""
     plan = blueprint.blocks[index]
     block = make_block(plan, index, blueprint.activation, dict.fromkeys(plan.shapes, dtype))
     join_products(block)
@@ -254,7 +254,7 @@ def _load_block(
 
 
 def can_quantize(folder: ModelFolder) -> bool:
-    """By its config alone. Raises ModelError as `load_span`."""
+    """Whether its blocks can be quantized, by its config alone. Raises ModelError as `load_span`."""
     if blueprint_of(folder) is not None:
         return True
     family = family_of(folder.config)
@@ -265,8 +265,8 @@ def can_quantize(folder: ModelFolder) -> bool:
 def found_block_bytes(folder: ModelFolder) -> int | None:
     """The size of a block in fp32 on a CPU, if files have it in 32 bits and it needs no more than 8; else None.
 
-    By the first block; then by the largest of that, the last and one between. Reads those, but not of a folder that
-    would have to obtain them, as one of the hub. Raises ModelError as `load_span`.
+    The first block decides, and then the largest of it, the last and one between. It reads these, but not of a folder
+    that would have to obtain them, such as one of the hub. Raises ModelError as `load_span`.
     """
     blueprint = blueprint_of(folder)
     if blueprint is None or not folder.is_local or not takes_narrow(blueprint, torch.float32, "cpu", "none"):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Admission:
-    """For one host. Raises SwarmException for connections that there is no room for."""
+    """The limits for the connections of one host. Raises SwarmException for those that exceed them."""
 
     def __init__(self, policy: LinkPolicy) -> None:
         self.budget = Budget(policy.budget)

@@ -96,8 +96,8 @@ class Gate:
     def _watched(
         self, upgrade: Callable[[IRawConnection, ID, object], Awaitable[SwarmConn]]
     ) -> Callable[..., Awaitable[SwarmConn]]:
-        """py-libp2p would leave the socket of a connection that we give it open when that is cancelled in its handshake
-        (`look`, `Puncher`), until the collector finds it. Those that it dials itself it closes.
+        """A connection that we give to py-libp2p may be cancelled in its handshake (`look`, `Puncher`). Then py-libp2p
+        would leave its socket open until the collector finds it. It closes the sockets that it dials itself.
         """
 
         async def upgrade_or_close(raw_conn: IRawConnection, peer: ID, pre_scope: object = None) -> SwarmConn:

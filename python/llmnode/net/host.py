@@ -293,7 +293,7 @@ class Libp2pNetwork:
         return judge(sights, {str(ip) for ip in own_ips()})
 
     async def reserve(self, relays: Sequence[PeerInfo]) -> None:
-        """From now on be reached through `relays`, all different.
+        """Let `relays`, all different, make this node reachable from now on.
 
         Raises PeerUnreachable if none of them reserves for us at first.
         """

@@ -88,7 +88,7 @@ def _key_of(peer: PeerId) -> Ed25519PublicKey | None:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """For reading."""
+    """The file, open for reading."""
     try:
         return path.open("rb")
     except FileNotFoundError:

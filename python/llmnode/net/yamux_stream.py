@@ -117,7 +117,7 @@ class YamuxStream(IMuxedStream):
         return taken or 0
 
     async def let_others_run(self, moved_bytes: int) -> None:
-        """After `write_at_once`, now and then."""
+        """Call it now and then after `write_at_once`."""
         await self._connection.let_others_run(moved_bytes)
 
     async def close(self) -> None:

@@ -45,7 +45,7 @@ def kept_by_transformers(scores: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def tails(scores: torch.Tensor) -> torch.Tensor:
-    """For each token, its share plus those of all less likely tokens."""
+    """The share of each token plus those of all less likely ones."""
     shares, order = scores.double().softmax(0).sort(stable=True)
     return torch.empty_like(shares).scatter(0, order, shares.cumsum(0))
 

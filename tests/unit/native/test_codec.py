@@ -64,7 +64,7 @@ def published_map() -> NDArray[np.float64]:
 
 
 def absmax_of_blocks(values: NDArray[np.float64], block: int) -> NDArray[np.float64]:
-    """For each value the largest magnitude of its block."""
+    """The largest magnitude in the block of each value."""
     padded = np.pad(np.abs(values), (0, -len(values) % block)).reshape(-1, block)
     return np.repeat(padded.max(axis=1), block)[: len(values)]
 

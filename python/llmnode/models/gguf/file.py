@@ -30,7 +30,7 @@ _VERSIONS = (2, 3)
 _MOST_KEYS = 1 << 16
 _MOST_TENSORS = 1 << 20
 _MOST_ENTRIES = 1 << 24
-"""In one list. The largest vocabularies have less than a million tokens."""
+"""The most entries of one list. The largest vocabularies have less than a million tokens."""
 _LONGEST_TEXT_BYTES = 64 << 20
 """The longest is a whole `tokenizer.json`, in files that have one."""
 _MOST_DIMENSIONS = 4  # GGML_MAX_DIMS

@@ -270,7 +270,7 @@ def _known_headers(snapshot: _Snapshot) -> dict[str, Header]:
 
 
 def _fetch_header(snapshot: _Snapshot, shard: str) -> Header:
-    """By ranges of bytes."""
+    """Gets the header of a shard, as ranges of bytes."""
     from huggingface_hub import HfApi
 
     fetched = HfApi().parse_safetensors_file_metadata(snapshot.name.repo, shard, revision=snapshot.commit)

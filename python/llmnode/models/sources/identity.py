@@ -55,7 +55,7 @@ def hub_weights(commit: str) -> Weights:
 
 
 def gguf_weights(sha256: str) -> Weights:
-    """Likewise in hex."""
+    """The weights of a GGUF file, by its SHA-256 in hex."""
     return Weights(Origin.GGUF, bytes.fromhex(sha256))
 
 

@@ -38,7 +38,7 @@ def keep_libraries_offline() -> None:
 
 
 def is_offline() -> bool:
-    """Whether the user wants the hub to be left alone. Not to be asked within `hub_access`."""
+    """Whether the user wants the hub to be left alone. Do not ask within `hub_access`."""
     from huggingface_hub import constants
 
     wish = os.environ.get(_OURS)

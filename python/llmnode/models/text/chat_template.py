@@ -35,7 +35,7 @@ _COMMAND = (sys.executable, "-P", "-m", "llmnode.models.text.template_process")
 
 
 class ChatTemplate:
-    """For several threads. The process, if there is one, ends with the template or with the program."""
+    """Several threads may use it. The process, if there is one, ends with the template or with the program."""
 
     def __init__(self, source: str) -> None:
         self._source = source

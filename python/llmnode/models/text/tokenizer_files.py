@@ -19,7 +19,7 @@ _FAST = "where it is installed, `AutoTokenizer.from_pretrained(...).save_pretrai
 
 
 def what_is_wrong(folder: Path, error: Exception) -> str:
-    """In one line. `error` is transformers', whose words are seldom about the file that is to blame."""
+    """The fault in one line. `error` is transformers', whose words are seldom about the file that is to blame."""
     for name in _JSON:
         if (folder / name).is_file() and (wrong := what_is_wrong_in_json(folder / name)):
             return f"{name} {wrong}"

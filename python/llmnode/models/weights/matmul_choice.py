@@ -91,7 +91,7 @@ class Product:
 
 @torch.inference_mode()
 def fastest(weights: Sequence[torch.Tensor], clock: Callable[[], float]) -> Mapping[Kind, Sequence[Form]]:
-    """For each kind of `weights`, the form for products by the bit length of the number of rows.
+    """The forms of products for each kind of `weights`, by the bit length of the number of rows.
 
     All are multiplied in turn, as in a forward: one that was just used is still in a cache.
     """

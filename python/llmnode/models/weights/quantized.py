@@ -196,12 +196,12 @@ def _scale(largest: torch.Tensor) -> torch.Tensor:
 
 
 def _outliers(rows: torch.Tensor) -> torch.Tensor:
-    """Those of each row, and 0 elsewhere. The paper has whole columns; by row, none depends on the others."""
+    """The outliers of each row, and 0 elsewhere. The paper has whole columns; by row, none depends on the others."""
     return rows.masked_fill(rows.abs() < OUTLIER, 0)
 
 
 def _product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """(rows, inputs) times (outputs, inputs), both int8: exact, in int32. Without fast integers, within fp32's."""
+    """(rows, inputs) times (outputs, inputs), both int8: exact, in int32. Without fast integers, as exact as fp32."""
     if not rows.is_cuda and _has_fast_int8():
         return torch._int_mm(rows, weight.t())  # bitsandbytes uses it too, but its import takes seconds
     product: torch.Tensor = _bitsandbytes().functional.int8_linear_matmul(rows, weight)

@@ -62,7 +62,7 @@ _MADE_FROM, _CHECKSUM = "made_from", "checksum"
 
 
 class KeptBlocks:
-    """Those of `span` in one precision, for one load of it. With a `quant` of none there are none."""
+    """The kept blocks of `span` in one precision, for one load of it. With a `quant` of none there are none."""
 
     def __init__(
         self,
