@@ -6,8 +6,6 @@ import copy
 import warnings
 import weakref
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
@@ -18,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
 
-from llmnode.client.adopted import QUANTIZED, adopt, check_adoptable, sessions_behind
+from llmnode.client.adopted import adopt, check_adoptable, sessions_behind
 from llmnode.client.batch import Past, Positions, check_ends_real, check_labels, kept_columns, read_batch
 from llmnode.client.cache import CacheTerms, SessionCache
 from llmnode.client.forward import (
@@ -32,9 +30,10 @@ from llmnode.client.forward import (
     run,
     scores,
 )
+from llmnode.client.generate_call import check_options, current_call, run_call
 from llmnode.client.hidden_session import HiddenSession
 from llmnode.client.released import releasing
-from llmnode.client.versions import CACHE, cache_of, named_for_generate, takes_cache_of_generate
+from llmnode.client.versions import CACHE, named_for_generate, takes_cache_of_generate
 from llmnode.core.priority import PRIORITIES
 from llmnode.core.texts.beams import first_alike
 from llmnode.errors import ConfigError
@@ -57,21 +56,6 @@ if TYPE_CHECKING:
 
 FIRST_POSITIONS = 64
 """Room of a cache that will grow, at first: a prompt and an answer of a few lines."""
-
-
-@dataclass(slots=True)
-class _Scope:
-    """The cache that one call of `generate` has opened, whether the caller gets it, and the clean-up if the call
-    fails.
-    """
-
-    opened: list[SessionCache] = field(default_factory=list)
-    returns_cache: bool = True
-    failed: ExitStack = field(default_factory=ExitStack)
-
-
-_generating: ContextVar[_Scope | None] = ContextVar("_generating", default=None)
-"""The innermost call that runs."""
 
 
 class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
@@ -169,22 +153,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
             mask = kwargs.get("attention_mask")
             new = mask[:, -given.shape[1] :].bool() if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
             self._check_tokens(given, new if new is not None and new.shape == given.shape else None)
-        scope = _Scope()
-        token = _generating.set(scope)
-        output = None
-        try:
-            with scope.failed:
-                output = GenerationMixin.generate(self, *args, **named_for_generate(kwargs))
-                scope.failed.pop_all()
-            if scope.opened and not scope.returns_cache and cache_of(output) is not None:
-                output = type(output)(**{name: each for name, each in output.items() if name != CACHE})
-            return output
-        finally:
-            _generating.reset(token)
-            returned = cache_of(output)
-            for cache in scope.opened:
-                if cache is not returned and cache is not sessions_behind(returned):
-                    cache.close()
+        return run_call(lambda: GenerationMixin.generate(self, *args, **named_for_generate(kwargs)))
 
     # The former name is taken while transformers' own models take it.
     @takes_cache_of_generate
@@ -265,8 +234,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
                 output = run_in(opened, opened if is_kept else None)
             if is_kept:
                 stack.pop_all()
-                if (scope := _generating.get()) is not None:
-                    scope.failed.callback(_close, weakref.ref(opened))
+                current_call().failed.callback(_close, weakref.ref(opened))
             return output
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
@@ -327,12 +295,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> None:  # Any: transformers' hook, as it types it
         """Open the sessions that `generate` needs, unless it was given some. Refuse a text that will not fit."""
         check_ends_real(model_kwargs.get("attention_mask"))
-        if not generation_config.return_dict_in_generate:  # then nobody gets the outputs that a file may ask for
-            model_kwargs.pop("output_attentions", None)
-        if generation_config.assistant_early_exit is not None:
-            raise ConfigError("assistant_early_exit: the blocks are with the servers, and none of them drafts here")
-        if generation_config.cache_implementation == "quantized":
-            raise ConfigError(f"cache_implementation='quantized': {QUANTIZED}")
+        check_options(generation_config, model_kwargs)
         most = self.info.context_tokens
         if most < generation_config.max_length == self.generation_config.max_length:  # it is the model's own file's
             warnings.warn(f"texts end at the model's context of {most} tokens, and not at its max_length", stacklevel=2)
@@ -358,19 +321,19 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         if sessions is not None:
             sessions.make_room(max_cache_length)
             return
-        scope = _generating.get() or _Scope()
+        call = current_call()
         self._check_context(max_cache_length + 1)
         if (made := model_kwargs.get(CACHE)) is not None:  # the caller's, or of the class that was asked for
             opened = self._opened_for(made, rows, max_cache_length + 1, alike)
-            scope.failed.callback(setattr, made, "layers", made.layers)
+            call.failed.callback(setattr, made, "layers", made.layers)
             adopt(made, opened)
         else:
             opened = model_kwargs[CACHE] = self._open_cache(max_cache_length + 1, rows, alike, grows=True)
-        scope.failed.callback(opened.close)
+        call.failed.callback(opened.close)
         opened.make_room(max_cache_length)
         if given is None:
-            scope.opened.append(opened)
-        scope.returns_cache = not cacheless
+            call.opened.append(opened)
+        call.returns_cache = not cacheless
 
     def _sessions_of(self, cache: Cache | None, rows: int) -> SessionCache | None:
         """The sessions of a cache; None for an empty cache of transformers' own. Raises ConfigError for any other."""
