@@ -35,7 +35,7 @@ def test_a_folder_has_a_page_that_names_each_of_its_files(folder: Path) -> None:
     names = words_of(page if page.exists() else folder.parent / "README.md")
     if folder in NODE[1:]:
         names |= words_of(ROOT / "node" / "README.md")
-    inner = [] if folder in NODE else [each for each in folder.iterdir() if each.is_dir()]
+    inner = [] if folder in NODE else [each for each in folder.iterdir() if not (each / "README.md").exists()]
     files = [each for at in (folder, *inner) for each in at.glob("*.py") if each.name != "__init__.py"]
     assert files
     unnamed = [each.name for each in files if not any(fnmatch(each.name, Path(name).name) for name in names)]
