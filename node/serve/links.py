@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode.core.budget import Resource
 from llmnode.errors import PeerRefused, PeerUnreachable, RemoteProtocolError
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import RefusalCode
@@ -71,10 +72,23 @@ async def answer_as_relay(swarm: Swarm, link: Link) -> None:
             await link.send(refusal_for(frame, error))
 
 
+def _answer_with_view(swarm: Swarm, link: Link, frame: Frame) -> Frame:
+    """Raises PeerRefused if there is no memory for the answer, which the link holds from when it is sent."""
+    answer_bytes = swarm.most_answer_bytes
+    if not link.scope.take(Resource.MEMORY, answer_bytes):
+        raise PeerRefused(RefusalCode.BUSY, "no memory is left for an answer now")
+    try:
+        return swarm.answer(frame, link)
+    finally:
+        link.scope.release(Resource.MEMORY, answer_bytes)
+
+
 async def answer_about_swarm(swarm: Swarm | None, link: Link, frame: Frame) -> None:
-    """Raises RemoteProtocolError for malformed frames and frames of other types, PeerRefused for unknown types."""
+    """Raises RemoteProtocolError for malformed frames and frames of other types, PeerRefused for unknown types, and
+    without memory.
+    """
     if frame.type is FrameType.VIEW and swarm is not None:
-        await link.send(swarm.answer(frame, link))
+        await link.send(_answer_with_view(swarm, link, frame))
     elif frame.type is FrameType.NEWS and swarm is not None:
         await swarm.take_news(frame, link)
     elif not frame.type.is_known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from llmnode.core.policy import ServePolicy
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.swarm.pool import ConnectionPool
+
+log = logging.getLogger(__name__)
 
 
 class NextHops:
@@ -37,29 +40,26 @@ class NextHops:
     async def find(self, peer: PeerId, since_s: float, *, again: bool) -> PeerConnection:
         """A connection to `peer`: one that is there, or, if it is asked for `again`, over which it has answered since.
 
-        Raises PeerUnreachable for one that has announced no part of our model, or that cannot be reached, which is
-        found out once for all sessions; PeerRefused if that takes longer than its client should wait: it says when to
-        ask again.
+        Raises PeerRefused if there is none, always in the same words, and after times that do not depend on the cause:
+        a client must not learn what is at an address that it has announced. A peer that could not be reached is not
+        tried again for a while, for all sessions.
         """
-        addresses, pool = self._addresses(peer), self._pool
-        if pool is None or addresses is None:
-            raise PeerUnreachable("not known to serve this model", peer=peer)
+        pool = self._pool
+        if pool is None:
+            raise no_next_hop(peer)
         if (connection := self._known(pool, peer, since_s if again else None)) is not None:
             return connection
         if self._unreached.is_banned(peer, trio.current_time()):
-            raise PeerUnreachable("could not be reached lately", peer=peer)
+            raise no_next_hop(peer)
         if peer not in self._proving:
             self._proving[peer] = trio.Event()
-            pool.start_soon(partial(self._prove, pool, peer, addresses))
+            pool.start_soon(partial(self._prove, pool, peer))
         if not again:
             with trio.move_on_after(self._policy.dial_patience_s):
                 await self._proving[peer].wait()
             if (connection := self._known(pool, peer, since_s)) is not None:
                 return connection
-            if self._unreached.is_banned(peer, trio.current_time()):
-                raise PeerUnreachable("cannot be reached from here", peer=peer)
-        retry_after_s = self._policy.connect_timeout_s
-        raise PeerRefused(RefusalCode.CANNOT_FORWARD, "is being dialled", retry_after_s=retry_after_s, peer=peer)
+        raise no_next_hop(peer)
 
     def _known(self, pool: ConnectionPool, peer: PeerId, since_s: float | None) -> PeerConnection | None:
         """Over which it has answered since then; by None, any that is there."""
@@ -68,17 +68,30 @@ class NextHops:
         connection, proved_s = self._proved.get(peer, (None, 0.0))
         return connection if connection is not None and proved_s >= since_s and not connection.has_ended else None
 
-    async def _prove(self, pool: ConnectionPool, peer: PeerId, addresses: Sequence[str]) -> None:
-        """It has to answer: a connection that is there, or that a link was opened over, may be dead meanwhile."""
+    async def _prove(self, pool: ConnectionPool, peer: PeerId) -> None:
+        """It has to answer: a connection that is there, or that a link was opened over, may be dead meanwhile.
+
+        A failure takes the whole time, whatever the cause.
+        """
         self._proved = {each: way for each, way in self._proved.items() if not way[0].has_ended}
         timeout_s = self._policy.connect_timeout_s
         try:
-            with trio.fail_after(timeout_s):
-                connection = await pool.connect(addresses)
-                await connection.best.describe(timeout_s)
-        except (PeerError, ConfigError, trio.TooSlowError):  # of what the peer says of itself, and not the user
+            with trio.move_on_after(timeout_s):
+                try:
+                    addresses = self._addresses(peer)
+                    if addresses is None:
+                        raise PeerUnreachable("not known to serve this model", peer=peer)
+                    connection = await pool.connect(addresses)
+                    await connection.best.describe(timeout_s)
+                    self._proved[peer] = connection, trio.current_time()
+                    return
+                except (PeerError, ConfigError) as error:  # of what the peer says of itself, and not the user
+                    log.debug("no next hop peer=%s: %s", peer, error)
+                    await trio.sleep_forever()
             self._unreached.report(peer, trio.current_time())
-        else:
-            self._proved[peer] = connection, trio.current_time()
         finally:
             self._proving.pop(peer).set()
+
+
+def no_next_hop(peer: PeerId) -> PeerRefused:
+    return PeerRefused(RefusalCode.CANNOT_FORWARD, "no connection to the next hop", peer=peer)

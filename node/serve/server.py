@@ -8,11 +8,13 @@ another. A link's loop does nothing but hand frames on, so that a slow session h
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode.core.budget import Resource
 from llmnode.core.identity import how_other
 from llmnode.core.ids import NO_SESSION
 from llmnode.core.priority import PRIORITIES, Priority
@@ -95,6 +97,7 @@ class Server:
         """Open sessions with this worker from now on."""
         assert self.served is None, "the former worker is ended first"
         admission = Admission(worker, self.policy.room)
+        self.network.budget.process.set_limit(Resource.LOGS, worker.kv_tokens * self.model.row_bytes)
         self.served = ServedSpan(worker, admission, self.model, self.policy, self.network, self.next_hops, self.tally)
         self.span, self.is_draining = worker.span, False
 
@@ -141,7 +144,8 @@ class Server:
         of_client = _positions(each for each in waiting if each.client == session.client)
         if _positions(waiting) > may_hold or of_client > self.policy.leased_client_share * may_hold:
             session.lease_s = 0.0
-        session.leave_link()
+        with suppress(PeerRefused):  # then it ends
+            session.leave_link()
         self.note_end()
 
     def note_end(self) -> None:
@@ -204,19 +208,19 @@ class ServerLink:
                 case FrameType.OPEN:
                     self._open(frame)
                 case FrameType.STEP if self._is_pushed(frame):
-                    self._take_push(frame)
+                    await self._take_push(frame)
                 case FrameType.STEP | FrameType.TRUNCATE:
                     check_empty(frame.meta, frame.type.name)
-                    self._session(frame).submit(frame)
+                    await self._session(frame).submit(frame)
                 case request if request in REQUESTS:
-                    self._session(frame).submit(frame)
+                    await self._session(frame).submit(frame)
                 case FrameType.CLOSE:
                     check_empty(frame.meta, "CLOSE")
                     self._session(frame).close()
                 case FrameType.LEASE:
                     await self._link.send(self._lease(frame))
                 case FrameType.RESUME:
-                    self._resume(frame)
+                    await self._resume(frame)
                 case _:
                     await answer_about_swarm(self._server.swarm, self._link, frame)
         except (PeerRefused, RemoteProtocolError) as error:
@@ -282,14 +286,14 @@ class ServerLink:
         meta = pack(Leased(int(1000 * session.lease_s)))
         return Frame(FrameType.LEASED, frame.session, frame.epoch, frame.step, meta=meta)
 
-    def _resume(self, frame: Frame) -> None:
+    async def _resume(self, frame: Frame) -> None:
         check_empty(frame.meta, "RESUME")
         session = self._server.sessions.get(frame.session)
         if session is None or session.client != self._link.peer:
             raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "you have opened no such session")
         if session.link is not self._link:
             self._check_room()
-        session.move(self._link, frame)
+        await session.move(self._link, frame)
 
     async def _run_session(self, session: ServerSession) -> None:
         try:
@@ -314,12 +318,12 @@ class ServerLink:
         session = self._server.sessions.get(frame.session)
         return session is not None and session.link is not self._link and session.sender == self._link.peer
 
-    def _take_push(self, frame: Frame) -> None:
+    async def _take_push(self, frame: Frame) -> None:
         """A step from the hop before, on the client's behalf. Its faults are not blamed on the client."""
         try:
             if frame.meta:  # out of a log it comes without
                 unpack(Pushed, frame.meta)
-            self._server.sessions[frame.session].submit(frame)
+            await self._server.sessions[frame.session].submit(frame)
             self._server.tally.given_directly += 1
         except (PeerRefused, RemoteProtocolError) as error:
             log.info("dropped a step pushed by peer=%s: %s", self._link.peer, error)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import trio
@@ -19,8 +18,9 @@ from llmnode import _native
 from llmnode.core import operations
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.operations import Forward, Truncate
-from llmnode.core.peers.relaying import RelayBudget
-from llmnode.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable, RemoteProtocolError, WorkerLost
+from llmnode.errors import ConfigError, PeerError, PeerRefused, RemoteProtocolError, WorkerLost
+from llmnode.node.serve.receiver import Receiver
+from llmnode.node.serve.session_memory import SessionMemory
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.log import PayloadLog
 from llmnode.wire.messages import (
@@ -35,7 +35,6 @@ from llmnode.wire.messages import (
     pack,
     unpack,
 )
-from llmnode.wire.payload import payload_bytes
 from llmnode.wire.receipt import Receipt, profile_digest, signed
 from llmnode.wire.refusal import refusal_for, refusal_of
 from llmnode.wire.stage import Answer, Compute, Copy, Do, Refuse, Wait
@@ -43,11 +42,11 @@ from llmnode.wire.stage import Answer, Compute, Copy, Do, Refuse, Wait
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from llmnode.core.budget import Scope
     from llmnode.core.priority import Priority
     from llmnode.core.span import Span
     from llmnode.node.serve.served_span import ServedSpan
     from llmnode.ports import Link
-    from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.wire.frame import Buffer
     from llmnode.wire.payload import HiddenForm
     from llmnode.wire.stage import Action, Stage
@@ -94,24 +93,29 @@ class ServerSession:
         self._form = form
         self._profile = profile_digest(served.model.profile, form.codec)
         self._outputs = PayloadLog(form) if keep_outputs else None
-        """As long as the KV, whose reservation bounds it."""
-        self._receiver: tuple[PeerConnection, SessionId] | None = None
+        """The results of all positions in the KV."""
+        self._receiver = Receiver(served)
         self._quiet = False
-        self._relayed = RelayBudget(served.policy.relayed)
-        self._asked_s: float | None = None  # since when it is to push to a next hop that it has not found
         self._doing = Frame(FrameType.OPENED, stage.session, stage.epoch)  # what the client waits for an answer to
+        self.memory = SessionMemory(link.scope, form.bytes_of(stage.max_length), served.policy.memory_patience_s)
         self._submitted, self._frames = trio.open_memory_channel[Frame](4 * served.policy.steps_ahead)
 
-    def submit(self, frame: Frame) -> None:
-        """Queue a frame of the session. Raises RemoteProtocolError or PeerRefused for what cannot be."""
+    async def submit(self, frame: Frame) -> None:
+        """Queue a frame of the session, after a wait if there is no memory for it.
+
+        Raises RemoteProtocolError or PeerRefused for what cannot be.
+        """
         if frame.type is FrameType.STEP:
             self._form.check(frame)
             self.stage.check(frame)
+        await self.memory.queue(frame.size_bytes)
         try:
             self._submitted.send_nowait(frame)
         except trio.WouldBlock:
+            self._free(frame.size_bytes)
             raise PeerRefused(RefusalCode.TOO_FAR_AHEAD, "too many steps are waiting") from None
         except trio.ClosedResourceError:
+            self._free(frame.size_bytes)
             raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "this session is being closed") from None
 
     def close(self) -> None:
@@ -124,25 +128,36 @@ class ServerSession:
         """Called when `run` is over: nothing of it is left for anybody."""
         self.link, self.has_kv = None, False
         self.close()
+        self.memory.close()
 
     def leave_link(self) -> None:
         """Its link is no more: end, or wait as long as it may for its client to come back."""
-        self.link = None
-        if self.lease_s:
-            self._scope.deadline = trio.current_time() + self.lease_s
-        else:
+        link, self.link = self.link, None
+        if not self.lease_s or link is None:
             self._scope.cancel()
+            return
+        self._scope.deadline = trio.current_time() + self.lease_s
+        self._count_within(self.served.network.budget.of_peer(link.scope))
 
-    def move(self, link: Link, frame: Frame) -> None:
+    async def move(self, link: Link, frame: Frame) -> None:
         """Answer over another link of the same client from now on; `frame` is its RESUME. Raises as `submit`.
 
         Frames that were queued before are done first. The lease is over.
         """
         if self._scope.cancel_called:
             raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "this session's lease is over")
-        self.submit(frame)
+        self._count_within(link.scope)
         self.link, self.lease_s = link, 0.0
         self._scope.deadline = math.inf
+        await self.submit(frame)
+
+    def _count_within(self, around: Scope) -> None:
+        """From now on the memory of the session counts there. Without room it ends: raises PeerRefused."""
+        try:
+            self.memory.move(around)
+        except PeerRefused:
+            self._scope.cancel()
+            raise
 
     async def run(self) -> None:
         """Wait for KV, and serve steps until the client closes, falls silent for too long, or has left for too long."""
@@ -159,8 +174,7 @@ class ServerSession:
         try:
             await self.served.admission.enter(name, self._span, length, self.client, self._priority)
         except PeerRefused as refusal:
-            await self._send(refusal_of(self._doing, refusal.code, refusal.reason, refusal.retry_after_s))
-            return
+            return await self._send(refusal_for(self._doing, refusal))
         self.has_kv = True
         await self._send(self._doing)
         while True:
@@ -172,15 +186,33 @@ class ServerSession:
             if idle.cancelled_caught:
                 log.info("session idle, closed peer=%s", self.client)
                 return
-            match frame.type:
-                case FrameType.RESUME:
-                    await self._send(_resumed(frame, self.stage))
-                case FrameType.NEIGHBOURS:
-                    await self._stand_between(frame)
-                case FrameType.REPLAY:
-                    await self._replay(frame)
-                case _:
-                    await self._follow(frame)
+            try:
+                await self._handle(frame)
+            except (PeerRefused, RemoteProtocolError) as error:
+                await self._send(refusal_for(frame, error))
+            self._free(frame.size_bytes)
+
+    async def _handle(self, frame: Frame) -> None:
+        """Raises RemoteProtocolError or PeerRefused for a frame that has changed nothing."""
+        match frame.type:
+            case FrameType.RESUME:
+                meta = pack(Resumed(self.stage.epoch, self.stage.position))
+                await self._send(Frame(FrameType.RESUMED, frame.session, frame.epoch, frame.step, meta=meta))
+            case FrameType.NEIGHBOURS:
+                await self._stand_between(frame)
+            case FrameType.REPLAY:
+                await self._replay(frame)
+            case _:
+                await self._follow(frame)
+
+    def _free(self, size_bytes: int) -> None:
+        """A frame is done with: what is left of it waits in the stage, or is logged."""
+        self.memory.settle(size_bytes, self.stage.held_bytes, self._logged_bytes)
+
+    @property
+    def _logged_bytes(self) -> int:
+        """The results that are kept: all of them, or the last one for a step that is repeated."""
+        return self.stage.answered_bytes if self._outputs is None else self._outputs.size_bytes
 
     async def _follow(self, frame: Frame) -> None:
         """Do what the stage says to a STEP, TRUNCATE or FORK, and to what has waited for it."""
@@ -213,9 +245,16 @@ class ServerSession:
 
     async def _compute(self, frame: Frame) -> None:
         try:
-            forward = Forward(frame.session, frame.start, frame.length, self._form.decode(frame))
-            computed = await self._worker.do(forward)
-            payload = self._form.encode(computed.hidden)
+            await self.memory.begin_work(self._form.work_bytes(frame.length))
+            try:
+                self.memory.log(self._logged_bytes + self._form.bytes_of(frame.length))
+                forward = Forward(frame.session, frame.start, frame.length, self._form.decode(frame))
+                computed = await self._worker.do(forward)
+                payload = self._form.encode(computed.hidden)
+            finally:
+                self.memory.end_work()
+        except PeerRefused as refusal:
+            await self._refuse_step(frame, refusal.code, refusal.reason)
         except RemoteProtocolError as error:
             await self._refuse_step(frame, RefusalCode.BAD_MESSAGE, error.message)
         except ConfigError as error:  # the codec cannot carry what we computed
@@ -267,6 +306,11 @@ class ServerSession:
 
     async def _copy(self, frame: Frame, source: ServerSession, operation: operations.Fork | Truncate) -> None:
         outputs = source._outputs.copy() if source._outputs is not None else None  # as they are now, and the KV is
+        try:
+            self.memory.log(0 if outputs is None else outputs.size_bytes)
+        except PeerRefused as refusal:
+            await self._refuse_step(frame, refusal.code, refusal.reason)
+            return
         if isinstance(operation, operations.Fork) and source.served is not self.served:
             raise WorkerLost("the session to be copied has lost its worker")
         try:
@@ -301,71 +345,38 @@ class ServerSession:
         )
 
     async def _replay(self, frame: Frame) -> None:
-        """Push or send logged results. Changes nothing, so that it may be asked for at any time."""
-        try:
-            request = unpack(Replay, frame.meta)
-            payload = self._logged(frame)
-        except RemoteProtocolError as error:
-            return await self._send(refusal_for(frame, error))
+        """Push or send logged results. Changes nothing, so that it may be asked for at any time.
+
+        Raises as `_handle`, for positions that are not there, or too many for a frame.
+        """
+        size_bytes, outputs = self._form.bytes_of(frame.length), self._outputs
+        request, asked = unpack(Replay, frame.meta), f"results of {frame.length} positions from {frame.start} asked for"
+        positions = 0 if outputs is None else outputs.positions
+        if outputs is None or frame.length < 1 or frame.start + frame.length > positions:
+            raise RemoteProtocolError(f"{asked}, {positions} logged")
+        if size_bytes > self.served.policy.replay_bytes:
+            raise RemoteProtocolError(f"{asked}, more than {self.served.policy.replay_bytes} bytes")
+        await self.memory.queue(size_bytes)
+        payload = outputs.read(frame.start, frame.length)
+        self._free(size_bytes)  # from here on the link holds it
         pushed = request.push and await self._push(frame, payload, b"")
         meta = pack(Replayed(_native.blake3_digest(payload), pushed))
         await self._send(self._answer(FrameType.REPLAYED, frame, meta, b"" if pushed else payload))
 
-    def _logged(self, frame: Frame) -> Buffer:
-        """Raises RemoteProtocolError for positions that are not there, or too many for a frame."""
-        positions = self._outputs.positions if self._outputs is not None else 0
-        asked = f"results of {frame.length} positions from {frame.start} asked for"
-        if self._outputs is None or frame.length < 1 or frame.start + frame.length > positions:
-            raise RemoteProtocolError(f"{asked}, {positions} logged")
-        if payload_bytes(self._form.codec, frame.length * self._form.hidden_size) > self.served.policy.replay_bytes:
-            raise RemoteProtocolError(f"{asked}, more than {self.served.policy.replay_bytes} bytes")
-        return self._outputs.read(frame.start, frame.length)
-
     async def _stand_between(self, frame: Frame) -> None:
-        """Take steps from the peer that the client names, and push results to the one that it names."""
-        try:
-            request = unpack(Neighbours, frame.meta)
-        except (PeerRefused, RemoteProtocolError) as error:
-            return await self._send(refusal_for(frame, error))
-        try:
-            self.sender = PeerId(request.sender) if request.sender else None
-            self._receiver, self._quiet = None, request.quiet
-            if request.receiver == self.served.network.peer:
-                raise PeerUnreachable("the next hop is this server itself")
-            if request.receiver:
-                if not request.again or self._asked_s is None:
-                    self._asked_s = trio.current_time()
-                peer = PeerId(request.receiver)
-                connection = await self.served.next_hops.find(peer, self._asked_s, again=request.again)
-                self._receiver = connection, SessionId(request.receiver_session)
-                self._asked_s = None
-        except PeerError as error:
-            retry_after_s = error.retry_after_s if isinstance(error, PeerRefused) else None
-            await self._send(refusal_of(frame, RefusalCode.CANNOT_FORWARD, str(error), retry_after_s))
-        else:
-            await self._send(Frame(FrameType.FORWARDED, frame.session, frame.epoch, frame.step))
+        """Take steps from the peer that the client names, and push results to the one that it names.
+
+        Raises as `_handle`.
+        """
+        request = unpack(Neighbours, frame.meta)
+        self.sender = PeerId(request.sender) if request.sender else None
+        self._quiet = request.quiet
+        await self._receiver.find(request)
+        await self._send(Frame(FrameType.FORWARDED, frame.session, frame.epoch, frame.step))
 
     async def _push(self, frame: Frame, payload: Buffer, meta: bytes) -> bool:
-        """Give our result to the next hop, as its step of the same number."""
-        if self._receiver is None:
-            return False
-        connection, session = self._receiver
-        if connection.best.relayed and not self._may_relay(frame.length, len(payload)):
-            return False
-        step = replace(self._answer(FrameType.STEP, frame, meta, payload), session=session)
-        try:
-            await connection.best.tell(step)
-        except PeerError as error:
-            log.info("cannot push: %s", error)
-            self._receiver = None
-            return False
-        return True
-
-    def _may_relay(self, positions: int, size_bytes: int) -> bool:
-        """Whether this result may go through a relay. Otherwise it goes by way of the client, if that is nearer."""
-        if self.link is None or self.link.relayed:
-            return True
-        return self._relayed.allows(positions, size_bytes, trio.current_time())
+        """To the next hop, as its step of the same number."""
+        return await self._receiver.push(self._answer(FrameType.STEP, frame, meta, payload), self.link)
 
     def _done(self, kind: FrameType, frame: Frame) -> Frame:
         """The answer to a frame that changed the KV: where it stands now."""
@@ -384,11 +395,6 @@ class ServerSession:
         except PeerError as error:
             log.debug("not answered: %s", error)
 
-    async def _refuse_step(self, frame: Frame, code: RefusalCode, reason: str) -> None:
+    async def _refuse_step(self, frame: Frame, code: str, reason: str) -> None:
         self.stage.failed()
         await self._send(refusal_of(frame, code, reason))
-
-
-def _resumed(frame: Frame, stage: Stage) -> Frame:
-    meta = pack(Resumed(stage.epoch, stage.position))
-    return Frame(FrameType.RESUMED, frame.session, frame.epoch, frame.step, meta=meta)

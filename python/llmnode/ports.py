@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from llmnode.core.announcement import SignedAnnouncement
+    from llmnode.core.budget import Budget, Scope
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.core.operations import Buffer, Control, Operation, Slice
@@ -33,6 +34,10 @@ class Link(Protocol):
     @property
     def group(self) -> str:
         """The peer's address group (`core/budget`). Identities cost nothing, but addresses do."""
+
+    @property
+    def scope(self) -> Scope:
+        """What the link holds of its node's budget, with what is opened within. It is closed with the link."""
 
     @property
     def relayed(self) -> bool:
@@ -72,6 +77,10 @@ class Network(Protocol):
     @property
     def addresses(self) -> Sequence[str]:
         """Multiaddrs where others reach us. They end in `/p2p/ID`."""
+
+    @property
+    def budget(self) -> Budget:
+        """The limits for all peers together."""
 
     @property
     def traffic(self) -> Traffic:

@@ -105,5 +105,8 @@ async def test_each_address_says_why_it_failed_and_several_that_say_the_same_say
         message = "no answer from /memory/one/p2p/peer-nobody; no answer from /memory/two/p2p/peer-nobody"
         assert caught.value.message == message
         with pytest.raises(PeerUnreachable) as caught:
-            await pool.connect(["/memory/one/p2p/peer-nobody"] * 2)
-        assert caught.value.message == "no answer from /memory/one/p2p/peer-nobody"
+            await pool.connect(["/memory/three/p2p/peer-nobody"])
+        assert caught.value.message == "no answer from /memory/three/p2p/peer-nobody"
+        with pytest.raises(PeerUnreachable) as caught:
+            await pool.connect(["/memory/one/p2p/peer-nobody", "/memory/two/p2p/peer-nobody"])
+        assert caught.value.message == "not dialled: it could not be reached lately"

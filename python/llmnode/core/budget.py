@@ -30,13 +30,15 @@ class Resource(Enum):
     """The value says what is counted."""
 
     MEMORY = "bytes of memory"
-    LOGS = "bytes of logged results"
+    WINDOWS = "bytes that may arrive ahead of our reading"
+    """A part of the memory."""
+    WORK = "bytes of steps that are computed"
+    LOGS = "bytes of results that are kept"
     CONNECTIONS = "connections"
     INBOUND = "connections that others have opened"
     LINKS = "links"
     STREAMS = "streams"
     DIALS = "dials"
-    BYTES_OUT = "bytes to be sent"
     HEAVY_ANSWERS = "heavy answers"
 
 
@@ -162,9 +164,36 @@ class Scope:
         for scope in self.around:
             scope.held[resource] -= amount
 
+    def take(self, resource: Resource, amount: int) -> bool:
+        """Reserve, and evict others for it if that is fair. False if the asker goes without."""
+        while (full := self.reserve(resource, amount)) is not None:
+            if full.is_closed or (evicted := choose_victim(full, self, resource)) is None:
+                return False
+            evicted.evict()
+        return True
+
+    def take_all(self, wanted: Mapping[Resource, int]) -> bool:
+        """Take each of them, or none."""
+        taken: list[tuple[Resource, int]] = []
+        for resource, amount in wanted.items():
+            if not self.take(resource, amount):
+                for each in taken:
+                    self.release(*each)
+                return False
+            taken.append((resource, amount))
+        return True
+
+    def could_hold(self, resource: Resource, amount: int) -> bool:
+        """Whether the limits allow it, if nothing else is held."""
+        return all((limit := each.limit(resource)) is None or amount <= limit for each in self.around)
+
     def limit(self, resource: Resource) -> int | None:
         """None without a limit."""
         return self._limits.get(resource)
+
+    def set_limit(self, resource: Resource, amount: int) -> None:
+        """The scope keeps what it holds, even if that is more."""
+        self._limits = {**self._limits, resource: amount}
 
     def evict(self) -> None:
         """Another one needs the room."""
@@ -226,68 +255,78 @@ class Budget:
         scope.number = next(self._numbers)
         return scope
 
-    def take(self, scope: Scope, resource: Resource, amount: int) -> bool:
-        """Reserve, and evict others for it if that is fair. False if the asker goes without."""
-        while (full := scope.reserve(resource, amount)) is not None:
-            if full.is_closed or (victim := self.victim(full, scope, resource)) is None:
-                return False
-            victim.evict()
-        return True
+    def of_peer(self, scope: Scope) -> Scope:
+        """The scope of the peer that `scope` is of, which may have been closed with its last connection.
 
-    def account(self, scope: Scope, resource: Resource) -> Account:
-        return Account(self, scope, resource)
-
-    def victim(self, full: Scope, asker: Scope, resource: Resource) -> Scope | None:
-        """The connection to drop so that `asker` gets what `full` has refused; None if `asker` is to go without.
-
-        It is of an address group that holds more than the asker's. A connection that has sessions is only dropped if
-        its group holds more than its share. Within the group, the least worth goes first, then what holds most, then
-        the newest. Within the asker's own group, only what nothing uses makes way, the oldest first; or, for memory,
-        what holds more than the asker and is worth no more.
+        Its owner opens another one within.
         """
-        asking = asker.of_kind(Kind.CONNECTION)
-        own = asker.of_kind(Kind.GROUP)
-        rivals = [
-            each
-            for each in full.within(Kind.CONNECTION)
-            if each is not asking and each.use < Worth.OURS and each.held[resource]
-        ]
-        groups = {group for each in rivals if (group := each.of_kind(Kind.GROUP)) is not None}
-        limit = full.limit(resource)
-        share = 0 if limit is None else limit // max(1, len(groups))
-        own_held = 0 if own is None else own.held[resource]
-        for worth in (Worth.NOTHING, Worth.LINK, Worth.USED):
-            least = share if worth is Worth.USED else 0
-            of_others = [
-                (group.held[resource], each.held[resource], each.number, each)
-                for each in rivals
-                if each.use is worth
-                and (group := each.of_kind(Kind.GROUP)) is not None
-                and group is not own
-                and group.held[resource] > max(own_held, least)
-            ]
-            if of_others:
-                return max(of_others, key=lambda each: each[:3])[3]
-        return _own_victim([each for each in rivals if each.of_kind(Kind.GROUP) is own], asking, resource)
+        names = {each.kind: each.name for each in scope.around}
+        around = self.process
+        for kind in (Kind.GROUP, Kind.HOST, Kind.PEER):
+            if kind in names:
+                around = around.share(kind, names[kind], limits_of(self._policy, kind))
+        return around
 
 
 @dataclass(slots=True)
 class Account:
     """An amount of one resource in a scope, which rises and falls."""
 
-    budget: Budget
     scope: Scope
     resource: Resource
     amount: int = field(default=0, init=False)
 
     def resize(self, amount: int) -> bool:
         """Hold `amount` from now on. False if there is no room: it then holds what it held."""
-        if amount > self.amount and not self.budget.take(self.scope, self.resource, amount - self.amount):
+        if amount > self.amount and not self.scope.take(self.resource, amount - self.amount):
             return False
         if amount < self.amount:
             self.scope.release(self.resource, self.amount - amount)
         self.amount = amount
         return True
+
+    def move(self, scope: Scope) -> bool:
+        """Hold the amount in another scope from now on. False if there is no room: it then holds nothing."""
+        self.scope.release(self.resource, self.amount)
+        self.scope = scope
+        if scope.take(self.resource, self.amount):
+            return True
+        self.amount = 0
+        return False
+
+
+def choose_victim(full: Scope, asker: Scope, resource: Resource) -> Scope | None:
+    """The connection to drop so that `asker` gets what `full` has refused; None if `asker` is to go without.
+
+    It is of an address group that holds more than the asker's. A connection that has sessions is only dropped if
+    its group holds more than its share. Within the group, the least worth goes first, then what holds most, then
+    the newest. Within the asker's own group, only what nothing uses makes way, the oldest first; or, for memory,
+    what holds more than the asker and is worth no more.
+    """
+    asking = asker.of_kind(Kind.CONNECTION)
+    own = asker.of_kind(Kind.GROUP)
+    rivals = [
+        each
+        for each in full.within(Kind.CONNECTION)
+        if each is not asking and each.use < Worth.OURS and each.held[resource]
+    ]
+    groups = {group for each in rivals if (group := each.of_kind(Kind.GROUP)) is not None}
+    limit = full.limit(resource)
+    share = 0 if limit is None else limit // max(1, len(groups))
+    own_held = 0 if own is None else own.held[resource]
+    for worth in (Worth.NOTHING, Worth.LINK, Worth.USED):
+        least = share if worth is Worth.USED else 0
+        of_others = [
+            (group.held[resource], each.held[resource], each.number, each)
+            for each in rivals
+            if each.use is worth
+            and (group := each.of_kind(Kind.GROUP)) is not None
+            and group is not own
+            and group.held[resource] > max(own_held, least)
+        ]
+        if of_others:
+            return max(of_others, key=lambda each: each[:3])[3]
+    return _own_victim([each for each in rivals if each.of_kind(Kind.GROUP) is own], asking, resource)
 
 
 def _do_nothing() -> None: ...
@@ -297,7 +336,7 @@ def _own_victim(rivals: list[Scope], asking: Scope | None, resource: Resource) -
     unused = [each for each in rivals if each.use is Worth.NOTHING]
     if unused:
         return min(unused, key=lambda each: each.number)
-    if resource is not Resource.MEMORY or asking is None:
+    if resource not in (Resource.MEMORY, Resource.WINDOWS) or asking is None:
         return None
     larger = [each for each in rivals if each.use <= asking.use and each.held[resource] > asking.held[resource]]
     return max(larger, key=lambda each: (each.held[resource], each.number), default=None)
@@ -308,7 +347,10 @@ def limits_of(policy: BudgetPolicy, kind: Kind) -> dict[Resource, int]:
     match kind:
         case Kind.PROCESS:
             return {
-                Resource.MEMORY: policy.memory_bytes,
+                Resource.MEMORY: int((1 - policy.work_share) * policy.memory_bytes),
+                Resource.WINDOWS: int(policy.window_share * policy.memory_bytes),
+                Resource.WORK: int(policy.work_share * policy.memory_bytes),
+                Resource.LOGS: 0,
                 Resource.CONNECTIONS: policy.connections,
                 Resource.INBOUND: policy.connections,
                 Resource.LINKS: policy.links,
@@ -319,6 +361,7 @@ def limits_of(policy: BudgetPolicy, kind: Kind) -> dict[Resource, int]:
         case Kind.GROUP:
             return {
                 Resource.MEMORY: int(policy.group_share * policy.memory_bytes),
+                Resource.WINDOWS: int(policy.group_share * policy.window_share * policy.memory_bytes),
                 Resource.INBOUND: int(policy.group_share * policy.connections),
                 Resource.LINKS: int(policy.group_share * policy.links),
                 Resource.STREAMS: int(policy.group_share * policy.streams),
@@ -328,6 +371,7 @@ def limits_of(policy: BudgetPolicy, kind: Kind) -> dict[Resource, int]:
         case Kind.PEER:
             return {
                 Resource.MEMORY: int(policy.peer_share * policy.memory_bytes),
+                Resource.WINDOWS: int(policy.peer_share * policy.window_share * policy.memory_bytes),
                 Resource.INBOUND: policy.connections_per_peer,
                 Resource.STREAMS: policy.streams_per_peer,
                 Resource.HEAVY_ANSWERS: policy.heavy_answers_per_peer,

@@ -45,7 +45,12 @@ class BudgetPolicy:
     """The limits of a process for all peers together, and the shares that one of them may have (`core/budget.py`)."""
 
     memory_bytes: int = 512 << 20
-    """Frames that arrive or wait, and everything else that peers make a node keep, logs of results excepted."""
+    """Everything that peers make a process keep, except KV and the results that are kept for replay. Those have a size
+    for each position of KV."""
+    work_share: float = 0.25
+    """The share of it for the steps that are being computed: their hidden states in fp32, in and out."""
+    window_share: float = 0.25
+    """The share of it that others may send ahead of our reading, beyond `stream_bytes` for each stream."""
     group_share: float = 0.5
     """One address group may hold this share. On one machine, or behind one relay, all peers may be one group."""
     peer_share: float = 0.25
@@ -364,6 +369,8 @@ class ServePolicy:
     """Steps a client may send before the one that is due has arrived."""
     replay_bytes: int = 64 << 20
     """The most bytes of logged results that one frame may ask for."""
+    memory_patience_s: float = 10.0
+    """A step waits this long for memory (`BudgetPolicy`). Meanwhile no other frame is read from its link."""
     connect_timeout_s: float = 3.0
     """The time for a connection to a next hop and for its first answer."""
     dial_patience_s: float = 0.5

@@ -64,9 +64,7 @@ class Admission:
         """Whether there is room for one more stream over a connection, which is then taken meanwhile."""
         stream = scope.open(Kind.LINK, "a stream")
         try:
-            yield self.budget.take(stream, Resource.STREAMS, 1) and self.budget.take(
-                stream, Resource.MEMORY, self.policy.stream_bytes
-            )
+            yield stream.take_all({Resource.STREAMS: 1, Resource.MEMORY: self.policy.stream_bytes})
         finally:
             stream.close()
 
@@ -75,10 +73,9 @@ class Admission:
         wanted = {Resource.CONNECTIONS: 1, Resource.MEMORY: self.policy.connection_bytes}
         if is_inbound:
             wanted = {Resource.INBOUND: 1} | wanted
-        for resource, amount in wanted.items():
-            if not self.budget.take(scope, resource, amount):
-                scope.close()
-                raise SwarmException(f"too many connections, or too many from {address}")
+        if not scope.take_all(wanted):
+            scope.close()
+            raise SwarmException(f"too many connections, or too many from {address}")
         return scope
 
 

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from libp2p.kad_dht.kad_dht import KadDHT
     from libp2p.network.stream.net_stream import NetStream
 
-    from llmnode.core.budget import Budget
     from llmnode.core.policy import DhtPolicy
     from llmnode.net.yamux import YamuxConnection
 
@@ -46,9 +45,8 @@ FAILURES = (PeerError, BaseLibp2pError, StreamError, MultiaddrError, ValueError,
 class DhtServer:
     """Its `take_stream` is the handler of the DHT's streams."""
 
-    def __init__(self, dht: KadDHT, budget: Budget, policy: DhtPolicy) -> None:
+    def __init__(self, dht: KadDHT, policy: DhtPolicy) -> None:
         self._dht = dht
-        self._budget = budget
         self._policy = policy
         self._rates = Rates(policy.requests_burst, policy.requests_per_s)
         self._streams: Counter[str] = Counter()  # by peer and by address group; "" is all of them
@@ -93,7 +91,7 @@ class DhtServer:
     @contextlib.contextmanager
     def _turn(self, connection: YamuxConnection) -> Iterator[None]:
         scope = connection.scope
-        if not self._budget.take(scope, Resource.HEAVY_ANSWERS, 1):
+        if not scope.take(Resource.HEAVY_ANSWERS, 1):
             raise PeerUnreachable("too many answers are being made")
         try:
             yield

@@ -56,7 +56,7 @@ async def open_directory(network: Libp2pNetwork, policy: SwarmPolicy) -> AsyncIt
     dht_policy = policy.dht
     _accept_small_answers(dht_policy)
     kept = network.budget.process.open(Kind.PEER, "records of the DHT")
-    if not network.budget.take(kept, Resource.MEMORY, dht_policy.value_bytes + dht_policy.provider_bytes):
+    if not kept.take(Resource.MEMORY, dht_policy.value_bytes + dht_policy.provider_bytes):
         raise ConfigError("the memory budget leaves nothing for the DHT: raise BudgetPolicy.memory_bytes")
     dht = _Kademlia(network, mode, validator, dht_policy)
     async with background_trio_service(dht), trio.open_nursery() as nursery:
@@ -147,7 +147,7 @@ class _Kademlia(KadDHT):
         super().__init__(network.host, mode, validator=validator, strict_validation=True)
         self.values = self.value_store = Values(network.host, policy)
         self.providers = self.provider_store = Providers(network.host, self.peer_routing, policy)
-        self._server = DhtServer(self, network.budget, policy)
+        self._server = DhtServer(self, policy)
 
     async def handle_stream(self, stream: INetStream) -> None:
         await self._server.take_stream(stream)

@@ -16,7 +16,7 @@ from libp2p.network.stream.exceptions import StreamError
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
-from llmnode.core.budget import Kind, Resource, Worth
+from llmnode.core.budget import Account, Kind, Resource, Worth
 from llmnode.core.ids import PeerId
 from llmnode.core.peers.nat import judge
 from llmnode.core.policy import CircuitPolicy, ReachPolicy
@@ -332,7 +332,7 @@ class Libp2pNetwork:
         link = self._link(agreed, PeerId(stream.muxed_conn.peer_id.to_base58()))
         try:
             living = [each for each in self._links_with(link.peer) if not each.has_ended]
-            if len(living) >= self._policy.links_per_peer or not self.budget.take(link.scope, Resource.LINKS, 1):
+            if len(living) >= self._policy.links_per_peer or not link.scope.take(Resource.LINKS, 1):
                 raise trio.WouldBlock
             self._opened.send_nowait(link)
         except trio.WouldBlock:
@@ -388,7 +388,7 @@ class Libp2pNetwork:
             peer,
             self._policy,
             LinkOwner(drop, self._count, wait_direct),
-            self.budget.account(scope.open(Kind.LINK, peer), Resource.MEMORY),
+            Account(scope.open(Kind.LINK, peer), Resource.MEMORY),
             relayed=is_relayed(connection),
             relay_limit_bytes=limit_bytes_of(connection),
         )

@@ -57,6 +57,8 @@ CHARGE_BYTES = 1 << 18
 """Memory is reserved in steps of this size. A link that holds no more than a quarter of it has that free."""
 LOOK_EVERY_S = 0.05
 """How often a link that waits for memory looks whether there is some."""
+MOST_TIMES_PACKED = 4
+"""A payload takes at most this many times the bytes that it was packed into: half of them are never compressed."""
 AT_ONCE_BYTES = 1 << 15
 """A larger frame is left to the writing task: others run before it is encrypted."""
 
@@ -104,6 +106,8 @@ class Libp2pLink:
         self._writer = trio.lowlevel.ParkingLot()  # the writing task, when all is written
         self._received, self._incoming = trio.open_memory_channel[Frame](policy.queue_frames)
         self._received_bytes = 0
+        self._unpacking_bytes = 0
+        self._waiting_bytes = 0  # of frames for which the outbox has no room yet
         self._room = trio.lowlevel.ParkingLot()  # in the outbox
         self._ended = trio.Event()
         self._closed = trio.Event()
@@ -135,10 +139,10 @@ class Libp2pLink:
 
     async def send(self, frame: Frame) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
-        while not self.has_ended and self._is_full:
-            await self._room.park()
         if not self.has_ended and not self._charge(frame.size_bytes):
             await self._wait_for_memory(frame.size_bytes)
+        if self._is_full:
+            await self._wait_for_room(frame.size_bytes)
         if self.has_ended:
             raise self._end_reason()
         self._put(frame)
@@ -243,10 +247,19 @@ class Libp2pLink:
     async def _take(self, frame: Frame) -> Frame:
         crossing_bytes = len(frame.payload)
         if frame.packed:
-            frame = await self._in_thread_if_long(partial(self._unpacked, frame), crossing_bytes)
+            frame = await self._unpack(frame)
         if frame.session != NO_SESSION:
             self._owner.count(Traffic(received_bytes=crossing_bytes, received_plain_bytes=len(frame.payload)))
         return frame
+
+    async def _unpack(self, frame: Frame) -> Frame:
+        self._unpacking_bytes = min(MOST_TIMES_PACKED * len(frame.payload), self._policy.max_payload_bytes)
+        try:
+            if not self._charge(len(frame.payload)):
+                await self._wait_for_memory(len(frame.payload))
+            return await self._in_thread_if_long(partial(self._unpacked, frame), len(frame.payload))
+        finally:
+            self._unpacking_bytes = 0
 
     def _deliver(self, frame: Frame) -> None:
         if self._received_bytes + frame.size_bytes > self._policy.queue_bytes:
@@ -256,8 +269,8 @@ class Libp2pLink:
 
     def _charge(self, more_bytes: int = 0) -> bool:
         """Reserve what the link holds, and `more_bytes`. False if there is no memory for that."""
-        here_bytes = self._decoder.held_bytes + self._received_bytes
-        held_bytes = here_bytes + self._outbox.size_bytes + self._stream.kept_bytes + more_bytes
+        held_bytes = self._decoder.held_bytes + self._received_bytes + self._unpacking_bytes
+        held_bytes += self._outbox.size_bytes + self._waiting_bytes + self._stream.kept_bytes + more_bytes
         amount = self._memory.amount
         if held_bytes <= CHARGE_BYTES // 4:
             return not amount or self._memory.resize(0)
@@ -265,11 +278,21 @@ class Libp2pLink:
             return True
         return self._memory.resize(-(-held_bytes // CHARGE_BYTES) * CHARGE_BYTES)
 
+    async def _wait_for_room(self, more_bytes: int) -> None:
+        """In the outbox. A frame that waits for it is in our memory already."""
+        self._waiting_bytes += more_bytes
+        try:
+            while not self.has_ended and self._is_full:
+                await self._room.park()
+        finally:
+            self._waiting_bytes -= more_bytes
+
     async def _wait_for_memory(self, more_bytes: int) -> None:
         """The link ends if others do not give memory back in time, of several that wait for it one after the other."""
         with trio.move_on_after(self._policy.memory_patience_s * random.uniform(0.5, 1)):
-            while not self.has_ended and not self._charge(more_bytes):  # noqa: ASYNC110  memory comes back anywhere
+            while not self.has_ended and not self._charge(more_bytes):
                 await trio.sleep(LOOK_EVERY_S)
+                self._heard_s = trio.current_time()  # meanwhile we may not read, and hear nothing
             return
         self._fail(PeerUnreachable("no memory is left for what goes over this link"))
 

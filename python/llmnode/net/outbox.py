@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
-from llmnode.wire.frame import Frame, FrameType, encode
+from llmnode.wire.frame import Frame, FrameType, encode, encode_parts
 
 if TYPE_CHECKING:
     from llmnode.core.ids import SessionId
     from llmnode.core.policy import LinkPolicy
+    from llmnode.wire.frame import Buffer
 
 
 GENTLE_PIECE_BYTES = 1 << 15
@@ -38,7 +39,7 @@ class Outbox:
         self._is_prepared = [False, False]  # the first of the small, and of the large ones
         self._passed_bytes = 0  # by small frames, since the last piece of a large one
         self._gentle_bytes = 0  # of large frames, until pieces are large again
-        self._rest = memoryview(b"")  # of the first of the large ones, encoded
+        self._rest: deque[memoryview] = deque()  # of the first of the large ones, encoded
         self.size_bytes = 0
 
     def __len__(self) -> int:
@@ -89,14 +90,26 @@ class Outbox:
         if not self._large:
             return None
         self._passed_bytes = 0
-        self._rest = self._rest or memoryview(encode(self._large[0], self._policy))
+        if not self._rest:
+            self._rest.extend(memoryview(part) for part in encode_parts(self._large[0], self._policy) if part)
         size_bytes = self._next_piece_bytes
         self._gentle_bytes -= size_bytes
-        piece, self._rest = self._rest[:size_bytes], self._rest[size_bytes:]
+        piece = self._next_piece(size_bytes)
         if not self._rest:
             self._forget(self._large.popleft())
             self._is_prepared[1] = False
         return encode(Frame(FrameType.PIECE, payload=piece), self._policy)
+
+    def _next_piece(self, size_bytes: int) -> Buffer:
+        """A piece of the first large frame, which is not copied as a whole."""
+        parts: list[memoryview] = []
+        while size_bytes and self._rest:
+            part = self._rest.popleft()
+            parts.append(part[:size_bytes])
+            if len(part) > size_bytes:
+                self._rest.appendleft(part[size_bytes:])
+            size_bytes -= len(parts[-1])
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _forget(self, frame: Frame) -> None:
         self.size_bytes -= frame.size_bytes

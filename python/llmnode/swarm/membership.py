@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.core.announcement import DOUBLE, Announcement, PeerState
+from llmnode.core.budget import Kind, Resource
 from llmnode.core.ids import PeerId
 from llmnode.core.peers.clocks import Clocks
 from llmnode.core.view import Source, View, is_news
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PLACE_BYTES = 8 << 10
+"""An announcement of the largest size in a view takes this much memory."""
 VERIFIED_AT_ONCE = 16
 """After this number of signatures, of a tenth of a millisecond each, other tasks get their turn."""
 
@@ -87,6 +90,9 @@ class Swarm:
         self._network = network
         self._pool = pool
         self._policy = policy
+        view = network.budget.process.open(Kind.PEER, "the view")
+        if not view.take(Resource.MEMORY, policy.view_peers * PLACE_BYTES):
+            raise ConfigError("the memory budget leaves nothing for a view: raise BudgetPolicy.memory_bytes")
         self.contacts = list(contacts)
         network.vouch(self.contacts)
         self._directory = directory
@@ -240,6 +246,11 @@ class Swarm:
             await connection.tell(Frame(FrameType.NEWS, meta=meta, payload=payload))
 
     # Being asked
+
+    @property
+    def most_answer_bytes(self) -> int:
+        """The answer to a VIEW frame has at most this size."""
+        return min(len(self.view) * self._policy.announcement_bytes, self._policy.exchange_bytes)
 
     def answer(self, frame: Frame, link: Link) -> Frame:
         """The NEWS that answers a VIEW frame of a peer. Raises RemoteProtocolError."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode.core.budget import Account, Kind, Resource, address_groups
 from llmnode.core.ids import NO_SESSION
 from llmnode.core.traffic import Traffic
 from llmnode.errors import PeerError, PeerUnreachable
@@ -28,7 +29,13 @@ class MemoryLink:
     def __init__(self, internet: MemoryInternet, own: MemoryNetwork, other: MemoryNetwork) -> None:
         self.own = own
         self.other = other
-        self.peer = self.group = other.peer
+        self.peer = other.peer
+        self.group = address_groups(other.host)[0]
+        self.connection = own.budget.connection(other.host, other.peer)
+        """It stands for the connection below the link, in the budget of this side."""
+        self.connection.on_evict = self._evict
+        self.scope = self.connection.open(Kind.LINK, other.peer)
+        self._memory = Account(self.scope, Resource.MEMORY)
         self.relayed = internet.is_relayed(own.peer, other.peer)
         self.relay_limit_bytes = internet.relay_limit_bytes if self.relayed else None
         self._internet = internet
@@ -68,9 +75,11 @@ class MemoryLink:
 
     async def receive(self) -> Frame:
         try:
-            return await self._incoming.receive()
+            frame = await self._incoming.receive()
         except (trio.ClosedResourceError, trio.EndOfChannel):
             raise self._reason() from None
+        self._hold(-frame.size_bytes)
+        return frame
 
     async def end(self, reason: str) -> None:
         self.fail(PeerUnreachable(f"link closed: {reason}"))
@@ -81,6 +90,7 @@ class MemoryLink:
         if self._error is None:
             self._error = error.blame(self.peer)
             self._internet.note(f"end {self.own.peer} -> {self.peer}: {error.message}")
+            self.connection.close()
             self._delivered.close()
             self._room.set()
             if not self.own.frozen:
@@ -88,6 +98,13 @@ class MemoryLink:
             last_s = trio.current_time() + self._internet.policy.farewell_s
             self._under_way = deque((began, frame if began <= last_s else None) for began, frame in self._under_way)
             self._send(None)
+
+    def _evict(self) -> None:
+        self.fail(PeerUnreachable("others have taken its place"))
+
+    def _hold(self, more_bytes: int) -> bool:
+        """Whether there is memory for that."""
+        return self.scope.is_closed or self._memory.resize(self._memory.amount + more_bytes)
 
     def die(self) -> None:
         """The process is gone: what it had not sent is lost, and its system closes the connection."""
@@ -167,12 +184,13 @@ class MemoryLink:
         if internet.trace is not None:
             twice = " twice" if again else ""
             internet.note(f"{self.peer} -> {self.own.peer} {internet.describe(frame)}{twice}")
-        try:
-            self._delivered.send_nowait(frame)
-            if again:
+        for _ in range(1 + bool(again)):
+            if not self._hold(frame.size_bytes):
+                return self.fail(PeerUnreachable("no memory is left for what goes over this link"))
+            try:
                 self._delivered.send_nowait(frame)
-        except trio.WouldBlock:
-            self.fail(PeerUnreachable("sent more than a link may hold ahead of our reading"))
+            except trio.WouldBlock:
+                return self.fail(PeerUnreachable("sent more than a link may hold ahead of our reading"))
         return None
 
     def notice_silence(self) -> None:

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode.core.budget import Budget, Resource, Worth
 from llmnode.core.ids import NO_SESSION, PeerId, SessionId
+from llmnode.core.peers.dial_gate import DialGate
 from llmnode.core.policy import LinkPolicy
 from llmnode.core.traffic import Traffic
 from llmnode.errors import ConfigError, PeerUnreachable
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from llmnode.wire.frame import Frame
 
 ACCEPT_QUEUE = 16
+PORTS = 65535
 
 
 @asynccontextmanager
@@ -79,10 +82,17 @@ class MemoryInternet:
         self._numbers = count()
         self._sooner = trio.Event()
         self._sessions: dict[SessionId, int] = {NO_SESSION: 0}
+        self._hosts: dict[PeerId, str] = {}
 
-    def network(self, name: str) -> MemoryNetwork:
-        """A new peer with its network; a name that was used before is its next life, under the same id."""
-        network = MemoryNetwork(self, peer_named(name))
+    def network(self, name: str, host: str | None = None) -> MemoryNetwork:
+        """A new peer with its network; a name that was used before is its next life, under the same id.
+
+        It is at the IP address `host`; by default at one of its own, in an address group of its own.
+        """
+        peer = peer_named(name)
+        if host is not None:
+            self._hosts[peer] = host
+        network = MemoryNetwork(self, peer, self.host_of(peer))
         self._networks[network.peer] = network
         return network
 
@@ -184,6 +194,11 @@ class MemoryInternet:
             raise ConfigError(f"{address!r} is no address in memory")
         return self._networks.get(PeerId(address.rpartition("/p2p/")[2]))
 
+    def host_of(self, peer: PeerId) -> str:
+        """The IP address of a peer, which need not be there."""
+        number = len(self._hosts)
+        return self._hosts.setdefault(peer, f"8.{number >> 8 & 255}.{number & 255}.1")
+
     def between(self, sender: PeerId, receiver: PeerId) -> Conditions:
         return self._special.get((sender, receiver), self.conditions) if self._special else self.conditions
 
@@ -258,8 +273,11 @@ class MemoryInternet:
 class MemoryNetwork:
     """The `Network` port of one peer. Made by `MemoryInternet.network`."""
 
-    def __init__(self, internet: MemoryInternet, peer: PeerId) -> None:
+    def __init__(self, internet: MemoryInternet, peer: PeerId, host: str) -> None:
         self.peer = peer
+        self.host = host
+        self.budget = Budget(internet.policy.budget)
+        self._gate = DialGate(internet.policy.dials)
         self.links: list[MemoryLink] = []
         self.frozen = False
         self.traffic = Traffic()
@@ -275,12 +293,33 @@ class MemoryNetwork:
         return hashlib.blake2b(self.peer.encode(), digest_size=32).digest()
 
     def vouch(self, addresses: Iterable[str]) -> None:
-        """All of memory is one network."""
+        for address in addresses:
+            self._internet.find(address)
+            self._gate.vouch(*self._place(address))
+
+    def _place(self, address: str) -> tuple[str, int]:
+        path, _, peer = address.rpartition("/p2p/")
+        return self._internet.host_of(PeerId(peer)), 1 + zlib.crc32(path.encode()) % PORTS
 
     async def dial(self, address: str, *, is_heard: bool = False) -> MemoryLink:
+        """Through the gate of real nodes: the address of a peer in memory stands for its IP address."""
         internet = self._internet
-        other = internet.find(address)
         peer = PeerId(address.rpartition("/p2p/")[2])
+        if not is_heard:
+            self.vouch([address])
+        other, place = internet.find(address), self._place(address)
+        if (why := self._gate.why_not(*place, trio.current_time())) is not None:
+            raise PeerUnreachable(f"not dialled: {why}", peer=peer)
+        try:
+            link = await self._dial(address, peer, other)
+        except PeerUnreachable:
+            self._gate.report(*place, trio.current_time(), reached=False)
+            raise
+        self._gate.report(*place, trio.current_time(), reached=True)
+        return link
+
+    async def _dial(self, address: str, peer: PeerId, other: MemoryNetwork | None) -> MemoryLink:
+        internet = self._internet
         with trio.move_on_after(internet.policy.dial_timeout_s):
             if address in internet.black_holes:
                 await trio.sleep_forever()
@@ -311,9 +350,19 @@ class MemoryNetwork:
         """Raises PeerUnreachable if too many wait already to be accepted."""
         ours, theirs = MemoryLink(self._internet, self, other), MemoryLink(self._internet, other, self)
         ours.far, theirs.far = theirs, ours
+        policy = self._internet.policy
+        ours.connection.worth, theirs.connection.worth = Worth.OURS, Worth.LINK
+        is_taken = sum(link.peer == self.peer for link in other.links) < policy.links_per_peer
+        costs = {Resource.CONNECTIONS: 1, Resource.MEMORY: policy.budget.connection_bytes}
         try:
+            if not (ours.connection.take_all(costs) and is_taken):
+                raise trio.WouldBlock
+            if not theirs.connection.take_all({Resource.INBOUND: 1, Resource.LINKS: 1} | costs):
+                raise trio.WouldBlock
             other._opened.send_nowait(theirs)
         except trio.WouldBlock:
+            ours.connection.close()
+            theirs.connection.close()
             raise PeerUnreachable("takes no more links", peer=other.peer) from None
         self._internet.note(f"link {self.peer} -> {other.peer}")
         for link in (ours, theirs):

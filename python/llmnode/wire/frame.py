@@ -117,6 +117,14 @@ class Frame:
 
 def encode(frame: Frame, policy: LinkPolicy) -> bytes:
     """The frame's bytes, in one buffer: a stream write takes one, and encryption copies it anyway."""
+    return b"".join(encode_parts(frame, policy))
+
+
+def encode_parts(frame: Frame, policy: LinkPolicy) -> tuple[Buffer, Buffer, Buffer]:
+    """The frame's bytes, without a copy of its payload. Raises LocalProtocolError for a frame that no link may carry.
+
+    The parts are the header, the metadata and the payload.
+    """
     if len(frame.meta) > policy.max_meta_bytes or len(frame.payload) > policy.max_payload_bytes:
         raise LocalProtocolError(f"{frame.type.name} frame of {frame.size_bytes} bytes exceeds the link's limits")
     if len(frame.session) != SESSION_ID_BYTES:  # struct would cut or pad it
@@ -137,7 +145,7 @@ def encode(frame: Frame, policy: LinkPolicy) -> bytes:
     except struct.error as error:
         raise LocalProtocolError(f"a field of the {frame.type.name} frame is out of range: {error}") from error
     checksum = _native.frame_crc32c([covered, frame.meta, frame.payload])
-    return b"".join((covered, _CHECKSUM.pack(checksum), frame.meta, frame.payload))
+    return covered + _CHECKSUM.pack(checksum), frame.meta, frame.payload
 
 
 class FrameDecoder:

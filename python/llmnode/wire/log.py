@@ -1,4 +1,4 @@
-"""What went between two hops of a session, to be given again to who takes a lost one's place."""
+"""The hidden states between two hops of a session, kept for a peer that takes the place of a lost hop."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ class PayloadLog:
 
     def __init__(self, form: HiddenForm) -> None:
         self.positions = 0
+        self.size_bytes = 0
         self._form = form
         self._pieces: list[tuple[Buffer, int]] = []
 
     def append(self, payload: Buffer, length: int) -> None:
         self._pieces.append((payload, length))
         self.positions += length
+        self.size_bytes += len(payload)
 
     def truncate(self, positions: int) -> None:
         while self.positions > positions:
             payload, length = self._pieces.pop()
             self.positions -= length
+            self.size_bytes -= len(payload)
             if (kept := positions - self.positions) > 0:
                 self.append(self._form.cut((payload, length), 0, kept), kept)
 
     def copy(self) -> PayloadLog:
         """A log of its own, of the same pieces."""
         other = PayloadLog(self._form)
-        other.positions, other._pieces = self.positions, list(self._pieces)
+        other.positions, other.size_bytes, other._pieces = self.positions, self.size_bytes, list(self._pieces)
         return other
 
     def shared_with(self, other: PayloadLog) -> int:

@@ -81,14 +81,14 @@ def decode_hidden(payload: Buffer, codec: Codec, values: int) -> Buffer:
 
 @dataclass(frozen=True, slots=True)
 class HiddenForm:
-    """What the payloads of one session look like."""
+    """The form of the payloads of one session."""
 
     hidden_size: int
     codec: Codec
 
     @property
     def value_bytes(self) -> int:
-        """Of a number of floating point in a payload; 0 where it is something else. See `Frame`."""
+        """The size of a number of floating point in a payload; 0 if it has none. See `Frame`."""
         match self.codec:
             case Codec.RAW:
                 return FP32_BYTES
@@ -99,7 +99,7 @@ class HiddenForm:
 
     def check(self, frame: Frame) -> None:
         """Require the payload to be hidden states (length, hidden_size) in this codec, with length >= 1."""
-        expected = payload_bytes(self.codec, frame.length * self.hidden_size)
+        expected = self.bytes_of(frame.length)
         if frame.length < 1 or len(frame.payload) != expected:
             raise RemoteProtocolError(
                 f"{frame.type.name}: {len(frame.payload)} bytes for {frame.length} positions, expected {expected}"
@@ -109,6 +109,15 @@ class HiddenForm:
         """Require that a frame that `check` has passed can be decoded. Only int8 has bytes that mean nothing."""
         if self.codec is Codec.INT8:
             self.decode(frame)
+
+    def bytes_of(self, positions: int) -> int:
+        """The size of a payload."""
+        return payload_bytes(self.codec, positions * self.hidden_size)
+
+    def work_bytes(self, positions: int) -> int:
+        """The memory for hidden states while a step is computed: decoded, computed and encoded again."""
+        fp32_bytes = FP32_BYTES * positions * self.hidden_size
+        return fp32_bytes if self.codec is Codec.RAW else 2 * fp32_bytes + self.bytes_of(positions)
 
     def encode(self, hidden: Buffer) -> Buffer:
         return encode_hidden(hidden, self.codec)

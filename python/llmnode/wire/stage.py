@@ -102,6 +102,16 @@ class Stage:
             reason = f"position {end} is beyond the session's maximum of {self.max_length}"
             raise PeerRefused(RefusalCode.NO_ROOM, reason)
 
+    @property
+    def held_bytes(self) -> int:
+        """The size of the frames that wait for their turn."""
+        return sum(frame.size_bytes for frame in self._held.values())
+
+    @property
+    def answered_bytes(self) -> int:
+        """The size of the payload of the last answer, which is kept."""
+        return len(self._answered[2].payload) if self._answered is not None else 0
+
     def receive(self, frame: Frame) -> Action:
         """Decide about a TRUNCATE frame of this session, or a STEP that has passed `check`."""
         if frame.epoch < self.epoch:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import AbstractAsyncContextManager
 
+    from llmnode.core.budget import Budget, Scope
     from llmnode.core.ids import PeerId
     from llmnode.core.traffic import Traffic
     from llmnode.ports import Link, Network
@@ -122,6 +123,10 @@ class FailingNetwork:
         return self.network.addresses
 
     @property
+    def budget(self) -> Budget:
+        return self.network.budget
+
+    @property
     def traffic(self) -> Traffic:
         return self.network.traffic
 
@@ -170,6 +175,10 @@ class _FailingLink:
     @property
     def peer(self) -> PeerId:
         return self._link.peer
+
+    @property
+    def scope(self) -> Scope:
+        return self._link.scope
 
     @property
     def group(self) -> str:

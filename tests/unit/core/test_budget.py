@@ -10,13 +10,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from llmnode.core.budget import Budget, Kind, Resource, Scope, Worth, address_groups, limits_of
+from llmnode.core.budget import (
+    Account,
+    Budget,
+    Kind,
+    Resource,
+    Scope,
+    Worth,
+    address_groups,
+    choose_victim,
+    limits_of,
+)
 from llmnode.core.ids import PeerId
 from llmnode.core.policy import BudgetPolicy
 from llmnode.errors import LocalProtocolError
 
 POLICY = BudgetPolicy(
-    memory_bytes=1000, connections=12, connections_per_host=6, connections_per_peer=3, streams=20, streams_per_peer=4
+    memory_bytes=1000,
+    work_share=0.0,
+    connections=12,
+    connections_per_host=6,
+    connections_per_peer=3,
+    streams=20,
+    streams_per_peer=4,
 )
 ADDRESSES = ["8.8.8.7", "8.8.8.8", "9.9.9.9", "2606:4700::1", "2a00:1450:4001:800::1", "127.0.0.1", "relay"]
 
@@ -82,7 +98,7 @@ class Budgets(RuleBasedStateMachine):
         """A victim is a living connection of others that holds something, and none that we have opened."""
         asker = self._some(data)
         full = data.draw(st.sampled_from(list(asker.around)))
-        victim = self.budget.victim(full, asker, resource)
+        victim = choose_victim(full, asker, resource)
         if victim is None:
             return
         assert victim.kind is Kind.CONNECTION and not victim.is_closed and victim.held[resource]
@@ -147,7 +163,7 @@ def test_a_newcomer_takes_the_newest_place_of_the_fullest_group() -> None:
     _connections(budget, "1.1.1.1", 1)
     asker, full = _full(budget, "127.0.0.1")
     assert full is budget.process
-    assert budget.victim(full, asker, Resource.INBOUND) is many[-1]
+    assert choose_victim(full, asker, Resource.INBOUND) is many[-1]
     many[-1].close()
     assert asker.reserve(Resource.INBOUND, 1) is None
     assert len(few) == 5
@@ -158,7 +174,7 @@ def test_the_fullest_group_gets_no_more_at_the_cost_of_others() -> None:
     _connections(budget, "8.8.8.7", 5, Worth.LINK)
     _connections(budget, "9.9.9.9", 3)
     asker, full = _full(budget, "8.8.8.7")
-    assert budget.victim(full, asker, Resource.INBOUND) is None
+    assert choose_victim(full, asker, Resource.INBOUND) is None
 
 
 def test_what_nothing_uses_goes_before_what_is_used() -> None:
@@ -167,7 +183,7 @@ def test_what_nothing_uses_goes_before_what_is_used() -> None:
     idle = _connections(budget, "9.9.9.9", 4)
     _connections(budget, "1.1.1.1", 2, Worth.OURS)
     asker, full = _full(budget, "127.0.0.1")
-    assert budget.victim(full, asker, Resource.INBOUND) is idle[-1]
+    assert choose_victim(full, asker, Resource.INBOUND) is idle[-1]
 
 
 def test_sessions_go_only_from_a_group_that_holds_more_than_its_share() -> None:
@@ -175,14 +191,14 @@ def test_sessions_go_only_from_a_group_that_holds_more_than_its_share() -> None:
     _connections(budget, "9.9.9.9", 6, Worth.USED)
     _connections(budget, "8.8.8.7", 6, Worth.USED)
     asker, full = _full(budget, "127.0.0.1")
-    assert budget.victim(full, asker, Resource.INBOUND) is None, "six are the share of each of two groups"
+    assert choose_victim(full, asker, Resource.INBOUND) is None, "six are the share of each of two groups"
 
     budget = Budget(POLICY)
     greedy = _connections(budget, "9.9.9.9", 6, Worth.USED)
     _connections(budget, "8.8.8.7", 3, Worth.USED)
     _connections(budget, "1.1.1.1", 3, Worth.USED)
     asker, full = _full(budget, "127.0.0.1")
-    assert budget.victim(full, asker, Resource.INBOUND) is greedy[-1]
+    assert choose_victim(full, asker, Resource.INBOUND) is greedy[-1]
 
 
 def test_what_we_have_opened_is_never_dropped() -> None:
@@ -190,7 +206,7 @@ def test_what_we_have_opened_is_never_dropped() -> None:
     for address in ("9.9.9.9", "8.8.8.7"):
         _connections(budget, address, 6, Worth.OURS)
     asker, full = _full(budget, "127.0.0.1")
-    assert budget.victim(full, asker, Resource.INBOUND) is None
+    assert choose_victim(full, asker, Resource.INBOUND) is None
 
 
 def test_who_takes_a_place_ends_the_connection_that_had_it() -> None:
@@ -201,7 +217,7 @@ def test_who_takes_a_place_ends_the_connection_that_had_it() -> None:
     newcomers = [budget.connection("127.0.0.1", PeerId(f"newcomer {number}")) for number in range(5)]
     taken = []
     for each in newcomers:
-        taken.append(budget.take(each, Resource.INBOUND, 1))
+        taken.append(each.take(Resource.INBOUND, 1))
         each.worth = Worth.LINK
     assert taken == [True] * 4 + [False], "then each of the three groups has four"
     assert len(ended) == 4 and all(each.is_closed for each in ended)
@@ -219,10 +235,10 @@ def test_a_connection_with_sessions_is_used() -> None:
 def test_many_half_open_connections_of_one_address_are_few() -> None:
     budget = Budget(POLICY)
     half_open = [budget.connection("8.8.8.7") for _ in range(9)]
-    taken = [budget.take(each, Resource.INBOUND, 1) for each in half_open]
+    taken = [each.take(Resource.INBOUND, 1) for each in half_open]
     assert taken == [True] * 9, "the oldest makes way"
     assert sum(not each.is_closed for each in half_open) == POLICY.connections_per_host
-    assert budget.take(budget.connection("9.9.9.9"), Resource.INBOUND, 1)
+    assert budget.connection("9.9.9.9").take(Resource.INBOUND, 1)
 
 
 def test_at_one_address_the_longest_unused_makes_way_for_a_newcomer() -> None:
@@ -230,7 +246,7 @@ def test_at_one_address_the_longest_unused_makes_way_for_a_newcomer() -> None:
     used, idle = _connections(budget, "8.8.8.7", 4, Worth.USED), _connections(budget, "8.8.8.7", 2)
     asker, full = _full(budget, "8.8.8.7")
     assert full.kind in (Kind.HOST, Kind.GROUP)
-    assert budget.victim(full, asker, Resource.INBOUND) is idle[0]
+    assert choose_victim(full, asker, Resource.INBOUND) is idle[0]
     idle[0].close()
     idle[1].worth = Worth.LINK
     assert len(used) == 4
@@ -247,7 +263,7 @@ def test_the_largest_holder_of_memory_goes_first() -> None:
     (asker,) = _connections(budget, "127.0.0.1", 1, Worth.LINK)
     full = asker.reserve(Resource.MEMORY, 200)
     assert full is budget.process
-    assert budget.victim(full, asker, Resource.MEMORY) is holders[1][1], "its /24 holds 340"
+    assert choose_victim(full, asker, Resource.MEMORY) is holders[1][1], "its /24 holds 340"
 
 
 def test_many_identities_at_one_address_have_what_the_address_has() -> None:
@@ -280,7 +296,7 @@ def test_a_closed_scope_takes_nothing_and_gives_back_nothing() -> None:
 def test_an_account_holds_its_last_size_that_there_was_room_for() -> None:
     budget = Budget(POLICY)
     (scope,) = _connections(budget, "127.0.0.1", 1)
-    account = budget.account(scope, Resource.MEMORY)
+    account = Account(scope, Resource.MEMORY)
     assert account.resize(100)
     assert account.resize(40)
     assert not account.resize(10_000)

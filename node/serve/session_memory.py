@@ -1,0 +1,95 @@
+"""The memory of one session at a server, within the budget of its client: steps that wait, work, and logged results.
+
+A session may outlive its link. Then its memory counts for its client, which has no connection.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.budget import Account, Kind, Resource
+from llmnode.errors import PeerRefused
+from llmnode.wire.messages import RefusalCode
+
+if TYPE_CHECKING:
+    from llmnode.core.budget import Scope
+
+LOOK_EVERY_S = 0.05
+"""How often a session that waits for memory looks whether there is some."""
+RETRY_S = 1.0
+MOST_TIMES_WAITING = 4
+"""A step may be given and pushed, and be given again: all positions of a session may wait this many times."""
+OTHER_FRAMES_BYTES = 1 << 18
+"""The size of frames without positions that may wait."""
+
+
+class SessionMemory:
+    """In a scope of its own within the one `around`. It waits for memory for `patience_s` at most.
+
+    Its methods raise PeerRefused if there is no memory. If there is some at once, no other task runs meanwhile.
+    """
+
+    def __init__(self, around: Scope, rows_bytes: int, patience_s: float) -> None:
+        """`rows_bytes` is the size of all the positions that the session may have."""
+        self._most_waiting_bytes = MOST_TIMES_WAITING * rows_bytes + OTHER_FRAMES_BYTES
+        self._patience_s = patience_s
+        self._scope = around.open(Kind.SESSION, "a session")
+        self._waiting = Account(self._scope, Resource.MEMORY)
+        self._queued_bytes = 0
+        self._work = Account(self._scope, Resource.WORK)
+        self._log = Account(self._scope, Resource.LOGS)
+
+    async def queue(self, size_bytes: int) -> None:
+        """Hold a frame that waits, or an answer."""
+        if self._waiting.amount + size_bytes > self._most_waiting_bytes:
+            raise PeerRefused(RefusalCode.TOO_FAR_AHEAD, "too many steps are waiting")
+        await self._grow(self._waiting, size_bytes)
+        self._queued_bytes += size_bytes
+
+    def settle(self, size_bytes: int, held_bytes: int, logged_bytes: int) -> None:
+        """A frame of `size_bytes` that was queued is done with. The session holds no more than before then."""
+        self._queued_bytes -= size_bytes
+        for account, amount in ((self._waiting, self._queued_bytes + held_bytes), (self._log, logged_bytes)):
+            account.resize(min(account.amount, amount))
+
+    async def begin_work(self, size_bytes: int) -> None:
+        """Hold the hidden states of the step that is to be computed."""
+        await self._grow(self._work, size_bytes)
+
+    def end_work(self) -> None:
+        self._work.resize(0)
+
+    def log(self, size_bytes: int) -> None:
+        """Hold results of this size, in all."""
+        if not self._log.resize(size_bytes):
+            raise _no_memory()
+
+    def move(self, around: Scope) -> None:
+        """Count within another scope from now on. If that fails, nothing counts any more: the session is to end."""
+        former, self._scope = self._scope, around.open(Kind.SESSION, "a session")
+        moved = [each.move(self._scope) for each in (self._waiting, self._work, self._log)]
+        former.close()
+        if not all(moved):
+            raise _no_memory()
+
+    def close(self) -> None:
+        self._scope.close()
+
+    async def _grow(self, account: Account, more_bytes: int) -> None:
+        if account.resize(account.amount + more_bytes):
+            return
+        if not self._scope.could_hold(account.resource, more_bytes):
+            why = f"a step takes {more_bytes >> 20} MiB here, more than there is for one: send fewer positions at once"
+            raise PeerRefused(RefusalCode.NO_ROOM, why)
+        with trio.move_on_after(self._patience_s):
+            while not self._scope.is_closed:
+                await trio.sleep(LOOK_EVERY_S)
+                if account.resize(account.amount + more_bytes):
+                    return
+        raise _no_memory()
+
+
+def _no_memory() -> PeerRefused:
+    return PeerRefused(RefusalCode.BUSY, "no memory is left for this session now", retry_after_s=RETRY_S)

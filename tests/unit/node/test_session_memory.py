@@ -1,0 +1,225 @@
+"""The memory of sessions at a server: within the budget of their clients, whatever these do, and all given back."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import trio
+import trio.lowlevel
+import trio.testing
+
+from llmnode.core.budget import Budget, Kind, Resource, Worth
+from llmnode.core.ids import Epoch, PeerId, Step
+from llmnode.core.policy import BudgetPolicy, LinkPolicy, ServePolicy
+from llmnode.errors import PeerRefused, PeerUnreachable
+from llmnode.net.host import open_network
+from llmnode.node.serve.session_memory import OTHER_FRAMES_BYTES, SessionMemory
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import Lease, RefusalCode, Replay, pack
+from unit.in_trio import in_trio
+from unit.links import POLICY, ROW, answer_to, open_frame, refusal_to, served, session_id, step_frame
+
+MIB = 1 << 20
+SMALL = BudgetPolicy(memory_bytes=8 * MIB)
+PATIENCE_S = 0.2
+
+
+def session_memory(policy: BudgetPolicy = SMALL, address: str = "8.8.8.8") -> tuple[Budget, SessionMemory]:
+    budget = Budget(policy)
+    link = budget.connection(address, PeerId("somebody")).open(Kind.LINK, "a link")
+    return budget, SessionMemory(link, 16 * MIB, PATIENCE_S)
+
+
+@in_trio
+async def test_frames_that_wait_take_no_more_than_the_share_of_a_peer() -> None:
+    budget, memory = session_memory()
+    for _ in range(2):
+        await memory.queue(MIB)
+    with pytest.raises(PeerRefused) as caught:
+        await memory.queue(1)
+    assert caught.value.code == RefusalCode.BUSY and caught.value.retry_after_s
+    memory.settle(MIB, 0, 0)
+    assert budget.process.held[Resource.MEMORY] == MIB
+    memory.close()
+    assert not any(budget.process.held.values())
+
+
+@in_trio
+async def test_a_frame_waits_for_memory_that_is_given_back() -> None:
+    _, memory = session_memory()
+    await memory.queue(2 * MIB)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(memory.queue, MIB)
+        await trio.testing.wait_all_tasks_blocked()
+        memory.settle(2 * MIB, 0, 0)
+
+
+@in_trio
+async def test_a_session_queues_no_more_than_its_own_positions_take_several_times() -> None:
+    budget = Budget(BudgetPolicy())
+    memory = SessionMemory(budget.connection("8.8.8.8"), 1000, PATIENCE_S)
+    await memory.queue(4 * 1000 + OTHER_FRAMES_BYTES)
+    with pytest.raises(PeerRefused) as caught:
+        await memory.queue(1)
+    assert caught.value.code == RefusalCode.TOO_FAR_AHEAD
+
+
+@in_trio
+async def test_a_step_that_could_never_be_computed_is_refused_at_once() -> None:
+    _, memory = session_memory()
+    await memory.begin_work(2 * MIB)
+    memory.end_work()
+    began_s = trio.current_time()
+    with pytest.raises(PeerRefused) as caught:
+        await memory.begin_work(2 * MIB + 1)
+    assert caught.value.code == RefusalCode.NO_ROOM
+    assert trio.current_time() - began_s < PATIENCE_S / 2
+
+
+@in_trio
+async def test_frames_that_wait_take_no_memory_from_steps_that_are_computed() -> None:
+    _, memory = session_memory()
+    await memory.queue(2 * MIB)
+    await memory.begin_work(2 * MIB)
+
+
+@in_trio
+async def test_a_session_that_outlives_its_link_keeps_its_memory_within_the_share_of_its_client() -> None:
+    budget, memory = session_memory()
+    link = next(budget.process.within(Kind.LINK))
+    budget.process.set_limit(Resource.LOGS, MIB)
+    await memory.queue(MIB)
+    memory.log(1000)
+    for scope in list(link.around)[:2]:
+        scope.close()  # the connection too
+    assert not any(budget.process.held.values())
+    memory.move(budget.of_peer(link))
+    assert budget.process.held == {Resource.MEMORY: MIB, Resource.WORK: 0, Resource.LOGS: 1000}
+    assert [each.name for each in budget.process.within(Kind.PEER)] == ["somebody"]
+    again = budget.connection("8.8.8.8", PeerId("somebody"))
+    memory.move(again)
+    again.worth = Worth.LINK
+    assert again.use is Worth.USED and again.held[Resource.MEMORY] == MIB
+    again.close()
+    memory.close()
+    assert not any(budget.process.held.values())
+    assert not list(budget.process.within(Kind.GROUP))
+
+
+@in_trio
+async def test_without_room_for_a_session_where_it_moves_it_holds_nothing() -> None:
+    budget, memory = session_memory()
+    await memory.queue(2 * MIB)
+    full = budget.connection("9.9.9.9", PeerId("another"))
+    assert full.take(Resource.MEMORY, 2 * MIB)
+    with pytest.raises(PeerRefused):
+        memory.move(full)
+    assert budget.process.held[Resource.MEMORY] == 2 * MIB
+
+
+# At a server
+
+
+@in_trio
+async def test_steps_that_wait_are_in_the_budget_until_they_are_computed(exact_worker: Any) -> None:
+    exact_worker.gate = trio.Event()
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        held = swarm.network.budget.process.held
+        link = await network.dial(swarm.address)
+        session = session_id()
+        await answer_to(link, open_frame(session, keep_outputs=True))
+        steps = [step_frame(session, number, number) for number in range(6)]
+        before = held[Resource.MEMORY]
+        for each in steps:
+            await link.send(each)
+        await until(lambda: held[Resource.MEMORY] - before == sum(each.size_bytes for each in steps))
+        assert held[Resource.WORK] == ROW
+        exact_worker.gate.set()
+        for _ in steps:
+            await link.receive()
+        await until(lambda: held[Resource.MEMORY] == before)
+        assert (held[Resource.WORK], held[Resource.LOGS]) == (0, 6 * ROW)
+        await answer_to(link, Frame(FrameType.TRUNCATE, session, Epoch(1), Step(6), start=2))
+        await until(lambda: held[Resource.LOGS] == 2 * ROW)
+        await link.end("done")
+        await swarm.check_serves_and_is_empty()
+        assert held[Resource.LOGS] == 0
+
+
+@in_trio
+async def test_results_that_there_is_no_memory_to_log_are_refused_and_the_session_lives(exact_worker: Any) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        process = swarm.network.budget.process
+        assert process.limit(Resource.LOGS) == exact_worker.kv_tokens * ROW, "a result for each position of KV"
+        process.set_limit(Resource.LOGS, 2 * ROW)
+        link = await network.dial(swarm.address)
+        session = session_id()
+        await answer_to(link, open_frame(session, keep_outputs=True))
+        await answer_to(link, step_frame(session, 0, 0, length=2))
+        assert (await refusal_to(link, step_frame(session, 1, 2))).code == RefusalCode.BUSY
+        process.set_limit(Resource.LOGS, 3 * ROW)
+        assert (await answer_to(link, step_frame(session, 1, 2))).type is FrameType.RESULT
+        await link.end("done")
+        await swarm.check_serves_and_is_empty()
+
+
+@in_trio
+async def test_a_leased_session_is_in_the_budget_without_its_link_and_with_the_next_one(exact_worker: Any) -> None:
+    generous = ServePolicy(leased_share=1.0, leased_client_share=1.0)
+    async with served(exact_worker, serve=generous) as swarm, open_network([], POLICY) as network:
+        held = swarm.network.budget.process.held
+        link = await network.dial(swarm.address)
+        session = session_id()
+        await answer_to(link, open_frame(session, keep_outputs=True))
+        await answer_to(link, step_frame(session, 0, 0, length=3))
+        await answer_to(link, Frame(FrameType.LEASE, session, meta=pack(Lease(lease_ms=30_000, leaves=False))))
+        await link.end("for now")
+        await until(lambda: not held[Resource.LINKS])
+        assert held[Resource.LOGS] == 3 * ROW
+        again = await network.dial(swarm.address)
+        assert (await answer_to(again, Frame(FrameType.RESUME, session))).type is FrameType.RESUMED
+        assert held[Resource.LOGS] == 3 * ROW
+        await again.send(Frame(FrameType.CLOSE, session))
+        await swarm.check_serves_and_is_empty()
+        assert held[Resource.LOGS] == 0
+
+
+@in_trio
+async def test_results_that_are_asked_for_again_and_not_read_stay_within_the_share_of_a_peer(exact_worker: Any) -> None:
+    """Many sessions of one link, each with an answer that waits."""
+    small = LinkPolicy(budget=replace(SMALL, memory_bytes=2 * MIB, stream_bytes=0, connection_bytes=0))
+    share = small.budget.memory_bytes // 4
+    async with served(exact_worker, link=small) as swarm, open_network([], POLICY) as network:
+        process = swarm.network.budget.process
+        link = await network.dial(swarm.address)
+        sessions = [session_id() for _ in range(4)]
+        for each in sessions:
+            await answer_to(link, open_frame(each, keep_outputs=True))
+            await answer_to(link, step_frame(each, 0, 0, length=16))
+        (near,) = swarm.network._links
+
+        async def stall(_data: bytes) -> None:
+            await trio.sleep_forever()
+
+        near._stream.write = stall  # type: ignore[method-assign]
+        near._stream.write_at_once = lambda _data: 0  # type: ignore[method-assign]
+        most = 0
+        with suppress(trio.TooSlowError, PeerUnreachable), trio.fail_after(2):
+            for number in range(20_000):
+                replay = Frame(
+                    FrameType.REPLAY, sessions[number % 4], Epoch(0), Step(number), 0, 16, pack(Replay(push=False))
+                )
+                await link.send(replay)
+                if number % 64 == 0:
+                    await trio.lowlevel.checkpoint()
+                    most = max(most, *(each.held[Resource.MEMORY] for each in process.within(Kind.PEER)))
+        assert 0 < most <= share
+
+
+async def until(is_so: Any) -> None:
+    with trio.fail_after(5):
+        while not is_so():  # noqa: ASYNC110  the server has no event for it
+            await trio.sleep(0.01)
