@@ -114,7 +114,7 @@ def settle_libraries() -> None:
     for name, value in {
         "HF_HUB_VERBOSITY": "error",
         "OMP_WAIT_POLICY": "PASSIVE",  # idle threads must sleep, not spin: several nodes share a machine's cores
-        "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "torchinductor"),  # else a folder in /tmp, left behind
+        "TORCHINDUCTOR_CACHE_DIR": str(cache_folder("torchinductor")),  # else a folder in /tmp, left behind
         "TQDM_DISABLE": "1",  # libraries' own progress bars would tear ours
         "TRANSFORMERS_VERBOSITY": "error",  # it warns of flags that the model's own files hold
     }.items():

@@ -20,11 +20,12 @@ settings.register_profile(
 
 @pytest.fixture(autouse=True, scope="package")
 def blueprints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where those of the small models are kept, and their quantized blocks: apart from the user's."""
+    """Where those of the small models are kept, their quantized blocks and their digests: apart from the user's."""
     folder = tmp_path_factory.mktemp("blueprints")
     with (
-        patch("llmnode.models.blueprint.cache_folder", lambda: folder),
-        patch("llmnode.models.weights.quantized_cache.cache_folder", lambda: folder),
+        patch("llmnode.models.blueprint.cache_folder", folder.joinpath),
+        patch("llmnode.models.weights.quantized_cache.cache_folder", folder.joinpath),
+        patch("llmnode.models.sources.file_digests.cache_folder", folder.joinpath),
     ):
         yield folder
 

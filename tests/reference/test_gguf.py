@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,9 +20,11 @@ from gguf import GGMLQuantizationType
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError
 from llmnode.machine.cache_folder import cache_folder
+from llmnode.models.gguf import convert as ours
 from llmnode.models.load import load_span
 from llmnode.models.open_model import open_model
 from llmnode.models.sources.checkpoint import CONFIG_FILE, SINGLE_FILE
+from llmnode.models.sources.file_digests import sha256_of
 from llmnode.models.text.tokenizer import load_tokenizer
 from reference.gguf_files import File, of_model
 from reference.small import BLOCKS, VOCABULARY, cut, deviation, make_model, session
@@ -205,6 +208,51 @@ def test_two_at_once_convert_once(llama: Path, monkeypatch: pytest.MonkeyPatch) 
         assert first.result(60).digest == second.result(60).digest
     assert sorted(map(len, lines)) == [1, 1]
     assert "another process converts small: waiting for it" in lines[0] + lines[1]
+
+
+def test_what_was_converted_is_what_is_read_later(llama: Path) -> None:
+    lines: list[str] = []
+    folder = open_model(str(llama))
+    weights = folder.path / SINGLE_FILE
+    content = weights.read_bytes()
+    for damaged in (content[:-1] + bytes([content[-1] ^ 1]), content[:-4], b""):
+        weights.write_bytes(damaged)
+        lines.clear()
+        assert open_model(str(llama), lines.append).digest == folder.digest
+        assert weights.read_bytes() == content
+        assert "is damaged, and is converted again" in lines[0]
+    (folder.path / ours.DIGESTS_FILE).unlink()
+    open_model(str(llama))
+    os.utime(weights)
+    lines.clear()
+    open_model(str(llama), lines.append)
+    assert lines == [], "it was not changed"
+
+
+def test_files_whose_digests_begin_alike_are_two(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody may make two files for that: a folder has the whole digest in its name."""
+    first = open_model(str(llama))
+    sha256 = sha256_of(llama)
+    other = llama.with_name("other") / llama.name
+    other.parent.mkdir()
+    of_model(_llama(tied=True), "llama").write(other)
+    alike = sha256[:40] + "0" * 24
+    monkeypatch.setattr(ours, "sha256_of", lambda file, *_: alike if file == other else sha256)
+    assert open_model(str(other)).path != first.path
+
+
+def test_a_file_that_is_written_while_it_is_converted_is_told(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert = ours._convert_file
+
+    def meanwhile(*arguments: Any) -> None:
+        convert(*arguments)
+        of_model(_llama(tied=True), "llama").write(llama)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ours, "_convert_file", meanwhile)
+        with pytest.raises(ModelError, match="was written while it was converted"):
+            open_model(str(llama))
+    load_span(open_model(str(llama)), Span(0, 1), "sdpa")
 
 
 def test_room_is_asked_for_by_the_size_of_the_model(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

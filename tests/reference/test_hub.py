@@ -299,6 +299,22 @@ def test_what_arrives_damaged_is_not_kept(hub: Hub, saved: Path) -> None:
     load_span(folder, Span(0, 1), "sdpa")
 
 
+def test_what_is_damaged_in_the_cache_is_not_read(hub: Hub, saved: Path) -> None:
+    hub.repositories[NAME] = Repository.of(saved)
+    load_span(open_model(NAME), Span(0, 1), "sdpa")
+    folder = open_model(NAME)
+    file = folder.files["model.layers.0.mlp.up_proj.weight"]
+    blob = file.resolve()
+    content = blob.read_bytes()
+    blob.chmod(0o644)
+    blob.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ModelError, match=rf"is not what the hub has: remove {blob}, and run again"):
+        load_span(folder, Span(0, 1), "sdpa")
+    blob.unlink()
+    load_span(folder, Span(0, 1), "sdpa")
+    assert blob.read_bytes() == content
+
+
 def test_a_disk_that_is_too_full_is_told_before_the_download(
     hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from llmnode.core.identity import explain_difference, is_variant
 from llmnode.errors import ModelError
 from llmnode.models.open_model import open_model
-from llmnode.models.sources import identity
+from llmnode.models.sources import file_digests, identity
 from llmnode.models.sources.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, shard_names
 from reference.small import make_model
 
@@ -101,7 +102,7 @@ OTHER: dict[str, tuple[Callable[[Path], None], str]] = {
     "another config": (lambda path: _edited(path, rms_norm_eps=1e-3), "of the same weights, with another config.json"),
     "both": (
         lambda path: [_rewritten(path, _rounded), _edited(path, rope_theta=5e5)].clear(),
-        f"{WEIGHTS}: trained further, or stored in another dtype, with another config.json",
+        f"{WEIGHTS}: trained further, stored in another dtype, or identified by an older llmnode, with another config",
     ),
 }
 
@@ -123,31 +124,131 @@ def test_another_layout_is_no_variant(saved: Path, tmp_path: Path) -> None:
     assert not is_variant(_digest(saved), _digest(tmp_path / "tied"))
 
 
-def test_of_a_large_model_every_tensor_is_sampled(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the budget were so small. Training changes numbers everywhere."""
-    monkeypatch.setattr(identity, "SAMPLED_BYTES", 4096)
-    monkeypatch.setattr(identity, "WINDOW_BYTES", 64)
+def test_a_tensor_of_several_chunks_counts_whole(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a chunk were so small."""
+    whole = _digest(saved)
+    monkeypatch.setattr(identity, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(file_digests, "_read", lambda _kept, _stamp: None)
     sharded = shutil.copytree(saved, tmp_path / "sharded")
     _in_shards(sharded)
-    assert _digest(sharded) == _digest(saved)
-    for name in load_file(saved / SINGLE_FILE):
-        other = shutil.copytree(saved, tmp_path / name)
+    assert _digest(sharded) == _digest(saved) != whole
+    name, tensor = max(load_file(saved / SINGLE_FILE).items(), key=lambda item: item[1].nbytes)
+    assert tensor.nbytes > 10 * 1000
+    for place in range(0, tensor.numel(), 250):
 
-        def changed(tensors: dict[str, torch.Tensor], name: str = name) -> None:
-            tensors[name] += 1e-3
+        def changed(tensors: dict[str, torch.Tensor], place: int = place) -> None:
+            tensors[name].view(-1)[place] += 1
 
+        other = shutil.copytree(saved, tmp_path / f"{place}")
         _rewritten(other, changed)
-        assert _digest(other) != _digest(saved), name
+        assert _digest(other) != _digest(saved), place
 
 
-def test_a_large_model_costs_no_more_than_its_budget(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "SAMPLED_BYTES", 8192)
-    monkeypatch.setattr(identity, "WINDOW_BYTES", 64)
-    digested: list[int] = []
-    digest = identity._native.blake3_digest
-    monkeypatch.setattr(identity._native, "blake3_digest", lambda read: digested.append(len(read)) or digest(read))
-    _digest(saved)
-    assert 0 < sum(digested) <= 8192 < (saved / SINGLE_FILE).stat().st_size
+class Reads:
+    """The files of which digests are computed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.files: list[str] = []
+        compute = identity.tensor_digests
+
+        def counted(file: Path) -> dict[str, str]:
+            self.files.append(file.name)
+            return compute(file)
+
+        monkeypatch.setattr(identity, "tensor_digests", counted)
+
+
+def _settle(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the files had been written long ago."""
+    monkeypatch.setattr(file_digests, "SETTLED_S", -1.0)
+    assert path.is_dir()
+
+
+def test_a_file_is_read_once_for_its_digests(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = Reads(monkeypatch)
+    first = _digest(saved)
+    assert _digest(saved) == first
+    assert reads.files == [SINGLE_FILE] * 2, "it was written a moment ago: it may change within its time"
+    _settle(saved, monkeypatch)
+    assert {_digest(saved) for _ in range(3)} == {first}
+    assert reads.files == [SINGLE_FILE] * 3
+
+
+def _written_again(path: Path) -> None:
+    _rewritten(path, _one_number)
+
+
+def _replaced_with_its_time(path: Path) -> None:
+    before = (path / SINGLE_FILE).stat()
+    tensors = load_file(path / SINGLE_FILE)
+    _one_number(tensors)
+    save_file(tensors, path / "new", metadata={"format": "pt"})
+    os.utime(path / "new", ns=(before.st_atime_ns, before.st_mtime_ns))
+    (path / "new").replace(path / SINGLE_FILE)
+    after = (path / SINGLE_FILE).stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def _written_in_place_with_its_time(path: Path) -> None:
+    before = (path / SINGLE_FILE).stat()
+    with (path / SINGLE_FILE).open("r+b") as opened:
+        opened.seek(-1, os.SEEK_END)
+        last = opened.read(1)
+        opened.seek(-1, os.SEEK_END)
+        opened.write(bytes([last[0] ^ 1]))
+    os.utime(path / SINGLE_FILE, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = (path / SINGLE_FILE).stat()
+    assert (after.st_ino, after.st_size, after.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
+
+
+CHANGES = [_written_again, _replaced_with_its_time, _written_in_place_with_its_time]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_was_changed_is_another_model_whatever_time_it_claims(
+    change: Callable[[Path], None], saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _settle(saved, monkeypatch)
+    before = _digest(saved)
+    change(saved)
+    assert _digest(saved) != before
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_folder_that_is_saved_into_after_it_was_opened_is_not_served(
+    change: Callable[[Path], None], saved: Path
+) -> None:
+    folder = open_model(str(saved))
+    name = "model.layers.2.self_attn.o_proj.weight"
+    assert folder.read({name: torch.float32})
+    change(saved)
+    with pytest.raises(ModelError, match="has been written since this model was opened"):
+        folder.read({name: torch.float32})
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"stamp": 1, "digests": {}}', '{"stamp": [1], "digests": 3}']
+)
+def test_kept_digests_that_cannot_be_read_are_computed_again(
+    content: str, saved: Path, blueprints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _settle(saved, monkeypatch)
+    expected = _digest(saved)
+    kept = max((blueprints / "digests").iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    kept.write_text(content)
+    assert _digest(saved) == expected
+    assert json.loads(kept.read_text())["digests"]
+
+
+def test_without_a_place_to_keep_them_digests_are_computed_each_time(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _settle(saved, monkeypatch)
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setattr(file_digests, "cache_folder", (tmp_path / "file").joinpath)
+    reads = Reads(monkeypatch)
+    assert _digest(saved) == _digest(saved)
+    assert len(reads.files) == 2
 
 
 def test_a_file_that_goes_away_meanwhile_is_told(saved: Path) -> None:

@@ -20,7 +20,7 @@ class Origin(IntEnum):
     """How weights are known. Digests of other kinds of software begin with other bytes, almost always."""
 
     FOLDER = 0xF1
-    """By a fingerprint of the numbers in a folder's files."""
+    """By a digest of all numbers in a folder's files."""
     HUB = 0xF2
     """By a commit: what is on the hub is known before it is downloaded."""
     GGUF = 0xF3
@@ -117,6 +117,6 @@ _WHAT = {
     Origin.GGUF: "a GGUF file",
 }
 _SAME = {
-    Origin.FOLDER: "trained further, or stored in another dtype",
+    Origin.FOLDER: "trained further, stored in another dtype, or identified by an older llmnode",
     Origin.GGUF: "another GGUF file",
 }

@@ -3,27 +3,74 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from typing import TYPE_CHECKING
 
 from llmnode.core.user_input import home_folder, path_from
 from llmnode.errors import ConfigError
+from llmnode.machine.private_folder import find_stranger
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-
-def cache_folder() -> Path:
-    """`$LLMNODE_CACHE`, else `llmnode` in the user's cache folder. Raises ConfigError if the user has none."""
-    if (chosen := path_from(os.environ, "LLMNODE_CACHE")) is not None:
-        return chosen
-    return home_folder(os.environ, "XDG_CACHE_HOME", ".cache") / "llmnode"
+CACHE = "LLMNODE_CACHE"
+"""The variable of the environment that moves it."""
 
 
-def require_room(folder: Path, needed_bytes: int, variable: str = "LLMNODE_CACHE") -> None:
+def cache_folder(*parts: str) -> Path:
+    """`$LLMNODE_CACHE`, else `llmnode` in the user's cache folder; or the folder or file `parts` in it.
+
+    Raises ConfigError if the user has none, or if somebody else could write there: what is read from the cache
+    stands for models, and for compiled code.
+    """
+    chosen = path_from(os.environ, CACHE)
+    whole = home_folder(os.environ, "XDG_CACHE_HOME", ".cache") / "llmnode" if chosen is None else chosen
+    place = whole.joinpath(*parts)
+    if why := find_stranger(whole) or find_stranger(place):
+        raise ConfigError(
+            f"the cache {place} is not safe: {why}; take that right away (chmod go-w), or set LLMNODE_CACHE to a folder"
+            " that only you may write"
+        )
+    return place
+
+
+def make_in_cache(folder: Path) -> None:
+    """Make `folder`, which is of the cache, and all above it that lack, for the user alone to write.
+
+    Raises OSError, or ConfigError if somebody else was faster.
+    """
+    for each in reversed([folder, *folder.parents]):
+        if not each.exists():
+            each.mkdir(mode=0o755, exist_ok=True)
+    if why := find_stranger(folder):
+        raise ConfigError(f"the cache {folder} is not safe: {why}")
+
+
+def write_in_cache(file: Path, text: str) -> None:
+    """Write a file of the cache, and make its folder. Raises OSError or ConfigError."""
+    make_in_cache(file.parent)
+    write_whole(file, text)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file whole or not at all, even if others write it too. Raises OSError."""
+    partly = file.with_name(f".{secrets.token_hex(8)}.partial")
+    try:
+        with open(os.open(partly, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w", encoding="utf-8") as opened:
+            opened.write(text)
+        partly.replace(file)
+    finally:
+        partly.unlink(missing_ok=True)
+
+
+def require_room(folder: Path, needed_bytes: int, variable: str = CACHE) -> None:
     """Make `folder`, which the environment `variable` moves elsewhere. Raises ConfigError if the disk is too full."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if variable == CACHE:
+            make_in_cache(folder)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
         free_bytes = shutil.disk_usage(folder).free
     except OSError as error:
         raise ConfigError(f"cannot write to the cache {folder} ({error}): set {variable} to another folder") from error

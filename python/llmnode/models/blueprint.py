@@ -10,13 +10,11 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import os
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmnode.machine.cache_folder import cache_folder
+from llmnode.machine.cache_folder import cache_folder, write_in_cache
 from llmnode.models.context import Context
 
 if TYPE_CHECKING:
@@ -61,20 +59,15 @@ def kept_blueprint(config: Path) -> Blueprint | None:
         frequencies = tuple(map(float, described.pop("frequencies")))
         context = Context(**described.pop("context"))
         return Blueprint(**described, context=context, frequencies=frequencies, blocks=blocks)
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):  # RuntimeError: nobody's home
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # there is none, or it is damaged
         return None
 
 
 def keep_blueprint(config: Path, drawn: Blueprint) -> None:
     """Keep `drawn` for the file `config`, whole or not at all. Without room for it, the next start draws it again."""
     try:
-        file = _file_of(config)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            written = Path(folder) / file.name
-            written.write_text(json.dumps(asdict(drawn)))
-            os.replace(written, file)
-    except (OSError, RuntimeError) as error:
+        write_in_cache(_file_of(config), json.dumps(asdict(drawn)))
+    except OSError as error:
         log.info("no blueprint is kept of %s: %s", config, error)
 
 
@@ -82,7 +75,7 @@ def _file_of(config: Path) -> Path:
     """The file's name says everything that the blueprint follows from. Raises OSError if there is no such config."""
     identity = hashlib.sha256(config.read_bytes())
     identity.update(f"{_FORMAT} {importlib.metadata.version('transformers')}".encode())
-    return cache_folder() / "blueprints" / f"{identity.hexdigest()}.json"
+    return cache_folder("blueprints", f"{identity.hexdigest()}.json")
 
 
 def _shapes(described: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

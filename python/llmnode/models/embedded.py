@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmnode.errors import ConfigError
-from llmnode.models.gguf.convert import is_converted, open_converted, sha256_of
+from llmnode.models.gguf.convert import open_converted
+from llmnode.models.sources.file_digests import sha256_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +32,7 @@ def open_embedded(report: Callable[[str], None] = lambda _line: None) -> ModelFo
     `report` gets a line before each slow step. Raises ConfigError if the package is missing or the disk is full.
     """
     gguf, sha256 = _find_gguf()
-    if not is_converted(EMBEDDED_MODEL, sha256) and sha256_of(gguf) != sha256:
+    if sha256_of(gguf) != sha256:
         raise ConfigError(f"{gguf} is damaged: {_REINSTALL}")
     return open_converted(gguf, EMBEDDED_MODEL, sha256, report)
 

@@ -31,7 +31,7 @@ def open_model(name: str | None = None, report: Callable[[str], None] = lambda _
         return open_embedded(report)
     path = _path_of(name)
     if path is not None and path.is_dir():
-        return open_folder(path, path.name)
+        return open_folder(path, path.name, report=report)
     if path is not None and path.is_file():
         if not _is_gguf(path):
             raise ConfigError(f"{name} is a file and no GGUF: name the folder that holds config.json and safetensors")

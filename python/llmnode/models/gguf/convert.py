@@ -7,7 +7,7 @@ leave out is read in `config.py` and `tokenizer.py`. If nothing reads a part of 
 from __future__ import annotations
 
 import glob
-import hashlib
+import json
 import math
 import os
 import shutil
@@ -26,8 +26,9 @@ from llmnode.machine.memory import free_bytes
 from llmnode.models.families import family_of
 from llmnode.models.sources.checkpoint import CONFIG_FILE, SINGLE_FILE
 from llmnode.models.sources.damage import one_line
+from llmnode.models.sources.file_digests import keep, sha256_of
 from llmnode.models.sources.folder import ModelFolder, open_folder
-from llmnode.models.sources.identity import gguf_weights
+from llmnode.models.sources.identity import TENSORS, gguf_weights, tensor_digests, tensor_digests_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 NOTES_FILE = "left_out.txt"
 """The file in a converted folder that lists the parts of the GGUF file that were left out. No other folder has it."""
 
+DIGESTS_FILE = "digests.json"
+"""The digest of each tensor that the conversion wrote."""
+
+_MOST_NAME = 50
 _VERSION = 2
 """The version of our conversion: to be raised when its results change, so that files are converted anew."""
 _MAGIC = b"GGUF"
@@ -63,47 +68,48 @@ def open_gguf(path: Path, report: Callable[[str], None] = lambda _line: None) ->
     `report` gets a line before each slow step. Raises ConfigError if there is no space for it, ModelError if it cannot
     be read: it is damaged, a part of a model, or of a family or with an option that is not supported.
     """
-    try:
-        sha256 = sha256_of(path)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    return open_converted(path, path.stem, sha256, report)
+    return open_converted(path, path.stem, sha256_of(path, report), report)
 
 
 def open_converted(gguf: Path, name: str, sha256: str, report: Callable[[str], None]) -> ModelFolder:
     """Like `open_gguf`, for a file whose SHA-256 (in hex) the caller knows. By it the weights are known."""
     folder = _folder_of(name, sha256)
-    if not (folder / CONFIG_FILE).exists():
+    if not _is_converted(folder, report):
         require_room(folder.parent, 0)
         with _alone(FileLock(f"{folder}.lock"), name, report):
-            if not (folder / CONFIG_FILE).exists():
+            if not _is_converted(folder, report):
                 _remove_left_behind(folder)
                 with _reading(gguf):
                     _convert_file(gguf, name, folder, report)
+                    if sha256_of(gguf) != sha256:
+                        (folder / CONFIG_FILE).unlink()
+                        raise ModelError(f"{gguf} was written while it was converted: run again when it is whole")
     for line in _notes_of(folder):
         report(f"{name}: {line}")
     return open_folder(folder, name, gguf_weights(sha256))
-
-
-def is_converted(name: str, sha256: str) -> bool:
-    return (_folder_of(name, sha256) / CONFIG_FILE).exists()
 
 
 def is_converted_folder(folder: Path) -> bool:
     return (folder / NOTES_FILE).exists()
 
 
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
 def _folder_of(name: str, sha256: str) -> Path:
-    return cache_folder() / "models" / f"{name.replace('/', '--')}-{_revision(sha256)}-{_VERSION}"
+    """By the whole digest: of a part of it, two files that somebody makes for that could have the same."""
+    return cache_folder("models", f"{name.replace('/', '--')[:_MOST_NAME]}-{sha256}-{_VERSION}")
 
 
-def _revision(sha256: str) -> str:
-    return sha256[:16]
+def _is_converted(folder: Path, report: Callable[[str], None]) -> bool:
+    """Whether the folder is there, and its tensors are those that the conversion wrote."""
+    if not (folder / CONFIG_FILE).exists():
+        return False
+    try:
+        written = json.loads((folder / DIGESTS_FILE).read_text(encoding="utf-8"))
+        is_whole = bool(tensor_digests_of(folder / SINGLE_FILE) == written)
+    except (OSError, ValueError, ModelError):
+        is_whole = False
+    if not is_whole:
+        report(f"{folder} is damaged, and is converted again")
+    return is_whole
 
 
 def _notes_of(folder: Path) -> list[str]:
@@ -263,11 +269,14 @@ def _convert(
         notes.extend(f"tokenizer.{name} is not understood and left out" for name in file.metadata.unread("tokenizer."))
         if (more := len(notes) - _MOST_NOTES) > 0:
             notes[_MOST_NOTES:] = [f"{more} more keys are not understood and left out"]
+        digests = tensor_digests(partly / SINGLE_FILE)
+        (partly / DIGESTS_FILE).write_text(json.dumps(digests), encoding="utf-8")
         (partly / NOTES_FILE).write_text("".join(f"{line}\n" for line in notes), encoding="utf-8")
         for written in partly.rglob("*"):
             written.chmod(0o755 if written.is_dir() else 0o644)
         partly.chmod(0o755)
         os.replace(partly, folder)
+        keep(folder / SINGLE_FILE, TENSORS, digests)
     finally:
         shutil.rmtree(partly, ignore_errors=True)
 

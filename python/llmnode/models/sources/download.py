@@ -17,6 +17,7 @@ from filelock import FileLock
 
 from llmnode.errors import ModelError
 from llmnode.machine.cache_folder import require_room, show_bytes
+from llmnode.models.sources.file_digests import SHA256, keep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -104,6 +105,8 @@ def _fetch(shard: Shard, repository: Path, bar: Any) -> None:
             )
         _check(shard, partly)
         partly.replace(blob)
+        if len(shard.etag) == _SHA256_DIGITS:
+            keep(blob, SHA256, {SHA256: shard.etag})
 
 
 def _check(shard: Shard, file: Path) -> None:

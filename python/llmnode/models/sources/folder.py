@@ -7,7 +7,7 @@ from: the opener of the folder obtains missing files when they are read.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +30,17 @@ from llmnode.models.sources.checkpoint import (
     weights_file,
 )
 from llmnode.models.sources.damage import one_line, read_json, what_is_wrong
+from llmnode.models.sources.file_digests import stamp_of
 from llmnode.models.sources.identity import folder_weights, identify
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
     from pathlib import Path
 
     from transformers import PreTrainedConfig
 
     from llmnode.core.identity import Weights
+    from llmnode.models.sources.file_digests import Stamp
 
 _MAPPED_BYTES = 64 << 20
 """A file is opened anew after this many bytes, which are in memory beside the copies."""
@@ -67,6 +69,8 @@ class ModelFolder:
     dtypes: Mapping[str, str]
     digest: bytes
     obtain: Callable[[Collection[Path]], None] = _nothing_to_obtain
+    stamps: Mapping[Path, Stamp] = field(default_factory=dict)
+    """Those that files had before the digest was computed of them."""
 
     @property
     def config_file(self) -> Path:
@@ -118,7 +122,14 @@ class ModelFolder:
         tensors: dict[str, torch.Tensor] = {}
         for file in sorted(set(files.values())):
             tensors |= read_tensors(file, {name: dtypes[name] for name in files if files[name] == file})
+        self._check_unchanged(files.values())
         return tensors
+
+    def _check_unchanged(self, files: Iterable[Path]) -> None:
+        """A folder may be saved into while a node runs: what is read then is not what the digest says."""
+        for file in sorted(set(files) & self.stamps.keys()):
+            if stamp_of(file) != self.stamps[file]:
+                raise ModelError(f"{file} has been written since this model was opened: start again to serve it anew")
 
     def _file_of(self, name: str) -> Path:
         file = self.files.get(name)
@@ -160,10 +171,13 @@ def _read_some(file: Path, names: deque[str], dtypes: Mapping[str, torch.dtype])
     return tensors
 
 
-def open_folder(path: Path, name: str, weights: Weights | None = None) -> ModelFolder:
+def open_folder(
+    path: Path, name: str, weights: Weights | None = None, report: Callable[[str], None] = lambda _line: None
+) -> ModelFolder:
     """Read config and tensor index. Raises ModelError unless it is a whole model that we can run.
 
-    The identity `weights` is found out, by a part of the weights, unless the caller knows it.
+    The identity `weights` is computed from all of the weights, once on a machine, unless the caller knows it. `report`
+    is told in a line what takes long.
     """
     try:
         names = names_in(path)
@@ -173,8 +187,10 @@ def open_folder(path: Path, name: str, weights: Weights | None = None) -> ModelF
     file = weights_file(config, lambda each: (path / each).is_file())
     if file is None:
         raise no_model(path, str(path), names)
-    headers = {shard: read_header(path / shard) for shard in shard_names(path, file)}
-    return ModelFolder(path, name, *index_tensors(path, headers, weights))
+    shards = shard_names(path, file)
+    stamps = {path / shard: stamp_of(path / shard) for shard in shards if (path / shard).exists()}
+    headers = {shard: read_header(path / shard) for shard in shards}
+    return ModelFolder(path, name, *index_tensors(path, headers, weights, report), stamps=stamps)
 
 
 def open_config(path: Path, name: str, names: Collection[str]) -> dict[str, Any]:
@@ -228,7 +244,10 @@ def read_header(shard: Path) -> Header:
 
 
 def index_tensors(
-    path: Path, headers: Mapping[str, Header], weights: Weights | None = None
+    path: Path,
+    headers: Mapping[str, Header],
+    weights: Weights | None = None,
+    report: Callable[[str], None] = lambda _line: None,
 ) -> tuple[dict[str, Path], dict[str, str], bytes]:
     """The file and the dtype of each tensor, and the model's digest, from the headers of all shards by their names.
 
@@ -238,4 +257,4 @@ def index_tensors(
     index = {tensor: description for header in headers.values() for tensor, description in header.items()}
     files = {tensor: path / shard for shard, header in headers.items() for tensor in header}
     dtypes = {tensor: dtype for tensor, (dtype, _) in index.items()}
-    return files, dtypes, identify(config, index, weights or folder_weights(files, index))
+    return files, dtypes, identify(config, index, weights or folder_weights(files, index, report))

@@ -11,7 +11,6 @@ Files that run code when they are read (pickles, and Python) are never downloade
 from __future__ import annotations
 
 import json
-import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmnode.errors import ConfigError, ModelError
-from llmnode.machine.cache_folder import cache_folder, require_room
+from llmnode.machine.cache_folder import cache_folder, require_room, write_in_cache, write_whole
 from llmnode.models.sources.checkpoint import (
     ADAPTER_FILE,
     CONFIG_FILE,
@@ -32,6 +31,7 @@ from llmnode.models.sources.checkpoint import (
     weights_file,
 )
 from llmnode.models.sources.download import Shard, download, size_of
+from llmnode.models.sources.file_digests import sha256_of
 from llmnode.models.sources.folder import Header, ModelFolder, index_tensors, no_model, open_config, read_header
 from llmnode.models.sources.identity import hub_weights
 from llmnode.models.sources.online import hub_access, is_offline, is_out_of_reach
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>\w[\w./+-]*))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+"""The name of a large file in huggingface_hub's cache: its digest, as the hub says it."""
 _NEWEST = "main"
 _CONFIGS = (CONFIG_FILE, ADAPTER_FILE)
 _SMALL_FILES = (
@@ -88,7 +90,7 @@ class _Snapshot:
 
         They are of all files that are the model, so that it is known later, without the hub, which those are.
         """
-        return cache_folder() / "hub" / self.name.repo.replace("/", "--") / f"{self.commit}.headers.json"
+        return cache_folder("hub", self.name.repo.replace("/", "--"), f"{self.commit}.headers.json")
 
 
 def parse_hub_name(text: str) -> HubName | None:
@@ -181,7 +183,7 @@ def _remember(name: HubName, commit: str) -> None:
     reference = _repository(name.repo) / "refs" / name.revision
     with suppress(OSError):  # a cache that may only be read, and has all: next time the hub is asked again
         reference.parent.mkdir(parents=True, exist_ok=True)
-        _write(reference, commit)
+        write_whole(reference, commit)
 
 
 def _repository(repo: str) -> Path:
@@ -252,7 +254,7 @@ def _headers(snapshot: _Snapshot, shards: Sequence[str]) -> dict[str, Header]:
     headers = {shard: known[shard] for shard in shards}
     if missing or here or not snapshot.headers_file.exists():
         require_room(snapshot.headers_file.parent, 0)
-        _write(snapshot.headers_file, json.dumps(headers))
+        write_in_cache(snapshot.headers_file, json.dumps(headers))
     return headers
 
 
@@ -278,7 +280,15 @@ def _fetch_header(snapshot: _Snapshot, shard: str) -> Header:
 
 
 def _obtain(snapshot: _Snapshot, report: Callable[[str], None], files: Collection[Path]) -> None:
-    """Download those of `files` that are not in the cache."""
+    """Download those of `files` that are not in the cache. Raises ModelError if one in the cache is damaged."""
+    _download_missing(snapshot, report, files)
+    for file in files:
+        blob = file.resolve()
+        if _SHA256.fullmatch(blob.name) and sha256_of(blob, report) != blob.name:
+            raise ModelError(f"{file} is not what the hub has: remove {blob}, and run again to get it once more")
+
+
+def _download_missing(snapshot: _Snapshot, report: Callable[[str], None], files: Collection[Path]) -> None:
     missing = [file.relative_to(snapshot.path).as_posix() for file in files if not file.exists()]
     if not missing:
         return
@@ -291,10 +301,3 @@ def _obtain(snapshot: _Snapshot, report: Callable[[str], None], files: Collectio
     with hub_access(str(snapshot.name)):
         shards = [size_of(Shard(snapshot.name.repo, snapshot.commit, file)) for file in missing]
         download(shards, _repository(snapshot.name.repo), report)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write the file whole or not at all, even if others write it too."""
-    partly = path.with_name(f"{path.name}.{os.getpid()}")
-    partly.write_text(text)
-    partly.replace(path)

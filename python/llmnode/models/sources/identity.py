@@ -1,9 +1,9 @@
 """Tells which model the files on disk are: `core/identity.py` makes a digest of it.
 
 Weights on the hub are known by their commit, since no peer has all of them, and those of a GGUF file by its SHA-256.
-Those in a folder are known by a fingerprint of the numbers: of all of them if there are few, else of windows all over
-the tensors. Training, merging, pruning and another dtype change numbers everywhere, and so the fingerprint. It can miss
-a change of a few numbers in a large model. It is no defence against a peer that lies about its own model.
+Those in a folder are known by a digest of each tensor, of all of its bytes. A file is read for that once on a machine
+(`file_digests.py`). It is no defence against a peer that lies: what a peer says of its own model is its word. But two
+honest peers whose models differ in one number do not meet.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 from llmnode import _native
 from llmnode.core.identity import WEIGHTS_BYTES, Identity, Origin, Weights
 from llmnode.errors import ModelError
+from llmnode.machine.cache_folder import show_bytes
+from llmnode.models.sources.file_digests import TOLD_BYTES, digests_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     Header = Mapping[str, tuple[str, list[int]]]
 
-SAMPLED_BYTES = 256 << 20
-"""A model of no more is read whole, which takes a tenth of a second once the files are in memory. For a larger one this
-much is read, or a window of each tensor."""
-WINDOW_BYTES = 64 << 10
-"""About as fast to read from a disk as less: some 4,000 of them take a second from a cold one without moving parts."""
+_CHUNK_BYTES = 256 << 20
+"""A tensor is digested in chunks of this size: the digest of a tensor is that of its chunks' digests."""
+TENSORS = "tensors"
 _LENGTH_BYTES = 8  # of a safetensors file's header, before it
 
 _NOT_COUNTED = frozenset(
@@ -66,28 +66,47 @@ def identify(config: Mapping[str, Any], index: Header, weights: Weights) -> byte
     return Identity(weights, _hash(layout), _hash(_plain(counted))).digest
 
 
-def folder_weights(files: Mapping[str, Path], index: Header) -> Weights:
+def folder_weights(
+    files: Mapping[str, Path], index: Header, report: Callable[[str], None] = lambda _line: None
+) -> Weights:
     """By the tensors in `files`, wherever in these they are: how a model is cut into files does not count.
 
-    Raises ModelError if they cannot be read.
+    Raises ModelError if they cannot be read. `report` is told in a line what takes long.
     """
-    places = {file: _places(file) for file in sorted(set(files.values()))}
-    total_bytes = sum(end - start for name, file in files.items() for start, end in [places[file][name]])
-    windows = None if total_bytes <= SAMPLED_BYTES else max(1, SAMPLED_BYTES // WINDOW_BYTES // len(files))
-    digests: dict[str, str] = {}
-    for file, tensors in places.items():
-        try:
-            with file.open("rb", buffering=0) as opened:
-                for name in sorted(name for name, at in files.items() if at == file):
-                    read = hashlib.sha256()
-                    for offset, length in _windows(name, *tensors[name], windows):
-                        opened.seek(offset)
-                        read.update(_native.blake3_digest(opened.read(length)))
-                    digests[name] = read.hexdigest()
-        except OSError as error:
-            raise ModelError(f"cannot read {file} ({error.strerror})") from error
-    described = {name: [index[name][0], digest] for name, digest in digests.items()}
+
+    def compute(file: Path) -> Mapping[str, str]:
+        if (size_bytes := file.stat().st_size) >= TOLD_BYTES:
+            report(f"computing the digests of {file.name}, once ({show_bytes(size_bytes)})")
+        return tensor_digests(file)
+
+    digests = {file: digests_of(file, TENSORS, compute) for file in sorted(set(files.values()))}
+    described = {name: [index[name][0], digests[file][name]] for name, file in files.items()}
     return Weights(Origin.FOLDER, _hash(described)[:WEIGHTS_BYTES])
+
+
+def tensor_digests(file: Path) -> dict[str, str]:
+    """The digest of each tensor in a safetensors file. Raises ModelError if it cannot be read."""
+    digests: dict[str, str] = {}
+    places = _places(file)
+    try:
+        with file.open("rb") as opened:
+            for name, (start, end) in sorted(places.items(), key=lambda item: item[1]):
+                read = hashlib.sha256()
+                for offset in range(start, end, _CHUNK_BYTES):
+                    opened.seek(offset)
+                    length = min(_CHUNK_BYTES, end - offset)
+                    if len(chunk := opened.read(length)) < length:
+                        raise ModelError(f"{file} is cut short: get it again")
+                    read.update(_native.blake3_digest(chunk))
+                digests[name] = read.hexdigest()
+    except OSError as error:
+        raise ModelError(f"cannot read {file} ({error.strerror})") from error
+    return digests
+
+
+def tensor_digests_of(file: Path) -> Mapping[str, str]:
+    """The same, computed once on a machine for a file that is not written to."""
+    return digests_of(file, TENSORS, tensor_digests)
 
 
 def _places(file: Path) -> dict[str, tuple[int, int]]:
@@ -101,18 +120,6 @@ def _places(file: Path) -> dict[str, tuple[int, int]]:
     data = _LENGTH_BYTES + length
     named = {name: said["data_offsets"] for name, said in header.items() if name != "__metadata__"}
     return {name: (data + start, data + end) for name, (start, end) in named.items()}
-
-
-def _windows(name: str, start: int, end: int, count: int | None) -> Iterator[tuple[int, int]]:
-    """Offset and length of each part of a tensor to read. In a large model, its name places `count` windows."""
-    size = end - start
-    if count is None or size <= count * WINDOW_BYTES:
-        for offset in range(start, end, SAMPLED_BYTES):
-            yield offset, min(SAMPLED_BYTES, end - offset)
-        return
-    for number in range(count):
-        at = int.from_bytes(hashlib.sha256(f"{number} {name}".encode()).digest()[:8], "big")
-        yield start + at % (size - WINDOW_BYTES + 1), WINDOW_BYTES
 
 
 def _hash(value: Any) -> bytes:  # Any: JSON

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from llmnode._native import crc32c
 from llmnode.errors import ModelError
-from llmnode.machine.cache_folder import cache_folder, show_bytes
+from llmnode.machine.cache_folder import cache_folder, make_in_cache, show_bytes
 from llmnode.models.sources.damage import one_line
 from llmnode.models.sources.folder import read_tensors
 from llmnode.models.weights.disk_eviction import EvictionPolicy, Kept, room_for
@@ -109,7 +109,7 @@ class KeptBlocks:
         state = {name: each.detach().cpu().contiguous() for name, each in block.state_dict().items()}
         partly = self._place / f"{_name_of(index)}.{secrets.token_hex(8)}"
         try:
-            self._place.mkdir(parents=True, exist_ok=True)
+            make_in_cache(self._place)
             if self._has_room is None:
                 self._make_room(self._place, index, sum(each.nbytes for each in state.values()))
             try:
@@ -162,12 +162,9 @@ class KeptBlocks:
         return json.dumps({"block": index, **self._made_from})
 
 
-def _place_of(folder: ModelFolder, precision: list[str]) -> Path | None:
-    """None for a user without a home."""
+def _place_of(folder: ModelFolder, precision: list[str]) -> Path:
     digest = hashlib.sha256(json.dumps([folder.digest.hex(), *precision]).encode()).hexdigest()[:16]
-    with suppress(RuntimeError):
-        return cache_folder() / "quantized" / f"{folder.name.replace('/', '--')[:_SHOWN]}-{digest}"
-    return None
+    return cache_folder("quantized", f"{folder.name.replace('/', '--')[:_SHOWN]}-{digest}")
 
 
 def _name_of(index: int) -> str:
@@ -175,29 +172,13 @@ def _name_of(index: int) -> str:
 
 
 def _made_from(folder: ModelFolder, precision: list[str]) -> dict[str, object]:
-    """All that numbers follow from.
-
-    The digest of a large model in a folder is of a sample of its numbers, and somebody may change a few and save it
-    again, so files are told apart by when they were written, too. Files from the hub are of the commit that the digest
-    has.
-    """
-    files = sorted(set(folder.files.values())) if folder.is_local else []
+    """All that numbers follow from. The model's digest covers all of its weights."""
     return {
         "format": _FORMAT,
         "model": folder.digest.hex(),
-        "files": [[file.name, *_written(file)] for file in files],
         "precision": precision,
         "by": {name: importlib.metadata.version(name) for name in _LIBRARIES[precision[1]]},
     }
-
-
-def _written(file: Path) -> tuple[int, int, int]:
-    """A copy keeps when its original was written, but not when it came to be here itself."""
-    try:
-        stat = file.stat()
-    except OSError as error:
-        raise ModelError(f"cannot read {file}: {error}") from error
-    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def _checksum(state: Mapping[str, torch.Tensor]) -> str:
