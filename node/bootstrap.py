@@ -28,7 +28,10 @@ from typing import Any
 FULL_SETUP_GIB = 8.0  # PyTorch with CUDA unpacked, and its wheels in uv's cache when that is on the same disk
 REBUILD_GIB = 0.5
 STAMP, MARKER, LOG = "llmnode.stamp", "llmnode.json", "setup.log"
-LOCKED = ("--require-hashes", "--no-deps", "--requirement")
+LOCKED = ("--require-hashes", "--no-deps", "--no-build-isolation", "--requirement")
+"""Nothing is installed that has no hash in the lock, and nothing is fetched to build a package with."""
+INSTALLERS = ("uv", "setuptools")
+"""They come first. Two packages have no wheels, and are built by setuptools."""
 FROM_PYTORCH = re.compile("torch|triton|(cuda|nvidia)-.*")
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """With all of them the tools end first."""
@@ -129,9 +132,9 @@ def install(setup: Setup, installed: Installed, tools: "Tools") -> None:
     text = lock.read_text()
     if not installed.python:
         tools.run("environment", [sys.executable, "-I", "-m", "venv", setup.venv])
-        only_uv = setup.venv / "uv.lock"
-        only_uv.write_text("".join(block for name, block in locked(text) if name == "uv"))
-        tools.run("installer", [setup.python, "-m", "pip", "install", *LOCKED, only_uv])
+        first = setup.venv / "first.lock"
+        first.write_text("".join(block for name, block in locked(text) if name in INSTALLERS))
+        tools.run("installer", [setup.python, "-m", "pip", "install", *LOCKED, first])
         installed = replace(installed, python=os.path.realpath(setup.python))
     requirements = (f"sha256:{hashlib.sha256(text.encode()).hexdigest()}",)
     if installed.requirements != requirements:
@@ -156,6 +159,7 @@ def install_locked(setup: Setup, text: str, lock: Path, tools: "Tools") -> None:
         tools.uv("dependencies (PyTorch is large)", [*LOCKED, lock])
         return
     packages = locked(text)
+    say("PyTorch comes from the index that UV_TORCH_BACKEND names: no lock has the hashes of its files there")
     others = setup.venv / "others.lock"
     others.write_text("".join(block for name, block in packages if not FROM_PYTORCH.fullmatch(name)))
     tools.uv("dependencies", [*LOCKED, others])

@@ -3,6 +3,7 @@
 import runpy
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -75,3 +76,34 @@ def test_transformers_is_a_range_of_three_minor_versions_and_the_oldest_is_locke
     assert str(first) in asked.specifier
     assert f">={first.major}.{first.minor}" in str(asked.specifier)
     assert last.minor - first.minor >= 2
+
+
+@pytest.mark.parametrize(("dev", "lock"), [(False, "requirements.lock"), (True, "requirements-dev.lock")])
+def test_set_up_installs_nothing_that_has_no_hash(
+    dev: bool, lock: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands that set-up would run. `.` is the checkout, and cargo has a lock of its own."""
+    monkeypatch.delenv("UV_TORCH_BACKEND", raising=False)
+    bootstrap = SimpleNamespace(**runpy.run_path(str(ROOT / "node" / "bootstrap.py")))
+    setup = bootstrap.Setup(ROOT, tmp_path, "", dev=dev)
+    commands: list[list[str]] = []
+    tools = bootstrap.Tools(setup, {}, 2)
+    monkeypatch.setattr(type(tools), "run", lambda _tools, _step, command: commands.append([*map(str, command)]))
+    monkeypatch.setattr(type(tools), "take_indexes_from_pip", lambda _tools: None)
+    bootstrap.install(setup, bootstrap.Installed(), tools)
+    environment, first, all_others, own = commands
+    assert environment[-3:-1] == ["-m", "venv"]
+    for command in (first, all_others):
+        assert {"--require-hashes", "--no-deps", "--no-build-isolation"} <= {*command}
+        assert command[-2] == "--requirement"
+    assert all_others[-1] == str(ROOT / lock)
+    assert own[-2:] == ["--editable", "."] and {"--no-deps", "--no-build-isolation"} <= {*own}
+    named = [package for package, _ in bootstrap.locked(Path(first[-1]).read_text())]
+    assert sorted(named) == sorted(bootstrap.INSTALLERS)
+    assert {"maturin", *bootstrap.INSTALLERS} <= {package for package, _, _ in locked(lock)}
+
+
+def test_cargo_builds_what_its_lock_names() -> None:
+    assert PYPROJECT["tool"]["maturin"]["locked"] is True
+    packages = tomllib.loads((ROOT / "Cargo.lock").read_text())["package"]
+    assert all("checksum" in each for each in packages if "source" in each)

@@ -16,11 +16,11 @@ from functools import cache
 from pathlib import Path
 
 MOST_LINKS = 40
-"""As many as Linux follows in one path."""
+"""Linux follows this many in one path."""
 
 
 def find_stranger(path: Path) -> str:
-    """Who else could change what is at `path`, in a few words with the folder; "" if nobody could.
+    """Names another user that could change what is at `path`, and the folder, in a few words; "" if there is none.
 
     A part of the path that is not there yet is left out: the folder that will hold it counts.
     """

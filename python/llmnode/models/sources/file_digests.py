@@ -52,7 +52,7 @@ def stamp_of(file: Path) -> Stamp:
 
 
 def digests_of(file: Path, kind: str, compute: Callable[[Path], Mapping[str, str]]) -> Mapping[str, str]:
-    """What `compute` says of the file: digests by name, in hex. `kind` names the function.
+    """Gives the result of `compute` for the file: digests by name, in hex. `kind` names the function.
 
     Raises ModelError if the file cannot be read, or is written meanwhile; ConfigError for an unsafe cache.
     """
