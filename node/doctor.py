@@ -1,7 +1,7 @@
 """Finds the obstacles for a node on this machine, and names the fix of each.
 
-Looks at one thing after another, as a node would use it: nothing is guessed that can be tried. It changes nothing but
-what opening a model changes. Knows neither the terminal nor the exit status.
+It looks at one thing after another, as a node would use it: nothing is guessed that can be tried. It changes nothing
+beyond the changes that opening a model makes. It knows neither the terminal nor the exit status.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PEERS_FIX = (
 CRC32C_CHECK = 0xE3069283
 """The checksum of b"123456789", as the catalogues of CRCs list it."""
 SPARE_DISK_BYTES = 2 << 30
-"""The embedded model takes a quarter of it, what torch compiles some more."""
+"""The embedded model takes a quarter of it, and torch's compiled code some more."""
 LISTEN_ANYWHERE = "/ip4/0.0.0.0/tcp/0"
 """For the moment in which peers try to dial this machine."""
 MOST_NAMED = 5
@@ -63,7 +63,7 @@ MOST_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class DoctorConfig:
-    """The options of `llmnode doctor`. `kv_tokens` and `precision` are what a server would be given."""
+    """The options of `llmnode doctor`. `kv_tokens` and `precision` are those of the server to be."""
 
     model: str | None
     to: Entry
@@ -85,7 +85,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Doctor:
-    """The findings until now. `report` is told each as it comes, `working` in a few words what is looked at."""
+    """The findings until now. `report` gets each when it is made, `working` the present check in a few words."""
 
     config: DoctorConfig
     report: Callable[[Finding], None]
@@ -99,7 +99,7 @@ class Doctor:
 
 
 def blocker_of(findings: Sequence[Finding]) -> Finding | None:
-    """The one to mend first: what comes later may only follow from it."""
+    """The blocker to fix first, since later ones may only follow from it."""
     return next((finding for finding in findings if finding.verdict == BLOCKER), None)
 
 
@@ -296,7 +296,7 @@ async def _check_peer(
 
 
 async def _check_reach(doctor: Doctor, addresses: Sequence[str]) -> None:
-    """Whether a server here could be dialled, and what NAT is before it if not."""
+    """Whether others could dial a server here, and which NAT is in the way if not."""
     from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
     from llmnode.net.host import open_network
 
@@ -305,7 +305,7 @@ async def _check_reach(doctor: Doctor, addresses: Sequence[str]) -> None:
     try:
         async with open_network(listen, LinkPolicy(), swarm_key=doctor.config.to.key) as network:
             doctor.found(reach_finding(await network.look(addresses, ReachPolicy())))
-    except ConfigError as error:  # what it listens at has been checked; it may be taken since
+    except ConfigError as error:  # the address was checked, but another program may have taken it since
         doctor.found(Finding("reach", WARNING, str(error), "stop what holds the address, or give another --listen"))
 
 

@@ -27,7 +27,7 @@ UPDATE = "get a newer llmnode"
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """`event` names the kind, and `fix` is empty if it is over; `more` is what programs want to know besides."""
+    """`event` names the kind. `fix` is empty if it is over. `more` has further fields for programs."""
 
     event: str
     text: str
@@ -41,7 +41,7 @@ def log_notice(notice: Notice) -> None:
 
 
 async def watch(swarm: Swarm, report: Callable[[Notice], None]) -> NoReturn:
-    """Report what is wrong when it begins, and when it is over."""
+    """Report each fault when it begins, and when it is over."""
     told: set[str] = set()
     while True:
         await swarm.wait_noticed()

@@ -65,7 +65,7 @@ def _fault(address: str, error: Exception) -> str:
 
 
 def _form(address: str) -> str:
-    """The multiaddr for a host and port, if that is what `address` is."""
+    """The multiaddr, if `address` is a host and port."""
     match = _HOST_AND_PORT.fullmatch(address)
     host = match["host"].strip("[]") if match else ""
     try:
@@ -201,7 +201,7 @@ def parse_listen(address: str) -> Multiaddr:
 
 
 def parse_announced(address: str) -> Multiaddr:
-    """Raises ConfigError for what nobody could dial."""
+    """Raises ConfigError for an address that nobody could dial."""
     form = "write where others reach you, as /ip4/ADDRESS/tcp/PORT, /ip6/ADDRESS/tcp/PORT or /dns/NAME/tcp/PORT"
     try:
         parsed = Multiaddr(address)

@@ -1,7 +1,7 @@
-"""multistream-select (`/multistream/1.0.0`) in as few round trips as there are answers to wait for.
+"""multistream-select (`/multistream/1.0.0`) with a round trip only where an answer must be awaited.
 
-A peer agrees to a protocol with the very bytes that asked for it: the name of multistream-select, and that of the
-protocol. So all of them go at once, and what belongs to the protocol may go with them. py-libp2p by itself sends each
+A peer agrees to a protocol by repeating the bytes that asked for it: the name of multistream-select, and that of the
+protocol. So we send all of them at once, together with the first bytes of the protocol. py-libp2p by itself sends each
 name when the one before is answered. An invalid name would be the end of py-libp2p's host, and a long one is read
 whole.
 """
@@ -67,7 +67,7 @@ class CarefulSelect(Multiselect):
 
 
 class _Names(IMultiselectCommunicator):
-    """One after the other. Raises MultiselectCommunicatorError for what is none, or too long for one."""
+    """Reads names, one after the other. Raises MultiselectCommunicatorError for an invalid or too long one."""
 
     def __init__(self, communicator: IMultiselectCommunicator) -> None:
         self._stream = cast("MultiselectCommunicator", communicator).read_writer
@@ -93,7 +93,7 @@ class _Names(IMultiselectCommunicator):
 
 
 class _FirstAhead(_Names):
-    """Sends the first proposal with what precedes it, and not again in its turn."""
+    """Sends the first proposal with the bytes before it, and not again in its turn."""
 
     def __init__(self, communicator: IMultiselectCommunicator, first: TProtocol) -> None:
         super().__init__(communicator)
@@ -108,7 +108,7 @@ class _FirstAhead(_Names):
 
 
 async def open_unanswered(host: IHost, peer: ID, protocol: TProtocol) -> NetStream:
-    """A stream to a connected peer over our yamux, of which what is written now goes with the proposal.
+    """A stream to a connected peer over our yamux. Bytes that are written now go along with the proposal.
 
     If the other side does not agree, reading raises ProtocolRefused.
     """
