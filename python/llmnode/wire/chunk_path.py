@@ -161,25 +161,17 @@ class _Passage(Generic[HopT]):
     chunk: Chunk
 
     def run(self, hidden: Hidden) -> Generator[Action[HopT], Outcome, HopOutput]:
-        if self.upstream is None or not (hidden.pushed and self.upstream.hop.pushing.works):
+        upstream = self.upstream
+        is_direct = upstream is not None and hidden.pushed and upstream.hop.pushing.works
+        if upstream is not None and is_direct:
+            outcome = yield Receive(self.hop, FrameType.RESULT, self._push_patience_s(upstream))
+            if isinstance(outcome.error, PeerTimeout):  # it may be slow, or the push got lost
+                upstream.hop.not_pushed(outcome.now_s)
+                is_direct = False  # it is safe to give it the same again
+        if not is_direct:
             yield from self._give(hidden)
-            return (yield from self._receive(hidden, direct=False))
-        timeout_s = self._push_patience_s(self.upstream)
-        outcome = yield Receive(self.hop, FrameType.RESULT, timeout_s)
-        try:
-            output = self._read(outcome, direct=True)
-        except PeerTimeout:  # it may be slow, or the push got lost: it is safe to give it the same again
-            self.upstream.hop.not_pushed(outcome.now_s)
-            yield from self._give(hidden)
-            return (yield from self._receive(hidden, direct=False))
-        except PeerError as error:
-            if isinstance(error, PeerRefused) and error.code in ALL_WOULD_REFUSE:  # was it given something else?
-                raise self._contradiction(self.upstream, None) from error
-            self.hop.blame(error)
-            raise
-        if output.said.input_digest != hidden.digest:
-            raise self._contradiction(self.upstream, output.said)
-        return output
+            outcome = yield Receive(self.hop, FrameType.RESULT, self.hop.timeout_s(self.chunk.length))
+        return self._checked(outcome, hidden, direct=is_direct)
 
     def _give(self, hidden: Hidden) -> Generator[Action[HopT], Outcome, None]:
         """Gives the hop its input by way of the client."""
@@ -190,13 +182,25 @@ class _Passage(Generic[HopT]):
         with self.hop.blamed():
             yield from _send(self.hop, self.hop.give(self.chunk, payload))
 
-    def _receive(self, hidden: Hidden, *, direct: bool) -> Generator[Action[HopT], Outcome, HopOutput]:
-        with self.hop.blamed():
-            outcome = yield Receive(self.hop, FrameType.RESULT, self.hop.timeout_s(self.chunk.length))
+    def _checked(self, outcome: Outcome, hidden: Hidden, *, direct: bool) -> HopOutput:
+        """The hop's output, if it is that of `hidden`. An error is its failure, unless the hop before may be at fault.
+
+        The hop before may have given it something else, whatever it says, and before the client did.
+        """
+        upstream = self.upstream
+        doubted = upstream if upstream is not None and self.hop.may_be_given_steps_by(upstream.hop) else None
+        try:
             output = self._read(outcome, direct=direct)
-            if output.said.input_digest != hidden.digest:
-                raise IntegrityError("computed something else than it was given")
+        except PeerError as error:
+            if doubted is not None and isinstance(error, PeerRefused) and error.code in ALL_WOULD_REFUSE:
+                raise self._contradiction(doubted, None) from error
+            self.hop.blame(error)
+            raise
+        if output.said.input_digest == hidden.digest:
             return output
+        if doubted is not None:
+            raise self._contradiction(doubted, output.said)
+        raise self.hop.blame(IntegrityError("computed something else than it was given"))
 
     def _read(self, outcome: Outcome, *, direct: bool) -> HopOutput:
         hidden, result = self.hop.computed(self.chunk, outcome.frame(), outcome.now_s)

@@ -124,7 +124,7 @@ class HopState:
         """
         receiver = after if after is not None and self.pushing.is_wanted_to(after.hop.peer, now_s) else None
         asked = Neighbours(
-            sender=before.hop.peer if before else "",
+            sender=before.hop.peer if before and before.pushing.is_trusted else "",
             receiver=receiver.hop.peer if receiver else "",
             receiver_session=receiver.session if receiver else NO_SESSION,
             quiet=quiet,
@@ -138,6 +138,10 @@ class HopState:
         frame = Frame(FrameType.NEIGHBOURS, self.session, epoch, step, meta=meta)
         introduces = receiver.hop.peer if receiver else None  # a server pushes to no peer that it does not know
         return Request(frame, FrameType.FORWARDED, self.terms.policy.step_timeout_s, introduces)
+
+    def may_be_given_steps_by(self, before: HopState) -> bool:
+        """Whether it takes steps from the hop before, which may then give it others than it tells the client."""
+        return before.pushing.is_trusted and self._asked.sender == before.hop.peer
 
     def lease(self, epoch: Epoch, step: Step) -> Request:
         """Asks that the session outlive our connection."""

@@ -1,0 +1,113 @@
+"""A chunk between two hops that contradict each other: neither is blamed while the former may have given it a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from llmnode._native import blake3_digest
+from llmnode.core.ids import Epoch, PeerId, SessionId, Step
+from llmnode.core.model import ModelInfo
+from llmnode.core.policy import ClientPolicy
+from llmnode.core.route import Hop
+from llmnode.core.span import Span
+from llmnode.errors import IntegrityError, PeerError, PeerRefused, PeerTimeout
+from llmnode.wire.chunk import Chunk
+from llmnode.wire.chunk_path import HopsDisagree, Outcome, Receive, Send, chunk_path
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.hop_state import HopState
+from llmnode.wire.messages import Neighbours, RefusalCode, Result, pack, unpack
+from llmnode.wire.payload import Codec
+from llmnode.wire.session_terms import SessionTerms
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MODEL = ModelInfo("exact", b"d" * 32, blocks=2, hidden_size=1, context_tokens=100)
+TERMS = SessionTerms(MODEL, 10, Codec.RAW, ClientPolicy())
+CHUNK = Chunk(Epoch(0), Step(0), 0, 1)
+GIVEN, BETWEEN, OTHER, LAST = (bytes([number] * MODEL.row_bytes) for number in range(4))
+CONFLICT = PeerRefused(RefusalCode.CONFLICT, "it came before with other content")
+
+
+def hop(number: int) -> HopState:
+    name = SessionId(bytes([number] * 16))
+    return HopState(Hop(PeerId(f"peer {number}"), Span(number, number + 1)), TERMS, name)
+
+
+def neighbours(first: HopState, second: HopState) -> list[Neighbours]:
+    """The neighbours that each hop is told. It agrees."""
+    told = []
+    for before, each, after in [(None, first, second), (first, second, None)]:
+        request = each.set_neighbours(before, after, CHUNK.epoch, CHUNK.step, 0.0, quiet=False)
+        assert request is not None
+        each.answered(request, Frame(request.answer))
+        told.append(unpack(Neighbours, request.frame.meta))
+    return told
+
+
+def result(came_in: bytes, came_out: bytes, *, pushed: bool = False) -> Frame:
+    digests = blake3_digest(came_in), blake3_digest(came_out)
+    meta = pack(Result(0, 0, *digests, bytes(64), pushed, b"", b""))
+    return Frame(FrameType.RESULT, start=CHUNK.start, length=CHUNK.length, meta=meta, payload=came_out)
+
+
+def way(hops: list[HopState], answers: Iterator[object]) -> None:
+    """Take the chunk through the hops, which give these answers."""
+    path = chunk_path(hops, CHUNK, GIVEN, TERMS.policy)
+    action = next(path)
+    while True:
+        outcome = Outcome(1.0)
+        if isinstance(action, Receive):
+            answer = next(answers)
+            if isinstance(answer, PeerError):
+                outcome = Outcome(1.0, error=answer)
+            else:
+                assert isinstance(answer, Frame)
+                outcome = Outcome(1.0, answer=answer)
+        else:
+            assert isinstance(action, Send)
+        action = path.send(outcome)
+
+
+def late() -> PeerTimeout:
+    return PeerTimeout("no RESULT in time")
+
+
+@pytest.mark.parametrize("last", [CONFLICT, result(OTHER, LAST)], ids=["refused", "another input"])
+@pytest.mark.parametrize("pushed", ["in time", "late", "denied"])
+def test_a_hop_that_may_have_been_given_another_step_is_not_blamed(pushed: str, last: Frame | PeerError) -> None:
+    hops = [first, second] = [hop(0), hop(1)]
+    assert neighbours(first, second)[1].sender == first.hop.peer
+    between = [late()] if pushed == "late" else []
+    with pytest.raises(HopsDisagree) as caught:
+        way(hops, iter([result(GIVEN, BETWEEN, pushed=pushed != "denied"), *between, last]))
+    assert caught.value.suspects == (first.hop.peer, second.hop.peer)
+    assert first.failure is second.failure is None
+    assert not first.pushing.is_trusted
+    told = neighbours(first, second)
+    assert (told[0].receiver, told[1].sender) == ("", ""), "they have nothing to do with each other any more"
+    with pytest.raises(PeerError):
+        way(hops, iter([result(GIVEN, BETWEEN), last]))
+    assert first.failure is None
+    assert second.failure is not None, "nobody else can have given it another step now"
+
+
+def test_a_hop_without_a_hop_before_is_blamed_at_once() -> None:
+    alone = hop(0)
+    with pytest.raises(IntegrityError):
+        way([alone], iter([result(OTHER, LAST)]))
+    assert alone.failure is not None
+
+
+def test_a_late_hop_that_was_given_the_same_again_is_well() -> None:
+    hops = [first, second] = [hop(0), hop(1)]
+    neighbours(first, second)
+    first.keeps_outputs = False
+    answers = iter([result(GIVEN, BETWEEN, pushed=True), late(), result(BETWEEN, LAST)])
+    with pytest.raises(StopIteration) as end:
+        way(hops, answers)
+    assert [replace(each.timing, round_trip_us=0).direct for each in end.value.value.outputs] == [False, False]
+    assert first.pushing.receiver is None
