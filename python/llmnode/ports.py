@@ -37,7 +37,7 @@ class Link(Protocol):
 
     @property
     def scope(self) -> Scope:
-        """What the link holds of its node's budget, with what is opened within. It is closed with the link."""
+        """The part of the node's budget that the link holds. It is closed with the link."""
 
     @property
     def relayed(self) -> bool:

@@ -10,13 +10,13 @@ clocks: the owner of a connection says how it is ended.
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from itertools import count
 from typing import TYPE_CHECKING
 
+from llmnode.core.address_groups import address_groups
 from llmnode.errors import LocalProtocolError
 
 if TYPE_CHECKING:
@@ -174,13 +174,20 @@ class Scope:
 
     def take_all(self, wanted: Mapping[Resource, int]) -> bool:
         """Take each of them, or none."""
-        taken: list[tuple[Resource, int]] = []
+        return self._all(wanted, self.take)
+
+    def reserve_all(self, wanted: Mapping[Resource, int]) -> bool:
+        """Reserve each of them, or none. Nobody is evicted for it."""
+        return self._all(wanted, lambda resource, amount: self.reserve(resource, amount) is None)
+
+    def _all(self, wanted: Mapping[Resource, int], get: Callable[[Resource, int], bool]) -> bool:
+        got: list[tuple[Resource, int]] = []
         for resource, amount in wanted.items():
-            if not self.take(resource, amount):
-                for each in taken:
+            if not get(resource, amount):
+                for each in got:
                     self.release(*each)
                 return False
-            taken.append((resource, amount))
+            got.append((resource, amount))
         return True
 
     def could_hold(self, resource: Resource, amount: int) -> bool:
@@ -378,25 +385,3 @@ def limits_of(policy: BudgetPolicy, kind: Kind) -> dict[Resource, int]:
             }
         case _:
             return {}
-
-
-def address_groups(address: str) -> tuple[str, str]:
-    """The network that one owner is likely to have at hand, and the narrower one within which it is one machine.
-
-    For public IPv4 addresses these are the /24 and the address; for IPv6 the /48 and the /56. In private networks, and
-    on one's own machine, addresses are given by hand: each is a group of its own. `address` may be another name, as of
-    a relay.
-    """
-    try:
-        ip = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address, address
-    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
-        ip = ip.ipv4_mapped
-    if ip.version == 4:
-        return (_network(ip, 24), str(ip)) if ip.is_global else (str(ip), str(ip))
-    return (_network(ip, 48), _network(ip, 56)) if ip.is_global else (_network(ip, 64), _network(ip, 64))
-
-
-def _network(ip: ipaddress.IPv4Address | ipaddress.IPv6Address, bits: int) -> str:
-    return str(ipaddress.ip_network((ip, bits), strict=False))

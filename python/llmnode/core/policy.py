@@ -158,7 +158,9 @@ class PunchPolicy:
     dial_s: float = 4.0
     """Both sides dial for this long. A packet that reached a NAT too early is sent again after 1 and 3 s."""
     redial_s: float = 0.1
-    """The pause after a dial that was refused at once, for example because the other system does not dial yet."""
+    """The pause after a dial that was refused at once, for example because the other system does not dial yet. It
+    doubles each time."""
+    longest_redial_s: float = 0.8
     addresses: int = 8
     """At most this many of the addresses that the other side names are dialled: they may belong to anybody."""
     at_once: int = 32
@@ -227,6 +229,10 @@ class RelayPolicy:
     circuits_per_peer: int = 128
     """This limits the circuits of a peer that dials and those of a peer that is dialled. A dialled peer accepts no more
     from one relay either (`BudgetPolicy.connections_per_host`)."""
+    circuits_per_group: int = 1024
+    """Circuits that peers of one address group have asked for: half of all."""
+    circuit_idle_s: float = 120.0
+    """A circuit over which nothing moves for this long is closed. Links have heartbeats."""
     circuit_s: float = 24 * 3600.0
     """After this time the two ends have to open another circuit."""
     circuit_bytes: int = 1 << 40

@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
 from libp2p.network.exceptions import SwarmException
 
+from llmnode.core.address_groups import address_groups
 from llmnode.core.budget import Budget, Kind, Resource, Worth
 from llmnode.core.ids import PeerId
+from llmnode.net.circuit_wire import CircuitConnection
 from llmnode.net.dialling import Gate
 from llmnode.net.sockets import remote_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from libp2p.abc import IRawConnection
+    from libp2p.abc import IMuxedConn, IRawConnection
     from libp2p.peer.id import ID
 
     from llmnode.core.budget import Scope
     from llmnode.core.policy import LinkPolicy
     from llmnode.net.secure import NoiseConnection
+    from llmnode.net.yamux import YamuxConnection
 
 
 class Admission:
@@ -35,7 +38,7 @@ class Admission:
     def __init__(self, policy: LinkPolicy) -> None:
         self.budget = Budget(policy.budget)
         self.policy = policy.budget
-        self.gate = Gate(policy.dials)
+        self.gate = Gate(policy.dials, self.budget.process)
         """Decides which connections the host opens."""
         self._half_open: WeakKeyDictionary[IRawConnection, Scope] = WeakKeyDictionary()
 
@@ -80,8 +83,16 @@ class Admission:
 
 
 def address_of(raw: IRawConnection) -> str:
-    """The other side's IP address. For a circuit, whose other side could be anywhere, it is the relay's address."""
+    """The other side's IP address. For a circuit, whose other side could be anywhere, it is the relay's address.
+
+    So all circuits through the relays of one machine are in its address group, whatever the identities of these.
+    """
+    while isinstance(raw, CircuitConnection):
+        raw = cast("YamuxConnection", raw.to_relay.muxed_conn).secured_conn.raw
     address = remote_address(raw)
-    if address is None:
-        return str(next(iter(raw.get_transport_addresses()), "nowhere"))
-    return str(ipaddress.ip_address(address[0].partition("%")[0]))
+    return "nowhere" if address is None else str(ipaddress.ip_address(address[0].partition("%")[0]))
+
+
+def groups_of(connection: IMuxedConn) -> tuple[str, str]:
+    """The address group that the other side is in, and the narrower one (`core/address_groups.py`)."""
+    return address_groups(address_of(cast("YamuxConnection", connection).secured_conn.raw))

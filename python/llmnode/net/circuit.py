@@ -96,7 +96,7 @@ class Circuits:
                 stream = await self._open(relay, holds)
                 agreed = await _agree(stream, request)
                 address = Multiaddr(f"{relay.addrs[0]}/p2p/{relay.peer_id}{CIRCUIT}")
-                circuit = CircuitConnection(stream, address, agreed.limit, is_initiator=True)
+                circuit = CircuitConnection(stream, address, agreed, is_initiator=True)
                 try:
                     connection = await self._swarm.upgrade_outbound_raw_conn(circuit, peer)
                     task_status.started()
@@ -229,7 +229,7 @@ class Circuits:
             await leave(stream, in_order=True)
             return
         address = Multiaddr(f"/p2p/{stream.muxed_conn.peer_id}{CIRCUIT}")
-        circuit = CircuitConnection(stream, address, request.limit, is_initiator=False)
+        circuit = CircuitConnection(stream, address, request, is_initiator=False)
         try:
             await self._swarm.upgrade_inbound_raw_conn(circuit, address)
         finally:

@@ -17,20 +17,20 @@ import trio
 from libp2p.exceptions import BaseLibp2pError
 from libp2p.peer.id import ID
 from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
-from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 from multiaddr import Multiaddr
 
-from llmnode.core.budget import address_groups
 from llmnode.errors import PeerError, RemoteProtocolError
-from llmnode.net.admission import address_of
-from llmnode.net.circuit_wire import PIECE_BYTES, STOP, leave, name_of, receive, send
+from llmnode.net.addresses import tcp_address
+from llmnode.net.admission import groups_of
+from llmnode.net.circuit_splice import Splices
+from llmnode.net.circuit_wire import STOP, leave, name_of, receive, send
 from llmnode.net.connections import connection_of, is_relayed, open_stream
 from llmnode.net.yamux import YamuxConnection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from libp2p.abc import IMuxedStream, INetStream
+    from libp2p.abc import IMuxedConn, INetStream
     from libp2p.network.connection.swarm_connection import SwarmConn
     from libp2p.network.stream.net_stream import NetStream
 
@@ -62,7 +62,7 @@ class Reservation:
 
     @property
     def host(self) -> str:
-        return address_groups(address_of(cast("YamuxConnection", self.connection.muxed_conn).secured_conn.raw))[1]
+        return groups_of(self.connection.muxed_conn)[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,8 @@ class Relay:
         self._addresses = addresses
         self._reservations: dict[ID, Reservation] = {}
         self._circuits = 0
-        self._circuits_of: Counter[ID] = Counter()
+        self._circuits_of: Counter[ID | str] = Counter()
+        self._splices = Splices(policy)
 
     def count(self) -> RelayCounts:
         return RelayCounts(len(self._reservations), self._circuits)
@@ -187,35 +188,48 @@ class Relay:
         if reservation is None or reservation.life.deadline <= trio.current_time():
             raise Refused(pb.NO_RESERVATION)
         target = reservation.connection
-        with self._slot(source.peer_id, reservation.peer), self._held.hold(source), self._held.hold(target.muxed_conn):
-            far = await self._reach(target, source.peer_id, patience)
+        around, group = cast("YamuxConnection", source).scope, groups_of(source)[0]
+        with (
+            self._slot(source.peer_id, reservation.peer, group),
+            self._splices.memory(around) as piece_bytes,
+            self._held.hold(source),
+            self._held.hold(target.muxed_conn),
+        ):
+            if not piece_bytes:
+                raise Refused(pb.RESOURCE_LIMIT_EXCEEDED)
+            far = await self._reach(target, source, patience)
             in_order = False
             try:
-                answer = pb.HopMessage(type=pb.HopMessage.STATUS, status=pb.OK, limit=self._limit())
+                answer = pb.HopMessage(
+                    type=pb.HopMessage.STATUS, status=pb.OK, limit=self._limit(), peer=_seen(target.muxed_conn)
+                )
                 await send(stream.muxed_stream, answer)
                 log.info("circuit from=%s to=%s", source.peer_id, reservation.peer)
                 patience.deadline = trio.current_time() + self._policy.circuit_s
-                in_order = await splice(stream.muxed_stream, far.muxed_stream, self._policy.circuit_bytes)
+                in_order = await self._splices.splice(stream.muxed_stream, far.muxed_stream, group, piece_bytes)
             finally:
                 await leave(far, in_order=in_order)
             return in_order
 
     @contextlib.contextmanager
-    def _slot(self, source: ID, target: ID) -> Iterator[None]:
-        """Raises Refused if there are too many circuits already."""
-        most = self._policy.circuits_per_peer
-        if self._circuits >= self._policy.circuits or max(self._circuits_of[source], self._circuits_of[target]) >= most:
+    def _slot(self, source: ID, target: ID, group: str) -> Iterator[None]:
+        """Raises Refused if there are too many circuits already: of all, of a peer, or of the asking address group."""
+        policy = self._policy
+        holders: tuple[ID | str, ...] = (source, target, group)
+        limits = (policy.circuits_per_peer, policy.circuits_per_peer, policy.circuits_per_group)
+        is_full = any(self._circuits_of[each] >= most for each, most in zip(holders, limits, strict=True))
+        if is_full or self._circuits >= policy.circuits:
             raise Refused(pb.RESOURCE_LIMIT_EXCEEDED)
         self._circuits += 1
-        self._circuits_of.update((source, target))
+        self._circuits_of.update(holders)
         try:
             yield
         finally:
             self._circuits -= 1
-            self._circuits_of.subtract((source, target))
+            self._circuits_of.subtract(holders)
             self._circuits_of = +self._circuits_of
 
-    async def _reach(self, target: SwarmConn, source: ID, patience: trio.CancelScope) -> NetStream:
+    async def _reach(self, target: SwarmConn, source: IMuxedConn, patience: trio.CancelScope) -> NetStream:
         """A stream over which a peer takes a circuit from `source`. Raises Refused: whatever fails is its fault."""
         with trio.CancelScope() as scope:
             # Our own refusal has to reach the waiting peer in time, so the asked peer gets half of the patience.
@@ -226,11 +240,11 @@ class Relay:
                     return far
         raise Refused(pb.CONNECTION_FAILED)
 
-    async def _is_taken(self, far: NetStream, source: ID) -> bool:
+    async def _is_taken(self, far: NetStream, source: IMuxedConn) -> bool:
         taken = False
         try:
-            peer = pb.PeerId(id=source.to_bytes())
-            await send(far.muxed_stream, pb.StopMessage(type=pb.StopMessage.CONNECT, peer=peer, limit=self._limit()))
+            request = pb.StopMessage(type=pb.StopMessage.CONNECT, peer=_seen(source), limit=self._limit())
+            await send(far.muxed_stream, request)
             answer = await receive(far.muxed_stream, pb.StopMessage())
             taken = answer.type == pb.StopMessage.STATUS and answer.status == pb.OK
         finally:
@@ -242,31 +256,8 @@ class Relay:
         return pb.Limit(duration=int(self._policy.circuit_s), data=self._policy.circuit_bytes)
 
 
-async def splice(one: IMuxedStream, other: IMuxedStream, bytes_max: int) -> bool:
-    """Pass bytes between two streams, no faster than each takes them, until both have ended.
-
-    False if that was not in order: one was cut, or sent more than `bytes_max`.
-    """
-    in_order = True
-
-    async def pump(source: IMuxedStream, sink: IMuxedStream) -> None:
-        nonlocal in_order
-        left = bytes_max
-        try:
-            while data := await source.read(min(PIECE_BYTES, left + 1)):
-                left -= len(data)
-                if left < 0:
-                    break
-                await sink.write(data)
-        except MuxedStreamEOF:
-            await sink.close()
-            return
-        except MuxedStreamError:
-            pass
-        in_order = False
-        nursery.cancel_scope.cancel()
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(pump, one, other)
-        nursery.start_soon(pump, other, one)
-    return in_order
+def _seen(connection: IMuxedConn) -> pb.PeerId:
+    """A peer and the address at which we see it: the two ends of a circuit may punch there, and nowhere else."""
+    place = cast("YamuxConnection", connection).get_remote_address()
+    addresses = [] if place is None else [tcp_address(*place).to_bytes()]
+    return pb.PeerId(id=connection.peer_id.to_bytes(), addrs=addresses)

@@ -5,6 +5,7 @@ https://github.com/libp2p/specs/blob/master/relay/circuit-v2.md. Does not know w
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import trio
@@ -16,8 +17,10 @@ from libp2p.io.exceptions import IOException
 from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 from multiaddr import Multiaddr
+from multiaddr.exceptions import Error as MultiaddrError
 
 from llmnode.errors import PeerUnreachable, RemoteProtocolError
+from llmnode.net.addresses import host_and_port
 
 if TYPE_CHECKING:
     from libp2p.abc import IMuxedStream
@@ -82,6 +85,14 @@ async def _exactly(stream: IMuxedStream, size: int) -> bytes:
     return data
 
 
+def _host_of(peer: pb.PeerId) -> str | None:
+    for each in peer.addrs[:1]:
+        with contextlib.suppress(MultiaddrError, ValueError):
+            place = host_and_port(Multiaddr(each))
+            return None if place is None else place[0]
+    return None
+
+
 def name_of(status: int) -> str:
     """For people; any number may have been sent."""
     return pb.Status.Name(pb.Status.ValueType(status)) if status in pb.Status.values() else f"status {status}"
@@ -90,12 +101,17 @@ def name_of(status: int) -> str:
 class CircuitConnection(IRawConnection):
     """A stream to a relay that has become a circuit: its bytes are the far peer's. `finish` must be called at the end.
 
-    `address` is that of the far peer, as far as it is known. `limit` is the amount that the relay promised to carry.
+    `address` is that of the far peer, as far as it is known. `told` is what the relay has said of the circuit: how much
+    it carries, and, if it is one of ours, where it sees the far peer.
     """
 
-    def __init__(self, stream: NetStream, address: Multiaddr, limit: pb.Limit, *, is_initiator: bool) -> None:
+    def __init__(
+        self, stream: NetStream, address: Multiaddr, told: pb.HopMessage | pb.StopMessage, *, is_initiator: bool
+    ) -> None:
         self.is_initiator = is_initiator
-        self.limit_bytes = limit.data or None
+        self.limit_bytes = told.limit.data or None
+        self.seen_host = _host_of(told.peer)
+        """The IP address of the far peer, as its relay sees it."""
         self._stream = stream
         self._bytes = stream.muxed_stream  # its wrapper would take a lock for each call
         self._address = address

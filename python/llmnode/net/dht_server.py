@@ -20,10 +20,10 @@ from libp2p.peer.peerinfo import PeerInfo
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
-from llmnode.core.budget import Resource, address_groups
+from llmnode.core.budget import Resource
 from llmnode.core.rates import Rates
 from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError
-from llmnode.net.admission import address_of
+from llmnode.net.admission import groups_of
 from llmnode.net.circuit_wire import leave, receive, send
 from llmnode.net.dht_stores import kept_for
 
@@ -55,7 +55,7 @@ class DhtServer:
         """libp2p calls this for each stream that a peer opens to ask for something, and again."""
         net_stream, in_order = cast("NetStream", stream), False
         connection = cast("YamuxConnection", stream.muxed_conn)
-        group, _ = address_groups(address_of(connection.secured_conn.raw))
+        group, _ = groups_of(connection)
         try:
             with self._slot(str(connection.peer_id), group):
                 await self._note_peer(connection.peer_id)

@@ -1,21 +1,25 @@
 """The gate under every dial of a host (`core/peers/dial_gate.py`), at the sockets; and names that the system knows.
 
-Links, relays and the DHT dial through here, whatever they think of an address. Hole punching does not.
+Everything dials through here, whatever it thinks of an address: links, relays, the DHT, hole punching and dial-backs.
+No other file opens a connection.
 """
 
 from __future__ import annotations
 
 import contextlib
+import socket
+import struct
 from typing import TYPE_CHECKING, cast
 
 import trio
 from libp2p.transport.exceptions import OpenConnectionError
 
+from llmnode.core.budget import Resource
 from llmnode.core.peers.dial_gate import DialGate
 from llmnode.net.sockets import remote_address, resolved
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 
     from libp2p.abc import IRawConnection
     from libp2p.network.connection.swarm_connection import SwarmConn
@@ -24,14 +28,24 @@ if TYPE_CHECKING:
     from libp2p.transport.tcp.tcp import TCP
     from multiaddr import Multiaddr
 
+    from llmnode.core.budget import Scope
     from llmnode.core.policy import DialPolicy
 
 
-class Gate:
-    """For one host, which it is put into by `guard`."""
+ABORT = struct.pack("ii", 1, 0)
+"""The SO_LINGER option for an abort: a socket that is closed is gone at once, so that its two addresses can be used
+again."""
+SHARE_OF_STRANGERS = 0.75
+"""Dials to addresses that strangers have named may take this share of all dials that are under way."""
 
-    def __init__(self, policy: DialPolicy) -> None:
+
+class Gate:
+    """For one host, which it is put into by `guard`. `process` is the scope in which its dials count."""
+
+    def __init__(self, policy: DialPolicy, process: Scope) -> None:
         self._gate = DialGate(policy)
+        self._process = process
+        self._waiting = trio.lowlevel.ParkingLot()
 
     def vouch(self, address: Multiaddr) -> None:
         """The user has named this address."""
@@ -41,10 +55,34 @@ class Gate:
         """The host says that it is at these addresses."""
         self._gate.live_at([_place(each)[0] for each in addresses])
 
-    def check(self, host: str, port: int) -> None:
-        """A dial begins. Raises OpenConnectionError if it may not."""
-        if (why := self._gate.why_not(host, port, trio.current_time())) is not None:
+    @contextlib.asynccontextmanager
+    async def dialling(
+        self, place: tuple[str, int], *, is_seen: bool = False, is_repeated: bool = False
+    ) -> AsyncIterator[None]:
+        """A dial is under way, after a wait if there are many. Raises OpenConnectionError if it may not begin.
+
+        For `is_seen` and `is_repeated` see `DialGate.why_not`.
+        """
+        now_s = trio.current_time()
+        if (why := self._gate.why_not(*place, now_s, is_seen=is_seen, is_repeated=is_repeated)) is not None:
             raise OpenConnectionError(f"not dialled: {why}")
+        most = self._process.limit(Resource.DIALS) or 1
+        if not self._gate.is_vouched(*place):
+            most = int(SHARE_OF_STRANGERS * most)
+        while self._process.held[Resource.DIALS] >= most:
+            await self._waiting.park()
+        if self._process.reserve(Resource.DIALS, 1) is not None:
+            raise OpenConnectionError("not dialled: the node ends")
+        try:
+            yield
+        finally:
+            self._process.release(Resource.DIALS, 1)
+            self._waiting.unpark_all()
+
+    async def connect_from(self, source: tuple[str, int], target: tuple[str, int]) -> trio.SocketStream:
+        """A connection from a port that others of ours use, too. Raises OSError, OpenConnectionError."""
+        async with self.dialling(target):
+            return await connect_from(source, target)
 
     def report(self, place: tuple[str, int], *, reached: bool) -> None:
         """A dial has ended. Whether the expected peer was there."""
@@ -74,15 +112,15 @@ class Gate:
         """py-libp2p asks DNS servers alone, which know neither /etc/hosts nor the names of a local network."""
 
         async def dial_resolved(address: Multiaddr) -> IRawConnection:
-            self.check(*_place(address))
-            try:
-                *others, last = await resolved(address)
-            except (OSError, UnicodeError) as error:
-                raise OpenConnectionError(str(error)) from error
-            for each in others:
-                with contextlib.suppress(OpenConnectionError):
-                    return await attempt(each)
-            return await attempt(last)
+            async with self.dialling(_place(address)):
+                try:
+                    *others, last = await resolved(address)
+                except (OSError, UnicodeError) as error:
+                    raise OpenConnectionError(str(error)) from error
+                for each in others:
+                    with contextlib.suppress(OpenConnectionError):
+                        return await attempt(each)
+                return await attempt(last)
 
         async def attempt(address: Multiaddr) -> IRawConnection:
             try:
@@ -121,3 +159,20 @@ def _place(address: Multiaddr) -> tuple[str, int]:
     """The host, which may be a name, and the TCP port of a direct address."""
     first = next(iter(address.protocols())).name
     return cast("str", address.value_for_protocol(first)), int(address.value_for_protocol("tcp"))
+
+
+async def connect_from(source: tuple[str, int], target: tuple[str, int]) -> trio.SocketStream:
+    """Within `Gate.dialling` alone. The port of `source` may be one that others of ours use, too. Raises OSError."""
+    family = socket.AF_INET6 if ":" in target[0] else socket.AF_INET
+    sock = trio.socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "SO_REUSEPORT"):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
+        await sock.bind(source)
+        await sock.connect(target)
+    except BaseException:
+        sock.close()
+        raise
+    return trio.SocketStream(sock)

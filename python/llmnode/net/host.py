@@ -119,7 +119,8 @@ async def open_network(
         for version in LINK_VERSIONS:
             host.set_stream_handler(link_protocol(version), partial(network.take_stream, version))
         if addresses:
-            host.set_stream_handler(AUTONAT, DialBacks(cast("Swarm", host.get_network()), ReachPolicy()).take_request)
+            dial_backs = DialBacks(cast("Swarm", host.get_network()), admission.gate, ReachPolicy())
+            host.set_stream_handler(AUTONAT, dial_backs.take_request)
         try:
             if relay_policy is not None:
                 network.serve_circuits(relay_policy)
@@ -158,7 +159,7 @@ class Libp2pNetwork:
         self._opened, self._accepted = trio.open_memory_channel[Libp2pLink](ACCEPT_QUEUE)
         self._held = HeldConnections(host, policy, lambda connection: connection in self._links.values())
         self._circuits = Circuits(host, nursery, policy, circuit_policy, self._held, self._connect)
-        self._puncher = Puncher(host, nursery, circuit_policy.punch, self._held)
+        self._puncher = Puncher(host, nursery, circuit_policy.punch, self._held, admission.gate)
         self._puncher.start(host)
         self._relay: Relay | None = None
         self._dialling: dict[tuple[ID, Multiaddr], trio.Lock] = {}
@@ -285,6 +286,7 @@ class Libp2pNetwork:
         ports = {int(Multiaddr(each).value_for_protocol("tcp")) for each in (*self._announced, *self.listening)}
         sights = await look(
             cast("Swarm", self.host.get_network()),
+            self._gate,
             self._held,
             peers[: policy.peers],
             lambda host: [tcp_address(host, port) for port in sorted(ports)],

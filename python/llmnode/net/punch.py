@@ -6,15 +6,13 @@ Its NAT has opened that port already, and takes the incoming dial for an answer.
 relay begins. The peer that dialled is the client of the new connection, for Noise and all above. A failed attempt
 leaves the two connected as they were.
 
-A stranger decides which addresses we dial, so there are few: see `PunchPolicy` and `addresses.may_be_dialled`.
+A stranger says what we dial, so that is little: one IP address, through the gate of all dials (`dialling.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import socket
-import struct
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -29,6 +27,7 @@ from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
+from libp2p.transport.exceptions import OpenConnectionError
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
@@ -36,6 +35,7 @@ from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError
 from llmnode.net.addresses import host_and_port, may_be_dialled, tcp_address
 from llmnode.net.circuit_wire import CircuitConnection, leave, receive, send
 from llmnode.net.connections import is_relayed, open_stream
+from llmnode.net.dialling import connect_from
 from llmnode.net.yamux import YamuxConnection
 
 if TYPE_CHECKING:
@@ -49,16 +49,13 @@ if TYPE_CHECKING:
 
     from llmnode.core.policy import PunchPolicy
     from llmnode.net.connections import HeldConnections
+    from llmnode.net.dialling import Gate
 
 log = logging.getLogger(__name__)
 
 PUNCH = TProtocol("/libp2p/dcutr")
 IDENTIFY_BYTES = 64 << 10
 """The most bytes of an identify message; go-libp2p's has at most 8 kB."""
-ABORT = struct.pack("ii", 1, 0)
-"""The SO_LINGER option for an abort: a socket that is closed is gone at once, so that its two addresses can be used
-again."""
-
 FAILURES = (PeerError, BaseLibp2pError, MultiaddrError, OSError, ValueError, trio.TooSlowError)
 
 
@@ -75,7 +72,10 @@ class Door:
 class Puncher(INotifee):
     """Punches for one host, which tells it of connections. Its tasks end with `nursery`."""
 
-    def __init__(self, host: IHost, nursery: trio.Nursery, policy: PunchPolicy, held: HeldConnections) -> None:
+    def __init__(
+        self, host: IHost, nursery: trio.Nursery, policy: PunchPolicy, held: HeldConnections, gate: Gate
+    ) -> None:
+        self._gate = gate
         self._swarm = cast("Swarm", host.get_network())
         self._nursery = nursery
         self._policy = policy
@@ -151,7 +151,7 @@ class Puncher(INotifee):
             try:
                 began_s = trio.current_time()
                 await send(stream.muxed_stream, _connect(door))
-                theirs = await self._receive_addresses(stream, door)
+                theirs = await self._receive_addresses(stream, door, relayed)
                 half_s = (trio.current_time() - began_s) / 2
                 await send(stream.muxed_stream, HolePunch(type=HolePunch.SYNC))
                 in_order = True
@@ -168,7 +168,7 @@ class Puncher(INotifee):
         with trio.move_on_after(self._policy.dial_s):
             door = await self._door(relayed)
             said = await identify(relayed, self._policy.talk_s)
-            for host, port in self._permitted(said.listen_addrs, door):
+            for host, port in self._permitted(said.listen_addrs, door, relayed):
                 with contextlib.suppress(*FAILURES):
                     direct = cast("SwarmConn", await self._swarm.dial_addr(tcp_address(host, port), peer))
                     self._nursery.start_soon(self._settle, direct)
@@ -186,7 +186,7 @@ class Puncher(INotifee):
             with trio.fail_after(self._policy.talk_s):
                 self._check_may_ask(relayed)
                 door = await self._door(relayed)
-                theirs = await self._receive_addresses(net_stream, door)
+                theirs = await self._receive_addresses(net_stream, door, relayed)
                 await send(net_stream.muxed_stream, _connect(door))
                 if (await receive(net_stream.muxed_stream, HolePunch())).type != HolePunch.SYNC:
                     raise RemoteProtocolError("no SYNC where it is due")
@@ -217,8 +217,7 @@ class Puncher(INotifee):
 
     async def _door(self, relayed: SwarmConn) -> Door:
         """Raises one of FAILURES."""
-        circuit = _muxed(relayed).secured_conn.raw
-        assert isinstance(circuit, CircuitConnection)
+        circuit = _circuit(relayed)
         local, relay = _muxed(circuit.to_relay).get_local_address(), _muxed(circuit.to_relay).get_remote_address()
         said = await identify(circuit.to_relay, self._policy.talk_s)
         seen = host_and_port(Multiaddr(said.observed_addr)) if said.observed_addr else None
@@ -226,23 +225,28 @@ class Puncher(INotifee):
             raise PeerUnreachable("the relay does not say how it sees us")
         return Door(*local, *seen)
 
-    async def _receive_addresses(self, stream: NetStream, door: Door) -> list[tuple[str, int]]:
+    async def _receive_addresses(self, stream: NetStream, door: Door, relayed: SwarmConn) -> list[tuple[str, int]]:
         """Raises PeerError."""
         message = await receive(stream.muxed_stream, HolePunch())
         if message.type != HolePunch.CONNECT:
             raise RemoteProtocolError("no CONNECT where it is due")
-        addresses = self._permitted(message.ObsAddrs, door)
+        addresses = self._permitted(message.ObsAddrs, door, relayed)
         if not addresses:
             raise RemoteProtocolError("names no address that we would dial")
         return addresses
 
-    def _permitted(self, named: Iterable[bytes], door: Door) -> list[tuple[str, int]]:
-        """The addresses that we dial, out of those that a peer names."""
+    def _permitted(self, named: Iterable[bytes], door: Door, relayed: SwarmConn) -> list[tuple[str, int]]:
+        """The addresses that we dial, out of those that a peer names: all are at one IP address.
+
+        Our relays say at which they see the peer. Without that it is the first one that the peer names.
+        """
         permitted: dict[tuple[str, int], None] = {}
+        host = _circuit(relayed).seen_host
         for each in named:
             with contextlib.suppress(MultiaddrError, ValueError):
                 place = host_and_port(Multiaddr(each))
-                if place is not None and may_be_dialled(*place, door.seen_host):
+                if place is not None and may_be_dialled(*place, door.seen_host) and place[0] == (host or place[0]):
+                    host = place[0]
                     permitted[place] = None
         return list(permitted)[: self._policy.addresses]
 
@@ -278,15 +282,22 @@ class Puncher(INotifee):
     async def _dial(
         self, door: Door, place: tuple[str, int], server: ID | None, upgrades: list[trio.CancelScope]
     ) -> None:
-        """Run until cancelled. Attempts that have begun go on until `upgrades` end. Without a `server`, we are it."""
-        while True:
-            with contextlib.suppress(OSError):
-                stream = await connect_from((door.host, door.port), place)
-                raw, over = RawConnection(TrioTCPStream(stream), initiator=server is not None), trio.Event()
-                upgrades.append(trio.CancelScope())
-                self._nursery.start_soon(self._upgrade, raw, place, server, upgrades[-1], over)
-                await over.wait()
-            await trio.sleep(self._policy.redial_s)
+        """Run until cancelled. Attempts that have begun go on until `upgrades` end. Without a `server`, we are it.
+
+        For the gate all attempts are one dial.
+        """
+        pause_s = self._policy.redial_s
+        with contextlib.suppress(OpenConnectionError):
+            async with self._gate.dialling(place, is_repeated=True):
+                while True:
+                    with contextlib.suppress(OSError):
+                        stream = await connect_from((door.host, door.port), place)
+                        raw, over = RawConnection(TrioTCPStream(stream), initiator=server is not None), trio.Event()
+                        upgrades.append(trio.CancelScope())
+                        self._nursery.start_soon(self._upgrade, raw, place, server, upgrades[-1], over)
+                        await over.wait()
+                    await trio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, self._policy.longest_redial_s)
 
     async def _upgrade(
         self, raw: RawConnection, place: tuple[str, int], server: ID | None, scope: trio.CancelScope, over: trio.Event
@@ -322,6 +333,12 @@ class Puncher(INotifee):
     async def listen_close(self, network: INetwork, multiaddr: Multiaddr) -> None: ...
 
 
+def _circuit(relayed: SwarmConn) -> CircuitConnection:
+    circuit = _muxed(relayed).secured_conn.raw
+    assert isinstance(circuit, CircuitConnection)
+    return circuit
+
+
 def _muxed(connection: SwarmConn) -> YamuxConnection:
     return cast("YamuxConnection", connection.muxed_conn)
 
@@ -347,20 +364,3 @@ async def identify(connection: SwarmConn, timeout_s: float) -> Identify:
         return await receive(stream.muxed_stream, Identify(), IDENTIFY_BYTES)
     finally:
         await leave(stream, in_order=False)
-
-
-async def connect_from(source: tuple[str, int], target: tuple[str, int]) -> trio.SocketStream:
-    """A connection from a port that others of ours use, too. Raises OSError."""
-    family = socket.AF_INET6 if ":" in target[0] else socket.AF_INET
-    sock = trio.socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "SO_REUSEPORT"):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
-        await sock.bind(source)
-        await sock.connect(target)
-    except BaseException:
-        sock.close()
-        raise
-    return trio.SocketStream(sock)

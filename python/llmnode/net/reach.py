@@ -28,8 +28,9 @@ from llmnode.errors import PeerUnreachable, RemoteProtocolError
 from llmnode.net.addresses import host_and_port, tcp_address
 from llmnode.net.circuit_wire import leave, receive, send
 from llmnode.net.connections import is_relayed, open_stream
+from llmnode.net.dialling import connect_from
 from llmnode.net.explain import innermost
-from llmnode.net.punch import FAILURES, connect_from, identify
+from llmnode.net.punch import FAILURES, identify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from llmnode.core.policy import ReachPolicy
     from llmnode.net.connections import HeldConnections
+    from llmnode.net.dialling import Gate
     from llmnode.net.yamux import YamuxConnection
 
 log = logging.getLogger(__name__)
@@ -61,8 +63,9 @@ class Refused(Exception):
 class DialBacks:
     """Its `take_request` is the handler of AUTONAT streams."""
 
-    def __init__(self, swarm: Swarm, policy: ReachPolicy) -> None:
+    def __init__(self, swarm: Swarm, gate: Gate, policy: ReachPolicy) -> None:
         self._swarm = swarm
+        self._gate = gate
         self._policy = policy
         self._recent: deque[tuple[float, str]] = deque()  # the time and host of each request within the last minute
 
@@ -126,13 +129,20 @@ class DialBacks:
 
     async def _dial(self, peer: ID, place: tuple[str, int]) -> None:
         """No connection of the swarm: it is there for the proof alone. Raises OSError, or an error of libp2p."""
-        async with await trio.open_tcp_stream(*place) as stream:
-            raw = RawConnection(TrioTCPStream(stream), initiator=True)
-            await self._swarm.upgrader.upgrade_security(raw, True, peer)
+        async with self._gate.dialling(place, is_seen=True):
+            reached = False
+            try:
+                async with await connect_from((any_host(place[0]), 0), place) as stream:
+                    raw = RawConnection(TrioTCPStream(stream), initiator=True)
+                    await self._swarm.upgrader.upgrade_security(raw, True, peer)
+                reached = True
+            finally:
+                self._gate.report(place, reached=reached)
 
 
 async def look(
     swarm: Swarm,
+    gate: Gate,
     held: HeldConnections,
     peers: Iterable[PeerInfo],
     told: Callable[[str], Iterable[Multiaddr]],
@@ -151,8 +161,8 @@ async def look(
             continue
         try:
             with trio.fail_after(policy.look_s):
-                stream = await connect_from(source or (_any(place[0]), 0), place)
-                source = source or (_any(place[0]), stream.socket.getsockname()[1])
+                stream = await gate.connect_from(source or (any_host(place[0]), 0), place)
+                source = source or (any_host(place[0]), stream.socket.getsockname()[1])
                 raw = RawConnection(TrioTCPStream(stream), initiator=True)
                 with held.hold(info.peer_id):
                     connection = await swarm.upgrade_outbound_raw_conn(raw, info.peer_id)
@@ -213,7 +223,7 @@ def _places(named: Iterable[bytes]) -> list[tuple[str, int]]:
     return list(places)
 
 
-def _any(host: str) -> str:
+def any_host(host: str) -> str:
     return "::" if ":" in host else "0.0.0.0"
 
 

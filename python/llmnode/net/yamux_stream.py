@@ -13,6 +13,7 @@ from libp2p.abc import IMuxedConn, IMuxedStream
 from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
 
 from llmnode.core.links.write_size import SMALL_BYTES
+from llmnode.net.window import Window
 
 if TYPE_CHECKING:
     from llmnode.net.yamux import YamuxConnection
@@ -45,6 +46,7 @@ class YamuxStream(IMuxedStream):
         self._writes = 0
         self._expected = b""
         self._protocol = ""
+        self._window = Window(connection.scope)
 
     def expect(self, answer: bytes, protocol: str) -> None:
         """`answer` is read first and taken away: with it the other side agrees to `protocol`."""
@@ -63,11 +65,15 @@ class YamuxStream(IMuxedStream):
         if n == 0:
             return b""
         bytes_max = UNREAD_BYTES_MAX if n is None or n < 0 else n
-        connection = self._connection
+        connection, window = self._connection, self._window
         while not self._reset:
             self._read_at_s = trio.current_time()
-            data = self._machine.read(self.number, bytes_max, self._read_at_s)
+            if not window.may_read:
+                self.give_up()
+                break
+            data = self._machine.read(self.number, min(bytes_max, window.may_read), window.time_s(self._read_at_s))
             if data:
+                window.note_read(len(data))
                 connection.flush()
                 await connection.let_others_run(len(data))
                 if self._expected and not (data := self._past_expected(data)):
@@ -158,11 +164,13 @@ class YamuxStream(IMuxedStream):
 
     def end_by_reset(self) -> None:
         self._reset = True
+        self._window.close()
         self._connection.forget(self)
         self.wake()
 
     def forget_if_over(self) -> None:
         if self._closed and not self._machine.has_stream(self.number):
+            self._window.close()
             self._connection.forget(self)
 
     def wake(self) -> None:

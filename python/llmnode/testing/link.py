@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.budget import Account, Kind, Resource, address_groups
+from llmnode.core.address_groups import address_groups
+from llmnode.core.budget import Account, Kind, Resource
 from llmnode.core.ids import NO_SESSION
 from llmnode.core.traffic import Traffic
 from llmnode.errors import PeerError, PeerUnreachable

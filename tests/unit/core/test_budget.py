@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from llmnode.core.address_groups import address_groups
 from llmnode.core.budget import (
     Account,
     Budget,
@@ -17,7 +18,6 @@ from llmnode.core.budget import (
     Resource,
     Scope,
     Worth,
-    address_groups,
     choose_victim,
     limits_of,
 )

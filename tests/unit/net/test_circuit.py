@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,13 +21,15 @@ from libp2p.network.stream.net_stream import NetStream
 from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 
+from llmnode.core.budget import Kind, Resource
 from llmnode.core.policy import BudgetPolicy, CircuitPolicy, LinkPolicy, PunchPolicy, RelayPolicy
 from llmnode.errors import ConfigError, PeerError, PeerUnreachable, single_error
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer, parse_relay, relay_of
-from llmnode.net.circuit_relay import splice
-from llmnode.net.circuit_wire import HOP, STOP, receive, send
+from llmnode.net.circuit_splice import LEAST_PIECE_BYTES, Splices
+from llmnode.net.circuit_wire import HOP, PIECE_BYTES, STOP, receive, send
 from llmnode.net.host import Libp2pNetwork, OpenCounts, open_network
 from llmnode.net.link import Libp2pLink
+from llmnode.testing import simulated
 from llmnode.wire.frame import Frame, FrameType
 from unit.in_trio import in_trio
 
@@ -35,6 +37,7 @@ POLICY = LinkPolicy()
 IMPATIENT = LinkPolicy(heartbeat_s=0.05, silence_s=0.5)
 EAGER = CircuitPolicy(retry_s=0.05, renew_least_s=0.05, punch=PunchPolicy(tries=0))
 MEGABYTE = 1 << 20
+PIECE = 10_000
 OTHER_ID = "12D3KooWHatDJpvRfD7CvXhA3hg2Pc115M26JP2Zph8nShom4ESy"
 RELAY_ID = "12D3KooWT1zLoHvuZuAgjW6GBSaHgLZvV3Xvfae9tjPBCti1c7vh"
 OTHER = f"/ip4/127.0.0.1/tcp/1/p2p/{OTHER_ID}"
@@ -153,7 +156,7 @@ async def test_who_cannot_be_dialled_is_reached_through_a_relay() -> None:
         link = await client.dial(server.addresses[0])
         assert link.peer == server.peer
         assert link.relayed
-        assert link.group.startswith(relay.addresses[0]), "it counts as one that is at the relay"
+        assert link.group == "127.0.0.1", "it counts as one that is at the relay"
         assert link.relay_limit_bytes == RelayPolicy().circuit_bytes
         await check_echo(link)
         await until(lambda: server.count_open().relayed == 1)
@@ -504,7 +507,7 @@ async def test_a_relay_does_not_take_all_connections_of_a_peer() -> None:
     few = replace(POLICY, budget=BudgetPolicy(connections_per_host=1))
     async with (
         relaying() as relay,
-        relaying() as other,
+        relaying(listen="/ip4/127.0.0.2/tcp/0") as other,
         reserving(relay, other, link=few) as server,
         echoing(server),
         dialling() as first,
@@ -592,6 +595,119 @@ class Mute:
 
 
 @in_trio
+async def test_a_circuit_that_carries_nothing_is_closed() -> None:
+    """One that carries heartbeats alone is not."""
+    impatient = RelayPolicy(circuit_idle_s=0.3)
+    async with relaying(impatient) as relay, reserving(relay, link=IMPATIENT) as server, echoing(server):
+        async with open_network([], IMPATIENT) as client:
+            link = await client.dial(through(relay, server))
+            await trio.sleep(0.8)
+            assert not link.has_ended and relay.count_open().circuits == 1
+        async with dialling() as silent:
+            request = connect_to(parse_peer(through(relay, server)).peer_id.to_bytes())
+            assert (await Intruder(silent).ask(relay, request)).status == pb.OK
+            await until(lambda: relay.count_open().circuits == 0)
+
+
+@in_trio
+async def test_an_address_group_has_a_share_of_the_circuits_whatever_its_identities() -> None:
+    few = RelayPolicy(circuits_per_group=2)
+    async with relaying(few) as relay, reserving(relay) as server, AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(dialling()) for _ in range(3)]
+        for client in clients[:2]:
+            await client.dial(through(relay, server))
+        with pytest.raises(PeerUnreachable, match="the relay is full"):
+            await clients[2].dial(through(relay, server))
+
+
+@in_trio
+async def test_circuits_are_in_the_budget_of_their_relay_and_leave_nothing() -> None:
+    async with relaying() as relay, reserving(relay) as server:
+        held = relay.budget.process.held
+        async with dialling() as client:
+            await client.dial(through(relay, server))
+            circuits = list(relay.budget.process.within(Kind.SESSION))
+            assert [each.held[Resource.MEMORY] for each in circuits] == [2 * PIECE_BYTES]
+        await until(lambda: relay.count_open().circuits == 0)
+        assert not list(relay.budget.process.within(Kind.SESSION))
+        assert held[Resource.MEMORY] < MEGABYTE
+
+
+@in_trio
+async def test_a_relay_without_memory_refuses_circuits() -> None:
+    async with relaying() as relay, reserving(relay) as server, dialling() as client:
+        process = relay.budget.process
+        process.set_limit(Resource.MEMORY, process.held[Resource.MEMORY] + LEAST_PIECE_BYTES)
+        with pytest.raises(PeerUnreachable):
+            await client.dial(through(relay, server))
+        assert not relay.count_open().circuits
+
+
+@in_trio
+async def test_many_relays_of_one_machine_are_one_address_group() -> None:
+    async with relaying() as one, relaying() as another, reserving(one, another) as server, dialling() as client:
+        for relay in (one, another):
+            await client.dial(through(relay, server))
+        for network in (client, server):
+            assert {each.name for each in network.budget.process.within(Kind.GROUP)} == {"127.0.0.1"}
+
+
+class Sink:
+    """Takes what is written to it over a line of its own, or one that it shares with others."""
+
+    def __init__(self, line: trio.Lock) -> None:
+        self.moved_bytes = 0
+        self.line = line
+
+    async def read(self, _most: int) -> bytes:
+        await trio.sleep_forever()
+        return b""
+
+    async def write(self, data: bytes) -> None:
+        async with self.line:
+            await trio.sleep(0.001)
+        self.moved_bytes += len(data)
+
+
+@simulated
+async def test_a_group_with_many_circuits_moves_no_more_than_one_with_a_single_circuit() -> None:
+    line = trio.Lock()
+    one, many = Sink(line), [Sink(line) for _ in range(20)]
+    await move({"one": [one], "many": many}, 4)
+    assert one.moved_bytes == pytest.approx(sum(each.moved_bytes for each in many), rel=0.15)
+    assert min(each.moved_bytes for each in many) > 0
+
+
+@simulated
+async def test_circuits_whose_far_side_takes_nothing_keep_nobody_waiting() -> None:
+    one, stuck = Sink(trio.Lock()), [Sink(trio.Lock()) for _ in range(20)]
+    for each in stuck:
+        await each.line.acquire()
+    await move({"one": [one], "stuck": stuck}, 1)
+    assert one.moved_bytes > 800 * PIECE
+    assert not any(each.moved_bytes for each in stuck)
+
+
+async def move(sinks: dict[str, list[Sink]], for_s: float) -> None:
+    """Through one relay, to each sink of each address group, as much as it takes."""
+    splices = Splices(RelayPolicy())
+    async with trio.open_nursery() as nursery:
+        for group, members in sinks.items():
+            for sink in members:
+                nursery.start_soon(splices.splice, Flood(), sink, group, PIECE)
+        await trio.sleep(for_s)
+        nursery.cancel_scope.cancel()
+
+
+class Flood:
+    """Sends for ever."""
+
+    async def read(self, _most: int) -> bytes:
+        await trio.lowlevel.checkpoint()
+        return bytes(PIECE)
+
+
+@in_trio
 async def test_a_splice_ends_each_direction_on_its_own() -> None:
     async with relaying() as near, dialling() as far:
         opened: list[NetStream] = []
@@ -608,9 +724,10 @@ async def test_a_splice_ends_each_direction_on_its_own() -> None:
         one, other = [await intruder.open(near, TProtocol("/half")) for _ in range(2)]
         await both.wait()
         in_order: list[bool] = []
+        splices = Splices(RelayPolicy(circuit_bytes=MEGABYTE))
 
         async def run() -> None:
-            in_order.append(await splice(opened[0].muxed_stream, opened[1].muxed_stream, MEGABYTE))
+            in_order.append(await splices.splice(opened[0].muxed_stream, opened[1].muxed_stream, "group", MEGABYTE))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run)

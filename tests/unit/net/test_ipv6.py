@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmnode.core.budget import address_groups
+from llmnode.core.address_groups import address_groups
 from llmnode.core.peers.nat import Nat, Reached
 from llmnode.core.policy import LinkPolicy, ReachPolicy, RelayPolicy
 from llmnode.net.admission import address_of

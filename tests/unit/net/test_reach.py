@@ -136,7 +136,7 @@ async def test_who_listens_where_nobody_sees_it_is_not_reached() -> None:
 async def test_a_link_that_is_opened_meanwhile_stays() -> None:
     asked, answer = trio.Event(), trio.Event()
     async with listening() as one, listening() as own:
-        handler = DialBacks(one.host.get_network(), POLICY)
+        handler = DialBacks(one.host.get_network(), one._gate, POLICY)
 
         async def take_later(stream: Any) -> None:
             asked.set()
@@ -176,7 +176,9 @@ async def test_peers_that_do_not_answer_have_seen_nothing() -> None:
 async def asking(policy: ReachPolicy = POLICY) -> AsyncIterator[tuple[Libp2pNetwork, Libp2pNetwork, Any]]:
     """The host that is asked, the one that asks, and how: `await ask(message)`."""
     async with listening() as asked, listening() as own:
-        asked.host.set_stream_handler(AUTONAT, DialBacks(cast(Any, asked.host.get_network()), policy).take_request)
+        asked.host.set_stream_handler(
+            AUTONAT, DialBacks(cast(Any, asked.host.get_network()), asked._gate, policy).take_request
+        )
         own.vouch(asked.addresses)
         await own.host.connect(parse_peer(asked.addresses[0]))
         (connection,) = own.host.get_network().get_connections(asked.host.get_id())

@@ -75,7 +75,7 @@ CAUSES = [
 async def test_no_next_hop_is_one_answer_at_one_time_whatever_the_cause(
     cause: Callable[[], AbstractAsyncContextManager[list[str] | None]],
 ) -> None:
-    """Else whoever announces an address learns what is there, behind our NAT or on our machine."""
+    """Else a peer that announces an address learns about our machine, and the network behind our NAT."""
     policy = ServePolicy(connect_timeout_s=0.6, dial_patience_s=0.2)
     async with cause() as addresses, open_network([], LinkPolicy()) as network, open_pool(network) as pool:
         for each in addresses or []:

@@ -59,16 +59,22 @@ class DialGate:
         if PUBLIC not in scopes:
             self._scopes |= scopes
 
-    def why_not(self, host: str, port: int, now_s: float) -> str | None:
-        """Why a stranger's address is not dialled now. None if it is, and then it counts."""
+    def why_not(
+        self, host: str, port: int, now_s: float, *, is_seen: bool = False, is_repeated: bool = False
+    ) -> str | None:
+        """Why a stranger's address is not dialled now. None if it is, and then it counts.
+
+        The stranger `is_seen` if it has connected to us from this host. Then it need not be in a network of ours. A
+        dial `is_repeated` at once in hole punching, where both sides have to dial at the same time.
+        """
         place = (host, port)
         if place not in self._vouched:
             if (scope := scope_of(host)) is None:
                 return "strangers name addresses of IP, and none of other kinds"
-            if scope not in self._scopes or port <= 0:
+            if (scope not in self._scopes and not is_seen) or port <= 0:
                 return "it is in a private network that this node is not in"
             failure = self._failures.get(place)
-            if failure is not None and now_s < failure.until_s:
+            if failure is not None and now_s < failure.until_s and not is_repeated:
                 return "it could not be reached lately"
             if self._hosts.wait_s(host, now_s) > 0:
                 return "too much there could not be reached lately"

@@ -1,0 +1,112 @@
+"""Windows of streams: their largest possible size is reserved before they can have it."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+import trio.testing
+from libp2p.stream_muxer.exceptions import MuxedStreamError, MuxedStreamReset
+
+from llmnode.core.budget import Budget, Resource, Scope
+from llmnode.core.ids import PeerId
+from llmnode.core.policy import BudgetPolicy
+from llmnode.net.window import KIB, SLOW_S, Window
+from unit.in_trio import in_trio
+from unit.net.test_transport import connections, opened
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from llmnode.net.yamux_stream import YamuxStream
+
+MIB = 1 << 20
+FIRST_BYTES = 256 * KIB
+"""The window of every stream."""
+PLENTY = BudgetPolicy(memory_bytes=512 * MIB)
+
+
+@asynccontextmanager
+async def flooded(policy: BudgetPolicy) -> AsyncIterator[tuple[YamuxStream, Scope]]:
+    """A stream whose other side sends all that it may, and the scope of our connection."""
+    scope = Budget(policy).connection("8.8.8.8", PeerId("flood"))
+    async with connections() as (ours, theirs), trio.open_nursery() as nursery:
+        theirs.scope = scope
+        stream, far = await opened(ours, theirs)
+
+        async def flood() -> None:
+            with suppress(MuxedStreamError):
+                while True:
+                    await stream.write(bytes(MIB))
+
+        nursery.start_soon(flood)
+        yield far, scope
+        nursery.cancel_scope.cancel()
+
+
+def unread_bytes(stream: YamuxStream) -> int:
+    """All that waits in the protocol machine, which is taken out."""
+    return len(stream._machine.read(stream.number, 1 << 30, 0.0) or b"")
+
+
+@pytest.mark.parametrize("read_bytes", [0, 100 * KIB, 200 * KIB, 700 * KIB, 3 * MIB, 8 * MIB])
+@pytest.mark.parametrize("memory_bytes", [8 * MIB, 40 * MIB, 512 * MIB])
+@in_trio
+async def test_no_more_arrives_ahead_of_our_reading_than_is_reserved(memory_bytes: int, read_bytes: int) -> None:
+    async with flooded(BudgetPolicy(memory_bytes=memory_bytes)) as (stream, scope):
+        left = read_bytes
+        with suppress(MuxedStreamReset):
+            while left:
+                left -= len(await stream.read(left))
+        await trio.testing.wait_all_tasks_blocked(0.02)
+        reserved = scope.held[Resource.WINDOWS]
+        assert unread_bytes(stream) <= FIRST_BYTES + reserved
+        assert scope.held[Resource.MEMORY] == reserved
+
+
+@in_trio
+async def test_a_fast_stream_has_a_large_window_and_gives_its_memory_back() -> None:
+    async with flooded(PLENTY) as (stream, scope):
+        left = 16 * MIB
+        while left:
+            left -= len(await stream.read(left))
+        assert scope.held[Resource.WINDOWS] == 16 * MIB - FIRST_BYTES
+        await stream.reset()
+        assert not scope.held[Resource.WINDOWS] and not scope.held[Resource.MEMORY]
+
+
+@in_trio
+async def test_without_memory_for_the_first_growth_the_stream_is_reset() -> None:
+    async with flooded(BudgetPolicy(memory_bytes=8 * MIB)) as (stream, scope):  # a peer may have 512 KiB of windows
+        left = 128 * KIB - 1
+        while left:
+            left -= len(await stream.read(left))
+        with pytest.raises(MuxedStreamReset):
+            await stream.read()
+        assert not scope.held[Resource.WINDOWS]
+
+
+@in_trio
+async def test_without_memory_for_more_the_stream_goes_on_with_the_window_that_it_has() -> None:
+    async with flooded(BudgetPolicy(memory_bytes=20 * MIB)) as (stream, scope):
+        left = 16 * MIB
+        while left:
+            left -= len(await stream.read(left))
+        assert scope.held[Resource.WINDOWS] == MIB - FIRST_BYTES
+        await trio.testing.wait_all_tasks_blocked(0.02)
+        assert unread_bytes(stream) <= MIB
+
+
+def test_a_slow_clock_only_goes_forward() -> None:
+    scope = Budget(BudgetPolicy(memory_bytes=20 * MIB)).connection("8.8.8.8", PeerId("flood"))
+    window, times = Window(scope), []
+    for now_s in range(100):
+        if window.may_read:
+            window.note_read(min(window.may_read, 256 * KIB))
+        times.append(window.time_s(float(now_s)))
+    steps = [later - before for before, later in itertools.pairwise(times)]
+    assert min(steps) > 0 and max(steps) >= SLOW_S
+    assert steps[-1] >= SLOW_S, "nothing lets it grow any more"
