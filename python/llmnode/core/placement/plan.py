@@ -2,7 +2,8 @@
 
 The objective is the throughput of many sessions, which is that of the slowest block. A search by moves sees more than
 that one block: it lowers the sum of the cubed deficits of all blocks below the most that any placement could give.
-The moves are taken up to the one where the throughput has grown most, less a price for each move.
+The moves are taken up to the one where the throughput has grown most, less a price for each move. The search is done
+again with targets that are only a little above the throughput of now: those look at the slowest blocks alone.
 """
 
 from __future__ import annotations
@@ -40,7 +41,23 @@ class Plan:
 
 def plan_moves(blocks: int, servers: Iterable[Server], policy: PlanPolicy) -> Plan:
     """The moves that are worth their price, at most `policy.moves` of them."""
-    search = _Search(blocks, servers, policy)
+    servers = list(servers)
+    tries, plan, most_worth = policy.tries, None, 0.0
+    for target in policy.targets:
+        search = _Search(blocks, servers, policy, tries)
+        search.aim_at(target * min(search.speeds))
+        found, worth = _worthwhile(search, policy)
+        if plan is None or worth > most_worth:
+            plan, most_worth = found, worth
+        tries = search.tries
+        if tries <= 0:
+            break
+    assert plan is not None, "a policy has a target"
+    return plan
+
+
+def _worthwhile(search: _Search, policy: PlanPolicy) -> tuple[Plan, float]:
+    """The moves that a search finds, up to where they are worth most, and what they are worth less their prices."""
     now = best = min(search.speeds)
     price = policy.price / max(1, len(search.servers))
     worth, kept = 0.0, 0
@@ -53,24 +70,21 @@ def plan_moves(blocks: int, servers: Iterable[Server], policy: PlanPolicy) -> Pl
             search.move(place)
             moves.append(Move(search.servers[place.server].peer, place.span))
         then = min(search.speeds)
-        if now <= search.nothing < then:
-            gained = float("inf")
-        else:
-            gained = then / max(now, search.nothing) - 1 - price * len(moves)
-        if gained > worth or (gained == worth and then > best):
+        gained = (then - now) / max(now, search.nothing) - price * len(moves)
+        if gained > worth:
             worth, kept, best = gained, len(moves), then
-    if kept and now > search.nothing and best < now * (1 + policy.least_prices * price):
-        kept = 0
-    if not kept and now <= search.nothing:
+    if now <= search.nothing and not kept:
         kept = len(moves)  # fewer gaps are better, even if some stay
-    return Plan(moves[:kept], now, best if kept else now)
+    elif now > search.nothing and best < now * (1 + policy.least_prices * price):
+        worth, kept = 0.0, 0
+    return Plan(moves[:kept], now, best if kept else now), worth
 
 
 def place_newcomer(blocks: int, servers: Iterable[Server], speeds: tuple[float, ...], policy: PlanPolicy) -> Span:
     """The span for a node that joins with these `speeds`. Nobody else moves for it."""
     if not 1 <= len(speeds) <= blocks:
         raise ConfigError(f"cannot serve {len(speeds)} blocks: the model has {blocks}")
-    search = _Search(blocks, servers, policy, sum(length * speed for length, speed in [(len(speeds), speeds[-1])]))
+    search = _Search(blocks, servers, policy, newcomer=len(speeds) * speeds[-1])
     return search.best_place(search.speeds, speeds, worthwhile_lengths(speeds))[1]
 
 
@@ -83,8 +97,17 @@ class _Place:
 class _Search:
     """A placement that changes move by move, and the deficits of its blocks."""
 
-    def __init__(self, blocks: int, servers: Iterable[Server], policy: PlanPolicy, newcomer: float = 0.0) -> None:
+    def __init__(
+        self,
+        blocks: int,
+        servers: Iterable[Server],
+        policy: PlanPolicy,
+        tries: int = 0,
+        newcomer: float = 0.0,
+    ) -> None:
+        """This many `tries` of a server at a length are made. A `newcomer` raises the target by its tokens a second."""
         self.policy = policy
+        self.tries = tries
         self.servers = sorted(servers, key=lambda server: server.peer)
         self.spans = [server.span for server in self.servers]
         self._lengths = [worthwhile_lengths(server.speeds) for server in self.servers]
@@ -94,8 +117,13 @@ class _Search:
             self._add(server.span, server.speed)
         self.target = most_throughput(blocks, self.servers) + newcomer / blocks or 1.0
         self.nothing = NOTHING * self.target
-        self._tries = policy.tries
         self._unserved = UNSERVED * self.target**3
+
+    def aim_at(self, tokens_per_s: float) -> None:
+        """Blocks that are faster than this have no deficit. Without a throughput, the bound stays the target."""
+        if tokens_per_s > self.nothing:
+            self.target = min(self.target, tokens_per_s)
+            self._unserved = UNSERVED * self.target**3
 
     def next_moves(self, most: int) -> list[_Place]:
         """The best single move, or else the best pair of moves. Empty if neither helps."""
@@ -130,8 +158,8 @@ class _Search:
     def _tried(self) -> list[tuple[float, _Place]]:
         """The best place of each candidate, and what its move gains."""
         tried = []
-        for number in self._candidates()[: max(0, self._tries)]:
-            self._tries -= 1
+        for number in self._candidates():
+            self.tries -= len(self._lengths[number])
             server, span = self.servers[number], self.spans[number]
             speed = server.speeds[len(span) - 1]
             speeds = self.speeds[:]
@@ -154,7 +182,8 @@ class _Search:
 
     def _candidates(self) -> list[int]:
         """The servers whose moves gain most by the slopes of the deficits: an estimate in few operations for each."""
-        if len(self._movable) <= self.policy.candidates:
+        most = min(self.policy.candidates, max(0, self.tries))
+        if len(self._movable) <= most:
             return self._movable
         target, nothing, unserved = self.target, self.nothing, self._unserved / self.target
         slopes = accumulate(
@@ -173,7 +202,7 @@ class _Search:
                     best[length] = max(map(sub, upto[length:], upto))
                 gain = max(gain, server.speeds[length - 1] * best[length])
             estimates.append((gain + estimate, -number))
-        return [-number for _, number in heapq.nlargest(self.policy.candidates, estimates)]
+        return [-number for _, number in heapq.nlargest(most, estimates)]
 
     def _gains(self, speeds: Sequence[float], more: float) -> list[float]:
         """The cubed deficit that each block loses if `more` tokens a second are added to its speed."""

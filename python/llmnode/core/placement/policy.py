@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -17,12 +18,15 @@ class PlanPolicy:
     least_prices: float = 2.0
     """A whole plan must raise it by this many prices of one move. Otherwise small differences between views would move
     servers."""
+    targets: tuple[float, ...] = (math.inf, 1.05, 1.2, 1.5)
+    """The search is done with each of these targets, in throughputs of now, until `tries` are spent. The first is the
+    bound on any placement."""
     candidates: int = 200
     """This many servers, best by a linear estimate, are tried at all of their places for each move."""
     pairs: int = 16
     """When no single move helps, this many first moves are each tried with a second one."""
     tries: int = 1500
-    """A plan tries at most this many servers in all: some 20 ms of Python. Pairs of moves are found in small swarms."""
+    """A plan tries this many servers and lengths: some 30 ms of Python. It finds pairs of moves in small swarms."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,179 @@
+"""`tests/bench/run placement`: where servers go, against the paper's rules, exact optima and published layouts.
+
+There are four parts, none of which needs a network or a model. The paper's figure 4 is simulated, with throughputs net
+of moves. Small cases are compared with an integer program. Layouts for the clusters of Helix are judged by one maximal
+flow. Decisions are timed in large swarms.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from bench.kit.options import add_plot, add_thin
+from bench.kit.report import Report, Row, at_least, at_most, below
+from bench.placement.exact import best_throughput
+from bench.placement.layouts import read_cluster, read_published
+from bench.placement.swarms import THIN, VARIANTS, allowed_gap_s, bound_tokens_per_s, figure_4, scale_row
+from llmnode.core.ids import PeerId
+from llmnode.core.placement.joining import choose_span
+from llmnode.core.placement.plan import place_newcomer, plan_moves
+from llmnode.core.placement.policy import PlanPolicy, RebalancePolicy
+from llmnode.core.placement.servers import Server, block_speeds, most_throughput, one_speed, throughput
+from llmnode.testing.placement import Conditions, daily_sine
+from llmnode.testing.placement.hosts import DAY_S
+
+if TYPE_CHECKING:
+    import argparse
+
+    from bench.kit.options import Options
+    from bench.kit.report import Aim
+    from bench.placement.layouts import Cluster
+    from llmnode.testing.placement import Outcome
+
+SEED = 0
+PAPER = "paper, p = 20 %"
+CASES = (("24", "llama30b"), ("24", "llama70b"), ("42", "llama70b"))
+FREE_MOVES = replace(PlanPolicy(), price=0.0, least_prices=1e-3)
+"""A layout is arranged before anybody serves: a move costs nothing."""
+DECISIONS = 40
+SMALL = (8, 12, 5)
+"""Servers, blocks, and the most blocks of one server: HiGHS needs seconds for each case."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_thin(parser)
+    add_plot(parser, "the throughput over time")
+
+
+def run(options: Options) -> Report:
+    rows: list[Row] = []
+    aims: list[Aim] = []
+    for part in (_figure_4, _small_cases, _published_layouts, _large_swarms):
+        more_rows, more_aims = part(options)
+        rows += more_rows
+        aims += more_aims
+    return Report(rows, aims, {"seed": SEED, "load_s_per_block": Conditions().load_s_per_block}, "see the README")
+
+
+def _figure_4(options: Options) -> tuple[list[Row], list[Aim]]:
+    days = 0.1 if options.thin else 1.0
+    hosts, allowed_s = daily_sine(SEED, days), allowed_gap_s(Conditions(), RebalancePolicy())
+    bound = bound_tokens_per_s(hosts, days * DAY_S)
+    rows: list[Row] = [{"variant": "bound on all placements", "net tokens/s": bound, "of the bound": 1.0}]
+    outcomes: dict[str, Outcome] = {}
+    for name, outcome in figure_4(THIN if options.thin else tuple(VARIANTS), days, SEED):
+        outcomes[name] = outcome
+        rows.append(
+            {
+                "variant": name,
+                "net tokens/s": outcome.net_tokens_per_s,
+                "of the bound": outcome.net_tokens_per_s / bound,
+                "moves": outcome.moves,
+                "loaded blocks": outcome.loaded_blocks,
+                "most moving at once": outcome.most_moving,
+                "gaps, s": outcome.gap_s,
+                "gaps that were closed late, s": outcome.gap_s_beyond(allowed_s),
+            }
+        )
+    if options.plot is not None:
+        _draw(options, outcomes)
+    plan = outcomes["the plan"]
+    aims = [at_least("the plan, of the bound", plan.net_tokens_per_s / bound, 0.95)]
+    if PAPER in outcomes:
+        aims.append(at_most("moves of the plan, of those of the paper's rule", plan.moves / outcomes[PAPER].moves, 1.0))
+    aims.append(at_most("seconds by which the plan closed gaps late", plan.gap_s_beyond(allowed_s), 0.0))
+    return rows, aims
+
+
+def _small_cases(options: Options) -> tuple[list[Row], list[Aim]]:
+    servers_number, blocks, most = SMALL
+    shares: dict[str, list[float]] = {"new servers only": [], "the plan": [], "bound on all placements": []}
+    for seed in range(1 if options.thin else 6):
+        rng, servers = random.Random(seed), list[Server]()
+        for number in range(servers_number):
+            own = one_speed(rng.uniform(0, 100), rng.randint(1, most))
+            span = choose_span(len(own), block_speeds(blocks, servers))
+            servers.append(Server(PeerId(f"{number:02}"), span, own))
+        best = best_throughput(blocks, servers)
+        shares["new servers only"].append(throughput(blocks, servers) / best)
+        shares["the plan"].append(throughput(blocks, settled(blocks, servers, PlanPolicy())) / best)
+        shares["bound on all placements"].append(most_throughput(blocks, servers) / best)
+    rows: list[Row] = [
+        {"variant": f"small cases: {name}", "of the optimum": sum(each) / len(each), "worst": min(each)}
+        for name, each in shares.items()
+    ]
+    return rows, []
+
+
+def settled(blocks: int, servers: list[Server], policy: PlanPolicy) -> list[Server]:
+    """The servers after all moves of plan after plan."""
+    for _decision in range(DECISIONS):
+        moves = {move.peer: move.span for move in plan_moves(blocks, servers, policy).moves}
+        if not moves:
+            break
+        servers = [server.at(moves.get(server.peer, server.span)) for server in servers]
+    return servers
+
+
+def _published_layouts(options: Options) -> tuple[list[Row], list[Aim]]:
+    rows: list[Row] = []
+    aims: list[Aim] = []
+    for name, model in CASES[:1] if options.thin else CASES:
+        cluster, case = read_cluster(name, model), f"{model} on {name} machines"
+        flows = {who: cluster.flow(layout) for who, layout in read_published(name, model, cluster).items()}
+        servers, slowest_ms = arranged(cluster)
+        blocks = cluster.model.layers
+        ours = cluster.flow({int(server.peer): server.span for server in servers})
+        bound = most_throughput(blocks, servers)
+        rows += [
+            {"variant": f"{case}: {who}", "net tokens/s": flow, "of the bound": flow / bound}
+            for who, flow in (
+                *flows.items(),
+                ("the plan", ours),
+                ("the plan, links ignored", throughput(blocks, servers)),
+            )
+        ]
+        aims.append(at_least(f"{case}: the plan, of the best layout", ours / max(flows.values()), 1.0))
+        aims.append(below(f"{case}: the slowest decision, ms", slowest_ms, 50.0))
+    return rows, aims
+
+
+def arranged(cluster: Cluster) -> tuple[list[Server], float]:
+    """Machines that join one after the other, the largest first, and then follow their plans. And the slowest ms."""
+    blocks, servers, slowest_s = cluster.model.layers, list[Server](), 0.0
+    order = sorted(cluster.speeds, key=lambda node: -max(n * speed for n, speed in enumerate(cluster.speeds[node], 1)))
+    for node in order:
+        began_s = time.process_time()
+        span = place_newcomer(blocks, servers, cluster.speeds[node], FREE_MOVES)
+        slowest_s = max(slowest_s, time.process_time() - began_s)
+        servers.append(Server(PeerId(f"{node:03}"), span, cluster.speeds[node]))
+    for _decision in range(DECISIONS):
+        began_s = time.process_time()
+        moves = {move.peer: move.span for move in plan_moves(blocks, servers, FREE_MOVES).moves}
+        slowest_s = max(slowest_s, time.process_time() - began_s)
+        if not moves:
+            break
+        servers = [server.at(moves.get(server.peer, server.span)) for server in servers]
+    return servers, 1000 * slowest_s
+
+
+def _large_swarms(options: Options) -> tuple[list[Row], list[Aim]]:
+    rows = [scale_row(number) for number in ((200,) if options.thin else (200, 2000, 10_000))]
+    by_number = {row["variant"]: row for row in rows}
+    if (row := by_number.get("2000 servers")) is None:
+        return rows, []
+    return rows, [below("one decision among 2000 servers, ms", float(str(row["plan, ms"])), 50.0)]
+
+
+def _draw(options: Options, outcomes: dict[str, Outcome]) -> None:
+    from bench.kit.drawing import axes_in
+
+    assert options.plot is not None
+    with axes_in(options.plot, "206 servers of uneven speed, 15 to 110 of them on", "hours", "tokens/s") as axes:
+        for name, outcome in outcomes.items():
+            times, speeds = zip(*outcome.throughputs, strict=True)
+            axes.step([time_s / 3600 for time_s in times], speeds, where="post", label=name, linewidth=0.7)
+        axes.legend()

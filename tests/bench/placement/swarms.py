@@ -1,0 +1,127 @@
+"""The paper's figure 4 in the simulator, and decisions in large swarms."""
+
+from __future__ import annotations
+
+import random
+import time
+import tracemalloc
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement
+from llmnode.core.ids import PeerId
+from llmnode.core.model import Precision, Profile
+from llmnode.core.placement.joining import choose_span
+from llmnode.core.placement.plan import plan_moves
+from llmnode.core.placement.policy import PlanPolicy, RebalancePolicy
+from llmnode.core.placement.servers import Server, block_speeds, most_throughput, one_speed
+from llmnode.core.policy import SwarmPolicy
+from llmnode.core.span import Span
+from llmnode.testing.placement import Conditions, Outcome, Rule, daily_sine, simulate_placement
+from llmnode.testing.placement.hosts import DAY_S
+from llmnode.wire.announcement import pack_announcement
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from bench.kit.report import Row
+    from llmnode.testing.placement import Host
+
+BLOCKS = 70
+VARIANTS: dict[str, tuple[Rule, float]] = {
+    "no balancing": (Rule.RANDOM, 0.0),
+    "new servers only": (Rule.NEW_ONLY, 0.0),
+    "paper, p = 50 %": (Rule.PAPER, 0.5),
+    "paper, p = 20 %": (Rule.PAPER, 0.2),
+    "paper, p = 5 %": (Rule.PAPER, 0.05),
+    "paper, p = 1 %": (Rule.PAPER, 0.01),
+    "the plan": (Rule.PLAN, 0.0),
+}
+THIN = ("new servers only", "the plan")
+SIGNATURE_BYTES = 64
+
+
+def figure_4(variants: Sequence[str], days: float, seed: int) -> Iterator[tuple[str, Outcome]]:
+    """The outcome of each variant, all with the same hosts and schedules."""
+    hosts = daily_sine(seed, days)
+    for name in variants:
+        rule, gain = VARIANTS[name]
+        yield (
+            name,
+            simulate_placement(hosts, rule, days * DAY_S, seed, policy=replace(RebalancePolicy(), paper_gain=gain)),
+        )
+
+
+def bound_tokens_per_s(hosts: Sequence[Host], seconds: float) -> float:
+    """The mean of the bound on all placements of the servers that are on, which need no time to load."""
+    changes = sorted(
+        [(uptime.from_s, True, host) for host in hosts for uptime in host.uptimes]
+        + [(uptime.to_s, False, host) for host in hosts for uptime in host.uptimes],
+        key=lambda change: (change[0], change[1], change[2].peer),
+    )
+    on: dict[PeerId, Server] = {}
+    tokens = before_s = bound = 0.0
+    for time_s, comes, host in changes:
+        now_s = min(time_s, seconds)
+        tokens += bound * (now_s - before_s)
+        before_s = now_s
+        if comes:
+            on[host.peer] = Server(host.peer, Span(0, 1), host.speeds)
+        else:
+            on.pop(host.peer, None)
+        bound = most_throughput(BLOCKS, on.values()) if on else 0.0
+    return (tokens + bound * (seconds - before_s)) / seconds
+
+
+def allowed_gap_s(conditions: Conditions, policy: RebalancePolicy, most_blocks: int = 10) -> float:
+    """The time to hear of a gap, to decide, and to load the blocks of one server."""
+    heard_s = conditions.stale_s + conditions.announce_every_s
+    return heard_s + policy.gap_check_every_s * (1 + policy.jitter) + most_blocks * conditions.load_s_per_block
+
+
+def large_swarm(number: int, seed: int = 1) -> list[Server]:
+    """Servers that have joined one after the other, and a tenth of which have then left."""
+    rng = random.Random(seed)
+    speeds, servers = [0.0] * BLOCKS, []
+    for each in range(number * 10 // 9):
+        own = one_speed(rng.uniform(0, 100), rng.randint(1, 10))
+        server = Server(PeerId(f"{each:06}"), choose_span(len(own), speeds), own)
+        servers.append(server)
+        for block in range(server.span.start, server.span.end):
+            speeds[block] += server.speed
+    return rng.sample(servers, number)
+
+
+def scale_row(number: int) -> Row:
+    """The processor time of one decision of each kind, and what a view of this many servers costs a node."""
+    servers, policy = large_swarm(number), PlanPolicy()
+    join_ms = _least_ms(lambda: choose_span(5, block_speeds(BLOCKS, servers)))
+    plan_ms = _least_ms(lambda: plan_moves(BLOCKS, servers, policy))
+    size_bytes = len(pack_announcement(_announcement(0))) + SIGNATURE_BYTES
+    tracemalloc.start()
+    view = {each: SignedAnnouncement(_announcement(each), bytes(size_bytes), bytes(64)) for each in range(number)}
+    memory_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert len(view) == number
+    return {
+        "variant": f"{number} servers",
+        "join, ms": join_ms,
+        "plan, ms": plan_ms,
+        "view, MiB": memory_bytes / 2**20,
+        "view, kB/s": number * size_bytes / SwarmPolicy().announce_every_s / 1000,
+    }
+
+
+def _least_ms(decide: object, repeats: int = 5) -> float:
+    taken = []
+    for _repeat in range(repeats):
+        began_s = time.process_time()
+        decide()  # type: ignore[operator] # a function without arguments
+        taken.append(1000 * (time.process_time() - began_s))
+    return min(taken)
+
+
+def _announcement(number: int) -> Announcement:
+    offer = Offer("model", Profile(bytes(32), Precision()), BLOCKS, Span(0, 5), PeerState.ONLINE, 250, 4096, 4096)
+    peer = PeerId(f"12D3KooW{number:044}")
+    return Announcement(peer, (f"/ip4/203.0.113.7/tcp/4001/p2p/{peer}",), number, number, "llmnode/0.1.0", offer)
