@@ -19,7 +19,7 @@ from llmnode.core.policy import SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.testing.placement import Conditions, Outcome, Rule, daily_sine, simulate_placement
 from llmnode.testing.placement.hosts import DAY_S
-from llmnode.wire.announcement import pack_announcement
+from llmnode.wire.announcement import sign_announcement
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -97,9 +97,9 @@ def scale_row(number: int) -> Row:
     servers, policy = large_swarm(number), PlanPolicy()
     join_ms = _least_ms(lambda: choose_span(5, block_speeds(BLOCKS, servers)))
     plan_ms = _least_ms(lambda: plan_moves(BLOCKS, servers, policy))
-    size_bytes = len(pack_announcement(_announcement(0))) + SIGNATURE_BYTES
+    size_bytes = len(_signed(0).signed.body) + SIGNATURE_BYTES
     tracemalloc.start()
-    view = {each: SignedAnnouncement(_announcement(each), bytes(size_bytes), bytes(64)) for each in range(number)}
+    view = {each: _signed(each) for each in range(number)}
     memory_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert len(view) == number
@@ -121,7 +121,10 @@ def _least_ms(decide: object, repeats: int = 5) -> float:
     return min(taken)
 
 
-def _announcement(number: int) -> Announcement:
+def _signed(number: int) -> SignedAnnouncement:
     offer = Offer("model", Profile(bytes(32), Precision()), BLOCKS, Span(0, 5), PeerState.ONLINE, 250, 4096, 4096)
     peer = PeerId(f"12D3KooW{number:044}")
-    return Announcement(peer, (f"/ip4/203.0.113.7/tcp/4001/p2p/{peer}",), number, number, "llmnode/0.1.0", offer)
+    announcement = Announcement(
+        peer, (f"/ip4/203.0.113.7/tcp/4001/p2p/{peer}",), number, number, "llmnode/0.1.0", offer
+    )
+    return sign_announcement(announcement, lambda _message: bytes(SIGNATURE_BYTES))
