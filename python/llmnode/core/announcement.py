@@ -38,7 +38,7 @@ class PeerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a peer serves, as it is announced: a span of one model in one profile, and how fast.
+    """The part of an announcement about a peer's blocks: a span of one model in one profile, and its speed.
 
     `block_us` is the measured time of one token through one block, in microseconds; 0 while it is not known.
     """
@@ -61,7 +61,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """An offer, by whom, where, and for how long. Of two by one peer the higher `sequence` holds.
+    """An offer of a peer, with its addresses and the time when it expires. A higher `sequence` replaces a lower one.
 
     `sequence` is the announcer's clock in milliseconds since 1970, `expires_ms` likewise.
     """

@@ -483,7 +483,7 @@ class TrustPolicy:
 
 @dataclass(frozen=True, slots=True)
 class SpotCheckPolicy:
-    """Which chunks another peer computes again, see `session/spot_checks.py`."""
+    """The chunks that another peer computes again, see `session/spot_checks.py`."""
 
     share: float = 0.0
     """The share of announced chunks that another peer computes again. 0.01 costs servers a prefill in 100 tokens."""

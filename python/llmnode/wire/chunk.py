@@ -28,7 +28,7 @@ class HopTiming:
     queue_us: int
     compute_us: int
     direct: bool
-    """Its input came from the hop before, not by way of us."""
+    """Its input came from the hop before, and not from the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +47,19 @@ class Hidden:
 
     digest: bytes
     payload: Buffer | None
-    """Unless they were pushed, and stayed where they are logged."""
+    """None if they were pushed: then only the hop has them, in its log."""
     pushed: bool
-    """By the hop that put them out, to the next one."""
+    """The hop that computed them has sent them to the next one."""
 
     @staticmethod
     def of(payload: Buffer) -> Hidden:
-        """As we give them."""
+        """The hidden states that the client itself sends."""
         return Hidden(_native.blake3_digest(payload), payload, pushed=False)
 
 
 @dataclass(frozen=True, slots=True)
 class HopOutput:
-    """What a hop puts out, and what it says of it."""
+    """The output of a hop for one chunk, with the message that came with it."""
 
     hidden: Hidden
     said: Result

@@ -51,7 +51,7 @@ class Receive(NamedTuple, Generic[HopT]):
 
 
 class Outcome(NamedTuple):
-    """What came of an action that ended at `now_s`: the answer that was waited for since `since_s`, or the error."""
+    """The end of an action at `now_s`: the answer, which the client has waited for since `since_s`, or the error."""
 
     now_s: float
     since_s: float = 0.0

@@ -80,7 +80,7 @@ Extensions = Annotated[dict[str, Any] | None, Named(MOST_EXTENSIONS, DEEPEST)]  
 ExtensionNames = Annotated[list[str] | None, Texts(MOST_EXTENSIONS, NAME_CHARS)]
 
 _MOST_ITEMS = 48
-"""In one map or array: msgpack reserves room for all before it has seen one. No message has as many fields."""
+"""The limit of one map or array. msgpack reserves memory for all items before it reads one. A message has fewer."""
 
 
 def read_map(what: str, content: Buffer) -> dict[Any, Any]:  # Any: what a peer sends is not known yet

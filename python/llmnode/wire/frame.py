@@ -170,7 +170,7 @@ class FrameDecoder:
 
     @property
     def partial(self) -> tuple[tuple[int | None, int], tuple[int | None, int]]:
-        """The frame that is under way, and the one that comes in pieces: a number of its own, and its bytes so far."""
+        """The numbers and the received bytes of two incomplete frames. The second comes in pieces."""
         assert self._pieces is not None, "a decoder of pieces has none"
         return self._begun(), self._pieces._begun()
 

@@ -41,12 +41,12 @@ class PayloadLog:
         return other
 
     def shared_with(self, other: PayloadLog) -> int:
-        """How many positions come before the first piece that is not the very same in both."""
+        """The number of positions before the first piece that is not the same object in both."""
         alike = takewhile(lambda pair: pair[0][0] is pair[1][0], zip(self._pieces, other._pieces, strict=False))
         return sum(length for (_, length), _ in alike)
 
     def pieces(self, positions: int) -> Iterator[tuple[Buffer, int]]:
-        """The first `positions` as they were appended: payloads, and how many positions each has."""
+        """The first `positions` as they were appended: payloads with their numbers of positions."""
         for payload, length in self._pieces:
             kept = min(length, positions)
             if kept:

@@ -312,7 +312,7 @@ def unpack(kind: type[Message], meta: Buffer) -> Message:
 def unpack_signed(kind: type[Message], body: Buffer) -> tuple[Message, Set[str]]:
     """Read a signed body as `unpack` does, but ignore the fields of newer versions, whose names are returned.
 
-    Whoever passes the body on keeps its bytes, so these fields reach the peers that know them. Raises
+    A peer that passes the body on keeps its bytes, so these fields reach the peers that know them. Raises
     RemoteProtocolError, also where an ignored field is out of its bounds.
     """
     values = read_map(kind.__name__, body)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llmnode.wire.frame import Buffer, Frame
 
     Piece = tuple[Buffer, int]
-    """A payload, and how many positions it has."""
+    """A payload, and its number of positions."""
 
 _FP16_MAX = 65504
 _INT8_BLOCK = 64
@@ -106,7 +106,7 @@ class HiddenForm:
             )
 
     def check_values(self, frame: Frame) -> None:
-        """Require that a frame that `check` has passed can be decoded. Only int8 has bytes that mean nothing."""
+        """Require that a frame that `check` has passed can be decoded. Only in int8 some bytes are no values."""
         if self.codec is Codec.INT8:
             self.decode(frame)
 

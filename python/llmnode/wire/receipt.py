@@ -1,6 +1,6 @@
-"""Receipts: what a stage binds itself to, by its key, about one step that it has computed.
+"""Receipts: signed statements of a stage about one step that it has computed.
 
-Knows no key: `llmnode.ports.Network` signs and verifies.
+No key is here: `llmnode.ports.Network` signs and verifies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Verify: TypeAlias = Callable[[PeerId, bytes, bytes], bool]
 
 SIGNING_CONTEXT = b"llmnode-receipt-1:"
-"""Before what a receipt says, under its signature: see `announcement.SIGNING_CONTEXT`."""
+"""It precedes the statement under the signature: see `announcement.SIGNING_CONTEXT`."""
 
 PROFILE_CONTEXT = b"llmnode-profile-1:"
 
@@ -41,7 +41,7 @@ class Receipt:
 
     `session` is the hop's own name. `start` and `length` are positions, `profile` is a `profile_digest`, and the
     digests are BLAKE3 of the payloads as they cross the wire. The signature is empty until `signed`. Raises ValueError
-    for what has no statement.
+    for values that no statement can have.
     """
 
     signer: PeerId
@@ -70,7 +70,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Conviction:
-    """Two receipts that prove their signer a liar: what it told the client, and what `by` was given by it."""
+    """Two receipts that prove that their signer lies: it told the client one thing, and showed another to `by`."""
 
     told: Receipt
     shown: Receipt
@@ -89,7 +89,7 @@ def profile_digest(profile: Profile, codec: str) -> bytes:
 
 
 def statement(receipt: Receipt) -> bytes:
-    """The bytes under the signature. Two receipts of one signer have the same exactly if they say the same."""
+    """The bytes under the signature. They are equal for two receipts of one signer if both say the same."""
     return SIGNING_CONTEXT + _STATEMENT.pack(
         receipt.session,
         _native.blake3_digest(receipt.client.encode()),
@@ -106,15 +106,15 @@ def statement(receipt: Receipt) -> bytes:
 
 
 def signed(receipt: Receipt, sign: Sign) -> Receipt:
-    """`receipt` with the signature of who signs by `sign`.
+    """The `receipt` with a signature that `sign` makes.
 
-    A stage signs a step once, after all that can fail; whatever asks for the step again gets the same receipt.
+    A stage signs a step once, after all that can fail. A repeated request for the step gets the same receipt.
     """
     return replace(receipt, signature=sign(statement(receipt)))
 
 
 def is_valid(receipt: Receipt, verify: Verify) -> bool:
-    """Whether `signer` has signed it. Some 60 microseconds."""
+    """Whether `signer` has signed it. This takes about 60 microseconds."""
     return verify(receipt.signer, statement(receipt), receipt.signature)
 
 
@@ -122,24 +122,24 @@ def is_proof(one: Receipt, other: Receipt, verify: Verify) -> bool:
     """Whether two receipts prove that their signer lies.
 
     They do if it has signed both, for the same step of the same epoch of the same session of the same client, and they
-    say different things. None of what may befall an honest stage makes it do that:
+    say different things. An honest stage never does that, whatever happens to it:
 
     - A step that is asked for again gets the receipt that it got before; with other content it is refused.
     - A step that failed was not signed, so it may then be asked for with other content.
-    - What is sent again out of a log, in other pieces, is not computed: it gets no receipt.
-    - A rollback or a fork raises the epoch: positions and numbers of steps come again, but in an epoch that never was.
-    - Who replaces a stage that was lost, perhaps the same peer in its next life, computes all again under a name never
-      used before, and may get other bits: those receipts are of another session.
-    - A name is known to others than the client, at least to the next hop. When the session is over, they may open one
-      of the same name at the same peer and give it other steps: those receipts name them, not the client.
+    - Hidden states that are sent again out of a log, in other pieces, are not computed: they get no receipt.
+    - A rollback or a fork raises the epoch. Positions and numbers of steps come again, but in a new epoch.
+    - A peer that replaces a lost stage computes all again under a name that was never used before, and may get other
+      bits. It may be the same peer, started again. Those receipts are of another session.
+    - Other peers than the client know the name of a session, at least the next hop does. When the session is over, they
+      may open one of the same name at the same peer and give it other steps. Those receipts name them, not the client.
 
-    The client alone could have an honest stage contradict itself, by using a name twice. So this is proof for the
-    client, whose names are random; for somebody else it is as good as their trust in the client.
+    Only the client could make an honest stage contradict itself, by using a name twice. The client knows that its names
+    are random, so this is proof for the client. For others it is worth their trust in the client.
     """
     differ = step_key(one) == step_key(other) and statement(one) != statement(other)
     return differ and is_valid(one, verify) and is_valid(other, verify)
 
 
 def step_key(receipt: Receipt) -> tuple[PeerId, PeerId, SessionId, Epoch, Step]:
-    """Of two receipts with the same key an honest signer signs one alone."""
+    """The key of a step. An honest signer signs only one receipt for each key."""
     return receipt.signer, receipt.client, receipt.session, receipt.epoch, receipt.step

@@ -60,7 +60,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Say no to this frame; the stage's state is as before."""
+    """Refuse this frame; the stage's state is as before."""
 
     frame: Frame
     code: RefusalCode

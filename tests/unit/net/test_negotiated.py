@@ -41,7 +41,7 @@ async def listener(versions: Collection[int] = LINK_VERSIONS) -> AsyncIterator[L
 
 
 async def exchanged(ours: Libp2pLink, theirs: Libp2pLink, frames: list[Frame]) -> None:
-    """What was sent arrives once and in its order, and the link works in both directions."""
+    """Each frame arrives once and in its order, and the link works in both directions."""
     for frame in frames:
         assert await theirs.receive() == frame
     await theirs.send(Frame(FrameType.DESCRIPTION, step=Step(9)))

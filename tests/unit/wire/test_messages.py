@@ -331,7 +331,7 @@ def test_a_peer_of_protocol_1_gets_messages_without_extensions_or_none(kind: Fra
 
 
 def test_every_field_that_came_after_protocol_1_is_known_as_such() -> None:
-    """Whatever is added to a message must be left out for such peers, or come in an extension."""
+    """A field that is added to a message must be left out for such peers, or be an extension."""
     grown = {kind for kind in KINDS if any(rule.is_optional for rule in KINDS[kind].values())}
     assert grown == set(GROWN.values()) == set(messages_module.EXTENSIONS)
     assert set(GROWN) == version_1.GROWN
