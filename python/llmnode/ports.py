@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class Link(Protocol):
-    """Frames to and from one peer, in order. It ends by itself when the peer falls silent."""
+    """Frames to and from one peer, in order within each session. It ends by itself when the peer falls silent."""
 
     @property
     def peer(self) -> PeerId: ...

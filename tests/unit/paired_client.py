@@ -87,7 +87,8 @@ class World:
         self._links = links
         self._left = Counter(faults)
         self._wires: defaultdict[frozenset[PeerId], int] = defaultdict(int)
-        self._under_way: dict[tuple[PeerId, PeerId], deque[Frame]] = {}
+        self._under_way: dict[tuple[PeerId, PeerId, SessionId], deque[Frame]] = {}
+        """Links keep the order within each session."""
         self._answers: dict[Question, Frame | None] = {}
         """The questions that are waited for, each with the first answer that has come and was not taken."""
         self._names = 0
@@ -105,7 +106,7 @@ class World:
         if wire is not None and wire != self.wire(sender, receiver):
             return False
         (frame,) = FrameDecoder(self._links).feed(encode(frame, self._links))
-        frames = self._under_way.setdefault((sender, receiver), deque())
+        frames = self._under_way.setdefault((sender, receiver, frame.session), deque())
         if frame.type is FrameType.STEP:
             if sender != CLIENT and self.strikes("push changed"):
                 first, *rest = bytes(frame.payload)
@@ -228,13 +229,14 @@ class World:
     def _cut(self, one: PeerId, other: PeerId) -> None:
         self._wires[frozenset((one, other))] += 1
         for here, there in ((one, other), (other, one)):
-            self._under_way.pop((here, there), None)
+            for way in [each for each in self._under_way if each[:2] == (here, there)]:
+                del self._under_way[way]
             if here != CLIENT:
                 self.peers[here].lose(there)
 
-    def _deliver(self, sender: PeerId, receiver: PeerId) -> None:
+    def _deliver(self, sender: PeerId, receiver: PeerId, session: SessionId) -> None:
         self.now_s += 0.001
-        frame = self._under_way[sender, receiver].popleft()
+        frame = self._under_way[sender, receiver, session].popleft()
         if receiver != CLIENT:
             self.peers[receiver].receive(sender, frame)
             return

@@ -11,7 +11,7 @@ from llmnode.core.address_groups import address_groups
 from llmnode.core.budget import Account, Kind, Resource
 from llmnode.core.ids import NO_SESSION
 from llmnode.core.traffic import Traffic
-from llmnode.errors import PeerError, PeerUnreachable
+from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError
 from llmnode.wire.frame import Frame, FrameType
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class MemoryLink:
             try:
                 self._delivered.send_nowait(frame)
             except trio.WouldBlock:
-                return self.fail(PeerUnreachable("sent more than a link may hold ahead of our reading"))
+                return self.fail(RemoteProtocolError("sent more than a link may hold ahead of our reading"))
         return None
 
     def notice_silence(self) -> None:
