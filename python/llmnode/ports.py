@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llmnode.core.budget import Budget, Scope
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
-    from llmnode.core.operations import Buffer, Control, Operation, Slice
+    from llmnode.core.operations import Buffer, Control, Operation, Pass, Slice
     from llmnode.core.span import Span
     from llmnode.core.traffic import Traffic
     from llmnode.wire.frame import Frame
@@ -146,6 +146,9 @@ class Executor(Held, Protocol):
         A slice with more blocks to come has no output yet, and does not count in the KV.
         """
 
+    def run(self, passes: Sequence[Pass]) -> Sequence[Buffer]:
+        """Do passes of one kind, all through the same blocks. Nothing of them is kept."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -190,6 +193,10 @@ class Worker(Protocol):
     @property
     def busy_us(self) -> int:
         """The time for which executors have computed since the worker began, in microseconds."""
+
+    @property
+    def pass_s(self) -> float | None:
+        """The time that one pass may take now, since nothing else runs meanwhile. None if that is not known yet."""
 
     async def do(self, operation: Operation[Result]) -> Result:
         """Do an operation, and return its result."""

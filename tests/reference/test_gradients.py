@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,12 @@ import torch
 from llmnode.compute.attention import Segment, segments_of_forward
 from llmnode.compute.gradients import NoKV, gradients_of, outputs_of
 from llmnode.compute.load_executor import load_executor
+from llmnode.core.operations import Backward, Evaluate
 from llmnode.core.span import Span
+from llmnode.errors import LocalProtocolError
 from llmnode.models.load import load_ends
 from llmnode.models.meta_model import run_embedded
+from llmnode.models.tensors import from_bytes, to_bytes
 from llmnode.models.weights.packed_linear import found_narrow
 from llmnode.models.weights.quantized import Int8Linear, NF4Linear
 from reference.small import BLOCKS, CONFIGS, HIDDEN_SIZE, KV_TOKENS, VOCABULARY, make_model, open_saved
@@ -143,3 +147,22 @@ def test_gradients_go_through_weights_in_fewer_bits(levels: int) -> None:
     rows, gradient = _drawn(9, 128).requires_grad_(), _drawn(9, 40, seed=3)
     (ours,), (theirs,) = (torch.autograd.grad(layer(rows), rows, gradient) for layer in (narrow, plain))
     assert torch.equal(ours, theirs)
+
+
+def test_an_executor_does_passes_of_several_clients_together(tmp_path: Path) -> None:
+    make_model("llama", tied=True).save_pretrained(tmp_path)
+    executor = load_executor(open_saved(tmp_path), Span(0, 3), KV_TOKENS)
+    span = Span(1, 3)
+    sequences = [_drawn(length, HIDDEN_SIZE, seed=length) for length in LENGTHS]
+    wanted = [_drawn(length, HIDDEN_SIZE, seed=-length) for length in LENGTHS]
+    hidden, gradient = ([to_bytes(each) for each in numbers] for numbers in (sequences, wanted))
+    passes = [Evaluate(span, (LENGTHS[0], LENGTHS[1]), b"".join(hidden[:2])), Evaluate(span, LENGTHS[2:], hidden[2])]
+    outputs = torch.cat([from_bytes(each, HIDDEN_SIZE) for each in executor.run(passes)])
+    assert torch.equal(outputs, torch.cat(outputs_of(executor.model, span, sequences)))
+    back = [Backward(span, each.lengths, each.hidden, b"") for each in passes]
+    back = [replace(back[0], gradient=b"".join(gradient[:2])), replace(back[1], gradient=gradient[2])]
+    gradients = torch.cat([from_bytes(each, HIDDEN_SIZE) for each in executor.run(back)])
+    assert torch.equal(gradients, torch.cat(gradients_of(executor.model, span, sequences, wanted)))
+    for wrong in (replace(back[0], gradient=gradient[0]), replace(back[0], span=Span(2, 4))):
+        with pytest.raises(LocalProtocolError):
+            executor.run([wrong])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import trio
 
 from llmnode.compute.work import Work
-from llmnode.core.operations import Close, Computed, Forward, Open, Truncate
+from llmnode.core.operations import Backward, Close, Computed, Evaluate, Forward, Open, Truncate
 from llmnode.core.policy import BatchPolicy
 from llmnode.core.serving.scheduling import Scheduler
 from llmnode.errors import LocalProtocolError, WorkerLost
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from llmnode.compute.work import Done
     from llmnode.core.ids import SessionId
-    from llmnode.core.operations import Buffer, Control, Operation, Slice
+    from llmnode.core.operations import Buffer, Control, Operation, Pass, Slice
     from llmnode.core.serving.scheduling import Batch
     from llmnode.core.span import Span
     from llmnode.ports import Held
@@ -67,13 +67,19 @@ class BatchingWorker:
     def busy_us(self) -> int:
         return int(1e6 * self._busy_s)
 
-    async def do(self, operation: Operation[Result]) -> Result:
-        return cast("Result", await self._do(cast("Forward | Control", operation)))
+    @property
+    def pass_s(self) -> float | None:
+        return self._scheduler.pass_s(self._clock())
 
-    async def _do(self, operation: Forward | Control) -> Computed | bool:
+    async def do(self, operation: Operation[Result]) -> Result:
+        return cast("Result", await self._do(cast("Forward | Pass | Control", operation)))
+
+    async def _do(self, operation: Forward | Pass | Control) -> Computed | bool:
         match operation:
             case Forward():
                 return await self._forward(operation)
+            case Evaluate() | Backward():
+                return await self._pass(operation)
             case Open():
                 return await self._open(operation)
             case Close(session):
@@ -117,6 +123,11 @@ class BatchingWorker:
             if call.has_begun and (call.error is not None or not call.is_done):
                 with trio.CancelScope(shield=True), suppress(WorkerLost):
                     await self._control(Truncate(forward.session, forward.start))
+        return call.computed()
+
+    async def _pass(self, operation: Pass) -> Computed:
+        call = _PassCall(asked_s=self._clock())
+        await self._until_done(self._scheduler.add(operation, call.asked_s), call)
         return call.computed()
 
     def _check(self, sessions: Sequence[SessionId]) -> None:
@@ -174,14 +185,15 @@ class BatchingWorker:
 
     def _begin(self) -> None:
         batch = self._scheduler.take(self._clock())
-        self._running = batch, self._run(Work([*batch.operations.values()], [*batch.slices.values()]))
-        for ticket in (*batch.operations, *batch.slices):
+        work = Work([*batch.operations.values()], [*batch.slices.values()], [*batch.passes.values()])
+        self._running = batch, self._run(work)
+        for ticket in (*batch.operations, *batch.slices, *batch.passes):
             self._calls[ticket].is_running = True
 
     async def _finish(self) -> None:
         assert self._running is not None
         batch, running = self._running
-        calls = {ticket: self._calls[ticket] for ticket in (*batch.operations, *batch.slices)}
+        calls = {ticket: self._calls[ticket] for ticket in (*batch.operations, *batch.slices, *batch.passes)}
         try:
             with trio.CancelScope(shield=True):
                 done, began_s, ended_s = await running
@@ -196,6 +208,10 @@ class BatchingWorker:
                 assert isinstance(forward, _ForwardCall)
                 forward.settle_slice(computed, output, began_s, ended_s)
                 has_failed |= forward.error is not None
+            for ticket, output in zip(batch.passes, done.passed, strict=True):
+                passed = calls[ticket]
+                assert isinstance(passed, _PassCall)
+                passed.settle(output, began_s, ended_s)
             is_one_forward = not batch.operations and not has_failed
             self._scheduler.done(batch, ended_s - began_s if is_one_forward else None, self._clock())
         finally:
@@ -206,7 +222,7 @@ class BatchingWorker:
                 if call.is_done or not call.is_wanted:
                     self._remove(ticket)
         is_cancelled = trio.current_effective_deadline() == -inf  # then the next leader begins: ours may not be wanted
-        if self._scheduler.has_forwards and not is_cancelled and self._scheduler.waits_until_s(self._clock()) is None:
+        if self._scheduler.has_work and not is_cancelled and self._scheduler.waits_until_s(self._clock()) is None:
             self._begin()
 
 
@@ -246,6 +262,26 @@ class _ControlCall(_Call):
             self.fail(result)
         else:
             self.is_done, self.result = True, result
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _PassCall(_Call):
+    asked_s: float
+    output: Buffer = b""
+    compute_s: float = 0.0
+    ended_s: float = 0.0
+
+    def settle(self, output: Buffer | Exception, began_s: float, ended_s: float) -> None:
+        self.compute_s, self.ended_s = ended_s - began_s, ended_s
+        if isinstance(output, Exception):
+            self.fail(output)
+        else:
+            self.is_done, self.output = True, output
+
+    def computed(self) -> Computed:
+        self.raise_error()
+        queue_s = self.ended_s - self.asked_s - self.compute_s
+        return Computed(self.output, queue_us=int(1e6 * queue_s), compute_us=int(1e6 * self.compute_s))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -137,19 +137,20 @@ class _Child:
         self._executor = loaded.executor
         return [loaded.tensor_bytes, loaded.executor.kv_tokens_free()]
 
-    def _work(self, operations: Message, slices: Message, asked_bytes: int, output_bytes: int) -> None:
+    def _work(self, *message: Any) -> None:  # Any: what `put_work` gives, and the sizes of what goes and comes
+        *packed, asked_bytes, given_bytes = message
         assert self._executor is not None, "blocks are loaded first"
-        work = take_work(operations, slices, self._requests.view(asked_bytes))
+        work = take_work(packed, self._requests.view(asked_bytes))
         began_s = time.perf_counter()
         done = do(self._executor, work)
         took_s = time.perf_counter() - began_s
         _log_unforeseen(done)
-        answer = put_done(done, self._results.view(output_bytes))
+        answer = put_done(done, self._results.view(given_bytes))
         self._send(ANSWER, [*answer, took_s, self._executor.kv_tokens_free()])
 
 
 def _log_unforeseen(done: Done) -> None:
-    for outcome in (*done.results, *done.outputs):
+    for outcome in (*done.results, *done.outputs, *done.passed):
         if isinstance(outcome, Exception):
             _log_if_unforeseen(outcome)
 

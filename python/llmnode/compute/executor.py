@@ -9,9 +9,10 @@ import torch
 
 from llmnode._native import SequenceSlabs
 from llmnode.compute.attention import Segment, segments_of_forward
+from llmnode.compute.gradients import gradients_of, outputs_of
 from llmnode.compute.kv import KVForm, SequenceKV
 from llmnode.core.ids import SessionId
-from llmnode.core.operations import Close, Fork, Open, Slice, Truncate
+from llmnode.core.operations import Backward, Close, Fork, Open, Slice, Truncate
 from llmnode.core.span import Span
 from llmnode.errors import LocalProtocolError
 from llmnode.machine.malloc import give_back
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llmnode.compute.kv import KV
-    from llmnode.core.operations import Buffer, Control
+    from llmnode.core.operations import Buffer, Control, Pass
     from llmnode.models.fused import FusedSpan
     from llmnode.models.load import SpanModel
 
@@ -110,6 +111,28 @@ class SpanExecutor:
         if sum(each.length for each, output in zip(slices, put_out, strict=True) if output) >= _LARGE_TOKENS:
             give_back()
         return put_out
+
+    def run(self, passes: Sequence[Pass]) -> Sequence[Buffer]:
+        span = passes[0].span
+        if not self.span.covers(span) or any(each.span != span for each in passes):
+            raise LocalProtocolError("passes go together through the same blocks of this span")
+        lengths = [length for each in passes for length in each.lengths]
+        hidden = self._sequences_of([each.hidden for each in passes], lengths)
+        gradients = [each.gradient for each in passes if isinstance(each, Backward)]
+        if gradients:
+            computed = gradients_of(self.model, span, hidden, self._sequences_of(gradients, lengths))
+        else:
+            computed = outputs_of(self.model, span, hidden)
+        row = torch.cat(computed).cpu()
+        if len(row) >= _LARGE_TOKENS:
+            give_back()
+        return [to_bytes(part) for part in row.split([each.positions for each in passes])]
+
+    def _sequences_of(self, buffers: Sequence[Buffer], lengths: Sequence[int]) -> Sequence[torch.Tensor]:
+        row = torch.cat([from_bytes(each, self._hidden_size) for each in buffers])
+        if len(row) != sum(lengths):
+            raise LocalProtocolError(f"numbers of {len(row)} positions, where there are {sum(lengths)}")
+        return [*row.to(self._device).split([*lengths])]
 
     def _truncate(self, session: SessionId, length: int) -> None:
         sequence = self._sequences[session]

@@ -30,7 +30,7 @@ T = TypeVar("T")
 MOST = 2**63 - 1
 """The largest number."""
 LONGEST = 1000
-"""The most characters or bytes of a field that is no buffer."""
+"""The most characters, bytes or numbers of a field that is no buffer."""
 
 
 def pack_fields(value: Any, put: Put) -> Packed:  # Any: a dataclass of any kind
@@ -99,6 +99,8 @@ def _maker_of(hint: Any) -> Callable[[Any, Take], Any] | None:
     """The function that makes a value of what came; None if it stays as it is."""
     if hint == Buffer:
         return lambda size, take: take(size)
+    if hint == tuple[int, ...]:
+        return lambda value, _take: tuple(value)
     if isinstance(hint, type) and issubclass(hint, IntEnum):
         return lambda value, _take: hint(value)
     return None
@@ -109,6 +111,8 @@ def _check_of(hint: Any) -> Callable[[Any], bool]:
         return lambda value: type(value) is bytes and len(value) == SESSION_ID_BYTES
     if hint is PeerId:
         return lambda value: type(value) is str and len(value) <= LONGEST
+    if hint == tuple[int, ...]:
+        return lambda value: type(value) is list and len(value) <= LONGEST and all(map(_is_count, value))
     if hint == (int | None):
         return lambda value: value is None or _is_count(value)
     if isinstance(hint, type) and issubclass(hint, IntEnum):

@@ -3,39 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from llmnode.core.operations import Buffer, Control, Slice
+    from llmnode.core.operations import Buffer, Control, Pass, Slice
     from llmnode.ports import Executor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The operations are done in their order, and then all slices in one forward."""
+    """The operations are done in their order, then all slices in one forward, then all passes together."""
 
     operations: Sequence[Control]
     slices: Sequence[Slice]
+    passes: Sequence[Pass] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The results in the order of the `Work`: of each operation its own, of each slice its hidden states."""
+    """The results in the order of the `Work`: of each operation its own, of each slice and pass its numbers."""
 
     results: Sequence[bool | Exception]
     outputs: Sequence[Buffer | Exception]
+    passed: Sequence[Buffer | Exception] = ()
 
 
 def do(executor: Executor, work: Work) -> Done:
-    """Raises nothing. Each failure is one operation's or slice's alone, and it has changed nothing."""
-    return Done([_apply(executor, each) for each in work.operations], _forward(executor, work.slices))
+    """Raises nothing. Each failure is one operation's, slice's or pass's alone, and it has changed nothing."""
+    return Done(
+        [_apply(executor, each) for each in work.operations],
+        _computed(executor.forward, work.slices),
+        _computed(executor.run, work.passes),
+    )
 
 
 def failed(work: Work, error: Exception) -> Done:
     """All of the work failed for the same reason."""
-    return Done([error] * len(work.operations), [error] * len(work.slices))
+    return Done([error] * len(work.operations), [error] * len(work.slices), [error] * len(work.passes))
 
 
 def _apply(executor: Executor, operation: Control) -> bool | Exception:
@@ -45,14 +53,14 @@ def _apply(executor: Executor, operation: Control) -> bool | Exception:
         return error
 
 
-def _forward(executor: Executor, slices: Sequence[Slice]) -> Sequence[Buffer | Exception]:
-    """Compute all in one forward. If that fails, halve it, and so on: that finds the slice which fails."""
-    if not slices:
+def _computed(compute: Callable[[Sequence[T]], Sequence[Buffer]], parts: Sequence[T]) -> Sequence[Buffer | Exception]:
+    """Compute all parts together. If that fails, halve them, and so on: that finds the part which fails."""
+    if not parts:
         return []
     try:
-        return executor.forward(slices)
-    except Exception as error:  # noqa: BLE001  it is raised to the caller of the forward
-        if len(slices) == 1:
+        return compute(parts)
+    except Exception as error:  # noqa: BLE001  it is raised to the caller of the operation
+        if len(parts) == 1:
             return [error]
-    half = len(slices) // 2
-    return [*_forward(executor, slices[:half]), *_forward(executor, slices[half:])]
+    half = len(parts) // 2
+    return [*_computed(compute, parts[:half]), *_computed(compute, parts[half:])]

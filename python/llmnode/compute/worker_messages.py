@@ -12,7 +12,7 @@ import msgpack
 
 from llmnode.compute.packed_fields import pack_fields, unpack_fields
 from llmnode.compute.work import Done, Work
-from llmnode.core.operations import Control, Slice
+from llmnode.core.operations import Backward, Control, Pass, Slice
 from llmnode.errors import ConfigError, LocalProtocolError, ModelError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ConfigError, ModelError, LocalProtocolError, MemoryError, RuntimeError)
 }
 _CONTROLS: dict[str, type[Control]] = {kind.__name__: kind for kind in get_args(Control)}
+_PASSES: dict[str, type[Pass]] = {kind.__name__: kind for kind in get_args(Pass)}
 
 
 def pack_message(*message: Any) -> bytes:  # Any: what msgpack can hold
@@ -71,23 +72,36 @@ def unpack_error(message: Message) -> Exception:
 
 
 def input_bytes(work: Work) -> int:
-    """The size of the hidden states that go to the process."""
-    return sum(memoryview(each.hidden).nbytes for each in work.slices)
+    """The size of the numbers that go to the process."""
+    hidden = [each.hidden for each in (*work.slices, *work.passes)]
+    gradients = [each.gradient for each in work.passes if isinstance(each, Backward)]
+    return sum(memoryview(each).nbytes for each in (*hidden, *gradients))
+
+
+def output_bytes(work: Work, row_bytes: int) -> int:
+    """The size of the numbers that come back; `row_bytes` is that of one position."""
+    positions = sum(each.length for each in work.slices if each.end is None)
+    return row_bytes * (positions + sum(each.positions for each in work.passes))
 
 
 def put_work(work: Work, memory: memoryview) -> Message:
     """Copies hidden states to `memory`, which has the size `input_bytes`."""
     put = _Writer(memory).put
-    operations = [[type(each).__name__, pack_fields(each, put)] for each in work.operations]
-    return [operations, [pack_fields(each, put) for each in work.slices]]
+    return [
+        [[type(each).__name__, pack_fields(each, put)] for each in work.operations],
+        [pack_fields(each, put) for each in work.slices],
+        [[type(each).__name__, pack_fields(each, put)] for each in work.passes],
+    ]
 
 
-def take_work(operations: Message, slices: Message, memory: memoryview) -> Work:
+def take_work(packed: Message, memory: memoryview) -> Work:
     """Copies nothing: hidden states stay in `memory`."""
+    operations, slices, passes = packed
     take = _Reader(memory).take
     return Work(
-        [unpack_fields(_CONTROLS[kind], packed, take) for kind, packed in operations],
-        [unpack_fields(Slice, packed, take) for packed in slices],
+        [unpack_fields(_CONTROLS[kind], fields, take) for kind, fields in operations],
+        [unpack_fields(Slice, fields, take) for fields in slices],
+        [unpack_fields(_PASSES[kind], fields, take) for kind, fields in passes],
     )
 
 
@@ -97,15 +111,18 @@ def put_done(done: Done, memory: memoryview) -> Message:
     return [
         [pack_error(each) if isinstance(each, Exception) else each for each in done.results],
         [pack_error(each) if isinstance(each, Exception) else put(each) for each in done.outputs],
+        [pack_error(each) if isinstance(each, Exception) else put(each) for each in done.passed],
     ]
 
 
-def take_done(results: Message, outputs: Message, memory: memoryview) -> Done:
+def take_done(packed: Message, memory: memoryview) -> Done:
     """Copies hidden states out of `memory`, which is for the next results then."""
+    results, outputs, passed = packed
     take = _Reader(memory).take
     return Done(
         [unpack_error(each) if isinstance(each, list) else each for each in results],
         [unpack_error(each) if isinstance(each, list) else bytes(take(each)) for each in outputs],
+        [unpack_error(each) if isinstance(each, list) else bytes(take(each)) for each in passed],
     )
 
 

@@ -26,6 +26,7 @@ from llmnode.compute.worker_messages import (
     Message,
     Messages,
     input_bytes,
+    output_bytes,
     pack_message,
     put_work,
     take_done,
@@ -131,25 +132,25 @@ class WorkerProcess:
         the process is lost, all of the batch has failed.
         """
         asked_bytes = input_bytes(work)
-        output_bytes = self._row_bytes * sum(each.length for each in work.slices if each.end is None)
+        given_bytes = output_bytes(work, self._row_bytes)
         if self.has_ended:
-            return self._finish(work, memoryview(b""), output_bytes)
+            return self._finish(work, memoryview(b""), given_bytes)
         try:
             self._requests.grow(asked_bytes)
-            self._results.grow(output_bytes)
-            message = pack_message(WORK, *put_work(work, self._requests.view(asked_bytes)), asked_bytes, output_bytes)
+            self._results.grow(given_bytes)
+            message = pack_message(WORK, *put_work(work, self._requests.view(asked_bytes)), asked_bytes, given_bytes)
         except (OSError, MemoryError) as error:
             return _failed(work, MemoryError(f"no memory to hand work over in: {error}"))
-        return self._finish(work, self._send_some(message), output_bytes)
+        return self._finish(work, self._send_some(message), given_bytes)
 
-    async def _finish(self, work: Work, unsent: memoryview, output_bytes: int) -> tuple[Done, float, float]:
+    async def _finish(self, work: Work, unsent: memoryview, given_bytes: int) -> tuple[Done, float, float]:
         try:
             with trio.move_on_after(self._policy.answer_s):
                 if self.has_ended:
                     raise await self._lost()
                 await self._send(unsent)
-                _word, (results, outputs, took_s, self._kv_tokens_free) = await self._receive()
-                done = take_done(results, outputs, self._results.view(output_bytes))
+                _word, (*given, took_s, self._kv_tokens_free) = await self._receive()
+                done = take_done(given, self._results.view(given_bytes))
                 ended_s = time.perf_counter()
                 return done, ended_s - took_s, ended_s
             self.kill(f"has not answered in {self._policy.answer_s:g} s")

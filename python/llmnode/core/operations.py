@@ -1,4 +1,4 @@
-"""The operations that sessions ask of a worker: each is a value, from the stage that decides on it to the executor.
+"""The operations that are asked of a worker: each is a value, from the stage that decides on it to the executor.
 
 A worker does an operation (`Worker.do`). It gives a forward to its executor in slices, which batches choose, and every
 other operation as it is. Nothing here knows a frame, a tensor or a queue.
@@ -23,16 +23,26 @@ class Operation(Generic[Result_co]):
 
     __slots__ = ()
 
+    @property
+    def sessions(self) -> tuple[SessionId, ...]:
+        """All sessions that it reads or changes. It waits for what was asked for them before."""
+        return ()
+
+
+class SessionOperation(Operation[Result_co]):
+    """The base of the operations of a session."""
+
+    __slots__ = ()
+
     session: SessionId
 
     @property
     def sessions(self) -> tuple[SessionId, ...]:
-        """All sessions that it reads or changes. It waits for what was asked for them before."""
         return (self.session,)
 
 
 @dataclass(frozen=True, slots=True)
-class Open(Operation[bool]):
+class Open(SessionOperation[bool]):
     """Reserve KV for `max_length` positions in the blocks of `span`. False if there is no room for them."""
 
     session: SessionId
@@ -45,7 +55,7 @@ class Open(Operation[bool]):
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The result of a `Forward`: hidden states of the same shape, and where the time went."""
+    """The result of a `Forward`, `Evaluate` or `Backward`: numbers of the same shape, and where the time went."""
 
     hidden: Buffer
     queue_us: int
@@ -55,7 +65,7 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
-class Forward(Operation[Computed]):
+class Forward(SessionOperation[Computed]):
     """Run `length` positions, from `start` on, through the session's blocks, and append them to its KV."""
 
     session: SessionId
@@ -71,7 +81,7 @@ class Forward(Operation[Computed]):
 
 
 @dataclass(frozen=True, slots=True)
-class Truncate(Operation[bool]):
+class Truncate(SessionOperation[bool]):
     """Keep the first `length` positions of the session's KV, and nothing of a forward that has blocks left."""
 
     session: SessionId
@@ -79,7 +89,7 @@ class Truncate(Operation[bool]):
 
 
 @dataclass(frozen=True, slots=True)
-class Fork(Operation[bool]):
+class Fork(SessionOperation[bool]):
     """Make the session's KV the first `length` positions of that of `source`, which goes through the same blocks.
 
     The first `shared` are the same already. On an error no session is changed.
@@ -96,14 +106,58 @@ class Fork(Operation[bool]):
 
 
 @dataclass(frozen=True, slots=True)
-class Close(Operation[bool]):
+class Close(SessionOperation[bool]):
     """Free the session's KV. Closing an unknown session does nothing."""
 
     session: SessionId
 
 
 Control: TypeAlias = Open | Truncate | Fork | Close
-"""Every operation but a forward: an executor does it whole, before the slices of its batch."""
+"""The operations that take no time: an executor does each whole, before the slices of its batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate(Operation[Computed]):
+    """Put whole sequences through the blocks of `span`. It has no session, and nothing of it is kept.
+
+    Petals' `rpc_forward`: for training, and for all that needs outputs alone.
+    """
+
+    span: Span
+    lengths: tuple[int, ...]
+    """Positions of each sequence."""
+    hidden: Buffer
+    """(positions, hidden_size) in fp32, sequence after sequence."""
+    client: PeerId = PeerId("")
+    """The account that it is charged to."""
+    priority: Priority = Priority.TRAINING
+
+    @property
+    def positions(self) -> int:
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Backward(Operation[Computed]):
+    """Gradients for `hidden`, which goes into the blocks of `span`, from `gradient` for what comes out.
+
+    Both are of one shape, as in `Evaluate`. The blocks are computed again. Petals' `rpc_backward`.
+    """
+
+    span: Span
+    lengths: tuple[int, ...]
+    hidden: Buffer
+    gradient: Buffer
+    client: PeerId = PeerId("")
+    priority: Priority = Priority.TRAINING
+
+    @property
+    def positions(self) -> int:
+        return sum(self.lengths)
+
+
+Pass: TypeAlias = Evaluate | Backward
+"""An operation without a session: an executor does several of one kind through the same blocks at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -277,6 +277,10 @@ class BatchPolicy:
     ageing_s: float = 2.0
     """Each time a request has waited this long without a turn, it counts as one priority higher."""
 
+    def rank(self, priority: Priority, since_s: float, now_s: float) -> int:
+        """The rank of a request that has waited since then. A lower one comes first."""
+        return max(0, priority - int((now_s - since_s) / self.ageing_s))
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerPolicy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, TypeVar, assert_never
 
 import numpy as np
@@ -11,14 +12,14 @@ from llmnode.compute.batching import BatchingWorker
 from llmnode.compute.work import do, failed
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.model import ModelInfo
-from llmnode.core.operations import Close, Fork, Open, Truncate
+from llmnode.core.operations import Backward, Close, Fork, Open, Truncate
 from llmnode.errors import ConfigError, WorkerLost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llmnode.compute.work import Done, Work
-    from llmnode.core.operations import Buffer, Control, Operation, Slice
+    from llmnode.core.operations import Buffer, Control, Operation, Pass, Slice
     from llmnode.core.policy import BatchPolicy
     from llmnode.core.priority import Priority
     from llmnode.core.span import Span
@@ -230,6 +231,25 @@ class ExactExecutor:
         self.batches.append([each.session for each in slices])
         return [self._output(each) for each in slices]
 
+    def run(self, passes: Sequence[Pass]) -> Sequence[Buffer]:
+        if self.fails and len(passes) > 1:
+            raise RuntimeError("out of memory, as told, in one of them")
+        self.forwards += len(passes)
+        self.forward_began.set()
+        self._fail_if_told()
+        assert all(type(each) is type(passes[0]) and each.span == passes[0].span for each in passes)
+        assert self.span.covers(passes[0].span)
+        return [self._passed(each) for each in passes]
+
+    def _passed(self, each: Pass) -> bytes:
+        edges = [0, *itertools.accumulate(length * self._row_bytes for length in each.lengths)]
+        parts = [slice(*edge) for edge in itertools.pairwise(edges)]
+        if isinstance(each, Backward):
+            assert len(each.gradient) == len(each.hidden) == edges[-1]
+            return b"".join(exact_gradient(bytes(each.gradient[part]), each.span) for part in parts)
+        assert len(each.hidden) == edges[-1]
+        return b"".join(exact_output(bytes(each.hidden[part]), each.span) for part in parts)
+
     def _open(self, opened: Open) -> bool:
         session = opened.session
         assert self.span.covers(opened.span)
@@ -279,4 +299,12 @@ def exact_output(hidden: bytes, span: Span) -> bytes:
     values = np.frombuffer(hidden, np.uint8)
     for block in range(span.start, span.end):
         values = np.cumsum(values, dtype=np.uint8) + np.uint8(block % 256)
+    return values.tobytes()
+
+
+def exact_gradient(gradient: bytes, span: Span) -> bytes:
+    """The gradient for what goes into the blocks of `span`, from that for the `exact_output`, modulo 256."""
+    values = np.frombuffer(gradient, np.uint8)
+    for _ in range(len(span)):
+        values = np.cumsum(values[::-1], dtype=np.uint8)[::-1]
     return values.tobytes()

@@ -12,7 +12,7 @@ from llmnode.ports import Loaded
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llmnode.core.operations import Buffer, Control, Slice
+    from llmnode.core.operations import Buffer, Control, Pass, Slice
     from llmnode.core.span import Span
     from llmnode.ports import Executor
 
@@ -45,11 +45,18 @@ class StarvedExecutor:
         return self._real.apply(operation)
 
     def forward(self, slices: Sequence[Slice]) -> Sequence[Buffer]:
+        self._run_short()
+        return self._real.forward(slices)
+
+    def run(self, passes: Sequence[Pass]) -> Sequence[Buffer]:
+        self._run_short()
+        return self._real.run(passes)
+
+    def _run_short(self) -> None:
         if self._shortage.is_here:
             import torch
 
             torch.empty(TOO_MANY_BYTES, dtype=torch.uint8)  # so the error is torch's own
-        return self._real.forward(slices)
 
 
 class StarvedLoader(SpanLoader):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from llmnode.compute.loading import Wanted
-    from llmnode.core.operations import Buffer, Control, Slice
+    from llmnode.core.operations import Buffer, Control, Pass, Slice
 
 HIDDEN_SIZE = 576
 """The size of SmolLM2-135M."""
@@ -34,6 +34,9 @@ class EchoExecutor:
 
     def forward(self, slices: Sequence[Slice]) -> Sequence[Buffer]:
         return [each.hidden for each in slices]
+
+    def run(self, passes: Sequence[Pass]) -> Sequence[Buffer]:
+        return [each.hidden for each in passes]
 
 
 class EchoLoader:

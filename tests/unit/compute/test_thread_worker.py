@@ -7,20 +7,23 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import trio
 import trio.testing
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmnode.compute.batching import BatchingWorker
 from llmnode.compute.thread_worker import ComputeThread, ThreadLoader, ThreadWorker
 from llmnode.compute.work import do
 from llmnode.core.ids import PeerId, SessionId
-from llmnode.core.operations import Close, Forward, Open
+from llmnode.core.operations import Backward, Close, Evaluate, Forward, Open
 from llmnode.core.span import Span
 from llmnode.errors import WorkerLost
 from llmnode.ports import Loaded
 from llmnode.testing import ExactExecutor, exact_output
-from llmnode.testing.worker import EXACT_MODEL
+from llmnode.testing.worker import EXACT_MODEL, exact_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -211,3 +214,44 @@ def test_a_worker_is_dropped_once_the_forward_that_runs_is_over() -> None:
         assert computed[0].hidden == exact_output(bytes(ROW), SPAN)
 
     trio.run(main)
+
+
+def test_passes_need_no_session_and_only_one_that_fails_fails() -> None:
+    async def main() -> None:
+        worker = ThreadWorker(executor := ExactExecutor(SPAN, ROW, kv_tokens=0))
+        hidden, gradient = bytes(range(6)), bytes(range(100, 106))
+        outputs = exact_output(hidden[:4], SPAN) + exact_output(hidden[4:], SPAN)
+        computed = await worker.do(Evaluate(SPAN, (2, 1), hidden))
+        assert bytes(computed.hidden) == outputs
+        assert computed.compute_us >= 0
+        expected = exact_gradient(gradient[:4], SPAN) + exact_gradient(gradient[4:], SPAN)
+        assert bytes((await worker.do(Backward(SPAN, (2, 1), hidden, gradient))).hidden) == expected
+        executor.fails = 1
+        failed: list[bool] = []
+
+        async def ask() -> None:
+            try:
+                assert bytes((await worker.do(Evaluate(SPAN, (2, 1), hidden))).hidden) == outputs
+                failed.append(False)
+            except RuntimeError:
+                failed.append(True)
+
+        with trio.fail_after(DEADLINE_S):
+            async with trio.open_nursery() as nursery:
+                for _ in range(5):
+                    nursery.start_soon(ask)
+        assert sorted(failed) == [False] * 4 + [True]
+        assert worker._scheduler._counters.given == {}
+
+    trio.run(main)
+
+
+@given(st.binary(min_size=1, max_size=40), st.integers(0, 5), st.data())
+def test_an_exact_gradient_is_that_of_the_exact_output(hidden: bytes, start: int, data: st.DataObject) -> None:
+    """By its definition, modulo 256: what a change of the input changes in the output, weighted."""
+    numbers = st.binary(min_size=len(hidden), max_size=len(hidden)).map(lambda drawn: np.frombuffer(drawn, np.uint8))
+    change, weights, span = data.draw(numbers), data.draw(numbers), Span(start, start + 2)
+    changed = (np.frombuffer(hidden, np.uint8) + change).tobytes()
+    before, after = (np.frombuffer(exact_output(each, span), np.uint8) for each in (hidden, changed))
+    gradient = np.frombuffer(exact_gradient(weights.tobytes(), span), np.uint8)
+    assert np.sum((after - before) * weights, dtype=np.uint8) == np.sum(gradient * change, dtype=np.uint8)

@@ -22,7 +22,7 @@ from llmnode.compute.worker_messages import (
     unpack_error,
 )
 from llmnode.core.ids import PeerId, SessionId
-from llmnode.core.operations import Close, Control, Fork, Open, Slice, Truncate
+from llmnode.core.operations import Backward, Close, Control, Evaluate, Fork, Open, Pass, Slice, Truncate
 from llmnode.core.priority import Priority
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, LocalProtocolError
@@ -38,12 +38,19 @@ CONTROLS = st.one_of(
     st.builds(Close, SESSIONS),
 )
 SLICES = st.builds(Slice, SESSIONS, COUNTS, COUNTS, st.binary(max_size=200), COUNTS, st.none() | COUNTS)
-WORK = st.builds(Work, st.lists(CONTROLS, max_size=5), st.lists(SLICES, max_size=5))
+ACCOUNTS = st.text(CHARACTERS, max_size=60).map(PeerId), st.sampled_from(Priority)
+LENGTHS = st.lists(COUNTS, max_size=5).map(tuple)
+PASSES = st.one_of(
+    st.builds(Evaluate, SPANS, LENGTHS, st.binary(max_size=200), *ACCOUNTS),
+    st.builds(Backward, SPANS, LENGTHS, st.binary(max_size=200), st.binary(max_size=200), *ACCOUNTS),
+)
+WORK = st.builds(Work, *(st.lists(each, max_size=5) for each in (CONTROLS, SLICES, PASSES)))
 ERRORS = st.builds(RuntimeError, st.text(max_size=50))
 DONE = st.builds(
     Done,
     st.lists(st.one_of(st.booleans(), ERRORS), max_size=5),
-    st.lists(st.one_of(st.binary(max_size=200), ERRORS), max_size=5),
+    st.lists(st.one_of(st.binary(max_size=100), ERRORS), max_size=5),
+    st.lists(st.one_of(st.binary(max_size=100), ERRORS), max_size=5),
 )
 
 
@@ -66,13 +73,13 @@ def plain(outcomes: list[object]) -> list[object]:
 @given(WORK, COUNTS)
 def test_work_arrives_as_it_was(work: Work, cut: int) -> None:
     memory = memoryview(bytearray(input_bytes(work)))
-    operations, slices = crossed(put_work(work, memory), cut)
-    assert take_work(operations, slices, memory) == work  # type: ignore[arg-type]
+    assert take_work(crossed(put_work(work, memory), cut), memory) == work
 
 
-def test_every_control_operation_crosses() -> None:
-    """`CONTROLS` above has each, so that a new one cannot be forgotten here."""
+def test_every_operation_crosses() -> None:
+    """`CONTROLS` and `PASSES` above have each, so that a new one cannot be forgotten here."""
     assert set(get_args(Control)) == {Open, Truncate, Fork, Close}
+    assert set(get_args(Pass)) == {Evaluate, Backward}
 
 
 GOOD: dict[type[object], list[object]] = {
@@ -81,8 +88,9 @@ GOOD: dict[type[object], list[object]] = {
     Fork: [bytes(16), bytes(16), 0, 5],
     Close: [bytes(16)],
     Slice: [bytes(16), 0, 1, 8, 0, None],
+    Backward: [[0, 3], [5, 2], 8, 8, "client", 1],
 }
-WRONG = [-1, 2**63, 1.5, True, "5", b"", bytes(17), [], [3], None, "x" * 1001, {"a": 1}]
+WRONG = [-1, 2**63, 1.5, True, "5", b"", bytes(17), [-1], [None], [0] * 1001, None, "x" * 1001, {"a": 1}]
 
 
 def take(size: int) -> bytes:
@@ -107,16 +115,17 @@ def test_a_field_of_another_type_or_beyond_its_limits_is_refused(kind: type[obje
 def test_a_size_beyond_the_shared_memory_is_refused() -> None:
     memory = memoryview(bytearray(8))
     with pytest.raises(LocalProtocolError, match="shared memory of 8"):
-        take_work([], [[bytes(16), 0, 1, 9, 0, None]], memory)
+        take_work([[], [[bytes(16), 0, 1, 9, 0, None]], []], memory)
 
 
 @given(DONE, COUNTS)
 def test_results_and_errors_arrive_as_they_were(done: Done, cut: int) -> None:
     memory = memoryview(bytearray(1000))
-    taken = take_done(*crossed(put_done(done, memory), cut), memory)  # type: ignore[arg-type]
+    taken = take_done(crossed(put_done(done, memory), cut), memory)
     memory[:] = bytes(1000)  # results are the next ones' by then
     assert plain(list(taken.results)) == plain(list(done.results))
     assert plain(list(taken.outputs)) == plain(list(done.outputs))
+    assert plain(list(taken.passed)) == plain(list(done.passed))
 
 
 def test_an_error_keeps_its_kind_and_one_of_an_unknown_kind_names_it() -> None:

@@ -7,30 +7,30 @@ Scheduling for LLM Serving with Layered Prefill, 2025).
 
 Before a batch the scheduler waits for clients that decode in step with the others (`core/serving/decode_gather.py`).
 
-Clients share the executor by virtual token counters (Sheng et al., Fairness in Serving Large Language Models, OSDI
-2024, algorithm 2): next is the client that was given the fewest positions, weighted by blocks. A client that comes back
-starts level with the lowest counter of those that wait. So nobody saves up turns while away, and nobody pays for
-positions that nobody else wanted.
+Clients share the executor (`core/serving/client_counters.py`). Passes, which train, wait in a queue of their own
+(`core/serving/pass_queue.py`).
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 from itertools import chain, count
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmnode.core.operations import Forward, Slice
+from llmnode.core.operations import Backward, Evaluate, Forward, Slice
+from llmnode.core.serving.client_counters import ClientCounters
 from llmnode.core.serving.decode_gather import Rhythm, keep_step
 from llmnode.core.serving.forward_cost import ForwardCost
+from llmnode.core.serving.pass_queue import PassQueue
 from llmnode.core.span import Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from llmnode.core.ids import PeerId, SessionId
-    from llmnode.core.operations import Control, Open
+    from llmnode.core.operations import Control, Open, Pass
     from llmnode.core.policy import BatchPolicy
     from llmnode.core.priority import Priority
 
@@ -40,10 +40,14 @@ _MIXED_BATCHES = 16
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The executor does the operations next, in this order, and then all slices in one forward. Keys are tickets."""
+    """The executor does the operations next, in this order, then all slices in one forward, or all passes together.
+
+    Keys are tickets.
+    """
 
     operations: Mapping[int, Control]
     slices: Mapping[int, Slice]
+    passes: Mapping[int, Pass] = field(default_factory=dict)
 
 
 class _Lane(NamedTuple):
@@ -112,20 +116,26 @@ class Scheduler:
         self._sessions: dict[SessionId, _Session] = {}
         self._controls: dict[int, Control] = {}
         self._forwards: dict[int, _Queued] = {}
-        self._given: dict[PeerId, int] = {}  # the virtual token counters
-        self._queued: Counter[PeerId] = Counter()  # forwards of each client
-        self._level = 0  # the counter of the latest client that had nothing left in the queue
+        self._counters = ClientCounters()
+        self._passes = PassQueue(policy, self._counters)
         self._done_s = -inf  # when the latest forward was done
         self._is_decodes_turn = False  # since prefills have gone through a few blocks by themselves
         self._mixed_batches = 0  # since the latest of decodes alone
         self._since_s: dict[_Lane, float] = {}  # waiting lanes: when positions were last computed, or its first add
 
     def __len__(self) -> int:
-        return len(self._controls) + len(self._forwards)
+        return len(self._controls) + len(self._forwards) + len(self._passes)
 
     @property
-    def has_forwards(self) -> bool:
-        return bool(self._forwards)
+    def has_work(self) -> bool:
+        """Whether a forward or a pass is queued."""
+        return bool(self._forwards or self._passes)
+
+    def pass_s(self, now_s: float) -> float | None:
+        """The time that one pass may take: a decode that comes meanwhile waits for it. None if that is not known."""
+        if not self._is_decoding(now_s):
+            return self._policy.prefill_s
+        return (self._policy.stretch - 1) * self._cost.decode_s or None
 
     def admit(self, opened: Open) -> None:
         """Operations of its session may be added from now on."""
@@ -134,27 +144,36 @@ class Scheduler:
     def dismiss(self, session: SessionId) -> None:
         """Forget a session that has no operations left and gets no more. An unknown one does nothing."""
         left = self._sessions.pop(session, None)
-        if left is not None and all(each.client != left.client for each in self._sessions.values()):
-            self._given.pop(left.client, None)
+        if left is not None:
+            self._forget_client(left.client)
 
     def knows(self, session: SessionId) -> bool:
         return session in self._sessions
 
-    def add(self, operation: Control | Forward, now_s: float) -> int:
+    def add(self, operation: Control | Forward | Pass, now_s: float) -> int:
         """Queue an operation of sessions that are admitted, after what they have here already. Returns its ticket."""
         ticket = next(self._tickets)
-        if isinstance(operation, Forward):
-            self._add_forward(ticket, operation, now_s)
-        else:
-            self._controls[ticket] = operation
+        match operation:
+            case Forward():
+                self._add_forward(ticket, operation, now_s)
+            case Evaluate() | Backward():
+                self._passes.add(ticket, operation, now_s)
+            case _:
+                self._controls[ticket] = operation
         for session in operation.sessions:
             self._sessions[session].queue.append(ticket)
         return ticket
 
     def remove(self, ticket: int) -> None:
         """Whether it is done, has failed, or is not wanted any more. Not between `take` and `done`."""
-        control = self._controls.pop(ticket, None)
-        operation = self._remove_forward(ticket) if control is None else control
+        operation: Control | Forward | Pass
+        if ticket in self._controls:
+            operation = self._controls.pop(ticket)
+        elif ticket in self._passes:
+            operation = self._passes.remove(ticket)
+            self._forget_client(operation.client)
+        else:
+            operation = self._remove_forward(ticket)
         for session in operation.sessions:
             self._sessions[session].queue.remove(ticket)
 
@@ -185,7 +204,10 @@ class Scheduler:
                 prefills = {}
             elif _are_layered(prefills):
                 decodes = {}
-        batch = Batch(controls, decodes | prefills)
+        slices = decodes | prefills
+        lanes = {self._forwards[ticket].lane for ticket in slices}
+        passes = self._passes.take(min((self._rank(lane, now_s) for lane in lanes), default=None), now_s)
+        batch = Batch(controls, {} if passes else slices, passes)
         for ticket, chosen in batch.slices.items():
             self._charge(self._forwards[ticket], chosen, now_s)
         return batch
@@ -219,14 +241,10 @@ class Scheduler:
 
     def _add_forward(self, ticket: int, forward: Forward, now_s: float) -> None:
         session = self._sessions[forward.session]
-        client = session.client
-        lane = _Lane(client, session.priority, forward.length <= self._policy.decode_positions)
-        if not self._queued[client]:
-            waiting = [self._given[each] for each, forwards in self._queued.items() if forwards]
-            self._given[client] = max(self._given.get(client, 0), min(waiting, default=self._level))
+        lane = _Lane(session.client, session.priority, forward.length <= self._policy.decode_positions)
         if not any(each.lane == lane for each in self._forwards.values()):
             self._since_s[lane] = now_s
-        self._queued[client] += 1
+        self._counters.enter(session.client)
         if lane.is_decode:
             session.rhythm.note_return(now_s, self._cost.forward_s)
         else:
@@ -235,11 +253,7 @@ class Scheduler:
 
     def _remove_forward(self, ticket: int) -> Forward:
         removed = self._forwards.pop(ticket)
-        client = removed.lane.client
-        self._queued[client] -= 1
-        if not self._queued[client]:
-            del self._queued[client]
-            self._level = self._given[client]
+        self._counters.leave(removed.lane.client)
         if not any(each.lane == removed.lane for each in self._forwards.values()):
             del self._since_s[removed.lane]
         return removed.operation
@@ -259,26 +273,32 @@ class Scheduler:
             for each in self._sessions.values()
         )
 
+    def _rank(self, lane: _Lane, now_s: float) -> int:
+        """The rank of a lane that waits."""
+        return self._policy.rank(lane.priority, self._since_s[lane], now_s)
+
+    def _forget_client(self, client: PeerId) -> None:
+        """Called when it has one session or pass less."""
+        if all(each.client != client for each in self._sessions.values()):
+            self._counters.forget(client)
+
     def _in_turn(self, ready: Sequence[_Queued], now_s: float) -> Iterator[tuple[int, _Queued]]:
         """The forwards in their order, each with its rank. A lane that has waited for long has a better rank.
 
         To order those after it, each counts as given to its end.
         """
-        given = self._given.copy()
+        given = self._counters.given.copy()
         lanes: dict[_Lane, deque[_Queued]] = {}
         for queued in ready:
             lanes.setdefault(queued.lane, deque()).append(queued)
 
-        def rank(lane: _Lane) -> int:
-            return max(0, lane.priority - int((now_s - self._since_s[lane]) / self._policy.ageing_s))
-
         while lanes:
-            lane = min(lanes, key=lambda lane: (rank(lane), given[lane.client], lanes[lane][0].ticket))
+            lane = min(lanes, key=lambda lane: (self._rank(lane, now_s), given[lane.client], lanes[lane][0].ticket))
             queued = lanes[lane].popleft()
             if not lanes[lane]:
                 del lanes[lane]
             given[lane.client] += (queued.left + queued.chunk) * len(queued.span)
-            yield rank(lane), queued
+            yield self._rank(lane, now_s), queued
 
     def _choose_decodes(self, ready: Sequence[_Queued], now_s: float) -> dict[int, Slice]:
         """Slices of decodes, up to the most positions that a batch takes."""
@@ -349,7 +369,7 @@ class Scheduler:
 
     def _charge(self, queued: _Queued, chosen: Slice, now_s: float) -> None:
         """Count a slice as given to its client. A lane keeps its rank until positions of it are computed."""
-        self._given[queued.lane.client] += chosen.length * len(chosen.blocks(queued.span))
+        self._counters.charge(queued.lane.client, chosen.length * len(chosen.blocks(queued.span)))
         if chosen.end is None:
             self._since_s[queued.lane] = now_s
 

@@ -1,0 +1,88 @@
+"""The passes that wait for an executor: forwards and backwards without a session, which train.
+
+They are computed in batches of their own while no forward is ready. One that has waited for long comes before forwards
+of its rank. Their callers cut them short, since a decode that comes meanwhile waits for the pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmnode.core.operations import Backward
+
+if TYPE_CHECKING:
+    from llmnode.core.operations import Pass
+    from llmnode.core.policy import BatchPolicy
+    from llmnode.core.serving.client_counters import ClientCounters
+
+BACKWARD_COST = 3
+"""A backward computes the blocks twice, without gradients and with them, and then the gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    operation: Pass
+    since_s: float
+
+    @property
+    def cost(self) -> int:
+        """In positions times blocks of a forward."""
+        times = BACKWARD_COST if isinstance(self.operation, Backward) else 1
+        return times * self.operation.positions * len(self.operation.span)
+
+    def rank(self, policy: BatchPolicy, now_s: float) -> int:
+        return policy.rank(self.operation.priority, self.since_s, now_s)
+
+
+class PassQueue:
+    """Keys are tickets, which rise in the order of arrival. Clients take turns by `counters`."""
+
+    def __init__(self, policy: BatchPolicy, counters: ClientCounters) -> None:
+        self._policy = policy
+        self._counters = counters
+        self._queued: dict[int, _Queued] = {}
+
+    def __len__(self) -> int:
+        return len(self._queued)
+
+    def __contains__(self, ticket: int) -> bool:
+        return ticket in self._queued
+
+    def add(self, ticket: int, operation: Pass, now_s: float) -> None:
+        self._counters.enter(operation.client)
+        self._queued[ticket] = _Queued(operation, now_s)
+
+    def remove(self, ticket: int) -> Pass:
+        operation = self._queued.pop(ticket).operation
+        self._counters.leave(operation.client)
+        return operation
+
+    def take(self, best_forward: int | None, now_s: float) -> dict[int, Pass]:
+        """The pass that is next, and small ones that fit beside it. They are charged to their clients.
+
+        `best_forward` is the rank of the best forward that is ready. A pass comes before it only if it has waited for
+        `ageing_s`, and has that rank by now.
+        """
+        if not self._queued:
+            return {}
+        order = sorted(self._queued, key=lambda ticket: (*self._turn(ticket, now_s), ticket))
+        first = self._queued[order[0]]
+        if best_forward is not None:
+            has_waited = now_s - first.since_s >= self._policy.ageing_s
+            if not has_waited or first.rank(self._policy, now_s) > best_forward:
+                return {}
+        chosen: dict[int, Pass] = {}
+        positions = 0
+        for ticket in order:
+            each = self._queued[ticket].operation
+            is_alike = type(each) is type(first.operation) and each.span == first.operation.span
+            if not chosen or (is_alike and positions + each.positions <= self._policy.fast_prefill):
+                chosen[ticket] = each
+                positions += each.positions
+                self._counters.charge(each.client, self._queued[ticket].cost)
+        return chosen
+
+    def _turn(self, ticket: int, now_s: float) -> tuple[int, int]:
+        queued = self._queued[ticket]
+        return queued.rank(self._policy, now_s), self._counters.given[queued.operation.client]

@@ -1,0 +1,130 @@
+"""Passes, which train, are computed while no forward is ready, in turn by client, and wait for no more than a while."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmnode.core.ids import PeerId, SessionId
+from llmnode.core.operations import Backward, Evaluate, Forward, Open, Pass
+from llmnode.core.policy import BatchPolicy
+from llmnode.core.priority import Priority
+from llmnode.core.serving.pass_queue import BACKWARD_COST
+from llmnode.core.serving.scheduling import Batch, Scheduler
+from llmnode.core.span import Span
+
+POLICY = BatchPolicy()
+SPAN = Span(0, 2)
+SESSION = SessionId(bytes(16))
+LONG = POLICY.fast_prefill
+"""Positions of a pass that nothing fits beside."""
+
+
+def evaluate(client: int, *lengths: int, span: Span = SPAN, priority: Priority = Priority.TRAINING) -> Evaluate:
+    return Evaluate(span, lengths, bytes(sum(lengths)), PeerId(f"client {client}"), priority)
+
+
+def backward(client: int, *lengths: int) -> Backward:
+    numbers = bytes(sum(lengths))
+    return Backward(SPAN, lengths, numbers, numbers, PeerId(f"client {client}"))
+
+
+def run(scheduler: Scheduler, now_s: float) -> Batch:
+    batch = scheduler.take(now_s)
+    scheduler.done(batch, None, now_s)
+    for ticket in (*batch.operations, *batch.slices, *batch.passes):
+        scheduler.remove(ticket)
+    return batch
+
+
+def decoding(scheduler: Scheduler, priority: Priority = Priority.INTERACTIVE) -> None:
+    scheduler.admit(Open(SESSION, SPAN, 100, PeerId("reader"), priority))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from([evaluate, backward]), st.sampled_from([1, 8, 100, 500])),
+        max_size=30,
+    ),
+    st.booleans(),
+)
+def test_every_pass_is_done_once_and_nothing_of_its_client_is_left(
+    asked: list[tuple[int, object, int]], removed: bool
+) -> None:
+    scheduler = Scheduler(POLICY)
+    tickets = {scheduler.add(make(client, length), 0.0) for client, make, length in asked}  # type: ignore[operator]
+    if removed and tickets:
+        scheduler.remove(gone := min(tickets))
+        tickets.remove(gone)
+    done: list[int] = []
+    while scheduler.has_work:
+        batch = run(scheduler, 0.0)
+        kinds = {(type(each), each.span) for each in batch.passes.values()}
+        assert len(kinds) == 1
+        assert len(batch.passes) == 1 or sum(each.positions for each in batch.passes.values()) <= POLICY.fast_prefill
+        done += batch.passes
+    assert sorted(done) == sorted(tickets)
+    assert scheduler._counters.given == {}
+
+
+def test_decodes_go_first_until_a_pass_has_waited_for_its_turn() -> None:
+    scheduler = Scheduler(POLICY)
+    decoding(scheduler)
+    scheduler.add(evaluate(1, LONG), 0.0)
+    now_s, waited = 0.0, 0
+    while not (batch := _decode_and_run(scheduler, waited, now_s)).passes:
+        assert batch.slices
+        now_s, waited = now_s + 0.1, waited + 1
+    assert now_s == pytest.approx(POLICY.ageing_s * Priority.TRAINING, abs=0.2)
+    assert not batch.slices, "it is a batch of its own"
+    assert run(scheduler, now_s).slices
+
+
+def _decode_and_run(scheduler: Scheduler, position: int, now_s: float) -> Batch:
+    scheduler.add(Forward(SESSION, position, 1, bytes(1)), now_s)
+    return run(scheduler, now_s)
+
+
+def test_a_pass_of_the_priority_of_a_decode_waits_a_while_too() -> None:
+    scheduler = Scheduler(POLICY)
+    decoding(scheduler, Priority.TRAINING)
+    scheduler.add(evaluate(1, LONG, priority=Priority.INTERACTIVE), 0.0)
+    assert _decode_and_run(scheduler, 0, 0.99 * POLICY.ageing_s).slices
+    assert _decode_and_run(scheduler, 1, POLICY.ageing_s).passes
+
+
+def test_clients_get_equal_shares_and_a_backward_counts_more() -> None:
+    scheduler = Scheduler(POLICY)
+    waiting: list[Pass] = [evaluate(1, LONG) for _ in range(60)] + [backward(2, LONG) for _ in range(60)]
+    for each in waiting:
+        scheduler.add(each, 0.0)
+    done = [next(iter(run(scheduler, 0.0).passes.values())) for _ in range(40)]
+    kinds = [sum(isinstance(each, kind) for each in done) for kind in (Evaluate, Backward)]
+    assert kinds[0] == pytest.approx(BACKWARD_COST * kinds[1], abs=BACKWARD_COST)
+
+
+def test_passes_share_a_batch_while_positions_get_cheaper_and_only_with_their_kind() -> None:
+    scheduler = Scheduler(POLICY)
+    few = POLICY.fast_prefill // 4
+    first = scheduler.add(evaluate(1, few, few), 0.0)
+    scheduler.add(backward(1, few), 0.0)
+    scheduler.add(evaluate(2, few, span=Span(0, 1)), 0.0)
+    second = scheduler.add(evaluate(3, few, few), 0.0)
+    third = scheduler.add(evaluate(4, few, few), 0.0)
+    assert set(run(scheduler, 0.0).passes) == {first, second}
+    assert third in scheduler._passes
+
+
+def test_a_pass_may_take_what_a_prefill_may() -> None:
+    scheduler = Scheduler(POLICY)
+    assert scheduler.pass_s(0.0) == POLICY.prefill_s
+    decoding(scheduler)
+    for now_s in (1.0, 1.1):
+        ticket = scheduler.add(Forward(SESSION, 0, 1, bytes(1)), now_s)
+        batch = scheduler.take(now_s)
+        assert ticket in batch.slices
+        scheduler.done(batch, 0.040, now_s)
+        scheduler.remove(ticket)
+    assert scheduler.pass_s(1.2) == pytest.approx((POLICY.stretch - 1) * 0.040)
+    assert scheduler.pass_s(1.2 + POLICY.decoding_s) == POLICY.prefill_s
