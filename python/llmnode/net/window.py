@@ -22,14 +22,14 @@ GROWTHS = (
     (2048 * KIB, 12288 * KIB),
 )
 """Once this much was read since the last growth, half of a window, it may grow by this much: from 256 KiB to 16 MiB, in
-`transport_rs/src/yamux`. What a stream receives in its first window is reserved with the stream (`stream_bytes`)."""
+`transport_rs/src/yamux`. The first window is reserved with the stream (`stream_bytes`)."""
 SLOW_S = 1e6
 """On a slow clock this time passes between two reads: no window grows over such a time."""
 ANY_BYTES = 1 << 30
 
 
 class Window:
-    """Of one stream. `scope` is that of its connection."""
+    """The window of one stream. `scope` is that of its connection."""
 
     __slots__ = ("_growths", "_left_bytes", "_reserved_bytes", "_scope", "_slow_s")
 

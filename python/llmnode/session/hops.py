@@ -1,6 +1,6 @@
 """The hops of a session in order: carries out what the session's state says, and awaits the answers.
 
-What the session does with its hops is in `session.py`, and how a lost hop is replaced in `recovery.py`.
+The steps of a session are in `session.py`. Other hops replace a lost one in `recovery.py`.
 """
 
 from __future__ import annotations

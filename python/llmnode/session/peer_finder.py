@@ -1,4 +1,4 @@
-"""Which peers can serve a session: routes over the view, connections to their peers, and what is known against a peer.
+"""Finds the peers for a session: routes over the view, connections to their peers, bans and suspicions.
 
 A session asks it for others when it has lost a peer. It knows no session.
 """

@@ -2,8 +2,8 @@
 
     magic 16 | header's size 4 | header in msgpack | payloads of the log, one after another
 
-The file is for its owner's eyes alone: the key in it is what servers know the session's client by. What is read from
-one has the right types and sizes, and nothing else is known of it.
+The file is for its owner's eyes alone: the key in it is what servers know the session's client by. The reader
+checks types and sizes, and nothing else.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 MAGIC = b"llmnode-session\n"
 VERSION = 1
 MOST_BYTES = 4 << 30
-"""Of a file: 65,536 positions of 16,384 values in fp32."""
+"""The largest file. It holds 65,536 positions of 16,384 values in fp32."""
 MOST_HEADER_BYTES = 8 << 20
-"""A hostile one takes some sixty times that to read."""
+"""To read a hostile header takes some sixty times that in memory."""
 MOST_CONTACTS = 16
 KEY_BYTES = 32
 
@@ -55,7 +55,7 @@ _PREFIX_BYTES = len(MAGIC) + _SIZE.size
 
 @dataclass(frozen=True, slots=True)
 class SavedHop:
-    """Who has the KV of a span, and keeps it for a while under the name `session`, unless that is None."""
+    """The peer that has the KV of a span. It keeps the KV for a while under the name `session`, unless that is None."""
 
     peer: PeerId
     span: Span

@@ -181,7 +181,7 @@ class InferenceSession:
 
         Returns for how many seconds the servers keep its KV after this process has gone or closed it. If it is 0, some
         do not, and the session is resumed by a replay of the file. The file has the state of the session, `token_ids`,
-        which only the caller knows, and our key: whoever can read it can go on in our name. Raises ConfigError if the
+        which only the caller knows, and our key: a reader of the file can go on in our name. Raises ConfigError if the
         file cannot be written, and LocalProtocolError for a session that was opened without a swarm.
         """
         self._hops.check_open()
