@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import argparse
 
     from llmnode.node.commands.options import Commands
-    from llmnode.receipts.audit import Audit
+    from llmnode.receipts.audit import Audit, Problem
     from llmnode.receipts.transcript import Transcript
 
 EXIT_WRONG = 1
@@ -63,17 +63,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _lines(transcript: Transcript, found: Audit) -> str:
     start, end = found.positions
+    shown = sorted(found.problems, key=lambda problem: not problem.convicts)[:MOST_SHOWN]
     lines = [
         f"{transcript.model} ({transcript.profile.precision.name}, {transcript.codec}), {transcript.blocks} blocks,"
         f" positions [{start}, {end}): {found.receipts} receipts",
         *(f"  {part}" for part in found.parts),
-        *(f"wrong: {problem}" for problem in found.problems[:MOST_SHOWN]),
+        *(f"{_verdict(problem)}: {problem}" for problem in shown),
     ]
     if len(found.problems) > MOST_SHOWN:
         lines.append(f"wrong: {len(found.problems) - MOST_SHOWN} more, see --json")
     if not found.problems:
         lines.append("fine: all receipts are signed, and join without a gap")
     return "\n".join(printable(line) for line in [*lines, SHOWS])
+
+
+def _verdict(problem: Problem) -> str:
+    return "convicted" if problem.convicts else "wrong"
 
 
 def _as_json(transcript: Transcript, found: Audit) -> dict[str, Any]:  # Any: JSON
@@ -103,6 +108,7 @@ def _as_json(transcript: Transcript, found: Audit) -> dict[str, Any]:  # Any: JS
                 "blocks": problem.span and [problem.span.start, problem.span.end],
                 "positions": problem.positions,
                 "what": problem.what,
+                "convicts": problem.convicts,
             }
             for problem in found.problems
         ],

@@ -19,6 +19,7 @@ from llmnode.core import operations
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.operations import Forward, Truncate
 from llmnode.errors import ConfigError, PeerError, PeerRefused, RemoteProtocolError, WorkerLost
+from llmnode.node.serve.receipt_signer import ReceiptSigner
 from llmnode.node.serve.receiver import Receiver
 from llmnode.node.serve.session_memory import SessionMemory
 from llmnode.wire.frame import Frame, FrameType
@@ -26,6 +27,7 @@ from llmnode.wire.log import PayloadLog
 from llmnode.wire.messages import (
     Fork,
     Neighbours,
+    Opened,
     Pushed,
     RefusalCode,
     Replay,
@@ -35,7 +37,7 @@ from llmnode.wire.messages import (
     pack,
     unpack,
 )
-from llmnode.wire.receipt import Receipt, profile_digest, signed
+from llmnode.wire.receipt import profile_digest
 from llmnode.wire.refusal import refusal_for, refusal_of
 from llmnode.wire.stage import Answer, Compute, Copy, Do, Refuse, Wait
 
@@ -91,12 +93,14 @@ class ServerSession:
         self._priority = priority
         self._worker = served.worker
         self._form = form
-        self._profile = profile_digest(served.model.profile, form.codec)
+        self._signer = ReceiptSigner(served.network, link, span, profile_digest(served.model.profile, form.codec))
         self._outputs = PayloadLog(form) if keep_outputs else None
         """The results of all positions in the KV."""
         self._receiver = Receiver(served)
         self._quiet = False
-        self._doing = Frame(FrameType.OPENED, stage.session, stage.epoch)  # what the client waits for an answer to
+        opened = pack(Opened(self._signer.nonce)) if self._signer.nonce else b""
+        # The client waits for an answer to this.
+        self._doing = Frame(FrameType.OPENED, stage.session, stage.epoch, meta=opened)
         self.memory = SessionMemory(link.scope, form.bytes_of(stage.max_length), served.policy.memory_patience_s)
         self._submitted, self._frames = trio.open_memory_channel[Frame](4 * served.policy.steps_ahead)
 
@@ -266,7 +270,7 @@ class ServerSession:
         else:
             if self._outputs is not None:
                 self._outputs.append(payload, frame.length)
-            receipt = self._receipt(frame, payload)
+            receipt = self._signer.receipt(frame, payload)
             pushed = await self._push(frame, payload, pack(Pushed(receipt.input_digest, receipt.signature)))
             self.served.tally.steps += 1
             self.served.tally.positions += frame.length
@@ -324,25 +328,6 @@ class ServerSession:
                 self._outputs = outputs
             self.stage.copied()
             await self._send(self._done(FrameType.FORKED, frame))
-
-    def _receipt(self, frame: Frame, payload: Buffer) -> Receipt:
-        """The receipt binds us to this step. It is made once, after all that can fail (see `receipt.is_proof`)."""
-        return signed(
-            Receipt(
-                signer=self.served.network.peer,
-                client=self.client,
-                session=frame.session,
-                epoch=frame.epoch,
-                step=frame.step,
-                start=frame.start,
-                length=frame.length,
-                span=self._span,
-                profile=self._profile,
-                input_digest=_native.blake3_digest(frame.payload),
-                output_digest=_native.blake3_digest(payload),
-            ),
-            self.served.network.sign,
-        )
 
     async def _replay(self, frame: Frame) -> None:
         """Push or send logged results. Changes nothing, so that it may be asked for at any time.

@@ -8,22 +8,25 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import trio
 
 from llmnode import _native
+from llmnode.core.ids import Epoch, SessionId, Step
 from llmnode.core.policy import ClientPolicy, TrustPolicy
 from llmnode.node.serve import session as serving
 from llmnode.receipts.audit import audit
 from llmnode.receipts.transcript import parse
-from llmnode.wire.messages import Pushed, Result, pack
-from llmnode.wire.receipt import signed
-from simulation.world import Dialogue, World, pairs_of_servers, simulated
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import Open, Opened, Pushed, Result, pack, unpack
+from llmnode.wire.receipt import Receipt, is_proof, is_public, is_valid, profile_digest, signed
+from simulation.world import MODEL, ROW, Dialogue, World, pairs_of_servers, simulated
 
 if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
     from llmnode.node.serve.session import ServerSession
     from llmnode.receipts.audit import Audit
     from llmnode.session.session import InferenceSession
-    from llmnode.wire.frame import Buffer, Frame
+    from llmnode.wire.frame import Buffer
 
 WINDOW = TrustPolicy().unverified_steps
 
@@ -65,7 +68,7 @@ async def test_a_server_that_signs_one_thing_and_pushes_another_is_convicted_by_
         await dialogue.step(5)
         liar = session.route[1].peer
         served = served_by(swarm, liar)
-        push, receipt_of = served._push, served._receipt
+        push, receipt_of = served._push, served._signer.receipt
 
         async def push_another(frame: Frame, payload: Buffer, _meta: bytes) -> bool:
             other = bytes(len(payload))
@@ -172,3 +175,52 @@ async def test_a_server_that_sends_no_receipt_is_replaced_at_once(monkeypatch: p
 def _without_signature(meta: Any) -> bytes:
     result = serving.unpack(Result, meta)
     return pack(replace(result, signature=b""))
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["", "protocol 1"])
+@simulated
+async def test_a_client_that_uses_a_name_twice_has_no_proof_against_an_honest_server(is_old: bool) -> None:
+    async with pairs_of_servers() as swarm:
+        node = next(iter(swarm.nodes.values()))
+        served, framer = node.server.served, swarm.internet.network("framer")
+        assert served is not None
+        swarm.internet.old |= {framer.peer} if is_old else set()
+        span, session = served.worker.span, SessionId(b"f" * 16)
+        request = Open(
+            MODEL.digest, span.start, span.end, 8, MODEL.precision.name, "raw", "interactive", keep_outputs=False
+        )
+        link = await framer.dial(node.network.addresses[0])
+        signed_by_server: list[Receipt] = []
+        for payload in (bytes([1] * ROW), bytes([2] * ROW)):
+            await link.send(Frame(FrameType.OPEN, session, meta=pack(request)))
+            opened = await link.receive()
+            assert opened.type is FrameType.OPENED and (opened.meta == b"") == is_old
+            nonce = b"" if is_old else unpack(Opened, opened.meta).nonce
+            await link.send(Frame(FrameType.STEP, session, length=1, payload=payload))
+            result = unpack(Result, (await link.receive()).meta)
+            signed_by_server.append(
+                Receipt(
+                    node.network.peer,
+                    framer.peer,
+                    session,
+                    Epoch(0),
+                    Step(0),
+                    0,
+                    1,
+                    span,
+                    profile_digest(MODEL.profile, "raw"),
+                    result.input_digest,
+                    result.output_digest,
+                    result.signature,
+                    nonce,
+                )
+            )
+            await link.send(Frame(FrameType.CLOSE, session))
+            await trio.sleep(1)
+        one, other = signed_by_server
+        verify = node.network.verify
+        assert is_valid(one, verify) and is_valid(other, verify)
+        assert one.output_digest != other.output_digest
+        assert is_proof(one, other, verify) == is_old
+        assert is_public(one) == is_public(other) == (not is_old)
+        await link.end("done")

@@ -55,12 +55,13 @@ class Stage:
     signer: Signer
     hop: Hop
     session: SessionId
+    nonce: bytes
 
     def receipt(self, book: ReceiptBook, chunk: Chunk, given: bytes, put_out: bytes) -> Receipt:
         """The receipt in the form in which the client gets it."""
-        unsigned = book.receipt(self.hop, self.session, chunk, given, put_out, b"")
+        unsigned = book.receipt(self.hop, self.session, chunk, given, put_out, b"", self.nonce)
         signature = signed(unsigned, self.signer.sign).signature
-        return book.receipt(self.hop, self.session, chunk, given, put_out, signature)
+        return book.receipt(self.hop, self.session, chunk, given, put_out, signature, self.nonce)
 
 
 @dataclass
@@ -73,6 +74,7 @@ class Session:
     step_number: int = 0
     position: int = 0
     made: int = 0
+    has_nonces: bool = True
     book: ReceiptBook = field(init=False)
     stages: list[Stage] = field(init=False)
 
@@ -84,7 +86,8 @@ class Session:
         return ReceiptBook(CLIENT.peer, MODEL, Codec.RAW, self.policy, is_signed)
 
     def stage(self, at: Signer, span: Span) -> Stage:
-        return Stage(at, Hop(at.peer, span), SessionId(self.fresh()[:16]))
+        nonce = self.fresh()[:16] if self.has_nonces else b""
+        return Stage(at, Hop(at.peer, span), SessionId(self.fresh()[:16]), nonce)
 
     def step(self, length: int = 1) -> list[Receipt]:
         receipts = self.pass_through(self.stages, self.chunk(length))

@@ -2,17 +2,18 @@
 
 An audit shows which peer is bound to which bytes, and that these went from hop to hop unchanged. It does not show that
 a result is right, nor what anybody did with it. Some things no hop signs, and they are the client's word alone: the
-model's name, its number of blocks, where its positions begin, and that no session id was used twice.
+model's name, its number of blocks and where its positions begin; in sessions without a nonce of the server, also that
+no session id was used twice.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 from llmnode.receipts.transcript import statement as transcript_statement
-from llmnode.wire.receipt import is_proof, is_valid, statement, step_key
+from llmnode.wire.receipt import is_proof, is_public, is_valid, statement, step_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -20,19 +21,24 @@ if TYPE_CHECKING:
     from llmnode.core.ids import Epoch, PeerId, SessionId, Step
     from llmnode.core.span import Span
     from llmnode.receipts.transcript import Passage, Transcript
-    from llmnode.wire.receipt import Conviction, Receipt, Verify
+    from llmnode.wire.receipt import Conviction, Receipt, StepKey, Verify
 
     Positions: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A fault of a transcript. `peer` is set if it concerns one peer alone. `positions` are [first, one beyond)."""
+    """A fault of a transcript. `peer` is set if it concerns one peer alone. `positions` are [first, one beyond).
+
+    It `convicts` the peer if nobody but that peer can have brought it about. Else it may be the client's doing: the
+    client alone says which receipts are in the file, and in which order.
+    """
 
     what: str
     positions: Positions | None = None
     peer: PeerId | None = None
     span: Span | None = None
+    convicts: bool = False
 
     def __str__(self) -> str:
         subject = f"peer {self.peer} (blocks {self.span}): " if self.peer else ""
@@ -95,13 +101,13 @@ def _check_client(transcript: Transcript, verify: Verify) -> Iterator[Problem]:
 
 def _check_receipts(passages: Iterable[Passage], verify: Verify) -> Iterator[Problem]:
     """Check the signatures, and that no hop signed two different things for one step."""
-    signed: dict[tuple[PeerId, PeerId, SessionId, Epoch, Step], bytes] = {}
+    signed: dict[StepKey, bytes] = {}
     for passage in passages:
         for receipt in passage.receipts:
             if not is_valid(receipt, verify):
                 yield _about(receipt, "the signature of its receipt is not its own")
             elif signed.setdefault(step_key(receipt), statement(receipt)) != statement(receipt):
-                yield _about(receipt, f"signed two different receipts for step {receipt.step}")
+                yield _contradiction(receipt)
 
 
 def _check_chain(passage: Passage, blocks: int) -> Iterator[Problem]:
@@ -153,10 +159,19 @@ def _check_kv(transcript: Transcript) -> Iterator[Problem]:
 def _check_conviction(conviction: Conviction, transcript: Transcript, verify: Verify) -> Iterator[Problem]:
     told = conviction.told
     if told.client == transcript.client and is_proof(told, conviction.shown, verify):
-        what = f"signed two different receipts for step {told.step}; {conviction.by} was given the other"
-        yield _about(told, what)
+        yield _contradiction(told, f"; {conviction.by} was given the other")
     else:
         yield Problem(f"the file says without proof that {told.signer} signed two different receipts")
+
+
+def _contradiction(receipt: Receipt, more: str = "") -> Problem:
+    """Blames the signer only if no client can have brought an honest one to it."""
+    what = f"two different receipts for step {receipt.step}"
+    if is_public(receipt):
+        return replace(_about(receipt, f"signed {what}{more}"), convicts=True)
+    where = receipt.start, receipt.start + receipt.length
+    why = "its sessions have no nonce, so the client may have used a name twice: no proof against it"
+    return Problem(f"{receipt.signer} (blocks {receipt.span}) signed {what}{more}; {why}", where)
 
 
 def _parts(passages: Iterable[Passage]) -> list[Part]:

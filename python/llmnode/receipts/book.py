@@ -81,9 +81,18 @@ class ReceiptBook:
         return next(others, self._position)
 
     def receipt(
-        self, hop: Hop, session: SessionId, chunk: Chunk, input_digest: bytes, output_digest: bytes, signature: bytes
+        self,
+        hop: Hop,
+        session: SessionId,
+        chunk: Chunk,
+        input_digest: bytes,
+        output_digest: bytes,
+        signature: bytes,
+        nonce: bytes = b"",
     ) -> Receipt:
-        """The receipt of `hop` for a chunk, with the `signature` that it sent. `session` is the id at that hop.
+        """The receipt of `hop` for a chunk, with the `signature` that it sent.
+
+        `session` is the id at that hop, and `nonce` is the hop's own for it.
 
         Raises IntegrityError if the signature has a wrong form. Whether it is genuine is checked later.
         """
@@ -101,6 +110,7 @@ class ReceiptBook:
                 input_digest,
                 output_digest,
                 signature,
+                nonce,
             )
         except ValueError as error:
             raise IntegrityError(f"sent no receipt: {error}", peer=hop.peer, span=hop.span) from error

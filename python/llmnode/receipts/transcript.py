@@ -16,7 +16,7 @@ from llmnode.core.span import Span
 from llmnode.core.user_input import decode
 from llmnode.errors import ConfigError
 from llmnode.wire.payload import Codec
-from llmnode.wire.receipt import DIGEST_BYTES, SIGNATURE_BYTES, Conviction, Receipt, profile_digest
+from llmnode.wire.receipt import DIGEST_BYTES, NONCE_BYTES, SIGNATURE_BYTES, Conviction, Receipt, profile_digest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -107,7 +107,12 @@ def as_json(transcript: Transcript) -> dict[str, Any]:  # Any: JSON
         "first_position": transcript.first_position,
         "passages": [_passage_json(passage, stages) for passage in transcript.passages],
         "stages": [  # in the order of their first passage; passages refer to them by number
-            {"peer": stage.peer, "session": stage.session.hex(), "blocks": [stage.span.start, stage.span.end]}
+            {
+                "peer": stage.peer,
+                "session": stage.session.hex(),
+                **_nonce_json(stage.nonce),
+                "blocks": [stage.span.start, stage.span.end],
+            }
             for stage in stages
         ],
         "convictions": [
@@ -162,6 +167,11 @@ class _Stage:
     peer: PeerId
     session: SessionId
     span: Span
+    nonce: bytes
+
+
+def _nonce_json(nonce: bytes) -> dict[str, str]:
+    return {"nonce": nonce.hex()} if nonce else {}
 
 
 def _passage_json(passage: Passage, stages: dict[_Stage, int]) -> dict[str, Any]:
@@ -177,7 +187,7 @@ def _passage_json(passage: Passage, stages: dict[_Stage, int]) -> dict[str, Any]
         "got": passage.got.hex(),
         "receipts": [
             {
-                "stage": stages.setdefault(_Stage(each.signer, each.session, each.span), len(stages)),
+                "stage": stages.setdefault(_Stage(each.signer, each.session, each.span, each.nonce), len(stages)),
                 "input": each.input_digest.hex(),
                 "output": each.output_digest.hex(),
                 "signature": each.signature.hex(),
@@ -192,6 +202,7 @@ def _receipt_json(receipt: Receipt) -> dict[str, Any]:
         "signer": receipt.signer,
         "client": receipt.client,
         "session": receipt.session.hex(),
+        **_nonce_json(receipt.nonce),
         "epoch": receipt.epoch,
         "step": receipt.step,
         "start": receipt.start,
@@ -207,7 +218,8 @@ def _receipt_json(receipt: Receipt) -> dict[str, Any]:
 def _read_stages(stages: Sequence[_Fields]) -> list[_Stage]:
     read: dict[SessionId, _Stage] = {}
     for each in stages:
-        stage = _Stage(each.peer("peer"), SessionId(each.digest("session", SESSION_ID_BYTES)), each.span("blocks"))
+        session = SessionId(each.digest("session", SESSION_ID_BYTES))
+        stage = _Stage(each.peer("peer"), session, each.span("blocks"), each.nonce())
         if stage.session in read:
             raise each.error("session", "is another stage's too")
         each.end()
@@ -243,6 +255,7 @@ class _Reading:
                     each.digest("input"),
                     each.digest("output"),
                     each.digest("signature", SIGNATURE_BYTES),
+                    stage.nonce,
                 )
             )
             each.end()
@@ -275,6 +288,7 @@ def _read_receipt(fields: _Fields) -> Receipt:
         fields.digest("input"),
         fields.digest("output"),
         fields.digest("signature", SIGNATURE_BYTES),
+        fields.nonce(),
     )
     fields.end()
     return receipt
@@ -341,6 +355,10 @@ class _Fields:
             if read.hex() == value:
                 return read
         raise self.error(name, f"not {2 * size} hexadecimal digits")
+
+    def nonce(self) -> bytes:
+        """It is left out in protocol 1."""
+        return self.digest("nonce", NONCE_BYTES) if "nonce" in self else b""
 
     def span(self, name: str) -> Span:
         value = self.take(name)

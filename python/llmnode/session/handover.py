@@ -76,7 +76,7 @@ async def take_over(
     """Have `hops` stand where `saved` does. Those that are not there any more are lost."""
     asked_in = hops.state.resume(saved.epoch, saved.position)
     found = [
-        SessionHop(Hop(each.peer, each.span), connections.get(each.peer), hops.terms, each.session)
+        SessionHop(Hop(each.peer, each.span), connections.get(each.peer), hops.terms, each.session, each.nonce)
         for each in saved.hops
     ]
     async with trio.open_nursery() as nursery:

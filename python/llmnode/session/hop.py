@@ -34,12 +34,21 @@ class SessionHop(HopState):
     """Its methods raise PeerErrors that name peer and span, and are kept as `failure`."""
 
     def __init__(
-        self, hop: Hop, connection: PeerConnection | None, terms: SessionTerms, session: SessionId | None = None
+        self,
+        hop: Hop,
+        connection: PeerConnection | None,
+        terms: SessionTerms,
+        session: SessionId | None = None,
+        nonce: bytes = b"",
     ) -> None:
-        """`session` is the name of an existing session, for `take_over`. Only a lost hop has no connection."""
+        """`session` is the name of an existing session, for `take_over`, and `nonce` what its receipts have.
+
+        Only a lost hop has no connection.
+        """
         super().__init__(hop, terms, session or SessionId(secrets.token_bytes(SESSION_ID_BYTES)))
         if connection is None:
             self.failure = PeerUnreachable("cannot be reached", peer=hop.peer, span=hop.span)
+        self.nonce = nonce
         self.one_by_one = trio.Lock()
         """Held by the chunk whose output is waited for."""
         self._reached = connection
@@ -56,7 +65,9 @@ class SessionHop(HopState):
     @property
     def saved(self) -> SavedHop:
         """The peer, and the name under which it keeps the session, if it does."""
-        return SavedHop(self.hop.peer, self.hop.span, self.session if self.is_leased else None)
+        if not self.is_leased:
+            return SavedHop(self.hop.peer, self.hop.span, None)
+        return SavedHop(self.hop.peer, self.hop.span, self.session, self.nonce)
 
     async def carry_out(self, *requests: Request, introduce: Introduce | None = None) -> None:
         """Send the requests at once, and wait for their answers in the same order."""

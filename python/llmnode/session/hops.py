@@ -226,4 +226,4 @@ class SessionHops:
 
 def signed_receipt(book: ReceiptBook, hop: HopState, chunk: Chunk, said: Result) -> Receipt:
     """The receipt that `hop` has signed, if it has. Raises IntegrityError if its signature has no valid form."""
-    return book.receipt(hop.hop, hop.session, chunk, said.input_digest, said.output_digest, said.signature)
+    return book.receipt(hop.hop, hop.session, chunk, said.input_digest, said.output_digest, said.signature, hop.nonce)

@@ -26,6 +26,7 @@ from llmnode.core.span import Span
 from llmnode.core.user_input import read_file
 from llmnode.errors import ConfigError
 from llmnode.wire.payload import Codec, payload_bytes
+from llmnode.wire.receipt import NONCE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -55,11 +56,15 @@ _PREFIX_BYTES = len(MAGIC) + _SIZE.size
 
 @dataclass(frozen=True, slots=True)
 class SavedHop:
-    """The peer that has the KV of a span. It keeps the KV for a while under the name `session`, unless that is None."""
+    """The peer that has the KV of a span. It keeps the KV for a while under the name `session`, unless that is None.
+
+    `nonce` is the peer's own for that session, and its receipts have it. It is empty in protocol 1.
+    """
 
     peer: PeerId
     span: Span
     session: SessionId | None
+    nonce: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,7 @@ def pack(saved: SavedSession) -> bytes:
             "epoch": saved.epoch,
             "log": [length for _, length in saved.log],
             "log_digest": _native.blake3_digest(payloads),
-            "hops": [[each.peer, each.span.start, each.span.end, each.session] for each in saved.hops],
+            "hops": [_hop(each) for each in saved.hops],
             "token_ids": list(saved.token_ids),
             "contacts": list(saved.contacts),
             "key": saved.key,
@@ -109,6 +114,11 @@ def pack(saved: SavedSession) -> bytes:
         }
     )
     return b"".join((MAGIC, _SIZE.pack(len(header)), header, payloads))
+
+
+def _hop(saved: SavedHop) -> list[object]:
+    nonce = [saved.nonce] if saved.nonce else []
+    return [saved.peer, saved.span.start, saved.span.end, saved.session, *nonce]
 
 
 def parse(content: bytes) -> SavedSession:
@@ -225,15 +235,18 @@ def _read_hops(values: Sequence[Any], blocks: int) -> tuple[SavedHop, ...]:
     names: set[SessionId] = set()
     at = 0
     for value in values:
-        if type(value) is not list or len(value) != 4:
-            raise ConfigError("hops: not of a peer, two blocks and a session each")
-        peer, start, end, session = value
+        if type(value) is not list or len(value) not in (4, 5):
+            raise ConfigError("hops: not of a peer, two blocks, a session and perhaps a nonce each")
+        peer, start, end, session, *rest = value
+        nonce = rest[0] if rest else b""
+        if rest and (session is None or type(nonce) is not bytes or len(nonce) != NONCE_BYTES):
+            raise ConfigError("hops: a nonce of another length, or of no session")
         span = Span(_number(start, "hops", at, at), _number(end, "hops", at + 1, blocks))
         if session is not None:
             if type(session) is not bytes or len(session) != SESSION_ID_BYTES or session in names:
                 raise ConfigError("hops: a session without a name of its own")
             names.add(SessionId(session))
-        hops.append(SavedHop(PeerId(_text(peer, "hops", _LONGEST_PEER)), span, session))
+        hops.append(SavedHop(PeerId(_text(peer, "hops", _LONGEST_PEER)), span, session, nonce))
         at = span.end
     if at != blocks:
         raise ConfigError(f"hops: blocks [{at}, {blocks}) are in none")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.core.ids import NO_SESSION, Step
+from llmnode.core.texts.visible import printable
 from llmnode.core.view import Source
 from llmnode.errors import (
     LocalProtocolError,
@@ -197,7 +198,9 @@ class PeerConnection:
             except RemoteProtocolError as error:
                 raise error.blame(self.peer) from None
             retry_after_s = refusal.retry_after_ms / 1000 or None
-            raise PeerRefused(refusal.code, refusal.message, retry_after_s=retry_after_s, peer=self.peer)
+            # The words are the peer's, and a program may print the error.
+            code, message = printable(refusal.code), printable(refusal.message)
+            raise PeerRefused(code, message, retry_after_s=retry_after_s, peer=self.peer)
         if answer.type is not expected:
             raise RemoteProtocolError(f"answered {answer.type.name} where {expected.name} is due", peer=self.peer)
         return answer

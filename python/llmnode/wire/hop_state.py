@@ -21,6 +21,7 @@ from llmnode.wire.messages import (
     Leased,
     Neighbours,
     Open,
+    Opened,
     RefusalCode,
     Replay,
     Replayed,
@@ -70,6 +71,8 @@ class HopState:
         self.pushing = PushState(terms.policy.push)
         self.pace = PeerSpeed()
         self.is_open = False
+        self.nonce = b""
+        """The peer's own for this session: all receipts have it."""
         self.is_leased = False
         self.keeps_outputs = terms.policy.recovery.upstream_logs and hop.span.end < terms.model.blocks
         self._form = terms.form
@@ -171,6 +174,7 @@ class HopState:
         match request.frame.type:
             case FrameType.OPEN:
                 self.is_open = True
+                self.nonce = unpack(Opened, answer.meta).nonce if answer.meta else b""
             case FrameType.NEIGHBOURS:
                 self._confirm(self._asked)
             case FrameType.LEASE:

@@ -123,6 +123,13 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
+class Opened:
+    """The answer to OPEN. `nonce` is under every receipt of the session. In protocol 1 there is no such message."""
+
+    nonce: Annotated[bytes, Sized(16, 16)]
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """The result of a step. Its hidden states, after the server's blocks, are the payload.
 
@@ -271,6 +278,7 @@ EXTENSIONS: Mapping[type[Any], Set[str]] = {kind: frozenset() for kind in get_ar
 AnyMessage = (
     Description
     | Open
+    | Opened
     | Result
     | Pushed
     | Replay

@@ -22,13 +22,17 @@ if TYPE_CHECKING:
 
     Sign: TypeAlias = Callable[[bytes], bytes]
     Verify: TypeAlias = Callable[[PeerId, bytes, bytes], bool]
+    StepKey: TypeAlias = tuple[PeerId, PeerId, SessionId, bytes, Epoch, Step]
 
-SIGNING_CONTEXT = b"llmnode-receipt-1:"
+SIGNING_CONTEXT = b"llmnode-receipt-2:"
 """It precedes the statement under the signature: see `announcement.SIGNING_CONTEXT`."""
+CONTEXT_1 = b"llmnode-receipt-1:"
+"""The same for a receipt without a nonce. Servers give those to clients that speak protocol 1."""
 
 PROFILE_CONTEXT = b"llmnode-profile-1:"
 
 DIGEST_BYTES = 32
+NONCE_BYTES = 16
 SIGNATURE_BYTES = 64
 
 _STATEMENT = struct.Struct(f"<{SESSION_ID_BYTES}s32sIIIIII32s32s32s")
@@ -39,9 +43,10 @@ _PROFILE = struct.Struct("<32sHH")
 class Receipt:
     """`signer` says: for `client`, in its session `session`, I computed this step, and got these bytes out of those.
 
-    `session` is the hop's own name. `start` and `length` are positions, `profile` is a `profile_digest`, and the
-    digests are BLAKE3 of the payloads as they cross the wire. The signature is empty until `signed`. Raises ValueError
-    for values that no statement can have.
+    `session` is the name that the client gave. `nonce` is the signer's: it draws one for each session, so no two of
+    its sessions are one, whatever their names. It is empty in protocol 1. `start` and `length` are positions, `profile`
+    is a `profile_digest`, and the digests are BLAKE3 of the payloads as they cross the wire. The signature is empty
+    until `signed`. Raises ValueError for values that no statement can have.
     """
 
     signer: PeerId
@@ -56,10 +61,13 @@ class Receipt:
     input_digest: bytes
     output_digest: bytes
     signature: bytes = b""
+    nonce: bytes = b""
 
     def __post_init__(self) -> None:
         if not len(self.profile) == len(self.input_digest) == len(self.output_digest) == DIGEST_BYTES:
             raise ValueError(f"a digest has {DIGEST_BYTES} bytes")
+        if len(self.nonce) not in (0, NONCE_BYTES):
+            raise ValueError(f"a nonce has {NONCE_BYTES} bytes")
         if len(self.session) != SESSION_ID_BYTES or len(self.signature) not in (0, SIGNATURE_BYTES):
             raise ValueError(f"a session has {SESSION_ID_BYTES} bytes, a signature {SIGNATURE_BYTES}")
         if min(self.epoch, self.step, self.start) < 0 or self.length < 1:
@@ -90,7 +98,8 @@ def profile_digest(profile: Profile, codec: str) -> bytes:
 
 def statement(receipt: Receipt) -> bytes:
     """The bytes under the signature. They are equal for two receipts of one signer if both say the same."""
-    return SIGNING_CONTEXT + _STATEMENT.pack(
+    context = SIGNING_CONTEXT + receipt.nonce if receipt.nonce else CONTEXT_1
+    return context + _STATEMENT.pack(
         receipt.session,
         _native.blake3_digest(receipt.client.encode()),
         receipt.epoch,
@@ -128,18 +137,22 @@ def is_proof(one: Receipt, other: Receipt, verify: Verify) -> bool:
     - A step that failed was not signed, so it may then be asked for with other content.
     - Hidden states that are sent again out of a log, in other pieces, are not computed: they get no receipt.
     - A rollback or a fork raises the epoch. Positions and numbers of steps come again, but in a new epoch.
-    - A peer that replaces a lost stage computes all again under a name that was never used before, and may get other
-      bits. It may be the same peer, started again. Those receipts are of another session.
-    - Other peers than the client know the name of a session, at least the next hop does. When the session is over, they
-      may open one of the same name at the same peer and give it other steps. Those receipts name them, not the client.
+    - A peer that replaces a lost stage computes all again, and may get other bits. It may be the same peer, started
+      again. Those receipts are of another session.
+    - A name may be used twice, by the client or by others that know it: the two sessions have different nonces.
 
-    Only the client could make an honest stage contradict itself, by using a name twice. The client knows that its names
-    are random, so this is proof for the client. For others it is worth their trust in the client.
+    So this is proof for anybody, if `is_public`. Without a nonce the client alone could have an honest stage contradict
+    itself, by using a name twice. Then this is proof for the client, whose names are random, and for nobody else.
     """
     differ = step_key(one) == step_key(other) and statement(one) != statement(other)
     return differ and is_valid(one, verify) and is_valid(other, verify)
 
 
-def step_key(receipt: Receipt) -> tuple[PeerId, PeerId, SessionId, Epoch, Step]:
+def is_public(receipt: Receipt) -> bool:
+    """Whether a receipt that contradicts it convicts its signer, also for a reader that does not trust its client."""
+    return receipt.nonce != b""
+
+
+def step_key(receipt: Receipt) -> StepKey:
     """The key of a step. An honest signer signs only one receipt for each key."""
-    return receipt.signer, receipt.client, receipt.session, receipt.epoch, receipt.step
+    return receipt.signer, receipt.client, receipt.session, receipt.nonce, receipt.epoch, receipt.step

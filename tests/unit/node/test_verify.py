@@ -86,6 +86,7 @@ def test_a_changed_receipt_is_named_by_peer_span_and_positions(file: Path, capsy
         "blocks": [2, 4],
         "positions": [6, 8],
         "what": "the signature of its receipt is not its own",
+        "convicts": False,
     } in shown["problems"]
 
 
@@ -97,7 +98,20 @@ def test_a_liar_is_named_with_who_showed_it(file: Path, capsys: pytest.CaptureFi
     file.write_text(json.dumps(lied_to.export()))
     assert main(["verify", str(file)]) == 1
     what = f"signed two different receipts for step {told.step}; {OTHER.peer} was given the other"
-    assert f"wrong: peer {told.signer} (blocks [0, 2)): positions [8, 9): {what}\n" in capsys.readouterr().out
+    assert f"convicted: peer {told.signer} (blocks [0, 2)): positions [8, 9): {what}\n" in capsys.readouterr().out
+
+
+def test_a_client_that_has_used_a_name_twice_convicts_nobody(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In protocol 1 receipts have no nonce: an honest server may have signed both."""
+    framer = Session(has_nonces=False)
+    told, *_ = framer.step(1)
+    shown = signed(replace(told, output_digest=digest("another")), signer(0).sign)
+    framer.book.echo(told, framer.stages[1].hop, shown.input_digest, shown.output_digest, shown.signature)
+    file.write_text(json.dumps(framer.export()))
+    assert main(["verify", str(file)]) == 1
+    out = capsys.readouterr().out
+    assert "convicted" not in out and "no proof against it" in out
+    assert not any(each["convicts"] or each["peer"] for each in json_of(capsys, file, 1)["problems"])
 
 
 def test_of_many_problems_the_terminal_gets_the_first_and_json_all(

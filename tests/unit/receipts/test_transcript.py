@@ -171,7 +171,11 @@ REWRITES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize(("rewrite", "told"), REWRITES.values(), ids=REWRITES)
 def test_a_lying_client_cannot_leave_out_repeat_or_reorder(rewrite: Callable[[Any], Any], told: str) -> None:
-    file = rewrite(HONEST)
+    problems = [str(problem) for problem in audited(resigned(_with_stages(rewrite(HONEST)))).problems]
+    assert any(re.search(told, problem) for problem in problems), problems
+
+
+def _with_stages(file: Any) -> Any:
     stages: list[Any] = []  # the remaining ones, in their new order
     for passage in file["passages"]:
         for receipt in passage["receipts"]:
@@ -182,8 +186,7 @@ def test_a_lying_client_cannot_leave_out_repeat_or_reorder(rewrite: Callable[[An
     for passage in rewritten["passages"]:
         for receipt in passage["receipts"]:
             receipt["stage"] = stages.index(HONEST["stages"][receipt["stage"]])
-    problems = [str(problem) for problem in audited(resigned(rewritten)).problems]
-    assert any(re.search(told, problem) for problem in problems), problems
+    return rewritten
 
 
 def test_two_receipts_of_one_step_in_the_passages_convict() -> None:
@@ -199,6 +202,21 @@ def test_two_receipts_of_one_step_in_the_passages_convict() -> None:
     both = transcript.signed(replace(read, passages=(first, *read.passages)), CLIENT.sign)
     told = [str(problem) for problem in audit(both, is_signed).problems]
     assert any(receipt.signer in each and "signed two different receipts for step 0" in each for each in told)
+    assert [each.peer for each in audit(both, is_signed).problems if each.convicts] == [receipt.signer]
+
+
+@pytest.mark.parametrize("rewrite", [each for each, _ in REWRITES.values()], ids=REWRITES)
+def test_what_a_client_can_do_to_its_file_convicts_nobody(rewrite: Callable[[Any], Any]) -> None:
+    assert not any(each.convicts for each in audited(resigned(_with_stages(rewrite(HONEST)))).problems)
+
+
+def test_a_file_of_protocol_1_is_read_and_written_as_it_was() -> None:
+    session = Session(has_nonces=False)
+    session.step(2)
+    exported = session.export()
+    assert "nonce" not in json.dumps(exported)
+    assert transcript.as_json(parse(text_of(exported))) == exported
+    assert audited(text_of(exported)).problems == []
 
 
 def test_hops_that_went_back_without_another_epoch_are_named() -> None:

@@ -25,6 +25,7 @@ from llmnode.wire.messages import (
     Leased,
     Neighbours,
     Open,
+    Opened,
     Pushed,
     Refusal,
     RefusalCode,
@@ -158,6 +159,7 @@ KINDS: dict[Kind, dict[str, Rule]] = {
     Replayed: {"output_digest": DIGEST, "pushed": FLAG},
     Lease: {"lease_ms": U32, "leaves": FLAG},
     Leased: {"lease_ms": U32},
+    Opened: {"nonce": octets(16, 16)},
     Resumed: {"epoch": U32, "position": U32},
     Neighbours: {
         "sender": text(0, 200),

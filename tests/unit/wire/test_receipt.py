@@ -17,7 +17,18 @@ from llmnode.errors import IntegrityError
 from llmnode.net.identity import is_signed
 from llmnode.wire.announcement import SIGNING_CONTEXT as ANNOUNCEMENT_CONTEXT
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.receipt import Conviction, Receipt, is_proof, is_valid, profile_digest, signed, statement
+from llmnode.wire.receipt import (
+    CONTEXT_1,
+    SIGNING_CONTEXT,
+    Conviction,
+    Receipt,
+    is_proof,
+    is_public,
+    is_valid,
+    profile_digest,
+    signed,
+    statement,
+)
 from llmnode.wire.stage import Answer, Compute, Stage
 from unit.signers import CLIENT, LIAR, OTHER, digest, forged
 
@@ -34,10 +45,12 @@ RECEIPT = Receipt(
     profile=PROFILE,
     input_digest=digest("input"),
     output_digest=digest("output"),
+    nonce=b"n" * 16,
 )
 SAYING_OTHER_THINGS = {
     "client": OTHER.peer,
     "session": SessionId(b"t" * 16),
+    "nonce": b"o" * 16,
     "epoch": Epoch(2),
     "step": Step(8),
     "start": 21,
@@ -64,6 +77,7 @@ receipts = st.builds(
     profile=digests,
     input_digest=digests,
     output_digest=digests,
+    nonce=st.one_of(st.just(b""), st.binary(min_size=16, max_size=16)),
 )
 
 
@@ -93,7 +107,10 @@ def test_every_field_is_under_the_signature(name: str) -> None:
 @example(RECEIPT, replace(RECEIPT, start=RECEIPT.start + 2**16))
 def test_two_receipts_have_the_same_statement_exactly_if_they_say_the_same(one: Receipt, other: Receipt) -> None:
     assert (statement(one) == statement(other)) == (one == other)
-    assert len(statement(one)) == len(statement(other)), "no field can run into the next"
+    assert len(statement(one)) - len(one.nonce) == len(statement(other)) - len(other.nonce), (
+        "no field runs into another"
+    )
+    assert statement(one).startswith(CONTEXT_1 if one.nonce == b"" else SIGNING_CONTEXT)
 
 
 @given(receipts, st.sampled_from(sorted(SAYING_OTHER_THINGS)))
@@ -114,6 +131,7 @@ def test_a_receipt_is_no_announcement() -> None:
         {"output_digest": b"o" * 33},
         {"session": b"s" * 15},
         {"signature": b"s" * 63},
+        {"nonce": b"n" * 15},
         {"epoch": -1},
         {"step": 2**32},
         {"start": -1},
@@ -195,13 +213,13 @@ frames = st.one_of(
 class HonestStage:
     """Serves one session as `ServerSession` does. It never computes the same twice: kernels do not promise that."""
 
-    def __init__(self, client: PeerId, session: SessionId, outputs: count[int]) -> None:
+    def __init__(self, client: PeerId, nonce: bytes, outputs: count[int]) -> None:
         self.given: list[Receipt] = []
         """All frames that left the stage, to the client or the next hop."""
         self._client = client
-        self._session = session
+        self._nonce = nonce
         self._outputs = outputs
-        self._stage = Stage(session, max_length=5, steps_ahead=2)
+        self._stage = Stage(RECEIPT.session, max_length=5, steps_ahead=2)
         self._receipts: dict[Frame, Receipt] = {}
 
     def receive(self, frame: Frame, fails: bool) -> None:
@@ -223,7 +241,7 @@ class HonestStage:
             replace(
                 RECEIPT,
                 client=self._client,
-                session=self._session,
+                nonce=self._nonce,
                 epoch=frame.epoch,
                 step=frame.step,
                 start=frame.start,
@@ -249,10 +267,10 @@ histories = st.lists(st.tuples(frames, st.booleans()), max_size=14)
 @settings(max_examples=500)
 @given(st.lists(histories, min_size=1, max_size=3))
 def test_an_honest_stage_never_convicts_itself_whatever_a_client_sends(lives: list[list[tuple[Frame, bool]]]) -> None:
-    """In each life it is restarted, and has forgotten all; the client goes on under another name."""
+    """In each life it is opened anew, and has forgotten all; the client uses the same name again."""
     outputs, given_away = count(), []
     for life, history in enumerate(lives):
-        stage = HonestStage(CLIENT.peer, SessionId(bytes([life]) * 16), outputs)
+        stage = HonestStage(CLIENT.peer, bytes([life]) * 16, outputs)
         for frame, fails in history:
             stage.receive(frame, fails)
         given_away += stage.given
@@ -265,11 +283,11 @@ def test_such_a_history_has_receipts_of_the_same_step_positions_and_epoch() -> N
     other = replace(first, payload=b"b")
     back = Frame(FrameType.TRUNCATE, RECEIPT.session, Epoch(1), Step(0), 0)
     outputs = count()
-    stage = HonestStage(CLIENT.peer, RECEIPT.session, outputs)
+    stage = HonestStage(CLIENT.peer, RECEIPT.nonce, outputs)
     for frame, fails in [(other, True), (first, False), (first, False), (other, False), (back, False)]:
         stage.receive(frame, fails)
     stage.receive(replace(other, epoch=Epoch(1)), False)
-    again = HonestStage(CLIENT.peer, SessionId(b"t" * 16), outputs)
+    again = HonestStage(CLIENT.peer, b"o" * 16, outputs)
     again.receive(first, False)
     told = [*stage.given, *again.given]
     assert [(each.epoch, each.input_digest == digest(b"a")) for each in told] == [(0, 1), (0, 1), (1, 0), (0, 1)]
@@ -277,14 +295,20 @@ def test_such_a_history_has_receipts_of_the_same_step_positions_and_epoch() -> N
     assert conflicts(told) == []
 
 
-def test_who_opens_a_session_of_anothers_name_cannot_make_an_honest_stage_contradict_itself_to_the_other() -> None:
-    """A next hop knows the name. The client itself could, which is why its names are random, and used once."""
+@pytest.mark.parametrize("nonces", [[b"1" * 16, b"2" * 16, b"3" * 16], [b"", b"", b""]], ids=["nonces", "protocol 1"])
+def test_a_name_that_is_used_twice_makes_an_honest_stage_contradict_itself_in_protocol_1_alone(
+    nonces: list[bytes],
+) -> None:
+    """A next hop knows the name, too. Without a nonce, that is no proof for anybody but the client."""
     step = Frame(FrameType.STEP, RECEIPT.session, Epoch(0), Step(0), 0, 1, payload=b"a")
     outputs = count()
-    lives = [HonestStage(client, RECEIPT.session, outputs) for client in (CLIENT.peer, OTHER.peer, CLIENT.peer)]
+    clients = CLIENT.peer, OTHER.peer, CLIENT.peer
+    lives = [HonestStage(client, nonce, outputs) for client, nonce in zip(clients, nonces, strict=True)]
     for stage in lives:
         stage.receive(step, False)
     (told,), (to_other,), (name_used_twice,) = (stage.given for stage in lives)
     assert conflicts([told, to_other]) == []
     assert conflicts([told, replace(to_other, client=CLIENT.peer)]) == []
-    assert conflicts([told, name_used_twice]) == [(told, name_used_twice)]
+    contradictions = conflicts([told, name_used_twice])
+    assert contradictions == ([] if nonces[0] else [(told, name_used_twice)])
+    assert not any(is_public(one) for one, _ in contradictions)
