@@ -194,11 +194,12 @@ def _check_model(doctor: Doctor) -> ModelFolder | None:
 
 def check_memory(places: Sequence[Place], kind: str, size: ModelSize, kv_tokens: int) -> Finding:
     """The first of `places` is where blocks are, with their KV."""
-    from llmnode.models.size import MEMORY_SHARE
+    from llmnode.models.size import MEMORY_SHARE, PEERS_BYTES
 
     block, kv = _size(size.block_bytes), _size(size.kv_token_bytes * kv_tokens)
     text = (
-        f"{_size(places[0].free_bytes)} of {kind} free, of which a server takes {MEMORY_SHARE:.0%}; "
+        f"{_size(places[0].free_bytes)} of {kind} free, of which a server takes {MEMORY_SHARE:.0%}, "
+        f"with {_size(PEERS_BYTES)} kept for what peers send; "
         f"a block takes {block} and {kv} for {kv_tokens} tokens of KV, a client's ends up to {_size(size.ends_bytes)}"
     )
     fitting = size.fitting_blocks(places, lambda _blocks: kv_tokens)

@@ -10,7 +10,7 @@ import torch
 from llmnode.compute.loading import SpanLoader, Wanted
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
-from llmnode.models.size import MEMORY_SHARE, measure_size
+from llmnode.models.size import MEMORY_SHARE, PEERS_BYTES, measure_size
 from reference.small import BLOCKS, KV_TOKENS, make_model, open_saved
 from reference.test_narrow import rounded_to_4_bits
 
@@ -34,7 +34,7 @@ def loader_of(
     report: Callable[[str], None] = print,
     **wanted: Any,  # its own
 ) -> SpanLoader:
-    monkeypatch.setattr("llmnode.models.size.free_bytes", lambda _device: free_bytes)
+    monkeypatch.setattr("llmnode.models.size.free_bytes", lambda _device: free_bytes + PEERS_BYTES)
     loader = SpanLoader(Wanted(str(path), device="cpu", **{"kv_tokens": KV_TOKENS, **wanted}), report)
     loader.open_model()
     return loader

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmnode.core.model import SAME
+from llmnode.core.policy import BudgetPolicy
 from llmnode.errors import ConfigError
 from llmnode.machine.memory import free_bytes
 from llmnode.models.draw_blueprint import blueprint_of
@@ -31,6 +32,8 @@ _SCALE_BYTES = 4
 """The bytes of a scale of KV in 8 bits, for each position and head."""
 MEMORY_SHARE = 0.8
 """A server takes this share of the free memory: other programs grow too."""
+PEERS_BYTES = BudgetPolicy().memory_bytes
+"""A node keeps this much of the machine's memory free for everything that peers make it hold."""
 WEIGHTS, KV, LOG = "weights", "kv", "log"
 """The parts of a server's memory. LOG has the logged outputs of its blocks."""
 
@@ -45,12 +48,13 @@ class Place:
 
 
 def find_places(device: str, kv_device: str | None = None) -> list[Place]:
-    """The devices with their free memory now; KV is beside the weights, unless it has a device of its own. The log is
-    this machine's.
+    """The devices with the memory that is free for a model now. KV is beside the weights, unless it has a device of its
+    own. The log is in this machine's memory, and so is everything that peers make the node keep (`BudgetPolicy`).
     """
     homes = {WEIGHTS: device, KV: kv_device or device, LOG: "cpu"}
     held = {each: frozenset(what for what, home in homes.items() if home == each) for each in homes.values()}
-    return [Place(free_bytes(each), each, holds) for each, holds in held.items()]
+    kept_bytes = {"cpu": PEERS_BYTES}
+    return [Place(max(0, free_bytes(each) - kept_bytes.get(each, 0)), each, holds) for each, holds in held.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +111,10 @@ class ModelSize:
             "end other programs" if short.device != "cpu" else "raise the container's limit or end other programs"
         )
         on = "" if short.device == "cpu" else f" on {short.device}"
+        kept = f" ({_mib(PEERS_BYTES)} MiB are kept for peers)" if short.device == "cpu" else ""
         raise ConfigError(
             f"blocks {span} of {name} do not fit: {short.free_bytes >> 20} MiB are free{on}; {', '.join(needs)}: "
-            f"{', '.join(fixes)}"
+            f"{', '.join(fixes)}{kept}"
         )
 
     def _short_place(self, places: Sequence[Place], span: Span, kv_tokens: int) -> Place | None:

@@ -1,0 +1,207 @@
+"""The memory of a node under attack grows by less than its stated figure (`BudgetPolicy.memory_bytes`)."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import psutil
+import pytest
+import torch
+import trio
+from libp2p.custom_types import TProtocol
+from libp2p.exceptions import BaseLibp2pError
+from libp2p.kad_dht.pb.kademlia_pb2 import Message
+from libp2p.network.stream.exceptions import StreamError
+from libp2p.stream_muxer.exceptions import MuxedStreamError
+
+from llmnode.core.ids import SESSION_ID_BYTES, Epoch, SessionId, Step
+from llmnode.core.policy import BudgetPolicy, LinkPolicy
+from llmnode.core.span import Span
+from llmnode.errors import PeerError
+from llmnode.models.open_model import open_model
+from llmnode.net.addresses import parse_peer
+from llmnode.net.circuit_wire import send
+from llmnode.net.host import LINK_PROTOCOL, open_network
+from llmnode.net.select import open_unanswered
+from llmnode.wire.frame import Frame, FrameType, encode
+from llmnode.wire.messages import Clock, Open, Replay, pack
+from process.small_server import connected, expected_tokens, serve_small
+from reference.small import BLOCKS, make_model
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
+
+    from libp2p.network.swarm import Swarm
+
+    from llmnode.core.model import ModelInfo
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
+
+MIB = 1 << 20
+POLICY = LinkPolicy()
+ATTACK_S = 10.0
+ADDRESSES = 16
+CONTEXT = 4096
+KV_TOKENS = 16_384
+PROMPT, NEW_TOKENS = [3, 1, 4, 1, 5], 8
+ENDS = (BaseLibp2pError, StreamError, MuxedStreamError, PeerError, OSError, trio.TooSlowError)
+"""The server may refuse whatever it likes."""
+
+
+class Attack:
+    """From several addresses, each time under another identity."""
+
+    def __init__(self, address: str, model: ModelInfo) -> None:
+        self._address = address
+        self._model = model
+        self._sources = itertools.cycle(f"127.0.{number}.1" for number in range(1, ADDRESSES + 1))
+
+    async def run(self) -> None:
+        kinds = [(self.unfinished_frames, 10), (self.unread_results, 10), (self.unread_views, 4), (self.records, 4)]
+        async with trio.open_nursery() as nursery:
+            for attack, count in [*kinds, (self.idle, 6)]:
+                for _ in range(count):
+                    nursery.start_soon(self._repeat, attack)
+
+    async def _repeat(self, attack: Callable[[Any], Awaitable[None]]) -> None:
+        while True:
+            try:
+                async with self._connected() as network:
+                    await attack(network)
+            except* ENDS:
+                await trio.sleep(0.1)
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[Any]:
+        async with open_network([], POLICY) as network:
+            network.vouch([self._address])
+            info = parse_peer(self._address)
+            swarm = cast("Swarm", network.host.get_network())
+            await swarm.dial_addr(info.addrs[0], info.peer_id, (next(self._sources), 0))
+            yield network
+
+    async def _open(self, network: Any, protocol: TProtocol = LINK_PROTOCOL) -> Any:
+        return await open_unanswered(network.host, parse_peer(self._address).peer_id, protocol)
+
+    async def unfinished_frames(self, network: Any) -> None:
+        """Several links, each with the largest frame but for its end, and heartbeats."""
+        payload = bytes(POLICY.piece_bytes)
+        whole = encode(Frame(FrameType.STEP, name(), length=1, payload=bytes(POLICY.max_payload_bytes)), POLICY)
+        streams = [await self._open(network) for _ in range(4)]
+        pieces = len(whole) // len(payload)
+        for number in range(pieces):
+            piece = whole[number * len(payload) : (number + 1) * len(payload)]
+            for stream in streams:
+                await stream.write(encode(Frame(FrameType.PIECE, payload=piece), POLICY))
+        while True:
+            for stream in streams:
+                await stream.write(encode(Frame(FrameType.HEARTBEAT), POLICY))
+            await trio.sleep(1)
+
+    async def unread_results(self, network: Any) -> None:
+        """Many sessions over one link: their steps, and then their results again and again. Nothing is read."""
+        stream = await self._open(network)
+        rows = 512
+        payload = bytes(rows * self._model.row_bytes)
+        sessions = [name() for _ in range(8)]
+        for session in sessions:
+            await self._send(stream, self._open_frame(session, CONTEXT))
+            for step in range(3):
+                await self._send(stream, step_frame(session, step, step * rows, rows, payload))
+        for number in itertools.count():
+            frame = Frame(
+                FrameType.REPLAY, sessions[number % 8], Epoch(0), Step(number), 0, rows, pack(Replay(push=False))
+            )
+            await self._send(stream, frame)
+            await self._send(stream, self._open_frame(name(), CONTEXT))
+
+    async def unread_views(self, network: Any) -> None:
+        stream = await self._open(network)
+        for number in itertools.count():
+            await self._send(stream, Frame(FrameType.VIEW, step=Step(number), meta=pack(Clock(0)), payload=b"\x80"))
+
+    async def records(self, network: Any) -> None:
+        """Providers with as many addresses as fit in a message, under ever new keys."""
+        stream = await self._open(network, TProtocol("/ipfs/kad/1.0.0"))
+        for number in itertools.count():
+            request = Message(type=Message.ADD_PROVIDER, key=random.Random(number).randbytes(100))
+            addresses = [b"\x04\x7f\x00\x00\x01\x06\x0f\xa1"] * 8000
+            request.providerPeers.append(Message.Peer(id=network.host.get_id().to_bytes(), addrs=addresses))
+            await send(stream.muxed_stream, request)
+
+    async def idle(self, network: Any) -> None:
+        """Connections and links that do nothing."""
+        async with AsyncExitStack() as stack:
+            for _ in range(20):
+                await stack.enter_async_context(self._connected())
+                await self._open(network)
+            await trio.sleep_forever()
+
+    async def _send(self, stream: Any, frame: Frame) -> None:
+        await stream.write(encode(frame, POLICY))
+
+    def _open_frame(self, session: SessionId, max_length: int) -> Frame:
+        model = self._model
+        request = Open(
+            model.digest,
+            0,
+            model.blocks,
+            max_length=max_length,
+            dtype=model.precision.name,
+            codec="raw",
+            priority="interactive",
+            keep_outputs=True,
+        )
+        return Frame(FrameType.OPEN, session, meta=pack(request))
+
+
+def step_frame(session: SessionId, step: int, start: int, length: int, payload: bytes) -> Frame:
+    return Frame(FrameType.STEP, session, Epoch(0), Step(step), start, length, b"", payload)
+
+
+def name() -> SessionId:
+    return SessionId(random.randbytes(SESSION_ID_BYTES))
+
+
+def test_memory_under_all_attacks_at_once_stays_below_its_figure_and_answers_are_right(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    torch.set_num_threads(1)
+    model = make_model("llama", tied=False, max_position_embeddings=CONTEXT)
+    model.save_pretrained(tmp_path / "small")
+    folder = open_model(str(tmp_path / "small"))
+    expected = expected_tokens(model, PROMPT, NEW_TOKENS)
+    with serve_small(tmp_path / "small", Span(0, BLOCKS), KV_TOKENS, tmp_path / "stderr") as server:
+        node = psutil.Process(server.process.pid)
+        most = 0
+
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                most = max(most, node.memory_info().rss)
+                await trio.sleep(0.1)
+
+        async def attacked() -> int:
+            async with connected([server.address], folder) as client, trio.open_nursery() as nursery:
+                assert await client.generate([PROMPT], NEW_TOKENS) == [expected]
+                before = node.memory_info().rss
+                nursery.start_soon(Attack(server.address, folder.info).run)
+                nursery.start_soon(watch)
+                until_s, rounds = trio.current_time() + ATTACK_S, 0
+                while trio.current_time() < until_s:
+                    assert await client.generate([PROMPT], NEW_TOKENS) == [expected]
+                    rounds += 1
+                print(f"{rounds} rounds of generation under attack")
+                nursery.cancel_scope.cancel()
+            return before
+
+        before = trio.run(attacked)
+        growth = most - before
+        record_property("growth_mib", growth / MIB)
+        print(f"the node grew by {growth / MIB:.0f} MiB of {BudgetPolicy().memory_bytes / MIB:.0f}")
+        assert growth < BudgetPolicy().memory_bytes
+    server.check_no_traceback()
