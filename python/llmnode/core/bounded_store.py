@@ -1,14 +1,15 @@
 """A store that strangers fill: bounded in bytes, for minutes, and fair among those that fill it. The time is told.
 
-When it is full, a random entry of the source that holds most makes way. A source is an address group: identities are
-free, addresses are not. An operation takes time that grows with the sources, not with the entries.
+When it is full, a random entry of the source that holds most makes way (`fair_shares.py`). A source is an address
+group: identities are free, addresses are not.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
+
+from llmnode.core.fair_shares import FairShares
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -21,13 +22,10 @@ ENTRY_BYTES = 200
 """An entry costs this much besides its value."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Entry(Generic[V]):
     value: V
-    size_bytes: int
-    source: str
     expires_s: float
-    place: int  # among the keys of its source
 
 
 class BoundedStore(Generic[K, V]):
@@ -38,9 +36,7 @@ class BoundedStore(Generic[K, V]):
         self._lifetime_s = lifetime_s
         self._rng = rng
         self._entries: dict[K, _Entry[V]] = {}
-        self._of_source: dict[str, list[K]] = {}
-        self._source_bytes: Counter[str] = Counter()
-        self.size_bytes = 0
+        self._shares = FairShares[K]()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -51,6 +47,10 @@ class BoundedStore(Generic[K, V]):
     def __iter__(self) -> Iterator[K]:
         return iter(list(self._entries))
 
+    @property
+    def size_bytes(self) -> int:
+        return self._shares.amount
+
     def put(self, key: K, value: V, size_bytes: int, source: str, now_s: float) -> bool:
         """Whether it is kept: not if it is larger than the store."""
         size_bytes += ENTRY_BYTES
@@ -58,13 +58,9 @@ class BoundedStore(Generic[K, V]):
             return False
         self.remove(key)
         while self.size_bytes + size_bytes > self._bytes_max:
-            fullest = max(self._source_bytes, key=lambda each: self._source_bytes[each])
-            self.remove(self._rng.choice(self._of_source[fullest]))
-        keys = self._of_source.setdefault(source, [])
-        self._entries[key] = _Entry(value, size_bytes, source, now_s + self._lifetime_s, len(keys))
-        keys.append(key)
-        self._source_bytes[source] += size_bytes
-        self.size_bytes += size_bytes
+            self.remove(self._shares.victim(self._rng))
+        self._entries[key] = _Entry(value, now_s + self._lifetime_s)
+        self._shares.put(key, (source,), size_bytes)
         return True
 
     def get(self, key: K, now_s: float) -> V | None:
@@ -79,19 +75,8 @@ class BoundedStore(Generic[K, V]):
 
     def remove(self, key: K) -> bool:
         """Whether it was there."""
-        entry = self._entries.pop(key, None)
-        if entry is None:
-            return False
-        keys = self._of_source[entry.source]
-        last = keys.pop()
-        if last != key:
-            keys[entry.place] = last
-            self._entries[last].place = entry.place
-        self.size_bytes -= entry.size_bytes
-        self._source_bytes[entry.source] -= entry.size_bytes
-        if not keys:
-            del self._of_source[entry.source], self._source_bytes[entry.source]
-        return True
+        self._shares.remove(key)
+        return self._entries.pop(key, None) is not None
 
     def drop_expired(self, now_s: float) -> int:
         """How many were dropped."""

@@ -1,75 +1,94 @@
-"""Names a member that must go when places are short: one of the fullest group, and of the fullest part of that.
+"""Names a member that must go when places are short: one of the group that holds most, and of its part that does.
 
-A stranger that fills one group crowds out the members of that group alone. The number of
-members makes no operation slower.
+A stranger that fills one group crowds out the members of that group alone. The time of an operation grows with the
+logarithm of the number of groups, and not with the number of members.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Hashable, Sequence
 
+M = TypeVar("M", bound="Hashable")
 
-class FairShares:
-    """Members in nested groups. Each has a path: its group, its part of that group, and so on. All have one length."""
+SPARE_ENTRIES = 64
+
+
+class FairShares(Generic[M]):
+    """Members in nested groups. Each has a path: its group, its part of that group, and so on. All have one length.
+
+    A member holds one place, or another amount that it says.
+    """
 
     def __init__(self) -> None:
-        self._root = _Group()
-        self._paths: dict[Hashable, Sequence[Hashable]] = {}
+        self._root = _Group[M]()
+        self._members: dict[M, tuple[Sequence[Hashable], int]] = {}
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._members)
 
     def __contains__(self, member: Hashable) -> bool:
-        return member in self._paths
+        return member in self._members
 
-    def put(self, member: Hashable, path: Sequence[Hashable]) -> None:
+    @property
+    def amount(self) -> int:
+        """The sum of what all members hold."""
+        return self._root.amount
+
+    def put(self, member: M, path: Sequence[Hashable], amount: int = 1) -> None:
         """Add `member`, or move it to another `path`."""
-        if self._paths.get(member) == path:
+        if self._members.get(member) == (path, amount):
             return
         self.remove(member)
-        self._paths[member] = path
-        self._root.add(member, path)
+        self._members[member] = path, amount
+        self._root.add(member, path, amount)
 
-    def remove(self, member: Hashable) -> None:
-        """Does nothing if it is no member."""
-        if (path := self._paths.pop(member, None)) is not None:
-            self._root.remove(member, path)
+    def remove(self, member: M) -> bool:
+        """Whether it was a member."""
+        if (held := self._members.pop(member, None)) is None:
+            return False
+        self._root.remove(member, *held)
+        return True
 
-    def victim(self, rng: random.Random) -> Hashable:
-        """One of the fullest group, drawn at random, so that nobody can make itself safe. It stays a member."""
+    def victim(self, rng: random.Random) -> M:
+        """One of the fullest group, drawn at random, so that nobody can make itself safe. It stays a member.
+
+        Raises KeyError without members.
+        """
         return self._root.victim(rng)
 
 
-class _Group:
-    """The members of one path, or the groups within it, which are also kept by their sizes."""
+class _Group(Generic[M]):
+    """The members of one path, or the groups within it. `amount` is what they hold."""
 
-    __slots__ = ("_by_size", "_fullest", "_groups", "_members", "_places", "size")
+    __slots__ = ("_by_amount", "_groups", "_members", "_numbers", "_places", "amount")
 
     def __init__(self) -> None:
-        self.size = 0
-        self._members: list[Hashable] = []
-        self._places: dict[Hashable, int] = {}
-        self._groups: dict[Hashable, _Group] = {}
-        self._by_size: dict[int, dict[_Group, None]] = {}
-        self._fullest = 0
+        self.amount = 0
+        self._members: list[M] = []
+        self._places: dict[M, int] = {}
+        self._groups: dict[Hashable, _Group[M]] = {}
+        self._by_amount: list[tuple[int, int, _Group[M]]] = []
+        """A heap of groups by what they held at some time, most of it first: one for each time that it changed."""
+        self._numbers = count()
 
-    def add(self, member: Hashable, path: Sequence[Hashable]) -> None:
-        self.size += 1
+    def add(self, member: M, path: Sequence[Hashable], amount: int) -> None:
+        self.amount += amount
         if not path:
             self._places[member] = len(self._members)
             self._members.append(member)
             return
         group = self._groups.setdefault(path[0], _Group())
-        self._unlist(group)
-        group.add(member, path[1:])
-        self._list(group)
+        group.add(member, path[1:], amount)
+        self._note(group)
 
-    def remove(self, member: Hashable, path: Sequence[Hashable]) -> None:
-        self.size -= 1
+    def remove(self, member: M, path: Sequence[Hashable], amount: int) -> None:
+        self.amount -= amount
         if not path:
             place, last = self._places.pop(member), self._members.pop()
             if last != member:
@@ -77,26 +96,28 @@ class _Group:
                 self._places[last] = place
             return
         group = self._groups[path[0]]
-        self._unlist(group)
-        group.remove(member, path[1:])
-        self._list(group)
-        if not group.size:
+        group.remove(member, path[1:], amount)
+        if group.is_empty:
             del self._groups[path[0]]
+            group.amount = -1  # it is not found by what it held
+        self._note(group)
 
-    def victim(self, rng: random.Random) -> Hashable:
+    @property
+    def is_empty(self) -> bool:
+        return not self._members and not self._groups
+
+    def victim(self, rng: random.Random) -> M:
         if self._members:
             return rng.choice(self._members)
-        return next(iter(self._by_size[self._fullest])).victim(rng)
+        if not self._groups:
+            raise KeyError("nobody is here")
+        while (first := self._by_amount[0])[0] != -first[2].amount:
+            heappop(self._by_amount)
+        return first[2].victim(rng)
 
-    def _list(self, group: _Group) -> None:
-        if group.size:
-            self._by_size.setdefault(group.size, {})[group] = None
-        self._fullest = max(self._fullest, group.size)
-        while self._fullest and self._fullest not in self._by_size:
-            self._fullest -= 1  # by one at most: a size changes by one
-
-    def _unlist(self, group: _Group) -> None:
-        if of_size := self._by_size.get(group.size):
-            del of_size[group]
-            if not of_size:
-                del self._by_size[group.size]
+    def _note(self, group: _Group[M]) -> None:
+        if group.amount >= 0:
+            heappush(self._by_amount, (-group.amount, next(self._numbers), group))
+        if len(self._by_amount) > 2 * len(self._groups) + SPARE_ENTRIES:
+            self._by_amount = [(-each.amount, next(self._numbers), each) for each in self._groups.values()]
+            heapify(self._by_amount)

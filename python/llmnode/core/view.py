@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from llmnode.core.announcement import PeerState
 from llmnode.core.fair_shares import FairShares
@@ -58,9 +58,9 @@ class View:
         self._rng = rng or random.Random()
         self._newest: dict[PeerId, _Entry] = {}
         self._rates = Rates(policy.changes_at_once, 1 / policy.change_every_s)
-        self._heard = FairShares()
+        self._heard: FairShares[PeerId] = FairShares()
         """Peers that others have named, by the address group of the neighbour, the neighbour, and the model."""
-        self._met = FairShares()
+        self._met: FairShares[PeerId] = FairShares()
         """Peers that we have met, by their address groups."""
 
     def __len__(self) -> int:
@@ -172,7 +172,7 @@ class View:
             shares = self._met if len(self._met) > of_met or not len(self._heard) else self._heard
             if not len(shares):
                 break
-            self.forget(cast("PeerId", shares.victim(self._rng)))
+            self.forget(shares.victim(self._rng))
         return newcomer in self._newest
 
 

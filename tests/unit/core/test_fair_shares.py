@@ -12,33 +12,36 @@ from hypothesis import strategies as st
 from llmnode.core.fair_shares import FairShares
 
 paths = st.tuples(st.sampled_from("ab"), st.sampled_from("xyz"))
-changes = st.lists(st.tuples(st.integers(0, 20), paths | st.none()), max_size=60)
+changes = st.lists(st.tuples(st.integers(0, 20), paths | st.none(), st.integers(0, 3)), max_size=200)
 
 
 @given(changes, st.randoms(use_true_random=False))
 def test_the_victim_is_of_the_fullest_part_of_the_fullest_group(
-    changes: list[tuple[int, tuple[str, str] | None]], rng: random.Random
+    changes: list[tuple[int, tuple[str, str] | None, int]], rng: random.Random
 ) -> None:
-    shares, members = FairShares(), dict[int, tuple[str, str]]()
-    for member, path in changes:
+    shares, members = FairShares[int](), dict[int, tuple[tuple[str, str], int]]()
+    for member, path, amount in changes:
         if path is None:
             shares.remove(member)
             members.pop(member, None)
         else:
-            shares.put(member, path)
-            members[member] = path
+            shares.put(member, path, amount)
+            members[member] = path, amount
         assert len(shares) == len(members)
+        assert shares.amount == sum(each for _, each in members.values())
         assert all(each in shares for each in members)
         if members:
-            group, part = members[shares.victim(rng)]  # type: ignore[index]
-            groups = Counter(each[0] for each in members.values())
-            parts = Counter(each[1] for each in members.values() if each[0] == group)
+            (group, part), _ = members[shares.victim(rng)]
+            groups, parts = Counter[str](), Counter[str]()
+            for path, amount in members.values():
+                groups[path[0]] += amount
+                parts[path[1]] += amount if path[0] == group else 0
             assert groups[group] == max(groups.values())
             assert parts[part] == max(parts.values())
 
 
 def test_every_member_of_the_fullest_group_may_be_named() -> None:
-    shares = FairShares()
+    shares = FairShares[int]()
     for member in range(5):
         shares.put(member, ("group",))
     rng = random.Random(1)
@@ -46,8 +49,15 @@ def test_every_member_of_the_fullest_group_may_be_named() -> None:
 
 
 def test_without_members_there_is_nobody_to_name() -> None:
-    shares = FairShares()
+    shares = FairShares[int]()
     shares.put(1, ("group",))
     shares.remove(1)
     with pytest.raises(KeyError):
         shares.victim(random.Random(1))
+
+
+def test_changes_leave_nothing_behind() -> None:
+    shares = FairShares[int]()
+    for number in range(10_000):
+        shares.put(number % 10, (number % 7,), number % 5)
+    assert len(shares._root._by_amount) < 100
