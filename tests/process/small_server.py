@@ -102,10 +102,23 @@ class SmallServer:
         pytest.fail(f"the server ended: {self.errors.read_text()}")
 
 
+WITH_LESS_MEMORY = """
+from llmnode.core.policy import BudgetPolicy
+
+first, *rest = BudgetPolicy.__init__.__defaults__
+assert first == BudgetPolicy().memory_bytes
+BudgetPolicy.__init__.__defaults__ = ({memory_bytes}, *rest)
+assert BudgetPolicy().memory_bytes == {memory_bytes}
+"""
+
+
 @contextmanager
-def serve_small(folder: Path, span: Span, kv_tokens: int, errors: Path) -> Iterator[SmallServer]:
-    """It must end well, and without having said anything of a traceback."""
-    command = [sys.executable, "-P", "-c", WATCHED_SERVE, "serve", str(folder), "--blocks", f"{span.start}:{span.end}"]
+def serve_small(
+    folder: Path, span: Span, kv_tokens: int, errors: Path, memory_bytes: int | None = None
+) -> Iterator[SmallServer]:
+    """It must end well, and without having said anything of a traceback. `memory_bytes` is its budget for peers."""
+    program = ("" if memory_bytes is None else WITH_LESS_MEMORY.format(memory_bytes=memory_bytes)) + WATCHED_SERVE
+    command = [sys.executable, "-P", "-c", program, "serve", str(folder), "--blocks", f"{span.start}:{span.end}"]
     command += ["--kv-tokens", str(kv_tokens), "--threads", "1", "--json", "--verbose", "--until-stdin-closes"]
     pipe = subprocess.PIPE
     with (

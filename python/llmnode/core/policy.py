@@ -61,8 +61,8 @@ class BudgetPolicy:
     """Connections from one IPv4 address, IPv6 /56 or relay. Half-open ones name no peer, and peer ids are free."""
     connections_per_peer: int = 16
     """Two links each way need no more; those that are ending count."""
-    connection_bytes: int = 64 << 10
-    """The memory of a connection without streams."""
+    connection_bytes: int = 256 << 10
+    """The memory of a connection and its link without frames, as measured."""
     idle_s: float = 15.0
     """A connection that nothing uses ends after this time: it may just have been opened for something."""
     crowded_share: float = 0.75
