@@ -10,6 +10,7 @@ import sys
 import torch
 
 import llmnode
+from llmnode.core.texts.visible import visible  # a hostile server can choose escape sequences
 from llmnode.node import Node
 
 
@@ -19,7 +20,7 @@ def main(peers: list[str]) -> None:
         with llmnode.connect(peers=node.addresses) as model:
             prompt = torch.tensor([model.tokenizer.encode("Once upon a time")])
             output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False)
-            print(model.tokenizer.decode(output[0].tolist()))
+            print(visible(model.tokenizer.decode(output[0].tolist())))
 
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@ import sys
 import torch
 
 import llmnode
+from llmnode.core.texts.visible import visible  # a hostile server can choose escape sequences
 
 
 def main(peers: list[str]) -> None:
     with llmnode.connect(peers=peers) as model:
         prompt = torch.tensor([model.tokenizer.encode("The capital of France is")])
         output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False)
-        print(model.tokenizer.decode(output[0].tolist()))
+        print(visible(model.tokenizer.decode(output[0].tolist())))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import sys
 import trio
 
 import llmnode
+from llmnode.core.texts.visible import visible  # a hostile server can choose escape sequences
 
 
 async def answer(client: llmnode.Client, question: str) -> None:
@@ -19,7 +20,7 @@ async def answer(client: llmnode.Client, question: str) -> None:
             text += token.text
             if token.finish is not None:
                 usage = token.finish.usage
-                print(f"{question}\n{text}\n({usage.new_tokens} tokens, {token.finish.reason})", flush=True)
+                print(f"{question}\n{visible(text)}\n({usage.new_tokens} tokens, {token.finish.reason})", flush=True)
 
 
 async def main(questions: list[str], peers: list[str]) -> None:

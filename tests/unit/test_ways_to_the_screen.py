@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import runpy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,6 +101,13 @@ def test_what_is_allowed_is_there() -> None:
     for name, allowed in ALLOWED.items():
         found = {way for _, way in ways(ast.parse((ROOT / name).read_text(encoding="utf-8")))}
         assert allowed <= found, name
+
+
+def test_set_up_shows_what_tools_and_paths_say_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """It runs before the writer is installed, and has an escape of its own."""
+    bootstrap = runpy.run_path(str(ROOT / "node" / "bootstrap.py"))
+    bootstrap["say"]("a tool: \x1b]0;OWNED\x07\x9b2J\u202e\nllmnode: ready")
+    assert capsys.readouterr().err == "llmnode: a tool: \\x1b]0;OWNED\\x07\\x9b2J\\u202e\\nllmnode: ready\n"
 
 
 @pytest.mark.parametrize(
