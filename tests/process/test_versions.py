@@ -10,7 +10,7 @@ import sys
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
@@ -20,14 +20,13 @@ from llmnode import _native
 from llmnode.core.policy import LinkPolicy
 from llmnode.swarm.join import join_swarm
 from llmnode.wire.frame import LINK_VERSIONS
-from process.conftest import Node
+from process.conftest import STOP_S
 from process.small_server import ANSWER_S
 from process.small_server import expected_tokens as greedy
 from reference.small import BLOCKS, make_model
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from contextlib import ExitStack
+    from collections.abc import Iterator, Mapping
 
     from llmnode.wire.messages import Description
 
@@ -39,17 +38,28 @@ PROMPT = [5, 17, 99, 3, 42]
 NEW_TOKENS = 24
 HEARD_WITHIN_S = 20.0
 GROW = "import unit.grown; unit.grown.grow()"
-"""Run first, it makes a process a node that is newer than today's: all that may have a field more has one."""
-SERVER = "import llmnode.node.cli; llmnode.node.cli.run()"
-CLIENT = """
-import json, sys, torch, llmnode
-folder, peer, prompt, new_tokens = json.loads(sys.argv[1])
-with llmnode.connect(folder, peers=[peer]) as model:
-    ids = torch.tensor([prompt])
-    mask = torch.ones_like(ids)
-    output = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
-print(json.dumps(output[0, len(prompt):].tolist()))
+"""Run first, it makes a process one of newer nodes than today's: all that may have a field more has one."""
+PROGRAM = """
+import contextlib, json, sys, torch, llmnode
+from llmnode.node import Node
+
+def serve(folder, blocks, *peers):
+    node = stack.enter_context(Node(folder, blocks=blocks, peers=peers, worker="thread", threads=1, kv_tokens=1000))
+    return node.addresses[0]
+
+def generate(folder, peer, prompt, new_tokens):
+    with llmnode.connect(folder, peers=[peer]) as model:
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        output = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+    return output[0, len(prompt):].tolist()
+
+with contextlib.ExitStack() as stack:
+    for line in sys.stdin:
+        function, arguments = json.loads(line)
+        print(json.dumps({"serve": serve, "generate": generate}[function](*arguments)), flush=True)
 """
+"""Serves blocks and generates, as it is told. Both versions can run it."""
 
 
 @pytest.fixture(scope="module", params=ARCHIVES, ids=lambda path: path.name.partition(".")[0])
@@ -86,55 +96,57 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(folder, greedy(model, PROMPT, NEW_TOKENS))
 
 
-def start(
-    stack: ExitStack, environment: Mapping[str, str], model: Model, blocks: str, *peers: str, program: str = ""
-) -> Node:
-    command = [
-        sys.executable,
-        "-P",
-        "-c",
-        f"{program}\n{SERVER}",
-        "serve",
-        str(model.folder),
-        "--blocks",
-        blocks,
-        "--threads",
-        "1",
-    ]
-    command += ["--worker", "thread", "--kv-tokens", "1000", "--json", "--until-stdin-closes"]
-    command += ["--peers", *peers] if peers else []
+@dataclass(frozen=True)
+class Program:
+    """A running `PROGRAM`."""
+
+    process: subprocess.Popen[str]
+    model: Model
+
+    def serve(self, blocks: str, *peers: str) -> str:
+        """The address of a new node of this process."""
+        address: str = self._ask("serve", str(self.model.folder), blocks, *peers)
+        return address
+
+    def generate(self, peer: str) -> list[int]:
+        """The tokens that a new client of this process gets."""
+        tokens: list[int] = self._ask("generate", str(self.model.folder), peer, PROMPT, NEW_TOKENS)
+        return tokens
+
+    def _ask(self, function: str, *arguments: object) -> Any:  # Any: JSON
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps([function, arguments]), file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        assert answer, f"the program ended: {self.process.wait()}"
+        return json.loads(answer)
+
+
+@contextlib.contextmanager
+def run(environment: Mapping[str, str], model: Model, first: str = "") -> Iterator[Program]:
+    command = [sys.executable, "-P", "-c", f"{first}\n{PROGRAM}"]
     pipe = subprocess.PIPE
-    node = Node(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment))
-    stack.callback(node.stop)
-    node.wait_ready()
-    return node
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+        try:
+            yield Program(process, model)
+            process.communicate(timeout=STOP_S)  # closes its stdin
+        finally:
+            process.kill()
+    assert process.returncode == 0
 
 
-def generate(environment: Mapping[str, str], model: Model, peer: str, program: str = "") -> list[int]:
-    """The tokens that a client in a process of its own gets."""
-    what = json.dumps([str(model.folder), peer, PROMPT, NEW_TOKENS])
-    command = [sys.executable, "-P", "-c", f"{program}\n{CLIENT}", what]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    tokens: list[int] = json.loads(done.stdout)
-    return tokens
-
-
-def described(contact: Node, nodes: list[Node]) -> list[tuple[int | None, Description]]:
+def described(contact: str, nodes: list[str]) -> list[tuple[int | None, Description]]:
     """The protocols that `nodes` speak, and how they describe themselves. `contact` must know all of them."""
-    return trio.run(_described, contact.address, nodes)
+    return trio.run(_described, contact, nodes)
 
 
-async def _described(contact: str, nodes: list[Node]) -> list[tuple[int | None, Description]]:
+async def _described(contact: str, nodes: list[str]) -> list[tuple[int | None, Description]]:
+    peers = [address.rpartition("/")[2] for address in nodes]
     async with join_swarm([contact], LinkPolicy()) as (pool, swarm):
         with trio.fail_after(HEARD_WITHIN_S):
-            while True:
-                known = {each.peer: each for each in swarm.view.announcements()}
-                if known.keys() == {node.ready["peer"] for node in nodes}:
-                    break
+            while {each.peer for each in swarm.view.announcements()} != set(peers):
                 await swarm.wait_changed()
         assert swarm.unread == 0
-        connections = [await pool.connect(known[node.ready["peer"]].addresses) for node in nodes]
+        connections = [await pool.connect([address]) for address in nodes]
         descriptions = [await connection.describe(ANSWER_S) for connection in connections]
         return [(each.version, description) for each, description in zip(connections, descriptions, strict=True)]
 
@@ -144,16 +156,16 @@ def test_nodes_of_several_versions_are_one_swarm(earlier: dict[str, str], newer:
 
     Servers push to each other from before to newer, and from newer to before.
     """
-    with contextlib.ExitStack() as stack:
-        first = start(stack, earlier, small, "0:2")
-        middle = start(stack, newer, small, "2:4", first.address, program=GROW)
-        last = start(stack, earlier, small, f"4:{BLOCKS}", middle.address)
+    with run(earlier, small) as before, run(newer, small, GROW) as after:
+        first = before.serve("0:2")
+        middle = after.serve("2:4", first)
+        last = before.serve(f"4:{BLOCKS}", middle)
         nodes = [first, middle, last]
         for node in nodes:
             assert [version for version, _ in described(node, nodes)] == [1, LINK_VERSIONS[0], 1]
-        assert generate(earlier, small, middle.address) == small.expected
-        assert generate(newer, small, first.address, program=GROW) == small.expected
-        with llmnode.connect(str(small.folder), peers=[last.address]) as model:
+        assert before.generate(middle) == small.expected
+        assert after.generate(first) == small.expected
+        with llmnode.connect(str(small.folder), peers=[last]) as model:
             assert greedy(model, PROMPT, NEW_TOKENS) == small.expected
         ahead, between, behind = (description for _, description in described(last, nodes))
         assert ahead.steps == between.steps == behind.steps == 3 * NEW_TOKENS
