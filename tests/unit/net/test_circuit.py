@@ -18,17 +18,19 @@ import trio.testing
 from libp2p.custom_types import TProtocol
 from libp2p.network.stream.exceptions import StreamError
 from libp2p.network.stream.net_stream import NetStream
+from libp2p.peer.id import ID
 from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 
 from llmnode.core.budget import Kind, Resource
 from llmnode.core.policy import BudgetPolicy, CircuitPolicy, LinkPolicy, PunchPolicy, RelayPolicy
 from llmnode.errors import ConfigError, PeerError, PeerUnreachable, single_error
-from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer, parse_relay, relay_of
+from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer, parse_relay, relay_of, tcp_address
 from llmnode.net.circuit_splice import LEAST_PIECE_BYTES, Splices
 from llmnode.net.circuit_wire import HOP, PIECE_BYTES, STOP, receive, send
 from llmnode.net.host import Libp2pNetwork, OpenCounts, open_network
 from llmnode.net.link import Libp2pLink
+from llmnode.net.punch import Door
 from llmnode.testing import simulated
 from llmnode.wire.frame import Frame, FrameType
 from unit.in_trio import in_trio
@@ -650,6 +652,22 @@ async def test_many_relays_of_one_machine_are_one_address_group() -> None:
             await client.dial(through(relay, server))
         for network in (client, server):
             assert {each.name for each in network.budget.process.within(Kind.GROUP)} == {"127.0.0.1"}
+
+
+@in_trio
+async def test_two_peers_punch_where_their_relay_sees_them_and_nowhere_else() -> None:
+    async with relaying() as relay, reserving(relay) as server, dialling() as client:
+        await client.dial(through(relay, server))
+        for network, other in ((client, server), (server, client)):
+            (relayed,) = network._held.living(ID.from_string(other.peer))
+            circuit = cast(Any, relayed).muxed_conn.secured_conn.raw
+            assert circuit.seen_host == "127.0.0.1"
+            places = [("8.8.8.8", 1), ("127.0.0.2", 2), ("127.0.0.1", 3), ("8.8.8.8", 4)]
+            named = [tcp_address(*place).to_bytes() for place in places]
+            door = Door("127.0.0.1", 5, "127.0.0.1", 5)
+            assert network._puncher._permitted(named, door, relayed) == [("127.0.0.1", 3)]
+            circuit.seen_host = None  # as with other relays than ours
+            assert network._puncher._permitted(named, door, relayed) == [("8.8.8.8", 1), ("8.8.8.8", 4)]
 
 
 class Sink:
