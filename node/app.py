@@ -24,6 +24,7 @@ from llmnode.net.host import open_network
 from llmnode.net.swarm_key import Entry, entry
 from llmnode.node.serve.links import accept_links, answer_as_relay
 from llmnode.node.serve.placing import choose_blocks
+from llmnode.node.serve.rebalance import rebalance
 from llmnode.node.serve.role import Role
 from llmnode.node.serve.server import Server
 from llmnode.node.watching import Notice, log_notice, watch
@@ -52,6 +53,7 @@ class NodeConfig:
 
     - `blocks`: START:END, a number of blocks, or "auto" for all that fit into memory; the node then chooses the blocks
       that the swarm needs most.
+    - `rebalance`: the node moves to other blocks when the swarm needs it there more, unless START:END names its blocks.
     - `peers`: addresses of servers or relays.
     - `swarm_key`: an invite to a private swarm, which names peers too, or the file of its key.
     - `announce`: the addresses at which others reach the node, if it does not listen there itself, for example behind
@@ -72,6 +74,7 @@ class NodeConfig:
 
     model: str | None = None
     blocks: str = "auto"
+    rebalance: bool = True
     peers: Sequence[str] = ()
     listen: Sequence[str] = (LISTEN_ANY_LOOPBACK,)
     announce: Sequence[str] = ()
@@ -190,6 +193,8 @@ async def open_node(
                     await nursery.start(role.run)
                     nursery.start_soon(server.run)
                     nursery.start_soon(node.follow_addresses, report_addresses)
+                    if config.rebalance and ":" not in config.blocks:
+                        nursery.start_soon(rebalance, network.peer, role, swarm, report)
                     yield node
                     await role.leave()
                     nursery.cancel_scope.cancel()

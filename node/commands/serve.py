@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,7 +24,6 @@ from llmnode.node.commands.options import (
 from llmnode.node.terminal import show, show_json, tell
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
 
     from llmnode.node.app import NodeConfig, RunningNode
@@ -43,6 +43,13 @@ def add(commands: Commands) -> None:
         "  llmnode serve --peers RELAY --relay RELAY        (behind a NAT: the address that `llmnode relay` printed)",
     )
     add_blocks(parser)
+    parser.add_argument(
+        "--rebalance",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="move to other blocks when the swarm needs this server more there; a server with --blocks START:END stays "
+        "(default: on)",
+    )
     add_peers(parser, "servers or relays of the swarm to join")
     add_listen(parser)
     add_announce(parser)
@@ -74,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         log_to_stderr()
     config = replace(
         worker_config(arguments),
+        rebalance=arguments.rebalance,
         peers=arguments.peers,
         swarm_key=arguments.swarm_key,
         listen=arguments.listen or [LISTEN_ANY_LOOPBACK],

@@ -28,8 +28,10 @@ async def choose_blocks(blocks: str, model: ModelInfo, source: WorkerSource, swa
     return choose_span(length, block_speeds(model.blocks, servers))
 
 
-async def servers_of(model: ModelInfo, swarm: Swarm) -> list[Server]:
+async def servers_of(model: ModelInfo, swarm: Swarm, *, draining: bool = False) -> list[Server]:
+    """The servers of the model in this node's view, as far as placement believes them: see `counted`."""
     if not swarm.view.of_model(model.digest):
         await swarm.look_up(model.digest)
     of_profile = [each for each in swarm.view.of_model(model.digest) if each.offer.profile == model.profile]
-    return counted(((each.peer, each.offer, swarm.state_age_s(each.peer)) for each in of_profile), RebalancePolicy())
+    offers = [(each.peer, each.offer, swarm.state_age_s(each.peer)) for each in of_profile]
+    return counted(offers, RebalancePolicy(), draining=draining)

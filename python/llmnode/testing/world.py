@@ -12,6 +12,7 @@ import trio
 
 from llmnode.core.policy import ClientPolicy, LinkPolicy, ServePolicy, SwarmPolicy
 from llmnode.node.serve.links import accept_links, answer_as_relay
+from llmnode.node.serve.rebalance import rebalance
 from llmnode.node.serve.role import Role
 from llmnode.node.serve.server import Server
 from llmnode.session.router import Router
@@ -149,13 +150,16 @@ class World:
         *,
         contacts: Sequence[str] | None = None,
         now_ms: Callable[[], int] = simulated_ms,
+        report_move: Callable[[str], None] | None = None,
     ) -> ServingNode:
         """A server of `span`, and of the world's model: it announces that even if it serves another `model`.
 
-        Unless it is told its `contacts`, it is told all nodes that live.
+        Unless it is told its `contacts`, it is told all nodes that live. With `report_move` it rebalances.
         """
         contacts = self._contacts() if contacts is None else contacts
-        node: ServingNode = await self._nursery.start(self._serve, name, span, model or self.model, contacts, now_ms)
+        node: ServingNode = await self._nursery.start(
+            self._serve, name, span, model or self.model, contacts, now_ms, report_move
+        )
         return node
 
     async def start_relay(self, name: str, *, contacts: Sequence[str] | None = None) -> SimulatedNode:
@@ -269,6 +273,7 @@ class World:
         model: ModelInfo,
         contacts: Sequence[str],
         now_ms: Callable[[], int],
+        report_move: Callable[[str], None] | None,
         task_status: trio.TaskStatus[ServingNode],
     ) -> None:
         async with self._living(name, contacts, now_ms) as (life, nursery), open_pool(life.network) as pushes:
@@ -279,6 +284,8 @@ class World:
             await nursery.start(role.run)
             self.nodes[name] = node
             nursery.start_soon(server.run)
+            if report_move is not None:
+                nursery.start_soon(rebalance, node.peer, role, life.swarm, report_move, None, self._rng(name))
             task_status.started(node)
             await trio.sleep_forever()
 

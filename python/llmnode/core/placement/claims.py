@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llmnode.core.announcement import PeerState
-from llmnode.core.placement.servers import Server, shared_speed
+from llmnode.core.placement.servers import Server, one_speed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -17,17 +18,24 @@ if TYPE_CHECKING:
     from llmnode.core.placement.policy import RebalancePolicy
 
 
-def counted(offers: Iterable[tuple[PeerId, Offer, float]], policy: RebalancePolicy) -> list[Server]:
+def counted(
+    offers: Iterable[tuple[PeerId, Offer, float]], policy: RebalancePolicy, *, draining: bool = False
+) -> list[Server]:
     """The servers that count, at the speeds that are believed. With each offer comes the age of its state in seconds.
 
-    A peer that joins counts for `joins_within_s`. The offers are of one model and profile.
+    A peer that joins counts for `joins_within_s`. With `draining`, one that drains counts for `drains_within_s`: it may
+    be moving, and says so when it has drained. No server is taken to hold another number of blocks than it does. The
+    offers are of one model and profile.
     """
+    patience_s = {
+        PeerState.ONLINE: math.inf,
+        PeerState.JOINING: policy.joins_within_s,
+        PeerState.DRAINING: policy.drains_within_s if draining else 0.0,
+    }
     servers = []
     for peer, offer, age_s in offers:
-        joins = offer.state is PeerState.JOINING and age_s < policy.joins_within_s
-        if joins or offer.state is PeerState.ONLINE:
-            block_tokens_per_s = 1e6 / offer.block_us if offer.block_us else 0.0
-            speeds = shared_speed(block_tokens_per_s, len(offer.span))
+        if age_s < patience_s.get(offer.state, 0.0):
+            speeds = one_speed(offer.speed_tokens_per_s if offer.block_us else 0.0, len(offer.span))
             servers.append(Server(peer, offer.span, speeds, online=offer.state is PeerState.ONLINE))
     return believed(servers, policy)
 

@@ -53,5 +53,7 @@ class RebalancePolicy:
     """Before a move, at most this many servers of the blocks that are left are asked whether they are there."""
     claim_limit: float = 4.0
     """No speed counts for more than this many times the median: a liar can draw others away only that far."""
+    drains_within_s: float = 20.0
+    """A node that drains counts for this long in the plans of others. Then it has left, or joins elsewhere."""
     joins_within_s: float = 600.0
     """A node that loads for longer than this does not keep others away from its blocks."""

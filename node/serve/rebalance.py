@@ -1,0 +1,72 @@
+"""A node moves to the blocks where it helps most, while others come and go. `core/placement/rebalancing.py` decides."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.placement.rebalancing import Rebalancer
+from llmnode.core.serving.node_life import Online
+from llmnode.errors import ConfigError, ModelError, PeerError
+from llmnode.node.serve.placing import servers_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llmnode.core.ids import PeerId
+    from llmnode.core.placement.policy import RebalancePolicy
+    from llmnode.node.serve.role import Role
+    from llmnode.swarm.membership import Swarm
+
+log = logging.getLogger(__name__)
+
+ANSWERS_WITHIN_S = 5.0
+"""A server that a node relies on answers within this time, or is taken for absent."""
+
+
+async def rebalance(
+    me: PeerId,
+    role: Role,
+    swarm: Swarm,
+    report: Callable[[str], None] = lambda _line: None,
+    policy: RebalancePolicy | None = None,
+    rng: random.Random | None = None,
+) -> None:
+    """Move now and then, until cancelled. `report` is told of each move in a line."""
+    model = role.model
+    rebalancer = Rebalancer(me, model.blocks, rng or random.Random(), policy)
+    while True:
+        await trio.sleep(rebalancer.pause_s(await servers_of(model, swarm, draining=True)))
+        if not isinstance(role.state, Online):
+            continue
+        servers = await servers_of(model, swarm, draining=True)
+        decision = rebalancer.decide(servers, trio.current_time())
+        absent = [peer for peer in decision.confirm if not await _answers(peer, swarm)]
+        for peer in absent:
+            rebalancer.note_absent(peer, trio.current_time())
+        if decision.span is None or absent or not isinstance(role.state, Online):
+            continue
+        rebalancer.note_move(trio.current_time())
+        report(f"moving from blocks {role.span} to {decision.span}, where the swarm needs this node more")
+        try:
+            await role.change_span(decision.span, 0.0 if decision.at_once else None)
+        except (ConfigError, ModelError) as error:
+            log.info("no move span=%s: %s", decision.span, error)
+
+
+async def _answers(peer: PeerId, swarm: Swarm) -> bool:
+    announced = next((each for each in swarm.view.announcements() if each.peer == peer), None)
+    if announced is None:
+        return False
+    for address in announced.addresses:
+        with trio.move_on_after(ANSWERS_WITHIN_S):
+            try:
+                await swarm.meet(address)
+            except (PeerError, ConfigError) as error:
+                log.debug("no answer peer=%s: %s", peer, error)
+            else:
+                return True
+    return False
