@@ -7,6 +7,7 @@ flow. Decisions are timed in large swarms.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import replace
@@ -36,9 +37,11 @@ if TYPE_CHECKING:
 SEED = 0
 PAPER = "paper, p = 20 %"
 CASES = (("24", "llama30b"), ("24", "llama70b"), ("42", "llama70b"))
-FREE_MOVES = replace(PlanPolicy(), price=0.0, least_prices=1e-3)
+FREE_MOVES = replace(PlanPolicy(), price=0.0, least_prices=1e-3, moves=24, pairs=24, tries=2500)
 """A layout is arranged before anybody serves: a move costs nothing."""
-DECISIONS = 40
+TARGETS = (1.02, 1.05, 1.1, 1.2, 1.3, 1.5, math.inf)
+"""One target for each decision in turn, until none of them finds a move."""
+DECISIONS = 80
 SMALL = (8, 12, 5)
 """Servers, blocks, and the most blocks of one server: HiGHS needs seconds for each case."""
 
@@ -150,11 +153,14 @@ def arranged(cluster: Cluster) -> tuple[list[Server], float]:
         span = place_newcomer(blocks, servers, cluster.speeds[node], FREE_MOVES)
         slowest_s = max(slowest_s, time.process_time() - began_s)
         servers.append(Server(PeerId(f"{node:03}"), span, cluster.speeds[node]))
-    for _decision in range(DECISIONS):
+    fruitless = 0
+    for decision in range(DECISIONS):
+        policy = replace(FREE_MOVES, targets=(TARGETS[decision % len(TARGETS)],))
         began_s = time.process_time()
-        moves = {move.peer: move.span for move in plan_moves(blocks, servers, FREE_MOVES).moves}
+        moves = {move.peer: move.span for move in plan_moves(blocks, servers, policy).moves}
         slowest_s = max(slowest_s, time.process_time() - began_s)
-        if not moves:
+        fruitless = 0 if moves else fruitless + 1
+        if fruitless == len(TARGETS):
             break
         servers = [server.at(moves.get(server.peer, server.span)) for server in servers]
     return servers, 1000 * slowest_s

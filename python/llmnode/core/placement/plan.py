@@ -191,18 +191,18 @@ class _Search:
             initial=0.0,
         )
         upto = list(slopes)
-        best: dict[int, float] = {}
+        lengths = {length for own in self._lengths for length in own}
+        best = {length: max(map(sub, upto[length:], upto)) for length in lengths}
         estimates = []
         for number in self._movable:
-            server, span = self.servers[number], self.spans[number]
-            estimate = -server.speeds[len(span) - 1] * (upto[span.end] - upto[span.start])
-            gain = 0.0
-            for length in self._lengths[number]:
-                if length not in best:
-                    best[length] = max(map(sub, upto[length:], upto))
-                gain = max(gain, server.speeds[length - 1] * best[length])
-            estimates.append((gain + estimate, -number))
-        return [-number for _, number in heapq.nlargest(most, estimates)]
+            span, speeds, own = self.spans[number], self.servers[number].speeds, self._lengths[number]
+            lost = speeds[span.end - span.start - 1] * (upto[span.end] - upto[span.start])
+            if len(own) == 1:
+                estimates.append(speeds[-1] * best[own[0]] - lost)
+            else:
+                estimates.append(max(speeds[length - 1] * best[length] for length in own) - lost)
+        order = sorted(range(len(estimates)), key=estimates.__getitem__, reverse=True)
+        return [self._movable[place] for place in order[:most]]
 
     def _gains(self, speeds: Sequence[float], more: float) -> list[float]:
         """The cubed deficit that each block loses if `more` tokens a second are added to its speed."""
