@@ -39,9 +39,8 @@ async def rebalance(
     model = role.model
     rebalancer = Rebalancer(me, model.blocks, rng or random.Random(), policy)
     while True:
-        await trio.sleep(rebalancer.pause_s(await servers_of(model, swarm, draining=True)))
-        if not isinstance(role.state, Online):
-            continue
+        if await _sees_new_gap(rebalancer, role, swarm) or not isinstance(role.state, Online):
+            continue  # while there is a gap, the pause is shorter
         servers = await servers_of(model, swarm, draining=True)
         decision = rebalancer.decide(servers, trio.current_time())
         absent = [peer for peer in decision.confirm if not await _answers(peer, swarm)]
@@ -55,6 +54,18 @@ async def rebalance(
             await role.change_span(decision.span, 0.0 if decision.at_once else None)
         except (ConfigError, ModelError) as error:
             log.info("no move span=%s: %s", decision.span, error)
+
+
+async def _sees_new_gap(rebalancer: Rebalancer, role: Role, swarm: Swarm) -> bool:
+    """Pauses until the next decision, or until nobody serves some block any more."""
+    servers = await servers_of(role.model, swarm, draining=True)
+    had_gap = rebalancer.sees_gap(servers)
+    with trio.move_on_after(rebalancer.pause_s(servers)):
+        while had_gap or not rebalancer.sees_gap(servers):
+            await swarm.wait_changed()
+            servers = await servers_of(role.model, swarm, draining=True)
+        return True
+    return False
 
 
 async def _answers(peer: PeerId, swarm: Swarm) -> bool:

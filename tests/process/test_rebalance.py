@@ -16,7 +16,7 @@ import llmnode
 from llmnode.errors import LlmnodeError
 from process.small_server import expected_tokens
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPT = "The capital of France is"
 TOKENS = 8

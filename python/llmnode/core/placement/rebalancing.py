@@ -65,10 +65,13 @@ class Rebalancer:
 
     def pause_s(self, servers: Sequence[Server]) -> float:
         """The time until the next decision."""
-        gap = min(block_speeds(self._blocks, self._present(servers))) <= 0.0
-        soon = gap or self._waits_since_s is not None
+        soon = self.sees_gap(servers) or self._waits_since_s is not None
         every_s = self._policy.gap_check_every_s if soon else self._policy.check_every_s
         return every_s * self._rng.uniform(1 - self._policy.jitter, 1 + self._policy.jitter)
+
+    def sees_gap(self, servers: Sequence[Server]) -> bool:
+        """Whether nobody serves some block, as far as the node knows."""
+        return min(block_speeds(self._blocks, self._present(servers))) <= 0.0
 
     def note_move(self, now_s: float) -> None:
         """The node has begun to move."""
