@@ -319,11 +319,17 @@ class ServerLink:
         return session is not None and session.link is not self._link and session.sender == self._link.peer
 
     async def _take_push(self, frame: Frame) -> None:
-        """A step from the hop before, on the client's behalf. Its faults are not blamed on the client."""
+        """A step from the hop before, on the client's behalf. Its faults are not blamed on the client.
+
+        The client has begun this epoch at all hops before it lets them push.
+        """
         try:
+            session = self._server.sessions[frame.session]
+            if frame.epoch > session.stage.epoch:
+                raise RemoteProtocolError(f"of epoch {frame.epoch}, which has not begun")
             if frame.meta:  # out of a log it comes without
                 unpack(Pushed, frame.meta)
-            await self._server.sessions[frame.session].submit(frame)
+            await session.submit(frame)
             self._server.tally.given_directly += 1
         except (PeerRefused, RemoteProtocolError) as error:
             log.info("dropped a step pushed by peer=%s: %s", self._link.peer, error)

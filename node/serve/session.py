@@ -249,6 +249,7 @@ class ServerSession:
 
     async def _compute(self, frame: Frame) -> None:
         try:
+            self._form.check_values(frame)
             await self.memory.begin_work(self._form.work_bytes(frame.length))
             try:
                 self.memory.log(self._logged_bytes + self._form.bytes_of(frame.length))
@@ -257,11 +258,13 @@ class ServerSession:
                 payload = self._form.encode(computed.hidden)
             finally:
                 self.memory.end_work()
+            if not self._form.is_sound(payload, frame.length):  # the next hop would refuse it
+                raise ConfigError(f"blocks {self._span} put out numbers that are not finite")
         except PeerRefused as refusal:
             await self._refuse_step(frame, refusal.code, refusal.reason)
         except RemoteProtocolError as error:
             await self._refuse_step(frame, RefusalCode.BAD_MESSAGE, error.message)
-        except ConfigError as error:  # the codec cannot carry what we computed
+        except ConfigError as error:  # the codec cannot carry what we computed, or nobody can use it
             await self._worker.do(Truncate(frame.session, frame.start))
             await self._refuse_step(frame, RefusalCode.COMPUTE_FAILED, str(error))
         except (RuntimeError, MemoryError) as error:  # torch's out-of-memory and kernel errors

@@ -99,7 +99,7 @@ class PeerTimeout(PeerError):
 
 
 class PeerRefused(PeerError):
-    """The peer said no: busy, no room, another model. It is not a fault, and never a reason for a ban.
+    """The peer said no: busy, no room, another model. It is a fault only if the refusal `breaks_promise`.
 
     `code` is one of `llmnode.wire.messages.RefusalCode`; `retry_after_s` is the peer's own estimate, if it gave one.
     """
@@ -116,6 +116,8 @@ class PeerRefused(PeerError):
         self.code = code
         self.reason = message
         self.retry_after_s = retry_after_s
+        self.breaks_promise = False
+        """The peer had accepted the session before. It is banned for a while."""
         super().__init__(f"refused ({code}): {message}", peer=peer, span=span)
 
 

@@ -27,6 +27,7 @@ from llmnode.testing import (
     check_coverage,
     check_no_banned_peer,
     check_nobody_is_convicted,
+    exact_input,
     exact_output,
     seeds,
 )
@@ -413,7 +414,7 @@ async def test_who_announces_nonsense_is_passed_over(monkeypatch: pytest.MonkeyP
 @simulated
 async def test_the_caller_may_reuse_its_buffer() -> None:
     async with pairs_of_servers() as swarm, swarm.session() as (session, _):
-        hidden = bytearray(random.Random(1).randbytes(20 * ROW))
+        hidden = bytearray(exact_input(random.Random(1), 20))
         said = bytes(hidden)
         await session.step(hidden)
         hidden[:] = bytes(len(hidden))

@@ -18,7 +18,7 @@ from llmnode.core.operations import Computed
 from llmnode.core.policy import ClientPolicy, SpotCheckPolicy
 from llmnode.core.priority import Priority
 from llmnode.errors import IntegrityError, SessionLost
-from llmnode.testing import FaultPlan, Odds, seeds, simulate
+from llmnode.testing import FaultPlan, Odds, exact_input, seeds, simulate
 from llmnode.testing.faults import ALL_KINDS
 from llmnode.wire.payload import Codec
 from simulation.test_recovery import CAST, WEATHERS, open_at_last, talk
@@ -71,7 +71,7 @@ async def speak(session: InferenceSession, steps: int, positions: int = 1) -> No
     """Run steps, whatever the answers are, and let the check of each step end."""
     assert session.spot_checks is not None
     for _ in range(steps):
-        await session.step(random.randbytes(positions * ROW))
+        await session.step(exact_input(random.Random(random.random()), positions))
         await session.spot_checks.finish()
 
 

@@ -206,7 +206,7 @@ class PairedSession:
 
     def _settle(self) -> None:
         if not self.state.is_settled:
-            self._carry_out((hop, [request]) for hop, request in self.state.settle())
+            self._carry_out(self.state.settle(self._world.now_s))
             self._tell_neighbours()
             self.state.settled()
 

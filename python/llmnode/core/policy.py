@@ -423,6 +423,8 @@ class RoutePolicy:
     (`AdmissionPolicy`)."""
     retry_s: float = 1.0
     """The pause between two looks for peers, unless the swarm changes before."""
+    longest_pause_s: float = 5.0
+    """The same pause is not longer than this, whatever time peers name until they have room."""
     ban_s: float = 2.0
     """The first ban of a peer that failed; each further ban lasts twice the one before."""
     longest_ban_s: float = 30.0
@@ -486,6 +488,32 @@ class TrustPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class StandingPolicy:
+    """How far a client believes what peers say about their speed, see `core/peers/standing.py`."""
+
+    proven_positions: int = 16
+    """A peer has proved itself when it has computed this many positions for us."""
+    keeps_s: float = 600.0
+    """A peer that has not served us for this long has to prove itself anew: it may be busier now, or faster."""
+    short_step: int = 8
+    """Steps of at most this many positions count for the speed. More positions would look faster than they are."""
+    believed_times: float = 4.0
+    """A peer that has not proved itself counts at most this many times as fast as others."""
+    unproven_cost: float = 1.25
+    """Next to peers that have proved themselves, another one costs at least this many times what they cost."""
+    way_s: float = 0.1
+    """A peer that takes this much longer than `believed_times` what it says is far away, busy or a liar. Others are not
+    compared to it."""
+    explored_share: float = 1 / 16
+    """In this share of new sessions only `believed_times` limits the newcomers."""
+    unproven_sessions: int = 1
+    """A peer that has not proved itself gets this many sessions at a time. A further one costs `entrusted_cost`."""
+    entrusted_cost: float = 4.0
+    most_refusals: int = 4
+    """The cost of a peer doubles with each session that it took and did not serve, this many times at most."""
+
+
+@dataclass(frozen=True, slots=True)
 class SpotCheckPolicy:
     """The chunks that another peer computes again, see `session/spot_checks.py`."""
 
@@ -522,6 +550,7 @@ class ClientPolicy:
     relayed: RelayedPolicy = field(default_factory=RelayedPolicy)
     recovery: RecoveryPolicy = field(default_factory=RecoveryPolicy)
     trust: TrustPolicy = field(default_factory=TrustPolicy)
+    standing: StandingPolicy = field(default_factory=StandingPolicy)
     spot_checks: SpotCheckPolicy = field(default_factory=SpotCheckPolicy)
 
 

@@ -20,7 +20,7 @@ CAUSES_KEPT = 16
 """A step keeps its first failures, and the latest."""
 
 FAILED_COMPUTATIONS = 8
-"""One step may meet this many at one span. After more the fault is taken to be its own."""
+"""One step may meet this many of one peer. It is asked again only after all others: then the fault is the step's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,11 @@ class StepFailures:
     """The peers that failed since every peer was asked. Each is asked once: a dead cheap one must not hide another."""
     cut_off: set[PeerId] = field(default_factory=set)
     """Lost hops that could not be reached. They may be back, and are asked before the client waits for any peer."""
-    failed_computations: Counter[Span | None] = field(default_factory=Counter)
+    blaming: set[PeerId] = field(default_factory=set)
+    """Those of the `failed` peers that say that the session itself is at fault."""
+    is_disputed: bool = False
+    """Hops that were to take a place have contradicted each other. The next ones do not push to each other."""
+    failed_computations: Counter[PeerId | None] = field(default_factory=Counter)
     deadline_s: float = math.inf
     room_in_s: float = 0.0
     """The shortest wait for room that a peer named since every peer was asked; 0 if none did."""
@@ -58,8 +62,17 @@ class StepFailures:
 
     def ask_all_again(self) -> None:
         self.failed.clear()
+        self.blaming.clear()
         self.cut_off.clear()
         self.room_in_s = 0.0
+
+    def check_agreement(self) -> None:
+        """To be called when there is no other peer to ask. Raises SessionLost if all blame the session.
+
+        One peer's word is not enough, and several may be one stranger's: while there are others, they are asked.
+        """
+        if self.blaming and self.blaming >= self.failed and not self.cut_off:
+            raise SessionLost(self.causes) from self.causes[-1]
 
     def note_lost(self, failure: PeerError, finder: PeerFinder) -> None:
         """A hop of the session failed. Raises as `note`."""
@@ -69,7 +82,7 @@ class StepFailures:
             self.cut_off.add(failure.peer)
 
     def note(self, error: PeerError, finder: PeerFinder) -> None:
-        """Raises SessionLost for a failure that other peers would have too."""
+        """Raises SessionLost if a peer has failed to compute the step many times, and no other peer has done it."""
         finder.report(error)
         self.causes = [*self.causes[: CAUSES_KEPT - 1], error]
         if error.peer is not None:
@@ -77,6 +90,8 @@ class StepFailures:
         if isinstance(error, PeerRefused):
             if error.retry_after_s is not None:
                 self.room_in_s = min(self.room_in_s or math.inf, error.retry_after_s)
-            self.failed_computations[error.span] += error.code == RefusalCode.COMPUTE_FAILED
-            if error.code in ALL_WOULD_REFUSE or self.failed_computations[error.span] > FAILED_COMPUTATIONS:
+            if error.code in ALL_WOULD_REFUSE and error.peer is not None:
+                self.blaming.add(error.peer)
+            self.failed_computations[error.peer] += error.code == RefusalCode.COMPUTE_FAILED
+            if self.failed_computations[error.peer] > FAILED_COMPUTATIONS:
                 raise SessionLost(self.causes) from error

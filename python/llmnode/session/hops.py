@@ -66,12 +66,12 @@ class SessionHops:
         """Have all hops stand at the session's position, in one epoch, and know their neighbours. Raises PeerError."""
         state = self.state
         if not state.is_settled:
-            requests = state.settle()
+            requests = state.settle(trio.current_time())
             if self.tools.book is not None:
                 self.tools.book.truncate(state.position)
             if self.tools.spot_checks is not None:
                 self.tools.spot_checks.truncate(state.position)
-            await self._carry_out((hop, [request]) for hop, request in requests)
+            await self._carry_out(requests)
             await self.tell_neighbours()
             state.settled()
 
@@ -115,17 +115,18 @@ class SessionHops:
             self.check_open()
 
     async def rebuild(
-        self, lost: SessionHop, route: Route, connections: Mapping[PeerId, PeerConnection]
+        self, lost: SessionHop, route: Route, connections: Mapping[PeerId, PeerConnection], *, pushing: bool = True
     ) -> Sequence[SessionHop]:
         """Put new hops in the place of `lost`, which have computed its inputs; returns them. Raises PeerError.
 
         They do so in an epoch of their own, so that a frame of theirs that comes too late is never taken for another.
+        Unless they are `pushing`, all their results come to the client, which then knows for certain whether one lies.
         """
         state, policy = self.state, self.terms.policy
         before = state.before(lost)
         state.begin_epoch()
         told = [None, *state.until(lost)][-2:] if policy.recovery.upstream_logs else []
-        hops = await self._open_hops(route, connections, told, quiet=True)
+        hops = await self._open_hops(route, connections, told, quiet=True, pushing=pushing)
         try:
             await self._hold_replay(before, hops)
             results: list[ChunkResult] = []
@@ -156,6 +157,8 @@ class SessionHops:
         """All hops have computed the chunk: the session stands after it now. Raises as `_take_receipts` does."""
         await self._take_receipts(result, self.hops, replay=False)
         self.state.commit(result)
+        if self.tools.finder is not None:
+            self.tools.finder.note_served(result)
 
     async def abandon(self, hops: Sequence[SessionHop]) -> None:
         with trio.move_on_after(self.terms.policy.open_timeout_s, shield=True):
@@ -188,12 +191,15 @@ class SessionHops:
         before: Sequence[SessionHop | None],
         *,
         quiet: bool = False,
+        pushing: bool = True,
     ) -> list[SessionHop]:
         """Open new hops, and tell them and the last of `before` their neighbours, as `SessionState.open` says.
 
         Raises the PeerError of a hop that does not open, or the failure of the one before; then none is left open.
         """
         hops = [SessionHop(hop, connections[hop.peer], self.terms) for hop in route]
+        for hop in hops:
+            hop.pushing.is_trusted = pushing
         try:
             await self._carry_out(self.state.open(hops, before, trio.current_time(), quiet=quiet))
         except BaseException:

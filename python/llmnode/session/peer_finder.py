@@ -16,6 +16,7 @@ import trio
 
 from llmnode.core.peers.absence import explain_absence
 from llmnode.core.peers.bans import Bans
+from llmnode.core.peers.standing import Candidate, Standing
 from llmnode.core.peers.suspicion import Suspicion
 from llmnode.core.route import Hop, HopCost, Route, find_detour, find_route
 from llmnode.core.view import online
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from llmnode.swarm.membership import Swarm
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.swarm.pool import ConnectionPool
+    from llmnode.wire.chunk_path import ChunkResult
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class PeerFinder:
         self.run = run
         self._bans = Bans(policy.route.ban_s, policy.route.longest_ban_s)
         self._suspicion = Suspicion(policy.trust)
+        self._standing = Standing(policy.standing)
         self._full_until_s: dict[PeerId, float] = {}  # peers without room for a session, by their own estimate
 
     async def look_up(self) -> None:
@@ -75,15 +78,25 @@ class PeerFinder:
         """A peer failed: others are preferred to it for a while. A refusal for want of room only lasts as it says."""
         if error.peer is None:
             return
+        now_s = trio.current_time()
         if isinstance(error, PeerRefused):
             if error.retry_after_s is not None:
-                now_s = trio.current_time()
                 still = {each: until_s for each, until_s in self._full_until_s.items() if until_s > now_s}
                 self._full_until_s = {**still, error.peer: now_s + error.retry_after_s}
-            return
+            if not error.breaks_promise:
+                return
+            self._standing.note_refused(error.peer, now_s)
         if isinstance(error, IntegrityError) and error.proof is not None:
-            self._suspicion.convict(error.peer, trio.current_time())
-        self._bans.report(error.peer, trio.current_time())
+            self._suspicion.convict(error.peer, now_s)
+        self._bans.report(error.peer, now_s)
+
+    def note_served(self, result: ChunkResult) -> None:
+        """The hops of a session have computed a chunk, and all that we can check was right."""
+        now_s, positions = trio.current_time(), result.chunk.length
+        for output in result.outputs:
+            timing = output.timing
+            took_s = timing.round_trip_us / 1e6
+            self._standing.note_served(timing.peer, len(timing.span), positions, took_s, now_s)
 
     def suspect(self, peers: Collection[PeerId]) -> None:
         """One of these peers lied, and it is not known which."""
@@ -188,8 +201,9 @@ class PeerFinder:
     def _route(self, usable: Sequence[Announcement], failed: dict[PeerId, PeerError], positions: int) -> Route:
         """A route over peers that are not banned, or else over all of `usable`."""
         good = [each for each in usable if not self._is_banned(each)]
+        explores = self.rng.random() < self.policy.standing.explored_share
         try:
-            return find_route(self.model.blocks, _held(good), self._costs(good, positions))
+            return find_route(self.model.blocks, _held(good), self._costs(good, positions, explores=explores))
         except NoRoute:
             pass
         try:
@@ -250,19 +264,26 @@ class PeerFinder:
     def _is_banned(self, announcement: Announcement) -> bool:
         return self._bans.is_banned(announcement.peer, trio.current_time())
 
-    def _costs(self, announcements: Sequence[Announcement], positions: int = 0) -> dict[PeerId, HopCost]:
-        """Costs by what peers say of themselves. Suspected peers, and peers without room for `positions`, are dearer.
+    def _costs(
+        self, announcements: Sequence[Announcement], positions: int = 0, *, explores: bool = False
+    ) -> dict[PeerId, HopCost]:
+        """Costs by what peers say of themselves, as far as it is believed, and by what we have seen of them.
 
-        The latency to each is not known.
+        Suspected peers, and peers without room for `positions`, are dearer.
         """
         default, now_s = HopCost(), trio.current_time()
+        sessions = {each.peer: len(each.sessions) for each in self.pool.living()}
+        candidates = [
+            Candidate(each.peer, each.offer.block_us / 1e6 or default.block_s, sessions.get(each.peer, 0))
+            for each in announcements
+        ]
+        believed = self._standing.costs(candidates, now_s, explores=explores)
         costs = {}
         for each in announcements:
-            penalty = self._suspicion.penalty(each.peer, now_s)
-            block_s = each.offer.block_us / 1e6 or default.block_s
+            penalty, cost = self._suspicion.penalty(each.peer, now_s), believed[each.peer]
             is_full = each.offer.kv_tokens_free < positions or self._full_until_s.get(each.peer, 0.0) > now_s
             wait_s = self.policy.route.room_cost_s if is_full else 0.0
-            costs[each.peer] = HopCost(penalty * default.hop_s + wait_s, penalty * block_s)
+            costs[each.peer] = HopCost(penalty * cost.hop_s + wait_s, penalty * cost.block_s)
         return costs
 
     def _candidates(self, positions: int = 0) -> list[Announcement]:

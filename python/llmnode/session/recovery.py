@@ -54,7 +54,10 @@ class Recoverer:
             lost = state.lost
 
     def _judge(self, error: IntegrityError) -> None:
-        """Two hops contradict each other. Their signatures may prove which one lies. Otherwise both are suspected."""
+        """Two hops contradict each other. Their signatures may prove which one lies. Otherwise both are suspected.
+
+        A liar is blamed: that is its hop's failure.
+        """
         book = self._hops.tools.book
         if isinstance(error, HopsDisagree) and error.shown is not None and book is not None:
             told = signed_receipt(book, error.upstream, error.chunk, error.told)
@@ -84,12 +87,13 @@ class Recoverer:
                 with trio.fail_at(failures.deadline_s):
                     avoided = failures.avoided(hurry=hurry)
                     found = await finder.find(lost.hop.span, hops.terms.max_length, avoided, hurry=hurry)
-                    others = await hops.rebuild(lost, *found)
+                    others = await hops.rebuild(lost, *found, pushing=not failures.is_disputed)
             except NoRoute as absence:
                 missing = absence
                 if hurry:  # every peer has been asked
+                    failures.check_agreement()
                     log.warning("%s; trying again for %.0f s", missing, failures.deadline_s - trio.current_time())
-                    pause_s = max(policy.route.retry_s, failures.room_in_s)
+                    pause_s = min(max(policy.route.retry_s, failures.room_in_s), policy.route.longest_pause_s)
                     with trio.move_on_at(min(trio.current_time() + pause_s, failures.deadline_s)):
                         await finder.wait_changed()
                     failures.ask_all_again()  # they may be back, or have room, by now
@@ -98,6 +102,11 @@ class Recoverer:
                 if before is not None and before.failure is not None:
                     return
                 missing = None
+                if isinstance(failure, IntegrityError) and failure.suspects:
+                    self._judge(failure)
+                    failures.is_disputed = True
+                    if isinstance(failure, HopsDisagree):
+                        failure = failure.upstream.failure or failure
                 failures.note(failure, finder)
             except trio.TooSlowError:
                 break

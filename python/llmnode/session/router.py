@@ -157,7 +157,10 @@ class Router:
         refusals = [each.retry_after_s for each in failed.values() if isinstance(each, PeerRefused)]
         if retries_s := [each for each in refusals if each]:
             left_s = policy.route.room_patience_s - waited_s
-            pause_s = min(retries_s) * self.finder.rng.uniform(1, 1.5)  # peers refused together come apart
+            all_named_it = len(retries_s) == len(failed)  # else one that lies would keep us from those that do not
+            retry_s = min(retries_s) if all_named_it else min(*retries_s, policy.route.longest_pause_s)
+            pause_s = retry_s * self.finder.rng.uniform(1, 1.5)  # clients that were refused together come apart
             return min(pause_s, left_s) if left_s > policy.route.retry_s else None
-        is_hopeless = isinstance(error, PeerRefused) or waited_s > policy.route.open_patience_s
+        all_refuse = isinstance(error, PeerRefused) and all(isinstance(each, PeerRefused) for each in failed.values())
+        is_hopeless = all_refuse or waited_s > policy.route.open_patience_s
         return None if is_hopeless else policy.route.retry_s

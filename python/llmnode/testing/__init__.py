@@ -19,7 +19,7 @@ from llmnode.testing.faults import Cast, Fault, FaultPlan, Odds, shrunk
 from llmnode.testing.network import MemoryInternet, MemoryNetwork, open_internet, peer_named
 from llmnode.testing.simulate import inline, seeds, simulate, simulated, simulated_ms
 from llmnode.testing.watched_finder import WatchedFinder
-from llmnode.testing.worker import EXACT_MODEL, ExactExecutor, ExactWorker, exact_output
+from llmnode.testing.worker import EXACT_MODEL, ExactExecutor, ExactWorker, exact_input, exact_output
 from llmnode.testing.world import ServingNode, SimulatedClient, SimulatedNode, World, open_world
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "check_kv_is_free",
     "check_no_banned_peer",
     "check_nobody_is_convicted",
+    "exact_input",
     "exact_output",
     "inline",
     "open_internet",

@@ -11,7 +11,7 @@ from llmnode.core.policy import ClientPolicy
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute
 from llmnode.testing.simulate import simulated_ms
-from llmnode.testing.worker import EXACT_MODEL, exact_output
+from llmnode.testing.worker import EXACT_MODEL, exact_input, exact_output
 
 if TYPE_CHECKING:
     import random
@@ -58,7 +58,7 @@ class Dialogue:
 
     async def step(self, positions: int) -> None:
         """Say something random, and check the answer and when it comes."""
-        hidden = self._rng.randbytes(positions * self._model.row_bytes)
+        hidden = exact_input(self._rng, positions, self._model)
         answer = bytes(await self._insist(lambda: self.session.step(hidden)))
         self._said += hidden
         expected = exact_output(self._said, Span(0, self._model.blocks))[-len(hidden) :]

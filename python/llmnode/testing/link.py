@@ -71,7 +71,8 @@ class MemoryLink:
             await self._room.wait()
         if self._error is not None:
             raise self._reason()
-        self._send(frame)
+        for each in [frame] if self.own.tamper is None else self.own.tamper(self.peer, frame):
+            self._send(each)
         await trio.lowlevel.cancel_shielded_checkpoint()
 
     async def receive(self) -> Frame:
@@ -81,6 +82,12 @@ class MemoryLink:
             raise self._reason() from None
         self._hold(-frame.size_bytes)
         return frame
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of all frames that wait at this end, counted one by one."""
+        waiting = [frame for _, frame in self._under_way if frame is not None]
+        return sum(frame.size_bytes for frame in [*waiting, *self._incoming._state.data])
 
     async def end(self, reason: str) -> None:
         self.fail(PeerUnreachable(f"link closed: {reason}"))

@@ -12,8 +12,9 @@ import math
 import random
 import zlib
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from itertools import count, product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import trio
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Iterable
 
     from llmnode.wire.frame import Frame
+
+    Tamper: TypeAlias = Callable[[PeerId, Frame], Iterable[Frame]]
+    """Takes the receiver and a frame for it. Returns the frames that are sent instead."""
 
 ACCEPT_QUEUE = 16
 PORTS = 65535
@@ -51,6 +55,16 @@ async def open_internet(
 def peer_named(name: str) -> PeerId:
     """The id of the peer whose network has this name."""
     return PeerId(f"peer-{name}")
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """A dial that its dialler's gate has let pass."""
+
+    at_s: float
+    dialler: PeerId
+    host: str
+    port: int
 
 
 class MemoryInternet:
@@ -83,6 +97,12 @@ class MemoryInternet:
         self._sooner = trio.Event()
         self._sessions: dict[SessionId, int] = {NO_SESSION: 0}
         self._hosts: dict[PeerId, str] = {}
+        self.dials: list[Dial] = []
+        """The dials to peers that are not there, in the order of their ends."""
+
+    def locate(self, peer: PeerId, host: str) -> None:
+        """The peer is at this IP address, if it is anywhere."""
+        self._hosts[peer] = host
 
     def network(self, name: str, host: str | None = None) -> MemoryNetwork:
         """A new peer with its network; a name that was used before is its next life, under the same id.
@@ -91,7 +111,7 @@ class MemoryInternet:
         """
         peer = peer_named(name)
         if host is not None:
-            self._hosts[peer] = host
+            self.locate(peer, host)
         network = MemoryNetwork(self, peer, self.host_of(peer))
         self._networks[network.peer] = network
         return network
@@ -281,6 +301,8 @@ class MemoryNetwork:
         self.links: list[MemoryLink] = []
         self.frozen = False
         self.traffic = Traffic()
+        self.tamper: Tamper | None = None
+        """Replaces each frame that the peer sends. None: they are sent as they are."""
         self._internet = internet
         self._opened, self._accepted = trio.open_memory_channel[MemoryLink](ACCEPT_QUEUE)
 
@@ -313,6 +335,8 @@ class MemoryNetwork:
         try:
             link = await self._dial(address, peer, other)
         except PeerUnreachable:
+            if other is None:
+                internet.dials.append(Dial(trio.current_time(), self.peer, *place))
             self._gate.report(*place, trio.current_time(), reached=False)
             raise
         self._gate.report(*place, trio.current_time(), reached=True)

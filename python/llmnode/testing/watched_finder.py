@@ -26,11 +26,14 @@ class WatchedFinder(PeerFinder):
         super().__init__(*arguments, **options)
         self.failures: list[tuple[float, PeerId]] = []
         self.found: list[tuple[float, int, Route]] = []
+        self.banned: list[tuple[float, PeerError]] = []
+        """The errors for which peers were banned."""
 
     def report(self, error: PeerError) -> None:
         super().report(error)
-        if error.peer is not None and not isinstance(error, PeerRefused):
+        if error.peer is not None and not (isinstance(error, PeerRefused) and not error.breaks_promise):
             self.failures.append((trio.current_time(), error.peer))
+            self.banned.append((trio.current_time(), error))
 
     async def find(
         self, span: Span, positions: int, avoid: Collection[PeerId], *, hurry: bool

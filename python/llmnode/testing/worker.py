@@ -16,7 +16,8 @@ from llmnode.core.operations import Backward, Close, Fork, Open, Truncate
 from llmnode.errors import ConfigError, WorkerLost
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import random
+    from collections.abc import Callable, Sequence
 
     from llmnode.compute.work import Done, Work
     from llmnode.core.operations import Buffer, Control, Operation, Pass, Slice
@@ -170,9 +171,10 @@ class ExactExecutor:
     """The `Executor` port in exact arithmetic: bytes in, bytes out, bit for bit the same through any cut into spans.
 
     Each byte that a block puts out is the sum (modulo 256) of all bytes that came in, up to it, and the block's number.
-    So an answer is right only if the KV holds exactly what came before, and every block was passed once. `forwards`
-    counts slices. The next `fails` of them, or of forks, end as if memory had run out, and so does a forward of several
-    slices while any is to fail. `forks` has the positions that each fork copied, from and to.
+    Two bits of every fourth byte are left out, so that hidden states are finite numbers. So an answer is right only if
+    the KV holds exactly what came before, and every block was passed once. `forwards` counts slices. The next `fails`
+    of them, or of forks, end as if memory had run out, and so does a forward of several slices while any is to fail.
+    `forks` has the positions that each fork copied, from and to.
     """
 
     def __init__(self, span: Span, row_bytes: int, kv_tokens: int) -> None:
@@ -185,6 +187,8 @@ class ExactExecutor:
         """Sessions that there was no room for."""
         self.forks: list[tuple[int, int]] = []
         self.forward_began = trio.Event()
+        self.spoil: Callable[[bytes], bytes] | None = None
+        """Changes what the executor puts out, and not its KV."""
         self._row_bytes = row_bytes
         self._kv_tokens = kv_tokens
         self._reserved: dict[SessionId, int] = {}
@@ -286,7 +290,8 @@ class ExactExecutor:
             return b""
         kept = self._kept[each.session] + came_in
         self._kept[each.session] = kept
-        return exact_output(kept, self._spans[each.session])[each.start * self._row_bytes :]
+        output = exact_output(kept, self._spans[each.session])[each.start * self._row_bytes :]
+        return output if self.spoil is None else self.spoil(output)
 
     def _fail_if_told(self) -> None:
         if self.fails > 0:
@@ -298,7 +303,7 @@ def exact_output(hidden: bytes, span: Span) -> bytes:
     """The output of the blocks of `span`, each an `ExactExecutor`'s, for the hidden states of a whole session."""
     values = np.frombuffer(hidden, np.uint8)
     for block in range(span.start, span.end):
-        values = np.cumsum(values, dtype=np.uint8) + np.uint8(block % 256)
+        values = _small(np.cumsum(values, dtype=np.uint8) + np.uint8(block % 256))
     return values.tobytes()
 
 
@@ -308,3 +313,15 @@ def exact_gradient(gradient: bytes, span: Span) -> bytes:
     for _ in range(len(span)):
         values = np.cumsum(values[::-1], dtype=np.uint8)[::-1]
     return values.tobytes()
+
+
+def exact_input(rng: random.Random, positions: int, model: ModelInfo = EXACT_MODEL) -> bytes:
+    """Random hidden states, as they leave an embedding."""
+    return _small(np.frombuffer(rng.randbytes(positions * model.row_bytes), np.uint8)).tobytes()
+
+
+def _small(values: np.ndarray) -> np.ndarray:
+    """The same bytes, but for two bits of each number, so that it is a finite number below 2."""
+    values = values.copy()
+    values[3::4] &= 0x3F
+    return values

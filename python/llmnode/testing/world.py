@@ -140,6 +140,7 @@ class World:
         self._seed = seed
         self._serve_policy = serve_policy
         self._swarm_policy = swarm_policy
+        self._said_us: dict[str, int] = {}
         self._lives = 0
 
     async def start(
@@ -151,12 +152,15 @@ class World:
         contacts: Sequence[str] | None = None,
         now_ms: Callable[[], int] = simulated_ms,
         report_move: Callable[[str], None] | None = None,
+        said_us: int = SAID_BLOCK_US,
     ) -> ServingNode:
         """A server of `span`, and of the world's model: it announces that even if it serves another `model`.
 
         Unless it is told its `contacts`, it is told all nodes that live. With `report_move` it rebalances.
+        It announces that a block takes it `said_us`.
         """
         contacts = self._contacts() if contacts is None else contacts
+        self._said_us[name] = said_us
         node: ServingNode = await self._nursery.start(
             self._serve, name, span, model or self.model, contacts, now_ms, report_move
         )
@@ -277,9 +281,13 @@ class World:
         task_status: trio.TaskStatus[ServingNode],
     ) -> None:
         async with self._living(name, contacts, now_ms) as (life, nursery), open_pool(life.network) as pushes:
+
+            async def measure(worker: Worker, _model: ModelInfo) -> int:
+                return self._said_us[name] * len(worker.span)
+
             source = ExactSource(model, KV_TOKENS, FORWARD_S)
             server = Server(life.network, model, self._serve_policy, life.swarm, pushes, on_bug=raise_bug)
-            role = Role(source, self.model, span, server, life.swarm, measure=_said_us)
+            role = Role(source, self.model, span, server, life.swarm, measure=measure)
             node = ServingNode(name, life.network, life.pool, life.swarm, life.scope, source, server, role)
             await nursery.start(role.run)
             self.nodes[name] = node
@@ -323,7 +331,3 @@ class World:
 def raise_bug(_peer: PeerId, error: Exception) -> None:
     """A simulation fails by what would cost a real server one session, or one link."""
     raise error
-
-
-async def _said_us(worker: Worker, _model: ModelInfo) -> int:
-    return SAID_BLOCK_US * len(worker.span)

@@ -144,7 +144,11 @@ class HopState:
 
     def may_be_given_steps_by(self, before: HopState) -> bool:
         """Whether it takes steps from the hop before, which may then give it others than it tells the client."""
-        return before.pushing.is_trusted and self._asked.sender == before.hop.peer
+        return before.pushing.is_trusted and self.takes_steps_of(before)
+
+    def takes_steps_of(self, before: HopState) -> bool:
+        """Whether it was told to take steps from the hop before, trusted or not."""
+        return self._asked.sender == before.hop.peer
 
     def lease(self, epoch: Epoch, step: Step) -> Request:
         """Asks that the session outlive our connection."""
@@ -228,6 +232,8 @@ class HopState:
 
     def blame(self, error: PeerError) -> PeerError:
         """The error is this hop's failure. Returns it."""
+        if isinstance(error, PeerRefused):  # a peer may have forgotten a session that was idle for long
+            error.breaks_promise = self.is_open and error.code != RefusalCode.UNKNOWN_SESSION
         blamed = error.blame(self.hop.peer, self.hop.span)
         self.failure = self.failure or blamed
         return blamed

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     """A payload, and its number of positions."""
 
 _FP16_MAX = 65504
+_FP16_LARGEST = 0x7BFF
+_FP32_LARGEST = (127 + 56) << 23
+"""2^56, as the bits of fp32. Their upper half is the same number in bf16."""
 _INT8_BLOCK = 64
 """Values that share a scale: the default of `_native`."""
 
@@ -106,9 +109,25 @@ class HiddenForm:
             )
 
     def check_values(self, frame: Frame) -> None:
-        """Require that a frame that `check` has passed can be decoded. Only in int8 some bytes are no values."""
-        if self.codec is Codec.INT8:
-            self.decode(frame)
+        """Require that blocks can compute with the numbers of a frame that `check` has passed."""
+        if not self.is_sound(frame.payload, frame.length):
+            raise RemoteProtocolError(f"{frame.type.name}: hidden states that are no numbers, or too large")
+
+    def is_sound(self, payload: Buffer, length: int) -> bool:
+        """Whether the hidden states of `length` positions are finite, and below 2^56 (in fp16: at most 65504).
+
+        The sum of the squares of larger ones overflows fp32 in a norm: what comes of it would be no numbers.
+        """
+        match self.codec:
+            case Codec.INT8:
+                scales = memoryview(payload)[: len(payload) - length * self.hidden_size]
+                return _are_within(scales, FP32_BYTES, _FP32_LARGEST, signed=False)
+            case Codec.RAW:
+                return _are_within(payload, FP32_BYTES, _FP32_LARGEST)
+            case Codec.BF16:
+                return _are_within(payload, 2, _FP32_LARGEST >> 16)
+            case Codec.FP16:
+                return _are_within(payload, 2, _FP16_LARGEST)
 
     def bytes_of(self, positions: int) -> int:
         """The size of a payload."""
@@ -166,6 +185,19 @@ class HiddenForm:
 
     def _sized(self, piece: Piece) -> tuple[Buffer, Codec, int]:
         return piece[0], self.codec, piece[1] * self.hidden_size
+
+
+def _are_within(numbers: Buffer, value_bytes: int, largest: int, *, signed: bool = True) -> bool:
+    """Whether all numbers are at most `largest`, as bits; without their sign if they may have one.
+
+    The bits of infinities and NaNs are larger than those of all numbers.
+    """
+    import numpy as np
+
+    bits = np.frombuffer(numbers, dtype=f"<u{value_bytes}")
+    if signed:
+        bits = bits & bits.dtype.type((1 << (8 * value_bytes - 1)) - 1)
+    return not len(bits) or int(bits.max()) <= largest
 
 
 def _to_fp16(hidden: Buffer) -> Buffer:

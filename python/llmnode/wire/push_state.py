@@ -19,7 +19,7 @@ class PushState:
 
     def __init__(self, policy: PushPolicy) -> None:
         self.is_trusted = True
-        """False once two hops contradicted each other about a push of this hop: it is asked no more."""
+        """If it is False, the hop is not asked: two hops contradicted each other about a push."""
         self.receiver: PeerId | None = None
         """The peer that it pushes to: the hop has said so, and nothing has gone wrong since."""
         self._policy = policy

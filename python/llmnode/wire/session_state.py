@@ -94,10 +94,15 @@ class SessionState(Generic[HopT]):
         """Something failed on the way: the hops may stand at several positions."""
         self.is_settled = False
 
-    def settle(self) -> list[tuple[HopT, Request]]:
-        """Requests that bring all hops to the session's position, in a new epoch. `tell_neighbours` comes next."""
+    def settle(self, now_s: float) -> list[tuple[HopT, list[Request]]]:
+        """Requests that bring all hops to the session's position, in a new epoch. `tell_neighbours` comes next.
+
+        A hop that gets its input from a hop that is no longer trusted is told so first. Else the latter could push once
+        more, in the new epoch.
+        """
         epoch = self.begin_epoch()
-        return [(hop, hop.truncate(epoch, self.step, self.position)) for hop in self.hops]
+        revoked = dict(self._set_neighbours([None, *self.hops, None], (), now_s, quiet=False, only_revoked=True))
+        return [(hop, [*revoked.get(hop, []), hop.truncate(epoch, self.step, self.position)]) for hop in self.hops]
 
     def settled(self) -> None:
         """All requests of `settle` and `tell_neighbours` were answered."""
@@ -121,14 +126,23 @@ class SessionState(Generic[HopT]):
         return self._set_neighbours([*before, *hops, None], hops, now_s, quiet=quiet)
 
     def _set_neighbours(
-        self, chain: Sequence[HopT | None], opening: Sequence[HopT], now_s: float, *, quiet: bool
+        self,
+        chain: Sequence[HopT | None],
+        opening: Sequence[HopT],
+        now_s: float,
+        *,
+        quiet: bool,
+        only_revoked: bool = False,
     ) -> list[tuple[HopT, list[Request]]]:
-        """Requests to the hops of `chain` except its ends. None is the client."""
+        """Requests to the hops of `chain` except its ends. None is the client.
+
+        `only_revoked`: only to hops that take pushes of a hop that is no longer trusted.
+        """
         step = Step(self.step + 1)  # 0 is the step of an OPEN
         pushes = self.terms.policy.push.enabled
         all_requests = []
         for before, hop, after in zip(chain, chain[1:], chain[2:], strict=False):
-            if hop is None:
+            if hop is None or (only_revoked and not _is_revoked(before, hop)):
                 continue
             requests = [hop.open(self.epoch)] if hop in opening else []
             is_quiet = quiet and after is None
@@ -189,3 +203,8 @@ class SessionState(Generic[HopT]):
         epoch = self.begin_epoch()
         at = epoch, self.step, source.position
         return [(hop, opened, hop.copy(other, shared, *at)) for hop, other in zip(hops, source.hops, strict=True)]
+
+
+def _is_revoked(before: HopState | None, hop: HopState) -> bool:
+    """Whether `hop` takes pushes of the hop before, which has lost the right to them."""
+    return before is not None and not before.pushing.is_trusted and hop.takes_steps_of(before)

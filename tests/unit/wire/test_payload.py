@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as arrays
 from llmnode import _native
 from llmnode.errors import ConfigError, RemoteProtocolError
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.payload import Codec, HiddenForm, payload_bytes
+from llmnode.wire.payload import Codec, HiddenForm, encode_hidden, payload_bytes
 
 codecs = st.sampled_from(list(Codec))
 hidden_sizes = st.integers(1, 200)
@@ -159,3 +159,52 @@ def test_one_piece_is_joined_without_a_change(hidden_size: int, codec: Codec, le
     form = HiddenForm(hidden_size, codec)
     payload = bytes(form.encode(values_of(form, length, 1).tobytes()))
     assert form.join([(payload, length)]) == payload
+
+
+LARGEST = {Codec.RAW: 2.0**56, Codec.BF16: 2.0**56, Codec.FP16: 65504.0}
+SPOILT = [np.nan, -np.nan, np.inf, -np.inf]
+
+
+@pytest.mark.parametrize("codec", list(LARGEST))
+@given(at=st.integers(0, 63), bad=st.sampled_from(SPOILT))
+def test_hidden_states_that_are_no_numbers_are_refused(codec: Codec, at: int, bad: float) -> None:
+    form = HiddenForm(8, codec)
+    bits = np.zeros(64, "<f4")
+    frame = hidden_of(8, form, _as_codec(bits, codec))
+    form.check_values(frame)
+    bits[at] = bad
+    with pytest.raises(RemoteProtocolError, match="STEP: hidden states that are no numbers"):
+        form.check_values(hidden_of(8, form, _as_codec(bits, codec)))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("codec", list(LARGEST))
+def test_hidden_states_may_be_as_large_as_blocks_can_compute_with(codec: Codec, sign: float) -> None:
+    form, largest = HiddenForm(1, codec), sign * LARGEST[codec]
+    assert form.is_sound(_as_codec(np.array([largest], "<f4"), codec), 1)
+    if codec is not Codec.FP16:  # which has no larger numbers
+        assert not form.is_sound(_as_codec(np.array([largest * 1.01], "<f4"), codec), 1)
+
+
+@given(scale=st.sampled_from([*SPOILT, -1.0, 2.0**57]), block=st.integers(0, 2))
+def test_int8_that_stands_for_no_numbers_is_refused(scale: float, block: int) -> None:
+    form = HiddenForm(192, Codec.INT8)
+    payload = bytearray(form.encode(np.ones(192, "<f4").data.cast("B")))
+    assert form.is_sound(payload, 1)
+    payload[4 * block : 4 * block + 4] = np.array([scale], "<f4").tobytes()
+    assert not form.is_sound(payload, 1)
+
+
+def _as_codec(values: np.ndarray, codec: Codec) -> bytes:
+    """In the codec, whatever the values are: an encoder would refuse some of them."""
+    match codec:
+        case Codec.RAW:
+            return values.tobytes()
+        case Codec.FP16:
+            return values.astype("<f2").tobytes()
+        case _:
+            return (
+                values.view("<u2")[1::2].tobytes()
+                if np.isnan(values).any()
+                else bytes(encode_hidden(values.data.cast("B"), codec))
+            )

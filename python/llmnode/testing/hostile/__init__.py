@@ -1,0 +1,48 @@
+"""Hostile peers of a simulated world, in plans that a seed draws, and the laws that hold in spite of them."""
+
+from llmnode.testing.hostile.clients import DialBait, Flooder, KvHog, SlowReader, ViewStuffer
+from llmnode.testing.hostile.laws import (
+    check_dials,
+    check_memory,
+    check_no_wrong_ban,
+    check_sessions_end_well,
+    held_bytes,
+)
+from llmnode.testing.hostile.plan import ALL_ROLES, CLIENTS, SERVERS, HostilePlan
+from llmnode.testing.hostile.role import HostileRole
+from llmnode.testing.hostile.servers import (
+    Framer,
+    GarbagePusher,
+    HostileServers,
+    NanServer,
+    Refuser,
+    Silent,
+    SpeedLiar,
+    SybilMajority,
+)
+
+__all__ = [
+    "ALL_ROLES",
+    "CLIENTS",
+    "SERVERS",
+    "DialBait",
+    "Flooder",
+    "Framer",
+    "GarbagePusher",
+    "HostilePlan",
+    "HostileRole",
+    "HostileServers",
+    "KvHog",
+    "NanServer",
+    "Refuser",
+    "Silent",
+    "SlowReader",
+    "SpeedLiar",
+    "SybilMajority",
+    "ViewStuffer",
+    "check_dials",
+    "check_memory",
+    "check_no_wrong_ban",
+    "check_sessions_end_well",
+    "held_bytes",
+]

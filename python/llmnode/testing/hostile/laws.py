@@ -1,0 +1,88 @@
+"""The laws that hold whatever hostile peers do, while there are honest ones. Each raises AssertionError."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.peers.dial_gate import PUBLIC, scope_of
+from llmnode.errors import LlmnodeError
+from llmnode.testing.checks import Dialogue
+from llmnode.wire.payload import Codec
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from llmnode.core.ids import PeerId
+    from llmnode.core.policy import DialPolicy
+    from llmnode.testing.network import Dial
+    from llmnode.testing.watched_finder import WatchedFinder
+    from llmnode.testing.world import ServingNode, SimulatedClient, World
+
+SESSION_WITHIN_S = 120.0
+"""A session of `STEPS` steps ends well within this time, while honest peers hold all blocks. A hop that never answers
+its first step is given up after 60 s (`ClientPolicy.step_timeout_s`)."""
+STEPS = 4
+POSITIONS = 64
+LOOK_EVERY_S = 0.5
+
+
+async def check_sessions_end_well(client: SimulatedClient, sessions: int, seed: int) -> None:
+    """Sessions one after the other, each with the right answers, and in its time."""
+    rng = random.Random(f"said {seed}")
+    for number in range(sessions):
+        dialogue: Dialogue | None = None
+        try:
+            with trio.fail_after(SESSION_WITHIN_S):
+                async with client.router.open_session(POSITIONS, Codec.RAW) as session:
+                    dialogue = Dialogue(session, rng)
+                    await dialogue.step(rng.choice((1, 9)))
+                    for _ in range(STEPS - 1):
+                        await dialogue.step(1)
+        except (LlmnodeError, trio.TooSlowError) as error:
+            recoveries = dialogue.session.recoveries if dialogue is not None else []
+            raise AssertionError(f"session {number} failed, after {recoveries}: {error!r}") from error
+
+
+def check_no_wrong_ban(finder: WatchedFinder, hostile: Collection[PeerId]) -> None:
+    """No honest peer is banned or convicted. Some may be suspected."""
+    wrong = {str(error) for _, error in finder.banned if error.peer not in hostile}
+    assert not wrong, f"honest peers are banned: {wrong}"
+
+
+async def check_memory(world: World, honest: Collection[str]) -> None:
+    """Until cancelled: no honest node holds more for others than its budget allows."""
+    while True:
+        for name in honest:
+            held = held_bytes(world.nodes[name])
+            most = world.internet.policy.budget.memory_bytes
+            assert held <= most, f"{name} holds {held} bytes for others, {most} are its budget"
+        await trio.sleep(LOOK_EVERY_S)
+
+
+def held_bytes(node: ServingNode) -> int:
+    """The bytes of all frames that a node holds for others, counted one by one."""
+    links = sum(link.held_bytes for link in node.network.links)
+    waiting = [
+        frame
+        for session in node.server.sessions.values()
+        for frame in [*session._frames._state.data, *session.stage._held.values()]
+    ]
+    return links + sum(frame.size_bytes for frame in waiting)
+
+
+def check_dials(dials: Collection[Dial], hostile: Collection[PeerId], policy: DialPolicy) -> None:
+    """No honest peer dials a private address, or one address more often than its gate allows."""
+    places: dict[tuple[PeerId, str, int], list[float]] = defaultdict(list)
+    for dial in dials:
+        if dial.dialler not in hostile:
+            assert scope_of(dial.host) == PUBLIC, f"{dial} is to a private network"
+            places[dial.dialler, dial.host, dial.port].append(dial.at_s)
+    for place, times in places.items():
+        for first, began_s in enumerate(times):
+            for number, at_s in enumerate(times[first:], 1):
+                allowed = policy.place_burst + policy.place_per_s * (at_s - began_s)
+                assert number <= allowed + 1e-6, f"{place}: {number} dials in {at_s - began_s:.1f} s"

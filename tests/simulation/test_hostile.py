@@ -1,0 +1,52 @@
+"""Honest sessions in a swarm with hostile peers: they end well, and nobody honest pays for what others do."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from llmnode.core.policy import BudgetPolicy, LinkPolicy, SwarmPolicy
+from llmnode.core.span import Span
+from llmnode.testing import Conditions, open_world, seeds, simulated
+from llmnode.testing.hostile import (
+    ALL_ROLES,
+    HostilePlan,
+    HostileRole,
+    check_dials,
+    check_memory,
+    check_no_wrong_ban,
+    check_sessions_end_well,
+)
+
+LINKS = LinkPolicy(budget=BudgetPolicy(memory_bytes=1 << 20, connection_bytes=8 << 10, links=40))
+SWARM = SwarmPolicy(view_peers=48)
+SPANS = [Span(0, 3), Span(3, 6)]
+HONEST = ("0a", "0b", "1a", "1b")
+
+
+async def survive(plan: HostilePlan, seed: int) -> None:
+    """Two servers hold each span of the model. A client has three sessions while the plan is carried out."""
+    conditions = Conditions(delay_s=0.02)
+    async with open_world(seed, conditions=conditions, link_policy=LINKS, swarm_policy=SWARM) as world:
+        for name in HONEST:
+            await world.start(name, SPANS[int(name[0])])
+        await trio.sleep(1)
+        async with plan.upon(world), world.client() as client, trio.open_nursery() as nursery:
+            nursery.start_soon(check_memory, world, HONEST)
+            await check_sessions_end_well(client, 3, seed)
+            nursery.cancel_scope.cancel()
+        check_no_wrong_ban(client.router.finder, plan.identities)  # type: ignore[arg-type]
+        check_dials(world.internet.dials, plan.identities, LINKS.dials)
+
+
+@pytest.mark.parametrize("kind", ALL_ROLES)
+@pytest.mark.parametrize("seed", seeds(5))
+@simulated
+async def test_honest_sessions_end_well_beside(kind: type[HostileRole], seed: int) -> None:
+    await survive(HostilePlan.draw(seed, [kind]), seed)
+
+
+@pytest.mark.parametrize("seed", seeds(160))
+@simulated
+async def test_honest_sessions_end_well_beside_several_roles(seed: int) -> None:
+    await survive(HostilePlan.draw(seed), seed)

@@ -1,0 +1,149 @@
+"""A client believes what peers say about their speed only as far as it costs little. What it has seen counts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmnode.core.ids import PeerId
+from llmnode.core.peers.standing import PEERS, Candidate, Standing
+from llmnode.core.policy import StandingPolicy
+from llmnode.core.route import Hop, HopCost, find_route
+from llmnode.core.span import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+POLICY = StandingPolicy()
+HONEST_S = 0.0004
+BLOCKS = 30
+LIAR = PeerId("liar")
+HONEST = [PeerId(f"honest {number}") for number in range(10)]
+
+
+def candidates(*liars: PeerId, sessions: int = 0) -> list[Candidate]:
+    honest = [Candidate(each, HONEST_S, 0) for each in HONEST]
+    return [*honest, *(Candidate(each, 1e-6, sessions) for each in liars)]
+
+
+def total_s(cost: HopCost, blocks: int = BLOCKS) -> float:
+    return cost.hop_s + blocks * cost.block_s
+
+
+def serve(standing: Standing, peer: PeerId, took_s: float, now_s: float = 0.0) -> None:
+    for _ in range(POLICY.proven_positions):
+        standing.note_served(peer, BLOCKS, 1, took_s, now_s)
+
+
+def first_choice(standing: Standing, offers: Sequence[Candidate], now_s: float = 0.0) -> PeerId:
+    costs = standing.costs(offers, now_s)
+    return find_route(BLOCKS, [Hop(each.peer, Span(0, BLOCKS)) for each in offers], costs)[0].peer
+
+
+def test_without_lies_costs_are_as_said() -> None:
+    costs = Standing(POLICY).costs([Candidate(HONEST[0], 0.001, 0), Candidate(HONEST[1], 0.004, 0)], 0.0)
+    assert [costs[each].block_s for each in HONEST[:2]] == [0.001, 0.004]
+
+
+def test_a_stranger_is_believed_to_be_a_few_times_as_fast_as_others_at_most() -> None:
+    costs = Standing(POLICY).costs(candidates(LIAR), 0.0)
+    assert costs[LIAR].block_s == HONEST_S / POLICY.believed_times
+
+
+def test_a_stranger_does_not_take_over_from_a_peer_that_serves_us() -> None:
+    standing = Standing(POLICY)
+    assert first_choice(standing, candidates(LIAR)) == LIAR
+    serve(standing, HONEST[3], 0.005 + BLOCKS * HONEST_S)
+    assert first_choice(standing, candidates(LIAR, PeerId("another"))) == HONEST[3]
+
+
+def test_a_liar_that_serves_costs_what_it_takes() -> None:
+    standing = Standing(POLICY)
+    serve(standing, LIAR, 2.0)
+    costs = standing.costs(candidates(LIAR), 0.0)
+    assert total_s(costs[LIAR]) == pytest.approx(2.0)
+    assert first_choice(standing, candidates(LIAR)) in HONEST
+
+
+def test_a_peer_that_says_that_it_is_slow_is_believed() -> None:
+    standing = Standing(POLICY)
+    serve(standing, HONEST[0], 0.01)
+    cost = standing.costs([Candidate(HONEST[0], 1.0, 0)], 0.0)[HONEST[0]]
+    assert total_s(cost) >= BLOCKS
+
+
+def test_an_exploring_session_finds_a_fast_newcomer() -> None:
+    standing = Standing(POLICY)
+    serve(standing, HONEST[0], BLOCKS * HONEST_S)
+    usual, exploring = (standing.costs(candidates(LIAR), 0.0, explores=each)[LIAR] for each in (False, True))
+    assert usual.block_s == HONEST_S * POLICY.unproven_cost
+    assert exploring.block_s == HONEST_S / POLICY.believed_times
+
+
+def test_a_stranger_gets_one_session_at_a_time() -> None:
+    standing = Standing(POLICY)
+    alone, busy = (standing.costs(candidates(LIAR, sessions=number), 0.0)[LIAR] for number in (0, 1))
+    assert total_s(busy) == pytest.approx(POLICY.entrusted_cost * total_s(alone))
+    serve(standing, LIAR, 0.01)
+    alone, busy = (standing.costs(candidates(LIAR, sessions=number), 0.0)[LIAR] for number in (0, 1))
+    assert total_s(busy) == total_s(alone), "it has proved itself"
+
+
+def test_a_peer_that_does_not_serve_what_it_took_proves_itself_anew() -> None:
+    standing = Standing(POLICY)
+    serve(standing, LIAR, 0.01)
+    standing.note_refused(LIAR, 0.0)
+    assert not standing.is_proven(LIAR, 0.0)
+    once = total_s(standing.costs(candidates(LIAR), 0.0)[LIAR])
+    standing.note_refused(LIAR, 0.0)
+    assert total_s(standing.costs(candidates(LIAR), 0.0)[LIAR]) == pytest.approx(2 * once)
+    assert total_s(standing.costs(candidates(LIAR), POLICY.keeps_s + 1)[LIAR]) < once, "it is forgotten"
+    serve(standing, LIAR, 0.01)
+    assert standing.is_proven(LIAR, 0.0)
+
+
+def test_proofs_are_forgotten() -> None:
+    standing = Standing(POLICY)
+    serve(standing, LIAR, 0.01, now_s=5.0)
+    assert standing.is_proven(LIAR, POLICY.keeps_s)
+    assert not standing.is_proven(LIAR, POLICY.keeps_s + 6.0)
+
+
+def test_a_client_remembers_a_limited_number_of_peers() -> None:
+    standing = Standing(POLICY)
+    for number in range(PEERS + 50):
+        standing.note_refused(PeerId(f"peer {number}"), float(number) / 1e3)
+    assert len(standing._known) == PEERS
+
+
+@given(
+    said=st.lists(st.floats(0, 10), min_size=1, max_size=8),
+    served=st.lists(st.tuples(st.integers(0, 7), st.floats(0, 100), st.integers(1, 40)), max_size=20),
+    refused=st.lists(st.integers(0, 7), max_size=6),
+    explores=st.booleans(),
+)
+def test_nobody_gains_by_saying_less_than_it_takes(
+    said: list[float], served: list[tuple[int, float, int]], refused: list[int], explores: bool
+) -> None:
+    """A peer that has proved itself never costs less than what it took, in the median, and never less than it says."""
+    standing, peers = Standing(POLICY), [PeerId(str(number)) for number in range(8)]
+    for number, took_s, positions in served:
+        standing.note_served(peers[number], BLOCKS, positions, took_s, 0.0)
+    for number in refused:
+        standing.note_refused(peers[number], 0.0)
+    offers = [Candidate(peer, said_s, 0) for peer, said_s in zip(peers, said, strict=False)]
+    costs = standing.costs(offers, 0.0, explores=explores)
+    assert costs.keys() == {each.peer for each in offers}
+    for each in offers:
+        assert costs[each.peer].block_s >= each.said_block_s
+        assert costs[each.peer].hop_s >= HopCost().hop_s
+        took = (
+            sorted(took_s for blocks, took_s in standing._known[each.peer].short_steps)
+            if each.peer in standing._known
+            else []
+        )
+        if standing.is_proven(each.peer, 0.0) and took:
+            assert total_s(costs[each.peer]) >= took[(len(took) - 1) // 2] - 1e-9
