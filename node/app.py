@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import trio
@@ -22,6 +23,7 @@ from llmnode.net.addresses import CIRCUIT, LISTEN_ANY_LOOPBACK, parse_peer, pars
 from llmnode.net.directory import open_directory
 from llmnode.net.host import open_network
 from llmnode.net.swarm_key import Entry, entry
+from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.links import accept_links, answer_as_relay
 from llmnode.node.serve.placing import choose_blocks
 from llmnode.node.serve.rebalance import rebalance
@@ -216,7 +218,9 @@ async def open_relay(
             _joined(listen, announce, way_in, identity, report_notice, relay_policy=RelayPolicy()) as (network, swarm),
             trio.open_nursery() as nursery,
         ):
-            nursery.start_soon(accept_links, network, ServePolicy().links, lambda link: answer_as_relay(swarm, link))
+            policy = ServePolicy()
+            answer = partial(answer_as_relay, swarm, Conduct(policy))
+            nursery.start_soon(accept_links, network, policy.links, answer)
             yield network
             nursery.cancel_scope.cancel()
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from llmnode.core.ids import PeerId
+    from llmnode.node.serve.conduct import Conduct
     from llmnode.ports import Link, Network
     from llmnode.swarm.membership import Swarm
 
@@ -60,7 +61,7 @@ async def accept_links(
             await nursery.start(serve_next, slot)
 
 
-async def answer_as_relay(swarm: Swarm, link: Link) -> None:
+async def answer_as_relay(swarm: Swarm, conduct: Conduct, link: Link) -> None:
     """Answer about the swarm alone, as a relay that holds no blocks."""
     while True:
         frame = await link.receive()
@@ -70,6 +71,8 @@ async def answer_as_relay(swarm: Swarm, link: Link) -> None:
             await answer_about_swarm(swarm, link, frame)
         except (PeerRefused, RemoteProtocolError) as error:
             await link.send(refusal_for(frame, error))
+            if isinstance(error, RemoteProtocolError):
+                await conduct.note_malformed(link)
 
 
 def _answer_with_view(swarm: Swarm, link: Link, frame: Frame) -> Frame:

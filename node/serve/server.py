@@ -22,6 +22,7 @@ from llmnode.core.span import Span
 from llmnode.core.view import online_or_draining
 from llmnode.errors import PeerRefused, RemoteProtocolError
 from llmnode.node.serve.admission import Admission
+from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.links import accept_links, answer_about_swarm, log_bug
 from llmnode.node.serve.next_hops import NextHops
 from llmnode.node.serve.served_span import ServedSpan, ServeStats
@@ -82,9 +83,11 @@ class Server:
     span: Span | None = None
     """The blocks that are served, or that are being loaded."""
     next_hops: NextHops = field(init=False)
+    conduct: Conduct = field(init=False)
 
     def __post_init__(self) -> None:
         self.next_hops = NextHops(self.pushes, self._addresses, self.policy)
+        self.conduct = Conduct(self.policy)
 
     async def run(self) -> None:
         """Serve every link that is opened to us, until cancelled."""
@@ -213,6 +216,7 @@ class ServerLink:
                     check_empty(frame.meta, frame.type.name)
                     await self._session(frame).submit(frame)
                 case request if request in REQUESTS:
+                    unpack(REQUESTS[request], frame.meta)  # here, where a malformed frame costs the link
                     await self._session(frame).submit(frame)
                 case FrameType.CLOSE:
                     check_empty(frame.meta, "CLOSE")
@@ -225,6 +229,8 @@ class ServerLink:
                     await answer_about_swarm(self._server.swarm, self._link, frame)
         except (PeerRefused, RemoteProtocolError) as error:
             await self._link.send(refusal_for(frame, error))
+            if isinstance(error, RemoteProtocolError):
+                await self._server.conduct.note_malformed(self._link)
 
     def _open(self, frame: Frame) -> None:
         span, request, served = self._check_open(frame)

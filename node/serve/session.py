@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REQUESTS = frozenset({FrameType.NEIGHBOURS, FrameType.REPLAY, FrameType.FORK})
-"""The frames with metadata that a session takes, besides RESUME."""
+REQUESTS = {FrameType.NEIGHBOURS: Neighbours, FrameType.REPLAY: Replay, FrameType.FORK: Fork}
+"""The frames with metadata that a session takes, and what the metadata is."""
 
 
 class ServerSession:

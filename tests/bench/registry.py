@@ -49,6 +49,7 @@ BENCHES = {
     "few-positions": Bench("few_positions", "up to how many positions Rust is faster than torch"),
     "forward": Bench("forward", "batches of rows through two servers against one process"),
     "forwarding": Bench("forwarding", "hidden states from server to server against by way of the client"),
+    "hostile": Bench("hostile.hostile", "honest clients of real servers while hostile peers attack these"),
     "kv-dtype": Bench("kv_dtype", "decodes with KV in 8 bits"),
     "memory": Bench("memory", "the memory of a server against its tensors and its KV"),
     "narrow": Bench("narrow", "weights in as few bits as they need"),

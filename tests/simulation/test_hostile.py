@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import trio
 
-from llmnode.core.policy import BudgetPolicy, LinkPolicy, SwarmPolicy
+from llmnode.core.policy import BudgetPolicy, LinkPolicy, ServePolicy, SwarmPolicy
 from llmnode.core.span import Span
+from llmnode.errors import PeerUnreachable
 from llmnode.testing import Conditions, open_world, seeds, simulated
 from llmnode.testing.hostile import (
     ALL_ROLES,
@@ -17,6 +18,7 @@ from llmnode.testing.hostile import (
     check_no_wrong_ban,
     check_sessions_end_well,
 )
+from llmnode.wire.frame import Frame, FrameType
 
 LINKS = LinkPolicy(budget=BudgetPolicy(memory_bytes=1 << 20, connection_bytes=8 << 10, links=40))
 SWARM = SwarmPolicy(view_peers=48)
@@ -50,3 +52,31 @@ async def test_honest_sessions_end_well_beside(kind: type[HostileRole], seed: in
 @simulated
 async def test_honest_sessions_end_well_beside_several_roles(seed: int) -> None:
     await survive(HostilePlan.draw(seed), seed)
+
+
+@simulated
+async def test_malformed_frames_cost_the_link_and_no_link_of_others_at_the_same_address() -> None:
+    malformed = Frame(FrameType.DESCRIBE, meta=b"not empty")
+    async with open_world() as world:
+        address = (await world.start("0a", SPANS[0])).network.addresses[0]
+        rude, polite = (world.internet.network(name, "9.9.9.9") for name in ("rude", "polite"))
+        kept, link = await polite.dial(address), await rude.dial(address)
+        for _ in range(ServePolicy().malformed_burst):
+            await link.send(malformed)
+            assert (await link.receive()).type is FrameType.REFUSAL
+        await link.send(malformed)
+        await link.receive()
+        with pytest.raises(PeerUnreachable):
+            await link.receive()
+        link = await rude.dial(address)
+        await link.send(malformed)
+        await link.receive()
+        with pytest.raises(PeerUnreachable):
+            await link.receive()
+        await kept.send(Frame(FrameType.DESCRIBE))
+        assert (await kept.receive()).type is FrameType.DESCRIPTION
+        await trio.sleep(1 / ServePolicy().malformed_per_s)
+        await kept.send(malformed)
+        assert (await kept.receive()).type is FrameType.REFUSAL
+        await kept.send(Frame(FrameType.DESCRIBE))
+        assert (await kept.receive()).type is FrameType.DESCRIPTION

@@ -375,6 +375,10 @@ class ServePolicy:
 
     sessions_per_link: int = 64
     links: int = 256
+    malformed_burst: int = 16
+    """An address group may send this many malformed frames at once. A further one costs the link that it came over."""
+    malformed_per_s: float = 0.1
+    """Then one is allowed this often."""
     steps_ahead: int = 4
     """Steps a client may send before the one that is due has arrived."""
     replay_bytes: int = 64 << 20

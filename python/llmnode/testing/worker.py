@@ -17,7 +17,7 @@ from llmnode.errors import ConfigError, WorkerLost
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from llmnode.compute.work import Done, Work
     from llmnode.core.operations import Buffer, Control, Operation, Pass, Slice
@@ -187,8 +187,6 @@ class ExactExecutor:
         """Sessions that there was no room for."""
         self.forks: list[tuple[int, int]] = []
         self.forward_began = trio.Event()
-        self.spoil: Callable[[bytes], bytes] | None = None
-        """Changes what the executor puts out, and not its KV."""
         self._row_bytes = row_bytes
         self._kv_tokens = kv_tokens
         self._reserved: dict[SessionId, int] = {}
@@ -290,8 +288,7 @@ class ExactExecutor:
             return b""
         kept = self._kept[each.session] + came_in
         self._kept[each.session] = kept
-        output = exact_output(kept, self._spans[each.session])[each.start * self._row_bytes :]
-        return output if self.spoil is None else self.spoil(output)
+        return exact_output(kept, self._spans[each.session])[each.start * self._row_bytes :]
 
     def _fail_if_told(self) -> None:
         if self.fails > 0:

@@ -6,11 +6,13 @@ import os
 import random
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
 from llmnode.core.policy import ClientPolicy, LinkPolicy, ServePolicy, SwarmPolicy
+from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.links import accept_links, answer_as_relay
 from llmnode.node.serve.rebalance import rebalance
 from llmnode.node.serve.role import Role
@@ -301,9 +303,8 @@ class World:
         async with self._living(name, contacts, simulated_ms) as (node, nursery):
             self.relays[name] = node
             links = self._serve_policy.links
-            nursery.start_soon(
-                accept_links, node.network, links, lambda link: answer_as_relay(node.swarm, link), raise_bug
-            )
+            answer = partial(answer_as_relay, node.swarm, Conduct(self._serve_policy))
+            nursery.start_soon(accept_links, node.network, links, answer, raise_bug)
             task_status.started(node)
             await trio.sleep_forever()
 

@@ -30,6 +30,8 @@ class Options(argparse.Namespace):
     chunks: int
     minutes: float
     only: str
+    seconds: int
+    clients: int
     saturate: bool
     nodes: int
     at_once: Sequence[int]

@@ -13,7 +13,7 @@ import trio
 from llmnode.core.announcement import DOUBLE, Announcement, Offer, PeerState
 from llmnode.core.ids import PeerId
 from llmnode.core.model import ModelInfo, Precision, Profile, precision_named
-from llmnode.core.policy import LinkPolicy, SwarmPolicy
+from llmnode.core.policy import LinkPolicy, ServePolicy, SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.models.size import ModelSize, Place
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
@@ -36,6 +36,7 @@ from llmnode.node.doctor import (
     check_peers,
     check_unread,
 )
+from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.links import accept_links, answer_as_relay
 from llmnode.swarm.membership import Swarm, wall_clock_ms
 from llmnode.swarm.pool import open_pool
@@ -178,7 +179,7 @@ async def _relay(now_ms: Callable[[], int] = wall_clock_ms) -> AsyncIterator[tup
         trio.open_nursery() as nursery,
     ):
         swarm = Swarm(network, pool, SwarmPolicy(), now_ms=now_ms)
-        nursery.start_soon(accept_links, network, 8, partial(answer_as_relay, swarm))
+        nursery.start_soon(accept_links, network, 8, partial(answer_as_relay, swarm, Conduct(ServePolicy())))
         yield network.addresses[0], swarm
         nursery.cancel_scope.cancel()
 

@@ -14,7 +14,8 @@ from llmnode.core.ids import SESSION_ID_BYTES, Epoch, SessionId, Step
 from llmnode.core.policy import SwarmPolicy
 from llmnode.core.priority import Priority
 from llmnode.core.span import Span
-from llmnode.errors import PeerError
+from llmnode.errors import PeerError, single_error
+from llmnode.testing.conditions import Conditions
 from llmnode.testing.hostile.role import HostileRole
 from llmnode.testing.network import MemoryNetwork, peer_named
 from llmnode.testing.simulate import simulated_ms
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from llmnode.testing.link import MemoryLink
     from llmnode.testing.world import ServingNode, World
 
+READS = Conditions(delay_s=0.02, bytes_per_s=200.0)
 LONGEST = 64
 """Positions of a session."""
 
@@ -57,7 +59,7 @@ class HostileClients(HostileRole):
     async def _insist(self, world: World, network: MemoryNetwork, node: ServingNode) -> None:
         rng = random.Random(f"{network.peer} {node.name}")
         while True:
-            with suppress(PeerError):
+            with suppress(PeerError), single_error():
                 link = await network.dial(node.network.addresses[0])
                 await self.attack(world, link, node, rng)
             await trio.sleep(0.5)
@@ -65,13 +67,18 @@ class HostileClients(HostileRole):
 
 @dataclass(frozen=True, slots=True)
 class SlowReader(HostileClients):
-    """It asks for results again and again, and reads none."""
+    """It asks for results again and again, and reads few of them."""
+
+    @classmethod
+    def draw_peers(cls, rng: random.Random) -> tuple[int, int]:
+        return 8, rng.choice((1, 8))
 
     def victims(self, world: World) -> list[ServingNode]:
         return list(world.nodes.values())[:2]
 
     async def attack(self, world: World, link: MemoryLink, node: ServingNode, rng: random.Random) -> None:
-        session, positions = _name(rng), 32
+        world.internet.set_conditions(node.peer, link.own.peer, READS)
+        session, positions = _name(rng), 60
         await link.send(_open(world, node, session, LONGEST))
         await link.send(Frame(FrameType.STEP, session, length=positions, payload=exact_input(rng, positions)))
         while True:
@@ -143,21 +150,21 @@ class DialBait(HostileClients):
     """It announces peers at the addresses of victims, and asks servers to push results to them."""
 
     VICTIMS: ClassVar = (
-        ("10.1.2.3", 22),
-        ("192.168.1.1", 80),
-        ("127.0.0.1", 6379),
-        ("9.9.9.9", 443),
-        ("169.254.0.1", 1),
+        ("9.9.9.9", 443, 12),
+        ("10.1.2.3", 22, 2),
+        ("192.168.1.1", 80, 2),
+        ("127.0.0.1", 6379, 2),
+        ("169.254.0.1", 1, 2),
     )
-    """The addresses of one machine, of private networks, and of somebody who has nothing to do with it."""
+    """The address of somebody who has nothing to do with it, some of private networks, and the number of identities."""
 
     def victims(self, world: World) -> list[ServingNode]:
         return list(world.nodes.values())[:3]
 
     async def attack(self, world: World, link: MemoryLink, node: ServingNode, rng: random.Random) -> None:
         baits = []
-        for host, port in self.VICTIMS:
-            for number in range(3):
+        for host, port, identities in self.VICTIMS:
+            for number in range(identities):
                 bait = MemoryNetwork(world.internet, peer_named(f"bait {host} {number}"), host)
                 world.internet.locate(bait.peer, host)
                 baits.append((bait, f"/memory/{port}/p2p/{bait.peer}"))
@@ -170,7 +177,7 @@ class DialBait(HostileClients):
                 for number, (bait, _) in enumerate(baits):
                     meta = pack(Neighbours("", bait.peer, _name(rng), quiet=False, again=False))
                     await link.send(Frame(FrameType.NEIGHBOURS, session, step=Step(number), meta=meta))
-                    await trio.sleep(0.2)
+                    await trio.sleep(0.05)
 
 
 async def _read_all(link: MemoryLink) -> None:

@@ -174,7 +174,7 @@ class Framer(HostileServers):
 
 @dataclass(frozen=True, slots=True)
 class NanServer(HostileServers):
-    """It answers with numbers that are none, infinite, or too large to compute with, and signs for them."""
+    """It answers with numbers that are none, infinite, or too large to compute with."""
 
     number: float = float("nan")
 
@@ -184,7 +184,16 @@ class NanServer(HostileServers):
         return cls(*cls.draw_peers(rng), rng.choice(SPANS), 1, number)
 
     def corrupt(self, node: ServingNode) -> None:
-        node.worker.executor.spoil = lambda hidden: hidden[:-4] + struct.pack("<f", self.number)
+        def spoil(_peer: PeerId, frame: Frame) -> Iterable[Frame]:
+            if frame.type not in (FrameType.STEP, FrameType.RESULT) or not frame.payload:
+                return [frame]
+            payload = bytes(frame.payload)[:-4] + struct.pack("<f", self.number)
+            if frame.type is FrameType.STEP:
+                return [replace(frame, payload=payload)]
+            result = replace(unpack(Result, frame.meta), output_digest=_native.blake3_digest(payload))
+            return [replace(frame, meta=pack(result), payload=payload)]
+
+        node.network.tamper = spoil
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +220,8 @@ class SybilMajority(HostileServers):
         }
         executor = node.worker.executor
         roles[self.act]().corrupt(node)
-        tamper, spoil = node.network.tamper, executor.spoil
-        node.network.tamper = _after(tamper, lambda: executor.forwards > self.honest_steps) if tamper else None
-        executor.spoil = (
-            (lambda hidden: spoil(hidden) if executor.forwards > self.honest_steps else hidden) if spoil else None
-        )
+        if (tamper := node.network.tamper) is not None:
+            node.network.tamper = _after(tamper, lambda: executor.forwards > self.honest_steps)
 
 
 def _after(tamper: Tamper, is_time: Callable[[], bool]) -> Tamper:

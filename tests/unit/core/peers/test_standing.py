@@ -1,4 +1,4 @@
-"""A client believes what peers say about their speed only as far as it costs little. What it has seen counts."""
+"""A client believes what peers say about their speed only as far as it costs little. Its own experience counts."""
 
 from __future__ import annotations
 

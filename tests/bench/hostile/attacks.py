@@ -1,0 +1,366 @@
+"""A program of hostile peers: `python -m bench.hostile.attacks JSON`, with what an `Order` has. It ends with its stdin.
+
+Its peers connect from addresses of 127.0.0.0/8. Attacks look like those of `llmnode.testing.hostile`, over real links.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from contextlib import AsyncExitStack, suppress
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import trio
+from libp2p.transport.tcp.tcp import TCP
+from multiaddr import Multiaddr
+
+from llmnode import _native
+from llmnode.core.announcement import Announcement, Offer, PeerState
+from llmnode.core.ids import SESSION_ID_BYTES, Epoch, PeerId, SessionId, Step
+from llmnode.core.policy import DialPolicy, LinkPolicy, SwarmPolicy
+from llmnode.core.span import Span
+from llmnode.errors import LlmnodeError, single_error
+from llmnode.models.embedded import open_embedded
+from llmnode.net.host import open_network
+from llmnode.swarm.membership import wall_clock_ms
+from llmnode.wire.announcement import pack_news, sign_announcement
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import Clock, Neighbours, Open, Opened, Replay, Result, pack
+from llmnode.wire.payload import Codec
+from llmnode.wire.profile import profile_fields
+from llmnode.wire.refusal import refusal_of
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from libp2p.abc import IRawConnection
+
+    from llmnode.core.announcement import SignedAnnouncement
+    from llmnode.core.model import ModelInfo
+    from llmnode.net.host import Libp2pNetwork
+    from llmnode.net.link import Libp2pLink
+
+POLICY = LinkPolicy(dials=DialPolicy(burst=10**6, per_s=1e6, contact_burst=10**6, contact_per_s=1e6))
+IDENTITIES = 16
+"""The peers of one attack, at one address or at this many."""
+SOCKETS = 400
+SYBILS = 800
+PIECES = 100
+SESSION_TOKENS = 256
+
+_source: ContextVar[str] = ContextVar("source")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The order of an attack. `spans` are those of the `servers`. Honest nodes should not dial the `victims`."""
+
+    attacks: list[str]
+    addresses: int
+    servers: list[str]
+    spans: list[tuple[int, int]]
+    victims: list[tuple[str, int]]
+
+    def packed(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass(slots=True)
+class Attacker:
+    """One peer, and what it attacks."""
+
+    network: Libp2pNetwork
+    host: str
+    order: Order
+    model: ModelInfo
+    rng: random.Random
+
+    async def at_each(self, attack: Callable[[Libp2pLink, Span], Awaitable[None]]) -> None:
+        """Attack each server over a link, again and again."""
+        async with trio.open_nursery() as nursery:
+            for address, span in zip(self.order.servers, self.order.spans, strict=True):
+                nursery.start_soon(self._insist, address, Span(*span), attack)
+
+    async def _insist(self, address: str, span: Span, attack: Callable[[Libp2pLink, Span], Awaitable[None]]) -> None:
+        while True:
+            with suppress(LlmnodeError), single_error():
+                link = await self.network.dial(address)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(_read_all, link)
+                    await attack(link, span)
+            await trio.sleep(0.5)
+
+    def name(self) -> SessionId:
+        return SessionId(self.rng.randbytes(SESSION_ID_BYTES))
+
+    def open(self, session: SessionId, span: Span, max_length: int = SESSION_TOKENS) -> Frame:
+        fields = profile_fields(self.model.profile)
+        message = Open(
+            **fields,
+            span_start=span.start,
+            span_end=span.end,
+            max_length=max_length,
+            codec=Codec.RAW,
+            priority="interactive",
+            keep_outputs=True,
+        )
+        return Frame(FrameType.OPEN, session, meta=pack(message))
+
+    def step(self, session: SessionId, positions: int) -> Frame:
+        rows = np.ones((positions, self.model.hidden_size), "<f4").tobytes()
+        return Frame(FrameType.STEP, session, length=positions, payload=rows, value_bytes=4)
+
+    def announced(self, peer: PeerId, addresses: Sequence[str], sign: Callable[[bytes], bytes]) -> SignedAnnouncement:
+        model, now_ms = self.model, wall_clock_ms()
+        kv_tokens = 1 << 20
+        offer = Offer(
+            model.name, model.profile, model.blocks, Span(0, model.blocks), PeerState.ONLINE, 1, kv_tokens, kv_tokens
+        )
+        return sign_announcement(
+            Announcement(peer, tuple(addresses), now_ms, now_ms + 45_000, "llmnode/0", offer), sign
+        )
+
+
+async def silent(attacker: Attacker) -> None:
+    """Connections that say nothing."""
+    sockets: list[trio.socket.SocketType] = []
+    while True:
+        for address in attacker.order.servers:
+            place = Multiaddr(address)
+            one = trio.socket.socket()
+            with suppress(OSError):
+                await one.bind((attacker.host, 0))
+                await one.connect((place.value_for_protocol("ip4"), int(place.value_for_protocol("tcp"))))
+                sockets.append(one)
+        for old in sockets[: -SOCKETS // IDENTITIES]:
+            old.close()
+        del sockets[: -SOCKETS // IDENTITIES]
+        await trio.sleep(0.05)
+
+
+async def links(attacker: Attacker) -> None:
+    """Links that only live."""
+
+    async def live(_link: Libp2pLink, _span: Span) -> None:
+        await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(POLICY.links_per_peer):
+            nursery.start_soon(attacker.at_each, live)
+
+
+async def unfinished(attacker: Attacker) -> None:
+    """Large frames that never end."""
+
+    async def begin(link: Libp2pLink, _span: Span) -> None:
+        whole = _large_frame()
+        for at in range(0, PIECES * POLICY.piece_bytes, POLICY.piece_bytes):
+            await link.send(Frame(FrameType.PIECE, payload=whole[at : at + POLICY.piece_bytes]))
+        await trio.sleep_forever()
+
+    await attacker.at_each(begin)
+
+
+async def unread(attacker: Attacker) -> None:
+    """Results that are asked for again and again, and not read."""
+
+    async def ask(link: Libp2pLink, span: Span) -> None:
+        session, positions = attacker.name(), 64
+        await link.send(attacker.open(session, span))
+        await link.send(attacker.step(session, positions))
+        await trio.sleep(1)
+        link._stream.read = _never  # type: ignore[method-assign, assignment]
+        for step in range(1, 10**6):
+            await link.send(
+                Frame(FrameType.REPLAY, session, Epoch(0), Step(step), 0, positions, pack(Replay(push=False)))
+            )
+            await trio.sleep(0.005)
+
+    await attacker.at_each(ask)
+
+
+async def flood(attacker: Attacker) -> None:
+    """Frames without end, most of them malformed."""
+    kinds = [kind for kind in FrameType if kind not in (FrameType.PIECE, FrameType.HEARTBEAT)]
+
+    async def send(link: Libp2pLink, _span: Span) -> None:
+        while True:
+            rng = attacker.rng
+            for _ in range(20):
+                garbage = rng.randbytes(16), rng.randbytes(64)
+                await link.send(Frame(rng.choice(kinds), attacker.name(), Epoch(0), Step(0), 0, 0, *garbage))
+            await trio.sleep(0.02)
+
+    await attacker.at_each(send)
+
+
+async def views(attacker: Attacker) -> None:
+    """Announcements of peers that do not exist."""
+    made = _keys(SYBILS // IDENTITIES)
+
+    async def stuff(link: Libp2pLink, _span: Span) -> None:
+        while True:
+            sybils = [
+                attacker.announced(peer, [f"/ip4/{attacker.host}/tcp/9/p2p/{peer}"], sign).signed for peer, sign in made
+            ]
+            await link.send(_news(pack_news(sybils, [], SwarmPolicy())))
+            await trio.sleep(10)
+
+    await attacker.at_each(stuff)
+
+
+async def bait(attacker: Attacker) -> None:
+    """Peers at the addresses of victims, to which servers are asked to push."""
+    made = _keys(len(attacker.order.victims))
+
+    async def lure(link: Libp2pLink, span: Span) -> None:
+        session = attacker.name()
+        await link.send(attacker.open(session, span, 1))
+        baits = []
+        for (host, port), (peer, sign) in zip(attacker.order.victims, made, strict=True):
+            baits.append(attacker.announced(peer, [f"/ip4/{host}/tcp/{port}/p2p/{peer}"], sign))
+        step = 0
+        while True:
+            await link.send(_news(pack_news([each.signed for each in baits], [], SwarmPolicy())))
+            for each in baits:
+                step += 1
+                meta = pack(Neighbours("", each.announcement.peer, attacker.name(), quiet=False, again=False))
+                await link.send(Frame(FrameType.NEIGHBOURS, session, step=Step(step), meta=meta))
+                await trio.sleep(0.1)
+
+    await attacker.at_each(lure)
+
+
+async def hog(attacker: Attacker) -> None:
+    """Sessions that take KV, and use none."""
+
+    async def reserve(link: Libp2pLink, span: Span) -> None:
+        while True:
+            for _ in range(8):
+                await link.send(attacker.open(attacker.name(), span, 2048))
+            await trio.sleep(2)
+
+    await attacker.at_each(reserve)
+
+
+async def refuse(attacker: Attacker) -> None:
+    """A server that says that it is the fastest, takes sessions, and refuses steps."""
+    await _serve(attacker, lambda frame: refusal_of(frame, "bad-message", "because"))
+
+
+async def nan(attacker: Attacker) -> None:
+    """A server that says that it is the fastest, and answers with numbers that are none."""
+
+    def answer(frame: Frame) -> Frame:
+        payload = np.full(len(frame.payload) // 4, np.nan, "<f4").tobytes()
+        digests = _native.blake3_digest(frame.payload), _native.blake3_digest(payload)
+        meta = pack(Result(1, 1, *digests, bytes(64), pushed=False, shown_input=b"", shown_signature=b""))
+        header = frame.session, frame.epoch, frame.step, frame.start, frame.length
+        return Frame(FrameType.RESULT, *header, meta, payload)
+
+    await _serve(attacker, answer)
+
+
+ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
+    each.__name__: each for each in (silent, links, unfinished, unread, flood, views, bait, hog, refuse, nan)
+}
+
+
+async def _serve(attacker: Attacker, answer: Callable[[Frame], Frame]) -> None:
+    """A server of all blocks that computes nothing, which announces itself to each honest one."""
+    network = attacker.network
+
+    async def tell(link: Libp2pLink, _span: Span) -> None:
+        while True:
+            signed = attacker.announced(network.peer, network.addresses, network.sign).signed
+            await link.send(_news(pack_news([signed], [], SwarmPolicy())))
+            await trio.sleep(10)
+
+    async def serve_next(task_status: trio.TaskStatus[None]) -> None:
+        with suppress(LlmnodeError), single_error():
+            async with network.accept() as link:
+                task_status.started()
+                while True:
+                    frame = await link.receive()
+                    header = frame.session, frame.epoch, frame.step
+                    match frame.type:
+                        case FrameType.OPEN:
+                            await link.send(Frame(FrameType.OPENED, *header, meta=pack(Opened(bytes(16)))))
+                        case FrameType.NEIGHBOURS:
+                            await link.send(Frame(FrameType.FORWARDED, *header))
+                        case FrameType.TRUNCATE:
+                            await link.send(Frame(FrameType.TRUNCATED, *header))
+                        case FrameType.STEP:
+                            await link.send(answer(frame))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(attacker.at_each, tell)
+        while True:
+            await nursery.start(serve_next)
+
+
+def _large_frame() -> bytes:
+    """The bytes of a frame with a payload of the largest size, as it goes over a link."""
+    from llmnode.wire.frame import encode
+
+    return bytes(encode(Frame(FrameType.STEP, length=1, payload=bytes(POLICY.max_payload_bytes)), POLICY))
+
+
+def _news(payload: bytes) -> Frame:
+    return Frame(FrameType.NEWS, meta=pack(Clock(wall_clock_ms())), payload=payload)
+
+
+def _keys(count: int) -> list[tuple[PeerId, Callable[[bytes], bytes]]]:
+    """Fresh identities, each with what signs for it."""
+    from libp2p.crypto.ed25519 import create_new_key_pair
+    from libp2p.peer.id import ID
+
+    pairs = [create_new_key_pair() for _ in range(count)]
+    return [(PeerId(ID.from_pubkey(each.public_key).to_base58()), each.private_key.sign) for each in pairs]
+
+
+async def _read_all(link: Libp2pLink) -> None:
+    while True:
+        await link.receive()
+
+
+async def _never(*_: Any) -> NoReturn:  # Any: in place of another function
+    await trio.sleep_forever()
+
+
+def _dial_from_source() -> None:
+    """Have each host dial from the address of its context."""
+
+    async def dial(self: TCP, address: Multiaddr) -> IRawConnection:
+        return await self.dial_with_source(address, (_source.get(), 0))
+
+    TCP.dial = dial  # type: ignore[method-assign, assignment]
+
+
+async def main() -> None:
+    """Read the order, carry it out, and end with stdin."""
+    order = Order(**json.loads(sys.argv[1]))
+    _dial_from_source()
+    model = open_embedded().info
+    async with trio.open_nursery() as nursery, AsyncExitStack() as stack:
+        identities = []
+        for number in range(IDENTITIES):
+            host = f"127.7.0.{1 + number % order.addresses}"
+            _source.set(host)
+            network = await stack.enter_async_context(open_network([f"/ip4/{host}/tcp/0"], POLICY))
+            identities.append(network.peer)
+            attacker = Attacker(network, host, order, model, random.Random(number))
+            for name in order.attacks:
+                nursery.start_soon(ATTACKS[name], attacker)
+        print(json.dumps(identities), flush=True)
+        async for _ in trio.lowlevel.FdStream(sys.stdin.fileno()):
+            pass
+        nursery.cancel_scope.cancel()
+
+
+if __name__ == "__main__":
+    trio.run(main)

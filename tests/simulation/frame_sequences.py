@@ -1,0 +1,180 @@
+"""Sequences of frames as a hostile client sends them: mostly what an honest one would, in any order, and mutated.
+
+A sequence knows roughly where its sessions stand, so that most frames get past the first check. It knows neither clock
+nor server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from llmnode.core.ids import NO_SESSION, SESSION_ID_BYTES, Epoch, SessionId, Step
+from llmnode.core.priority import Priority
+from llmnode.testing import EXACT_MODEL, exact_input
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import Fork, Lease, Neighbours, Open, Pushed, Replay, pack
+from llmnode.wire.payload import Codec, encode_hidden
+from llmnode.wire.profile import profile_fields
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Iterator
+
+    from llmnode.core.ids import PeerId
+
+LENGTHS = (4, 16, 32)
+EDGES = (0, 1, 2, 5, 16, 2**31, 2**32 - 1)
+FRAMES = (3, 16)
+MUTATED = 0.2
+FROM_NEIGHBOUR = 0.15
+
+
+@dataclass(slots=True)
+class _Session:
+    """A session as its client takes it to stand."""
+
+    name: SessionId
+    codec: Codec
+    max_length: int
+    epoch: int = 0
+    step: int = 0
+    position: int = 0
+
+
+@dataclass(slots=True)
+class Sequence:
+    """The frames of one sequence. Each comes with whether the neighbour sends it, which may push to some sessions."""
+
+    rng: random.Random
+    neighbour: PeerId
+    receiver: PeerId
+    sessions: list[_Session] = field(default_factory=list)
+
+    def frames(self) -> Iterator[tuple[bool, Frame]]:
+        rng, makers = self.rng, self._makers()
+        kinds, weights = [maker for maker, _ in makers], [weight for _, weight in makers]
+        yield False, self._open()
+        for _ in range(rng.randint(*FRAMES)):
+            session = rng.choice(self.sessions)
+            frame = rng.choices(kinds, weights)[0](session)
+            if rng.random() < MUTATED:
+                frame = self._mutated(frame)
+            pushes = frame.type is FrameType.STEP and rng.random() < FROM_NEIGHBOUR
+            if pushes and rng.random() < 0.5:
+                frame = replace(frame, meta=pack(Pushed(bytes(32), bytes(64))))
+            yield pushes, frame
+            if rng.random() < 0.1:
+                yield pushes, frame
+
+    def _makers(self) -> list[tuple[Callable[[_Session], Frame], int]]:
+        return [
+            (lambda _: self._open(), 3),
+            (self._step, 12),
+            (self._truncate, 3),
+            (self._fork, 4),
+            (self._replay, 3),
+            (self._neighbours, 3),
+            (self._lease, 1),
+            (self._resume, 2),
+            (self._close, 1),
+            (lambda _: Frame(FrameType.DESCRIBE), 1),
+        ]
+
+    def _open(self) -> Frame:
+        rng = self.rng
+        codec = self.sessions[0].codec if self.sessions and rng.random() < 0.9 else rng.choice(list(Codec))
+        session = _Session(SessionId(rng.randbytes(SESSION_ID_BYTES)), codec, rng.choice(LENGTHS))
+        self.sessions.append(session)
+        message = Open(
+            **profile_fields(EXACT_MODEL.profile),
+            span_start=rng.choice((0,) * 9 + (2,)),
+            span_end=rng.choice((EXACT_MODEL.blocks,) * 8 + (3, 3, EXACT_MODEL.blocks + 1)),
+            max_length=session.max_length,
+            codec=session.codec,
+            priority=Priority.INTERACTIVE.word,
+            keep_outputs=rng.random() < 0.9,
+        )
+        return Frame(FrameType.OPEN, session.name, meta=pack(message))
+
+    def _step(self, session: _Session) -> Frame:
+        length = self.rng.choice((1, 1, 1, 2, 5))
+        payload = bytes(encode_hidden(exact_input(self.rng, length), session.codec))
+        frame = self._frame(FrameType.STEP, session, session.position, length, payload=payload)
+        session.step, session.position = session.step + 1, session.position + length
+        return frame
+
+    def _truncate(self, session: _Session) -> Frame:
+        session.epoch += self.rng.choice((1, 1, 1, 0, 2))
+        session.position = self.rng.randint(0, session.position)
+        return self._frame(FrameType.TRUNCATE, session, session.position)
+
+    def _fork(self, session: _Session) -> Frame:
+        source = self.rng.choice(self.sessions)
+        session.epoch += 1
+        session.position = min(self.rng.choice((source.position, session.position)), session.max_length)
+        shared = self.rng.choice((0, 0, 1, session.position))
+        return self._frame(FrameType.FORK, session, session.position, meta=pack(Fork(source.name, shared)))
+
+    def _replay(self, session: _Session) -> Frame:
+        start = self.rng.randint(0, session.position)
+        length = self.rng.choice((1, session.position - start, session.position))
+        return self._frame(FrameType.REPLAY, session, start, length, meta=pack(Replay(self.rng.random() < 0.5)))
+
+    def _neighbours(self, session: _Session) -> Frame:
+        rng, nobody = self.rng, type(self.neighbour)("")
+        sender, receiver = rng.choice((self.neighbour, nobody)), rng.choice((self.receiver, self.neighbour, nobody))
+        name = rng.choice((NO_SESSION, rng.choice(self.sessions).name))
+        meta = pack(Neighbours(sender, receiver, name, quiet=rng.random() < 0.3, again=rng.random() < 0.3))
+        return self._frame(FrameType.NEIGHBOURS, session, meta=meta)
+
+    def _lease(self, session: _Session) -> Frame:
+        meta = pack(Lease(self.rng.choice((0, 1, 500)), leaves=self.rng.random() < 0.2))
+        return self._frame(FrameType.LEASE, session, meta=meta)
+
+    def _resume(self, session: _Session) -> Frame:
+        return self._frame(FrameType.RESUME, session)
+
+    def _close(self, session: _Session) -> Frame:
+        if len(self.sessions) > 1 and self.rng.random() < 0.8:
+            self.sessions.remove(session)
+        return self._frame(FrameType.CLOSE, session)
+
+    def _frame(
+        self,
+        kind: FrameType,
+        session: _Session,
+        start: int = 0,
+        length: int = 0,
+        meta: bytes = b"",
+        payload: bytes = b"",
+    ) -> Frame:
+        return Frame(kind, session.name, Epoch(session.epoch), Step(session.step), start, length, meta, payload)
+
+    def _mutated(self, frame: Frame) -> Frame:
+        rng = self.rng
+        match rng.randrange(8):
+            case 0:
+                return replace(frame, type=rng.choice([kind for kind in FrameType if kind is not FrameType.PIECE]))
+            case 1:
+                return replace(frame, epoch=Epoch(self._near(frame.epoch)))
+            case 2:
+                return replace(frame, step=Step(self._near(frame.step)))
+            case 3:
+                return replace(frame, start=self._near(frame.start))
+            case 4:
+                return replace(frame, length=self._near(frame.length))
+            case 5:
+                return replace(frame, payload=self._spoilt(bytes(frame.payload)))
+            case 6:
+                return replace(frame, meta=self._spoilt(bytes(frame.meta)))
+            case _:
+                return replace(frame, session=rng.choice([NO_SESSION, *(each.name for each in self.sessions)]))
+
+    def _near(self, number: int) -> int:
+        return self.rng.choice((max(0, number - 1), min(2**32 - 1, number + 1), *EDGES))
+
+    def _spoilt(self, content: bytes) -> bytes:
+        rng, at = self.rng, self.rng.randint(0, len(content))
+        changed = content[:at] + b"\xff" + content[at + 1 :]
+        return rng.choice((content[:at], content + b"\0", rng.randbytes(len(content)), changed))

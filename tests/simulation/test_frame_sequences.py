@@ -1,0 +1,210 @@
+"""A server takes OPEN, STEP, FORK, REPLAY, NEIGHBOURS, RESUME and others in any order, mutated too.
+
+It answers with the frames that the protocol knows, meets no error that nobody foresaw, and keeps nothing. By default
+some thousands of sequences are drawn; LLMNODE_SEQUENCES=1000000 draws more, and LLMNODE_FIRST_SEQUENCE is the first.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import trio
+
+from llmnode.core.ids import PeerId
+from llmnode.core.policy import ServePolicy
+from llmnode.core.span import Span
+from llmnode.errors import PeerUnreachable
+from llmnode.node.serve.next_hops import no_next_hop
+from llmnode.node.serve.server import Server, ServerLink
+from llmnode.testing import EXACT_MODEL, ExactWorker, open_internet, simulated
+from llmnode.testing.world import raise_bug
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import Refusal, RefusalCode, unpack
+from simulation.frame_sequences import Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from llmnode.core.budget import Scope
+    from llmnode.testing.network import MemoryNetwork
+
+SEQUENCES = 3000
+KV_TOKENS = 200
+WARM_UP = 500
+GROWTH_BLOCKS = 3000
+"""Blocks of Python's allocator: caches fill up. A leak of one object a sequence is more, from some thousands on."""
+ANSWERS = {
+    FrameType.OPENED,
+    FrameType.RESULT,
+    FrameType.TRUNCATED,
+    FrameType.FORWARDED,
+    FrameType.REPLAYED,
+    FrameType.FORKED,
+    FrameType.LEASED,
+    FrameType.RESUMED,
+    FrameType.DESCRIPTION,
+    FrameType.REFUSAL,
+}
+POLICY = ServePolicy(lease_s=0.5, malformed_burst=10**9, sessions_per_link=3)
+RECEIVER = PeerId("receiver")
+
+
+@dataclass(eq=False)
+class PlainLink:
+    """The `Link` port of a server: frames come when they are told, and answers are counted."""
+
+    peer: PeerId
+    answers: Counter[str]
+    scope: Scope
+    relayed: bool = False
+    relay_limit_bytes: int | None = None
+    version: int = 2
+    ended: bool = False
+    _frames: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._told, self._frames = trio.open_memory_channel[Frame](1000)
+
+    @property
+    def group(self) -> str:
+        return self.peer
+
+    def tell(self, frame: Frame) -> None:
+        if not self.ended:
+            self._told.send_nowait(frame)
+
+    async def send(self, frame: Frame) -> None:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        assert frame.type in ANSWERS, frame
+        kind: str = frame.type.name
+        if frame.type is FrameType.REFUSAL:
+            kind = RefusalCode(unpack(Refusal, frame.meta).code)
+        self.answers[kind] += 1
+        await trio.lowlevel.cancel_shielded_checkpoint()
+
+    async def receive(self) -> Frame:
+        try:
+            frame: Frame = await self._frames.receive()
+        except trio.EndOfChannel:
+            raise PeerUnreachable("closed the stream", peer=self.peer) from None
+        return frame
+
+    async def wait_version(self) -> int:
+        await trio.lowlevel.checkpoint()
+        return self.version
+
+    async def wait_direct(self) -> None:
+        await trio.sleep_forever()
+
+    async def end(self, reason: str) -> None:
+        self.ended = True
+        self.scope.close()
+        self._told.close()
+        await trio.lowlevel.checkpoint()
+
+
+class TakesAll:
+    """A connection to a next hop, and what finds it. Pushes that nobody could read would end the test."""
+
+    relayed = False
+
+    def __init__(self, answers: Counter[str]) -> None:
+        self._answers = answers
+
+    async def find(self, peer: PeerId, since_s: float, *, again: bool) -> TakesAll:
+        await trio.lowlevel.checkpoint()
+        if peer != RECEIVER or again:
+            raise no_next_hop(peer)
+        return self
+
+    @property
+    def best(self) -> TakesAll:
+        return self
+
+    async def tell(self, frame: Frame) -> None:
+        await trio.lowlevel.checkpoint()
+        assert frame.type is FrameType.STEP
+        self._answers["pushed"] += 1
+
+
+async def play(server: Server, worker: ExactWorker, number: int, answers: Counter[str]) -> None:
+    """One sequence, over two links of a client and one of its neighbour; then nothing of it is left."""
+    rng = random.Random(f"sequence {number}")
+    client, neighbour = PeerId(f"client {number % 7}"), PeerId(f"neighbour {number % 5}")
+    async with trio.open_nursery() as nursery:
+        peers = (client, client, neighbour)
+        links = [PlainLink(each, answers, server.network.budget.connection(each, each)) for each in peers]  # type: ignore[attr-defined]
+        for link in links:
+            nursery.start_soon(_serve, server, link, nursery)
+        worker.executor.fails = int(rng.random() < 0.1)
+        for pushes, frame in Sequence(rng, neighbour, RECEIVER).frames():
+            links[2 if pushes else int(rng.random() < 0.05)].tell(frame)
+            if rng.random() < 0.5:
+                await trio.testing.wait_all_tasks_blocked() if rng.random() < 0.1 else await trio.lowlevel.checkpoint()
+        await trio.sleep(0.01)
+        for link in links:
+            await link.end("over")
+
+
+async def _serve(server: Server, link: PlainLink, nursery: trio.Nursery) -> None:
+    with suppress(PeerUnreachable):
+        await ServerLink(server, link, nursery).run()
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Else pytest keeps what servers log about forwards that fail as told."""
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("quiet")
+@simulated
+async def test_frames_in_any_order_leave_nothing_behind() -> None:
+    answers: Counter[str] = Counter()
+    first = int(os.environ.get("LLMNODE_FIRST_SEQUENCE", "0"))
+    count = int(os.environ.get("LLMNODE_SEQUENCES", str(SEQUENCES)))
+    async with open_internet() as internet:
+        network: MemoryNetwork = internet.network("server")
+        worker = ExactWorker(Span(0, EXACT_MODEL.blocks), EXACT_MODEL.row_bytes, KV_TOKENS)
+        server = Server(network, EXACT_MODEL, POLICY, on_bug=raise_bug)
+        server.next_hops = TakesAll(answers)  # type: ignore[assignment]
+        async with trio.open_nursery() as nursery:
+            server.serve(worker)
+            began_s, before = time.monotonic(), 0
+            for number in range(first, first + count):
+                try:
+                    await play(server, worker, number, answers)
+                    assert not server.sessions
+                    assert not worker.reserved
+                    assert not worker.executor._kept
+                    for record in (worker.priorities, worker.executor.batches, worker.executor.forks):
+                        record.clear()
+                except BaseException as error:
+                    error.add_note(f"LLMNODE_FIRST_SEQUENCE={number} LLMNODE_SEQUENCES=1 runs this sequence alone")
+                    raise
+                if number - first == WARM_UP:
+                    gc.collect()
+                    before = sys.getallocatedblocks()
+            took_s = time.monotonic() - began_s
+            gc.collect()
+            grew = sys.getallocatedblocks() - before
+            nursery.cancel_scope.cancel()
+    print(f"{count / took_s:.0f} sequences a second, {grew} blocks more; {dict(sorted(answers.items()))}")
+    if count > WARM_UP:
+        assert grew < GROWTH_BLOCKS
+        of_opens = {RefusalCode.WRONG_MODEL, RefusalCode.UNKNOWN_ADAPTER, RefusalCode.UNKNOWN_CODEC}
+        never = of_opens | {RefusalCode.UNKNOWN_FRAME, RefusalCode.UNKNOWN_EXTENSION}
+        reached = {"pushed", *(kind.name for kind in ANSWERS if kind is not FrameType.REFUSAL), *RefusalCode} - never
+        assert reached - answers.keys() == set(), "the sequences reach every part of a session"
