@@ -25,6 +25,8 @@ from llmnode.node.serve.admission import Admission
 from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.links import accept_links, answer_about_swarm, log_bug
 from llmnode.node.serve.next_hops import NextHops
+from llmnode.node.serve.passes import REQUESTS as PASSES
+from llmnode.node.serve.passes import LinkPasses
 from llmnode.node.serve.served_span import ServedSpan, ServeStats
 from llmnode.node.serve.session import REQUESTS, ServerSession
 from llmnode.swarm.membership import software
@@ -35,6 +37,7 @@ from llmnode.wire.messages import (
     Lease,
     Leased,
     Open,
+    Pass,
     Pushed,
     RefusalCode,
     check_empty,
@@ -50,7 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from llmnode.core.ids import PeerId, SessionId
-    from llmnode.core.model import ModelInfo
+    from llmnode.core.model import ModelInfo, Profile
     from llmnode.core.policy import ServePolicy
     from llmnode.ports import Link, Network, Worker
     from llmnode.swarm.membership import Swarm
@@ -156,6 +159,28 @@ class Server:
         self.session_ended.set()
         self.session_ended = trio.Event()
 
+    def check_profile(self, asked: Profile) -> None:
+        """Raises PeerRefused if the server has another model, or the model in another precision."""
+        model = self.model
+        if asked.model_digest != model.digest:
+            how = how_other(asked.model_digest, model.digest, model.name)
+            raise PeerRefused(RefusalCode.WRONG_MODEL, f"this server holds {model.name} {how}")
+        if asked.precision != model.precision:
+            why = f"this server holds {model.name} in {model.precision.name}, and {asked.precision.name} is asked for"
+            raise PeerRefused(RefusalCode.WRONG_MODEL, why)
+        if asked.adapter != model.adapter:
+            raise PeerRefused(RefusalCode.UNKNOWN_ADAPTER, "this server has no such adapter")
+
+    def holder_of(self, span: Span) -> ServedSpan:
+        """The loaded blocks, of which `span` must be a part. Raises PeerRefused."""
+        if self.served is None:
+            raise PeerRefused(RefusalCode.BUSY, f"this server is loading blocks {self.span}")
+        if not (held := self.served.worker.span).covers(span):
+            double = self.swarm is not None and self.swarm.double is not None
+            why = ": another node uses the identity of this one, and announces others" if double else ""
+            raise PeerRefused(RefusalCode.SPAN_NOT_HELD, f"{span} asked for, {held} held{why}")
+        return self.served
+
     def describe(self) -> Description:
         worker, span = None if self.served is None else self.served.worker, self.span
         assert span is not None, "a link is accepted once blocks are loaded"
@@ -186,12 +211,14 @@ class ServerLink:
         self._server = server
         self._link = link
         self._nursery = nursery
+        self._passes = LinkPasses(link, nursery, self._served_for, server.on_bug)
 
     async def run(self) -> None:
         try:
             while True:
                 await self._handle(await self._link.receive())
         finally:
+            self._passes.close()
             for session in self._sessions():
                 self._server.leave_link(session)
 
@@ -218,6 +245,8 @@ class ServerLink:
                 case request if request in REQUESTS:
                     unpack(REQUESTS[request], frame.meta)  # here, where a malformed frame costs the link
                     await self._session(frame).submit(frame)
+                case request if request in PASSES:
+                    self._passes.begin(frame)
                 case FrameType.CLOSE:
                     check_empty(frame.meta, "CLOSE")
                     self._session(frame).close()
@@ -253,30 +282,21 @@ class ServerLink:
         span = Span(request.span_start, request.span_end)
         if frame.session in self._server.sessions:
             raise PeerRefused(RefusalCode.CONFLICT, "a session of this name is open")
-        self._check_model(request)
+        self._server.check_profile(profile_of(request))
         if request.codec not in list(Codec):
             raise PeerRefused(RefusalCode.UNKNOWN_CODEC, f"this server knows {', '.join(Codec)}")
-        if (served := self._server.served) is None:
-            raise PeerRefused(RefusalCode.BUSY, f"this server is loading blocks {self._server.span}")
-        if not (held := served.worker.span).covers(span):
-            double = self._server.swarm is not None and self._server.swarm.double is not None
-            why = ": another node uses the identity of this one, and announces others" if double else ""
-            raise PeerRefused(RefusalCode.SPAN_NOT_HELD, f"{span} asked for, {held} held{why}")
+        served = self._server.holder_of(span)
         if request.max_length > self._server.model.context_tokens:
             raise PeerRefused(RefusalCode.NO_ROOM, f"the model's context is {self._server.model.context_tokens} tokens")
         self._check_room()
         return span, request, served
 
-    def _check_model(self, request: Open) -> None:
-        model, asked = self._server.model, profile_of(request)
-        if asked.model_digest != model.digest:
-            how = how_other(asked.model_digest, model.digest, model.name)
-            raise PeerRefused(RefusalCode.WRONG_MODEL, f"this server holds {model.name} {how}")
-        if asked.precision != model.precision:
-            why = f"this server holds {model.name} in {model.precision.name}, and {asked.precision.name} is asked for"
-            raise PeerRefused(RefusalCode.WRONG_MODEL, why)
-        if asked.adapter != model.adapter:
-            raise PeerRefused(RefusalCode.UNKNOWN_ADAPTER, "this server has no such adapter")
+    def _served_for(self, request: Pass) -> ServedSpan:
+        """The blocks for a pass. Raises PeerRefused."""
+        self._server.check_profile(profile_of(request))
+        if self._server.is_draining:
+            raise PeerRefused(RefusalCode.BUSY, DRAINING)
+        return self._server.holder_of(Span(request.span_start, request.span_end))
 
     def _check_room(self) -> None:
         if self._server.is_draining:

@@ -198,6 +198,10 @@ class Worker(Protocol):
     def pass_s(self) -> float | None:
         """The time that one pass may take now, since nothing else runs meanwhile. None if that is not known yet."""
 
+    @property
+    def pass_positions(self) -> int:
+        """Sequences of a pass go together up to this many positions."""
+
     async def do(self, operation: Operation[Result]) -> Result:
         """Do an operation, and return its result."""
 

@@ -155,8 +155,7 @@ class PairedSession:
         for number, hop in enumerate(self.hops):
             session = self._world.peers[hop.hop.peer].sessions[hop.session]
             assert (session.stage.epoch, session.stage.position) == (state.epoch, state.position)
-            if is_quiet and not session.was_given_wrong:
-                assert not session.stage._held, "it shows nowhere else"
+            assert not (is_quiet and session.stage._held), "it shows nowhere else"
             assert session.outputs is None or session.outputs.positions == state.position
             assert (session.outputs is not None) == (logs and hop is not self.hops[-1])
             assert hop.inputs.positions == (0 if logs and number else state.position)
@@ -218,8 +217,7 @@ class PairedSession:
     def _recover(self, error: PeerError) -> None:
         if self.state.lost is None:
             assert isinstance(error, IntegrityError), "every other error is the failure of a hop"
-            met = self._world.met
-            assert met["push changed"] or met["push ahead"], "honest hops do not contradict each other"
+            assert self._world.met["push changed"], "honest hops do not contradict each other"
         while (lost := self.state.lost) is not None:
             assert lost.failure is not None
             _check_others_may_help(lost.failure)

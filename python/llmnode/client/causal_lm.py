@@ -33,12 +33,15 @@ from llmnode.client.forward import (
 from llmnode.client.generate_call import check_options, current_call, run_call
 from llmnode.client.hidden_session import HiddenSession
 from llmnode.client.released import releasing
+from llmnode.client.remote_blocks import RemoteBlocks
 from llmnode.client.versions import CACHE, named_for_generate, takes_cache_of_generate
 from llmnode.core.priority import PRIORITIES
+from llmnode.core.span import Span
 from llmnode.core.texts.beams import first_alike
 from llmnode.errors import ConfigError
 from llmnode.models.families import family_of
 from llmnode.models.generation_config import generation_config
+from llmnode.session.passes import SwarmPasses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -61,8 +64,8 @@ FIRST_POSITIONS = 64
 class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
     """Made by `llmnode.connect`. Holds the ends of the model; a forward runs the blocks at the peers.
 
-    It can do all that a transformers model can, except gradients, attentions, the hidden states between blocks, and
-    attention that is not causal.
+    It can do all that a transformers model can, except gradients (but see `remote_blocks`), attentions, the hidden
+    states between blocks, and attention that is not causal.
     """
 
     main_input_name = "input_ids"
@@ -88,6 +91,12 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         assert isinstance(weight, torch.Tensor), "an embedding"
         self._embedding_size = weight.shape[1]
         self.generation_config = generation_config(folder)
+        self._passes = SwarmPasses(client.router.finder, client.codec)
+
+    @property
+    def remote_blocks(self) -> RemoteBlocks:
+        """The blocks as a module of torch, through which gradients flow: `model.remote_blocks[3:7](hidden)`."""
+        return RemoteBlocks(self._portal, self._passes, Span(0, self.info.blocks))
 
     def __enter__(self) -> Self:
         return self

@@ -47,7 +47,8 @@ class BatchingWorker:
         self._held = held
         self._run = run
         self._clock = clock
-        self._scheduler = Scheduler(policy or BatchPolicy())
+        self._policy = policy or BatchPolicy()
+        self._scheduler = Scheduler(self._policy)
         self._busy_s = 0.0
         self._calls: dict[int, _Call] = {}
         self._running: tuple[Batch, Awaitable[tuple[Done, float, float]]] | None = None
@@ -70,6 +71,10 @@ class BatchingWorker:
     @property
     def pass_s(self) -> float | None:
         return self._scheduler.pass_s(self._clock())
+
+    @property
+    def pass_positions(self) -> int:
+        return self._policy.pass_positions
 
     async def do(self, operation: Operation[Result]) -> Result:
         return cast("Result", await self._do(cast("Forward | Pass | Control", operation)))

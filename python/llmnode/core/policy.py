@@ -270,6 +270,8 @@ class BatchPolicy:
     beside decodes on a CPU."""
     most_prefill: int = 512
     """More positions gain nothing on any device that we know, and need memory."""
+    pass_positions: int = 256
+    """Sequences of a pass go together up to this many positions. More gain nothing on a CPU, and decodes would wait."""
     gather_share: float = 0.85
     """Sessions that decode in step wait for each other if their absence is shorter than this share of the fixed cost of
     a forward, which a shared forward saves. The fixed cost is what a forward of decodes takes without the part that
@@ -278,7 +280,7 @@ class BatchPolicy:
     """Each time a request has waited this long without a turn, it counts as one priority higher."""
 
     def rank(self, priority: Priority, since_s: float, now_s: float) -> int:
-        """The rank of a request that has waited since then. A lower one comes first."""
+        """The rank, at `now_s`, of a request of this `priority` that waits since `since_s`. A lower one comes first."""
         return max(0, priority - int((now_s - since_s) / self.ageing_s))
 
 
@@ -381,6 +383,10 @@ class ServePolicy:
     """Then one is allowed this often."""
     steps_ahead: int = 4
     """Steps a client may send before the one that is due has arrived."""
+    passes_per_link: int = 4
+    """Passes, which train, that a client may ask for at the same time."""
+    pass_positions: int = 8192
+    """The most positions of one pass: a frame has room for that many of a small model."""
     replay_bytes: int = 64 << 20
     """The most bytes of logged results that one frame may ask for."""
     memory_patience_s: float = 10.0

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from llmnode.core.ids import Epoch, PeerId, SessionId
     from llmnode.ports import Link
+    from llmnode.wire.frame import Buffer
 
     Question = tuple[SessionId, Epoch, Step]
 
@@ -122,11 +123,18 @@ class PeerConnection:
         return description
 
     async def ask_peer(
-        self, question: FrameType, answer_type: FrameType, timeout_s: float, meta: bytes = b"", payload: bytes = b""
+        self,
+        question: FrameType,
+        answer_type: FrameType,
+        timeout_s: float,
+        meta: bytes = b"",
+        payload: Buffer = b"",
+        value_bytes: int = 0,
     ) -> Frame:
         """Ask a question that belongs to no session. Raises as `ask` does."""
         self._questions = (self._questions + 1) % 2**32
-        frame = Frame(question, NO_SESSION, step=Step(self._questions), meta=meta, payload=payload)
+        step = Step(self._questions)
+        frame = Frame(question, NO_SESSION, step=step, meta=meta, payload=payload, value_bytes=value_bytes)
         return await self.ask(frame, answer_type, timeout_s)
 
     async def ask(self, frame: Frame, answer_type: FrameType, timeout_s: float) -> Frame:

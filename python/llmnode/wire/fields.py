@@ -45,6 +45,15 @@ class Texts:
 
 
 @dataclass(frozen=True, slots=True)
+class Numbers:
+    """Bounds of a list of numbers: its length, from 1 on, and each number, both included."""
+
+    most: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
 class Named:
     """Bounds of a map of names to values of any kind: its size, and how deep the values may be nested."""
 
@@ -58,6 +67,8 @@ NAME_CHARS = 64
 DEEPEST = 4
 """The values of extensions, and of fields that are ignored, may be nested this deep."""
 MOST_EXTENSIONS = 16
+MOST_SEQUENCES = 32
+"""The most sequences of one pass."""
 
 U32 = Annotated[int, Between(0, 2**32 - 1)]
 Count = Annotated[int, Between(1, 2**32 - 1)]
@@ -72,6 +83,7 @@ SessionName = Annotated[bytes, Sized(SESSION_ID_BYTES, SESSION_ID_BYTES)]
 Name = Annotated[str, Sized(1, 200)]
 PeerName = Annotated[str, Sized(0, 200)]
 Text = Annotated[str, Sized(0, 2000)]
+Lengths = Annotated[list[int], Numbers(MOST_SEQUENCES, 1, 2**32 - 1)]
 
 # Optional fields: left out of the map where they are None.
 OptionalDigest = Annotated[bytes | None, Sized(32, 32)]
@@ -120,6 +132,12 @@ def check_of(hint: Any) -> Callable[[Any], bool]:  # Any: a typing construct
                 type(value) is list
                 and len(value) <= bounds.most
                 and all(type(item) is str and 1 <= len(item) <= bounds.longest for item in value)
+            )
+        case Numbers():
+            return lambda value: (
+                type(value) is list
+                and 1 <= len(value) <= bounds.most
+                and all(type(item) is int and bounds.low <= item <= bounds.high for item in value)
             )
         case Named():
             return lambda value: (

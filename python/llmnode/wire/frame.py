@@ -77,6 +77,12 @@ class FrameType(IntEnum):
     RESUMED = 23
     PIECE = 24
     """The payload is the next piece of a second stream of frames, of the large ones: others pass between the pieces."""
+    EVALUATE = 25
+    """Whole sequences, to be put through blocks without a session."""
+    EVALUATED = 26
+    BACKWARD = 27
+    """Whole sequences that went into blocks, and then gradients for what came out."""
+    GRADIENT = 28
 
     @classmethod
     def _missing_(cls, value: object) -> FrameType | None:

@@ -23,6 +23,7 @@ from llmnode.wire.fields import (
     ExtensionNames,
     Extensions,
     Flag,
+    Lengths,
     Microseconds,
     Milliseconds,
     Name,
@@ -149,6 +150,34 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
+class Pass:
+    """Put whole sequences of these `lengths` through the blocks of a span, or gradients back through them.
+
+    The payload of EVALUATE is their hidden states in `codec`. That of BACKWARD has gradients for the output after them,
+    likewise. Nothing is kept.
+    """
+
+    model_digest: Digest
+    span_start: U32
+    span_end: Count
+    dtype: Name
+    codec: Name
+    priority: Name
+    lengths: Lengths
+    adapter: OptionalDigest = None
+    extensions: Extensions = None
+    required: ExtensionNames = None
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """The result of a pass. The payload is the output of the blocks, or gradients for their input, in its codec."""
+
+    queue_us: Microseconds
+    compute_us: Microseconds
+
+
+@dataclass(frozen=True, slots=True)
 class Pushed:
     """A hop sends this with the result that it pushes: the digest of its input, and its receipt for the client.
 
@@ -270,7 +299,7 @@ class AnnouncementBody:
     """The same peer's signature of the form for protocol 1 (`version_1.py`), if that is not this body itself."""
 
 
-Extended: TypeAlias = Description | Open | Neighbours
+Extended: TypeAlias = Description | Open | Neighbours | Pass
 """The messages that have extensions."""
 EXTENSIONS: Mapping[type[Any], Set[str]] = {kind: frozenset() for kind in get_args(Extended)}
 """The names that are known here. Others are ignored, unless the message requires them."""
@@ -280,6 +309,8 @@ AnyMessage = (
     | Open
     | Opened
     | Result
+    | Pass
+    | Passed
     | Pushed
     | Replay
     | Replayed
@@ -312,7 +343,7 @@ def unpack(kind: type[Message], meta: Buffer) -> Message:
     message = _checked(kind, values)
     if unknown := [name for name in values if name not in _CHECKS[kind]]:
         raise RemoteProtocolError(f"{kind.__name__}: unknown fields {reprlib.repr(unknown)}")
-    if isinstance(message, (Description, Open, Neighbours)):
+    if isinstance(message, (Description, Open, Neighbours, Pass)):
         _check_required(message)
     return message
 

@@ -36,6 +36,8 @@ ANNOUNCED = (
 STATES = ("joining", "online", "draining", "left")
 GROWN = frozenset((FrameType.DESCRIPTION, FrameType.OPEN, FrameType.NEIGHBOURS))
 """The frames whose metadata may have fields that came later."""
+NEW = frozenset((FrameType.EVALUATE, FrameType.BACKWARD))
+"""Questions that such a peer does not know."""
 LATER = frozenset(("adapter", "extensions", "required"))
 
 
@@ -86,11 +88,15 @@ def _sequence(announcement: SignedAnnouncement) -> int:
 
 def has_more(frame: Frame) -> bool:
     """Whether such a peer may be unable to read the frame as it is."""
-    return frame.type in GROWN and not LATER.isdisjoint(read_map(frame.type.name, frame.meta))
+    is_grown = frame.type in GROWN and not LATER.isdisjoint(read_map(frame.type.name, frame.meta))
+    return is_grown or frame.type in NEW
 
 
 def without_more(frame: Frame) -> Frame:
     """The frame for such a peer. Raises PeerRefused if that would be another request, or another answer."""
+    if frame.type in NEW:
+        why = f"one side speaks protocol {VERSION} and needs an update: it does not know {frame.type.name}"
+        raise PeerRefused(RefusalCode.UNKNOWN_FRAME, why)
     if frame.type not in GROWN:
         return frame
     values = read_map(frame.type.name, frame.meta)

@@ -128,6 +128,10 @@ def test_the_number_of_a_frame_type_never_changes() -> None:
         "RESUME": 22,
         "RESUMED": 23,
         "PIECE": 24,
+        "EVALUATE": 25,
+        "EVALUATED": 26,
+        "BACKWARD": 27,
+        "GRADIENT": 28,
     }
 
 

@@ -26,6 +26,8 @@ from llmnode.wire.messages import (
     Neighbours,
     Open,
     Opened,
+    Pass,
+    Passed,
     Pushed,
     Refusal,
     RefusalCode,
@@ -85,6 +87,11 @@ TOTAL = number(0, 2**63 - 1)
 DIGEST, SESSION, SIGNATURE = octets(32, 32), octets(16, 16), octets(64, 64)
 FLAG = Rule(st.booleans(), [False, True], [0, 1, 2, "true", b"\x01", 1.0, *NO_SCALAR])
 NAME = text(1, 200)
+LENGTHS = Rule(
+    st.lists(st.integers(1, MOST), min_size=1, max_size=32),
+    [[1], [MOST] * 32],
+    [[], [0], [MOST + 1], [1] * 33, [1.0], [True], ["1"], [None], [[1]], 1, "1", b"1", None, {"a": 1}, True],
+)
 OPTIONAL_DIGEST = replace(DIGEST, is_optional=True)
 DEEP: Value = [[[[1]]]]
 EXTENSIONS = Rule(
@@ -154,6 +161,19 @@ KINDS: dict[Kind, dict[str, Rule]] = {
         "shown_input": octets(0, 32),
         "shown_signature": octets(0, 64),
     },
+    Pass: {
+        "model_digest": DIGEST,
+        "span_start": U32,
+        "span_end": COUNT,
+        "dtype": NAME,
+        "codec": NAME,
+        "priority": NAME,
+        "lengths": LENGTHS,
+        "adapter": OPTIONAL_DIGEST,
+        "extensions": EXTENSIONS,
+        "required": REQUIRED_NAMES,
+    },
+    Passed: {"queue_us": MICROSECONDS, "compute_us": MICROSECONDS},
     Pushed: {"input_digest": DIGEST, "signature": SIGNATURE},
     Replay: {"push": FLAG},
     Replayed: {"output_digest": DIGEST, "pushed": FLAG},
@@ -335,11 +355,19 @@ def test_a_peer_of_protocol_1_gets_messages_without_extensions_or_none(kind: Fra
 def test_every_field_that_came_after_protocol_1_is_known_as_such() -> None:
     """A field that is added to a message must be left out for such peers, or be an extension."""
     grown = {kind for kind in KINDS if any(rule.is_optional for rule in KINDS[kind].values())}
-    assert grown == set(GROWN.values()) == set(messages_module.EXTENSIONS)
+    assert grown == set(messages_module.EXTENSIONS) == {*GROWN.values(), Pass}, "Pass came with its frames"
     assert set(GROWN) == version_1.GROWN
-    for kind in grown:
+    for kind in GROWN.values():
         assert {name for name, rule in KINDS[kind].items() if rule.is_optional} <= version_1.LATER
         assert not version_1.LATER.intersection(name for name, rule in KINDS[kind].items() if not rule.is_optional)
+
+
+@pytest.mark.parametrize("kind", version_1.NEW)
+def test_a_peer_of_protocol_1_is_not_asked_for_what_it_does_not_know(kind: FrameType) -> None:
+    assert version_1.has_more(Frame(kind))
+    with pytest.raises(PeerRefused, match="needs an update") as refused:
+        version_1.without_more(Frame(kind))
+    assert refused.value.code == RefusalCode.UNKNOWN_FRAME
 
 
 @every_field

@@ -1,0 +1,222 @@
+"""Passes: whole sequences through blocks, or gradients back through them, for clients that train. No session is open.
+
+The worker computes a pass in parts, so that decodes of others go between. A part has some of the sequences, and goes
+through some blocks: those that there is time for. A backward keeps what goes into the blocks of each part. See Petals,
+section 3.3.
+"""
+
+from __future__ import annotations
+
+import logging
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.budget import Account, Kind, Resource
+from llmnode.core.operations import Backward, Evaluate
+from llmnode.core.priority import PRIORITIES, Priority
+from llmnode.core.span import Span
+from llmnode.errors import ConfigError, PeerError, PeerRefused, RemoteProtocolError, WorkerLost
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import Pass, Passed, RefusalCode, pack, unpack
+from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
+from llmnode.wire.refusal import refusal_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from llmnode.core.ids import PeerId
+    from llmnode.core.operations import Buffer, Computed
+    from llmnode.node.serve.served_span import ServedSpan
+    from llmnode.ports import Link, Worker
+
+log = logging.getLogger(__name__)
+
+REQUESTS = frozenset({FrameType.EVALUATE, FrameType.BACKWARD})
+_ANSWERS = {FrameType.EVALUATE: FrameType.EVALUATED, FrameType.BACKWARD: FrameType.GRADIENT}
+_KEEPS = 0.7
+"""An older measurement keeps this share of its weight at each new one."""
+_RETRY_S = 0.5
+
+
+class LinkPasses:
+    """The passes that one link asks for. Each is a task in `nursery`, and holds memory in the scope of the link."""
+
+    def __init__(
+        self,
+        link: Link,
+        nursery: trio.Nursery,
+        served_for: Callable[[Pass], ServedSpan],
+        on_bug: Callable[[PeerId, Exception], None],
+    ) -> None:
+        """`served_for` gives the blocks for a pass, or raises PeerRefused; `on_bug` is that of the server."""
+        self._link = link
+        self._nursery = nursery
+        self._served_for = served_for
+        self._on_bug = on_bug
+        self._scopes: set[trio.CancelScope] = set()
+
+    def begin(self, frame: Frame) -> None:
+        """Compute a pass and answer it, in a task. Raises RemoteProtocolError or PeerRefused for what cannot be."""
+        request = unpack(Pass, frame.meta)
+        if request.span_start >= request.span_end:
+            raise RemoteProtocolError(f"[{request.span_start}, {request.span_end}) is no span")
+        served, span = self._served_for(request), Span(request.span_start, request.span_end)
+        positions, form = sum(request.lengths), _form(request, served)
+        if len(frame.payload) != (expected := _halves(frame) * form.bytes_of(positions)):
+            what = f"{frame.type.name}: {len(frame.payload)} bytes for {positions} positions, expected {expected}"
+            raise RemoteProtocolError(what)
+        if len(self._scopes) >= served.policy.passes_per_link:
+            raise PeerRefused(RefusalCode.BUSY, "too many passes are under way", retry_after_s=_RETRY_S)
+        account = Account(self._link.scope.open(Kind.SESSION, "a pass"), Resource.WORK)
+        kept = len(span) if frame.type is FrameType.BACKWARD else 1
+        if not account.resize(len(frame.payload) + kept * form.work_bytes(positions)):
+            account.scope.close()
+            raise PeerRefused(RefusalCode.BUSY, "no memory is left for this pass now", retry_after_s=_RETRY_S)
+        priority = PRIORITIES.get(request.priority, max(Priority))
+        parts = _Parts(served.worker, span, request.lengths, self._link.peer, priority)
+        self._scopes.add(scope := trio.CancelScope())
+        self._nursery.start_soon(self._run, frame, parts, form, account, scope)
+        served.tally.positions += positions
+
+    def close(self) -> None:
+        """The link has ended: nobody waits for what is under way."""
+        for scope in self._scopes:
+            scope.cancel()
+
+    async def _run(
+        self, frame: Frame, parts: _Parts, form: HiddenForm, account: Account, scope: trio.CancelScope
+    ) -> None:
+        try:
+            with scope:
+                await self._link.send(await self._computed(frame, parts, form))
+        except PeerError as error:
+            log.debug("not answered: %s", error)
+        except Exception as error:  # noqa: BLE001  one pass that nobody foresaw is not to end the server
+            self._on_bug(self._link.peer, error)
+        finally:
+            self._scopes.discard(scope)
+            account.scope.close()
+
+    async def _computed(self, frame: Frame, parts: _Parts, form: HiddenForm) -> Frame:
+        """The answer to a pass, be it a refusal."""
+        try:
+            numbers = _decoded(frame, form, parts.positions)
+            output = await (parts.gradients(*numbers) if len(numbers) > 1 else parts.outputs(*numbers))
+            payload = form.encode(output)
+        except RemoteProtocolError as error:
+            return refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message)
+        except (WorkerLost, ConfigError) as error:  # the latter: the codec cannot carry what we computed
+            return refusal_of(frame, RefusalCode.COMPUTE_FAILED, str(error))
+        except (RuntimeError, MemoryError) as error:  # torch's out-of-memory and kernel errors
+            log.exception("pass failed span=%s", parts.span)
+            return refusal_of(frame, RefusalCode.COMPUTE_FAILED, str(error))
+        meta = pack(Passed(parts.queue_us, parts.compute_us))
+        return Frame(
+            _ANSWERS[frame.type],
+            frame.session,
+            frame.epoch,
+            frame.step,
+            meta=meta,
+            payload=payload,
+            value_bytes=form.value_bytes,
+        )
+
+
+def _form(request: Pass, served: ServedSpan) -> HiddenForm:
+    """The form of the payload. Raises PeerRefused for another codec, and for too many positions."""
+    if request.codec not in list(Codec):
+        raise PeerRefused(RefusalCode.UNKNOWN_CODEC, f"this server knows {', '.join(Codec)}")
+    longest, positions = served.model.context_tokens, served.policy.pass_positions
+    if max(request.lengths) > longest or sum(request.lengths) > positions:
+        why = f"a pass has at most {positions} positions, and a sequence {longest}"
+        raise PeerRefused(RefusalCode.NO_ROOM, why)
+    return HiddenForm(served.model.hidden_size, Codec(request.codec))
+
+
+def _halves(frame: Frame) -> int:
+    return 2 if frame.type is FrameType.BACKWARD else 1
+
+
+def _decoded(frame: Frame, form: HiddenForm, positions: int) -> list[Buffer]:
+    """Hidden states, and gradients if there are any, in fp32."""
+    edges = [each * form.bytes_of(positions) for each in range(_halves(frame) + 1)]
+    payload = memoryview(frame.payload)
+    values = positions * form.hidden_size
+    return [decode_hidden(payload[start:end], form.codec, values) for start, end in pairwise(edges)]
+
+
+class _Parts:
+    """One pass, given to `worker` in parts."""
+
+    def __init__(self, worker: Worker, span: Span, lengths: Sequence[int], client: PeerId, priority: Priority) -> None:
+        self.span = span
+        self.positions = sum(lengths)
+        self.queue_us = 0
+        self.compute_us = 0
+        self._worker = worker
+        self._account = client, priority
+        self._groups = _groups(lengths, worker.pass_positions)
+        self._block_s: dict[type, float] = {}  # the time of a position in a block, by the kind of operation
+
+    async def outputs(self, hidden: Buffer) -> Buffer:
+        return b"".join([await self._output(group, rows) for group, rows in self._split(hidden)])
+
+    async def gradients(self, hidden: Buffer, gradient: Buffer) -> Buffer:
+        split = zip(self._split(hidden), self._split(gradient), strict=True)
+        return b"".join([await self._gradient(group, rows, wanted) for (group, rows), (_, wanted) in split])
+
+    async def _output(self, lengths: tuple[int, ...], hidden: Buffer) -> Buffer:
+        start = self.span.start
+        while start < self.span.end:
+            blocks = self._next(start, lengths, Evaluate)
+            hidden = await self._do(Evaluate(blocks, lengths, hidden, *self._account))
+            start = blocks.end
+        return hidden
+
+    async def _gradient(self, lengths: tuple[int, ...], hidden: Buffer, gradient: Buffer) -> Buffer:
+        entering: list[tuple[Span, Buffer]] = []
+        start = self.span.start
+        while start < self.span.end:
+            blocks = self._next(start, lengths, Backward)
+            entering.append((blocks, hidden))
+            if blocks.end < self.span.end:
+                hidden = await self._do(Evaluate(blocks, lengths, hidden, *self._account))
+            start = blocks.end
+        while entering:
+            blocks, hidden = entering.pop()
+            gradient = await self._do(Backward(blocks, lengths, hidden, gradient, *self._account))
+        return gradient
+
+    async def _do(self, operation: Evaluate | Backward) -> Buffer:
+        computed: Computed = await self._worker.do(operation)
+        self.queue_us += computed.queue_us
+        self.compute_us += computed.compute_us
+        took_s = 1e-6 * computed.compute_us / (operation.positions * len(operation.span))
+        before_s = self._block_s.get(type(operation), took_s)
+        self._block_s[type(operation)] = _KEEPS * before_s + (1 - _KEEPS) * took_s
+        return computed.hidden
+
+    def _next(self, start: int, lengths: Sequence[int], kind: type) -> Span:
+        """The blocks from `start` on that there is time for; one while it is not known how long it takes."""
+        room_s, block_s = self._worker.pass_s, self._block_s.get(kind)
+        most = 1 if room_s is None or not block_s else max(1, int(room_s / (block_s * sum(lengths))))
+        return Span(start, min(start + most, self.span.end))
+
+    def _split(self, numbers: Buffer) -> Iterator[tuple[tuple[int, ...], Buffer]]:
+        row_bytes = len(numbers) // self.positions
+        edges = accumulate((row_bytes * sum(group) for group in self._groups), initial=0)
+        view = memoryview(numbers).cast("B")
+        for group, (start, end) in zip(self._groups, pairwise(edges), strict=True):
+            yield group, view[start:end]
+
+
+def _groups(lengths: Sequence[int], most: int) -> list[tuple[int, ...]]:
+    """Sequences that are computed together: up to `most` positions, and at least one sequence."""
+    groups: list[list[int]] = [[]]
+    for length in lengths:
+        if groups[-1] and sum(groups[-1]) + length > most:
+            groups.append([])
+        groups[-1].append(length)
+    return [tuple(group) for group in groups]

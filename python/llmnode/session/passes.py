@@ -1,0 +1,224 @@
+"""Passes through the swarm: whole sequences through blocks, and gradients back through them, for training.
+
+No session is open, and no server keeps anything. The client keeps what went into the blocks of each hop. So a backward
+whose server is gone runs on another one (Petals, section 3.3). Large batches go as microbatches, several at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.priority import Priority
+from llmnode.core.span import Span
+from llmnode.errors import NoRoute, PeerError, RemoteProtocolError, SessionLost, single_error
+from llmnode.wire.fields import MOST_SEQUENCES
+from llmnode.wire.frame import FrameType
+from llmnode.wire.messages import Pass, Passed, pack, unpack
+from llmnode.wire.payload import HiddenForm, decode_hidden
+from llmnode.wire.profile import profile_fields
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from llmnode.core.ids import PeerId
+    from llmnode.core.operations import Buffer
+    from llmnode.session.peer_finder import PeerFinder
+    from llmnode.swarm.peer_connection import PeerConnection
+    from llmnode.wire.payload import Codec
+
+log = logging.getLogger(__name__)
+
+MOST_POSITIONS = 1024
+"""Positions of a microbatch, unless one sequence has more. Servers refuse passes of more than 8 times this number."""
+AT_ONCE = 4
+"""Microbatches that are under way together. A server takes this number of passes over one link."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crossed:
+    """A microbatch after its way through blocks: its `lengths`, and what went into the blocks of each hop."""
+
+    lengths: tuple[int, ...]
+    borders: tuple[tuple[Span, Buffer], ...]
+
+
+class SwarmPasses:
+    """Passes of one client. Hidden states and gradients are fp32 here, and cross the wire in `codec`."""
+
+    def __init__(self, finder: PeerFinder, codec: Codec, priority: Priority = Priority.TRAINING) -> None:
+        self.model = finder.model
+        self._finder = finder
+        self._form = HiddenForm(finder.model.hidden_size, codec)
+        self._priority = priority
+        self._slots = trio.CapacityLimiter(AT_ONCE)
+
+    async def outputs(self, span: Span, lengths: Sequence[int], hidden: Buffer) -> tuple[Buffer, Sequence[Crossed]]:
+        """Put whole sequences, which lie end to end in `hidden`, through the blocks of `span`.
+
+        `gradients` needs the second result. Raises NoRoute if nobody holds some of the blocks, and SessionLost if peers
+        failed for too long.
+        """
+        groups = _microbatches(lengths)
+        parts = _split(hidden, [sum(group) for group in groups])
+        found: list[tuple[Buffer, Crossed] | None] = [None] * len(groups)
+
+        async def cross(number: int) -> None:
+            borders, output = await self._cross(span, groups[number], parts[number], _Tries(self._finder))
+            found[number] = output, Crossed(groups[number], tuple(borders))
+
+        await self._all([partial(cross, number) for number in range(len(groups))])
+        done = [each for each in found if each is not None]
+        return b"".join(output for output, _ in done), [crossed for _, crossed in done]
+
+    async def gradients(self, crossed: Sequence[Crossed], gradient: Buffer) -> Buffer:
+        """Gradients for what went in, from those for what came out. Raises as `outputs`."""
+        parts = _split(gradient, [sum(each.lengths) for each in crossed])
+        found: list[Buffer] = [b""] * len(crossed)
+
+        async def go_back(number: int) -> None:
+            tries = _Tries(self._finder)
+            found[number] = await self._go_back(crossed[number], parts[number], tries)
+
+        await self._all([partial(go_back, number) for number in range(len(crossed))])
+        return b"".join(found)
+
+    async def _all(self, calls: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        async def run(call: Callable[[], Awaitable[None]]) -> None:
+            async with self._slots:
+                await call()
+
+        with single_error():
+            async with trio.open_nursery() as nursery:
+                for call in calls:
+                    nursery.start_soon(run, call)
+
+    async def _cross(
+        self, span: Span, lengths: tuple[int, ...], hidden: Buffer, tries: _Tries
+    ) -> tuple[list[tuple[Span, Buffer]], Buffer]:
+        """Through the blocks of `span`, hop by hop. Returns what went into each, and what came out."""
+        borders: list[tuple[Span, Buffer]] = []
+        start = span.start
+        while start < span.end:
+            blocks, connection = await tries.next_hop(Span(start, span.end))
+            try:
+                output = await self._ask(FrameType.EVALUATE, blocks, lengths, [hidden], connection)
+            except PeerError as error:
+                await tries.failed(error, connection.peer)
+                continue
+            borders.append((blocks, hidden))
+            hidden, start = output, blocks.end
+        return borders, hidden
+
+    async def _go_back(self, crossed: Crossed, gradient: Buffer, tries: _Tries) -> Buffer:
+        borders, lengths = list(crossed.borders), crossed.lengths
+        while borders:
+            span, hidden = borders.pop()
+            blocks, connection = await tries.next_hop(span)
+            try:
+                if blocks != span:  # nobody holds all of these blocks any more
+                    output = await self._ask(FrameType.EVALUATE, blocks, lengths, [hidden], connection)
+                    borders += [(blocks, hidden), (Span(blocks.end, span.end), output)]
+                else:
+                    gradient = await self._ask(FrameType.BACKWARD, span, lengths, [hidden, gradient], connection)
+            except PeerError as error:
+                borders.append((span, hidden))
+                await tries.failed(error, connection.peer)
+        return gradient
+
+    async def _ask(
+        self,
+        question: FrameType,
+        blocks: Span,
+        lengths: tuple[int, ...],
+        numbers: Sequence[Buffer],
+        connection: PeerConnection,
+    ) -> Buffer:
+        """Have one server do a pass. Raises PeerError."""
+        form = self._form
+        meta = pack(
+            Pass(
+                **profile_fields(self.model.profile),
+                span_start=blocks.start,
+                span_end=blocks.end,
+                codec=form.codec,
+                priority=self._priority.name.lower(),
+                lengths=list(lengths),
+            )
+        )
+        payload = b"".join(form.encode(each) for each in numbers)
+        expected = FrameType.EVALUATED if question is FrameType.EVALUATE else FrameType.GRADIENT
+        timeout_s = self._finder.policy.step_timeout_s
+        answer = await connection.ask_peer(question, expected, timeout_s, meta, payload, form.value_bytes)
+        try:
+            unpack(Passed, answer.meta)
+            positions = sum(lengths)
+            if len(answer.payload) != (size := form.bytes_of(positions)):
+                raise RemoteProtocolError(f"{len(answer.payload)} bytes for {positions} positions, expected {size}")
+            return decode_hidden(answer.payload, form.codec, positions * form.hidden_size)
+        except RemoteProtocolError as error:
+            raise error.blame(connection.peer, blocks) from None
+
+
+class _Tries:
+    """The peers that have failed in one way through the swarm, and how long it may still look for others."""
+
+    def __init__(self, finder: PeerFinder) -> None:
+        self._finder = finder
+        self._policy = finder.policy
+        self._failed: dict[PeerId, PeerError] = {}
+        self._since_s: float | None = None
+
+    async def next_hop(self, span: Span) -> tuple[Span, PeerConnection]:
+        """The first hop of the best route through `span`. Raises NoRoute or SessionLost after too long."""
+        while True:
+            try:
+                route, connections = await self._finder.find(span, 0, self._failed, hurry=bool(self._failed))
+            except NoRoute as error:
+                await self._wait(error)
+            except PeerError as error:
+                await self.failed(error, error.peer)
+            else:
+                return route[0].span, connections[route[0].peer]
+
+    async def failed(self, error: PeerError, peer: PeerId | None) -> None:
+        """A peer has failed: others are asked. Raises as `next_hop`."""
+        log.info("a pass failed: %s", error)
+        self._finder.report(error)
+        if peer is not None:
+            self._failed[peer] = error
+        if self._since_s is None:
+            self._since_s = trio.current_time()
+
+    async def _wait(self, error: NoRoute) -> None:
+        """Those that have failed may be back in a moment, or others."""
+        now_s = trio.current_time()
+        self._since_s = now_s if self._since_s is None else self._since_s
+        if now_s >= self._since_s + self._policy.recovery.timeout_s:
+            if self._failed:
+                raise SessionLost([*self._failed.values()]) from error
+            raise error
+        self._failed.clear()
+        with trio.move_on_after(self._policy.route.retry_s):
+            await self._finder.wait_changed()
+
+
+def _microbatches(lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    groups: list[list[int]] = [[]]
+    for length in lengths:
+        if groups[-1] and (sum(groups[-1]) + length > MOST_POSITIONS or len(groups[-1]) == MOST_SEQUENCES):
+            groups.append([])
+        groups[-1].append(length)
+    return [tuple(group) for group in groups]
+
+
+def _split(numbers: Buffer, positions: Sequence[int]) -> list[memoryview]:
+    view = memoryview(numbers).cast("B")
+    row_bytes = len(view) // sum(positions)
+    edges = accumulate((row_bytes * each for each in positions), initial=0)
+    return [view[start:end] for start, end in pairwise(edges)]

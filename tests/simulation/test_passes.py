@@ -1,0 +1,242 @@
+"""Outputs and gradients through a swarm without a session, right to the bit while servers fail, and beside decodes."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from llmnode.core.policy import ClientPolicy, RecoveryPolicy
+from llmnode.core.span import Span
+from llmnode.errors import NoRoute, PeerRefused, SessionLost
+from llmnode.session import passes
+from llmnode.session.passes import SwarmPasses
+from llmnode.testing import Cast, FaultPlan, Odds, exact_output, seeds
+from llmnode.testing.faults import FailForwards, Freeze, Kill, Stop
+from llmnode.testing.worker import exact_gradient
+from llmnode.wire.frame import FrameType
+from llmnode.wire.messages import Pass, pack
+from llmnode.wire.payload import Codec
+from llmnode.wire.profile import profile_fields
+from simulation.world import (
+    ALL_BLOCKS,
+    DELAY_S,
+    FORWARD_S,
+    MODEL,
+    ROW,
+    SPANS,
+    Dialogue,
+    pairs_of_servers,
+    simulated,
+    world,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from llmnode.testing import World
+
+CAST = Cast(
+    nodes=[f"{index}{twin}" for index in range(3) for twin in "ab"],
+    spans=[*SPANS, Span(0, 3), Span(3, 6), Span(1, 5), Span(0, 6)],
+    movable=["0b", "1b", "2b"],
+)
+LONGEST_OUTAGE_S = 12.0
+LENGTHS = [5, 1, 30, 2, 12]
+
+
+def drawn(seed: int, positions: int) -> bytes:
+    return random.Random(seed).randbytes(ROW * positions)
+
+
+def by_sequence(numbers: bytes, lengths: Sequence[int]) -> list[bytes]:
+    edges = accumulate((ROW * length for length in lengths), initial=0)
+    return [numbers[start:end] for start, end in pairwise(edges)]
+
+
+def expected_output(hidden: bytes, lengths: Sequence[int], span: Span = ALL_BLOCKS) -> bytes:
+    return b"".join(exact_output(each, span) for each in by_sequence(hidden, lengths))
+
+
+def expected_gradient(gradient: bytes, lengths: Sequence[int], span: Span = ALL_BLOCKS) -> bytes:
+    return b"".join(exact_gradient(each, span) for each in by_sequence(gradient, lengths))
+
+
+async def there_and_back(client: SwarmPasses, seed: int, lengths: Sequence[int], span: Span = ALL_BLOCKS) -> None:
+    """A forward and a backward, which are right to the bit."""
+    hidden, gradient = drawn(seed, sum(lengths)), drawn(~seed, sum(lengths))
+    output, crossed = await client.outputs(span, lengths, hidden)
+    assert output == expected_output(hidden, lengths, span)
+    assert await client.gradients(crossed, gradient) == expected_gradient(gradient, lengths, span)
+
+
+def nothing_is_left(swarm: World) -> None:
+    for node in swarm.nodes.values():
+        assert node.worker._scheduler._counters.given == {}
+
+
+@simulated
+async def test_outputs_and_gradients_come_through_several_servers_and_any_part_of_the_blocks() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        client = SwarmPasses(router.finder, Codec.RAW)
+        for seed, span in enumerate((ALL_BLOCKS, Span(1, 5), Span(3, 4), Span(0, 2))):
+            await there_and_back(client, seed, LENGTHS, span)
+        nothing_is_left(swarm)
+
+
+@simulated
+async def test_a_large_batch_goes_as_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "MOST_POSITIONS", 16)
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        client = SwarmPasses(router.finder, Codec.RAW)
+        _, crossed = await client.outputs(ALL_BLOCKS, LENGTHS, drawn(1, sum(LENGTHS)))
+        assert [each.lengths for each in crossed] == [(5, 1), (30,), (2, 12)]
+        await there_and_back(client, 2, [1] * 100)
+        nothing_is_left(swarm)
+
+
+@pytest.mark.parametrize("seed", seeds(60))
+@simulated
+async def test_they_are_right_to_the_bit_whatever_fails(seed: int) -> None:
+    rng = random.Random(seed)
+    kinds = [Kill, Stop, Freeze, FailForwards, FailForwards]
+    plan = FaultPlan.draw(seed, CAST, Odds(rng.randrange(1, 5), longest_s=LONGEST_OUTAGE_S, kinds=kinds))
+    policy = ClientPolicy(recovery=RecoveryPolicy(timeout_s=10 * LONGEST_OUTAGE_S))
+    async with pairs_of_servers(seed) as swarm, swarm.client(policy) as (router, _):
+        client = SwarmPasses(router.finder, Codec.RAW)
+        async with plan.upon(swarm):
+            for step in range(8):
+                lengths = rng.choices([1, 3, 20], k=rng.randint(1, 6))
+                await there_and_back(client, 100 * seed + step, lengths)
+                await trio.sleep(rng.choice([0, 0.2, 2]))
+
+
+@simulated
+async def test_a_backward_runs_on_another_server_than_its_forward_even_on_two() -> None:
+    async with world() as swarm:
+        await swarm.start("whole", ALL_BLOCKS)
+        async with swarm.client() as (router, _):
+            client = SwarmPasses(router.finder, Codec.RAW)
+            hidden, gradient = drawn(1, 8), drawn(2, 8)
+            output, crossed = await client.outputs(ALL_BLOCKS, [8], hidden)
+            assert output == expected_output(hidden, [8])
+            assert [len(each.borders) for each in crossed] == [1]
+            for name, span in (("first", Span(0, 4)), ("second", Span(4, 6))):
+                await swarm.start(name, span)
+            await trio.sleep(5)  # they are heard of
+            swarm.kill("whole")
+            assert await client.gradients(crossed, gradient) == expected_gradient(gradient, [8])
+
+
+@simulated
+async def test_without_a_server_for_some_blocks_it_ends_in_time() -> None:
+    policy = ClientPolicy(recovery=RecoveryPolicy(timeout_s=5.0))
+    async with world() as swarm:
+        await swarm.start("half", Span(0, 3))
+        async with swarm.client(policy) as (router, _):
+            client, began_s = SwarmPasses(router.finder, Codec.RAW), trio.current_time()
+            with pytest.raises((NoRoute, SessionLost)):
+                await client.outputs(ALL_BLOCKS, [4], drawn(1, 4))
+            assert trio.current_time() - began_s < 10
+
+
+@simulated
+async def test_decodes_beside_passes_wait_for_one_part_at_most() -> None:
+    async with world() as swarm:
+        node = await swarm.start("one", ALL_BLOCKS)
+        async with swarm.client() as (router, _), swarm.session() as (session, _):
+            dialogue, client = Dialogue(session, random.Random(1)), SwarmPasses(router.finder, Codec.RAW)
+            await dialogue.step(5)
+            alone_s = await _time_of(partial(dialogue.step, 1))
+            async with trio.open_nursery() as nursery:
+                for seed in range(4):
+                    nursery.start_soon(there_and_back, client, seed, [20] * 8)
+                await trio.sleep(10 * DELAY_S)
+                times_s = [await _time_of(partial(dialogue.step, 1)) for _ in range(10)]
+                assert len(node.worker._scheduler._passes), "they are still waiting"
+            assert max(times_s) <= alone_s + FORWARD_S + 0.001
+
+
+async def _time_of(call: Callable[[], object]) -> float:
+    began_s = trio.current_time()
+    await call()  # type: ignore[misc]
+    return trio.current_time() - began_s
+
+
+def _meta(**changes: object) -> bytes:
+    fields = {
+        **profile_fields(MODEL.profile),
+        "span_start": 0,
+        "span_end": 2,
+        "codec": "raw",
+        "priority": "training",
+        "lengths": [3],
+    }
+    return pack(Pass(**{**fields, **changes}))  # type: ignore[arg-type]
+
+
+@simulated
+async def test_what_is_wrong_with_a_pass_is_refused_and_the_link_goes_on() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        _, connections = await router.finder.find(Span(0, 2), 0, (), hurry=False)
+        (connection,) = connections.values()
+
+        async def ask(kind: FrameType, payload: bytes, **changes: object) -> None:
+            answer = FrameType.EVALUATED if kind is FrameType.EVALUATE else FrameType.GRADIENT
+            await connection.ask_peer(kind, answer, 10.0, _meta(**changes), payload)
+
+        numbers = bytes(3 * ROW)
+        for code, payload, changes in (
+            ("bad-message", numbers[1:], {}),
+            ("bad-message", numbers, {"span_start": 2}),
+            ("no-room", numbers, {"lengths": [10_000]}),
+            ("no-room", numbers, {"lengths": [MODEL.context_tokens + 1]}),
+            ("span-not-held", numbers, {"span_end": 3}),
+            ("wrong-model", numbers, {"model_digest": bytes(32)}),
+            ("unknown-codec", numbers, {"codec": "morse"}),
+            ("unknown-adapter", numbers, {"adapter": bytes(32)}),
+            ("unknown-extension", numbers, {"extensions": {"x": 1}, "required": ["x"]}),
+        ):
+            for kind in (FrameType.EVALUATE, FrameType.BACKWARD):
+                with pytest.raises(PeerRefused) as refused:
+                    await ask(kind, payload * (2 if kind is FrameType.BACKWARD else 1), **changes)
+                assert refused.value.code == code
+        with pytest.raises(PeerRefused, match="bad-message"):
+            await ask(FrameType.BACKWARD, numbers)
+        await ask(FrameType.EVALUATE, numbers)
+        await ask(FrameType.BACKWARD, 2 * numbers, priority="unheard-of")
+        nothing_is_left(swarm)
+
+
+@simulated
+async def test_a_link_has_a_few_passes_at_a_time_and_takes_them_along_when_it_ends() -> None:
+    async with world() as swarm:
+        node = await swarm.start("one", ALL_BLOCKS)
+        node.worker.gate = trio.Event()
+        async with swarm.client() as (router, _):
+            _, connections = await router.finder.find(ALL_BLOCKS, 0, (), hurry=False)
+            (connection,) = connections.values()
+            refused: list[PeerRefused] = []
+
+            async def ask() -> None:
+                try:
+                    meta = _meta(span_end=6)
+                    await connection.ask_peer(FrameType.EVALUATE, FrameType.EVALUATED, 10.0, meta, bytes(3 * ROW))
+                except PeerRefused as error:
+                    refused.append(error)
+
+            async with trio.open_nursery() as nursery:
+                for _ in range(6):
+                    nursery.start_soon(ask)
+                await trio.sleep(1)
+                assert [each.code for each in refused] == ["busy"] * 2
+                assert refused[0].retry_after_s
+                nursery.cancel_scope.cancel()
+        await trio.sleep(1)
+        node.worker.open_gate()
+        await trio.sleep(1)
+        nothing_is_left(swarm)
