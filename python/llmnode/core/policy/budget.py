@@ -1,0 +1,46 @@
+"""The shares that peers have of a process. Limits and deadlines, each with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetPolicy:
+    """The limits of a process for all peers together, and the shares that one of them may have (`core/budget.py`)."""
+
+    memory_bytes: int = 512 << 20
+    """Everything that peers make a process keep, except KV and the results that are kept for replay. Those have a size
+    for each position of KV."""
+    work_share: float = 0.25
+    """The share of it for the steps that are being computed: their hidden states in fp32, in and out."""
+    window_share: float = 0.25
+    """The share of it that others may send ahead of our reading, beyond `stream_bytes` for each stream."""
+    group_share: float = 0.5
+    """One address group may hold this share. On one machine, or behind one relay, all peers may be one group."""
+    peer_share: float = 0.25
+    """One peer at one address may hold this share of the memory: two of the largest frames."""
+    connections: int = 512
+    """All connections together, half-open ones included. Many systems allow a process 1,024 files."""
+    connections_per_host: int = 128
+    """Connections from one IPv4 address, IPv6 /56 or relay. Half-open ones name no peer, and peer ids are free."""
+    connections_per_peer: int = 16
+    """Two links each way need no more; those that are ending count."""
+    connection_bytes: int = 256 << 10
+    """The memory of a connection and its link without frames, as measured."""
+    idle_s: float = 15.0
+    """A connection that nothing uses ends after this time: it may just have been opened for something."""
+    crowded_share: float = 0.75
+    """With more than this share of the connections taken, one that nothing uses ends after `crowded_idle_s`."""
+    crowded_idle_s: float = 3.0
+    links: int = 256
+    """Links that others have opened, as `ServePolicy.links`."""
+    streams: int = 2048
+    streams_per_peer: int = 256
+    stream_bytes: int = 256 << 10
+    """The memory of a stream: it may receive this much before it is read."""
+    dials: int = 32
+    """Dials under way at the same time, as in go-libp2p."""
+    heavy_answers: int = 16
+    """Answers that are being made at the same time and take more than a millisecond, such as views and DHT lookups."""
+    heavy_answers_per_peer: int = 4

@@ -1,0 +1,158 @@
+"""A client: routes, recovery, trust. Limits and deadlines, each with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from llmnode.core.policy.reaching import RelayedPolicy
+from llmnode.core.priority import Priority
+
+
+@dataclass(frozen=True, slots=True)
+class StandingPolicy:
+    """How far a client believes what peers say about their speed, see `core/peers/standing.py`."""
+
+    proven_positions: int = 16
+    """A peer has proved itself when it has computed this many positions for us."""
+    keeps_s: float = 600.0
+    """A peer that has not served us for this long has to prove itself anew: it may be busier now, or faster."""
+    short_step: int = 8
+    """Steps of at most this many positions count for the speed. More positions would look faster than they are."""
+    believed_times: float = 4.0
+    """A peer that has not proved itself counts at most this many times as fast as others."""
+    unproven_cost: float = 1.25
+    """Next to peers that have proved themselves, another one costs at least this many times what they cost."""
+    way_s: float = 0.1
+    """A peer that takes this much longer than `believed_times` what it says is far away, busy or a liar. Others are not
+    compared to it."""
+    explored_share: float = 1 / 16
+    """In this share of new sessions only `believed_times` limits the newcomers."""
+    unproven_sessions: int = 1
+    """A peer that has not proved itself gets this many sessions at a time. A further one costs `entrusted_cost`."""
+    entrusted_cost: float = 4.0
+    most_refusals: int = 4
+    """The cost of a peer doubles with each session that it took and did not serve, this many times at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutePolicy:
+    """How a client chooses the peers of a route, and connects to them."""
+
+    connect_timeout_s: float = 4.0
+    """The time for some round trips to a peer of a route. A frozen peer must not keep a session from other peers for
+    longer."""
+    connect_moment_s: float = 0.1
+    """After the first failed connection of a route, the client waits this long for the others. Further peers that
+    cannot be reached are then found at the same time."""
+    open_patience_s: float = 10.0
+    """A session that cannot open tries again for this long, while the view says that its peers are there."""
+    room_patience_s: float = 60.0
+    """A session tries for this long while servers have no KV memory for it, and say when they may."""
+    room_cost_s: float = 4.0
+    """This is added to the cost of a peer that has no KV memory for the session: the wait for admission
+    (`AdmissionPolicy`)."""
+    retry_s: float = 1.0
+    """The pause between two looks for peers, unless the swarm changes before."""
+    longest_pause_s: float = 5.0
+    """The same pause is not longer than this, whatever time peers name until they have room."""
+    ban_s: float = 2.0
+    """The first ban of a peer that failed; each further ban lasts twice the one before."""
+    longest_ban_s: float = 30.0
+    standbys: bool = True
+    """The client keeps connections to peers that could take the place of a lost one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushPolicy:
+    """When hops push their results to each other, and not by way of the client."""
+
+    enabled: bool = True
+    """Hops give their results to the next one directly, where they can reach it."""
+    patience_s: float = 2.0
+    """A hop that was given a step directly has this long to answer, plus a multiple of what a similar step took."""
+    retry_s: float = 2.0
+    """A hop that could not push, or whose push was lost, is asked again between two steps after this time. The pause
+    doubles each time, because asking takes a round trip."""
+    longest_retry_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryPolicy:
+    """How a session outlives the peers that it loses, and the process that it began in."""
+
+    upstream_logs: bool = True
+    """Each hop logs its results for a peer that takes the next hop's place. The client sees only digests of what hops
+    give each other. Without it all results come to the client too and are logged there (Petals' cache at the
+    client)."""
+    replay_patience_s: float = 15.0
+    """The time for logged results, as `PushPolicy.patience_s` is for a step. They are pushed over a fresh connection,
+    are hardly ever lost, and are a prefill."""
+    timeout_s: float = 30.0
+    """A session that lost a peer looks this long for a replacement: a server may be starting again."""
+    lease_s: float = 60.0
+    """Servers are asked to keep a session that `InferenceSession.export` has saved for this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrustPolicy:
+    """How a client checks receipts, and treats peers that may have lied."""
+
+    strict: bool = False
+    """The signatures of a step's receipts are checked before the step ends. Otherwise they are checked beside a later
+    step."""
+    unverified_steps: int = 4
+    """Steps whose signatures are checked together, beside the next one."""
+    receipts_kept: int = 16_384
+    """The receipts kept per session, some 7 MB: 5,461 tokens through three hops. Older receipts are forgotten."""
+    conviction_s: float = 3600.0
+    """A peer that is proved to have lied is not used for this long. No bug does that, so waiting seconds would not
+    help."""
+    suspicion_cost: float = 0.5
+    """Each break without proof adds this share to the cost of each peer that may have caused it. Equal peers are then
+    preferred, but a peer that is twice as fast stays in use: half of the suspected peers are honest."""
+    suspicion_half_life_s: float = 300.0
+    """Suspicion halves in this time, so that an honest peer is cleared of its neighbours' breaks. A peer that keeps
+    lying is suspected faster than this forgets."""
+    most_suspicion: float = 16.0
+    """The most breaks that count, so that a peer that alone holds some blocks is forgiven within an hour."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpotCheckPolicy:
+    """The chunks that another peer computes again, see `session/spot_checks.py`."""
+
+    share: float = 0.0
+    """The share of announced chunks that another peer computes again. 0.01 costs servers a prefill in 100 tokens."""
+    positions: int = 2048
+    """Chunks that end further on are not checked: a check is a prefill of all positions, and their transfer."""
+    timeout_s: float = 60.0
+    """A peer has this long to compute a chunk again. Then others are asked, or the check is given up."""
+    tolerance: float | None = None
+    """Relative L2 error of a position that honest peers may differ by. None: as measured (`session/spot_checks.py`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientPolicy:
+    """The limits and deadlines of a client."""
+
+    priority: Priority = Priority.INTERACTIVE
+    """The priority that the client's sessions claim. Servers cannot check it; they also share fairly among clients."""
+    open_timeout_s: float = 10.0
+    step_timeout_s: float = 60.0
+    """This is long enough for a long prefill on a slow peer. The link notices a dead peer within
+    `LinkPolicy.silence_s`."""
+    step_patience_s: float = 15.0
+    step_patience_times: float = 20.0
+    """A step at a known hop may take this many times what a similar step took before, plus `step_patience_s`. The hop's
+    link lives, so it may be busy with others; but a hop that hangs is given up before `step_timeout_s`."""
+    chunk_tokens: int = 512
+    """A prefill is sent in chunks of this many positions, so that no frame and no forward grows with the prompt."""
+    chunks_ahead: int = 3
+    """Chunks of one session that are under way together. It is less than servers accept, `ServePolicy.steps_ahead`."""
+    route: RoutePolicy = field(default_factory=RoutePolicy)
+    push: PushPolicy = field(default_factory=PushPolicy)
+    relayed: RelayedPolicy = field(default_factory=RelayedPolicy)
+    recovery: RecoveryPolicy = field(default_factory=RecoveryPolicy)
+    trust: TrustPolicy = field(default_factory=TrustPolicy)
+    standing: StandingPolicy = field(default_factory=StandingPolicy)
+    spot_checks: SpotCheckPolicy = field(default_factory=SpotCheckPolicy)

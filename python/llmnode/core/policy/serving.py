@@ -1,0 +1,152 @@
+"""A server: batches, workers, admission, sessions. Limits and deadlines, each with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from llmnode.core.policy.reaching import RelayedPolicy
+
+if TYPE_CHECKING:
+    from llmnode.core.priority import Priority
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPolicy:
+    """The limits that decide which slices of sessions are computed together, see `core/serving/scheduling.py`."""
+
+    decode_positions: int = 8
+    """A step of at most this many positions counts as a decode: a user may be reading along, and it hardly lengthens a
+    forward."""
+    decodes: int = 64
+    """The most positions of decodes in one forward."""
+    stretch: float = 1.75
+    """With prefills added, a forward of decodes may take this many times as long as without them. Prefills through a
+    few blocks between two forwards count too. A user who reads along keeps more than half of the speed, and a prefill
+    takes 2.3 times as long as alone."""
+    prefill_s: float = 0.5
+    """Prefills may take this much of a forward while nobody decodes. A decode that arrives meanwhile waits for all of
+    it. On our CPU prefills get no faster with more."""
+    decoding_s: float = 1.0
+    """A session whose last decode is at most this long ago counts as decoding: its next step may arrive at any time."""
+    least_prefill: int = 8
+    """A forward through all blocks takes at least this many prefill positions, however slow it is. With fewer, prefills
+    would hardly advance."""
+    unmeasured_prefill: int = 64
+    """The prefill positions in a forward until their cost has been measured."""
+    fast_prefill: int = 128
+    """From this many positions on, the cost per position hardly falls. If a forward has no time for this many through
+    all blocks, but has it for half of them through one block, prefills go through a few blocks at a time. This happens
+    beside decodes on a CPU."""
+    most_prefill: int = 512
+    """More positions gain nothing on any device that we know, and need memory."""
+    pass_positions: int = 256
+    """Sequences of a pass go together up to this many positions. More gain nothing on a CPU, and decodes would wait."""
+    gather_share: float = 0.85
+    """Sessions that decode in step wait for each other if their absence is shorter than this share of the fixed cost of
+    a forward, which a shared forward saves. The fixed cost is what a forward of decodes takes without the part that
+    each decode adds. At a share of 1 waiting would neither gain nor lose."""
+    ageing_s: float = 2.0
+    """Each time a request has waited this long without a turn, it counts as one priority higher."""
+
+    def rank(self, priority: Priority, since_s: float, now_s: float) -> int:
+        """The rank, at `now_s`, of a request of this `priority` that waits since `since_s`. A lower one comes first."""
+        return max(0, priority - int((now_s - since_s) / self.ageing_s))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPolicy:
+    """The deadlines of a worker process, and when it is started again."""
+
+    hello_s: float = 60.0
+    """A new process must have started Python within this time, even on a busy machine."""
+    look_s: float = 30.0
+    """Loading a model has no deadline. The node checks and reports its progress this often."""
+    stuck_s: float = 300.0
+    """A worker whose loading makes no progress for this long counts as crashed. A slow disk or a download resumes
+    sooner."""
+    answer_s: float = 60.0
+    """A batch that takes longer counts as a crash: clients wait no longer either (`ClientPolicy.step_timeout_s`)."""
+    end_s: float = 5.0
+    """The system has this long to clean up after a dying process, which may write its memory to disk."""
+    pause_s: float = 1.0
+    """The pause before the first restart after a crash; it doubles before each further one."""
+    longest_pause_s: float = 60.0
+    steady_s: float = 300.0
+    """A worker that has served this long before it crashes is restarted as if it had never crashed before."""
+    failed_starts: int = 4
+    """After this many failed starts in a row the node gives up: this machine cannot hold what it was asked to."""
+
+
+@dataclass(frozen=True, slots=True)
+class LifePolicy:
+    """How a node goes from one span to another, see `core/serving/node_life.py`."""
+
+    drain_s: float = 10.0
+    """Sessions have this long to end before the blocks are dropped: as at `llmnode serve --drain-s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionPolicy:
+    """Limits of the queue for KV memory, see `core/serving/admission_queue.py`."""
+
+    wait_s: float = 4.0
+    """A session waits at most this long for KV memory. Clients wait longer for an answer
+    (`ClientPolicy.open_timeout_s`)."""
+    line: int = 256
+    """The most sessions that wait: each is a task and some kilobytes."""
+    line_per_client: int = 64
+    passed_over: int = 8
+    """This many smaller sessions may overtake a large one that does not fit yet. Then memory is kept free until it
+    fits."""
+    ageing_s: float = 1.0
+    """Each time a session has waited this long, it counts as one priority higher."""
+    stays_kept: int = 64
+    """The durations of this many recent sessions are kept, to estimate how long one stays."""
+    least_retry_s: float = 1.0
+    """No client is told to ask again sooner than this."""
+    longest_retry_s: float = 60.0
+    """No client is told to ask again later than this: the estimate is rough."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServePolicy:
+    """The limits of a server for its clients."""
+
+    sessions_per_link: int = 64
+    links: int = 256
+    malformed_burst: int = 16
+    """An address group may send this many malformed frames at once. A further one costs the link that it came over."""
+    malformed_per_s: float = 0.1
+    """Then one is allowed this often."""
+    steps_ahead: int = 4
+    """Steps a client may send before the one that is due has arrived."""
+    passes_per_link: int = 4
+    """Passes, which train, that a client may ask for at the same time."""
+    pass_positions: int = 8192
+    """The most positions of one pass: a frame has room for that many of a small model."""
+    replay_bytes: int = 64 << 20
+    """The most bytes of logged results that one frame may ask for."""
+    memory_patience_s: float = 10.0
+    """A step waits this long for memory (`BudgetPolicy`). Meanwhile no other frame is read from its link."""
+    connect_timeout_s: float = 3.0
+    """The time for a connection to a next hop and for its first answer."""
+    dial_patience_s: float = 0.5
+    """A session waits this long, some round trips, for the connection to its next hop. Until the connection is there,
+    the client passes results between the two hops."""
+    redial_s: float = 2.0
+    """A next hop that could not be reached, for example behind a NAT, is not dialled again for this long. The pause
+    doubles each time."""
+    longest_redial_s: float = 60.0
+    relayed: RelayedPolicy = field(default_factory=RelayedPolicy)
+    """Larger prefills are not pushed through relays, if the client is reached directly."""
+    session_idle_s: float = 600.0
+    """A session without a step for this long is closed and its KV freed."""
+    lease_s: float = 60.0
+    """A session may outlive its link by this much if its client asks for it. Within this time another process must read
+    the file of the session and load the model. 0 grants no lease."""
+    leased_share: float = 0.25
+    """Sessions without a link may hold this share of the server's KV together: their clients may never return."""
+    leased_client_share: float = 0.5
+    """The sessions of one client may hold this share of `leased_share`."""
+    room: AdmissionPolicy = field(default_factory=AdmissionPolicy)

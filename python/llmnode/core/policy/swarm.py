@@ -1,0 +1,79 @@
+"""How nodes hear of each other. Limits and deadlines, each with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class DhtPolicy:
+    """The part of a node in the DHT: the records that it keeps for others, and its answers."""
+
+    lifetime_s: float = 120.0
+    """A record is kept for this long. Nodes publish anew every `SwarmPolicy.directory_every_s`."""
+    value_bytes: int = 4 << 20
+    """All announcements: some 3,000."""
+    provider_bytes: int = 4 << 20
+    """All records that name the servers of a model."""
+    record_bytes: int = 8 << 10
+    providers_per_key: int = 64
+    providers_told: int = 20
+    addresses: int = 8
+    """Addresses of one peer."""
+    address_bytes: int = 256
+    key_bytes: int = 128
+    message_bytes: int = 128 << 10
+    """An answer with 20 peers and their addresses is smaller."""
+    peers_told: int = 20
+    streams: int = 64
+    """Streams over which others ask, all together."""
+    streams_per_group: int = 32
+    streams_per_peer: int = 4
+    request_s: float = 10.0
+    """A stream without a whole request for this long is reset."""
+    answer_s: float = 10.0
+    requests_burst: int = 200
+    requests_per_s: float = 50.0
+    """Requests of one address group. A request takes about a millisecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmPolicy:
+    """How nodes hear of each other."""
+
+    announce_every_s: float = 15.0
+    """A third of the lifetime: two announcements may get lost before a living peer is forgotten."""
+    lifetime_s: float = 45.0
+    """An announcement is valid for this long. A peer that died without a farewell is out of every view after this
+    time."""
+    clock_skew_s: float = 30.0
+    """An announcement from further in the future than this is refused: it would outlive its peer."""
+    clocks: int = 64
+    """A node keeps what this many peers say about their clocks. The majority decides whose clock is wrong."""
+    clock_keeps_s: float = 120.0
+    """A peer's clock reading counts for this long: either clock may have been set since."""
+    exchange_every_s: float = 3.0
+    news_every_s: float = 0.2
+    """News is passed on at once, but no faster than this."""
+    fanout: int = 3
+    """News is passed on to this many peers; a quiet exchange goes to one."""
+    neighbours: int = 4
+    """Links that a node keeps open for exchanges."""
+    exchange_timeout_s: float = 5.0
+    farewell_s: float = 1.0
+    """A stopping node takes at most this long to say farewell."""
+    directory_every_s: float = 30.0
+    """A publication in the DHT takes tenths of seconds and many messages, but must come before the last one expires."""
+    find_timeout_s: float = 10.0
+    view_peers: int = 4096
+    met_share: float = 0.5
+    """The share of these places that only peers have that we have exchanged with ourselves."""
+    changes_at_once: int = 8
+    """A peer may announce this often in a row: it joins, is online, drains and leaves."""
+    change_every_s: float = 5.0
+    """Then it may do so this often. Announcements that come sooner are not taken, and cost nobody anything."""
+    announcement_bytes: int = 4096
+    addresses: int = 8
+    dht: DhtPolicy = field(default_factory=DhtPolicy)
+    exchange_bytes: int = 4 << 20
+    """The largest list of announcements in one frame. A view of 4096 announcements of a kilobyte each fits in."""
