@@ -25,7 +25,7 @@ from llmnode.core.span import Span
 from llmnode.errors import RemoteProtocolError
 from llmnode.wire.announcement import pack_news, pack_sequences, sign_announcement
 from llmnode.wire.frame import HEADER_BYTES, Frame, FrameDecoder, FrameType, encode
-from llmnode.wire.messages import Clock, Description, Fork, Lease, Neighbours, Open, Replay, pack
+from llmnode.wire.messages import Clock, Description, Fork, Lease, Neighbours, Open, Pass, Replay, pack
 from llmnode.wire.payload import Codec, encode_hidden
 from llmnode.wire.profile import profile_of
 
@@ -153,7 +153,9 @@ class Attacker:
             frames.append(self._fork(copy, session, 2, position))
             step_frame = Frame(FrameType.STEP, copy, Epoch(2), Step(1), position, 1, payload=self._encoded(1, codec))
             frames += [step_frame, Frame(FrameType.CLOSE, copy, Epoch(2), Step(2))]
-        frames.append(chance.choice((Frame(FrameType.DESCRIBE), self._view(), self._news())))
+        frames.append(
+            chance.choice((Frame(FrameType.DESCRIBE), self._view(), self._news(), self._pass(), self._pass()))
+        )
         frames.append(Frame(FrameType.CLOSE, session, Epoch(epoch), Step(step)))
         return frames
 
@@ -174,6 +176,16 @@ class Attacker:
             again=self.chance.random() < 0.5,
         )
         return Frame(FrameType.NEIGHBOURS, session, meta=pack(request))
+
+    def _pass(self) -> Frame:
+        """A few sequences, or gradients for them too."""
+        chance, target = self.chance, self.target
+        kind = chance.choice((FrameType.EVALUATE, FrameType.BACKWARD))
+        lengths = [chance.randrange(1, 4) for _ in range(chance.randrange(1, 3))]
+        span = Span(target.span_start, target.span_end)
+        request = Pass(target.model_digest, span.start, span.end, target.dtype, Codec.RAW, "training", lengths)
+        payload = self._encoded(sum(lengths), Codec.RAW) * (2 if kind is FrameType.BACKWARD else 1)
+        return Frame(kind, step=Step(chance.getrandbits(32)), meta=pack(request), payload=payload)
 
     def _view(self) -> Frame:
         known = {PeerId(self.chance.randbytes(20).hex()): self.chance.getrandbits(40) for _ in range(3)}
@@ -220,8 +232,8 @@ class Attacker:
             _payload_changed,
             _meta_changed,
         ]
-        if frame.type is FrameType.OPEN:
-            kinds += [_open_changed] * 6
+        if frame.type in (FrameType.OPEN, FrameType.EVALUATE, FrameType.BACKWARD):
+            kinds += [_request_changed] * 6
         return self.chance.choice(kinds)(self.chance, frame)
 
     def _no_frame(self) -> bytes:
@@ -278,8 +290,9 @@ def _in_pieces(chance: Random, encoded: bytes) -> bytes:
 
 
 def _of_another_type(chance: Random, frame: Frame) -> Frame:
-    """A piece of a frame would be none, and end the link: see `_in_pieces`."""
-    return replace(frame, type=chance.choice([kind for kind in FrameType if kind not in (frame.type, FrameType.PIECE)]))
+    """A piece of a frame would be none, and end the link: see `_in_pieces`. One type is not known yet."""
+    kinds = [*FrameType, FrameType(max(FrameType) + 1)]
+    return replace(frame, type=chance.choice([kind for kind in kinds if kind not in (frame.type, FrameType.PIECE)]))
 
 
 def _field_flipped(chance: Random, frame: Frame) -> Frame:
@@ -310,7 +323,7 @@ def _meta_changed(chance: Random, frame: Frame) -> Frame:
     return replace(frame, meta=_bytes_changed(chance, bytes(frame.meta)))
 
 
-def _open_changed(chance: Random, frame: Frame) -> Frame:
+def _request_changed(chance: Random, frame: Frame) -> Frame:
     """Metadata that is msgpack, of fields that are not right."""
     fields = msgpack.unpackb(frame.meta)
     name = chance.choice(sorted(fields))
@@ -319,7 +332,7 @@ def _open_changed(chance: Random, frame: Frame) -> Frame:
         case 0:
             del fields[name]
         case 1:
-            fields.update(chance.choice(({"codec": "zip"}, {"adapter": chance.randbytes(32)})))
+            fields.update(chance.choice(({"codec": "zip"}, {"adapter": chance.randbytes(32)}, {"required": ["x"]})))
         case 2:
             fields[chance.choice(("x", "", "codec ", 7, None))] = 1
         case 3 if isinstance(fields[name], int):

@@ -73,6 +73,8 @@ ANSWERS = {
         FrameType.RESUME,
         FrameType.CLOSE,
         FrameType.DESCRIBE,
+        FrameType.EVALUATE,
+        FrameType.BACKWARD,
     )
 }
 OF_NO_SESSION = {FrameType.HEARTBEAT, FrameType.DESCRIPTION, FrameType.NEWS}
@@ -163,6 +165,7 @@ def test_a_hundred_thousand_hostile_frames_leave_nothing_behind(
     assert tally.frames >= FRAMES and tally.spoiled > FRAMES / 2
     # Refusals that need a full server, or values that a codec cannot carry, come by chance.
     reached = {"OPENED", "RESULT", "TRUNCATED", "FORWARDED", "FORKED", "LEASED", "RESUMED", "DESCRIPTION", *RefusalCode}
+    reached |= {"EVALUATED", "GRADIENT"}
     reached -= {RefusalCode.BUSY, RefusalCode.COMPUTE_FAILED}
     assert reached <= tally.answers.keys(), "the flood reaches every part of the server"
 
