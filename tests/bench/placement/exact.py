@@ -20,7 +20,7 @@ def best_throughput(blocks: int, servers: Sequence[Server], limit_s: float = 60.
     """
     import highspy  # its expressions have no types
 
-    program = highspy.Highs()
+    program = highspy.Highs()  # type: ignore[no-untyped-call]
     program.silent()
     program.setOptionValue("time_limit", limit_s)
     program.setOptionValue("mip_rel_gap", 1e-6)
