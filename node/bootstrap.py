@@ -400,7 +400,7 @@ FIXES = (
     (
         r"dns error|failed to (lookup|resolve)|could not resolve|name resolution|name or service not known"
         r"|tcp connect error|error sending request|connection refused|network is unreachable|newconnectionerror"
-        r"|timed out|no matching distribution found for uv|spurious network error|certificate verify"
+        r"|timed out|no matching distribution found for (?:uv|setuptools)|spurious network error|certificate verify"
         r"|invalid peer certificate|failed to (fetch|download)",
         "packages cannot be reached: check the network (and proxy or certificate settings) and run again",
     ),

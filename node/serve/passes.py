@@ -8,6 +8,7 @@ section 3.3.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
     from llmnode.core.operations import Buffer, Computed
     from llmnode.node.serve.served_span import ServedSpan
-    from llmnode.ports import Link, Worker
+    from llmnode.ports import Link
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ _ANSWERS = {FrameType.EVALUATE: FrameType.EVALUATED, FrameType.BACKWARD: FrameTy
 _KEEPS = 0.7
 """An older measurement keeps this share of its weight at each new one."""
 _RETRY_S = 0.5
+_KEPT_BYTES = 16 << 20
+"""A backward takes fewer sequences at once if it would keep more than this between its parts."""
 
 
 class LinkPasses:
@@ -69,13 +72,17 @@ class LinkPasses:
             raise RemoteProtocolError(what)
         if len(self._scopes) >= served.policy.passes_per_link:
             raise PeerRefused(RefusalCode.BUSY, "too many passes are under way", retry_after_s=_RETRY_S)
-        account = Account(self._link.scope.open(Kind.SESSION, "a pass"), Resource.WORK)
-        kept = len(span) if frame.type is FrameType.BACKWARD else 1
-        if not account.resize(len(frame.payload) + kept * form.work_bytes(positions)):
+        priority = max(PRIORITIES.get(request.priority, Priority.TRAINING), Priority.TRAINING)
+        parts = _Parts(served, span, request.lengths, self._link.peer, priority)
+        size_bytes = len(frame.payload) + form.work_bytes(positions) * (1 + _halves(frame)) + parts.kept_bytes(frame)
+        account = Account(self._link.scope.open(Kind.SESSION, "a pass"), Resource.PASSES)
+        if not account.resize(size_bytes):
+            could_hold = account.scope.could_hold(Resource.PASSES, size_bytes)
             account.scope.close()
+            if not could_hold:
+                why = f"a pass takes {size_bytes >> 20} MiB here, more than there is for one: send fewer positions"
+                raise PeerRefused(RefusalCode.NO_ROOM, why)
             raise PeerRefused(RefusalCode.BUSY, "no memory is left for this pass now", retry_after_s=_RETRY_S)
-        priority = PRIORITIES.get(request.priority, max(Priority))
-        parts = _Parts(served.worker, span, request.lengths, self._link.peer, priority)
         self._scopes.add(scope := trio.CancelScope())
         self._nursery.start_soon(self._run, frame, parts, form, account, scope)
         served.tally.positions += positions
@@ -94,6 +101,9 @@ class LinkPasses:
         except PeerError as error:
             log.debug("not answered: %s", error)
         except Exception as error:  # noqa: BLE001  one pass that nobody foresaw is not to end the server
+            reason = f"this server failed in a way that nobody foresaw: {type(error).__name__}"
+            with suppress(PeerError):
+                await self._link.send(refusal_of(frame, RefusalCode.COMPUTE_FAILED, reason))
             self._on_bug(self._link.peer, error)
         finally:
             self._scopes.discard(scope)
@@ -128,7 +138,8 @@ def _form(request: Pass, served: ServedSpan) -> HiddenForm:
     """The form of the payload. Raises PeerRefused for another codec, and for too many positions."""
     if request.codec not in list(Codec):
         raise PeerRefused(RefusalCode.UNKNOWN_CODEC, f"this server knows {', '.join(Codec)}")
-    longest, positions = served.model.context_tokens, served.policy.pass_positions
+    longest = min(served.model.context_tokens, served.policy.pass_sequence)
+    positions = served.policy.pass_positions
     if max(request.lengths) > longest or sum(request.lengths) > positions:
         why = f"a pass has at most {positions} positions, and a sequence {longest}"
         raise PeerRefused(RefusalCode.NO_ROOM, why)
@@ -144,21 +155,32 @@ def _decoded(frame: Frame, form: HiddenForm, positions: int) -> list[Buffer]:
     edges = [each * form.bytes_of(positions) for each in range(_halves(frame) + 1)]
     payload = memoryview(frame.payload)
     values = positions * form.hidden_size
-    return [decode_hidden(payload[start:end], form.codec, values) for start, end in pairwise(edges)]
+    halves = [payload[start:end] for start, end in pairwise(edges)]
+    if not all(form.is_sound(half, positions) for half in halves):
+        raise RemoteProtocolError(f"{frame.type.name}: numbers that are not finite, or too large")
+    return [decode_hidden(half, form.codec, values) for half in halves]
 
 
 class _Parts:
-    """One pass, given to `worker` in parts."""
+    """One pass, given to the worker of `served` in parts."""
 
-    def __init__(self, worker: Worker, span: Span, lengths: Sequence[int], client: PeerId, priority: Priority) -> None:
+    def __init__(
+        self, served: ServedSpan, span: Span, lengths: Sequence[int], client: PeerId, priority: Priority
+    ) -> None:
         self.span = span
         self.positions = sum(lengths)
         self.queue_us = 0
         self.compute_us = 0
-        self._worker = worker
+        self._worker = served.worker
         self._account = client, priority
-        self._groups = _groups(lengths, worker.pass_positions)
+        self._kept_bytes = len(span) * served.model.row_bytes
+        """A backward keeps this for each position that goes together."""
+        self._groups = _groups(lengths, min(self._worker.pass_positions, _KEPT_BYTES // self._kept_bytes))
         self._block_s: dict[type, float] = {}  # the time of a position in a block, by the kind of operation
+
+    def kept_bytes(self, frame: Frame) -> int:
+        """The memory for what goes into the blocks of each part."""
+        return self._kept_bytes * max(map(sum, self._groups)) if frame.type is FrameType.BACKWARD else 0
 
     async def outputs(self, hidden: Buffer) -> Buffer:
         return b"".join([await self._output(group, rows) for group, rows in self._split(hidden)])

@@ -10,7 +10,7 @@ import trio
 
 from llmnode.core.placement.rebalancing import Rebalancer
 from llmnode.core.serving.node_life import Online
-from llmnode.errors import ConfigError, ModelError, PeerError
+from llmnode.errors import ConfigError, ModelError, PeerError, PeerRefused, WorkerLost
 from llmnode.node.serve.placing import servers_of
 
 if TYPE_CHECKING:
@@ -43,17 +43,22 @@ async def rebalance(
             continue  # while there is a gap, the pause is shorter
         servers = await servers_of(model, swarm, draining=True)
         decision = rebalancer.decide(servers, trio.current_time())
-        absent = [peer for peer in decision.confirm if not await _answers(peer, swarm)]
+        doubted = [peer for peer in decision.confirm if not await _answers(peer, swarm)]
+        absent = [peer for peer in doubted if not await _answers(peer, swarm)]  # once may be chance
         for peer in absent:
             rebalancer.note_absent(peer, trio.current_time())
         if decision.span is None or absent or not isinstance(role.state, Online):
+            continue
+        servers = await servers_of(model, swarm, draining=True)  # others may be about to leave by now
+        if rebalancer.decide(servers, trio.current_time()).span != decision.span:
             continue
         rebalancer.note_move(trio.current_time())
         report(f"moving from blocks {role.span} to {decision.span}, where the swarm needs this node more")
         try:
             await role.change_span(decision.span, 0.0 if decision.at_once else None)
-        except (ConfigError, ModelError) as error:
-            log.info("no move span=%s: %s", decision.span, error)
+        except (ConfigError, ModelError, WorkerLost) as error:
+            log.warning("no move span=%s: %s", decision.span, error)
+            rebalancer.note_failed(decision.span, trio.current_time())
 
 
 async def _sees_new_gap(rebalancer: Rebalancer, role: Role, swarm: Swarm) -> bool:
@@ -72,10 +77,14 @@ async def _answers(peer: PeerId, swarm: Swarm) -> bool:
     announced = next((each for each in swarm.view.announcements() if each.peer == peer), None)
     if announced is None:
         return False
+    if not announced.addresses:
+        return True  # it has just lost its relays: nobody knows
     for address in announced.addresses:
         with trio.move_on_after(ANSWERS_WITHIN_S):
             try:
                 await swarm.meet(address)
+            except PeerRefused:
+                return True
             except (PeerError, ConfigError) as error:
                 log.debug("no answer peer=%s: %s", peer, error)
             else:

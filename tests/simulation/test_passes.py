@@ -17,7 +17,7 @@ from llmnode.session import passes
 from llmnode.session.passes import SwarmPasses
 from llmnode.testing import Cast, FaultPlan, Odds, exact_output, seeds
 from llmnode.testing.faults import FailForwards, Freeze, Kill, Stop
-from llmnode.testing.worker import exact_gradient
+from llmnode.testing.worker import exact_gradient, exact_input
 from llmnode.wire.frame import FrameType
 from llmnode.wire.messages import Pass, pack
 from llmnode.wire.payload import Codec
@@ -50,7 +50,7 @@ LENGTHS = [5, 1, 30, 2, 12]
 
 
 def drawn(seed: int, positions: int) -> bytes:
-    return random.Random(seed).randbytes(ROW * positions)
+    return exact_input(random.Random(seed), positions)
 
 
 def by_sequence(numbers: bytes, lengths: Sequence[int]) -> list[bytes]:

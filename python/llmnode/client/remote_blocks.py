@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
@@ -83,6 +84,7 @@ class _Crossing(torch.autograd.Function):
         return from_bytes(output, hidden.shape[1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         blocks: RemoteBlocks = ctx.blocks
         wanted = to_bytes(gradients[0].float())

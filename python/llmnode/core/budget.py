@@ -33,6 +33,8 @@ class Resource(Enum):
     WINDOWS = "bytes that may arrive ahead of our reading"
     """A part of the memory."""
     WORK = "bytes of steps that are computed"
+    PASSES = "bytes of passes, which train"
+    """Apart from the work, so that passes that wait take no room from steps."""
     LOGS = "bytes of results that are kept"
     CONNECTIONS = "connections"
     INBOUND = "connections that others have opened"
@@ -308,8 +310,10 @@ def choose_victim(full: Scope, asker: Scope, resource: Resource) -> Scope | None
     It is of an address group that holds more than the asker's. A connection that has sessions is only dropped if
     its group holds more than its share. Within the group, the least worth goes first, then what holds most, then
     the newest. Within the asker's own group, only what nothing uses makes way, the oldest first; or, for memory,
-    what holds more than the asker and is worth no more.
+    what holds more than the asker and is worth no more. Nothing makes way for work: there is room for it in a moment.
     """
+    if resource in (Resource.WORK, Resource.PASSES):
+        return None
     asking = asker.of_kind(Kind.CONNECTION)
     own = asker.of_kind(Kind.GROUP)
     rivals = [
@@ -354,9 +358,10 @@ def limits_of(policy: BudgetPolicy, kind: Kind) -> dict[Resource, int]:
     match kind:
         case Kind.PROCESS:
             return {
-                Resource.MEMORY: int((1 - policy.work_share) * policy.memory_bytes),
+                Resource.MEMORY: int((1 - policy.work_share - policy.pass_share) * policy.memory_bytes),
                 Resource.WINDOWS: int(policy.window_share * policy.memory_bytes),
                 Resource.WORK: int(policy.work_share * policy.memory_bytes),
+                Resource.PASSES: int(policy.pass_share * policy.memory_bytes),
                 Resource.LOGS: 0,
                 Resource.CONNECTIONS: policy.connections,
                 Resource.INBOUND: policy.connections,

@@ -67,7 +67,8 @@ class Window:
 
     def _grow(self) -> bool:
         """Whether there is memory, or the window will not grow."""
-        if self._scope.is_closed:  # with the connection: what has arrived may be read
+        has_ended = self._scope.is_closed  # with the connection: the bytes that have arrived may be read
+        if has_ended or self._slow_s or self._growths == len(GROWTHS):
             self._left_bytes = ANY_BYTES
             return True
         more_bytes = GROWTHS[self._growths][1]

@@ -16,7 +16,7 @@ import trio
 
 from llmnode.core.priority import Priority
 from llmnode.core.span import Span
-from llmnode.errors import NoRoute, PeerError, RemoteProtocolError, SessionLost, single_error
+from llmnode.errors import ConfigError, NoRoute, PeerError, RemoteProtocolError, SessionLost, single_error
 from llmnode.wire.fields import MOST_SEQUENCES
 from llmnode.wire.frame import FrameType
 from llmnode.wire.messages import Pass, Passed, pack, unpack
@@ -35,7 +35,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_POSITIONS = 1024
-"""Positions of a microbatch, unless one sequence has more. Servers refuse passes of more than 8 times this number."""
+"""Positions of a microbatch, unless one sequence has more."""
+MOST_BYTES = 4 << 20
+"""Hidden states of a microbatch, unless one sequence has more: a server keeps some multiples of it."""
+LONGEST_BYTES = 24 << 20
+"""Hidden states of one sequence. With its gradients it has to fit into a frame."""
 AT_ONCE = 4
 """Microbatches that are under way together. A server takes this number of passes over one link."""
 
@@ -64,7 +68,10 @@ class SwarmPasses:
         `gradients` needs the second result. Raises NoRoute if nobody holds some of the blocks, and SessionLost if peers
         failed for too long.
         """
-        groups = _microbatches(lengths)
+        row_bytes = self.model.row_bytes
+        if (longest := max(lengths)) * row_bytes > LONGEST_BYTES:
+            raise ConfigError(f"{longest} positions in a row: a pass has at most {LONGEST_BYTES // row_bytes}")
+        groups = _microbatches(lengths, max(1, min(MOST_POSITIONS, MOST_BYTES // row_bytes)))
         parts = _split(hidden, [sum(group) for group in groups])
         found: list[tuple[Buffer, Crossed] | None] = [None] * len(groups)
 
@@ -111,6 +118,7 @@ class SwarmPasses:
             except PeerError as error:
                 await tries.failed(error, connection.peer)
                 continue
+            tries.worked()
             borders.append((blocks, hidden))
             hidden, start = output, blocks.end
         return borders, hidden
@@ -129,6 +137,8 @@ class SwarmPasses:
             except PeerError as error:
                 borders.append((span, hidden))
                 await tries.failed(error, connection.peer)
+            else:
+                tries.worked()
         return gradient
 
     async def _ask(
@@ -151,7 +161,10 @@ class SwarmPasses:
                 lengths=list(lengths),
             )
         )
-        payload = b"".join(form.encode(each) for each in numbers)
+        halves = [form.encode(each) for each in numbers]
+        if not all(form.is_sound(half, sum(lengths)) for half in halves):
+            raise ConfigError("hidden states or gradients are not finite, or too large: nothing was sent")
+        payload = b"".join(halves)
         expected = FrameType.EVALUATED if question is FrameType.EVALUATE else FrameType.GRADIENT
         timeout_s = self._finder.policy.step_timeout_s
         answer = await connection.ask_peer(question, expected, timeout_s, meta, payload, form.value_bytes)
@@ -160,6 +173,8 @@ class SwarmPasses:
             positions = sum(lengths)
             if len(answer.payload) != (size := form.bytes_of(positions)):
                 raise RemoteProtocolError(f"{len(answer.payload)} bytes for {positions} positions, expected {size}")
+            if not form.is_sound(answer.payload, positions):
+                raise RemoteProtocolError("answers a pass with numbers that are not finite, or too large")
             return decode_hidden(answer.payload, form.codec, positions * form.hidden_size)
         except RemoteProtocolError as error:
             raise error.blame(connection.peer, blocks) from None
@@ -178,7 +193,10 @@ class _Tries:
         """The first hop of the best route through `span`. Raises NoRoute or SessionLost after too long."""
         while True:
             try:
-                route, connections = await self._finder.find(span, 0, self._failed, hurry=bool(self._failed))
+                try:
+                    route, connections = await self._finder.find(span, 0, self._failed, hurry=False)
+                except NoRoute:  # those that failed lately, too
+                    route, connections = await self._finder.find(span, 0, self._failed, hurry=True)
             except NoRoute as error:
                 await self._wait(error)
             except PeerError as error:
@@ -192,8 +210,15 @@ class _Tries:
         self._finder.report(error)
         if peer is not None:
             self._failed[peer] = error
-        if self._since_s is None:
-            self._since_s = trio.current_time()
+        now_s = trio.current_time()
+        self._since_s = now_s if self._since_s is None else self._since_s
+        if now_s >= self._since_s + self._policy.recovery.timeout_s:
+            raise SessionLost([*self._failed.values()]) from error
+
+    def worked(self) -> None:
+        """A server has answered."""
+        self._failed.clear()
+        self._since_s = None
 
     async def _wait(self, error: NoRoute) -> None:
         """Those that have failed may be back in a moment, or others."""
@@ -208,10 +233,10 @@ class _Tries:
             await self._finder.wait_changed()
 
 
-def _microbatches(lengths: Sequence[int]) -> list[tuple[int, ...]]:
+def _microbatches(lengths: Sequence[int], most: int) -> list[tuple[int, ...]]:
     groups: list[list[int]] = [[]]
     for length in lengths:
-        if groups[-1] and (sum(groups[-1]) + length > MOST_POSITIONS or len(groups[-1]) == MOST_SEQUENCES):
+        if groups[-1] and (sum(groups[-1]) + length > most or len(groups[-1]) == MOST_SEQUENCES):
             groups.append([])
         groups[-1].append(length)
     return [tuple(group) for group in groups]

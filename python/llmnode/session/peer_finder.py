@@ -85,7 +85,8 @@ class PeerFinder:
                 self._full_until_s = {**still, error.peer: now_s + error.retry_after_s}
             if not error.breaks_promise:
                 return
-            self._standing.note_refused(error.peer, now_s)
+            if not self._bans.is_banned(error.peer, now_s):  # one event may fail several sessions
+                self._standing.note_refused(error.peer, now_s)
         if isinstance(error, IntegrityError) and error.proof is not None:
             self._suspicion.convict(error.peer, now_s)
         self._bans.report(error.peer, now_s)

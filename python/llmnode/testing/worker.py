@@ -305,10 +305,10 @@ def exact_output(hidden: bytes, span: Span) -> bytes:
 
 
 def exact_gradient(gradient: bytes, span: Span) -> bytes:
-    """The gradient for what goes into the blocks of `span`, from that for the `exact_output`, modulo 256."""
+    """The gradients that an `ExactExecutor` gives for one sequence: sums from its end, made small likewise."""
     values = np.frombuffer(gradient, np.uint8)
     for _ in range(len(span)):
-        values = np.cumsum(values[::-1], dtype=np.uint8)[::-1]
+        values = _small(np.cumsum(values[::-1], dtype=np.uint8)[::-1])
     return values.tobytes()
 
 

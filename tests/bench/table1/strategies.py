@@ -18,7 +18,7 @@ import trio
 
 from bench.table1.failing import FailingNetwork
 from llmnode.core.ids import PeerId
-from llmnode.core.policy import ClientPolicy, LinkPolicy, SwarmPolicy
+from llmnode.core.policy import ClientPolicy, LinkPolicy, StandingPolicy, SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.core.view import online
 from llmnode.errors import SessionLost
@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 SCORED_AT_ONCE = 128
 """The logits of this number of positions take 25 MB."""
 SETTLE_S = 30.0
+
+
+ANY_PEER = StandingPolicy(proven_positions=1 << 40, unproven_sessions=1 << 30, explored_share=0.0)
+"""Routes depend on the draws alone, and not on what a client has seen of its peers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,7 @@ class Strategies:
     addresses: Sequence[str]
     rows: Sequence[Buffer]
     """The text's hidden states after the embedding, by position."""
-    policy: ClientPolicy = field(default_factory=ClientPolicy)
+    policy: ClientPolicy = field(default_factory=lambda: ClientPolicy(standing=ANY_PEER))
 
     async def recover(self, shape: Shape, draws: Draws) -> Run:
         """One session as users have it. It recovers from each failure."""

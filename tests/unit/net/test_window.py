@@ -110,3 +110,12 @@ def test_a_slow_clock_only_goes_forward() -> None:
     steps = [later - before for before, later in itertools.pairwise(times)]
     assert min(steps) > 0 and max(steps) >= SLOW_S
     assert steps[-1] >= SLOW_S, "nothing lets it grow any more"
+
+
+@pytest.mark.parametrize("memory_bytes", [40 * MIB, 512 * MIB])
+def test_a_window_that_has_grown_to_its_end_goes_on_for_ever(memory_bytes: int) -> None:
+    window = Window(Budget(BudgetPolicy(memory_bytes=memory_bytes)).connection("8.8.8.8", PeerId("far")))
+    for _ in range(40):
+        if size := window.may_read:
+            window.note_read(size)
+    assert window.may_read

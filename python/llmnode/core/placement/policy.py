@@ -49,6 +49,8 @@ class RebalancePolicy:
     """The paper's p: its rule moves a node only for this much more throughput."""
     absent_s: float = 600.0
     """A server that could not be reached when a node was about to rely on it does not count for this long."""
+    failed_s: float = 3600.0
+    """A node does not try blocks again for this long that it could not load."""
     confirm: int = 8
     """Before a move, at most this many servers of the blocks that are left are asked whether they are there."""
     claim_limit: float = 4.0

@@ -6,7 +6,7 @@ out, and `llmnode.testing.placement` does the same for thousands of simulated no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from llmnode.core.placement.paper import better_span
@@ -62,6 +62,11 @@ class Rebalancer:
         self._rests_until_s = float("-inf")
         self._waits_since_s: float | None = None
         self._absent: dict[PeerId, float] = {}
+        self._stays: dict[PeerId, float] = {}
+        """Peers that did not make the move that was theirs, and until when they count as staying."""
+        self._first: tuple[PeerId, float] | None = None
+        """The peer whose move is the first of the plan, and since when."""
+        self._failed: dict[Span, float] = {}
 
     def pause_s(self, servers: Sequence[Server]) -> float:
         """The time until the next decision."""
@@ -81,6 +86,10 @@ class Rebalancer:
         """`peer` could not be reached. It does not count for a while."""
         self._absent = {each: until_s for each, until_s in self._absent.items() if until_s > now_s}
         self._absent[peer] = now_s + self._policy.absent_s
+
+    def note_failed(self, span: Span, now_s: float) -> None:
+        """The node could not serve `span`. It does not try again for a while."""
+        self._failed[span] = now_s + self._policy.failed_s
 
     def decide(self, servers: Sequence[Server], now_s: float) -> Decision:
         """The node decides by what it believes of all servers of its model, itself included."""
@@ -103,13 +112,31 @@ class Rebalancer:
     def _present(self, servers: Sequence[Server]) -> Sequence[Server]:
         return [server for server in servers if server.peer not in self._absent] if self._absent else servers
 
+    def _as_they_move(self, servers: Sequence[Server], now_s: float) -> Sequence[Server]:
+        """The servers, of which those that did not make their move stay where they are."""
+        self._stays = {peer: until_s for peer, until_s in self._stays.items() if until_s > now_s}
+        if not self._stays:
+            return servers
+        return [replace(each, movable=each.movable and each.peer not in self._stays) for each in servers]
+
+    def _note_first(self, peer: PeerId | None, now_s: float) -> None:
+        """Another server that is the first to move for long does not move at all: its user has named its blocks."""
+        if peer is None or peer == self._me:
+            self._first = None
+        elif self._first is None or self._first[0] != peer:
+            self._first = peer, now_s
+        elif now_s >= self._first[1] + 2 * self._policy.turn_s:
+            self._stays[peer] = now_s + self._policy.absent_s
+            self._first = None
+
     def _many_load(self, servers: Sequence[Server]) -> bool:
         loading = sum(not server.online for server in servers)
         return loading > max(1, int(self._policy.loading_share * len(servers)))
 
     def _planned(self, servers: Sequence[Server], now_s: float, *, gap: bool) -> Span | None:
         """The node's own move in the plan, once it is its turn. While there is a gap all moves begin together."""
-        moves = self._plan(servers).moves
+        moves = self._plan(self._as_they_move(servers, now_s)).moves
+        self._note_first(moves[0].peer if moves else None, now_s)
         turn = next((turn for turn, move in enumerate(moves) if move.peer == self._me), None)
         if turn is None:
             self._waits_since_s = None
@@ -117,7 +144,8 @@ class Rebalancer:
         if self._waits_since_s is None:
             self._waits_since_s = now_s
         if gap or now_s >= self._waits_since_s + turn * self._policy.turn_s:
-            return moves[turn].span
+            span = moves[turn].span
+            return span if self._failed.get(span, now_s) <= now_s else None
         return None
 
     def _doubted(self, servers: Sequence[Server], speeds: Sequence[float]) -> Sequence[PeerId]:

@@ -14,6 +14,8 @@ class BudgetPolicy:
     for each position of KV."""
     work_share: float = 0.25
     """The share of it for the steps that are being computed: their hidden states in fp32, in and out."""
+    pass_share: float = 0.125
+    """The share of it for passes, which train, from their arrival to their answer."""
     window_share: float = 0.25
     """The share of it that others may send ahead of our reading, beyond `stream_bytes` for each stream."""
     group_share: float = 0.5

@@ -125,6 +125,8 @@ class ServePolicy:
     """Passes, which train, that a client may ask for at the same time."""
     pass_positions: int = 8192
     """The most positions of one pass: a frame has room for that many of a small model."""
+    pass_sequence: int = 2048
+    """The longest sequence of a pass. It goes through a block in one part, and decodes wait for that."""
     replay_bytes: int = 64 << 20
     """The most bytes of logged results that one frame may ask for."""
     memory_patience_s: float = 10.0

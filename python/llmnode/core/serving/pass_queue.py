@@ -1,7 +1,7 @@
 """The passes that wait for an executor: forwards and backwards without a session, which train.
 
-They are computed in batches of their own while no forward is ready. One that has waited for long comes before forwards
-of its rank. Their callers cut them short, since a decode that comes meanwhile waits for the pass.
+They are computed in batches of their own: while no forward is ready, and otherwise in turn with batches of forwards.
+Their callers cut them short, since a decode that comes meanwhile waits for the pass.
 """
 
 from __future__ import annotations
@@ -58,20 +58,12 @@ class PassQueue:
         self._counters.leave(operation.client)
         return operation
 
-    def take(self, best_forward: int | None, now_s: float) -> dict[int, Pass]:
-        """The pass that is next, and small ones that fit beside it. They are charged to their clients.
-
-        `best_forward` is the rank of the best forward that is ready. A pass comes before it only if it has waited for
-        `ageing_s`, and has that rank by now.
-        """
+    def take(self, now_s: float) -> dict[int, Pass]:
+        """The pass that is next, and small ones that fit beside it. They are charged to their clients."""
         if not self._queued:
             return {}
         order = sorted(self._queued, key=lambda ticket: (*self._turn(ticket, now_s), ticket))
         first = self._queued[order[0]]
-        if best_forward is not None:
-            has_waited = now_s - first.since_s >= self._policy.ageing_s
-            if not has_waited or first.rank(self._policy, now_s) > best_forward:
-                return {}
         chosen: dict[int, Pass] = {}
         positions = 0
         for ticket in order:

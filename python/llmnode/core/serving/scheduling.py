@@ -120,6 +120,7 @@ class Scheduler:
         self._passes = PassQueue(policy, self._counters)
         self._done_s = -inf  # when the latest forward was done
         self._is_decodes_turn = False  # since prefills have gone through a few blocks by themselves
+        self._is_forwards_turn = True  # unless the latest batch had forwards
         self._mixed_batches = 0  # since the latest of decodes alone
         self._since_s: dict[_Lane, float] = {}  # waiting lanes: when positions were last computed, or its first add
 
@@ -133,7 +134,7 @@ class Scheduler:
 
     def pass_s(self, now_s: float) -> float | None:
         """The time that one pass may take: a decode that comes meanwhile waits for it. None if that is not known."""
-        if not self._is_decoding(now_s):
+        if not self._is_decoding(now_s) and not any(each.lane.is_decode for each in self._forwards.values()):
             return self._policy.prefill_s
         return (self._policy.stretch - 1) * self._cost.decode_s or None
 
@@ -205,8 +206,7 @@ class Scheduler:
             elif _are_layered(prefills):
                 decodes = {}
         slices = decodes | prefills
-        lanes = {self._forwards[ticket].lane for ticket in slices}
-        passes = self._passes.take(min((self._rank(lane, now_s) for lane in lanes), default=None), now_s)
+        passes = {} if slices and self._is_forwards_turn else self._passes.take(now_s)
         batch = Batch(controls, {} if passes else slices, passes)
         for ticket, chosen in batch.slices.items():
             self._charge(self._forwards[ticket], chosen, now_s)
@@ -232,6 +232,7 @@ class Scheduler:
             else:
                 prefill += computed.length * blocks
                 through = max(through, blocks / len(queued.span))
+        self._is_forwards_turn = bool(batch.passes)
         if batch.slices:
             self._done_s = now_s
             self._is_decodes_turn = not decodes and _are_layered(batch.slices)

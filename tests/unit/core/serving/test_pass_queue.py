@@ -68,30 +68,31 @@ def test_every_pass_is_done_once_and_nothing_of_its_client_is_left(
     assert scheduler._counters.given == {}
 
 
-def test_decodes_go_first_until_a_pass_has_waited_for_its_turn() -> None:
+@pytest.mark.parametrize("priority", Priority)
+def test_passes_and_decodes_take_turns_however_many_wait(priority: Priority) -> None:
     scheduler = Scheduler(POLICY)
     decoding(scheduler)
-    scheduler.add(evaluate(1, LONG), 0.0)
-    now_s, waited = 0.0, 0
-    while not (batch := _decode_and_run(scheduler, waited, now_s)).passes:
-        assert batch.slices
-        now_s, waited = now_s + 0.1, waited + 1
-    assert now_s == pytest.approx(POLICY.ageing_s * Priority.TRAINING, abs=0.2)
-    assert not batch.slices, "it is a batch of its own"
-    assert run(scheduler, now_s).slices
+    now_s = 0.0
+    for position in range(100):
+        for _ in range(3):
+            scheduler.add(evaluate(1, LONG, priority=priority), now_s)
+        scheduler.add(Forward(SESSION, position, 1, bytes(1)), now_s)
+        batches = [run(scheduler, now_s), run(scheduler, now_s)]
+        assert [bool(batch.slices) for batch in batches] == [True, False]
+        assert [bool(batch.passes) for batch in batches] == [False, True]
+        now_s += 0.1
 
 
-def _decode_and_run(scheduler: Scheduler, position: int, now_s: float) -> Batch:
-    scheduler.add(Forward(SESSION, position, 1, bytes(1)), now_s)
-    return run(scheduler, now_s)
-
-
-def test_a_pass_of_the_priority_of_a_decode_waits_a_while_too() -> None:
+def test_a_decode_that_waits_keeps_passes_short() -> None:
     scheduler = Scheduler(POLICY)
-    decoding(scheduler, Priority.TRAINING)
-    scheduler.add(evaluate(1, LONG, priority=Priority.INTERACTIVE), 0.0)
-    assert _decode_and_run(scheduler, 0, 0.99 * POLICY.ageing_s).slices
-    assert _decode_and_run(scheduler, 1, POLICY.ageing_s).passes
+    decoding(scheduler)
+    for position in (0, 1):
+        scheduler.add(Forward(SESSION, position, 1, bytes(1)), 0.0)
+        batch = scheduler.take(0.0)
+        scheduler.done(batch, 0.040, 0.0)
+        scheduler.remove(next(iter(batch.slices)))
+    scheduler.add(Forward(SESSION, 2, 1, bytes(1)), 100.0)
+    assert scheduler.pass_s(100.0) == pytest.approx((POLICY.stretch - 1) * 0.040)
 
 
 def test_clients_get_equal_shares_and_a_backward_counts_more() -> None:
