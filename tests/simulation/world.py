@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import pytest
 import trio
 
 from llmnode.core.span import Span
@@ -35,7 +34,6 @@ __all__ = [
     "SPANS",
     "Dialogue",
     "World",
-    "known_faults",
     "kv_is_free",
     "pairs_of_servers",
     "simulated",
@@ -50,12 +48,6 @@ SPANS = [Span(0, 2), Span(2, 4), Span(4, 6)]
 DELAY_S = 0.02
 
 kv_is_free = check_kv_is_free
-
-
-def known_faults(numbers: range, failing: set[int], why: str) -> list[Any]:  # Any: pytest's, and not typed
-    """Seeds for a test, of which some show a fault that is not mended yet. One that passes has to be taken off."""
-    mark = pytest.mark.xfail(reason=why, strict=True)
-    return [pytest.param(seed, id=f"seed-{seed}-", marks=[mark] if seed in failing else []) for seed in numbers]
 
 
 @asynccontextmanager

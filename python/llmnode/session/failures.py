@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from llmnode.errors import PeerError, PeerRefused, PeerUnreachable, SessionLost
+from llmnode.errors import PeerError, PeerRefused, PeerTimeout, PeerUnreachable, SessionLost
 from llmnode.wire.chunk_path import ALL_WOULD_REFUSE
 from llmnode.wire.messages import RefusalCode
 
@@ -47,6 +47,8 @@ class StepFailures:
     """The peers that failed since every peer was asked. Each is asked once: a dead cheap one must not hide another."""
     cut_off: set[PeerId] = field(default_factory=set)
     """Lost hops that could not be reached. They may be back, and are asked before the client waits for any peer."""
+    silent: set[PeerId] = field(default_factory=set)
+    """The peers that have not answered in this step. Each has cost a whole deadline: others are asked again first."""
     blaming: set[PeerId] = field(default_factory=set)
     """Those of the `failed` peers that say that the session itself is at fault."""
     is_disputed: bool = False
@@ -61,7 +63,7 @@ class StepFailures:
         return self.failed if hurry else self.failed | self.cut_off
 
     def ask_all_again(self) -> None:
-        self.failed.clear()
+        self.failed = set(self.silent) if self.failed - self.silent else set()
         self.blaming.clear()
         self.cut_off.clear()
         self.room_in_s = 0.0
@@ -87,6 +89,8 @@ class StepFailures:
         self.causes = [*self.causes[: CAUSES_KEPT - 1], error]
         if error.peer is not None:
             self.failed.add(error.peer)
+        if isinstance(error, PeerTimeout) and error.peer is not None:
+            self.silent.add(error.peer)
         if isinstance(error, PeerRefused):
             if error.retry_after_s is not None:
                 self.room_in_s = min(self.room_in_s or math.inf, error.retry_after_s)
