@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import trio
@@ -17,6 +16,8 @@ import trio
 from llmnode.core.budget import Account, Kind, Resource
 from llmnode.core.operations import Backward, Evaluate
 from llmnode.core.priority import PRIORITIES, Priority
+from llmnode.core.sequences import grouped, split_rows
+from llmnode.core.serving.forward_cost import mixed
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, PeerError, PeerRefused, RemoteProtocolError, WorkerLost
 from llmnode.wire.frame import Frame, FrameType
@@ -25,7 +26,7 @@ from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
 from llmnode.wire.refusal import refusal_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from llmnode.core.ids import PeerId
     from llmnode.core.operations import Buffer, Computed
@@ -36,8 +37,6 @@ log = logging.getLogger(__name__)
 
 REQUESTS = frozenset({FrameType.EVALUATE, FrameType.BACKWARD})
 _ANSWERS = {FrameType.EVALUATE: FrameType.EVALUATED, FrameType.BACKWARD: FrameType.GRADIENT}
-_KEEPS = 0.7
-"""An older measurement keeps this share of its weight at each new one."""
 _RETRY_S = 0.5
 _KEPT_BYTES = 16 << 20
 """A backward takes fewer sequences at once if it would keep more than this between its parts."""
@@ -152,10 +151,8 @@ def _halves(frame: Frame) -> int:
 
 def _decoded(frame: Frame, form: HiddenForm, positions: int) -> list[Buffer]:
     """Hidden states, and gradients if there are any, in fp32."""
-    edges = [each * form.bytes_of(positions) for each in range(_halves(frame) + 1)]
-    payload = memoryview(frame.payload)
     values = positions * form.hidden_size
-    halves = [payload[start:end] for start, end in pairwise(edges)]
+    halves = split_rows(frame.payload, [positions] * _halves(frame))
     if not all(form.is_sound(half, positions) for half in halves):
         raise RemoteProtocolError(f"{frame.type.name}: numbers that are not finite, or too large")
     return [decode_hidden(half, form.codec, values) for half in halves]
@@ -175,19 +172,21 @@ class _Parts:
         self._account = client, priority
         self._kept_bytes = len(span) * served.model.row_bytes
         """A backward keeps this for each position that goes together."""
-        self._groups = _groups(lengths, min(self._worker.pass_positions, _KEPT_BYTES // self._kept_bytes))
+        self._groups = grouped(lengths, min(self._worker.pass_positions, _KEPT_BYTES // self._kept_bytes))
+        self._sizes = [sum(group) for group in self._groups]
         self._block_s: dict[type, float] = {}  # the time of a position in a block, by the kind of operation
 
     def kept_bytes(self, frame: Frame) -> int:
         """The memory for what goes into the blocks of each part."""
-        return self._kept_bytes * max(map(sum, self._groups)) if frame.type is FrameType.BACKWARD else 0
+        return self._kept_bytes * max(self._sizes) if frame.type is FrameType.BACKWARD else 0
 
     async def outputs(self, hidden: Buffer) -> Buffer:
-        return b"".join([await self._output(group, rows) for group, rows in self._split(hidden)])
+        parts = zip(self._groups, split_rows(hidden, self._sizes), strict=True)
+        return b"".join([await self._output(*part) for part in parts])
 
     async def gradients(self, hidden: Buffer, gradient: Buffer) -> Buffer:
-        split = zip(self._split(hidden), self._split(gradient), strict=True)
-        return b"".join([await self._gradient(group, rows, wanted) for (group, rows), (_, wanted) in split])
+        rows = (split_rows(each, self._sizes) for each in (hidden, gradient))
+        return b"".join([await self._gradient(*part) for part in zip(self._groups, *rows, strict=True)])
 
     async def _output(self, lengths: tuple[int, ...], hidden: Buffer) -> Buffer:
         start = self.span.start
@@ -216,8 +215,7 @@ class _Parts:
         self.queue_us += computed.queue_us
         self.compute_us += computed.compute_us
         took_s = 1e-6 * computed.compute_us / (operation.positions * len(operation.span))
-        before_s = self._block_s.get(type(operation), took_s)
-        self._block_s[type(operation)] = _KEEPS * before_s + (1 - _KEEPS) * took_s
+        self._block_s[type(operation)] = mixed(self._block_s.get(type(operation), 0.0), took_s)
         return computed.hidden
 
     def _next(self, start: int, lengths: Sequence[int], kind: type) -> Span:
@@ -225,20 +223,3 @@ class _Parts:
         room_s, block_s = self._worker.pass_s, self._block_s.get(kind)
         most = 1 if room_s is None or not block_s else max(1, int(room_s / (block_s * sum(lengths))))
         return Span(start, min(start + most, self.span.end))
-
-    def _split(self, numbers: Buffer) -> Iterator[tuple[tuple[int, ...], Buffer]]:
-        row_bytes = len(numbers) // self.positions
-        edges = accumulate((row_bytes * sum(group) for group in self._groups), initial=0)
-        view = memoryview(numbers).cast("B")
-        for group, (start, end) in zip(self._groups, pairwise(edges), strict=True):
-            yield group, view[start:end]
-
-
-def _groups(lengths: Sequence[int], most: int) -> list[tuple[int, ...]]:
-    """Sequences that are computed together: up to `most` positions, and at least one sequence."""
-    groups: list[list[int]] = [[]]
-    for length in lengths:
-        if groups[-1] and sum(groups[-1]) + length > most:
-            groups.append([])
-        groups[-1].append(length)
-    return [tuple(group) for group in groups]

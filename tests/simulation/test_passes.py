@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import trio
 
 from llmnode.core.policy import ClientPolicy, RecoveryPolicy
 from llmnode.core.span import Span
-from llmnode.errors import NoRoute, PeerRefused, SessionLost
+from llmnode.errors import ConfigError, NoRoute, PeerRefused, SessionLost
 from llmnode.session import passes
 from llmnode.session.passes import SwarmPasses
 from llmnode.testing import Cast, FaultPlan, Odds, exact_output, seeds
@@ -38,7 +40,9 @@ from simulation.world import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from llmnode.core.ids import PeerId
     from llmnode.testing import World
+    from llmnode.wire.frame import Frame
 
 CAST = Cast(
     nodes=[f"{index}{twin}" for index in range(3) for twin in "ab"],
@@ -193,6 +197,7 @@ async def test_what_is_wrong_with_a_pass_is_refused_and_the_link_goes_on() -> No
         for code, payload, changes in (
             ("bad-message", numbers[1:], {}),
             ("bad-message", numbers, {"span_start": 2}),
+            ("bad-message", b"\xff" * len(numbers), {}),
             ("no-room", numbers, {"lengths": [10_000]}),
             ("no-room", numbers, {"lengths": [MODEL.context_tokens + 1]}),
             ("span-not-held", numbers, {"span_end": 3}),
@@ -240,3 +245,30 @@ async def test_a_link_has_a_few_passes_at_a_time_and_takes_them_along_when_it_en
         node.worker.open_gate()
         await trio.sleep(1)
         nothing_is_left(swarm)
+
+
+@simulated
+async def test_gradients_that_are_not_finite_come_back_as_such_and_are_not_sent() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        client = SwarmPasses(router.finder, Codec.RAW)
+        _, crossed = await client.outputs(ALL_BLOCKS, [3], drawn(1, 3))
+        forwards = sum(node.worker.executor.forwards for node in swarm.nodes.values())
+        gradient = np.frombuffer(await client.gradients(crossed, np.full(3 * MODEL.hidden_size, np.inf, "<f4")), "<f4")
+        assert np.isnan(gradient).all()
+        assert len(gradient) == 3 * MODEL.hidden_size
+        with pytest.raises(ConfigError, match="not finite"):
+            await client.outputs(ALL_BLOCKS, [1], b"\xff" * ROW)
+        assert forwards == sum(node.worker.executor.forwards for node in swarm.nodes.values())
+
+
+@simulated
+async def test_a_server_that_answers_with_no_numbers_is_replaced() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        for name in ("0a", "1a"):
+            swarm.nodes[name].network.tamper = _without_numbers
+        await there_and_back(SwarmPasses(router.finder, Codec.RAW), 1, LENGTHS)
+
+
+def _without_numbers(_peer: PeerId, frame: Frame) -> list[Frame]:
+    is_answer = frame.type in (FrameType.EVALUATED, FrameType.GRADIENT)
+    return [replace(frame, payload=b"\xff" * len(frame.payload)) if is_answer else frame]

@@ -7,30 +7,30 @@ whose server is gone runs on another one (Petals, section 3.3). Large batches go
 from __future__ import annotations
 
 import logging
+import struct
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import trio
 
 from llmnode.core.priority import Priority
+from llmnode.core.sequences import grouped, split_rows
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, NoRoute, PeerError, RemoteProtocolError, SessionLost, single_error
+from llmnode.session.failures import StepFailures
 from llmnode.wire.fields import MOST_SEQUENCES
 from llmnode.wire.frame import FrameType
 from llmnode.wire.messages import Pass, Passed, pack, unpack
-from llmnode.wire.payload import HiddenForm, decode_hidden
+from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
 from llmnode.wire.profile import profile_fields
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from llmnode.core.ids import PeerId
     from llmnode.core.operations import Buffer
     from llmnode.session.peer_finder import PeerFinder
     from llmnode.swarm.peer_connection import PeerConnection
-    from llmnode.wire.payload import Codec
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ MOST_BYTES = 4 << 20
 """Hidden states of a microbatch, unless one sequence has more: a server keeps some multiples of it."""
 LONGEST_BYTES = 24 << 20
 """Hidden states of one sequence. With its gradients it has to fit into a frame."""
+_NAN = struct.pack("<f", float("nan"))
 AT_ONCE = 4
 """Microbatches that are under way together. A server takes this number of passes over one link."""
 
@@ -71,8 +72,8 @@ class SwarmPasses:
         row_bytes = self.model.row_bytes
         if (longest := max(lengths)) * row_bytes > LONGEST_BYTES:
             raise ConfigError(f"{longest} positions in a row: a pass has at most {LONGEST_BYTES // row_bytes}")
-        groups = _microbatches(lengths, max(1, min(MOST_POSITIONS, MOST_BYTES // row_bytes)))
-        parts = _split(hidden, [sum(group) for group in groups])
+        groups = grouped(lengths, min(MOST_POSITIONS, MOST_BYTES // row_bytes), MOST_SEQUENCES)
+        parts = split_rows(hidden, [sum(group) for group in groups])
         found: list[tuple[Buffer, Crossed] | None] = [None] * len(groups)
 
         async def cross(number: int) -> None:
@@ -84,8 +85,14 @@ class SwarmPasses:
         return b"".join(output for output, _ in done), [crossed for _, crossed in done]
 
     async def gradients(self, crossed: Sequence[Crossed], gradient: Buffer) -> Buffer:
-        """Gradients for what went in, from those for what came out. Raises as `outputs`."""
-        parts = _split(gradient, [sum(each.lengths) for each in crossed])
+        """Gradients for what went in, from those for what came out. Raises as `outputs`.
+
+        If some of those are not finite, as a scaler of losses tries out, all that is returned are NaNs.
+        """
+        positions = [sum(each.lengths) for each in crossed]
+        if not HiddenForm(self.model.hidden_size, Codec.RAW).is_sound(gradient, sum(positions)):
+            return _NAN * (memoryview(gradient).nbytes // len(_NAN))
+        parts = split_rows(gradient, positions)
         found: list[Buffer] = [b""] * len(crossed)
 
         async def go_back(number: int) -> None:
@@ -116,7 +123,7 @@ class SwarmPasses:
             try:
                 output = await self._ask(FrameType.EVALUATE, blocks, lengths, [hidden], connection)
             except PeerError as error:
-                await tries.failed(error, connection.peer)
+                tries.failed(error.blame(connection.peer))
                 continue
             tries.worked()
             borders.append((blocks, hidden))
@@ -136,7 +143,7 @@ class SwarmPasses:
                     gradient = await self._ask(FrameType.BACKWARD, span, lengths, [hidden, gradient], connection)
             except PeerError as error:
                 borders.append((span, hidden))
-                await tries.failed(error, connection.peer)
+                tries.failed(error.blame(connection.peer))
             else:
                 tries.worked()
         return gradient
@@ -163,7 +170,7 @@ class SwarmPasses:
         )
         halves = [form.encode(each) for each in numbers]
         if not all(form.is_sound(half, sum(lengths)) for half in halves):
-            raise ConfigError("hidden states or gradients are not finite, or too large: nothing was sent")
+            raise ConfigError("hidden states that are not finite, or too large: they are not sent")
         payload = b"".join(halves)
         expected = FrameType.EVALUATED if question is FrameType.EVALUATE else FrameType.GRADIENT
         timeout_s = self._finder.policy.step_timeout_s
@@ -181,69 +188,51 @@ class SwarmPasses:
 
 
 class _Tries:
-    """The peers that have failed in one way through the swarm, and how long it may still look for others."""
+    """Finds the next hop of one way through the swarm. Peers that have failed are asked again after all others."""
 
     def __init__(self, finder: PeerFinder) -> None:
         self._finder = finder
         self._policy = finder.policy
-        self._failed: dict[PeerId, PeerError] = {}
-        self._since_s: float | None = None
+        self._failures = StepFailures()
 
     async def next_hop(self, span: Span) -> tuple[Span, PeerConnection]:
         """The first hop of the best route through `span`. Raises NoRoute or SessionLost after too long."""
+        hurry = False
         while True:
             try:
-                try:
-                    route, connections = await self._finder.find(span, 0, self._failed, hurry=False)
-                except NoRoute:  # those that failed lately, too
-                    route, connections = await self._finder.find(span, 0, self._failed, hurry=True)
-            except NoRoute as error:
-                await self._wait(error)
+                avoided = self._failures.avoided(hurry=hurry)
+                route, connections = await self._finder.find(span, 0, avoided, hurry=hurry)
+            except NoRoute as absence:
+                self._begin_deadline()
+                if hurry:  # every peer has been asked
+                    self._failures.check_agreement()
+                    await self._wait_changed(absence)
+                hurry = not hurry
             except PeerError as error:
-                await self.failed(error, error.peer)
+                self.failed(error)
             else:
                 return route[0].span, connections[route[0].peer]
 
-    async def failed(self, error: PeerError, peer: PeerId | None) -> None:
-        """A peer has failed: others are asked. Raises as `next_hop`."""
+    def failed(self, error: PeerError) -> None:
+        """A peer has failed: others are asked. Raises SessionLost after too long, or if more tries are of no use."""
         log.info("a pass failed: %s", error)
-        self._finder.report(error)
-        if peer is not None:
-            self._failed[peer] = error
-        now_s = trio.current_time()
-        self._since_s = now_s if self._since_s is None else self._since_s
-        if now_s >= self._since_s + self._policy.recovery.timeout_s:
-            raise SessionLost([*self._failed.values()]) from error
+        self._failures.note(error, self._finder)
+        self._begin_deadline()
+        if trio.current_time() >= self._failures.deadline_s:
+            raise SessionLost(self._failures.causes) from error
 
     def worked(self) -> None:
         """A server has answered."""
-        self._failed.clear()
-        self._since_s = None
+        self._failures = StepFailures()
 
-    async def _wait(self, error: NoRoute) -> None:
+    def _begin_deadline(self) -> None:
+        latest_s = trio.current_time() + self._policy.recovery.timeout_s
+        self._failures.deadline_s = min(self._failures.deadline_s, latest_s)
+
+    async def _wait_changed(self, absence: NoRoute) -> None:
         """Those that have failed may be back in a moment, or others."""
-        now_s = trio.current_time()
-        self._since_s = now_s if self._since_s is None else self._since_s
-        if now_s >= self._since_s + self._policy.recovery.timeout_s:
-            if self._failed:
-                raise SessionLost([*self._failed.values()]) from error
-            raise error
-        self._failed.clear()
-        with trio.move_on_after(self._policy.route.retry_s):
+        if trio.current_time() >= self._failures.deadline_s:
+            raise SessionLost(self._failures.causes) if self._failures.causes else absence
+        with trio.move_on_after(max(self._policy.route.retry_s, self._failures.room_in_s)):
             await self._finder.wait_changed()
-
-
-def _microbatches(lengths: Sequence[int], most: int) -> list[tuple[int, ...]]:
-    groups: list[list[int]] = [[]]
-    for length in lengths:
-        if groups[-1] and (sum(groups[-1]) + length > most or len(groups[-1]) == MOST_SEQUENCES):
-            groups.append([])
-        groups[-1].append(length)
-    return [tuple(group) for group in groups]
-
-
-def _split(numbers: Buffer, positions: Sequence[int]) -> list[memoryview]:
-    view = memoryview(numbers).cast("B")
-    row_bytes = len(view) // sum(positions)
-    edges = accumulate((row_bytes * each for each in positions), initial=0)
-    return [view[start:end] for start, end in pairwise(edges)]
+        self._failures.ask_all_again()

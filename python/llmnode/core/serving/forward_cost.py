@@ -37,11 +37,11 @@ class ForwardCost:
         `through` of all blocks.
         """
         if not prefill:
-            self.decode_s = _mixed(self.decode_s, took_s)
+            self.decode_s = mixed(self.decode_s, took_s)
             self._decodes.note(decodes, took_s)
         else:
             added_s = max(took_s - through * self.decode_s, took_s / (100 if decodes else 2))
-            self._position_s = _mixed(self._position_s, added_s / prefill)
+            self._position_s = mixed(self._position_s, added_s / prefill)
 
     def blocks(self, positions: int, of: int, room: int) -> int:
         """The number of blocks, out of `of`, that there is time for. Reading the weights of each takes time, too."""
@@ -81,5 +81,6 @@ class _Fit:
             self._rise = max(0.0, self._xy / self._xx)
 
 
-def _mixed(before_s: float, took_s: float) -> float:
+def mixed(before_s: float, took_s: float) -> float:
+    """A moving average of times. `before_s` is 0 if this is the first."""
     return _KEEPS * before_s + (1 - _KEEPS) * took_s if before_s else took_s
