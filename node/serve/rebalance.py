@@ -14,7 +14,7 @@ from llmnode.errors import ConfigError, ModelError, PeerError, PeerRefused, Work
 from llmnode.node.serve.placing import servers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from llmnode.core.ids import PeerId
     from llmnode.core.placement.policy import RebalancePolicy
@@ -43,8 +43,7 @@ async def rebalance(
             continue  # while there is a gap, the pause is shorter
         servers = await servers_of(model, swarm, draining=True)
         decision = rebalancer.decide(servers, trio.current_time())
-        doubted = [peer for peer in decision.confirm if not await _answers(peer, swarm)]
-        absent = [peer for peer in doubted if not await _answers(peer, swarm)]  # once may be chance
+        absent = await _absent(await _absent(decision.confirm, swarm), swarm)  # once may be chance
         for peer in absent:
             rebalancer.note_absent(peer, trio.current_time())
         if decision.span is None or absent or not isinstance(role.state, Online):
@@ -73,20 +72,33 @@ async def _sees_new_gap(rebalancer: Rebalancer, role: Role, swarm: Swarm) -> boo
     return False
 
 
+async def _absent(peers: Sequence[PeerId], swarm: Swarm) -> Sequence[PeerId]:
+    """Those of the peers that do not answer. All are asked at once."""
+    absent: list[PeerId] = []
+
+    async def ask(peer: PeerId) -> None:
+        if not await _answers(peer, swarm):
+            absent.append(peer)
+
+    async with trio.open_nursery() as nursery:
+        for peer in peers:
+            nursery.start_soon(ask, peer)
+    return absent
+
+
 async def _answers(peer: PeerId, swarm: Swarm) -> bool:
     announced = next((each for each in swarm.view.announcements() if each.peer == peer), None)
     if announced is None:
         return False
     if not announced.addresses:
         return True  # it has just lost its relays: nobody knows
-    for address in announced.addresses:
-        with trio.move_on_after(ANSWERS_WITHIN_S):
-            try:
-                await swarm.meet(address)
-            except PeerRefused:
-                return True
-            except (PeerError, ConfigError) as error:
-                log.debug("no answer peer=%s: %s", peer, error)
-            else:
-                return True
+    with trio.move_on_after(ANSWERS_WITHIN_S):
+        try:
+            await swarm.meet(*announced.addresses)
+        except PeerRefused:
+            return True
+        except (PeerError, ConfigError) as error:
+            log.debug("no answer peer=%s: %s", peer, error)
+        else:
+            return True
     return False

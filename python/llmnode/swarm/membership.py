@@ -191,9 +191,9 @@ class Swarm:
         for announcement in self.view.of_model(model_digest)[: self._policy.neighbours]:
             await self._try_exchange(announcement.addresses)
 
-    async def meet(self, address: str) -> None:
-        """Exchange views with the peer at `address`. Raises PeerError."""
-        await self.exchange(await self._pool.connect([address]))
+    async def meet(self, *addresses: str) -> None:
+        """Exchange views with the peer at `addresses`. Raises PeerError."""
+        await self.exchange(await self._pool.connect(addresses))
 
     async def meet_all(self, addresses: Sequence[str]) -> None:
         """Exchange views with the peers at `addresses`, all at once. Raises the PeerError of the first if none answers.

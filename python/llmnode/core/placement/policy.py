@@ -53,7 +53,7 @@ class RebalancePolicy:
     """A node does not try blocks again for this long that it could not load."""
     confirm: int = 8
     """Before a move, at most this many servers of the blocks that are left are asked whether they are there."""
-    claim_limit: float = 4.0
+    claim_limit: float = 2.0
     """No speed counts for more than this many times the median: a liar can draw others away only that far."""
     drains_within_s: float = 20.0
     """A node that drains counts for this long in the plans of others. Then it has left, or joins elsewhere."""

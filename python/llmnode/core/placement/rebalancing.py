@@ -120,7 +120,7 @@ class Rebalancer:
         return [replace(each, movable=each.movable and each.peer not in self._stays) for each in servers]
 
     def _note_first(self, peer: PeerId | None, now_s: float) -> None:
-        """Another server that is the first to move for long does not move at all: its user has named its blocks."""
+        """A server that is to move first, and does not for long while there is a gap, stays: its user wants it so."""
         if peer is None or peer == self._me:
             self._first = None
         elif self._first is None or self._first[0] != peer:
@@ -136,7 +136,7 @@ class Rebalancer:
     def _planned(self, servers: Sequence[Server], now_s: float, *, gap: bool) -> Span | None:
         """The node's own move in the plan, once it is its turn. While there is a gap all moves begin together."""
         moves = self._plan(self._as_they_move(servers, now_s)).moves
-        self._note_first(moves[0].peer if moves else None, now_s)
+        self._note_first(moves[0].peer if moves and gap else None, now_s)
         turn = next((turn for turn, move in enumerate(moves) if move.peer == self._me), None)
         if turn is None:
             self._waits_since_s = None
