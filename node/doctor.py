@@ -25,7 +25,7 @@ from llmnode.core.route import uncovered
 from llmnode.core.span import Span
 from llmnode.core.view import online
 from llmnode.errors import ConfigError, ModelError, PeerError, PeerRefused, single_error
-from llmnode.machine.cache_folder import cache_folder
+from llmnode.machine.cache_folder import cache_folder, show_bytes
 from llmnode.machine.startup import collection_paused
 from llmnode.machine.threads import usable_cores
 from llmnode.node.reach import explain
@@ -144,7 +144,7 @@ def check_disk(cache: Path) -> Finding:
             "disk", BLOCKER, f"the cache {cache} cannot be written: {existing} is not yours to write", elsewhere
         )
     free = shutil.disk_usage(existing).free
-    text = f"the cache {cache} has {_size(free)} of room"
+    text = f"the cache {cache} has {show_bytes(free)} of room"
     return Finding("disk", WARNING, text, elsewhere) if free < SPARE_DISK_BYTES else Finding("disk", OK, text)
 
 
@@ -196,11 +196,12 @@ def check_memory(places: Sequence[Place], kind: str, size: ModelSize, kv_tokens:
     """The first of `places` is where blocks are, with their KV."""
     from llmnode.models.size import MEMORY_SHARE, PEERS_BYTES
 
-    block, kv = _size(size.block_bytes), _size(size.kv_token_bytes * kv_tokens)
+    block, kv = show_bytes(size.block_bytes), show_bytes(size.kv_token_bytes * kv_tokens)
     text = (
-        f"{_size(places[0].free_bytes)} of {kind} free, of which a server takes {MEMORY_SHARE:.0%}, "
-        f"with {_size(PEERS_BYTES)} kept for what peers send; "
-        f"a block takes {block} and {kv} for {kv_tokens} tokens of KV, a client's ends up to {_size(size.ends_bytes)}"
+        f"{show_bytes(places[0].free_bytes)} of {kind} free, of which a server takes {MEMORY_SHARE:.0%}, "
+        f"with {show_bytes(PEERS_BYTES)} kept for what peers send; "
+        f"a block takes {block} and {kv} for {kv_tokens} tokens of KV, "
+        f"a client's ends up to {show_bytes(size.ends_bytes)}"
     )
     fitting = size.fitting_blocks(places, lambda _blocks: kv_tokens)
     if fitting == 0:
@@ -395,7 +396,3 @@ def check_identities(announcements: Sequence[Announcement]) -> list[Finding]:
 
 def _ms(duration_s: float) -> str:
     return f"{duration_s * 1000:.0f} ms"
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
