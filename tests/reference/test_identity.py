@@ -125,7 +125,7 @@ def test_another_layout_is_no_variant(saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_tensor_of_several_chunks_counts_whole(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a chunk were so small."""
+    """Chunks are small here."""
     whole = _digest(saved)
     monkeypatch.setattr(identity, "_CHUNK_BYTES", 1000)
     monkeypatch.setattr(file_digests, "_read", lambda _kept, _stamp: None)
@@ -159,7 +159,7 @@ class Reads:
 
 
 def _settle(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the files had been written long ago."""
+    """Make the files look old."""
     monkeypatch.setattr(file_digests, "SETTLED_S", -1.0)
     assert path.is_dir()
 

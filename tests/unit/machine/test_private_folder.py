@@ -32,7 +32,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if it belonged to somebody."""
+    """Make it belong to another user."""
     lstat = Path.lstat
 
     def changed(self: Path) -> os.stat_result:

@@ -156,7 +156,7 @@ class DialBait(HostileClients):
         ("127.0.0.1", 6379, 2),
         ("169.254.0.1", 1, 2),
     )
-    """The address of somebody who has nothing to do with it, some of private networks, and the number of identities."""
+    """Addresses of victims, their ports, and the number of identities that announce them."""
 
     def victims(self, world: World) -> list[ServingNode]:
         return list(world.nodes.values())[:3]
