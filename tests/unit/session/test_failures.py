@@ -1,4 +1,4 @@
-"""Which peers a step asks again, after which failures."""
+"""After failures, a step asks some peers again and others not."""
 
 from __future__ import annotations
 
