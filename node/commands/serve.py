@@ -46,9 +46,8 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--rebalance",
         action=argparse.BooleanOptionalAction,
-        default=True,
         help="move to other blocks when the swarm needs this server more there; a server with --blocks START:END stays "
-        "(default: on)",
+        "(default: on for --blocks N and --blocks auto)",
     )
     add_peers(parser, "servers or relays of the swarm to join")
     add_listen(parser)
@@ -77,11 +76,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 
+    if arguments.rebalance and ":" in (arguments.blocks or ""):
+        raise ConfigError(
+            f"--rebalance: a server with --blocks {arguments.blocks} stays there; give --blocks N, or --blocks auto"
+        )
     if arguments.verbose:
         log_to_stderr()
     config = replace(
         worker_config(arguments),
-        rebalance=arguments.rebalance,
+        rebalance=arguments.rebalance is not False,
         peers=arguments.peers,
         swarm_key=arguments.swarm_key,
         listen=arguments.listen or [LISTEN_ANY_LOOPBACK],

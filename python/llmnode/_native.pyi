@@ -212,10 +212,10 @@ class Connection:
         stream was closed or is gone.
         """
 
-    def read(self, stream: int, bytes_max: int, now_s: float) -> bytes | None:
+    def read(self, stream: int, bytes_max: int, now_s: float, window_bytes: int) -> bytes | None:
         """What has arrived, up to `bytes_max`. Empty: the stream has ended or is gone. None: nothing has arrived yet.
 
-        `now_s` counts from any moment: how fast a window is used up decides whether it grows.
+        `now_s` counts from any moment: how fast a window is used up decides whether it grows, to `window_bytes` at most.
         """
 
     def close_stream(self, stream: int) -> None:

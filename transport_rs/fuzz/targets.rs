@@ -62,7 +62,7 @@ pub fn yamux_receive(data: &[u8]) {
         for stream in events.readable {
             assert!(session.buffered_bytes(stream) <= bytes.len());
             if first % 3 != 0 {
-                while let ReadResult::Data(_) = session.read(stream, &mut out, 0.1) {}
+                while let ReadResult::Data(_) = session.read(stream, &mut out, 0.1, u32::MAX) {}
             }
         }
         for stream in events.writable {

@@ -57,7 +57,7 @@ impl Side {
 
     fn read(&mut self, stream: u32, length: usize, now_s: f64) -> ReadResult {
         let mut out = vec![0; length];
-        let result = self.session.read(stream, &mut out, now_s);
+        let result = self.session.read(stream, &mut out, now_s, u32::MAX);
         match result {
             ReadResult::Data(taken) => self.received.entry(stream).or_default().extend_from_slice(&out[..taken]),
             ReadResult::End => drop(self.ended.insert(stream, true)),
@@ -278,7 +278,7 @@ fn small_reads_do_not_cost_an_update_each() {
     for _ in 0..1024 {
         session.receive(&frame(Kind::Data, 0, 1, 1024), &mut Events::default()).unwrap();
         session.receive(&[0; 1024], &mut Events::default()).unwrap();
-        assert_eq!(session.read(1, &mut [0; 4096], 0.0), ReadResult::Data(1024));
+        assert_eq!(session.read(1, &mut [0; 4096], 0.0, u32::MAX), ReadResult::Data(1024));
         updates += answers(&mut session).len();
     }
     assert!(updates <= 8, "{updates} updates for 1 MiB");
@@ -293,7 +293,7 @@ fn window_after(rounds: usize, seconds_a_round: f64) -> u32 {
     for round in 0..u32::try_from(rounds).unwrap() {
         session.receive(&frame(Kind::Data, 0, 1, may_send), &mut Events::default()).unwrap();
         session.receive(&vec![0; may_send as usize], &mut Events::default()).unwrap();
-        session.read(1, &mut out, f64::from(round) * seconds_a_round);
+        session.read(1, &mut out, f64::from(round) * seconds_a_round, u32::MAX);
         may_send = answers(&mut session).iter().map(|update| update.length).sum();
         window = may_send;
     }
@@ -330,7 +330,7 @@ fn a_window_grows_with_the_round_trip() {
         for round in 0..20_u32 {
             session.receive(&frame(Kind::Data, 0, 1, INITIAL_WINDOW_BYTES), &mut Events::default()).unwrap();
             session.receive(&vec![0; INITIAL_WINDOW_BYTES as usize], &mut Events::default()).unwrap();
-            session.read(1, &mut vec![0; 1 << 20], 1.0 + 0.02 * f64::from(round));
+            session.read(1, &mut vec![0; 1 << 20], 1.0 + 0.02 * f64::from(round), u32::MAX);
             given += answers(&mut session).iter().map(|update| update.length).sum::<u32>();
         }
         let grown = given.saturating_sub(20 * INITIAL_WINDOW_BYTES);
@@ -361,7 +361,7 @@ fn windows_grow_together_no_further_than_the_connection_allows() {
         for round in 0..4 {
             session.receive(&frame(Kind::Data, 0, stream, INITIAL_WINDOW_BYTES), &mut Events::default()).unwrap();
             session.receive(&vec![0; INITIAL_WINDOW_BYTES as usize], &mut Events::default()).unwrap();
-            session.read(stream, &mut vec![0; 1 << 20], 0.1 * f64::from(round));
+            session.read(stream, &mut vec![0; 1 << 20], 0.1 * f64::from(round), u32::MAX);
             used += INITIAL_WINDOW_BYTES;
         }
         given += answers(&mut session).iter().map(|update| update.length).sum::<u32>();

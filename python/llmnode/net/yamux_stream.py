@@ -68,10 +68,8 @@ class YamuxStream(IMuxedStream):
         connection, window = self._connection, self._window
         while not self._reset:
             self._read_at_s = trio.current_time()
-            if not window.may_read:
-                self.give_up()
-                break
-            data = self._machine.read(self.number, min(bytes_max, window.may_read), window.time_s(self._read_at_s))
+            may_read = min(bytes_max, window.may_read)
+            data = self._machine.read(self.number, may_read, self._read_at_s, window.size_bytes)
             if data:
                 window.note_read(len(data))
                 connection.flush()

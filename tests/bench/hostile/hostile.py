@@ -23,7 +23,7 @@ from llmnode.client.connect import aconnect, load_parts
 from llmnode.core.ids import PeerId
 from llmnode.core.policy import DialPolicy
 from llmnode.core.span import split_evenly
-from llmnode.errors import LlmnodeError, single_error
+from llmnode.errors import ConfigError, LlmnodeError, single_error
 from llmnode.node.processes import all_ready, private_swarm, with_worker
 
 if TYPE_CHECKING:
@@ -92,6 +92,8 @@ async def run(options: Options) -> Report:
     seconds = options.seconds or (THIN_SECONDS if thin else SECONDS)
     clients = options.clients or (THIN_CLIENTS if thin else CLIENTS)
     names = [each for each in options.only.split(",") if each] or [*(THIN_ATTACKS if thin else ATTACKS), "all"]
+    if unknown := [each for each in names if each != "all" and each not in ATTACKS]:
+        raise ConfigError(f"--only {','.join(unknown)}: give some of {','.join([*ATTACKS, 'all'])}")
     attacks = {ALL_AT_ONCE if each == "all" else each: [*ATTACKS] if each == "all" else [each] for each in names}
     parts = load_parts()
     spans = split_evenly(parts.model.blocks, THIN_SPANS if thin else SPANS) * TWINS

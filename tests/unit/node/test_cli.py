@@ -66,6 +66,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "--peers", PEER, "--quant", "auto"], "argument --quant: invalid choice: 'auto'"),
         (["serve", "--blocks", "0:5", "--threads", "0"], "--threads 0: give at least 1"),
         (["serve", "--blocks", "0:5", "--kv-tokens", "-1"], "--kv-tokens -1: give at least 1"),
+        (["serve", "--blocks", "0:5", "--rebalance"], "--rebalance: a server with --blocks 0:5 stays there; give"),
         (["serve", "--blocks", "0:5", "--announce", "here"], "write where others reach you, as /ip4/ADDRESS/tcp/PORT"),
         (["relay", "--announce", "/ip4/0.0.0.0/tcp/4001"], "nobody can dial 0.0.0.0; write where others reach you"),
         (["demo", "--servers", "0"], "--servers 0: give at least 1"),

@@ -130,17 +130,18 @@ impl Connection {
         stream: u32,
         bytes_max: usize,
         now_s: f64,
+        window_bytes: u32,
     ) -> PyResult<Option<Bound<'py, PyBytes>>> {
         let streams = &mut self.0.streams;
         let len_bytes = streams.buffered_bytes(stream).min(bytes_max);
         if len_bytes == 0 {
-            return Ok(match streams.read(stream, &mut [], now_s) {
+            return Ok(match streams.read(stream, &mut [], now_s, window_bytes) {
                 ReadResult::End => Some(PyBytes::new(py, &[])),
                 ReadResult::Wait | ReadResult::Data(_) => None,
             });
         }
         let read = PyBytes::new_with(py, len_bytes, |out| {
-            streams.read(stream, out, now_s);
+            streams.read(stream, out, now_s, window_bytes);
             Ok(())
         })?;
         Ok(Some(read))

@@ -241,7 +241,9 @@ impl Yamux {
     }
 
     /// Moves what has arrived into `out`, and gives the other side credit for it. `now_s` counts from any moment.
-    pub fn read(&mut self, stream: u32, out: &mut [u8], now_s: f64) -> ReadResult {
+    ///
+    /// The window of the stream may grow up to `window_bytes` now, and never beyond `Limits::window_bytes`.
+    pub fn read(&mut self, stream: u32, out: &mut [u8], now_s: f64, window_bytes: u32) -> ReadResult {
         let Some(state) = self.streams.get_mut(&stream) else { return ReadResult::End };
         let taken = state.take(out);
         if taken == 0 {
@@ -250,7 +252,7 @@ impl Yamux {
         let before = state.grown_bytes();
         let room = self.limits.grown_windows_bytes.saturating_sub(self.grown_bytes);
         let within_s = self.round_trip.shortest_s().map_or(GROW_WITHIN_S, |rtt_s| GROW_WITHIN_ROUND_TRIPS * rtt_s);
-        let update = state.window_update(now_s, within_s, self.limits.window_bytes, room);
+        let update = state.window_update(now_s, within_s, self.limits.window_bytes.min(window_bytes), room);
         self.grown_bytes += state.grown_bytes() - before;
         if update > 0 {
             self.push(Kind::WindowUpdate, 0, stream, update);
@@ -489,7 +491,8 @@ mod tests {
             yamux.receive(&vec![0; length], &mut events).unwrap();
             may_send -= length;
             yamux.clear_output();
-            yamux.read(1, &mut out[..round * 104_729 % 100_000], 0.01 * f64::from(u32::try_from(round).unwrap()));
+            let now_s = 0.01 * f64::from(u32::try_from(round).unwrap());
+            yamux.read(1, &mut out[..round * 104_729 % 100_000], now_s, u32::MAX);
             for frame in yamux.output().chunks(HEADER_BYTES) {
                 may_send += Header::decode(frame.try_into().unwrap()).unwrap().length as usize;
             }
