@@ -100,9 +100,10 @@ def test_a_wrong_argument_is_one_line_that_names_the_fix(
     arguments: list[str], fix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    *notes, line = capsys.readouterr().err.splitlines()
     assert line.startswith("llmnode: ")
     assert fix in line
+    assert all(note.startswith("llmnode: converting ") for note in notes), "which is done once on a machine"
 
 
 def test_a_warning_is_told_once_whatever_libraries_log() -> None:
