@@ -215,7 +215,7 @@ class Connection:
     def read(self, stream: int, bytes_max: int, now_s: float, window_bytes: int) -> bytes | None:
         """What has arrived, up to `bytes_max`. Empty: the stream has ended or is gone. None: nothing has arrived yet.
 
-        `now_s` counts from any moment: how fast a window is used up decides whether it grows, to `window_bytes` at most.
+        `now_s` counts from any moment: how fast a window is used up decides whether it grows, up to `window_bytes`.
         """
 
     def close_stream(self, stream: int) -> None:

@@ -1,8 +1,8 @@
 """The window of a stream: how much the other side may send ahead of our reading, within the budget.
 
-The protocol machine lets a window grow with what is read, and with the time between reads, but never beyond the size that
-it is told. The bytes that are read tell when the window may grow next. Then its next size is reserved, and the machine is
-told. A stream for which there is no memory keeps the window that it has, and asks again later.
+The protocol machine lets a window grow with what is read, and with the time between reads, but never beyond the size
+that it is told. The bytes that are read tell when the window may grow next. Then its next size is reserved, and the
+machine is told. A stream for which there is no memory keeps the window that it has, and asks again later.
 """
 
 from __future__ import annotations
