@@ -1,4 +1,4 @@
-"""The composition root: puts network, swarm, executor and server together, as a node that runs until it is left."""
+"""The composition root: puts network, swarm, workers and server together, as a node that runs until it is left."""
 
 from __future__ import annotations
 

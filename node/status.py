@@ -1,4 +1,4 @@
-"""`llmnode status`: the servers, their blocks of each model, and the blocks that nobody serves."""
+"""The values of `llmnode status`, and their JSON: servers, their blocks of each model, missing blocks."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def add_blocks(parser: Parser) -> None:
         "--blocks",
         default="auto",
         metavar="BLOCKS",
-        help="START:END, END excluded; or how many, and those that the swarm needs most are chosen; "
+        help="START:END, END excluded; or a number of blocks, chosen where the swarm needs them; "
         "or auto: as many as memory allows (default auto)",
     )
 
@@ -162,8 +162,8 @@ def add_swarm(parser: Parser) -> None:
     add_precision(
         parser,
         "what servers must compute in: float32 is exact (default)",
-        "what servers must have rounded their weights to: only those are used (default none, which is exact)",
-        "what servers must keep keys and values in, likewise (default same, as --dtype, which is exact)",
+        "use only servers whose weights are in this format (default none: exact)",
+        "use only servers whose keys and values are in this format (default same, as --dtype: exact)",
     )
     parser.add_argument(
         "--codec",
@@ -260,8 +260,8 @@ def add_relay(parser: Parser) -> None:
         nargs="+",
         default=[],
         metavar="ADDRESS",
-        help="relays through which others reach this node, which they cannot dial (behind a NAT): `llmnode relay`, or "
-        "any circuit relay v2 that permits it; they are announced, and where it listens only with --announce",
+        help="relays for a node behind a NAT, through which others reach it (`llmnode relay`, or any circuit relay v2 "
+        "that permits it); they are announced, its own addresses only with --announce",
     )
 
 

@@ -1,4 +1,4 @@
-"""`llmnode status`: asks a swarm which servers have which blocks."""
+"""`llmnode status`: its options, its questions to the swarm, and its tables. The values are in `node/status.py`."""
 
 from __future__ import annotations
 

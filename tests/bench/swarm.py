@@ -124,7 +124,7 @@ def _breakdown(generations: Sequence[Generation]) -> Row:
         return statistics.median(values) * 1e3
 
     hops = len(decodes[0].hops)
-    rest_us = [sum(hop.round_trip_us - hop.queue_us - hop.compute_us for hop in timing.hops) for timing in decodes]
+    rest_us = [sum(hop.elapsed_us - hop.queue_us - hop.compute_us for hop in timing.hops) for timing in decodes]
     return {
         "embed": median_ms([timing.embed_s for timing in decodes]),
         "head": median_ms([timing.head_s for timing in decodes]),

@@ -137,7 +137,7 @@ def made(template: object, *, adds_bos: bool = False) -> Tokenizer:
         ("{{ raise_exception(none) }}", "of org/small refuses this dialogue: None; "),
         (
             "{{ messages[0].nothing.at_all }}",
-            "of org/small uses what this dialogue or transformers does not have: 'dict",
+            "of org/small uses a variable that is not defined: 'dict",
         ),
         ("{{ messages + 1 }}", "of org/small fails: TypeError: can only concatenate list"),
         ("{% if false %}x{% endif %}", "of org/small gives no text for this dialogue; "),

@@ -56,10 +56,14 @@ def test_the_files_that_a_page_names_exist(page: Path) -> None:
 
 
 def test_the_files_that_docstrings_and_comments_name_exist() -> None:
-    """A bare name may be that of any file. A path is relative to the file, to the folder around it, or to a base."""
+    """A bare name is that of a test, or of a file that is shipped if the naming file is.
+
+    A path is relative to the file, to the folder around it, or to a base.
+    """
     files: list[Path] = CHECKER["_files"]([])
     paths = [path for path in files if path.suffix in {".py", ".rs"} and path != Path(__file__)]
     names = {path.name for path in files}
+    shipped = {path.name for path in files if ROOT / "tests" not in path.parents}
     gone = [
         f"{path.relative_to(ROOT)}:{line}: {word}"
         for path in paths
@@ -67,7 +71,7 @@ def test_the_files_that_docstrings_and_comments_name_exist() -> None:
         for quoted in re.findall(r"`([^`\n]+)`", text)
         for word in re.findall(r"(?<![\w/*.-])[\w/-]+\.(?:py|rs|md)\b(?![\w*])", quoted)
         if not (
-            word in names
+            word in (names if word.startswith("test_") or ROOT / "tests" in path.parents else shipped)
             if "/" not in word
             else any((at / word).exists() for at in (path.parent, path.parent.parent, *BASES))
         )

@@ -81,7 +81,7 @@ class SessionCache(DynamicCache):
         self._is_copying = False
         self._resumed: InferenceSession | None = None
         self._entered: dict[InferenceSession, Entered[InferenceSession]] = {}
-        # A caller may just drop a cache, as one of transformers'. Nobody waits then, so that any thread may collect it.
+        # A caller may drop a cache without closing it. The finalizer does not block: it may run in any thread.
         weakref.finalize(self, _drop, self._entered).atexit = False
         with ExitStack() as stack:
             stack.callback(self.close)
@@ -95,7 +95,7 @@ class SessionCache(DynamicCache):
 
     @classmethod
     def resumed(cls, portal: Portal, resumed: Resumed) -> SessionCache:
-        """A cache of a session that is open already, and that ends with its client too."""
+        """A cache of a session that is open already. It closes with the client."""
         cache = cls(portal, resumed.client, 0, CacheTerms(resumed.session.max_length))
         cache.real = torch.ones(1, resumed.session.position, dtype=torch.bool)
         cache.offsets = [0]
@@ -224,7 +224,7 @@ class SessionCache(DynamicCache):
         for (first, *copies), shared in runs:
             for row in (first, *copies):
                 states = hidden[row]
-                assert states is not None, "rows without are in no run"
+                assert states is not None, "only rows with new tokens are in a run"
                 firsts[row], rests[row] = (states[:shared] if row == first else None), states[shared:]
                 origins[row] = first
         begun = self.run_rows(firsts)
@@ -279,7 +279,7 @@ class SessionCache(DynamicCache):
         return self.columns + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last columns, as many as a negative number says, or all; none for 0.
+        """Forget columns: -n the last n, 0 none.
 
         A positive number says how many to keep, as it did in transformers before 5.24.
         """
@@ -350,7 +350,7 @@ class SessionCache(DynamicCache):
         return session
 
     def _grow(self, max_length: int) -> None:
-        """Move to sessions of `max_length`: the servers copy the KV. A row at a time, so that little is there twice."""
+        """Move to sessions of `max_length`: the servers copy the KV, row by row, so that little is there twice."""
         terms = replace(self._terms, max_length=max_length)
         for row, session in enumerate(self._sessions):
             try:
@@ -384,7 +384,7 @@ def _drop(entered: dict[InferenceSession, Entered[InferenceSession]]) -> None:
 
 @contextmanager
 def _told_of_rows(row: int, rows: int) -> Iterator[None]:
-    """A refusal that says for how many rows there was room."""
+    """Add to a refusal how many rows had been opened."""
     try:
         yield
     except PeerRefused as error:

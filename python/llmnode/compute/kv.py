@@ -14,7 +14,7 @@ from llmnode.core.model import SAME
 from llmnode.machine.malloc import reserve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from typing import Self
 
 KVPair = tuple[torch.Tensor, torch.Tensor]
@@ -86,8 +86,7 @@ class SequenceKV:
     def _block(self, layer: int, like: torch.Tensor) -> _Plain | _Rounded:
         block = self._blocks.get(layer)
         if block is None:
-            kind = _Plain if self.form.dtype == SAME else _Rounded
-            block = self._blocks[layer] = kind(like, self.capacity, self.form.device)
+            block = self._blocks[layer] = BLOCKS[self.form.dtype](like, self.capacity, self.form.device)
         return block
 
 
@@ -133,6 +132,10 @@ class _Rounded:
         codes, scales = (slab.read(first, end) for slab in self.slabs)
         states = codes.float().mul_(scales).to(self.like.dtype)
         return states[:1], states[1:]
+
+
+BLOCKS: Mapping[str, type[_Plain | _Rounded]] = {SAME: _Plain, "int8": _Rounded}
+"""The KV of one block, by the names of `core.model.KV_DTYPES`."""
 
 
 class _Beside:

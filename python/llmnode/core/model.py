@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 FP32_BYTES = 4
 DTYPES = ("float32", "bfloat16", "float16")
-"""The number formats in which blocks are computed. Only float32 is exact (design section 7)."""
+"""The number formats in which blocks are computed. Only float32 is exact."""
 QUANTS = ("none", "int8", "nf4")
 """The formats to which the weights of linear layers are rounded, in memory alone."""
 
@@ -72,7 +72,8 @@ class ModelInfo:
 
     Two nodes use the same one if their profiles are equal; the other fields are for people and for limits.
 
-    `digest` is 32 bytes over name, revision, config and tensor index (`llmnode.models.sources.folder`).
+    `digest` is 32 bytes: the origin and the fingerprint of the weights, hashes of their layout and of the config
+    (`core/identity.py`).
     Hidden states between blocks are fp32 in every precision. `context_tokens` is the longest sequence that the model
     was made for, and `context_reason` says what is beyond it, if anything.
     """

@@ -101,7 +101,7 @@ class FusedEnds:
 
 
 def _product(module: torch.nn.Module) -> Mapped:
-    if isinstance(module, torch.nn.Linear) and "forward" not in vars(module):  # else it is by `products.py`
+    if isinstance(module, torch.nn.Linear) and "forward" not in vars(module):  # else it is by `matmul_choice.py`
         return partial(linear, weight=module.weight, bias=module.bias)
     return module.forward
 

@@ -162,8 +162,9 @@ def load_span(
     `attention` names an attention function registered with transformers, or one of `ATTENTIONS`. Blocks are read,
     fused, quantized and moved to torch's `device` one by one: never more than one is there twice. `report` is told in a
     line, every few seconds, how many are read. If `in_rust`, there is `native` too, for blocks that it can be, whose
-    matrices are then in as few bits as they need (`narrow.py`). Raises ModelError for an unsupported model or an
-    incomplete folder.
+    matrices are then in as few bits as they need (`weights/packed_linear.py`).
+
+    Raises ModelError for an unsupported model or an incomplete folder.
     """
     if (blueprint := blueprint_of(folder)) is not None:
         held = _Held(dtype, device, quant)

@@ -165,7 +165,7 @@ def measure_size(
     block_bytes = [tensor_bytes(block) if quant == "none" else quantized_bytes(block, quant) for block in blocks]
     if found_bytes is not None:
         block_bytes = [found_bytes] * len(block_bytes)
-    head_bytes = head_dim * dtype.itemsize if kv_dtype == SAME else head_dim + _SCALE_BYTES
+    head_bytes = {SAME: head_dim * dtype.itemsize, "int8": head_dim + _SCALE_BYTES}[kv_dtype]
     return ModelSize(block_bytes, ends_bytes, 2 * heads * head_bytes, 4 * folder.info.hidden_size)
 
 

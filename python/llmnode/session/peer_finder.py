@@ -96,7 +96,7 @@ class PeerFinder:
         now_s, positions = trio.current_time(), result.chunk.length
         for output in result.outputs:
             timing = output.timing
-            took_s = timing.round_trip_us / 1e6
+            took_s = timing.elapsed_us / 1e6
             self._standing.note_served(timing.peer, len(timing.span), positions, took_s, now_s)
 
     def suspect(self, peers: Collection[PeerId]) -> None:

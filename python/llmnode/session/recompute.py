@@ -49,8 +49,8 @@ _INT8_TOLERANCE = 0.5
 """The tolerance for weights of 8 bits, in any dtype and codec. Inputs are rounded to 8 bits too. One that is half-way
 between two steps goes to either by the last bit of a sum. Most positions are then 0.03 to 0.06 apart, and some 0.2.
 """
-_INT8_KV_TOLERANCE = 0.12
-"""The tolerance for KV of 8 bits, in any codec, for the same reason: four times the largest deviation."""
+_KV_TOLERANCE = {SAME: 0.0, "int8": 0.12}
+"""The least tolerance for each format of KV, in any codec, for the same reason: four times the largest deviation."""
 _LAST_STEP = 2**32 - 1
 _MOST_ASKED = 4
 """Peers that are asked for one opinion. A peer that cannot or will not give it costs a timeout at most."""
@@ -203,8 +203,7 @@ def tolerance(precision: Precision, codec: Codec) -> float:
     """The largest of `deviations` between honest peers that compute in `precision` and send in `codec`."""
     if precision.quant == "int8":
         return _INT8_TOLERANCE
-    least = 0.0 if precision.kv_dtype == SAME else _INT8_KV_TOLERANCE
-    return max(least, _TOLERANCE[precision.dtype][codec])
+    return max(_KV_TOLERANCE[precision.kv_dtype], _TOLERANCE[precision.dtype][codec])
 
 
 def deviations(one: Buffer, other: Buffer, hidden_size: int) -> list[float]:

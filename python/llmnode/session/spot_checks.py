@@ -1,6 +1,6 @@
 """Spot checks: a small share of chunks is computed again by another peer of the same profile, and compared.
 
-A receipt proves which peer said something. Only a second computation tells whether it is right (design section 7). One
+A receipt proves which peer said something. Only a second computation tells whether it is right. One
 hop of a chunk that all hops have computed is chosen at random. Another peer gets the inputs of that hop, from position
 0, and its output for the chunk is compared with the output that the hop has signed. If they differ, a third peer
 decides: two against one.

@@ -1,6 +1,6 @@
 """One peer's knowledge of the swarm: a view that it keeps current by exchanging announcements with other peers.
 
-The directory finds a swarm, and the exchange keeps it current (design section 8). Every announcement is signed, so any
+The directory finds a swarm, and the exchange keeps it current. Every announcement is signed, so any
 peer may pass it on; it is verified before it is believed. Servers, relays and clients keep a view. Servers announce.
 """
 

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 class HopTiming:
     """Where one hop's part of a step went, in microseconds.
 
-    `round_trip_us` is from the output of the hop before, or our sending, or its output of the chunk before, to its own;
-    the rest is the peer's word.
+    `elapsed_us` is from the latest of our sending, the output of the hop before and this hop's output of the chunk
+    before, to this hop's output. It contains queue and compute, which are the peer's word.
     """
 
     peer: PeerId
     span: Span
-    round_trip_us: int
+    elapsed_us: int
     queue_us: int
     compute_us: int
     direct: bool

@@ -217,7 +217,7 @@ class Matrix:
             for chunk in hidden.split(CHUNK_TOKENS):
                 await session.step(to_bytes(chunk))
                 for span, timing in enumerate(session.timings):
-                    total_us[span] += timing.round_trip_us
+                    total_us[span] += timing.elapsed_us
         return [each / 1e6 for each in total_us]
 
     def _pause(self, act: Act, dialogue: Dialogue) -> Pause:

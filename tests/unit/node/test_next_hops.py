@@ -87,12 +87,12 @@ async def test_no_next_hop_is_one_answer_at_one_time_whatever_the_cause(
         for again in (False, True):
             said.append(await refused(hops, began_s, again=again))
         assert trio.current_time() - began_s == pytest.approx(0.2, abs=0.1)
-        await hops._proving[LIAR].wait()
+        await hops._asking[LIAR].wait()
         assert trio.current_time() - began_s == pytest.approx(0.6, abs=0.15)
         for again in (False, True):
             said.append(await refused(hops, began_s, again=again))
         assert said == [("no connection to the next hop", None)] * 4
-        assert LIAR not in hops._proving, "it is left alone for a while"
+        assert LIAR not in hops._asking, "it is left alone for a while"
 
 
 async def refused(hops: NextHops, since_s: float, *, again: bool) -> tuple[str, float | None]:

@@ -109,5 +109,5 @@ def test_a_late_hop_that_was_given_the_same_again_is_well() -> None:
     answers = iter([result(GIVEN, BETWEEN, pushed=True), late(), result(BETWEEN, LAST)])
     with pytest.raises(StopIteration) as end:
         way(hops, answers)
-    assert [replace(each.timing, round_trip_us=0).direct for each in end.value.value.outputs] == [False, False]
+    assert [replace(each.timing, elapsed_us=0).direct for each in end.value.value.outputs] == [False, False]
     assert first.pushing.receiver is None

@@ -424,7 +424,7 @@ impl Yamux {
 
     fn forget(&mut self, stream: u32) -> bool {
         let Some(state) = self.streams.remove(&stream) else { return false };
-        self.streams_inbound -= usize::from(state.by_remote);
+        self.streams_inbound -= usize::from(state.opened_by_remote);
         self.grown_bytes -= state.grown_bytes();
         true
     }

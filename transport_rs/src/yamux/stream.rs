@@ -8,9 +8,9 @@ use super::{INITIAL_WINDOW_BYTES, YamuxError};
 /// A stream that is open in at least one direction, or holds bytes that nobody has read.
 ///
 /// The window has three parts: credit that the other side has not used yet, bytes that wait here, and bytes that were
-/// read but not given back yet: `credit + inbox.len() <= window`, always.
+/// read but not given back yet. `credit + inbox.len() <= window`, always.
 pub(super) struct Stream {
-    pub by_remote: bool,
+    pub opened_by_remote: bool,
     pub local_closed: bool,
     pub remote_closed: bool,
     /// The bytes that we may still send.
@@ -22,9 +22,9 @@ pub(super) struct Stream {
 }
 
 impl Stream {
-    pub fn new(by_remote: bool) -> Self {
+    pub fn new(opened_by_remote: bool) -> Self {
         Self {
-            by_remote,
+            opened_by_remote,
             local_closed: false,
             remote_closed: false,
             send_credit: INITIAL_WINDOW_BYTES,
@@ -43,7 +43,7 @@ impl Stream {
         self.local_closed && self.remote_closed && self.inbox.is_empty()
     }
 
-    /// How far the window has grown beyond the one that every stream has.
+    /// How far the window has grown beyond the initial window.
     pub fn grown_bytes(&self) -> u64 {
         u64::from(self.window.saturating_sub(INITIAL_WINDOW_BYTES))
     }

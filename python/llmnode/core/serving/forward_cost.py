@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llmnode.core.policy import BatchPolicy
 
-_KEEPS = 0.7
-_FIT_KEEPS = 0.95
+_OLD_SHARE = 0.7
+_FIT_OLD_SHARE = 0.95
 _LEAST_SPREAD = 0.05
-"""The relative variance of the number of decodes in a batch from which on the cost of each can be told."""
-_FIRST_ADDS = 4
-"""A forward costs this many decodes beside those in it, until its own cost has been seen."""
+"""Below this relative variance of the number of decodes in a batch, the cost of one decode is not fitted."""
+_FIXED_COST_DECODES = 4
+"""Until it is measured, the fixed cost of a forward is taken to be that of this many decodes."""
 
 
 class ForwardCost:
@@ -22,7 +22,7 @@ class ForwardCost:
         self._policy = policy
         self.decode_s = 0.0
         """The time of a forward of decodes alone; 0 until there was one."""
-        self._position_s = 0.0  # what each position of a prefill adds, a block
+        self._position_s = 0.0  # for each position of a prefill and each block
         self._decodes = _Fit()
 
     @property
@@ -44,7 +44,10 @@ class ForwardCost:
             self._position_s = mixed(self._position_s, added_s / prefill)
 
     def blocks(self, positions: int, of: int, room: int) -> int:
-        """The number of blocks, out of `of`, that there is time for. Reading the weights of each takes time, too."""
+        """The number of blocks, out of `of`, that there is time for. `room` is in positions times blocks.
+
+        Reading the weights of each block takes time, too.
+        """
         weights = int(self.decode_s / of / self._position_s) if self._position_s else 0
         return room // (positions + weights)
 
@@ -67,11 +70,11 @@ class _Fit:
     @property
     def start(self) -> float:
         """Its height at 0."""
-        rise = self._y / (_FIRST_ADDS + self._x) if self._rise is None else self._rise
+        rise = self._y / (_FIXED_COST_DECODES + self._x) if self._rise is None else self._rise
         return max(0.0, self._y - rise * self._x)
 
     def note(self, x: float, y: float) -> None:
-        self._weight = _FIT_KEEPS * self._weight + 1
+        self._weight = _FIT_OLD_SHARE * self._weight + 1
         share = 1 / self._weight
         off_x, off_y = x - self._x, y - self._y
         self._x, self._y = self._x + share * off_x, self._y + share * off_y
@@ -83,4 +86,4 @@ class _Fit:
 
 def mixed(before_s: float, took_s: float) -> float:
     """A moving average of times. `before_s` is 0 if this is the first."""
-    return _KEEPS * before_s + (1 - _KEEPS) * took_s if before_s else took_s
+    return _OLD_SHARE * before_s + (1 - _OLD_SHARE) * took_s if before_s else took_s

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, TemplateSyntaxError, nodes
 
-from llmnode.models.text.template_process import MOST_LETTERS, READY, TemplateFailed, render
+from llmnode.models.text.template_process import MOST_CHARS, READY, TemplateFailed, render
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,8 +44,8 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, str]], special_tokens: Mapping[str, Any]) -> str:
         """The prompt for the next answer. Raises TemplateFailed, whose words go on after "the chat template"."""
-        if len(self._source) > MOST_LETTERS:
-            raise TemplateFailed(f"is longer than {MOST_LETTERS} characters")
+        if len(self._source) > MOST_CHARS:
+            raise TemplateFailed(f"is longer than {MOST_CHARS} characters")
         if self._is_plain:
             text = render(self._source, messages, special_tokens)
         else:

@@ -1,7 +1,7 @@
-"""The process in which chat templates are rendered that may not end: `chat_template.py` says why, and ends it.
+"""A process that renders chat templates, which might never end. `chat_template.py` says why, and ends it.
 
-It is asked in lines of JSON on its standard input and answers in lines of JSON. It has no state: a template is rendered
-as if it were the first.
+It is asked in lines of JSON on its standard input and answers in lines of JSON. It has no state: no
+template sees anything of the one before.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 READY = "ready"
-MOST_LETTERS = 1 << 22
+MOST_CHARS = 1 << 22
 """The most characters of a template, and of a prompt: more than fits the longest context."""
-_MOST_WORDS = 300
+_MESSAGE_CHARS = 300
 """The longest message of a template's own, in characters."""
 _MORE_BYTES = 512 << 20
 """The memory that a template may take beyond that of Python and transformers."""
@@ -46,33 +46,33 @@ def render(source: str, messages: Sequence[Mapping[str, str]], special_tokens: M
             add_generation_prompt=True,
             **special_tokens,
         )
-        text = str(rendered[0][0])  # with it comes which parts of it are answers
+        text = str(rendered[0][0])  # rendered[1] marks the answers
     except TemplateSyntaxError as error:
-        raise TemplateFailed(f"has an error in line {error.lineno}: {_words(error)}") from error
+        raise TemplateFailed(f"has an error in line {error.lineno}: {_message(error)}") from error
     except UndefinedError as error:
-        raise TemplateFailed(f"uses what this dialogue or transformers does not have: {_words(error)}") from error
+        raise TemplateFailed(f"uses a variable that is not defined: {_message(error)}") from error
     except SecurityError as error:
-        raise TemplateFailed(f"does what no template may: {_words(error)}") from error
+        raise TemplateFailed(f"does what no template may: {_message(error)}") from error
     except TemplateError as error:  # as its `raise_exception` has it
-        raise TemplateFailed(f"refuses this dialogue: {_words(error)}") from error
+        raise TemplateFailed(f"refuses this dialogue: {_message(error)}") from error
     except MemoryError as error:
         raise TemplateFailed(f"takes more than {_MORE_BYTES >> 20} MiB of memory") from error
     except Exception as error:  # it is a program: any kind
-        raise TemplateFailed(f"fails: {type(error).__name__}: {_words(error)}") from error
-    if len(text) > MOST_LETTERS:
+        raise TemplateFailed(f"fails: {type(error).__name__}: {_message(error)}") from error
+    if len(text) > MOST_CHARS:
         raise TemplateFailed(f"makes a prompt of {len(text)} characters")
     return text
 
 
-def _words(error: Exception) -> str:
-    words = "".join(char for char in " ".join(str(error).split()) if char.isprintable()).rstrip(".")
-    return words if len(words) <= _MOST_WORDS else f"{words[:_MOST_WORDS]}..."
+def _message(error: Exception) -> str:
+    message = "".join(char for char in " ".join(str(error).split()) if char.isprintable()).rstrip(".")
+    return message if len(message) <= _MESSAGE_CHARS else f"{message[:_MESSAGE_CHARS]}..."
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="ascii")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print there, and stdout is for answers
-    import transformers.utils.chat_template_utils  # noqa: F401 - before memory is limited, and it is said that we begin
+    import transformers.utils.chat_template_utils  # noqa: F401 - before memory is limited, and before READY is sent
 
     _limit_memory()
     print(json.dumps(READY), file=answers, flush=True)

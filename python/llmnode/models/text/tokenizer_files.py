@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _JSON = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 _VOCABULARIES = ("*.model", "*.tiktoken", "vocab.*", "merges.txt")
-_MOST_LETTERS = 200
+_MESSAGE_CHARS = 200
 """The most characters of a library's message: the rest is on where to read more."""
 _NONE = "it has no tokenizer.json: put the one of the model's publisher there"
 _FAST = "where it is installed, `AutoTokenizer.from_pretrained(...).save_pretrained(...)` makes a tokenizer.json"
@@ -48,4 +48,4 @@ def _other_vocabularies(folder: Path) -> list[Path]:
 
 def _short(error: Exception) -> str:
     message = one_line(error)
-    return message if len(message) <= _MOST_LETTERS else f"{message[:_MOST_LETTERS]}..."
+    return message if len(message) <= _MESSAGE_CHARS else f"{message[:_MESSAGE_CHARS]}..."
