@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from llmnode.core.policy import ServePolicy
     from llmnode.node.serve.admission import Admission
     from llmnode.node.serve.next_hops import NextHops
+    from llmnode.node.serve.work_turns import WorkTurns
     from llmnode.ports import Network, Worker
 
 
@@ -43,3 +44,4 @@ class ServedSpan:
     """It signs receipts."""
     next_hops: NextHops
     tally: ServeStats
+    work_turns: WorkTurns

@@ -29,6 +29,7 @@ from llmnode.node.serve.passes import REQUESTS as PASSES
 from llmnode.node.serve.passes import LinkPasses
 from llmnode.node.serve.served_span import ServedSpan, ServeStats
 from llmnode.node.serve.session import REQUESTS, ServerSession
+from llmnode.node.serve.work_turns import WorkTurns
 from llmnode.swarm.membership import software
 from llmnode.wire import version_1
 from llmnode.wire.frame import Frame, FrameType
@@ -85,6 +86,7 @@ class Server:
     """None while no blocks are loaded: at first, after a worker was lost, and between two spans."""
     span: Span | None = None
     """The blocks that are served, or that are being loaded."""
+    work_turns: WorkTurns = field(default_factory=WorkTurns)
     next_hops: NextHops = field(init=False)
     conduct: Conduct = field(init=False)
 
@@ -104,7 +106,16 @@ class Server:
         assert self.served is None, "the former worker is ended first"
         admission = Admission(worker, self.policy.room)
         self.network.budget.process.set_limit(Resource.LOGS, worker.kv_tokens * self.model.row_bytes)
-        self.served = ServedSpan(worker, admission, self.model, self.policy, self.network, self.next_hops, self.tally)
+        self.served = ServedSpan(
+            worker,
+            admission,
+            self.model,
+            self.policy,
+            self.network,
+            self.next_hops,
+            self.tally,
+            self.work_turns,
+        )
         self.span, self.is_draining = worker.span, False
 
     def refuse_sessions(self) -> None:

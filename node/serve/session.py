@@ -101,7 +101,8 @@ class ServerSession:
         opened = pack(Opened(self._signer.nonce)) if self._signer.nonce else b""
         # The client waits for an answer to this.
         self._doing = Frame(FrameType.OPENED, stage.session, stage.epoch, meta=opened)
-        self.memory = SessionMemory(link.scope, form.bytes_of(stage.max_length), served.policy.memory_patience_s)
+        rows_bytes = form.bytes_of(stage.max_length)
+        self.memory = SessionMemory(link.scope, rows_bytes, served.policy.memory_patience_s, served.work_turns)
         self._submitted, self._frames = trio.open_memory_channel[Frame](4 * served.policy.steps_ahead)
 
     async def submit(self, frame: Frame) -> None:

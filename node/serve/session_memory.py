@@ -15,6 +15,7 @@ from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
     from llmnode.core.budget import Scope
+    from llmnode.node.serve.work_turns import WorkTurns
 
 LOOK_EVERY_S = 0.05
 """How often a session that waits for memory looks whether there is some."""
@@ -31,8 +32,9 @@ class SessionMemory:
     Its methods raise PeerRefused if there is no memory. If there is some at once, no other task runs meanwhile.
     """
 
-    def __init__(self, around: Scope, rows_bytes: int, patience_s: float) -> None:
+    def __init__(self, around: Scope, rows_bytes: int, patience_s: float, turns: WorkTurns) -> None:
         """`rows_bytes` is the size of all the positions that the session may have."""
+        self._turns = turns
         self._most_waiting_bytes = MOST_TIMES_WAITING * rows_bytes + OTHER_FRAMES_BYTES
         self._patience_s = patience_s
         self._scope = around.open(Kind.SESSION, "a session")
@@ -55,11 +57,14 @@ class SessionMemory:
             account.resize(min(account.amount, amount))
 
     async def begin_work(self, size_bytes: int) -> None:
-        """Hold the hidden states of the step that is to be computed."""
-        await self._grow(self._work, size_bytes)
+        """Hold the hidden states of the step that is to be computed, when it is its turn."""
+        self._check_could_hold(Resource.WORK, size_bytes)
+        if not await self._turns.take(self._work, size_bytes, self._patience_s):
+            raise _no_memory()
 
     def end_work(self) -> None:
         self._work.resize(0)
+        self._turns.pass_on()
 
     def log(self, size_bytes: int) -> None:
         """Hold results of this size, in all."""
@@ -71,24 +76,29 @@ class SessionMemory:
         former, self._scope = self._scope, around.open(Kind.SESSION, "a session")
         moved = [each.move(self._scope) for each in (self._waiting, self._work, self._log)]
         former.close()
+        self._turns.pass_on()
         if not all(moved):
             raise _no_memory()
 
     def close(self) -> None:
         self._scope.close()
+        self._turns.pass_on()
 
     async def _grow(self, account: Account, more_bytes: int) -> None:
         if account.resize(account.amount + more_bytes):
             return
-        if not self._scope.could_hold(account.resource, more_bytes):
-            why = f"a step takes {more_bytes >> 20} MiB here, more than there is for one: send fewer positions at once"
-            raise PeerRefused(RefusalCode.NO_ROOM, why)
+        self._check_could_hold(account.resource, more_bytes)
         with trio.move_on_after(self._patience_s):
             while not self._scope.is_closed:
                 await trio.sleep(LOOK_EVERY_S)
                 if account.resize(account.amount + more_bytes):
                     return
         raise _no_memory()
+
+    def _check_could_hold(self, resource: Resource, size_bytes: int) -> None:
+        if not self._scope.could_hold(resource, size_bytes):
+            why = f"a step takes {size_bytes >> 20} MiB here, more than there is for one: send fewer positions at once"
+            raise PeerRefused(RefusalCode.NO_ROOM, why)
 
 
 def _no_memory() -> PeerRefused:

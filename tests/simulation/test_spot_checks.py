@@ -20,6 +20,8 @@ from llmnode.core.priority import Priority
 from llmnode.errors import IntegrityError, SessionLost
 from llmnode.testing import FaultPlan, Odds, exact_input, seeds, simulate
 from llmnode.testing.faults import ALL_KINDS
+from llmnode.testing.network import peer_named
+from llmnode.testing.world import SAID_BLOCK_US
 from llmnode.wire.payload import Codec
 from simulation.test_recovery import CAST, WEATHERS, open_at_last, talk
 from simulation.world import MODEL, ROW, SPANS, Dialogue, World, kv_is_free, pairs_of_servers, simulated, world
@@ -113,6 +115,50 @@ async def test_a_checker_that_lies_is_outvoted_and_the_session_goes_on() -> None
         assert router.finder._suspicion.is_excluded(liar, trio.current_time())
         assert not any(router.finder._suspicion.is_excluded(peer, trio.current_time()) for peer in used)
         assert not session.recoveries
+
+
+@asynccontextmanager
+async def a_stranger_beside(honest: str) -> AsyncIterator[tuple[World, list[PeerId]]]:
+    """Two servers of the middle blocks that lie alike, in one address group; sessions go through the first honest one.
+
+    Returns the liars.
+    """
+    async with world() as swarm:
+        for index in (0, 2):
+            await swarm.start(f"{index}a", SPANS[index])
+        for name in honest:
+            await swarm.start(f"1{name}", SPANS[1], said_us=SAID_BLOCK_US // (10 if name == honest[0] else 1))
+        for number, name in enumerate("yz"):
+            swarm.internet.locate(peer_named(f"1{name}"), f"9.9.9.{number}")
+            corrupt(swarm, (await swarm.start(f"1{name}", SPANS[1])).peer)
+        await trio.sleep(10)
+        yield swarm, [swarm.nodes[name].peer for name in ("1y", "1z")]
+
+
+@simulated
+async def test_two_of_one_address_group_do_not_outvote_a_peer_of_another_one() -> None:
+    async with a_stranger_beside("a") as (swarm, liars), session_of(swarm) as (router, session):
+        own = swarm.nodes["1a"].peer
+        assert session.route[1].peer == own
+        await speak(session, 20)
+        assert session.spot_checks is not None
+        assert session.spot_checks.undecided > 0
+        suspicion, now_s = router.finder._suspicion, trio.current_time()
+        assert not suspicion.is_excluded(own, now_s)
+        assert all(suspicion.penalty(peer, now_s) > 1 for peer in liars)
+
+
+@simulated
+async def test_checkers_come_from_other_address_groups_if_there_are_such() -> None:
+    async with a_stranger_beside("abc") as (swarm, liars), session_of(swarm) as (router, session):
+        assert session.route[1].peer == swarm.nodes["1a"].peer
+        await speak(session, 40)
+        checks, suspicion, now_s = session.spot_checks, router.finder._suspicion, trio.current_time()
+        assert checks is not None and checks.passed and not checks.undecided
+        assert checks.passed + checks.given_up == 40, "nobody else has the other blocks"
+        assert all(suspicion.is_excluded(peer, now_s) for peer in liars)
+        honest = [swarm.nodes[name].peer for name in ("1a", "1b", "1c")]
+        assert all(suspicion.penalty(peer, now_s) == 1 for peer in honest)
 
 
 @simulated

@@ -23,5 +23,11 @@ def address_groups(address: str) -> tuple[str, str]:
     return (_network(ip, 48), _network(ip, 56)) if ip.is_global else (_network(ip, 64), _network(ip, 64))
 
 
+def announced_group(address: str) -> str | None:
+    """The group of the first IP address in a multiaddr: that of the peer, or of its relay. None without one."""
+    parts = address.split("/")
+    return address_groups(parts[2])[0] if len(parts) > 2 and parts[1] in ("ip4", "ip6") else None
+
+
 def _network(ip: ipaddress.IPv4Address | ipaddress.IPv6Address, bits: int) -> str:
     return str(ipaddress.ip_network((ip, bits), strict=False))

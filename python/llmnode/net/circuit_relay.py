@@ -206,7 +206,8 @@ class Relay:
                 await send(stream.muxed_stream, answer)
                 log.info("circuit from=%s to=%s", source.peer_id, reservation.peer)
                 patience.deadline = trio.current_time() + self._policy.circuit_s
-                in_order = await self._splices.splice(stream.muxed_stream, far.muxed_stream, group, piece_bytes)
+                path = group, source.peer_id.to_base58()
+                in_order = await self._splices.splice(stream.muxed_stream, far.muxed_stream, path, piece_bytes)
             finally:
                 await leave(far, in_order=in_order)
             return in_order

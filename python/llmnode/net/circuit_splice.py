@@ -1,4 +1,6 @@
-"""Moves the bytes of circuits through a relay: in turns that are fair among address groups, and within the budget."""
+"""Moves the bytes of circuits through a relay, within its budget. Turns are fair among address groups, and within a
+group among peers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from llmnode.core.fair_turns import FairTurns
 from llmnode.net.circuit_wire import PIECE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from libp2p.abc import IMuxedStream
 
@@ -50,9 +52,10 @@ class Splices:
         finally:
             scope.close()
 
-    async def splice(self, one: IMuxedStream, other: IMuxedStream, group: str, piece_bytes: int) -> bool:
+    async def splice(self, one: IMuxedStream, other: IMuxedStream, path: Sequence[str], piece_bytes: int) -> bool:
         """Until both have ended, or nothing has moved for long. Each is written to no faster than it takes it.
 
+        `path` has the address group and the peer that asked for the circuit.
         False if it did not end in order: one side was cut, was silent, or sent more than it may.
         """
         in_order = True
@@ -67,7 +70,7 @@ class Splices:
                     if left < 0:
                         break
                     idle.deadline = trio.current_time() + self._policy.circuit_idle_s
-                    await self._write(sink, data, group)
+                    await self._write(sink, data, path)
             except MuxedStreamEOF:
                 await sink.close()
                 return
@@ -82,22 +85,22 @@ class Splices:
                 nursery.start_soon(pump, other, one)
         return in_order and not idle.cancelled_caught
 
-    async def _write(self, sink: IMuxedStream, data: bytes, group: str) -> None:
-        turn, began_s = await self._turn(group), trio.current_time()
+    async def _write(self, sink: IMuxedStream, data: bytes, path: Sequence[str]) -> None:
+        turn, began_s = await self._turn(path), trio.current_time()
         try:
             await sink.write(data)
         finally:
             self._turns.pop(turn, None)
-            self._fair.note(group, min(trio.current_time() - began_s, SLOW_WRITE_S))
+            self._fair.note(path, min(trio.current_time() - began_s, SLOW_WRITE_S))
             self._wake()
 
-    async def _turn(self, group: str) -> trio.Event:
+    async def _turn(self, path: Sequence[str]) -> trio.Event:
         """Wait until it is the turn of this circuit, and take it."""
         turn = trio.Event()
         if not self._fair and self._has_free_turn():
             self._begin(turn)
             return turn
-        self._fair.wait(group, turn)
+        self._fair.wait(path, turn)
         try:
             while not turn.is_set():
                 self._wake()
@@ -108,7 +111,7 @@ class Splices:
                 self._turns.pop(turn, None)
                 self._wake()
             else:
-                self._fair.give_up(group, turn)
+                self._fair.give_up(path, turn)
             raise
         return turn
 

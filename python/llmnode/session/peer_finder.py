@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode.core.address_groups import announced_group
 from llmnode.core.peers.absence import explain_absence
 from llmnode.core.peers.bans import Bans
 from llmnode.core.peers.standing import Candidate, Standing
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from llmnode.wire.chunk_path import ChunkResult
 
 log = logging.getLogger(__name__)
+
+MOST_TWINS = 4
+"""A spot check connects to this many peers, to find one of another address group."""
 
 
 class PeerFinder:
@@ -138,8 +142,13 @@ class PeerFinder:
         """The peer computed something else than others did: it is not to be used for a long time."""
         self._suspicion.distrust(peer, trio.current_time())
 
-    async def find_twin(self, span: Span, avoid: Collection[PeerId]) -> tuple[Hop, PeerConnection]:
-        """One peer that computes all of `span` and has not failed lately. Raises as `find` does."""
+    async def find_twin(
+        self, span: Span, avoid: Collection[PeerId], groups: Collection[str]
+    ) -> tuple[Hop, PeerConnection]:
+        """One peer that computes all of `span` and has not failed lately. Raises as `find` does.
+
+        If possible it is in none of the address `groups`: peers of one group may all be one stranger's.
+        """
         twins = [
             each
             for each in self._candidates()
@@ -147,11 +156,17 @@ class PeerFinder:
         ]
         if not twins:
             raise NoRoute([span])
-        hop = Hop(twins[0].peer, span)
-        connections, errors = await self._connect([hop], twins)
-        if errors:
-            raise errors[0]
-        return hop, connections[hop.peer]
+        twins.sort(key=lambda each: any(announced_group(address) in groups for address in each.addresses))
+        found: list[tuple[Hop, PeerConnection]] = []
+        for twin in twins[:MOST_TWINS]:
+            hop = Hop(twin.peer, span)
+            connections, errors = await self._connect([hop], twins)
+            if errors and not found:
+                raise errors[0]
+            found += [(hop, connection) for connection in connections.values()]
+            if found[-1][1].source.group not in groups:
+                return found[-1]
+        return found[0]
 
     async def save(self, saved: SavedSession, path: Path) -> None:
         """Write the session to a file, with our key and peers that we know. Raises ConfigError."""

@@ -76,6 +76,8 @@ class Opinion:
 
     peer: PeerId
     output: Buffer
+    group: str
+    """The address group of the peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,8 @@ class Recomputer:
             again = await self._logged(sample.hop, chunk, chunk.start, chunk.length)
             if (payload := again.payload) is None or again.digest != output.digest:
                 raise sample.hop.blame(IntegrityError("has logged something else than it signed"))
-        own = Opinion(sample.hop.hop.peer, self._decoded(payload, chunk.length))
+        group = sample.hop.connection.source.group
+        own = Opinion(sample.hop.hop.peer, self._decoded(payload, chunk.length), group)
         if isinstance(before := sample.origin, PayloadLog):
             return Exhibit(sample, before, own, is_proved=True)
         given = PayloadLog(self._form)
@@ -142,18 +145,20 @@ class Recomputer:
             raise before.blame(IntegrityError("has logged something else than it signed"))
         return Exhibit(sample, given, own, is_proved=not others and _reach(signed) == sample.end)
 
-    async def ask(self, exhibit: Exhibit, asked: set[PeerId]) -> Opinion | None:
+    async def ask(self, exhibit: Exhibit, asked: set[PeerId], others: Sequence[Opinion]) -> Opinion | None:
         """The opinion of a peer that is not in `asked`; all that were asked are put there. None if there is none.
 
+        If possible it comes from another address group than those of the `others`.
         A peer that refuses, fails or is slow is passed over: no peer is obliged to answer.
         """
+        groups = {each.group for each in others}
         for _ in range(_MOST_ASKED):
             with trio.move_on_after(self._policy.spot_checks.timeout_s):
                 try:
-                    found, connection = await self._others.find_twin(exhibit.span, asked)
+                    found, connection = await self._others.find_twin(exhibit.span, asked, groups)
                     asked.add(found.peer)
                     hop = SessionHop(found, connection, replace(self._alone, max_length=exhibit.sample.end))
-                    return Opinion(found.peer, await self._compute(exhibit, hop))
+                    return Opinion(found.peer, await self._compute(exhibit, hop), connection.source.group)
                 except NoRoute:
                     return None
                 except PeerError as error:

@@ -3,7 +3,8 @@
 A receipt proves which peer said something. Only a second computation tells whether it is right. One
 hop of a chunk that all hops have computed is chosen at random. Another peer gets the inputs of that hop, from position
 0, and its output for the chunk is compared with the output that the hop has signed. If they differ, a third peer
-decides: two against one.
+decides: two against one. The three come from different address groups, if there are such. Two of one group do not
+convict a peer of another one: all three are suspected.
 
 All this goes beside the session's steps, over sessions of its own, one check at a time. It costs the checker a prefill,
 and the client the transfer of the hop's inputs and of the checker's output. The checker sees hidden states that
@@ -129,7 +130,7 @@ class SpotChecks:
 
     async def _compare(self, exhibit: Exhibit) -> None:
         own, asked = exhibit.own, {exhibit.own.peer}
-        second = await self._recomputer.ask(exhibit, asked)
+        second = await self._recomputer.ask(exhibit, asked, [own])
         if second is None:
             log.info("no spot check span=%s: nobody else computes it now", exhibit.span)
             self.given_up += 1
@@ -137,12 +138,13 @@ class SpotChecks:
             self.passed += 1
         else:
             log.warning("%s and %s do not compute the same, span=%s", own.peer, second.peer, exhibit.span)
-            third = await self._recomputer.ask(exhibit, asked)
+            third = await self._recomputer.ask(exhibit, asked, [own, second])
             if third is None:
                 self._suspect(exhibit, [second])
                 return
             with_own, with_second = await self._agree(own, third), await self._agree(second, third)
-            if with_own == with_second:
+            alike, other = ([own, third], second) if with_own else ([second, third], own)
+            if with_own == with_second or _are_one_voice(alike, other):
                 self._suspect(exhibit, [second, third])
             elif with_own:
                 self.passed += 1
@@ -177,6 +179,12 @@ class SpotChecks:
         self.undecided += 1
         self._others.suspect(suspects)
         return suspects
+
+
+def _are_one_voice(alike: Sequence[Opinion], other: Opinion) -> bool:
+    """Whether those that agree may be one stranger: they are in one address group, and `other` is in another one."""
+    groups = {each.group for each in alike}
+    return len(groups) == 1 and other.group not in groups
 
 
 def _names(peers: Iterable[PeerId]) -> str:

@@ -691,9 +691,17 @@ class Sink:
 async def test_a_group_with_many_circuits_moves_no_more_than_one_with_a_single_circuit() -> None:
     line = trio.Lock()
     one, many = Sink(line), [Sink(line) for _ in range(20)]
-    await move({"one": [one], "many": many}, 4)
+    await move({("one", "peer"): [one], ("many", "peer"): many}, 4)
     assert one.moved_bytes == pytest.approx(sum(each.moved_bytes for each in many), rel=0.15)
     assert min(each.moved_bytes for each in many) > 0
+
+
+@simulated
+async def test_a_peer_with_many_circuits_moves_no_more_than_another_one_of_its_group() -> None:
+    line = trio.Lock()
+    one, many = Sink(line), [Sink(line) for _ in range(20)]
+    await move({("group", "one"): [one], ("group", "many"): many}, 4)
+    assert one.moved_bytes == pytest.approx(sum(each.moved_bytes for each in many), rel=0.15)
 
 
 @simulated
@@ -701,18 +709,18 @@ async def test_circuits_whose_far_side_takes_nothing_keep_nobody_waiting() -> No
     one, stuck = Sink(trio.Lock()), [Sink(trio.Lock()) for _ in range(20)]
     for each in stuck:
         await each.line.acquire()
-    await move({"one": [one], "stuck": stuck}, 1)
+    await move({("one", "peer"): [one], ("stuck", "peer"): stuck}, 1)
     assert one.moved_bytes > 800 * PIECE
     assert not any(each.moved_bytes for each in stuck)
 
 
-async def move(sinks: dict[str, list[Sink]], for_s: float) -> None:
-    """Through one relay, to each sink of each address group, as much as it takes."""
+async def move(sinks: dict[tuple[str, str], list[Sink]], for_s: float) -> None:
+    """Through one relay, to each sink of a peer in an address group, as much as it takes."""
     splices = Splices(RelayPolicy())
     async with trio.open_nursery() as nursery:
-        for group, members in sinks.items():
+        for path, members in sinks.items():
             for sink in members:
-                nursery.start_soon(splices.splice, Flood(), sink, group, PIECE)
+                nursery.start_soon(splices.splice, Flood(), sink, path, PIECE)
         await trio.sleep(for_s)
         nursery.cancel_scope.cancel()
 
@@ -745,7 +753,9 @@ async def test_a_splice_ends_each_direction_on_its_own() -> None:
         splices = Splices(RelayPolicy(circuit_bytes=MEGABYTE))
 
         async def run() -> None:
-            in_order.append(await splices.splice(opened[0].muxed_stream, opened[1].muxed_stream, "group", MEGABYTE))
+            in_order.append(
+                await splices.splice(opened[0].muxed_stream, opened[1].muxed_stream, ("group", "peer"), MEGABYTE)
+            )
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,8 @@ from llmnode.core.policy import BudgetPolicy, LinkPolicy, ServePolicy
 from llmnode.errors import PeerRefused, PeerUnreachable
 from llmnode.net.host import open_network
 from llmnode.node.serve.session_memory import OTHER_FRAMES_BYTES, SessionMemory
+from llmnode.node.serve.work_turns import WorkTurns
+from llmnode.testing import simulated
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Lease, RefusalCode, Replay, pack
 from unit.in_trio import in_trio
@@ -30,7 +33,7 @@ PATIENCE_S = 0.2
 def session_memory(policy: BudgetPolicy = SMALL, address: str = "8.8.8.8") -> tuple[Budget, SessionMemory]:
     budget = Budget(policy)
     link = budget.connection(address, PeerId("somebody")).open(Kind.LINK, "a link")
-    return budget, SessionMemory(link, 16 * MIB, PATIENCE_S)
+    return budget, SessionMemory(link, 16 * MIB, PATIENCE_S, WorkTurns())
 
 
 @in_trio
@@ -60,7 +63,7 @@ async def test_a_frame_waits_for_memory_that_is_given_back() -> None:
 @in_trio
 async def test_a_session_queues_no_more_than_its_own_positions_take_several_times() -> None:
     budget = Budget(BudgetPolicy())
-    memory = SessionMemory(budget.connection("8.8.8.8"), 1000, PATIENCE_S)
+    memory = SessionMemory(budget.connection("8.8.8.8"), 1000, PATIENCE_S, WorkTurns())
     await memory.queue(4 * 1000 + OTHER_FRAMES_BYTES)
     with pytest.raises(PeerRefused) as caught:
         await memory.queue(1)
@@ -84,6 +87,55 @@ async def test_frames_that_wait_take_no_memory_from_steps_that_are_computed() ->
     _, memory = session_memory()
     await memory.queue(2 * MIB)
     await memory.begin_work(2 * MIB)
+
+
+@simulated
+async def test_steps_that_wait_to_be_computed_take_turns_among_groups_and_their_peers() -> None:
+    """One peer has many sessions and large steps. Each step is computed for a second, and they go on for ever."""
+    budget, turns, done = Budget(SMALL), WorkTurns(), Counter[str]()
+
+    async def compute(address: str, peer: str, size_bytes: int) -> None:
+        link = budget.connection(address, PeerId(peer)).open(Kind.LINK, "a link")
+        memory = SessionMemory(link, 16 * MIB, 1000.0, turns)
+        while True:
+            await memory.begin_work(size_bytes)
+            await trio.sleep(1)
+            done[peer] += size_bytes
+            memory.end_work()
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(20):
+            nursery.start_soon(compute, "8.8.8.8", "greedy", MIB)
+        for _ in range(20):
+            nursery.start_soon(compute, "8.8.8.8", "beside it", MIB // 4)
+        for _ in range(4):
+            nursery.start_soon(compute, "9.9.9.9", "elsewhere", MIB // 2)
+        await trio.sleep(1000)
+        nursery.cancel_scope.cancel()
+    assert sum(done.values()) > 0.9 * 1000 * 2 * MIB, "there is always a step that is computed"
+    assert done["greedy"] == pytest.approx(done["beside it"], rel=0.05)
+    assert done["elsewhere"] == pytest.approx(done["greedy"] + done["beside it"], rel=0.05)
+
+
+@simulated
+async def test_a_step_that_gives_up_its_turn_leaves_it_to_the_next() -> None:
+    budget, turns = Budget(SMALL), WorkTurns()
+    holder, large, small = (
+        SessionMemory(budget.connection("8.8.8.8", PeerId(peer)), 16 * MIB, 3.0, turns)
+        for peer in ("holder", "large", "small")
+    )
+    await holder.begin_work(MIB)
+    async with trio.open_nursery() as nursery:
+
+        async def wait_in_vain() -> None:
+            with pytest.raises(PeerRefused, match="no memory is left"):
+                await large.begin_work(2 * MIB)
+
+        nursery.start_soon(wait_in_vain)
+        await trio.sleep(1)
+        began_s = trio.current_time()
+        await small.begin_work(MIB)
+        assert trio.current_time() - began_s == pytest.approx(2.0), "nobody passes the one whose turn it is"
 
 
 @in_trio

@@ -1,0 +1,75 @@
+"""The order in which steps get memory to be computed in, when there is not enough for all.
+
+Turns are fair among address groups, and within a group among peers, by bytes. The step whose turn it is waits for
+enough of them, and nobody passes it: each step before it ends within a batch or two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.budget import Kind
+from llmnode.core.fair_turns import FairTurns
+
+if TYPE_CHECKING:
+    from llmnode.core.budget import Account, Scope
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    account: Account
+    more_bytes: int
+    path: tuple[str, str]
+    has_it: bool = False
+    over: trio.Event = field(default_factory=trio.Event)
+
+
+class WorkTurns:
+    """The turns at one server. `pass_on` is called when memory for work is given back."""
+
+    def __init__(self) -> None:
+        self._fair: FairTurns[_Waiting] = FairTurns()
+        self._first: _Waiting | None = None
+        """It has its turn, and waits for memory."""
+
+    async def take(self, account: Account, more_bytes: int, patience_s: float) -> bool:
+        """Let `account` grow, when it is its turn. False if that is not within `patience_s`."""
+        waiting = _Waiting(account, more_bytes, _path(account.scope))
+        self._fair.wait(waiting.path, waiting)
+        self.pass_on()
+        try:
+            if not waiting.over.is_set():
+                with trio.move_on_after(patience_s):
+                    await waiting.over.wait()
+        finally:
+            if not waiting.over.is_set():
+                self._give_up(waiting)
+        return waiting.has_it
+
+    def pass_on(self) -> None:
+        """Memory may have been given back: those whose turn it is get it."""
+        while (first := self._first or self._fair.next()) is not None:
+            self._first = None
+            account = first.account
+            if not account.scope.is_closed:
+                if not account.resize(account.amount + first.more_bytes):
+                    self._first = first
+                    return
+                first.has_it = True
+                self._fair.note(first.path, first.more_bytes)
+            first.over.set()
+
+    def _give_up(self, waiting: _Waiting) -> None:
+        if waiting is self._first:
+            self._first = None
+            self.pass_on()
+        else:
+            self._fair.give_up(waiting.path, waiting)
+
+
+def _path(scope: Scope) -> tuple[str, str]:
+    group, peer = (scope.of_kind(kind) for kind in (Kind.GROUP, Kind.PEER))
+    return group.name if group is not None else "", peer.name if peer is not None else ""
