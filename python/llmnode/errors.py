@@ -2,6 +2,8 @@
 
 `ConfigError`: the user can fix it. `LocalProtocolError`: a bug of ours, let it crash. `SwarmError`: the swarm as a
 whole cannot do it now. `PeerError`: one peer failed, and is the only kind worth retrying elsewhere.
+
+Those that the core raises are defined there (`core/errors.py`, `core/route.py`), since the core is below this file.
 """
 
 from __future__ import annotations
@@ -9,49 +11,41 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
+from llmnode.core.errors import ConfigError, LlmnodeError, LocalProtocolError, SwarmError
+from llmnode.core.route import NoRoute
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from llmnode.core.ids import PeerId
     from llmnode.core.span import Span
-    from llmnode.wire.receipt import Conviction
 
-
-class LlmnodeError(Exception):
-    """The root of all errors that llmnode raises on purpose."""
-
-
-class ConfigError(LlmnodeError):
-    """A flag, file or argument is wrong; the message says how to put it right."""
+__all__ = [
+    "ConfigError",
+    "IntegrityError",
+    "LlmnodeError",
+    "LocalProtocolError",
+    "ModelError",
+    "NoRoute",
+    "PeerError",
+    "PeerRefused",
+    "PeerTimeout",
+    "PeerUnreachable",
+    "RemoteProtocolError",
+    "SessionClosed",
+    "SessionLost",
+    "SwarmError",
+    "WorkerLost",
+    "single_error",
+]
 
 
 class ModelError(LlmnodeError):
     """A model cannot be loaded or is not of a supported kind."""
 
 
-class LocalProtocolError(LlmnodeError):
-    """We broke our own protocol. A bug: do not catch it."""
-
-
 class WorkerLost(LlmnodeError):
     """The process that held the blocks has ended, and with it the KV of all sessions. Another may be started."""
-
-
-class SwarmError(LlmnodeError):
-    """The swarm as a whole cannot do what was asked."""
-
-
-class NoRoute(SwarmError):
-    """No known peer holds some of the blocks.
-
-    `missing` lists the spans without a holder, lowest block first; `hint` says what is there instead.
-    """
-
-    def __init__(self, missing: Sequence[Span], hint: str = "") -> None:
-        self.missing = tuple(missing)
-        spans = ", ".join(f"[{span.start}, {span.end})" for span in self.missing)
-        fix = hint or "start a server for them or name more peers with --peers"
-        super().__init__(f"no peer holds blocks {spans}; {fix}")
 
 
 class SessionLost(SwarmError):
@@ -128,7 +122,7 @@ class RemoteProtocolError(PeerError):
 class IntegrityError(PeerError):
     """The received bytes differ from the sent ones, or from the signed ones.
 
-    `suspects` are all peers that may have done it, if that is not certain. `proof` convicts `peer`, if there is any.
+    `suspects` are all peers that may have done it, if that is not certain.
     """
 
     def __init__(
@@ -138,10 +132,8 @@ class IntegrityError(PeerError):
         peer: PeerId | None = None,
         span: Span | None = None,
         suspects: Sequence[PeerId] = (),
-        proof: Conviction | None = None,
     ) -> None:
         self.suspects = tuple(suspects)
-        self.proof = proof
         super().__init__(message, peer=peer, span=span)
 
 

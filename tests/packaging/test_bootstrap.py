@@ -1,7 +1,6 @@
 """The launcher and the set-up behind it, run as a user would, on copies of this checkout in a path with a space."""
 
 import os
-import runpy
 import shutil
 import signal
 import subprocess
@@ -11,6 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from bootstrap.environment import Setup
+from bootstrap.messages import explain
+from bootstrap.setup import mend_package_link
+from bootstrap.tools import Tools, running
 
 ROOT = Path(__file__).parents[2]
 EXTENSION_STEP = "llmnode and its Rust extension"
@@ -200,7 +204,7 @@ def test_a_disk_that_fills_up_during_set_up_is_named(checkout: Path, small_disk:
     ],
 )
 def test_what_a_failed_tool_says_is_explained(output: str, fix: str) -> None:
-    assert fix in runpy.run_path(str(ROOT / "node" / "bootstrap.py"))["explain"](output)
+    assert fix in explain(output)
 
 
 # Set-up itself
@@ -215,11 +219,10 @@ def test_ctrl_c_while_a_tool_is_being_started_ends_that_tool(monkeypatch: pytest
             started.append(self.pid)
             signal.raise_signal(signal.SIGINT)
 
-    bootstrap = runpy.run_path(str(ROOT / "node" / "bootstrap.py"))
-    setup = bootstrap["Setup"](tmp_path, tmp_path, "", dev=False)
-    tools = bootstrap["Tools"](setup, dict(os.environ), os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT))
+    setup = Setup(tmp_path, tmp_path, "", dev=False)
+    tools = Tools(setup, dict(os.environ), os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT))
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    with pytest.raises(KeyboardInterrupt), bootstrap["running"](["sleep", "600"], tools):
+    with pytest.raises(KeyboardInterrupt), running(["sleep", "600"], tools):
         pytest.fail("it goes on")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     os.close(tools.log_fd)
@@ -297,7 +300,6 @@ def test_a_copied_environment_is_made_again(set_up: Path, tmp_path: Path) -> Non
 def test_a_copy_made_without_symlinks_is_mended(tmp_path: Path) -> None:
     link = tmp_path / "node"
     link.write_text("../../node")
-    bootstrap = runpy.run_path(str(ROOT / "node" / "bootstrap.py"))
     for _again in range(2):
-        bootstrap["mend_package_link"](link)
+        mend_package_link(link)
         assert os.readlink(link) == "../../node"

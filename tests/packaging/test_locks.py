@@ -1,14 +1,18 @@
 """The locks have what pyproject.toml asks for: set-up installs a lock, and does not look at pyproject.toml."""
 
-import runpy
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
+from bootstrap.environment import Installed, Setup
+from bootstrap.lock import INSTALLERS
+from bootstrap.lock import locked as locked_blocks
+from bootstrap.setup import install
+from bootstrap.tools import Tools
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -27,7 +31,7 @@ def group(name: str) -> list[str]:
 
 def locked(name: str) -> list[tuple[str, Requirement, str]]:
     """The entries of a lock: the package, its version with the platforms that it is for, and the lines of the entry."""
-    blocks = runpy.run_path(str(ROOT / "node" / "bootstrap.py"))["locked"]((ROOT / name).read_text())
+    blocks = locked_blocks((ROOT / name).read_text())
     return [(package, Requirement(block.partition("\\")[0]), block) for package, block in blocks]
 
 
@@ -84,13 +88,12 @@ def test_set_up_installs_nothing_that_has_no_hash(
 ) -> None:
     """The commands that set-up would run. `.` is the checkout, and cargo has a lock of its own."""
     monkeypatch.delenv("UV_TORCH_BACKEND", raising=False)
-    bootstrap = SimpleNamespace(**runpy.run_path(str(ROOT / "node" / "bootstrap.py")))
-    setup = bootstrap.Setup(ROOT, tmp_path, "", dev=dev)
+    setup = Setup(ROOT, tmp_path, "", dev=dev)
     commands: list[list[str]] = []
-    tools = bootstrap.Tools(setup, {}, 2)
-    monkeypatch.setattr(type(tools), "run", lambda _tools, _step, command: commands.append([*map(str, command)]))
-    monkeypatch.setattr(type(tools), "take_indexes_from_pip", lambda _tools: None)
-    bootstrap.install(setup, bootstrap.Installed(), tools)
+    tools = Tools(setup, {}, 2)
+    monkeypatch.setattr(Tools, "run", lambda _tools, _step, command: commands.append([*map(str, command)]))
+    monkeypatch.setattr(Tools, "take_indexes_from_pip", lambda _tools: None)
+    install(setup, Installed(), tools)
     environment, first, all_others, own = commands
     assert environment[-3:-1] == ["-m", "venv"]
     for command in (first, all_others):
@@ -98,9 +101,9 @@ def test_set_up_installs_nothing_that_has_no_hash(
         assert command[-2] == "--requirement"
     assert all_others[-1] == str(ROOT / lock)
     assert own[-2:] == ["--editable", "."] and {"--no-deps", "--no-build-isolation"} <= {*own}
-    named = [package for package, _ in bootstrap.locked(Path(first[-1]).read_text())]
-    assert sorted(named) == sorted(bootstrap.INSTALLERS)
-    assert {"maturin", *bootstrap.INSTALLERS} <= {package for package, _, _ in locked(lock)}
+    named = [package for package, _ in locked_blocks(Path(first[-1]).read_text())]
+    assert sorted(named) == sorted(INSTALLERS)
+    assert {"maturin", *INSTALLERS} <= {package for package, _, _ in locked(lock)}
 
 
 def test_cargo_builds_what_its_lock_names() -> None:

@@ -65,7 +65,7 @@ def test_a_plan_can_be_cut_down(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _is_cut(one: str, other: str) -> Callable[[World], bool]:
-    return lambda world: (peer_named(one), peer_named(other)) in world.internet._cut
+    return lambda world: (peer_named(one), peer_named(other)) in world.internet.cuts
 
 
 STRIKES: list[tuple[Fault, Callable[[World], bool]]] = [
@@ -79,7 +79,7 @@ STRIKES: list[tuple[Fault, Callable[[World], bool]]] = [
     (CutOneWay(1, 5, "0a", "1a"), lambda world: _is_cut("0a", "1a")(world) and not _is_cut("1a", "0a")(world)),
     (BlockDials(1, 5, "0a", "1a"), lambda world: (peer_named("0a"), peer_named("1a")) in world.internet._no_dial),
     (Partition(1, 5, ("0a",)), _is_cut("0a", "2b")),
-    (SlowLink(1, 5, "0a", "1a"), lambda world: bool(world.internet._special)),
+    (SlowLink(1, 5, "0a", "1a"), lambda world: bool(world.internet.special)),
 ]
 
 

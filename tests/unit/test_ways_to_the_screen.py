@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-import runpy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from bootstrap.messages import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 WRITER = "node/terminal.py"
 ALLOWED = {
     # It runs before anything is installed, has a `say` of its own, and writes the names of its own steps.
-    "node/bootstrap.py": {"print", "sys.stderr"},
+    "bootstrap/messages.py": {"print", "sys.stderr"},
+    "bootstrap/tools.py": {"sys.stderr"},
     # It prints answers into a pipe to the client's process.
     "python/llmnode/models/text/template_process.py": {"print"},
     # A function that the caller gives is called so: simulations print their trace where pytest catches it.
@@ -44,8 +46,9 @@ STARTERS = {"subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess
 
 
 def sources() -> list[Path]:
-    """All of the program and the library. The package has the program by a symlink, which is not followed."""
-    return sorted([*(ROOT / "node").rglob("*.py"), *(ROOT / "python" / "llmnode").rglob("*.py")])
+    """All of set-up, the program and the library. The package has the program by a symlink, which is not followed."""
+    places = ROOT / "bootstrap", ROOT / "node", ROOT / "python" / "llmnode"
+    return sorted(path for place in places for path in place.rglob("*.py"))
 
 
 def ways(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -105,8 +108,7 @@ def test_what_is_allowed_is_there() -> None:
 
 def test_set_up_shows_what_tools_and_paths_say_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     """It runs before the writer is installed, and has an escape of its own."""
-    bootstrap = runpy.run_path(str(ROOT / "node" / "bootstrap.py"))
-    bootstrap["say"]("a tool: \x1b]0;OWNED\x07\x9b2J\u202e\nllmnode: ready")
+    say("a tool: \x1b]0;OWNED\x07\x9b2J\u202e\nllmnode: ready")
     assert capsys.readouterr().err == "llmnode: a tool: \\x1b]0;OWNED\\x07\\x9b2J\\u202e\\nllmnode: ready\n"
 
 

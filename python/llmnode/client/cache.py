@@ -7,7 +7,7 @@ transformers puts on the left is not part of the row's session.
 from __future__ import annotations
 
 import weakref
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from transformers import DynamicCache
 
-from llmnode.client.adopted import session_layers
 from llmnode.client.batch import Past
-from llmnode.client.rows import fork_rows, rows_alike, run_rows, truncate_rows
+from llmnode.client.rows import fork_rows, refused_row, rows_alike, run_rows, truncate_rows
+from llmnode.client.session_layers import session_layers
 from llmnode.core.texts.beams import sessions_of_rows
 from llmnode.errors import ConfigError, LocalProtocolError, PeerRefused, SessionClosed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from llmnode.client.adopted import Layers
     from llmnode.client.connect import Client, Resumed
     from llmnode.client.portal import Entered, Portal
+    from llmnode.client.session_layers import Layers
     from llmnode.core.priority import Priority
     from llmnode.core.route import Route
     from llmnode.session.session import InferenceSession
@@ -89,7 +89,7 @@ class SessionCache(DynamicCache):
                 first = row if alike is None else alike[row]
                 neighbour = self._sessions[first] if first < row else None
                 neighbour = beside._sessions[row] if beside is not None else neighbour
-                with _told_of_rows(row, rows):
+                with refused_row(row, rows):
                     self._sessions.append(self._open(terms, neighbour, waits=terms.waits and not row))
             stack.pop_all()
 
@@ -269,6 +269,10 @@ class SessionCache(DynamicCache):
         self.real = torch.cat((self.real, real), dim=1)
         self.offsets = list(offsets) if offsets is not None else [0] * self.rows
 
+    @property
+    def batch_size(self) -> int:
+        return self.rows
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.columns
 
@@ -380,17 +384,3 @@ class SessionCache(DynamicCache):
 def _drop(entered: dict[InferenceSession, Entered[InferenceSession]]) -> None:
     for each in entered.values():
         each.leave_soon()
-
-
-@contextmanager
-def _told_of_rows(row: int, rows: int) -> Iterator[None]:
-    """Add to a refusal how many rows had been opened."""
-    try:
-        yield
-    except PeerRefused as error:
-        if rows == 1:
-            raise
-        reason = f"{error.reason}; there was room for {row} of {rows} rows"
-        raise PeerRefused(
-            error.code, reason, retry_after_s=error.retry_after_s, peer=error.peer, span=error.span
-        ) from error

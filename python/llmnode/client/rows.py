@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import trio
 
 from llmnode.client.generate import run_blocks
 from llmnode.core.texts.shared_prefix import shared_beginnings
-from llmnode.errors import single_error
+from llmnode.errors import PeerRefused, single_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -75,3 +76,17 @@ def rows_alike(
         for run in shared_beginnings([tokens[row] for row in beside])
         if run.tokens
     ]
+
+
+@contextmanager
+def refused_row(row: int, rows: int) -> Iterator[None]:
+    """Around the opening of `row`: add to a refusal how many rows had been opened."""
+    try:
+        yield
+    except PeerRefused as error:
+        if rows == 1:
+            raise
+        reason = f"{error.reason}; there was room for {row} of {rows} rows"
+        raise PeerRefused(
+            error.code, reason, retry_after_s=error.retry_after_s, peer=error.peer, span=error.span
+        ) from error

@@ -17,7 +17,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from llmnode.core.address_groups import address_groups
-from llmnode.errors import LocalProtocolError
+from llmnode.core.errors import LocalProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

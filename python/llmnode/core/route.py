@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, TypeAlias
 
+from llmnode.core.errors import SwarmError
 from llmnode.core.span import Span
-from llmnode.errors import NoRoute
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -36,6 +36,19 @@ class HopCost:
 
     hop_s: float = 0.005
     block_s: float = 0.001
+
+
+class NoRoute(SwarmError):
+    """No known peer holds some of the blocks.
+
+    `missing` lists the spans without a holder, lowest block first; `hint` says what is there instead.
+    """
+
+    def __init__(self, missing: Sequence[Span], hint: str = "") -> None:
+        self.missing = tuple(missing)
+        spans = ", ".join(f"[{span.start}, {span.end})" for span in self.missing)
+        fix = hint or "start a server for them or name more peers with --peers"
+        super().__init__(f"no peer holds blocks {spans}; {fix}")
 
 
 def find_route(blocks: int, held: Iterable[Hop], costs: Mapping[PeerId, HopCost] | None = None) -> Route:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from llmnode.errors import ConfigError
+from llmnode.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmnode.errors import ConfigError
+from llmnode.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

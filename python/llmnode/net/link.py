@@ -8,31 +8,29 @@ does not report, ends the link.
 It reads and writes our muxer's stream (`negotiated.py`), not py-libp2p's around it, which switches tasks for a lock in
 every call.
 
-Hidden states are packed where that pays (`core/links/packing.py`). The receiver of a link tells the sender how fast it
-is (`start` of heartbeats, in kB/s). A receiver that does so can unpack.
+Hidden states are packed where that pays (`packer.py`). The receiver of a link tells the sender how fast it is (`start`
+of heartbeats, in kB/s).
 """
 
 from __future__ import annotations
 
 import logging
 import random
-import time
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import trio
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 
-from llmnode import _native
 from llmnode.core.budget import Kind
 from llmnode.core.ids import NO_SESSION
 from llmnode.core.links.pace import Pace
-from llmnode.core.links.packing import ArrivalRate, PackChoice
+from llmnode.core.links.packing import ArrivalRate
 from llmnode.core.links.write_size import part_bytes
 from llmnode.core.traffic import Traffic
 from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError
 from llmnode.net.outbox import Outbox
+from llmnode.net.packer import Packer
 from llmnode.net.yamux_stream import ProtocolRefused
 from llmnode.wire.frame import Frame, FrameDecoder, FrameType
 
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 SILENCE_PARTS = 8
 """The parts of the allowed silence, which are counted one by one. There is one more, in which something was heard at
 last."""
@@ -57,8 +54,6 @@ CHARGE_BYTES = 1 << 18
 """Memory is reserved in steps of this size. A link that holds no more than a quarter of it has that free."""
 LOOK_EVERY_S = 0.05
 """How often a link that waits for memory looks whether there is some."""
-MOST_TIMES_PACKED = 4
-"""A payload takes at most this many times the bytes that it was packed into: half of them are never compressed."""
 AT_ONCE_BYTES = 1 << 15
 """A larger frame is left to the writing task: others run before it is encrypted."""
 
@@ -100,7 +95,7 @@ class Libp2pLink:
         self._paces = [Pace(policy.pace_grace_s, policy.pace_bytes_per_s) for _ in range(3)]
         self._written_bytes = 0  # since the outbox was empty
         self._arrivals = ArrivalRate(policy.packing)
-        self._packing = PackChoice(policy.packing)
+        self._packer = Packer(policy)
         self._outbox = Outbox(policy)
         self._unwritten = memoryview(b"")  # of what was taken from the outbox
         self._writer = trio.lowlevel.ParkingLot()  # the writing task, when all is written
@@ -241,7 +236,7 @@ class Libp2pLink:
 
     def _take_rate(self, bytes_per_s: float) -> None:
         if bytes_per_s:
-            self._packing.bytes_per_s = bytes_per_s
+            self._packer.take_rate(bytes_per_s)
             self._outbox.piece_bytes = part_bytes(bytes_per_s, self._policy.piece_bytes)
 
     async def _take(self, frame: Frame) -> Frame:
@@ -253,11 +248,11 @@ class Libp2pLink:
         return frame
 
     async def _unpack(self, frame: Frame) -> Frame:
-        self._unpacking_bytes = min(MOST_TIMES_PACKED * len(frame.payload), self._policy.max_payload_bytes)
+        self._unpacking_bytes = self._packer.most_unpacked_bytes(frame)
         try:
             if not self._charge(len(frame.payload)):
                 await self._wait_for_memory(len(frame.payload))
-            return await self._in_thread_if_long(partial(self._unpacked, frame), len(frame.payload))
+            return await self._packer.unpack(frame)
         finally:
             self._unpacking_bytes = 0
 
@@ -318,7 +313,7 @@ class Libp2pLink:
 
     def _write_at_once(self, frame: Frame) -> None:
         """The only one there is, as far as the stream takes it."""
-        self._outbox.prepare(frame, self._counted(frame, self._packed(frame)))
+        self._outbox.prepare(frame, self._counted(frame, self._packer.pack_at_once(frame)))
         data = self._outbox.take()
         assert data is not None
         self._unwritten = memoryview(data)[self._stream.write_at_once(data) :]
@@ -327,8 +322,7 @@ class Libp2pLink:
     async def _write(self) -> None:
         while not self.has_ended:
             while not self._unwritten and (frame := self._outbox.next_to_prepare) is not None:
-                packed = await self._in_thread_if_long(partial(self._packed, frame), len(frame.payload))
-                self._outbox.prepare(frame, self._counted(frame, packed))
+                self._outbox.prepare(frame, self._counted(frame, await self._packer.pack(frame)))
             data = self._unwritten or self._outbox.take()
             if data is None:
                 self._written_bytes = 0
@@ -362,38 +356,6 @@ class Libp2pLink:
         if frame.session != NO_SESSION:
             self._owner.count(Traffic(sent_bytes=len(crossing.payload), sent_plain_bytes=len(frame.payload)))
         return crossing
-
-    def _packed(self, frame: Frame) -> Frame:
-        """Or as it is, if that pays more."""
-        choice, kind, size = self._packing, frame.value_bytes, len(frame.payload)
-        if choice.wants_sample(kind, size):
-            for _ in range(2):  # the first finds cold caches
-                self._pack(frame, memoryview(frame.payload)[: self._policy.packing.sample_bytes])
-        if not choice.pays(kind, size):
-            return frame
-        packed = self._pack(frame, frame.payload)
-        return replace(frame, payload=packed, packed=True) if len(packed) < size else frame
-
-    def _pack(self, frame: Frame, part: Buffer) -> bytes:
-        """Its time is the processor's: on a busy machine a thread that has to wait would make packing seem dear."""
-        began_s = time.thread_time()
-        packed = _native.pack(part, frame.value_bytes)
-        took_s = time.thread_time() - began_s
-        self._packing.note(frame.value_bytes, len(frame.payload), len(part), len(packed), took_s)
-        return packed
-
-    def _unpacked(self, frame: Frame) -> Frame:
-        """The frame as its sender gave it to the link. Raises RemoteProtocolError."""
-        began_s = time.thread_time()
-        try:
-            payload = _native.unpack(frame.payload, self._policy.max_payload_bytes)
-        except ValueError as error:
-            raise RemoteProtocolError(f"{frame.type.name}: {error}") from error
-        self._packing.note_unpacked(len(payload), time.thread_time() - began_s)
-        return replace(frame, payload=memoryview(payload), packed=False)
-
-    async def _in_thread_if_long(self, work: Callable[[], T], size_bytes: int) -> T:
-        return await trio.to_thread.run_sync(work) if size_bytes >= self._policy.packing.in_thread_bytes else work()
 
     def _beat(self) -> None:
         """Say that we live, and how fast the link is."""

@@ -23,10 +23,11 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 
 from llmnode._native import Connection
 from llmnode.core.budget import Kind, Scope
-from llmnode.core.links.write_size import Amid, DrainRate, part_bytes
 from llmnode.net.secure import YAMUX, NoiseConnection
 from llmnode.net.sockets import local_address, socket_of
-from llmnode.net.yamux_stream import LINGER_S, YamuxStream
+from llmnode.net.window import Window
+from llmnode.net.yamux_sender import UNSENT_BYTES, Sender, limit_unsent
+from llmnode.net.yamux_stream import LINGER_S, StreamOwner, YamuxStream
 
 if TYPE_CHECKING:
     from libp2p.abc import ISecureConn
@@ -38,20 +39,6 @@ log = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 18
 """One read takes the bytes that the kernel has, up to this number."""
-
-YIELD_AFTER_BYTES = 1 << 18
-"""After this many bytes of a connection, the task that moves them lets the others run."""
-
-CALL_BYTES = 512
-"""A call counts for at least this many bytes, even if it moves next to nothing."""
-
-UNSENT_BYTES = 1 << 17
-"""The kernel may hold this much that it cannot send yet: a small message waits behind it. By default it would hold
-megabytes. On a slow connection it is less (`core/links/write_size.py`)."""
-
-PART_BYTES = 1 << 18
-"""A stream hands over at most this much at once to be encrypted, and less on a slow connection: nothing passes it from
-then on."""
 
 UNACKNOWLEDGED_S = 30
 """How long the kernel resends to a host that is gone before the connection breaks."""
@@ -74,20 +61,14 @@ class YamuxConnection(IMuxedConn):
         self.negotiated_security_protocol = "/noise"
         self.negotiated_muxer_protocol = YAMUX
         self.machine = Connection(conn.session, initiator=conn.is_initiator)
-        self.drained = trio.lowlevel.ParkingLot()  # tasks that wait until the socket has taken all that is to be sent
+        self.sender = Sender(conn.raw, self.machine, on_drained=self._wake_openers, on_broken=self.end)
         self._socket = socket_of(conn.raw)  # read from directly: that saves two task switches a message
-        self._drain = DrainRate()
-        self._unsent_bytes = UNSENT_BYTES  # as the kernel was told
-        self._unsent = memoryview(b"")  # encrypted; while there is any, only the sending task writes to the socket
-        self._to_send = trio.lowlevel.ParkingLot()  # the sending task
         self._streams: dict[int, YamuxStream] = {}
         self._opened: dict[int, YamuxStream] = {}  # by the other side, and not accepted yet
         self._acceptors = trio.lowlevel.ParkingLot()
         self._openers = trio.lowlevel.ParkingLot()
         self._lingering: dict[YamuxStream, float] = {}  # until when; the oldest first
-        self._ended = False
-        self._moved_bytes = 0
-        self._amid = Amid()
+        self._owner = StreamOwner(self._linger, self._forget)
         self._heard_s = trio.current_time()
 
     # The interface of py-libp2p's connections
@@ -98,18 +79,18 @@ class YamuxConnection(IMuxedConn):
 
     @property
     def is_established(self) -> bool:
-        return self.event_started.is_set() and not self._ended
+        return self.event_started.is_set() and not self.has_ended
 
     @property
     def is_closed(self) -> bool:
-        return self._ended
+        return self.has_ended
 
     async def start(self) -> None:
         """Move bytes until the connection ends, from whatever side or cause."""
         _set_options(self._socket)
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._send)
+                nursery.start_soon(self.sender.run)
                 self.event_started.set()
                 await self._receive()
                 nursery.cancel_scope.cancel()
@@ -122,29 +103,29 @@ class YamuxConnection(IMuxedConn):
         await trio.lowlevel.checkpoint_if_cancelled()
         while True:
             try:
-                number = None if self._ended else self.machine.open_stream()
+                number = None if self.has_ended else self.machine.open_stream()
             except EOFError as error:
                 raise MuxedConnUnavailable(str(error)) from error
             if number is not None:
-                self._to_send.unpark()  # it runs in a moment: bytes that are written now go along
+                self.sender.flush_soon()
                 return self._new_stream(number)
-            if self._ended:
+            if self.has_ended:
                 raise MuxedConnUnavailable("the connection is closed")
             await self._openers.park()
 
     async def accept_stream(self) -> YamuxStream:
         await trio.lowlevel.checkpoint()
         while not self._opened:
-            if self._ended:
+            if self.has_ended:
                 raise MuxedConnUnavailable("the connection is closed")
             await self._acceptors.park()
         return self._opened.pop(next(iter(self._opened)))
 
     async def close(self) -> None:
         """End all streams and close the socket. Waits for no peer."""
-        if not self._ended:
+        if not self.has_ended:
             self.machine.go_away()
-            self.flush()
+            self.sender.flush()
             self.end()
         with trio.CancelScope(shield=True):
             await self.secured_conn.close()
@@ -162,73 +143,24 @@ class YamuxConnection(IMuxedConn):
     def get_connection_type(self) -> ConnectionType:
         return self.secured_conn.get_connection_type()
 
-    # The interface for its streams
+    # The interface for the rest of `net`
 
     @property
     def has_ended(self) -> bool:
-        return self._ended
+        return self.sender.has_ended
 
     def is_silent(self, silence_s: float) -> bool:
         """Whether nothing has come for `silence_s`."""
         return trio.current_time() >= self._heard_s + silence_s
 
-    @property
-    def is_congested(self) -> bool:
-        """The socket does not take more for now: wait for `drained`."""
-        return bool(self._unsent)
-
-    @property
-    def part_bytes(self) -> int:
-        """The most that a stream may write at once."""
-        return part_bytes(self._drain.bytes_per_s, PART_BYTES)
-
-    def note_write(self, size_bytes: int, writes: int) -> bool:
-        """A stream writes a part of `size_bytes` after `writes` earlier writes. Whether gently: see `Amid`."""
-        return self._amid.note(size_bytes, writes, trio.current_time())
-
-    def flush(self) -> None:
-        """Send the bytes that the socket takes now; the sending task does the rest. It never waits."""
-        if self._unsent or self._ended:
-            return
-        if output := self.machine.seal_output():
-            self._unsent = memoryview(output)
-            if self._socket is not None:
-                self._send_now(self._socket)
-            if self._unsent:
-                self._to_send.unpark()
-
-    async def let_others_run(self, moved_bytes: int) -> None:
-        """Call this after moving `moved_bytes` without having waited. It seldom waits: switching tasks costs more than
-        a small message.
-
-        It cannot be cancelled, or bytes that were taken would be lost.
-        """
-        self._moved_bytes += moved_bytes + CALL_BYTES
-        if self._moved_bytes > YIELD_AFTER_BYTES:
-            self._moved_bytes = 0
-            await trio.lowlevel.cancel_shielded_checkpoint()
-
-    def has_waited(self) -> None:
-        self._moved_bytes = 0
-
-    def linger(self, stream: YamuxStream) -> None:
-        """We have closed `stream`; the other side has not, perhaps never will."""
-        self._lingering[stream] = trio.current_time() + LINGER_S
-
-    def forget(self, stream: YamuxStream) -> None:
-        self._streams.pop(stream.number, None)
-        self._opened.pop(stream.number, None)
-        self._lingering.pop(stream, None)
-        self._openers.unpark()
-
-    # Its own two tasks
+    # Reading
 
     async def _receive(self) -> None:
         machine, buffer = self.machine, _read_buffer()
         with contextlib.suppress(trio.ClosedResourceError, OSError, IOException):
             self._tell(machine.receive_plaintext(self.secured_conn.take_unread(), trio.current_time()))
-            self.flush()
-            while not self._ended:
+            self.sender.flush()
+            while not self.has_ended:
                 data = await self._read_raw(buffer)
                 if not data:
                     return
@@ -240,7 +172,7 @@ class YamuxConnection(IMuxedConn):
                     log.info("connection to %s ends: %s", self.peer_id, error)
                     return
                 self._tell(events)
-                self.flush()
+                self.sender.flush()
 
     async def _read_raw(self, buffer: memoryview) -> memoryview | bytes:
         if self._socket is None:
@@ -267,59 +199,21 @@ class YamuxConnection(IMuxedConn):
             if stream := self._streams.get(number):
                 stream.end_by_reset()
 
-    async def _send(self) -> None:
-        with contextlib.suppress(trio.ClosedResourceError, OSError, IOException):
-            while not self._ended:
-                if not self._unsent:
-                    self.flush()
-                if not self._unsent:
-                    self.drained.unpark_all()
-                    self._openers.unpark_all()
-                    await self._to_send.park()
-                elif self._socket is None:
-                    await self.secured_conn.raw.write(bytes(self._unsent))
-                    self._drain.note(len(self._unsent), trio.current_time(), is_full=True)
-                    self._unsent = memoryview(b"")
-                else:
-                    await trio.lowlevel.wait_writable(self._socket)
-                    self._send_now(self._socket)
-        self.end()
-
-    def _send_now(self, sock: trio.socket.SocketType) -> None:
-        taken = 0
-        try:
-            taken = os.write(sock.fileno(), self._unsent)
-        except BlockingIOError:
-            pass
-        except OSError:
-            return self.end()
-        self._unsent = self._unsent[taken:]
-        self._drain.note(taken, trio.current_time(), is_full=bool(self._unsent))
-        if (unsent_bytes := part_bytes(self._drain.bytes_per_s, UNSENT_BYTES)) != self._unsent_bytes:
-            self._unsent_bytes = unsent_bytes
-            _limit_unsent(sock, unsent_bytes)
-        return None
-
-    # The end
-
-    def end(self) -> None:
-        """From here on nothing is sent or received. Bytes that were received can still be read."""
-        if self._ended:
-            return
-        self._ended = True
-        self.scope.close()
-        self._unsent = memoryview(b"")  # or the sending task would wait for a socket that is closed
-        self.event_ended.set()
-        if self._socket is not None:
-            self._socket.close()
-        for stream in self._streams.values():
-            stream.wake()
-        for waiting in (self._acceptors, self._openers, self.drained, self._to_send):
-            waiting.unpark_all()
+    # Its streams
 
     def _new_stream(self, number: int) -> YamuxStream:
-        stream = self._streams[number] = YamuxStream(self, number)
+        stream = YamuxStream(self, number, self.sender, Window(self.scope), self._owner)
+        self._streams[number] = stream
         return stream
+
+    def _linger(self, stream: YamuxStream) -> None:
+        self._lingering[stream] = trio.current_time() + LINGER_S
+
+    def _forget(self, stream: YamuxStream) -> None:
+        self._streams.pop(stream.number, None)
+        self._opened.pop(stream.number, None)
+        self._lingering.pop(stream, None)
+        self._openers.unpark()
 
     def _reset_lingering(self) -> None:
         while self._lingering:
@@ -328,9 +222,28 @@ class YamuxConnection(IMuxedConn):
                 return
             del self._lingering[stream]
             if stream.is_read_from:
-                self.linger(stream)
+                self._linger(stream)
             else:
                 stream.give_up()
+
+    def _wake_openers(self) -> None:
+        self._openers.unpark_all()
+
+    # The end
+
+    def end(self) -> None:
+        """From here on nothing is sent or received. Bytes that were received can still be read."""
+        if self.has_ended:
+            return
+        self.sender.end()
+        self.scope.close()
+        self.event_ended.set()
+        if self._socket is not None:
+            self._socket.close()
+        for stream in self._streams.values():
+            stream.wake()
+        for waiting in (self._acceptors, self._openers):
+            waiting.unpark_all()
 
 
 _BUFFER: trio.lowlevel.RunVar[memoryview] = trio.lowlevel.RunVar("_BUFFER")
@@ -354,10 +267,4 @@ def _set_options(sock: trio.socket.SocketType | None) -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes(8))  # see `punch.ABORT`
             if hasattr(socket, "TCP_USER_TIMEOUT"):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_S * 1000)
-            _limit_unsent(sock, UNSENT_BYTES)
-
-
-def _limit_unsent(sock: trio.socket.SocketType, size_bytes: int) -> None:
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, size_bytes)
+            limit_unsent(sock, UNSENT_BYTES)

@@ -6,6 +6,7 @@ Cancelling that wait, at any moment, leaves the connection and its other streams
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import trio
@@ -13,10 +14,12 @@ from libp2p.abc import IMuxedConn, IMuxedStream
 from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
 
 from llmnode.core.links.write_size import SMALL_BYTES
-from llmnode.net.window import Window
 
 if TYPE_CHECKING:
-    from llmnode.net.yamux import YamuxConnection
+    from collections.abc import Callable
+
+    from llmnode.net.window import Window
+    from llmnode.net.yamux_sender import Sender
     from llmnode.wire.frame import Buffer
 
 UNREAD_BYTES_MAX = 1 << 30
@@ -30,23 +33,34 @@ class ProtocolRefused(MuxedStreamError):
     """The other side has no such protocol, or takes no more such streams."""
 
 
+@dataclass(frozen=True, slots=True)
+class StreamOwner:
+    """The part of a stream's connection that the stream calls."""
+
+    linger: Callable[[YamuxStream], None]
+    """We have closed the stream; the other side has not, perhaps never will."""
+    forget: Callable[[YamuxStream], None]
+    """The stream is over."""
+
+
 class YamuxStream(IMuxedStream):
     """One stream. Made by its connection."""
 
-    def __init__(self, connection: YamuxConnection, number: int) -> None:
-        self.muxed_conn: IMuxedConn = connection
+    def __init__(self, connection: IMuxedConn, number: int, sender: Sender, window: Window, owner: StreamOwner) -> None:
+        self.muxed_conn = connection
         self.number = number
         self.readers = trio.lowlevel.ParkingLot()
         self.writers = trio.lowlevel.ParkingLot()
-        self._connection = connection
-        self._machine = connection.machine
+        self._sender = sender
+        self._machine = sender.machine
+        self._owner = owner
         self._closed = False
         self._reset = False
         self._read_at_s = 0.0
         self._writes = 0
         self._expected = b""
         self._protocol = ""
-        self._window = Window(connection.scope)
+        self._window = window
 
     def expect(self, answer: bytes, protocol: str) -> None:
         """`answer` is read first and taken away: with it the other side agrees to `protocol`."""
@@ -65,25 +79,25 @@ class YamuxStream(IMuxedStream):
         if n == 0:
             return b""
         bytes_max = UNREAD_BYTES_MAX if n is None or n < 0 else n
-        connection, window = self._connection, self._window
+        sender, window = self._sender, self._window
         while not self._reset:
             self._read_at_s = trio.current_time()
             may_read = min(bytes_max, window.may_read)
             data = self._machine.read(self.number, may_read, self._read_at_s, window.size_bytes)
             if data:
                 window.note_read(len(data))
-                connection.flush()
-                await connection.let_others_run(len(data))
+                sender.flush()
+                await sender.let_others_run(len(data))
                 if self._expected and not (data := self._past_expected(data)):
                     continue
                 return data
             if data is not None:
                 self.forget_if_over()
                 raise MuxedStreamEOF("the other side has closed the stream")
-            if connection.has_ended:
+            if sender.has_ended:
                 break
             await self.readers.park()
-            connection.has_waited()
+            sender.has_waited()
         raise self._end_error()
 
     async def write(self, data: Buffer) -> None:
@@ -93,36 +107,36 @@ class YamuxStream(IMuxedStream):
         ProtocolRefused as `read`.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
-        connection, rest = self._connection, memoryview(data)
+        sender, rest = self._sender, memoryview(data)
         while rest:
-            if connection.is_congested and len(data) > SMALL_BYTES:
-                await self._wait(connection.drained)
+            if sender.is_congested and len(data) > SMALL_BYTES:
+                await self._wait(sender.drained)
                 continue
-            taken = self._give(rest[: connection.part_bytes], len(data))
+            taken = self._give(rest[: sender.part_bytes], len(data))
             if taken is None:
                 self._check_alive()
                 raise MuxedStreamClosed("the stream was closed")
-            connection.flush()
+            sender.flush()
             rest = rest[taken:]
             if rest and not taken:
-                await self._wait(connection.drained if connection.is_congested else self.writers)
+                await self._wait(sender.drained if sender.is_congested else self.writers)
         self._check_alive()
-        if connection.is_congested:
-            await self._wait(connection.drained)
-        await connection.let_others_run(len(data))
+        if sender.is_congested:
+            await self._wait(sender.drained)
+        await sender.let_others_run(len(data))
 
     def write_at_once(self, data: bytes) -> int:
         """Like `write`, but only as much as the socket is likely to take now. Returns how much; 0 also at the end."""
-        connection = self._connection
-        if self.is_closed or connection.is_congested:
+        sender = self._sender
+        if self.is_closed or sender.is_congested:
             return 0
         taken = self._give(data, len(data))
-        connection.flush()
+        sender.flush()
         return taken or 0
 
     async def let_others_run(self, moved_bytes: int) -> None:
         """Call it now and then after `write_at_once`."""
-        await self._connection.let_others_run(moved_bytes)
+        await self._sender.let_others_run(moved_bytes)
 
     async def close(self) -> None:
         """Send no more. The bytes that the other side sends can still be read."""
@@ -130,8 +144,8 @@ class YamuxStream(IMuxedStream):
         if not self._closed and not self._reset:
             self._closed = True
             self._machine.close_stream(self.number)
-            self._connection.flush()
-            self._connection.linger(self)
+            self._sender.flush()
+            self._owner.linger(self)
             self.forget_if_over()
 
     async def reset(self) -> None:
@@ -142,7 +156,7 @@ class YamuxStream(IMuxedStream):
         raise NotImplementedError("put a deadline around the call: cancelling it is safe")
 
     def get_remote_address(self) -> tuple[str, int] | None:
-        return self._connection.get_remote_address()
+        return self._sender.get_remote_address()
 
     # The interface for its connection
 
@@ -157,19 +171,19 @@ class YamuxStream(IMuxedStream):
     def give_up(self) -> None:
         """Both directions, now, and say so."""
         self._machine.reset_stream(self.number)
-        self._connection.flush()
+        self._sender.flush()
         self.end_by_reset()
 
     def end_by_reset(self) -> None:
         self._reset = True
         self._window.close()
-        self._connection.forget(self)
+        self._owner.forget(self)
         self.wake()
 
     def forget_if_over(self) -> None:
         if self._closed and not self._machine.has_stream(self.number):
             self._window.close()
-            self._connection.forget(self)
+            self._owner.forget(self)
 
     def wake(self) -> None:
         self.readers.unpark_all()
@@ -177,7 +191,7 @@ class YamuxStream(IMuxedStream):
 
     def _give(self, part: Buffer, size_bytes: int) -> int | None:
         """Give the machine a part of a large write. Returns how many bytes it took, None if we have closed."""
-        gently = self._connection.note_write(size_bytes, self._writes)
+        gently = self._sender.note_write(size_bytes, self._writes)
         self._writes += 1
         return self._machine.write(self.number, part, gently=gently)
 
@@ -192,11 +206,11 @@ class YamuxStream(IMuxedStream):
     async def _wait(self, for_what: trio.lowlevel.ParkingLot) -> None:
         self._check_alive()
         await for_what.park()
-        self._connection.has_waited()
+        self._sender.has_waited()
         self._check_alive()
 
     def _check_alive(self) -> None:
-        if self._reset or self._connection.has_ended:
+        if self._reset or self._sender.has_ended:
             raise self._end_error()
 
     def _end_error(self) -> MuxedStreamError:

@@ -21,8 +21,9 @@ from llmnode.core.peers.standing import Candidate, Standing
 from llmnode.core.peers.suspicion import Suspicion
 from llmnode.core.route import Hop, HopCost, Route, find_detour, find_route
 from llmnode.core.view import online
-from llmnode.errors import ConfigError, IntegrityError, NoRoute, PeerError, PeerRefused, PeerTimeout, PeerUnreachable
+from llmnode.errors import ConfigError, NoRoute, PeerError, PeerRefused, PeerTimeout, PeerUnreachable
 from llmnode.session.saved import MOST_CONTACTS, pack, write
+from llmnode.wire.receipt import Convicted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -91,7 +92,7 @@ class PeerFinder:
                 return
             if not self._bans.is_banned(error.peer, now_s):  # one event may fail several sessions
                 self._standing.note_refused(error.peer, now_s)
-        if isinstance(error, IntegrityError) and error.proof is not None:
+        if isinstance(error, Convicted):
             self._suspicion.convict(error.peer, now_s)
         self._bans.report(error.peer, now_s)
 

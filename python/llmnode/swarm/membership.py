@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import math
 import random
 import time
 from dataclasses import replace
@@ -20,6 +19,7 @@ import trio
 from llmnode.core.announcement import DOUBLE, Announcement, PeerState
 from llmnode.core.budget import Kind, Resource
 from llmnode.core.ids import PeerId
+from llmnode.core.own_announcements import OwnAnnouncements
 from llmnode.core.peers.clocks import Clocks
 from llmnode.core.view import Source, View, is_news
 from llmnode.errors import ConfigError, PeerError, RemoteProtocolError
@@ -85,7 +85,6 @@ class Swarm:
         self._rng = rng or random.Random()
         named = (PeerId(each.rpartition("/p2p/")[2]) for each in contacts)
         self.view = View(policy, {network.peer, *named}, self._rng)
-        self._double: Announcement | None = None
         self._clocks = Clocks(policy)
         self._network = network
         self._pool = pool
@@ -101,10 +100,7 @@ class Swarm:
         self._news = trio.Event()
         self._changed = trio.Event()
         self._noticed = trio.Event()
-        self._began_ms = self._former_ms = now_ms()
-        self._said_again_s = self._double_until_s = -math.inf
-        self._sequence = 0
-        self._said: set[int] = set()
+        self._own = OwnAnnouncements(policy, now_ms())
         self.unread = 0
         """Announcements that were skipped because this version cannot read them."""
         self._offer: Callable[[], Offer] | None = None
@@ -112,7 +108,7 @@ class Swarm:
     @property
     def double(self) -> Announcement | None:
         """The announcement of another node that uses our identity; None if there is none, or it is long ago."""
-        return self._double if trio.current_time() < self._double_until_s else None
+        return self._own.double(trio.current_time())
 
     @property
     def clock_offsets_ms(self) -> dict[PeerId, int]:
@@ -156,15 +152,12 @@ class Swarm:
 
     def say(self, offer: Offer) -> None:
         """Sign an announcement of `offer` and let others hear of it soon."""
-        now_ms, lifetime_ms = self._now_ms(), int(1000 * self._policy.lifetime_s)
-        self._sequence = max(now_ms, self._sequence + 2)
-        ours = {self._sequence, self._sequence - 1}  # the second one is of the form for protocol 1
-        self._said = {each for each in self._said if each + lifetime_ms > now_ms} | ours
+        sequence = self._own.next_sequence(self._now_ms())
         announcement = Announcement(
             peer=self._network.peer,
             addresses=tuple(self._network.addresses)[: self._policy.addresses],
-            sequence=self._sequence,
-            expires_ms=self._sequence + lifetime_ms,
+            sequence=sequence,
+            expires_ms=sequence + int(1000 * self._policy.lifetime_s),
             software=software() if self.double is None else f"{software()} ({DOUBLE})",
             offer=offer,
         )
@@ -298,37 +291,17 @@ class Swarm:
         self.unread += len(news.unread)
 
     def _is_foreign(self, announcement: Announcement, now_ms: int) -> bool:
-        """Whether it is valid, and another node with our key made it since we began.
-
-        Our own former run made its announcements before that. Since then it says at most that it has left.
-        """
-        if announcement.sequence <= self._former_ms or announcement.offer.state is PeerState.LEFT:
-            return False
-        return announcement.sequence not in self._said and self.view.holds(announcement, now_ms)
+        """Whether it is valid, and another node with our key made it since we began."""
+        return self._own.is_foreign(announcement) and self.view.holds(announcement, now_ms)
 
     def _take_foreign(self, announcement: Announcement) -> None:
-        """Another node announces itself with our identity. Others believe the newest one, so ours must be newer.
-
-        The first that is ahead of our clock may be from our former run, before this clock was set back.
-        """
-        self._sequence = max(self._sequence, announcement.sequence)
-        if announcement.sequence > self._now_ms() and self._former_ms == self._began_ms:
-            self._former_ms = announcement.sequence
-            self._say_again()
-            return
-        known, self._double = self.double, announcement
-        self._double_until_s = trio.current_time() + 2 * self._policy.lifetime_s
-        if known is None or is_news(known, announcement):
-            log.info("another node uses our identity, at %s", " ".join(announcement.addresses))
-            self._say_again()
-        elif trio.current_time() > self._said_again_s + self._policy.announce_every_s / 3:
-            self._say_again()  # else it may never hear of us, since its next announcement is newer than ours
-        self._note_noticed()
-
-    def _say_again(self) -> None:
-        self._said_again_s = trio.current_time()
-        if self._offer is not None:
+        known = self.double
+        if self._own.take_foreign(announcement, self._now_ms(), trio.current_time()) and self._offer is not None:
             self.say(self._offer())
+        if self.double is announcement:
+            if known is None or is_news(known, announcement):
+                log.info("another node uses our identity, at %s", " ".join(announcement.addresses))
+            self._note_noticed()
 
     def _note_clock(self, peer: PeerId, offset_ms: int, *, asked: bool) -> None:
         if peer != self._network.peer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import trio
 
@@ -15,11 +15,42 @@ from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError
 from llmnode.wire.frame import Frame, FrameType
 
 if TYPE_CHECKING:
-    from llmnode.testing.network import MemoryInternet, MemoryNetwork
+    from collections.abc import Callable, Iterable
+
+    from llmnode.core.budget import Budget
+    from llmnode.core.ids import PeerId
+    from llmnode.testing.medium import Medium
+
+    Tamper: TypeAlias = Callable[[PeerId, Frame], Iterable[Frame]]
+    """Takes the receiver and a frame for it. Returns the frames that are sent instead."""
 
 ASKED_ONCE = {FrameType.OPEN, FrameType.TRUNCATE, FrameType.NEIGHBOURS, FrameType.FORK}
 """Frames of these kinds may not arrive twice, and over a stream never do: they change the state of a session. Steps
 may: clients give again what they take for lost on the way from server to server."""
+
+
+class Endpoint:
+    """A peer as its links know it: where it is, whether it is frozen, and what it holds."""
+
+    def __init__(self, peer: PeerId, host: str, budget: Budget) -> None:
+        self.peer = peer
+        self.host = host
+        self.budget = budget
+        self.links: list[MemoryLink] = []
+        self.frozen = False
+        self.traffic = Traffic()
+        self.tamper: Tamper | None = None
+        """Replaces each frame that the peer sends. None: they are sent as they are."""
+
+
+def is_held_back(medium: Medium, sender: Endpoint, receiver: Endpoint) -> bool:
+    """Whether what is due has to wait."""
+    return receiver.frozen or (sender.peer, receiver.peer) in medium.cuts
+
+
+def is_heard(medium: Medium, sender: Endpoint, receiver: Endpoint) -> bool:
+    """Whether anything new can arrive now."""
+    return not (sender.frozen or is_held_back(medium, sender, receiver))
 
 
 class MemoryLink:
@@ -27,7 +58,7 @@ class MemoryLink:
 
     far: MemoryLink
 
-    def __init__(self, internet: MemoryInternet, own: MemoryNetwork, other: MemoryNetwork) -> None:
+    def __init__(self, medium: Medium, own: Endpoint, other: Endpoint) -> None:
         self.own = own
         self.other = other
         self.peer = other.peer
@@ -37,10 +68,10 @@ class MemoryLink:
         self.connection.on_evict = self._evict
         self.scope = self.connection.open(Kind.LINK, other.peer)
         self._memory = Account(self.scope, Resource.MEMORY)
-        self.relayed = internet.is_relayed(own.peer, other.peer)
-        self.relay_limit_bytes = internet.relay_limit_bytes if self.relayed else None
-        self._internet = internet
-        self._frames = internet.policy.queue_frames
+        self.relayed = medium.is_relayed(own.peer, other.peer)
+        self.relay_limit_bytes = medium.relay_limit_bytes if self.relayed else None
+        self._medium = medium
+        self._frames = medium.policy.queue_frames
         self._delivered, self._incoming = trio.open_memory_channel[Frame](self._frames)
         self._error: PeerError | None = None
         self._unsent: list[Frame | None] = []  # while frozen; None ends the stream
@@ -55,14 +86,14 @@ class MemoryLink:
 
     @property
     def version(self) -> int:
-        return self._internet.version_between(self.own.peer, self.peer)
+        return self._medium.version_between(self.own.peer, self.peer)
 
     async def wait_version(self) -> int:
         await trio.lowlevel.checkpoint()
         return self.version
 
     async def wait_direct(self) -> None:
-        await self._internet.until_direct(self.own.peer, self.peer)
+        await self._medium.until_direct(self.own.peer, self.peer)
 
     async def send(self, frame: Frame) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -97,13 +128,13 @@ class MemoryLink:
         """End this side now, and the far one when it hears of it."""
         if self._error is None:
             self._error = error.blame(self.peer)
-            self._internet.note(f"end {self.own.peer} -> {self.peer}: {error.message}")
+            self._medium.note(f"end {self.own.peer} -> {self.peer}: {error.message}")
             self.connection.close()
             self._delivered.close()
             self._room.set()
             if not self.own.frozen:
                 self.own.links.remove(self)
-            last_s = trio.current_time() + self._internet.policy.farewell_s
+            last_s = trio.current_time() + self._medium.policy.farewell_s
             self._under_way = deque((began, frame if began <= last_s else None) for began, frame in self._under_way)
             self._send(None)
 
@@ -129,8 +160,8 @@ class MemoryLink:
         if self.own.frozen:
             self._unsent.append(frame)
             return
-        internet = self._internet
-        conditions = internet.between(self.own.peer, self.peer)
+        medium = self._medium
+        conditions = medium.between(self.own.peer, self.peer)
         now_s = trio.current_time()
         began_s = sent_s = max(now_s, self._busy_until_s)
         if frame is not None:
@@ -139,17 +170,17 @@ class MemoryLink:
                 size_bytes = len(frame.payload)
                 self.own.traffic += Traffic(sent_bytes=size_bytes, sent_plain_bytes=size_bytes)
             sent_s = self._busy_until_s = began_s + frame.size_bytes / conditions.bytes_per_s
-            if sent_s - began_s > (timeout_s := internet.policy.write_timeout_s):
+            if sent_s - began_s > (timeout_s := medium.policy.write_timeout_s):
                 error = PeerUnreachable(f"took no data for {timeout_s:g} s")
-                internet.call_at(began_s + timeout_s, lambda: self.fail(error))
-        patience_s = internet.policy.silence_s
-        took_s = conditions.travel_s(internet.rng, patience_s)
+                medium.call_at(began_s + timeout_s, lambda: self.fail(error))
+        patience_s = medium.policy.silence_s
+        took_s = conditions.travel_s(medium.rng, patience_s)
         if took_s > patience_s:
             error = PeerUnreachable(f"silent for {patience_s:g} s")
-            internet.call_at(now_s + patience_s, lambda: self.far.fail(error))
+            medium.call_at(now_s + patience_s, lambda: self.far.fail(error))
         self._last_due_s = max(self._last_due_s, sent_s + took_s)
         self._under_way.append((began_s, frame))
-        internet.call_at(self._last_due_s, self._arrive)
+        medium.call_at(self._last_due_s, self._arrive)
 
     def _arrive(self) -> None:
         self._due += 1
@@ -157,7 +188,7 @@ class MemoryLink:
 
     def flush(self) -> None:
         """Hand over what is due, unless it has to wait."""
-        while self._due and not self._internet.holds_back(self.own, self.other):
+        while self._due and not is_held_back(self._medium, self.own, self.other):
             self._due -= 1
             _, frame = self._under_way.popleft()
             self.far._take(frame)
@@ -168,7 +199,7 @@ class MemoryLink:
         if self._error is not None:  # while frozen
             self.own.links.remove(self)
         self.far.flush()
-        since_s, patience_s = self._silent_since_s, self._internet.policy.silence_s
+        since_s, patience_s = self._silent_since_s, self._medium.policy.silence_s
         if self._error is None and since_s is not None and trio.current_time() - since_s >= patience_s:
             return self._fall_silent(since_s)
         unsent, self._unsent = self._unsent, []
@@ -186,12 +217,12 @@ class MemoryLink:
         if frame.session != NO_SESSION:
             size_bytes = len(frame.payload)
             self.own.traffic += Traffic(received_bytes=size_bytes, received_plain_bytes=size_bytes)
-        internet = self._internet
-        duplication = internet.between(self.peer, self.own.peer).duplication
-        again = duplication and frame.type not in ASKED_ONCE and internet.rng.random() < duplication
-        if internet.trace is not None:
+        medium = self._medium
+        duplication = medium.between(self.peer, self.own.peer).duplication
+        again = duplication and frame.type not in ASKED_ONCE and medium.rng.random() < duplication
+        if medium.trace is not None:
             twice = " twice" if again else ""
-            internet.note(f"{self.peer} -> {self.own.peer} {internet.describe(frame)}{twice}")
+            medium.note(f"{self.peer} -> {self.own.peer} {medium.describe(frame)}{twice}")
         for _ in range(1 + bool(again)):
             if not self._hold(frame.size_bytes):
                 return self.fail(PeerUnreachable("no memory is left for what goes over this link"))
@@ -203,28 +234,28 @@ class MemoryLink:
 
     def notice_silence(self) -> None:
         """Call when it may have begun or ended: the link ends if it lasts."""
-        if self._internet.is_heard(self.other, self.own):
+        if is_heard(self._medium, self.other, self.own):
             self._silent_since_s = None
         elif self._silent_since_s is None:
             since_s = self._silent_since_s = trio.current_time()
-            self._internet.call_at(since_s + self._internet.policy.silence_s, lambda: self._fall_silent(since_s))
+            self._medium.call_at(since_s + self._medium.policy.silence_s, lambda: self._fall_silent(since_s))
 
     def _fall_silent(self, since_s: float) -> None:
         if self._silent_since_s == since_s and not self.own.frozen:
-            self.fail(PeerUnreachable(f"silent for {self._internet.policy.silence_s:g} s"))
+            self.fail(PeerUnreachable(f"silent for {self._medium.policy.silence_s:g} s"))
 
     def keep_alive(self) -> None:
         """Where frames get lost, idle links have heartbeats, so that one that loses too much dies; others need none."""
-        if not self._keeps_alive and self._internet.between(self.own.peer, self.peer).loss:
+        if not self._keeps_alive and self._medium.between(self.own.peer, self.peer).loss:
             self._keeps_alive = True
             self._beat()
 
     def _beat(self) -> None:
-        if self._error is None and self._internet.between(self.own.peer, self.peer).loss:
+        if self._error is None and self._medium.between(self.own.peer, self.peer).loss:
             if not self._wrote:
                 self._send(Frame(FrameType.HEARTBEAT))
             self._wrote = False
-            self._internet.call_at(trio.current_time() + self._internet.policy.heartbeat_s, self._beat)
+            self._medium.call_at(trio.current_time() + self._medium.policy.heartbeat_s, self._beat)
         else:
             self._keeps_alive = False
 

@@ -7,34 +7,26 @@ Frames are handed over as they are: what a link does to bytes is for tests over 
 from __future__ import annotations
 
 import hashlib
-import heapq
-import math
 import random
 import zlib
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import count, product
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import product
+from typing import TYPE_CHECKING
 
 import trio
 
 from llmnode.core.budget import Budget, Resource, Worth
-from llmnode.core.ids import NO_SESSION, PeerId, SessionId
+from llmnode.core.ids import PeerId
 from llmnode.core.peers.dial_gate import DialGate
 from llmnode.core.policy import LinkPolicy
-from llmnode.core.traffic import Traffic
 from llmnode.errors import ConfigError, PeerUnreachable
 from llmnode.testing.conditions import Conditions
-from llmnode.testing.link import MemoryLink
-from llmnode.wire.frame import LINK_VERSIONS
+from llmnode.testing.link import Endpoint, MemoryLink, is_heard
+from llmnode.testing.medium import Medium
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Iterable
-
-    from llmnode.wire.frame import Frame
-
-    Tamper: TypeAlias = Callable[[PeerId, Frame], Iterable[Frame]]
-    """Takes the receiver and a frame for it. Returns the frames that are sent instead."""
+    from collections.abc import AsyncIterator, Collection, Iterable
 
 ACCEPT_QUEUE = 16
 PORTS = 65535
@@ -67,35 +59,16 @@ class Dial:
     port: int
 
 
-class MemoryInternet:
-    """The medium that connects the networks, and breaks them. Made by `open_internet`.
-
-    `conditions` hold between all peers that `set_conditions` has not been called for. `trace`, when set, is called with
-    a line for every link, frame and fault.
-    """
+class MemoryInternet(Medium):
+    """The medium with the networks that it connects, and the faults that break it. Made by `open_internet`."""
 
     def __init__(self, conditions: Conditions, policy: LinkPolicy, rng: random.Random) -> None:
-        self.conditions = conditions
-        self.policy = policy
-        self.rng = rng
-        self.trace: Callable[[str], None] | None = None
+        super().__init__(conditions, policy, rng)
         self._networks: dict[PeerId, MemoryNetwork] = {}
-        self._special: dict[tuple[PeerId, PeerId], Conditions] = {}
-        self._cut: set[tuple[PeerId, PeerId]] = set()
         self._no_dial: set[tuple[PeerId, PeerId]] = set()
-        self._relayed: set[frozenset[PeerId]] = set()
-        self.relay_limit_bytes: int | None = None
-        """Relays announce this limit for links opened from now on. They do not cut them."""
-        self.old: set[PeerId] = set()
-        """Peers that speak protocol 1 alone."""
         self.black_holes: set[str] = set()
         """Addresses from which no answer comes to a dial."""
-        self._direct = trio.Event()  # two that were not
         self._mended = trio.Event()
-        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = count()
-        self._sooner = trio.Event()
-        self._sessions: dict[SessionId, int] = {NO_SESSION: 0}
         self._hosts: dict[PeerId, str] = {}
         self.dials: list[Dial] = []
         """The dials to peers that are not there, in the order of their ends."""
@@ -153,14 +126,14 @@ class MemoryInternet:
     def cut_one_way(self, sender: PeerId, receiver: PeerId) -> None:
         """The receiver hears nothing of the sender, which still hears the receiver."""
         self.note(f"cut {sender} -> {receiver}")
-        self._cut.add((sender, receiver))
+        self.cuts.add((sender, receiver))
         self._notice_silence()
 
     def mend(self, one: PeerId, other: PeerId) -> None:
         """Both ways; they can dial each other too."""
         self.note(f"mend {one} - {other}")
         for pair in ((one, other), (other, one)):
-            self._cut.discard(pair)
+            self.cuts.discard(pair)
             self._no_dial.discard(pair)
         self._note_mended()
 
@@ -177,36 +150,34 @@ class MemoryInternet:
 
     def relay(self, one: PeerId, other: PeerId) -> None:
         """Links between them that are opened from now on say that they go through a relay."""
-        self._relayed.add(frozenset((one, other)))
+        self.relayed.add(frozenset((one, other)))
 
     def punch(self, one: PeerId, other: PeerId) -> None:
         """They do not any more: links that are opened from now on are direct."""
         self.note(f"direct {one} - {other}")
-        self._relayed.discard(frozenset((one, other)))
-        self._direct.set()
-        self._direct = trio.Event()
+        self.note_direct(one, other)
 
     def set_conditions(self, sender: PeerId, receiver: PeerId, conditions: Conditions | None) -> None:
         """For frames in this direction, sent from now on; None for those of all others."""
         self.note(f"{sender} -> {receiver}: {conditions}")
         if conditions is None:
-            self._special.pop((sender, receiver), None)
+            self.special.pop((sender, receiver), None)
         else:
-            self._special[sender, receiver] = conditions
+            self.special[sender, receiver] = conditions
         for link in self._links():
             link.keep_alive()
 
     def mend_all(self) -> None:
         """No cut, no blocked dial, nobody frozen, the same conditions everywhere."""
         self.note("mend all")
-        self._cut.clear()
+        self.cuts.clear()
         self._no_dial.clear()
-        self._special.clear()
+        self.special.clear()
         for peer in list(self._networks):
             self.thaw(peer)
         self._note_mended()
 
-    # The interface for links
+    # The interface for networks
 
     def find(self, address: str) -> MemoryNetwork | None:
         """The network that listens at `address`."""
@@ -219,61 +190,13 @@ class MemoryInternet:
         number = len(self._hosts)
         return self._hosts.setdefault(peer, f"8.{number >> 8 & 255}.{number & 255}.1")
 
-    def between(self, sender: PeerId, receiver: PeerId) -> Conditions:
-        return self._special.get((sender, receiver), self.conditions) if self._special else self.conditions
-
-    def is_heard(self, sender: MemoryNetwork, receiver: MemoryNetwork) -> bool:
-        """Whether anything new can arrive now."""
-        return not (sender.frozen or self.holds_back(sender, receiver))
-
-    def holds_back(self, sender: MemoryNetwork, receiver: MemoryNetwork) -> bool:
-        """Whether what is due has to wait."""
-        return receiver.frozen or (sender.peer, receiver.peer) in self._cut
-
-    def version_between(self, one: PeerId, other: PeerId) -> int:
-        return LINK_VERSIONS[-1] if {one, other} & self.old else LINK_VERSIONS[0]
-
-    def is_relayed(self, one: PeerId, other: PeerId) -> bool:
-        return frozenset((one, other)) in self._relayed
-
-    async def until_direct(self, one: PeerId, other: PeerId) -> None:
-        await trio.lowlevel.checkpoint()
-        while self.is_relayed(one, other):
-            await self._direct.wait()
-
     async def until_dialled(self, dialler: MemoryNetwork, listener: MemoryNetwork) -> None:
         """Until a handshake of three ways has succeeded."""
         ways = [(dialler.peer, listener.peer), (listener.peer, dialler.peer), (dialler.peer, listener.peer)]
         patience_s = self.policy.dial_timeout_s
         await trio.sleep(sum(self.between(*way).travel_s(self.rng, patience_s) for way in ways))
-        while ways[0] in self._no_dial or not self.is_heard(dialler, listener) or not self.is_heard(listener, dialler):
+        while ways[0] in self._no_dial or not (is_heard(self, dialler, listener) and is_heard(self, listener, dialler)):
             await self._mended.wait()
-
-    def call_at(self, when_s: float, act: Callable[[], None]) -> None:
-        if not self._agenda or when_s < self._agenda[0][0]:
-            self._sooner.set()
-        heapq.heappush(self._agenda, (when_s, next(self._numbers), act))
-
-    async def run(self) -> None:
-        """Do what is on the agenda, each in its time, until cancelled."""
-        while True:
-            self._sooner = trio.Event()
-            with trio.CancelScope(deadline=self._agenda[0][0] if self._agenda else math.inf):
-                await self._sooner.wait()
-            now_s = trio.current_time()
-            while self._agenda and self._agenda[0][0] <= now_s:
-                _, _, act = heapq.heappop(self._agenda)
-                act()
-
-    def note(self, line: str) -> None:
-        if self.trace is not None:
-            self.trace(f"{trio.current_time():.9f} {line}")
-
-    def describe(self, frame: Frame) -> str:
-        """For the trace. Sessions are numbered as they appear: their names are no part of a seed."""
-        session = self._sessions.setdefault(frame.session, len(self._sessions))
-        body = zlib.crc32(frame.payload)
-        return f"{frame.type.name} {session}.{frame.epoch}.{frame.step} {frame.start}+{frame.length} {body:08x}"
 
     def _links(self) -> Iterable[MemoryLink]:
         return [link for network in self._networks.values() for link in network.links]
@@ -290,19 +213,12 @@ class MemoryInternet:
         self._mended = trio.Event()
 
 
-class MemoryNetwork:
+class MemoryNetwork(Endpoint):
     """The `Network` port of one peer. Made by `MemoryInternet.network`."""
 
     def __init__(self, internet: MemoryInternet, peer: PeerId, host: str) -> None:
-        self.peer = peer
-        self.host = host
-        self.budget = Budget(internet.policy.budget)
+        super().__init__(peer, host, Budget(internet.policy.budget))
         self._gate = DialGate(internet.policy.dials)
-        self.links: list[MemoryLink] = []
-        self.frozen = False
-        self.traffic = Traffic()
-        self.tamper: Tamper | None = None
-        """Replaces each frame that the peer sends. None: they are sent as they are."""
         self._internet = internet
         self._opened, self._accepted = trio.open_memory_channel[MemoryLink](ACCEPT_QUEUE)
 

@@ -84,9 +84,17 @@ class Conviction:
     shown: Receipt
     by: PeerId
 
-    def error(self) -> IntegrityError:
-        what = f"signed two different receipts for step {self.told.step}"
-        return IntegrityError(what, peer=self.told.signer, span=self.told.span, proof=self)
+    def error(self) -> Convicted:
+        return Convicted(self)
+
+
+class Convicted(IntegrityError):
+    """Its `proof` convicts `peer` of a lie."""
+
+    def __init__(self, proof: Conviction) -> None:
+        self.proof = proof
+        told = proof.told
+        super().__init__(f"signed two different receipts for step {told.step}", peer=told.signer, span=told.span)
 
 
 def profile_digest(profile: Profile, codec: str) -> bytes:

@@ -575,9 +575,10 @@ async def test_links_end_when_a_relay_falls_silent() -> None:
 def freeze(network: Libp2pNetwork) -> None:
     """Have its connections neither send nor say that they do not, as if it were cut off."""
     for connection in cast(Any, network.host.get_network()).get_connections():
-        connection.muxed_conn.machine = Mute(connection.muxed_conn.machine)
-        for stream in connection.muxed_conn._streams.values():
-            stream._machine = connection.muxed_conn.machine
+        muxed = connection.muxed_conn
+        muxed.machine = muxed.sender.machine = Mute(muxed.machine)
+        for stream in muxed._streams.values():
+            stream._machine = muxed.machine
 
 
 class Mute:

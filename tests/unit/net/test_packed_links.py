@@ -124,7 +124,7 @@ async def test_on_loopback_hardly_anything_is_packed_however_busy_the_machine() 
     async with line(None) as over, linked(over) as (near, far):
         for seed in range(30):
             await carry(near, far, seed, 1_500_000)
-        assert near._packing.bytes_per_s is not None, "it knows how fast the link is"
+        assert near._packer._choice.bytes_per_s is not None, "it knows how fast the link is"
     assert over.one.traffic.sent_plain_bytes == 30 * 1_500_000
     assert over.one.traffic.sent_bytes > 0.97 * over.one.traffic.sent_plain_bytes, "a fifth of the frames, at most"
 

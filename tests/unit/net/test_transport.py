@@ -36,7 +36,8 @@ from llmnode._native import NoiseHandshake, NoiseSession
 from llmnode.core.links.write_size import OPENING_WRITES
 from llmnode.net.secure import NoiseConnection, NoiseTransport
 from llmnode.net.sockets import socket_of
-from llmnode.net.yamux import UNACKNOWLEDGED_S, UNSENT_BYTES, YamuxConnection
+from llmnode.net.yamux import UNACKNOWLEDGED_S, YamuxConnection
+from llmnode.net.yamux_sender import UNSENT_BYTES
 from llmnode.net.yamux_stream import YamuxStream
 from unit.hosts import ECHO, LOOPBACK, MIB, echo, host, hosts, new_transport, read_exactly, secured, tcp_pair
 from unit.in_trio import in_trio
@@ -202,7 +203,7 @@ async def test_a_connection_whose_peer_reads_nothing_is_closed_without_waiting_f
 
         nursery.start_soon(write)
         await trio.testing.wait_all_tasks_blocked(0.05)
-        assert ours.is_congested
+        assert ours.sender.is_congested
         await ours.close()
 
 
@@ -378,7 +379,7 @@ async def test_a_small_message_goes_out_before_all_that_waits_for_the_socket() -
             nursery.start_soon(write, await ours.open_stream())
         small = await ours.open_stream()
         await trio.testing.wait_all_tasks_blocked()
-        assert ours.is_congested
+        assert ours.sender.is_congested
         sent = len(begun)
         assert sent < streams / 2
         nursery.start_soon(small.write, b"small")
@@ -402,12 +403,12 @@ async def bytes_ahead_of_a_small_message(bytes_per_s: float) -> int:
         assert far is not None
         far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         for size_bytes, seconds in ((1, 0.0), (10 * bytes_per_s, 10.0)):
-            ours._drain.note(int(size_bytes), trio.current_time() - 10 + seconds, is_full=True)
+            ours.sender._drain.note(int(size_bytes), trio.current_time() - 10 + seconds, is_full=True)
         bulk, small = await ours.open_stream(), await ours.open_stream()
         await attacker.write(frame(WINDOW_UPDATE, 0, bulk.number, 16 * MIB))
         nursery.start_soon(bulk.write, bytes(16 * MIB))
         await trio.testing.wait_all_tasks_blocked(0.05)
-        assert ours.is_congested
+        assert ours.sender.is_congested
         nursery.start_soon(small.write, b"small")
         ahead = 0
         while (data := await next_data(attacker))[0] != small.number:

@@ -21,7 +21,7 @@ from llmnode.receipts.audit import audit
 from llmnode.receipts.book import ReceiptBook
 from llmnode.receipts.transcript import parse
 from llmnode.wire.payload import Codec
-from llmnode.wire.receipt import signed
+from llmnode.wire.receipt import Convicted, signed
 from unit.signers import CLIENT, LIAR, MODEL, OTHER, Session, digest, forged, signer
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def test_a_bad_signature_is_told_once_and_stands_until_its_positions_are_rolled_
     with pytest.raises(IntegrityError, match=r"did not sign positions \[5, 8\)") as caught:
         verify(session)
     assert (caught.value.peer, caught.value.span) == (second.signer, Span(2, 4))
-    assert caught.value.proof is None
+    assert not isinstance(caught.value, Convicted)
     assert (session.book.verified, session.book.pending) == (5, 1)
     verify(session)
     assert (session.book.verified, session.book.pending) == (5, 0)
@@ -122,7 +122,7 @@ def test_a_chain_that_does_not_join_is_told_at_once_and_leaves_two_suspects() ->
         add(session, receipts)
     assert caught.value.peer == receipts[2].signer
     assert caught.value.suspects == (receipts[1].signer, receipts[2].signer)
-    assert caught.value.proof is None
+    assert not isinstance(caught.value, Convicted)
 
 
 def test_receipts_for_positions_out_of_turn_are_our_bug() -> None:
@@ -173,7 +173,8 @@ def test_who_cannot_show_where_its_input_is_from_is_blamed_without_proof(output:
     echoed = {"forged": forgery, "told": told.signature, "": b"", "short": told.signature[:63]}[signature]
     with pytest.raises(IntegrityError, match="cannot show") as caught:
         session.book.echo(told, by, told.input_digest, put_out, echoed)
-    assert (caught.value.peer, caught.value.span, caught.value.proof) == (by.peer, by.span, None)
+    assert (caught.value.peer, caught.value.span) == (by.peer, by.span)
+    assert not isinstance(caught.value, Convicted)
     assert caught.value.suspects == (told.signer, by.peer)
     assert session.book.convictions == []
 
@@ -201,7 +202,8 @@ def test_who_told_us_something_unsigned_is_blamed_before_what_it_told_others_cou
     by = session.stages[1].hop
     with pytest.raises(IntegrityError, match="did not sign") as caught:
         session.book.echo(forged(told), by, shown.input_digest, shown.output_digest, shown.signature)
-    assert (caught.value.peer, caught.value.proof) == (told.signer, None)
+    assert caught.value.peer == told.signer
+    assert not isinstance(caught.value, Convicted)
     assert session.book.echo(forged(told), by, told.input_digest, after.input_digest, forged(told).signature) is None, (
         "two that agree on a bad signature: `verify_pending` tells"
     )

@@ -20,6 +20,7 @@ from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.receipt import (
     CONTEXT_1,
     SIGNING_CONTEXT,
+    Convicted,
     Conviction,
     Receipt,
     is_proof,
@@ -185,6 +186,7 @@ def test_what_somebody_else_signed_proves_nothing() -> None:
 def test_a_conviction_blames_the_signer_and_has_the_proof() -> None:
     conviction = Conviction(lie(), lie(output_digest=digest("another")), OTHER.peer)
     error = conviction.error()
+    assert isinstance(error, Convicted)
     assert isinstance(error, IntegrityError)
     assert (error.peer, error.span, error.proof) == (LIAR.peer, Span(3, 5), conviction)
 

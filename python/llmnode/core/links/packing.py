@@ -1,6 +1,6 @@
 """When packing what crosses a link pays (`_native.pack`): how fast the link is, what packing gains and what it costs.
 
-It holds values alone; `net/link.py` packs, and looks at the clock.
+It holds values alone; `net/packer.py` packs, and looks at the clock.
 """
 
 from __future__ import annotations

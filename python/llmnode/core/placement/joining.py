@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from llmnode.core.errors import ConfigError
 from llmnode.core.span import Span
-from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,9 +14,9 @@ from itertools import accumulate
 from operator import itemgetter, sub
 from typing import TYPE_CHECKING
 
+from llmnode.core.errors import ConfigError
 from llmnode.core.placement.servers import Move, most_throughput, worthwhile_lengths
 from llmnode.core.span import Span
-from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

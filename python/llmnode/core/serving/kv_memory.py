@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from llmnode.errors import ConfigError
+from llmnode.core.errors import ConfigError
 
 _UNITS = {"MiB": 1 << 20, "GiB": 1 << 30, "MB": 10**6, "GB": 10**9}
 _AMOUNT = re.compile(rf"(\d{{1,9}}(?:\.\d{{1,9}})?)\s*(%|{'|'.join(_UNITS)})", re.ASCII)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmnode.core.announcement import PeerState
-from llmnode.errors import LocalProtocolError
+from llmnode.core.errors import LocalProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from llmnode.core.ids import PeerId
-    from llmnode.testing.network import Tamper
+    from llmnode.testing.link import Tamper
     from llmnode.testing.world import ServingNode, World
     from llmnode.wire.frame import Buffer
 
