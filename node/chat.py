@@ -50,7 +50,7 @@ def chat(config: ChatConfig) -> None:
         client.tokenizer.encode_dialogue([("user", "hello")])  # raises errors that no message can change
         sampler = config.sampling.of(client.generation_config)
         sampler.chooser([0], 1, ChoiceTerms(client.ends.vocabulary))  # raises errors of the settings
-        dialogue = Dialogue(opened, config.sampling, config.max_new_tokens, _length(config.max_length, client.model))
+        dialogue = Chat(opened, config.sampling, config.max_new_tokens, _length(config.max_length, client.model))
         note(f"{printable(client.model.name)}; {sampler.line()}\n{HELP}\nwarning: {WARNING}")
         while (message := _read_message(lines)) is not None:
             if message == "/quit":
@@ -75,7 +75,7 @@ def _length(asked: int | None, model: ModelInfo) -> int:
 
 
 @dataclass
-class Dialogue:
+class Chat:
     """A dialogue, and the servers' memory of it. Only tokens that are new since the last turn are run."""
 
     opened: OpenClient
@@ -179,7 +179,7 @@ class StopFlag:
             signal.signal(signal.SIGINT, former)
 
 
-def _answer(dialogue: Dialogue, message: str) -> None:
+def _answer(dialogue: Chat, message: str) -> None:
     """The dialogue goes on, also after an error or a Ctrl-C."""
     stop = StopFlag()
     try:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ServerReport:
     """The answer of a server that could be reached."""
 
     description: Description
@@ -39,7 +39,7 @@ class ModelStatus:
     dtype: str
     blocks: int
     servers: Sequence[Announcement]
-    answers: Mapping[PeerId, Answer]
+    answers: Mapping[PeerId, ServerReport]
 
     @property
     def holes(self) -> list[Span]:
@@ -47,7 +47,7 @@ class ModelStatus:
         return uncovered(self.blocks, [each.offer.span for each in online(self.servers)])
 
 
-def by_model(announcements: Sequence[Announcement], answers: Mapping[PeerId, Answer]) -> list[ModelStatus]:
+def by_model(announcements: Sequence[Announcement], answers: Mapping[PeerId, ServerReport]) -> list[ModelStatus]:
     groups: dict[Profile, list[Announcement]] = {}
     for each in announcements:
         groups.setdefault(each.offer.profile, []).append(each)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 
-class Stop:
+class StopRequest:
     """Until `in_order` is called, a request to stop ends everything at once; after it, `requested` is set first."""
 
     def __init__(self, scope: trio.CancelScope) -> None:
@@ -38,7 +38,7 @@ class Stop:
 
 
 @asynccontextmanager
-async def stopped_by_signals(*, until_stdin_closes: bool = False) -> AsyncIterator[Stop]:
+async def stopped_by_signals(*, until_stdin_closes: bool = False) -> AsyncIterator[StopRequest]:
     """The body is told by SIGINT and SIGTERM to stop and, if asked for, by the end of stdin.
 
     Raises ConfigError if stdin is a terminal, or none.
@@ -47,7 +47,7 @@ async def stopped_by_signals(*, until_stdin_closes: bool = False) -> AsyncIterat
         raise ConfigError("--until-stdin-closes needs stdin to be a pipe from the program that starts the server")
     with single_error():
         async with trio.open_nursery() as nursery:
-            stop = Stop(nursery.cancel_scope)
+            stop = StopRequest(nursery.cancel_scope)
             await nursery.start(_on_signals, stop)
             if until_stdin_closes:
                 nursery.start_soon(_on_stdin_end, stop)
@@ -55,7 +55,7 @@ async def stopped_by_signals(*, until_stdin_closes: bool = False) -> AsyncIterat
             nursery.cancel_scope.cancel()
 
 
-async def _on_signals(stop: Stop, task_status: trio.TaskStatus[None]) -> None:
+async def _on_signals(stop: StopRequest, task_status: trio.TaskStatus[None]) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         task_status.started()
         async for _signal in signals:
@@ -63,7 +63,7 @@ async def _on_signals(stop: Stop, task_status: trio.TaskStatus[None]) -> None:
             stop.request()
 
 
-async def _on_stdin_end(stop: Stop) -> None:
+async def _on_stdin_end(stop: StopRequest) -> None:
     """A parent holds our stdin open; however it ends, so do we."""
     async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as stdin:
         while await stdin.receive_some(1024):

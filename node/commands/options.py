@@ -346,7 +346,7 @@ def access(arguments: argparse.Namespace) -> Access:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class GenerationOptions:
     """The options that `generate` and `chat` share. Without `max_new_tokens` each has a default of its own."""
 
     access: Access
@@ -354,9 +354,9 @@ class Generation:
     max_new_tokens: int | None
 
 
-def generation(arguments: argparse.Namespace) -> Generation:
+def generation(arguments: argparse.Namespace) -> GenerationOptions:
     """Reads the options of `add_swarm`, `add_sampling` and --max-new-tokens. Raises ConfigError."""
-    return Generation(access(arguments), sampling(arguments), new_tokens(arguments))
+    return GenerationOptions(access(arguments), sampling(arguments), new_tokens(arguments))
 
 
 def at_least_one(value: int, flag: str, most: int = MOST) -> int:

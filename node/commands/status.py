@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llmnode.core.peers.clocks import ClockVerdict
     from llmnode.net.swarm_key import Entry
     from llmnode.node.commands.options import Commands
-    from llmnode.node.status import Answer, ModelStatus
+    from llmnode.node.status import ModelStatus, ServerReport
 
 BESIDE_BAR = 76
 """Columns of the terminal that the rest of a row takes."""
@@ -62,16 +62,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if any(not model.holes for model in models) else 1
 
 
-async def _ask(to: Entry) -> tuple[list[Announcement], dict[PeerId, Answer], ClockVerdict, int]:
+async def _ask(to: Entry) -> tuple[list[Announcement], dict[PeerId, ServerReport], ClockVerdict, int]:
     """The announced servers, the answers of those that can be reached, clocks, and the count of unread ones."""
     import trio
 
     from llmnode.core.policy import LinkPolicy, RoutePolicy
     from llmnode.errors import ConfigError, PeerError
-    from llmnode.node.status import Answer
+    from llmnode.node.status import ServerReport
     from llmnode.swarm.join import join_swarm
 
-    answers: dict[PeerId, Answer] = {}
+    answers: dict[PeerId, ServerReport] = {}
     limiter = trio.CapacityLimiter(ASKED_AT_ONCE)
     timeout_s = RoutePolicy().connect_timeout_s
 
@@ -82,7 +82,7 @@ async def _ask(to: Entry) -> tuple[list[Announcement], dict[PeerId, Answer], Clo
                 asked_s = trio.current_time()
                 description = await connection.describe(timeout_s)
                 round_trip_us = int((trio.current_time() - asked_s) * 1e6)
-                answers[each.peer] = Answer(description, connection.relayed, round_trip_us)
+                answers[each.peer] = ServerReport(description, connection.relayed, round_trip_us)
 
     async with join_swarm(to.peers, LinkPolicy(), swarm_key=to.key) as (pool, swarm):
         announcements = swarm.view.announcements()
@@ -109,7 +109,7 @@ def _show(models: Sequence[ModelStatus]) -> None:
             console.print("[green]every block is served[/]")
 
 
-def _work(answer: Answer | None) -> list[str]:
+def _work(answer: ServerReport | None) -> list[str]:
     """The last five columns: steps; the share that came straight from a server, and went to one; kB; link and RTT."""
     if answer is None:
         return ["", "", "", "[yellow]none[/]", ""]

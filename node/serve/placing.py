@@ -12,7 +12,7 @@ from llmnode.core.span import Span, parse_span
 
 if TYPE_CHECKING:
     from llmnode.core.model import ModelInfo
-    from llmnode.core.placement.servers import Server
+    from llmnode.core.placement.servers import PlacedServer
     from llmnode.ports import WorkerSource
     from llmnode.swarm.membership import Swarm
 
@@ -28,7 +28,7 @@ async def choose_blocks(blocks: str, model: ModelInfo, source: WorkerSource, swa
     return choose_span(length, block_speeds(model.blocks, servers))
 
 
-async def servers_of(model: ModelInfo, swarm: Swarm, *, draining: bool = False) -> list[Server]:
+async def servers_of(model: ModelInfo, swarm: Swarm, *, draining: bool = False) -> list[PlacedServer]:
     """The servers of the model in this node's view, as far as placement believes them: see `counted`."""
     if not swarm.view.of_model(model.digest):
         await swarm.look_up(model.digest)

@@ -25,9 +25,9 @@ from llmnode.core.serving.node_life import (
     LeaveWanted,
     Left,
     Load,
-    Loaded,
     Lost,
     Online,
+    Ready,
     RefuseSessions,
     SayFarewell,
     SpanWanted,
@@ -239,7 +239,7 @@ class Role:
             return
         self._source.serves()
         self._worker, self._block_us = worker, max(1, took_us // len(span))
-        self._report(Loaded(span), scope)
+        self._report(Ready(span), scope)
         if self._served is not None and isinstance(self.state, Online):
             self._report_worker(f"the worker serves blocks {span}{' again' * (span == self._served)}", True)
         self._served = span

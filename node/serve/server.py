@@ -37,7 +37,7 @@ from llmnode.wire.messages import (
     Description,
     Lease,
     Leased,
-    Open,
+    OpenRequest,
     Pass,
     Pushed,
     RefusalCode,
@@ -284,8 +284,8 @@ class ServerLink:
         sessions[frame.session] = session
         self._nursery.start_soon(self._run_session, session)
 
-    def _check_open(self, frame: Frame) -> tuple[Span, Open, ServedSpan]:
-        request = unpack(Open, frame.meta)
+    def _check_open(self, frame: Frame) -> tuple[Span, OpenRequest, ServedSpan]:
+        request = unpack(OpenRequest, frame.meta)
         if request.span_start >= request.span_end:
             raise RemoteProtocolError(f"[{request.span_start}, {request.span_end}) is no span")
         if frame.session == NO_SESSION or frame.step:

@@ -25,7 +25,7 @@ from llmnode.node.serve.session_memory import SessionMemory
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.log import PayloadLog
 from llmnode.wire.messages import (
-    Fork,
+    ForkRequest,
     Neighbours,
     Opened,
     Pushed,
@@ -39,7 +39,7 @@ from llmnode.wire.messages import (
 )
 from llmnode.wire.receipt import profile_digest
 from llmnode.wire.refusal import refusal_for, refusal_of
-from llmnode.wire.stage import Answer, Compute, Copy, Do, Refuse, Wait
+from llmnode.wire.stage import Compute, Copy, Do, Refuse, Repeat, Wait
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REQUESTS = {FrameType.NEIGHBOURS: Neighbours, FrameType.REPLAY: Replay, FrameType.FORK: Fork}
+REQUESTS = {FrameType.NEIGHBOURS: Neighbours, FrameType.REPLAY: Replay, FrameType.FORK: ForkRequest}
 """The frames with metadata that a session takes, and what the metadata is."""
 
 
@@ -231,7 +231,7 @@ class ServerSession:
                 await self._send(refusal_of(action.frame, RefusalCode.COMPUTE_FAILED, str(error)))
             action = self.stage.next_held()
 
-    async def _act(self, action: Answer | Compute | Copy | Do | Refuse) -> None:
+    async def _act(self, action: Repeat | Compute | Copy | Do | Refuse) -> None:
         self._doing = action.frame
         match action:
             case Compute(frame):
@@ -243,7 +243,7 @@ class ServerSession:
                 await self._send(self._done(answer, frame))
             case Copy(frame, source, operation):
                 await self._copy(frame, self._beside[source], operation)
-            case Answer(frame):
+            case Repeat(frame):
                 await self._send(frame)
             case Refuse(frame, code, reason):
                 await self._send(refusal_of(frame, code, reason))
@@ -297,7 +297,7 @@ class ServerSession:
 
     def _fork(self, frame: Frame) -> Action:
         try:
-            request = unpack(Fork, frame.meta)
+            request = unpack(ForkRequest, frame.meta)
         except RemoteProtocolError as error:
             return Refuse(frame, RefusalCode.BAD_MESSAGE, error.message)
         source = self._beside.get(SessionId(request.source))

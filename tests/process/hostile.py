@@ -25,7 +25,7 @@ from llmnode.core.span import Span
 from llmnode.errors import RemoteProtocolError
 from llmnode.wire.announcement import pack_news, pack_sequences, sign_announcement
 from llmnode.wire.frame import HEADER_BYTES, Frame, FrameDecoder, FrameType, encode
-from llmnode.wire.messages import Clock, Description, Fork, Lease, Neighbours, Open, Pass, Replay, pack
+from llmnode.wire.messages import Clock, Description, ForkRequest, Lease, Neighbours, OpenRequest, Pass, Replay, pack
 from llmnode.wire.payload import Codec, encode_hidden
 from llmnode.wire.profile import profile_of
 
@@ -114,7 +114,7 @@ class Attacker:
         chance, session, copy = self.chance, _name(self.chance), _name(self.chance)
         codec = chance.choices(list(Codec), weights=(5, 1, 1, 1))[0]
         max_length = chance.choice(SESSION_LENGTHS)
-        request = Open(
+        request = OpenRequest(
             self.target.model_digest,
             self.target.span_start,
             self.target.span_end,
@@ -162,7 +162,7 @@ class Attacker:
     def _fork(self, copy: SessionId, session: SessionId, epoch: int, keep: int) -> Frame:
         """Mostly forks `session`, which may not have this position yet."""
         source = self.chance.choices((session, copy, _name(self.chance)), weights=(8, 1, 1))[0]
-        request = Fork(source, self.chance.choice((0, 0, 0, 1, keep)))
+        request = ForkRequest(source, self.chance.choice((0, 0, 0, 1, keep)))
         return Frame(FrameType.FORK, copy, Epoch(epoch), Step(1), start=keep, meta=pack(request))
 
     def _forward(self, session: SessionId) -> Frame:

@@ -29,7 +29,7 @@ from llmnode.net.circuit_wire import send
 from llmnode.net.host import LINK_PROTOCOL, open_network
 from llmnode.net.select import open_unanswered
 from llmnode.wire.frame import Frame, FrameType, encode
-from llmnode.wire.messages import Clock, Open, Replay, pack
+from llmnode.wire.messages import Clock, OpenRequest, Replay, pack
 from process.small_server import connected, expected_tokens, serve_small
 from reference.small import BLOCKS, make_model
 
@@ -150,7 +150,7 @@ class Attack:
 
     def _open_frame(self, session: SessionId, max_length: int) -> Frame:
         model = self._model
-        request = Open(
+        request = OpenRequest(
             model.digest,
             0,
             model.blocks,

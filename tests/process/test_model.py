@@ -19,7 +19,7 @@ from llmnode.client.portal import open_portal
 from llmnode.client.sampling import Sampling
 from llmnode.client.versions import CACHE, cache_of
 from llmnode.errors import ConfigError, SessionClosed
-from llmnode.node.chat import Dialogue, StopFlag
+from llmnode.node.chat import Chat, StopFlag
 from llmnode.node.connect_options import OpenClient
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -164,7 +164,7 @@ def test_a_turn_of_a_dialogue_runs_only_what_is_new(peers: list[str], monkeypatc
 
     monkeypatch.setattr(generate_module, "run_blocks", counted)
     with open_portal() as portal, portal.enter(aconnect(peers)) as client:
-        dialogue = Dialogue(OpenClient(portal, client), Sampling(), max_new_tokens=6, max_length=256)
+        dialogue = Chat(OpenClient(portal, client), Sampling(), max_new_tokens=6, max_length=256)
         dialogue.answer("Name three fruits, please, and tell me which of them grows in the north.", StopFlag())
         first_prompt, ran[:] = ran[0], []
         dialogue.answer("And now?", StopFlag())

@@ -20,7 +20,7 @@ from llmnode.models.text import chat_template
 from llmnode.models.text.chat_template import ChatTemplate, _Process, is_plain
 from llmnode.models.text.template_process import TemplateFailed
 from llmnode.models.text.tokenizer import Tokenizer
-from llmnode.node.chat import Dialogue, StopFlag
+from llmnode.node.chat import Chat, StopFlag
 from llmnode.node.connect_options import OpenClient
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def test_the_template_alone_writes_the_first_token() -> None:
 
 
 @pytest.fixture
-def dialogue() -> Iterator[Dialogue]:
+def dialogue() -> Iterator[Chat]:
     """With a model that answers "hi" whatever is said, by a template that does not take "no"."""
     refuses = "{% if m.content == 'no' %}{{ raise_exception('not that') }}{% endif %}"
     refusing = f"{{% for m in messages %}}{refuses}{{{{ m.content }}}} {{% endfor %}}"
@@ -187,10 +187,10 @@ def dialogue() -> Iterator[Dialogue]:
         generation_config=GenerationConfig(),
     )
     with open_portal() as portal:
-        yield Dialogue(OpenClient(portal, client), Sampling(), max_new_tokens=4, max_length=64)
+        yield Chat(OpenClient(portal, client), Sampling(), max_new_tokens=4, max_length=64)
 
 
-def test_a_message_that_the_template_refuses_is_not_part_of_the_dialogue(dialogue: Dialogue) -> None:
+def test_a_message_that_the_template_refuses_is_not_part_of_the_dialogue(dialogue: Chat) -> None:
     dialogue.answer("hi", StopFlag())
     with pytest.raises(ConfigError, match="not that"):
         dialogue.answer("no", StopFlag())

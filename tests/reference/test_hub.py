@@ -341,7 +341,7 @@ def test_a_disk_that_fills_up_is_told(hub: Hub, saved: Path, monkeypatch: pytest
 def test_progress_is_told_by_tenths_and_by_gib() -> None:
     for total_bytes, fewest, most in ((1000, 10, 10), (50 << 30, 45, 50), (0, 0, 0)):
         lines: list[str] = []
-        progress = download.Progress(lines.append, NAME, total_bytes)
+        progress = download.DownloadProgress(lines.append, NAME, total_bytes)
         for _ in range(1000):
             progress.add(total_bytes // 1000)
         assert fewest <= len(lines) <= most

@@ -13,7 +13,7 @@ from llmnode.core.ids import NO_SESSION, SESSION_ID_BYTES, Epoch, SessionId, Ste
 from llmnode.core.priority import Priority
 from llmnode.testing import EXACT_MODEL, exact_input
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Fork, Lease, Neighbours, Open, Pushed, Replay, pack
+from llmnode.wire.messages import ForkRequest, Lease, Neighbours, OpenRequest, Pushed, Replay, pack
 from llmnode.wire.payload import Codec, encode_hidden
 from llmnode.wire.profile import profile_fields
 
@@ -86,7 +86,7 @@ class Sequence:
         codec = self.sessions[0].codec if self.sessions and rng.random() < 0.9 else rng.choice(list(Codec))
         session = _Session(SessionId(rng.randbytes(SESSION_ID_BYTES)), codec, rng.choice(LENGTHS))
         self.sessions.append(session)
-        message = Open(
+        message = OpenRequest(
             **profile_fields(EXACT_MODEL.profile),
             span_start=rng.choice((0,) * 9 + (2,)),
             span_end=rng.choice((EXACT_MODEL.blocks,) * 8 + (3, 3, EXACT_MODEL.blocks + 1)),
@@ -114,7 +114,7 @@ class Sequence:
         session.epoch += 1
         session.position = min(self.rng.choice((source.position, session.position)), session.max_length)
         shared = self.rng.choice((0, 0, 1, session.position))
-        return self._frame(FrameType.FORK, session, session.position, meta=pack(Fork(source.name, shared)))
+        return self._frame(FrameType.FORK, session, session.position, meta=pack(ForkRequest(source.name, shared)))
 
     def _replay(self, session: _Session) -> Frame:
         start = self.rng.randint(0, session.position)

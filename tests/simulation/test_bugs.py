@@ -13,7 +13,7 @@ from llmnode.node.serve.links import log_bug
 from llmnode.node.serve.server import Server
 from llmnode.swarm.peer_connection import open_connection
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Open, RefusalCode, pack
+from llmnode.wire.messages import OpenRequest, RefusalCode, pack
 from llmnode.wire.payload import Codec
 from simulation.world import MODEL, ROW, SPANS, Dialogue, kv_is_free, pairs_of_servers, simulated, world
 
@@ -36,7 +36,7 @@ def break_down(node: ServingNode, monkeypatch: pytest.MonkeyPatch, call: str) ->
 
 def opening(name: SessionId) -> Frame:
     span = SPANS[0]
-    asked = Open(
+    asked = OpenRequest(
         MODEL.digest, span.start, span.end, 20, MODEL.precision.name, Codec.RAW, "interactive", keep_outputs=False
     )
     return Frame(FrameType.OPEN, name, meta=pack(asked))

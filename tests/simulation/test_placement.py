@@ -12,18 +12,18 @@ from llmnode.core.ids import PeerId
 from llmnode.core.placement.policy import PlanPolicy, RebalancePolicy
 from llmnode.core.placement.servers import one_speed
 from llmnode.errors import ConfigError
-from llmnode.testing.placement import Conditions, Host, Rule, Uptime, read_trace, simulate_placement, two_classes
+from llmnode.testing.placement import Host, Rule, SwarmConditions, Uptime, read_trace, simulate_placement, two_classes
 from llmnode.testing.simulate import seeds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from llmnode.testing.placement import Outcome
+    from llmnode.testing.placement import SwarmFigures
 
 BLOCKS, MOST_BLOCKS = 12, 5
 HOUR_S = 3600.0
-CONDITIONS = Conditions(blocks=BLOCKS, load_s_per_block=10.0, views=2)
+CONDITIONS = SwarmConditions(blocks=BLOCKS, load_s_per_block=10.0, views=2)
 POLICY = RebalancePolicy()
 QUICK = PlanPolicy(tries=120, pairs=3)
 """Smaller plans, so that many seeds take seconds."""
@@ -48,11 +48,11 @@ def drawn(seed: int, number: int, to_s: float = 4 * HOUR_S) -> list[Host]:
     ]
 
 
-def simulated(hosts: Sequence[Host], seed: int, hours: float, conditions: Conditions = CONDITIONS) -> Outcome:
+def simulated(hosts: Sequence[Host], seed: int, hours: float, conditions: SwarmConditions = CONDITIONS) -> SwarmFigures:
     return simulate_placement(hosts, Rule.PLAN, hours * HOUR_S, seed, conditions, POLICY, QUICK)
 
 
-def moves_after(outcome: Outcome, time_s: float) -> int:
+def moves_after(outcome: SwarmFigures, time_s: float) -> int:
     return sum(moved_s > time_s for moves in outcome.moved.values() for moved_s, _ in moves)
 
 

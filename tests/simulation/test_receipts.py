@@ -17,7 +17,7 @@ from llmnode.node.serve import session as serving
 from llmnode.receipts.audit import audit
 from llmnode.receipts.transcript import parse
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Open, Opened, Pushed, Result, pack, unpack
+from llmnode.wire.messages import Opened, OpenRequest, Pushed, Result, pack, unpack
 from llmnode.wire.receipt import Receipt, is_proof, is_public, is_valid, profile_digest, signed
 from simulation.world import MODEL, ROW, Dialogue, World, pairs_of_servers, simulated
 
@@ -186,7 +186,7 @@ async def test_a_client_that_uses_a_name_twice_has_no_proof_against_an_honest_se
         assert served is not None
         swarm.internet.old |= {framer.peer} if is_old else set()
         span, session = served.worker.span, SessionId(b"f" * 16)
-        request = Open(
+        request = OpenRequest(
             MODEL.digest, span.start, span.end, 8, MODEL.precision.name, "raw", "interactive", keep_outputs=False
         )
         link = await framer.dial(node.network.addresses[0])

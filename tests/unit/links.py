@@ -29,7 +29,7 @@ from llmnode.swarm.peer_connection import PeerConnection, open_connection
 from llmnode.testing import exact_output
 from llmnode.testing.world import raise_bug
 from llmnode.wire.frame import Frame, FrameDecoder, FrameType
-from llmnode.wire.messages import Open, Refusal, pack, unpack
+from llmnode.wire.messages import OpenRequest, Refusal, pack, unpack
 from llmnode.wire.payload import Codec
 from llmnode.wire.session_terms import SessionTerms
 
@@ -108,7 +108,7 @@ def session_id() -> SessionId:
 
 
 def open_frame(session: SessionId, **changes: Any) -> Frame:
-    request = Open(
+    request = OpenRequest(
         MODEL.digest,
         0,
         MODEL.blocks,

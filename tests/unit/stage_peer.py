@@ -23,7 +23,7 @@ from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.log import PayloadLog
 from llmnode.wire.messages import RefusalCode, pack, unpack
 from llmnode.wire.payload import HiddenForm
-from llmnode.wire.stage import Answer, Compute, Copy, Do, Refuse, Stage, Wait
+from llmnode.wire.stage import Compute, Copy, Do, Refuse, Repeat, Stage, Wait
 
 if TYPE_CHECKING:
     from llmnode.core.model import ModelInfo
@@ -160,7 +160,7 @@ class StagePeer:
                 self._submit(session, frame)
 
     def _open(self, client: PeerId, frame: Frame) -> None:
-        request = unpack(messages.Open, frame.meta)
+        request = unpack(messages.OpenRequest, frame.meta)
         assert frame.step == 0
         assert frame.session not in self.sessions, "the name of a session is used once"
         assert request.span_start < request.span_end <= self._model.blocks
@@ -190,7 +190,7 @@ class StagePeer:
             self._act(session, action)
             action = session.stage.next_held()
 
-    def _act(self, session: StageSession, action: Answer | Copy | Do | Refuse) -> None:
+    def _act(self, session: StageSession, action: Repeat | Copy | Do | Refuse) -> None:
         match action:
             case Do(frame, operation, answer):
                 assert self.executor.apply(operation)
@@ -209,7 +209,7 @@ class StagePeer:
                     session.outputs.truncate(frame.start)
                 session.stage.copied()
                 self._answer(session, frame, FrameType.FORKED)
-            case Answer(frame):
+            case Repeat(frame):
                 self._send(session, frame)
             case Refuse(frame, code, reason):
                 self._refuse(session.client, frame, code, reason)
@@ -236,7 +236,7 @@ class StagePeer:
         self._send(session, answer)
 
     def _fork(self, session: StageSession, frame: Frame) -> Action:
-        request = unpack(messages.Fork, frame.meta)
+        request = unpack(messages.ForkRequest, frame.meta)
         source = self.sessions.get(SessionId(request.source))
         if source is not None and source.client != session.client:
             source = None

@@ -36,7 +36,7 @@ class Past:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PaddedBatch:
     """The new columns. real: (rows, new columns), bool. `position_ids` are those of the real ones, (tokens,), by
     row.
     """
@@ -67,7 +67,7 @@ class Positions:
 
 def read_batch(
     past: Past, columns: int, attention_mask: object, position_ids: torch.Tensor | None, kind: Positions
-) -> Batch:
+) -> PaddedBatch:
     """`columns` new columns after `past`, with the mask and the position ids of a forward.
 
     Raises ConfigError if a session cannot do that.
@@ -91,31 +91,31 @@ def read_batch(
     longest = max(position + count for position, count in zip(past.positions, counts, strict=True))
     firsts = {int(row[0]) for row in ids if len(row)}
     is_uniform = kind.learned is None or (len(firsts) < 2 and all(_go_on(row[None]) for row in ids))
-    return Batch(real, ids, offsets, longest, is_uniform)
+    return PaddedBatch(real, ids, offsets, longest, is_uniform)
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ScoredColumns:
     """The columns to score in each row. Rows that are not `are_apart` come one after the other, as one."""
 
     columns: Sequence[Sequence[int]]
     are_apart: bool = True
 
 
-def kept_columns(rows: int, columns: int, keep: int | torch.Tensor) -> Kept:
+def kept_columns(rows: int, columns: int, keep: int | torch.Tensor) -> ScoredColumns:
     """By `logits_to_keep`, as transformers has it. Raises ConfigError for columns that there are not."""
     every = torch.arange(columns).expand(rows, columns)
     try:
         if isinstance(keep, int):
-            return Kept(every[:, slice(-keep, None)].tolist())
+            return ScoredColumns(every[:, slice(-keep, None)].tolist())
         keep = keep.cpu()
         if keep.ndim == 1:
-            return Kept(every[:, keep].tolist())
+            return ScoredColumns(every[:, keep].tolist())
         if keep.dtype == torch.bool:
-            return Kept([row[kept].tolist() for row, kept in zip(every, keep, strict=True)], are_apart=False)
+            return ScoredColumns([row[kept].tolist() for row, kept in zip(every, keep, strict=True)], are_apart=False)
         if keep.ndim != 2:
             raise ValueError(f"it has {keep.ndim} dimensions")
-        return Kept(torch.take_along_dim(every, keep, dim=1).tolist())
+        return ScoredColumns(torch.take_along_dim(every, keep, dim=1).tolist())
     except (IndexError, RuntimeError, ValueError) as error:
         raise ConfigError(f"logits_to_keep does not fit {rows} rows of {columns} new tokens: {error}") from error
 

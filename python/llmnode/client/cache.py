@@ -25,7 +25,7 @@ from llmnode.errors import ConfigError, LocalProtocolError, PeerRefused, Session
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llmnode.client.connect import Client, Resumed
+    from llmnode.client.connect import Client, ResumedSession
     from llmnode.client.portal import Entered, Portal
     from llmnode.client.session_layers import Layers
     from llmnode.core.priority import Priority
@@ -94,7 +94,7 @@ class SessionCache(DynamicCache):
             stack.pop_all()
 
     @classmethod
-    def resumed(cls, portal: Portal, resumed: Resumed) -> SessionCache:
+    def resumed(cls, portal: Portal, resumed: ResumedSession) -> SessionCache:
         """A cache of a session that is open already. It closes with the client."""
         cache = cls(portal, resumed.client, 0, CacheTerms(resumed.session.max_length))
         cache.real = torch.ones(1, resumed.session.position, dtype=torch.bool)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from llmnode.client.ends import SharedEnds
-from llmnode.client.generate import Answer, Request, check_length, room_for
+from llmnode.client.generate import Answer, TextRequest, check_length, room_for
 from llmnode.client.sampling import ChoiceTerms, Sampling
 from llmnode.client.stopping import Limits
 from llmnode.core.identity import how_other
@@ -177,11 +177,11 @@ class Client:
         def opened() -> AbstractAsyncContextManager[InferenceSession]:
             return self.inference_session(length) if session is None else nullcontext(session)
 
-        return Answer(Request(tuple(prompt), chooser, limits, opened), self.ends, self.tokenizer)
+        return Answer(TextRequest(tuple(prompt), chooser, limits, opened), self.ends, self.tokenizer)
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class ResumedSession:
     """A session that goes on, and its client. `token_ids` are those that it was exported with. Made by `aresume`."""
 
     client: Client
@@ -270,7 +270,7 @@ async def aresume(
     parts: ClientParts | None = None,
     link_policy: LinkPolicy | None = None,
     policy: ClientPolicy | None = None,
-) -> AsyncIterator[Resumed]:
+) -> AsyncIterator[ResumedSession]:
     """Go on with the session that `InferenceSession.export` has saved in the file at `path`, where it stood.
 
     The file has the session's key. So servers that still have its KV give it to us; the rest is replayed. The
@@ -287,7 +287,7 @@ async def aresume(
         router = Router(PeerFinder(parts.model, pool, swarm, policy))
         with single_error():
             async with router.resume_session(saved) as session:
-                yield Resumed(Client(parts, router, saved.codec, policy), session, saved.token_ids)
+                yield ResumedSession(Client(parts, router, saved.codec, policy), session, saved.token_ids)
 
 
 def _way_in(peers: Sequence[str], swarm_key: str | Path | None) -> Entry:

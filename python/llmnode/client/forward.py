@@ -18,7 +18,7 @@ from llmnode.models.packed_ends import MOST_ROWS
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from llmnode.client.batch import Batch, Kept
+    from llmnode.client.batch import PaddedBatch, ScoredColumns
     from llmnode.client.cache import SessionCache
     from llmnode.client.ends import SharedEnds
     from llmnode.core.model import ModelInfo
@@ -80,7 +80,7 @@ class Ran:
     firsts: Sequence[int]
 
 
-def run(ends: SharedEnds, cache: SessionCache, batch: Batch, given: torch.Tensor) -> Ran:
+def run(ends: SharedEnds, cache: SessionCache, batch: PaddedBatch, given: torch.Tensor) -> Ran:
     """Run the real ones of `given`: token ids (rows, columns), or embeddings (rows, columns, size).
 
     Rows that are equal and have nothing before them are run once. Raises as `SessionCache.run_rows`.
@@ -101,7 +101,7 @@ def run(ends: SharedEnds, cache: SessionCache, batch: Batch, given: torch.Tensor
     return Ran(batch.real, entered, left, firsts)
 
 
-def scores(ends: SharedEnds, ran: Ran, kept: Kept, vocabulary: int) -> torch.Tensor:
+def scores(ends: SharedEnds, ran: Ran, kept: ScoredColumns, vocabulary: int) -> torch.Tensor:
     """The scores (rows, columns, vocabulary) at the columns `kept`; zeros for padding."""
     found = [torch.zeros(len(columns), vocabulary) for columns in kept.columns]
     wanted = _real_columns(ran, kept)
@@ -117,7 +117,7 @@ def scores(ends: SharedEnds, ran: Ran, kept: Kept, vocabulary: int) -> torch.Ten
     return torch.stack(rows) if kept.are_apart else torch.cat(rows)
 
 
-def _real_columns(ran: Ran, kept: Kept) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+def _real_columns(ran: Ran, kept: ScoredColumns) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
     """For each row to be scored: which of its `kept` columns are real, and the states after the last block there."""
     wanted = []
     for row, (first, columns) in enumerate(zip(ran.firsts, kept.columns, strict=True)):
@@ -132,7 +132,7 @@ def _real_columns(ran: Ran, kept: Kept) -> list[tuple[int, torch.Tensor, torch.T
     return wanted
 
 
-def _is_scored_as(first: int, row: int, ran: Ran, kept: Kept) -> bool:
+def _is_scored_as(first: int, row: int, ran: Ran, kept: ScoredColumns) -> bool:
     """Whether the scores of `row` are those of another one, which has the same tokens in the same columns."""
     return first != row and kept.columns[first] == kept.columns[row] and torch.equal(ran.real[first], ran.real[row])
 

@@ -117,7 +117,7 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TextRequest:
     """A text to be generated, checked. `chooser` chooses its tokens until one of the `limits` ends it.
 
     `open` gives a session that holds the first `session.position` tokens of `prompt`.
@@ -138,7 +138,7 @@ class Answer:
     fails.
     """
 
-    def __init__(self, request: Request, ends: SharedEnds, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: TextRequest, ends: SharedEnds, tokenizer: Tokenizer) -> None:
         self._request = request
         self._ends = ends
         self._tokenizer = tokenizer

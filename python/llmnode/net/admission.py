@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from llmnode.net.yamux import YamuxConnection
 
 
-class Admission:
+class ConnectionAdmission:
     """The limits for the connections of one host. Raises SwarmException for those that exceed them."""
 
     def __init__(self, policy: LinkPolicy) -> None:

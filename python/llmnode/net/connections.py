@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from libp2p.network.swarm import Swarm
 
     from llmnode.core.policy import LinkPolicy
-    from llmnode.net.admission import Admission
+    from llmnode.net.admission import ConnectionAdmission
     from llmnode.net.yamux import YamuxConnection
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class HeldConnections:
     def is_held(self, connection: IMuxedConn) -> bool:
         return connection in self._held or connection.peer_id in self._held
 
-    async def end_unused(self, admission: Admission) -> None:
+    async def end_unused(self, admission: ConnectionAdmission) -> None:
         """Until cancelled, end connections that nothing uses for a while; sooner if there are many connections.
 
         Says for all of them how much they are worth when there is no room.

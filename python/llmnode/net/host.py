@@ -37,7 +37,7 @@ from llmnode.net.addresses import (
     tcp_address,
     with_peer,
 )
-from llmnode.net.admission import Admission
+from llmnode.net.admission import ConnectionAdmission
 from llmnode.net.circuit import Circuits
 from llmnode.net.circuit_relay import Relay, RelayCounts
 from llmnode.net.circuit_wire import HOP, STOP, limit_bytes_of
@@ -97,7 +97,7 @@ async def open_network(
         check_bindable(address)
     announced = [parse_announced(address) for address in announce]
     reserving = {relay.peer_id: relay for relay in map(parse_relay, relays)}
-    admission = Admission(policy)
+    admission = ConnectionAdmission(policy)
     for relay in reserving.values():
         admission.gate.vouch(relay.addrs[0])
     async with contextlib.AsyncExitStack() as stack:
@@ -140,7 +140,7 @@ class Libp2pNetwork:
         nursery: trio.Nursery,
         policy: LinkPolicy,
         circuit_policy: CircuitPolicy,
-        admission: Admission,
+        admission: ConnectionAdmission,
         *,
         listens: bool,
         announced: Sequence[str] = (),

@@ -17,7 +17,7 @@ from libp2p.network.exceptions import SwarmException
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from multiaddr import Multiaddr
 
-from llmnode.net.admission import Admission
+from llmnode.net.admission import ConnectionAdmission
 from llmnode.net.secure import noise_transport
 from llmnode.net.upgrade import use_our_transport
 from llmnode.net.yamux import YamuxConnection
@@ -48,7 +48,7 @@ async def open_host(
     policy: LinkPolicy,
     announce: Sequence[Multiaddr] = (),
     swarm_key: bytes | None = None,
-    admission: Admission | None = None,
+    admission: ConnectionAdmission | None = None,
 ) -> AsyncIterator[IHost]:
     """A running host of this identity. TCP, Noise and yamux alone: its default would accept plaintext as well.
 
@@ -61,7 +61,7 @@ async def open_host(
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     # A successful dial waits this long for a rival that does not exist: 250 ms each, unless it is lowered.
     libp2p.network.swarm._HAPPY_EYEBALLS_DELAY = 0.005
-    admission = admission or Admission(policy)
+    admission = admission or ConnectionAdmission(policy)
     most = admission.policy.connections + NEWCOMERS
     limits = ConnectionConfig(
         max_connections=most,
@@ -99,7 +99,7 @@ async def open_host(
                     await listener.close()
 
 
-def _admit_inbound(swarm: Swarm, admission: Admission) -> None:
+def _admit_inbound(swarm: Swarm, admission: ConnectionAdmission) -> None:
     """It keeps the task and the slot of an inbound connection until the host ends, so that the slots run out for good.
 
     Nor does it know how many are from one place, which alone could take all.
@@ -120,7 +120,7 @@ def _admit_inbound(swarm: Swarm, admission: Admission) -> None:
     swarm.upgrade_inbound_raw_conn = upgrade_and_stay  # type: ignore[method-assign, assignment]
 
 
-def _outlive_streams(swarm: Swarm, admission: Admission) -> None:
+def _outlive_streams(swarm: Swarm, admission: ConnectionAdmission) -> None:
     """It ends with the first unforeseen error in any of its streams, whichever side has opened the stream.
 
     A stream that there is no room for is reset.

@@ -52,7 +52,7 @@ AUTONAT = TProtocol("/libp2p/autonat/1.0.0")
 MINUTE_S = 60.0
 
 
-class Refused(Exception):
+class DialBackRefused(Exception):
     """A request is answered with this status, which is not OK."""
 
     def __init__(self, status: Message.ResponseStatus.ValueType, reason: str) -> None:
@@ -87,7 +87,7 @@ class DialBacks:
         try:
             reached = await self._dial_any(stream.muxed_conn.peer_id, await self._asked(stream))
             response.status, response.addr = Message.OK, reached.to_bytes()
-        except Refused as refusal:
+        except DialBackRefused as refusal:
             response.status, response.statusText = refusal.status, str(refusal)
         return Message(type=Message.DIAL_RESPONSE, dialResponse=response)
 
@@ -96,15 +96,15 @@ class DialBacks:
         try:
             request = await receive(stream.muxed_stream, Message())
         except RemoteProtocolError as error:
-            raise Refused(Message.E_BAD_REQUEST, error.message) from None
+            raise DialBackRefused(Message.E_BAD_REQUEST, error.message) from None
         remote = cast("YamuxConnection", stream.muxed_conn).get_remote_address()
         if request.type != Message.DIAL or request.dial.peer.id not in (b"", stream.muxed_conn.peer_id.to_bytes()):
-            raise Refused(Message.E_BAD_REQUEST, "no request of that peer to dial it")
+            raise DialBackRefused(Message.E_BAD_REQUEST, "no request of that peer to dial it")
         if is_relayed(cast("SwarmConn", stream.swarm_conn)) or remote is None:
-            raise Refused(Message.E_DIAL_REFUSED, "seen through a relay only")
+            raise DialBackRefused(Message.E_DIAL_REFUSED, "seen through a relay only")
         places = [each for each in _places(request.dial.peer.addrs) if each[0] == remote[0]][: self._policy.addresses]
         if not places:
-            raise Refused(Message.E_DIAL_REFUSED, "no address is named where the request comes from")
+            raise DialBackRefused(Message.E_DIAL_REFUSED, "no address is named where the request comes from")
         self._count(remote[0])
         return places
 
@@ -115,7 +115,7 @@ class DialBacks:
             self._recent.popleft()
         of_host = Counter(each for _, each in self._recent)[host]
         if len(self._recent) >= self._policy.requests_per_minute or of_host >= self._policy.host_requests_per_minute:
-            raise Refused(Message.E_DIAL_REFUSED, "asked too often")
+            raise DialBackRefused(Message.E_DIAL_REFUSED, "asked too often")
         self._recent.append((now_s, host))
 
     async def _dial_any(self, peer: ID, places: Sequence[tuple[str, int]]) -> Multiaddr:
@@ -125,7 +125,7 @@ class DialBacks:
                 with contextlib.suppress(BaseLibp2pError, OSError):
                     await self._dial(peer, place)
                     return tcp_address(*place)
-        raise Refused(Message.E_DIAL_ERROR, "not reached")
+        raise DialBackRefused(Message.E_DIAL_ERROR, "not reached")
 
     async def _dial(self, peer: ID, place: tuple[str, int]) -> None:
         """No connection of the swarm: it is there for the proof alone. Raises OSError, or an error of libp2p."""

@@ -15,7 +15,7 @@ from libp2p.security.security_multistream import SecurityMultistream
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 
 from llmnode.core.policy import LinkPolicy
-from llmnode.net.admission import Admission
+from llmnode.net.admission import ConnectionAdmission
 from llmnode.net.secure import YAMUX, NoiseConnection, NoiseTransport
 from llmnode.net.select import CarefulSelect, EagerSelect
 from llmnode.net.yamux import YamuxConnection
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from libp2p.peer.id import ID
 
 
-def use_our_transport(host: IHost, noise: NoiseTransport, timeout_s: float, admission: Admission | None = None) -> None:
+def use_our_transport(
+    host: IHost, noise: NoiseTransport, timeout_s: float, admission: ConnectionAdmission | None = None
+) -> None:
     """Have all connections of `host` use `noise` and our yamux, and nothing else. To be called before it runs.
 
     A dialled peer must prove its identity within `timeout_s`. By default the host has a budget of its own.
     """
-    admission = admission or Admission(LinkPolicy())
+    admission = admission or ConnectionAdmission(LinkPolicy())
     basic = cast("BasicHost", host)
     basic.multiselect, basic.multiselect_client = CarefulSelect(basic.multiselect.handlers), EagerSelect()
     upgrader = cast("Swarm", host.get_network()).upgrader
@@ -58,7 +60,7 @@ class _OurSecurity(SecurityMultistream):
 class _OurMuxer(MuxerMultistream):
     """`MuxerMultistream` itself makes a `Yamux` of its own for this protocol, whatever class the options name."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: ConnectionAdmission) -> None:
         super().__init__({YAMUX: YamuxConnection})
         self._admission = admission
         self._selector.multiselect, self._selector.multiselect_client = CarefulSelect({YAMUX: None}), EagerSelect()

@@ -16,12 +16,12 @@ from llmnode.wire.chunk import Hidden
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.log import PayloadLog
 from llmnode.wire.messages import (
-    Fork,
+    ForkRequest,
     Lease,
     Leased,
     Neighbours,
-    Open,
     Opened,
+    OpenRequest,
     RefusalCode,
     Replay,
     Replayed,
@@ -83,7 +83,7 @@ class HopState:
 
     def open(self, epoch: Epoch) -> Request:
         terms = self.terms
-        message = Open(
+        message = OpenRequest(
             **profile_fields(terms.model.profile),
             span_start=self.hop.span.start,
             span_end=self.hop.span.end,
@@ -114,7 +114,7 @@ class HopState:
         """
         self.inputs = source.inputs.copy()
         self.inputs.truncate(position)
-        message = Fork(source=source.session, shared=shared if self.is_open else 0)
+        message = ForkRequest(source=source.session, shared=shared if self.is_open else 0)
         frame = Frame(FrameType.FORK, self.session, epoch, step, start=position, meta=pack(message))
         return Request(frame, FrameType.FORKED, self.terms.policy.step_timeout_s)
 

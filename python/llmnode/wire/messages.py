@@ -102,7 +102,7 @@ class Description:
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class OpenRequest:
     """Ask for a session over a part of the server's span, with KV for `max_length` positions.
 
     Its hidden states cross the wire in `codec` (`payload.Codec`). `priority` is the purpose that the client names
@@ -223,7 +223,7 @@ class Neighbours:
 
 
 @dataclass(frozen=True, slots=True)
-class Fork:
+class ForkRequest:
     """The session takes the KV of `source` from now on, up to the frame's `start`.
 
     The first `shared` positions are the same in both already.
@@ -299,14 +299,14 @@ class AnnouncementBody:
     """The same peer's signature of the form for protocol 1 (`version_1.py`), if that is not this body itself."""
 
 
-Extended: TypeAlias = Description | Open | Neighbours | Pass
+Extended: TypeAlias = Description | OpenRequest | Neighbours | Pass
 """The messages that have extensions."""
 EXTENSIONS: Mapping[type[Any], Set[str]] = {kind: frozenset() for kind in get_args(Extended)}
 """The names that are known here. Others are ignored, unless the message requires them."""
 
 AnyMessage = (
     Description
-    | Open
+    | OpenRequest
     | Opened
     | Result
     | Pass
@@ -315,7 +315,7 @@ AnyMessage = (
     | Replay
     | Replayed
     | Neighbours
-    | Fork
+    | ForkRequest
     | Lease
     | Leased
     | Resumed
@@ -343,7 +343,7 @@ def unpack(kind: type[Message], meta: Buffer) -> Message:
     message = _checked(kind, values)
     if unknown := [name for name in values if name not in _CHECKS[kind]]:
         raise RemoteProtocolError(f"{kind.__name__}: unknown fields {reprlib.repr(unknown)}")
-    if isinstance(message, (Description, Open, Neighbours, Pass)):
+    if isinstance(message, (Description, OpenRequest, Neighbours, Pass)):
         _check_required(message)
     return message
 

@@ -52,7 +52,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Repeat:
     """Send this frame: the answer that the same step got before."""
 
     frame: Frame
@@ -75,7 +75,7 @@ class Wait:
 Content: TypeAlias = tuple[int, int, bytes]
 """The content of a step: its positions and the digest of their hidden states."""
 
-Action: TypeAlias = Compute | Do | Copy | Answer | Refuse | Wait
+Action: TypeAlias = Compute | Do | Copy | Repeat | Refuse | Wait
 
 
 @dataclass(slots=True)
@@ -174,7 +174,7 @@ class Stage:
         if self._answered is None or self._answered[0] != frame.step:
             return Wait()  # pushed late, and given by the client meanwhile: a refusal would be taken for an answer
         _, content, answer = self._answered
-        return Answer(answer) if _content(frame) == content else _conflict(frame)
+        return Repeat(answer) if _content(frame) == content else _conflict(frame)
 
     def _hold(self, frame: Frame) -> Action:
         key = (frame.epoch, frame.step)

@@ -29,7 +29,7 @@ from llmnode.net.host import open_network
 from llmnode.swarm.membership import wall_clock_ms
 from llmnode.wire.announcement import pack_news, sign_announcement
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Clock, Neighbours, Open, Opened, Replay, Result, pack
+from llmnode.wire.messages import Clock, Neighbours, Opened, OpenRequest, Replay, Result, pack
 from llmnode.wire.payload import Codec
 from llmnode.wire.profile import profile_fields
 from llmnode.wire.refusal import refusal_of
@@ -99,7 +99,7 @@ class Attacker:
 
     def open(self, session: SessionId, span: Span, max_length: int = SESSION_TOKENS) -> Frame:
         fields = profile_fields(self.model.profile)
-        message = Open(
+        message = OpenRequest(
             **fields,
             span_start=span.start,
             span_end=span.end,

@@ -9,10 +9,10 @@ from llmnode.core.placement.servers import worthwhile_lengths
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llmnode.core.placement.servers import Server
+    from llmnode.core.placement.servers import PlacedServer
 
 
-def best_throughput(blocks: int, servers: Sequence[Server], limit_s: float = 60.0) -> float:
+def best_throughput(blocks: int, servers: Sequence[PlacedServer], limit_s: float = 60.0) -> float:
     """The throughput of the best placement. Raises RuntimeError if that is not proved in `limit_s`.
 
     Each server has one variable for each span that it could serve, and serves one. The throughput is at most the sum of

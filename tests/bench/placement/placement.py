@@ -22,8 +22,8 @@ from llmnode.core.ids import PeerId
 from llmnode.core.placement.joining import choose_span
 from llmnode.core.placement.plan import place_newcomer, plan_moves
 from llmnode.core.placement.policy import PlanPolicy, RebalancePolicy
-from llmnode.core.placement.servers import Server, block_speeds, most_throughput, one_speed, throughput
-from llmnode.testing.placement import Conditions, daily_sine
+from llmnode.core.placement.servers import PlacedServer, block_speeds, most_throughput, one_speed, throughput
+from llmnode.testing.placement import SwarmConditions, daily_sine
 from llmnode.testing.placement.hosts import DAY_S
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from bench.kit.options import Options
     from bench.kit.report import Aim
     from bench.placement.layouts import Cluster
-    from llmnode.testing.placement import Outcome
+    from llmnode.testing.placement import SwarmFigures
 
 SEED = 0
 PAPER = "paper, p = 20 %"
@@ -58,15 +58,15 @@ def run(options: Options) -> Report:
         more_rows, more_aims = part(options)
         rows += more_rows
         aims += more_aims
-    return Report(rows, aims, {"seed": SEED, "load_s_per_block": Conditions().load_s_per_block}, "see the README")
+    return Report(rows, aims, {"seed": SEED, "load_s_per_block": SwarmConditions().load_s_per_block}, "see the README")
 
 
 def _figure_4(options: Options) -> tuple[list[Row], list[Aim]]:
     days = 0.1 if options.thin else 1.0
-    hosts, allowed_s = daily_sine(SEED, days), allowed_gap_s(Conditions(), RebalancePolicy())
+    hosts, allowed_s = daily_sine(SEED, days), allowed_gap_s(SwarmConditions(), RebalancePolicy())
     bound = bound_tokens_per_s(hosts, days * DAY_S)
     rows: list[Row] = [{"variant": "bound on all placements", "net tokens/s": bound, "of the bound": 1.0}]
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, SwarmFigures] = {}
     for name, outcome in figure_4(THIN if options.thin else tuple(VARIANTS), days, SEED):
         outcomes[name] = outcome
         rows.append(
@@ -95,11 +95,11 @@ def _small_cases(options: Options) -> tuple[list[Row], list[Aim]]:
     servers_number, blocks, most = SMALL
     shares: dict[str, list[float]] = {"new servers only": [], "the plan": [], "bound on all placements": []}
     for seed in range(1 if options.thin else 6):
-        rng, servers = random.Random(seed), list[Server]()
+        rng, servers = random.Random(seed), list[PlacedServer]()
         for number in range(servers_number):
             own = one_speed(rng.uniform(0, 100), rng.randint(1, most))
             span = choose_span(len(own), block_speeds(blocks, servers))
-            servers.append(Server(PeerId(f"{number:02}"), span, own))
+            servers.append(PlacedServer(PeerId(f"{number:02}"), span, own))
         best = best_throughput(blocks, servers)
         shares["new servers only"].append(throughput(blocks, servers) / best)
         shares["the plan"].append(throughput(blocks, settled(blocks, servers, PlanPolicy())) / best)
@@ -111,7 +111,7 @@ def _small_cases(options: Options) -> tuple[list[Row], list[Aim]]:
     return rows, []
 
 
-def settled(blocks: int, servers: list[Server], policy: PlanPolicy) -> list[Server]:
+def settled(blocks: int, servers: list[PlacedServer], policy: PlanPolicy) -> list[PlacedServer]:
     """The servers after all moves of plan after plan."""
     for _decision in range(DECISIONS):
         moves = {move.peer: move.span for move in plan_moves(blocks, servers, policy).moves}
@@ -144,15 +144,15 @@ def _published_layouts(options: Options) -> tuple[list[Row], list[Aim]]:
     return rows, aims
 
 
-def arranged(cluster: Cluster) -> tuple[list[Server], float]:
+def arranged(cluster: Cluster) -> tuple[list[PlacedServer], float]:
     """Machines that join one after the other, the largest first, and then follow their plans. And the slowest ms."""
-    blocks, servers, slowest_s = cluster.model.layers, list[Server](), 0.0
+    blocks, servers, slowest_s = cluster.model.layers, list[PlacedServer](), 0.0
     order = sorted(cluster.speeds, key=lambda node: -max(n * speed for n, speed in enumerate(cluster.speeds[node], 1)))
     for node in order:
         began_s = time.process_time()
         span = place_newcomer(blocks, servers, cluster.speeds[node], FREE_MOVES)
         slowest_s = max(slowest_s, time.process_time() - began_s)
-        servers.append(Server(PeerId(f"{node:03}"), span, cluster.speeds[node]))
+        servers.append(PlacedServer(PeerId(f"{node:03}"), span, cluster.speeds[node]))
     fruitless = 0
     for decision in range(DECISIONS):
         policy = replace(FREE_MOVES, targets=(TARGETS[decision % len(TARGETS)],))
@@ -174,7 +174,7 @@ def _large_swarms(options: Options) -> tuple[list[Row], list[Aim]]:
     return rows, [below("one decision among 2000 servers, ms", float(str(row["plan, ms"])), 50.0)]
 
 
-def _draw(options: Options, outcomes: dict[str, Outcome]) -> None:
+def _draw(options: Options, outcomes: dict[str, SwarmFigures]) -> None:
     from bench.kit.drawing import axes_in
 
     assert options.plot is not None

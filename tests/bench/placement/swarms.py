@@ -14,10 +14,10 @@ from llmnode.core.model import Precision, Profile
 from llmnode.core.placement.joining import choose_span
 from llmnode.core.placement.plan import plan_moves
 from llmnode.core.placement.policy import PlanPolicy, RebalancePolicy
-from llmnode.core.placement.servers import Server, block_speeds, most_throughput, one_speed
+from llmnode.core.placement.servers import PlacedServer, block_speeds, most_throughput, one_speed
 from llmnode.core.policy import SwarmPolicy
 from llmnode.core.span import Span
-from llmnode.testing.placement import Conditions, Outcome, Rule, daily_sine, simulate_placement
+from llmnode.testing.placement import Rule, SwarmConditions, SwarmFigures, daily_sine, simulate_placement
 from llmnode.testing.placement.hosts import DAY_S
 from llmnode.wire.announcement import sign_announcement
 
@@ -41,7 +41,7 @@ THIN = ("new servers only", "the plan")
 SIGNATURE_BYTES = 64
 
 
-def figure_4(variants: Sequence[str], days: float, seed: int) -> Iterator[tuple[str, Outcome]]:
+def figure_4(variants: Sequence[str], days: float, seed: int) -> Iterator[tuple[str, SwarmFigures]]:
     """The outcome of each variant, all with the same hosts and schedules."""
     hosts = daily_sine(seed, days)
     for name in variants:
@@ -59,33 +59,33 @@ def bound_tokens_per_s(hosts: Sequence[Host], seconds: float) -> float:
         + [(uptime.to_s, False, host) for host in hosts for uptime in host.uptimes],
         key=lambda change: (change[0], change[1], change[2].peer),
     )
-    on: dict[PeerId, Server] = {}
+    on: dict[PeerId, PlacedServer] = {}
     tokens = before_s = bound = 0.0
     for time_s, comes, host in changes:
         now_s = min(time_s, seconds)
         tokens += bound * (now_s - before_s)
         before_s = now_s
         if comes:
-            on[host.peer] = Server(host.peer, Span(0, 1), host.speeds)
+            on[host.peer] = PlacedServer(host.peer, Span(0, 1), host.speeds)
         else:
             on.pop(host.peer, None)
         bound = most_throughput(BLOCKS, on.values()) if on else 0.0
     return (tokens + bound * (seconds - before_s)) / seconds
 
 
-def allowed_gap_s(conditions: Conditions, policy: RebalancePolicy, most_blocks: int = 10) -> float:
+def allowed_gap_s(conditions: SwarmConditions, policy: RebalancePolicy, most_blocks: int = 10) -> float:
     """The time to hear of a gap, to decide, and to load the blocks of one server."""
     heard_s = conditions.stale_s + conditions.announce_every_s
     return heard_s + policy.gap_check_every_s * (1 + policy.jitter) + most_blocks * conditions.load_s_per_block
 
 
-def large_swarm(number: int, seed: int = 1) -> list[Server]:
+def large_swarm(number: int, seed: int = 1) -> list[PlacedServer]:
     """Servers that have joined one after the other, and a tenth of which have then left."""
     rng = random.Random(seed)
     speeds, servers = [0.0] * BLOCKS, []
     for each in range(number * 10 // 9):
         own = one_speed(rng.uniform(0, 100), rng.randint(1, 10))
-        server = Server(PeerId(f"{each:06}"), choose_span(len(own), speeds), own)
+        server = PlacedServer(PeerId(f"{each:06}"), choose_span(len(own), speeds), own)
         servers.append(server)
         for block in range(server.span.start, server.span.end):
             speeds[block] += server.speed

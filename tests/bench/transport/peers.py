@@ -34,7 +34,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamError
 from multiaddr import Multiaddr
 
 from llmnode.core.policy import LinkPolicy
-from llmnode.net.admission import Admission
+from llmnode.net.admission import ConnectionAdmission
 from llmnode.net.libp2p_host import open_host
 from llmnode.net.select import open_unanswered
 from llmnode.net.yamux_stream import YamuxStream
@@ -250,7 +250,7 @@ async def _open(kind: str) -> AsyncIterator[Node]:
             yield TcpNode(listener.socket.getsockname()[1])
             nursery.cancel_scope.cancel()
         elif kind == "llmnode":
-            admission = Admission(LinkPolicy())
+            admission = ConnectionAdmission(LinkPolicy())
             opened = open_host(create_new_key_pair(), [LISTEN], LinkPolicy(), admission=admission)
             yield Libp2pNode(await stack.enter_async_context(opened), vouch=admission.gate.vouch)
         else:

@@ -35,7 +35,7 @@ from llmnode.node.app import PROCESS, THREAD, WORKERS
 from llmnode.node.processes import all_ready, private_swarm
 from llmnode.swarm.pool import open_pool
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Open, Result, pack, unpack
+from llmnode.wire.messages import OpenRequest, Result, pack, unpack
 from llmnode.wire.payload import Codec
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class _Session:
 
     async def open(self) -> None:
         model = self._model
-        request = Open(
+        request = OpenRequest(
             model_digest=model.model_digest,
             span_start=model.span_start,
             span_end=model.span_end,

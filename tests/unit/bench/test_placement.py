@@ -13,7 +13,7 @@ from llmnode.core.ids import PeerId
 from llmnode.core.placement.joining import choose_span
 from llmnode.core.placement.policy import PlanPolicy
 from llmnode.core.placement.servers import (
-    Server,
+    PlacedServer,
     block_speeds,
     most_throughput,
     one_speed,
@@ -23,12 +23,12 @@ from llmnode.core.placement.servers import (
 from llmnode.core.span import Span
 
 
-def joined(seed: int, blocks: int = 8, servers: int = 6, most: int = 4) -> list[Server]:
-    rng, swarm = random.Random(seed), list[Server]()
+def joined(seed: int, blocks: int = 8, servers: int = 6, most: int = 4) -> list[PlacedServer]:
+    rng, swarm = random.Random(seed), list[PlacedServer]()
     for number in range(servers):
         speeds = rng.choice([one_speed, shared_speed])(rng.uniform(10, 100), rng.randint(2, most))
         span = choose_span(len(speeds), block_speeds(blocks, swarm))
-        swarm.append(Server(PeerId(f"{number}"), span, speeds))
+        swarm.append(PlacedServer(PeerId(f"{number}"), span, speeds))
     return swarm
 
 
@@ -63,5 +63,7 @@ def test_all_published_layouts_hold_the_whole_model(name: str, model: str) -> No
 
 
 def test_a_small_swarm_stays_where_it_is_if_that_is_best() -> None:
-    swarm = [Server(PeerId(str(number)), Span(2 * number, 2 * number + 2), one_speed(5.0, 2)) for number in range(4)]
+    swarm = [
+        PlacedServer(PeerId(str(number)), Span(2 * number, 2 * number + 2), one_speed(5.0, 2)) for number in range(4)
+    ]
     assert settled(8, swarm, PlanPolicy()) == swarm

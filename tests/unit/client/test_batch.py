@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmnode.client.batch import (
-    Batch,
+    PaddedBatch,
     Past,
     Positions,
     check_ends_real,
@@ -27,7 +27,7 @@ def positions(kind: str = "rotary", **options: Any) -> Positions:
     return Positions(config, learned=10 if kind == "learned" else None)
 
 
-def read(mask: Any, ids: Any = None, past: Past | None = None, kind: Positions | None = None) -> Batch:
+def read(mask: Any, ids: Any = None, past: Past | None = None, kind: Positions | None = None) -> PaddedBatch:
     mask = None if mask is None else torch.tensor(mask)
     past = past or Past.empty(len(mask))
     columns = mask.shape[-1] - past.real.shape[1]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmnode.models.weights.disk_eviction import EvictionPolicy, Kept, room_for
+from llmnode.models.weights.disk_eviction import CachedFile, EvictionPolicy, room_for
 
 POLICY = EvictionPolicy(disk_share=0.25, idle_s=100)
 NOW_S = 1000.0
 
 
-def _kept(*entries: tuple[int, float]) -> list[Kept]:
-    return [Kept(str(number), size_bytes, used_s) for number, (size_bytes, used_s) in enumerate(entries)]
+def _kept(*entries: tuple[int, float]) -> list[CachedFile]:
+    return [CachedFile(str(number), size_bytes, used_s) for number, (size_bytes, used_s) in enumerate(entries)]
 
 
 def test_nothing_goes_while_there_is_room() -> None:

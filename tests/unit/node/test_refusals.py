@@ -14,7 +14,7 @@ from llmnode.core.policy import ServePolicy
 from llmnode.errors import PeerRefused
 from llmnode.net.host import open_network
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Fork, Neighbours, Refusal, RefusalCode, Replay, Replayed, pack, unpack
+from llmnode.wire.messages import ForkRequest, Neighbours, Refusal, RefusalCode, Replay, Replayed, pack, unpack
 from unit.in_trio import in_trio
 from unit.links import (
     DESCRIBE,
@@ -171,7 +171,7 @@ async def test_frames_that_make_no_sense_are_refused(exact_worker: Any) -> None:
 
 
 def fork_frame(session: SessionId, source: SessionId, keep: int, shared: int = 0) -> Frame:
-    return Frame(FrameType.FORK, session, Epoch(1), Step(1), start=keep, meta=pack(Fork(source, shared)))
+    return Frame(FrameType.FORK, session, Epoch(1), Step(1), start=keep, meta=pack(ForkRequest(source, shared)))
 
 
 @in_trio

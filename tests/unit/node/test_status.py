@@ -12,7 +12,7 @@ from llmnode.core.ids import PeerId
 from llmnode.core.model import Precision, Profile
 from llmnode.core.span import Span
 from llmnode.node.commands.status import BESIDE_BAR, LEAST_BAR, _show, _table
-from llmnode.node.status import Answer, ModelStatus, as_json
+from llmnode.node.status import ModelStatus, ServerReport, as_json
 from llmnode.wire.messages import Description
 from unit.streams import streams
 from unit.terminal_emulator import Terminal
@@ -38,7 +38,7 @@ def test_a_table_of_busy_servers_is_not_cut_short(columns: int) -> None:
         | {"steps": positions, "steps_given_directly": positions, "results_pushed": positions, "positions": positions}
         | {"received_bytes": 2304 * positions, "sent_bytes": 2304 * positions}
     )
-    model = ModelStatus(MODEL, "d", "float32", 30, [busy, silent], {busy.peer: Answer(answer, True, 123_456)})
+    model = ModelStatus(MODEL, "d", "float32", 30, [busy, silent], {busy.peer: ServerReport(answer, True, 123_456)})
     console = Console(width=columns, file=io.StringIO(), color_system=None)
     with console.capture() as captured:
         console.print(_table(model, max(LEAST_BAR, columns - BESIDE_BAR)))

@@ -20,12 +20,12 @@ from llmnode.wire import version_1
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import (
     Description,
-    Fork,
+    ForkRequest,
     Lease,
     Leased,
     Neighbours,
-    Open,
     Opened,
+    OpenRequest,
     Pass,
     Passed,
     Pushed,
@@ -138,7 +138,7 @@ KINDS: dict[Kind, dict[str, Rule]] = {
         "extensions": EXTENSIONS,
         "required": REQUIRED_NAMES,
     },
-    Open: {
+    OpenRequest: {
         "model_digest": DIGEST,
         "span_start": U32,
         "span_end": COUNT,
@@ -190,7 +190,7 @@ KINDS: dict[Kind, dict[str, Rule]] = {
         "extensions": EXTENSIONS,
         "required": REQUIRED_NAMES,
     },
-    Fork: {"source": SESSION, "shared": U32},
+    ForkRequest: {"source": SESSION, "shared": U32},
     Refusal: {"code": NAME, "message": text(0, 2000), "retry_after_ms": U32},
 }
 FIELDS = [(kind, name) for kind, rules in KINDS.items() for name in rules]
@@ -332,7 +332,7 @@ def test_an_extension_is_ignored_unless_it_is_required_and_the_refusal_names_it(
 
 # Peers of protocol 1
 
-GROWN = {FrameType.DESCRIPTION: Description, FrameType.OPEN: Open, FrameType.NEIGHBOURS: Neighbours}
+GROWN = {FrameType.DESCRIPTION: Description, FrameType.OPEN: OpenRequest, FrameType.NEIGHBOURS: Neighbours}
 
 
 @pytest.mark.parametrize("kind", GROWN, ids=lambda kind: kind.name)

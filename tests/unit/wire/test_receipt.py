@@ -30,7 +30,7 @@ from llmnode.wire.receipt import (
     signed,
     statement,
 )
-from llmnode.wire.stage import Answer, Compute, Stage
+from llmnode.wire.stage import Compute, Repeat, Stage
 from unit.signers import CLIENT, LIAR, OTHER, digest, forged
 
 PROFILE = profile_digest(Profile(b"m" * 32, Precision()), "raw")
@@ -227,8 +227,8 @@ class HonestStage:
     def receive(self, frame: Frame, fails: bool) -> None:
         """`fails`: computing does, this once."""
         action = self._stage.receive(frame)
-        while isinstance(action, Compute | Answer):
-            if isinstance(action, Answer):
+        while isinstance(action, Compute | Repeat):
+            if isinstance(action, Repeat):
                 self.given.append(self._receipts[action.frame])
             elif fails:
                 fails = False

@@ -17,7 +17,7 @@ from llmnode.core.operations import Fork, Truncate
 from llmnode.errors import LocalProtocolError, PeerRefused
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import RefusalCode
-from llmnode.wire.stage import Action, Answer, Compute, Copy, Do, Refuse, Stage, Wait
+from llmnode.wire.stage import Action, Compute, Copy, Do, Refuse, Repeat, Stage, Wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -130,7 +130,7 @@ class Server:
                 self.computing = frame
             case Do(_, Truncate(_, keep), FrameType.TRUNCATED):
                 del self.kv[keep:]
-            case Answer(frame):
+            case Repeat(frame):
                 self.answers.append(frame)
 
 
@@ -172,7 +172,7 @@ def test_steps_in_any_order_fill_the_kv_in_turn(order: tuple[int, ...]) -> None:
 def test_a_repeated_step_gets_the_identical_answer_and_changes_nothing() -> None:
     server = after(FIRST, SECOND)
     answer = server.answers[-1]
-    assert server.receive(replace(SECOND)) == Answer(answer)
+    assert server.receive(replace(SECOND)) == Repeat(answer)
     assert bytes(server.kv) == b"abcd"
     assert server.forwards == 2
 
@@ -189,7 +189,7 @@ each_change = pytest.mark.parametrize("change", OTHER_CONTENT.values(), ids=OTHE
 def test_a_step_that_comes_again_with_other_content_is_a_conflict(change: Callable[[Frame], Frame]) -> None:
     server = after(FIRST, SECOND)
     assert code_of(server.serve(change(SECOND))) is RefusalCode.CONFLICT
-    assert server.serve(SECOND) == Answer(server.answers[1])
+    assert server.serve(SECOND) == Repeat(server.answers[1])
     assert bytes(server.kv) == b"abcd"
 
 
@@ -209,7 +209,7 @@ def test_a_step_that_comes_again_while_it_is_computed_is_computed_once(change: C
     assert code_of(server.receive(change(FIRST))) is RefusalCode.CONFLICT
     server.finish()
     assert server.next_held() == Wait()
-    assert server.receive(FIRST) == Answer(server.answers[0])
+    assert server.receive(FIRST) == Repeat(server.answers[0])
     assert bytes(server.kv) == b"abc"
 
 
@@ -227,7 +227,7 @@ def test_repeats_during_a_computation_take_no_room_from_steps_ahead() -> None:
 def test_the_last_answer_is_repeated_while_the_next_step_is_computed() -> None:
     server = after(FIRST)
     server.receive(SECOND)
-    assert server.receive(FIRST) == Answer(server.answers[0])
+    assert server.receive(FIRST) == Repeat(server.answers[0])
 
 
 def test_a_step_whose_answer_is_gone_gets_none() -> None:
@@ -299,7 +299,7 @@ def test_a_refused_frame_leaves_the_session_as_it_was(frame: Frame, code: Refusa
     server = after(FIRST)
     assert code_of(server.serve(frame)) is code
     assert bytes(server.kv) == b"abc"
-    assert server.serve(FIRST) == Answer(server.answers[0])
+    assert server.serve(FIRST) == Repeat(server.answers[0])
     assert server.serve(SECOND) == Compute(SECOND)
 
 
@@ -445,7 +445,7 @@ def test_a_refused_fork_leaves_the_session_as_it_was(
     server.serve(FIRST)
     assert code_of(server.fork(frame, source, shared)) is code
     assert bytes(server.kv) == b"abc"
-    assert server.serve(FIRST) == Answer(server.answers[0])
+    assert server.serve(FIRST) == Repeat(server.answers[0])
     assert server.serve(SECOND) == Compute(SECOND)
 
 
@@ -514,7 +514,7 @@ class Model:
         if known and not self._same(known[0], frame):
             return RefusalCode.CONFLICT
         if frame.epoch == self.epoch and frame.step < self.due:
-            return Answer if known else Wait
+            return Repeat if known else Wait
         if known:
             return Wait
         if frame.epoch > self.epoch or frame.step > self.due:
@@ -683,7 +683,7 @@ class StageAgainstModel(RuleBasedStateMachine):
             assert code_of(action) is expected
         else:
             assert type(action) is expected
-        if isinstance(action, Answer):
+        if isinstance(action, Repeat):
             assert action.frame is self.model.answered[-1][1]
 
     @invariant()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llmnode.core.announcement import PeerState
-from llmnode.core.placement.servers import Server, one_speed
+from llmnode.core.placement.servers import PlacedServer, one_speed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def counted(
     offers: Iterable[tuple[PeerId, Offer, float]], policy: RebalancePolicy, *, draining: bool = False
-) -> list[Server]:
+) -> list[PlacedServer]:
     """The servers that count, at the speeds that are believed. With each offer comes the age of its state in seconds.
 
     A peer that joins counts for `joins_within_s`. With `draining`, one that drains counts for `drains_within_s`: it may
@@ -36,11 +36,11 @@ def counted(
     for peer, offer, age_s in offers:
         if age_s < patience_s.get(offer.state, 0.0):
             speeds = one_speed(offer.speed_tokens_per_s if offer.block_us else 0.0, len(offer.span))
-            servers.append(Server(peer, offer.span, speeds, online=offer.state is PeerState.ONLINE))
+            servers.append(PlacedServer(peer, offer.span, speeds, online=offer.state is PeerState.ONLINE))
     return believed(servers, policy)
 
 
-def believed(servers: Iterable[Server], policy: RebalancePolicy) -> list[Server]:
+def believed(servers: Iterable[PlacedServer], policy: RebalancePolicy) -> list[PlacedServer]:
     """The same servers, none faster than `claim_limit` times the median of those that serve.
 
     A server that still loads counts at most at the median, and exactly there if it has not measured its speed yet.
@@ -51,7 +51,7 @@ def believed(servers: Iterable[Server], policy: RebalancePolicy) -> list[Server]
     return [_limited(server, policy.claim_limit * usual if server.online else usual) for server in servers]
 
 
-def _limited(server: Server, most: float) -> Server:
+def _limited(server: PlacedServer, most: float) -> PlacedServer:
     if server.speed <= 0.0 and not server.online:
         return replace(server, speeds=(most,) * len(server.speeds))
     if server.speed <= most:

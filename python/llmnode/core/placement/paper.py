@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llmnode.core.ids import PeerId
-    from llmnode.core.placement.servers import Server
+    from llmnode.core.placement.servers import PlacedServer
     from llmnode.core.span import Span
 
 STAYS = 1e-3
@@ -24,7 +24,7 @@ ROUNDS = 10
 """The others answer in at most this many rounds. They seldom need five."""
 
 
-def better_span(me: PeerId, blocks: int, servers: Sequence[Server], gain: float, seed: int = 0) -> Span | None:
+def better_span(me: PeerId, blocks: int, servers: Sequence[PlacedServer], gain: float, seed: int = 0) -> Span | None:
     """The span that `me` should serve instead, or None if it should stay. `gain` is the paper's p: 0.2 is 20 %."""
     order = sorted(servers, key=lambda server: server.peer)
     speeds = block_speeds(blocks, order)
@@ -45,7 +45,7 @@ def better_span(me: PeerId, blocks: int, servers: Sequence[Server], gain: float,
     return wanted if then > 0.0 and then >= now * (1 + gain) else None
 
 
-def _settle(order: Sequence[Server], spans: dict[PeerId, Span], speeds: list[float], rng: random.Random) -> None:
+def _settle(order: Sequence[PlacedServer], spans: dict[PeerId, Span], speeds: list[float], rng: random.Random) -> None:
     """All servers choose again, one after the other, until none moves."""
     turn = list(order)
     for _round in range(ROUNDS):

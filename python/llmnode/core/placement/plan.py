@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from llmnode.core.placement.policy import PlanPolicy
-    from llmnode.core.placement.servers import Server
+    from llmnode.core.placement.servers import PlacedServer
 
 NOTHING = 1e-9
 """A block whose speed is below this share of the target is served by nobody: sums of speeds are not exact."""
@@ -39,7 +39,7 @@ class Plan:
     then_tokens_per_s: float
 
 
-def plan_moves(blocks: int, servers: Iterable[Server], policy: PlanPolicy) -> Plan:
+def plan_moves(blocks: int, servers: Iterable[PlacedServer], policy: PlanPolicy) -> Plan:
     """The moves that are worth their price, at most `policy.moves` of them."""
     servers = list(servers)
     tries, plan, most_worth = policy.tries, None, 0.0
@@ -80,7 +80,7 @@ def _worthwhile(search: _Search, policy: PlanPolicy) -> tuple[Plan, float]:
     return Plan(moves[:kept], now, best if kept else now), worth
 
 
-def place_newcomer(blocks: int, servers: Iterable[Server], speeds: tuple[float, ...], policy: PlanPolicy) -> Span:
+def place_newcomer(blocks: int, servers: Iterable[PlacedServer], speeds: tuple[float, ...], policy: PlanPolicy) -> Span:
     """The span for a node that joins with these `speeds`. Nobody else moves for it."""
     if not 1 <= len(speeds) <= blocks:
         raise ConfigError(f"cannot serve {len(speeds)} blocks: the model has {blocks}")
@@ -100,7 +100,7 @@ class _Search:
     def __init__(
         self,
         blocks: int,
-        servers: Iterable[Server],
+        servers: Iterable[PlacedServer],
         policy: PlanPolicy,
         tries: int = 0,
         newcomer: float = 0.0,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from llmnode.core.ids import PeerId
     from llmnode.core.placement.plan import Plan
-    from llmnode.core.placement.servers import Server
+    from llmnode.core.placement.servers import PlacedServer
     from llmnode.core.span import Span
 
 
@@ -47,8 +47,8 @@ class Rebalancer:
         policy: RebalancePolicy | None = None,
         *,
         by_paper: bool = False,
-        plan: Callable[[Sequence[Server]], Plan] | None = None,
-        paper: Callable[[Sequence[Server]], Span | None] | None = None,
+        plan: Callable[[Sequence[PlacedServer]], Plan] | None = None,
+        paper: Callable[[Sequence[PlacedServer]], Span | None] | None = None,
     ) -> None:
         """`by_paper` decides by the paper's rule. `plan` and `paper` compute decisions in another way: from a cache."""
         policy = policy or RebalancePolicy()
@@ -68,13 +68,13 @@ class Rebalancer:
         """The peer whose move is the first of the plan, and since when."""
         self._failed: dict[Span, float] = {}
 
-    def pause_s(self, servers: Sequence[Server]) -> float:
+    def pause_s(self, servers: Sequence[PlacedServer]) -> float:
         """The time until the next decision."""
         soon = self.sees_gap(servers) or self._waits_since_s is not None
         every_s = self._policy.gap_check_every_s if soon else self._policy.check_every_s
         return every_s * self._rng.uniform(1 - self._policy.jitter, 1 + self._policy.jitter)
 
-    def sees_gap(self, servers: Sequence[Server]) -> bool:
+    def sees_gap(self, servers: Sequence[PlacedServer]) -> bool:
         """Whether nobody serves some block, as far as the node knows."""
         return min(block_speeds(self._blocks, self._present(servers))) <= 0.0
 
@@ -91,7 +91,7 @@ class Rebalancer:
         """The node could not serve `span`. It does not try again for a while."""
         self._failed[span] = now_s + self._policy.failed_s
 
-    def decide(self, servers: Sequence[Server], now_s: float) -> Decision:
+    def decide(self, servers: Sequence[PlacedServer], now_s: float) -> Decision:
         """The node decides by what it believes of all servers of its model, itself included."""
         self._absent = {each: until_s for each, until_s in self._absent.items() if until_s > now_s}
         servers = self._present(servers)
@@ -109,10 +109,10 @@ class Rebalancer:
         holders = _holders(mine, wanted, servers, self._policy.confirm)
         return Decision() if holders is None else Decision(wanted, holders, at_once=gap)
 
-    def _present(self, servers: Sequence[Server]) -> Sequence[Server]:
+    def _present(self, servers: Sequence[PlacedServer]) -> Sequence[PlacedServer]:
         return [server for server in servers if server.peer not in self._absent] if self._absent else servers
 
-    def _as_they_move(self, servers: Sequence[Server], now_s: float) -> Sequence[Server]:
+    def _as_they_move(self, servers: Sequence[PlacedServer], now_s: float) -> Sequence[PlacedServer]:
         """The servers, of which those that did not make their move stay where they are."""
         self._stays = {peer: until_s for peer, until_s in self._stays.items() if until_s > now_s}
         if not self._stays:
@@ -129,11 +129,11 @@ class Rebalancer:
             self._stays[peer] = now_s + self._policy.absent_s
             self._first = None
 
-    def _many_load(self, servers: Sequence[Server]) -> bool:
+    def _many_load(self, servers: Sequence[PlacedServer]) -> bool:
         loading = sum(not server.online for server in servers)
         return loading > max(1, int(self._policy.loading_share * len(servers)))
 
-    def _planned(self, servers: Sequence[Server], now_s: float, *, gap: bool) -> Span | None:
+    def _planned(self, servers: Sequence[PlacedServer], now_s: float, *, gap: bool) -> Span | None:
         """The node's own move in the plan, once it is its turn. While there is a gap all moves begin together."""
         moves = self._plan(self._as_they_move(servers, now_s)).moves
         self._note_first(moves[0].peer if moves and gap else None, now_s)
@@ -148,7 +148,7 @@ class Rebalancer:
             return span if self._failed.get(span, now_s) <= now_s else None
         return None
 
-    def _doubted(self, servers: Sequence[Server], speeds: Sequence[float]) -> Sequence[PeerId]:
+    def _doubted(self, servers: Sequence[PlacedServer], speeds: Sequence[float]) -> Sequence[PeerId]:
         """One server of the slowest block: if it is not there, the swarm needs others at that block."""
         slowest = min(range(self._blocks), key=speeds.__getitem__)
         others = [
@@ -159,7 +159,7 @@ class Rebalancer:
         return [self._rng.choice(others)] if others else []
 
 
-def _holders(mine: Server, wanted: Span, servers: Sequence[Server], most: int) -> Sequence[PeerId] | None:
+def _holders(mine: PlacedServer, wanted: Span, servers: Sequence[PlacedServer], most: int) -> Sequence[PeerId] | None:
     """Servers that hold all blocks that are left, the longest first; None if there are not enough of them."""
     left = _blocks(mine.span) - _blocks(wanted)
     others = [server for server in servers if server.online and server.peer != mine.peer]

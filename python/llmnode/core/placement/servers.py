@@ -18,7 +18,7 @@ CLOSE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class PlacedServer:
     """A node that serves a span, or loads it, and its speed with each number of blocks that it could hold."""
 
     peer: PeerId
@@ -35,7 +35,7 @@ class Server:
         """Tokens a second that it puts through each of its blocks now."""
         return self.speeds[len(self.span) - 1]
 
-    def at(self, span: Span) -> Server:
+    def at(self, span: Span) -> PlacedServer:
         """The same server, once it serves `span`."""
         return replace(self, span=span)
 
@@ -64,7 +64,7 @@ def worthwhile_lengths(speeds: Sequence[float]) -> list[int]:
     return [length for length, (speed, longer) in enumerate(zip(speeds, later, strict=True), 1) if speed > longer]
 
 
-def block_speeds(blocks: int, servers: Iterable[Server]) -> list[float]:
+def block_speeds(blocks: int, servers: Iterable[PlacedServer]) -> list[float]:
     """Tokens a second that all servers together put through each block."""
     speeds = [0.0] * blocks
     for server in servers:
@@ -74,7 +74,7 @@ def block_speeds(blocks: int, servers: Iterable[Server]) -> list[float]:
     return speeds
 
 
-def throughput(blocks: int, servers: Iterable[Server]) -> float:
+def throughput(blocks: int, servers: Iterable[PlacedServer]) -> float:
     """Tokens a second of many sessions through the whole model: those of its slowest block.
 
     Sessions may use a part of a span, so the smallest cut of the flow through the swarm is always one block.
@@ -82,7 +82,7 @@ def throughput(blocks: int, servers: Iterable[Server]) -> float:
     return min(block_speeds(blocks, servers))
 
 
-def most_throughput(blocks: int, servers: Iterable[Server]) -> float:
+def most_throughput(blocks: int, servers: Iterable[PlacedServer]) -> float:
     """No placement has more throughput. Each server is at its best length, and all work is spread evenly.
 
     A server adds at most the whole throughput to a block. So the bound of a bound is a bound too, and a lower one.

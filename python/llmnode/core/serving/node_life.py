@@ -56,7 +56,7 @@ State = Joining | Online | Draining | Left
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class Ready:
     """A worker for `span` is ready, at the first start or after a restart."""
 
     span: Span
@@ -99,7 +99,7 @@ class Stopped:
     """The program that runs the node ends it now."""
 
 
-Event = Loaded | Lost | GaveUp | SpanWanted | LeaveWanted | Drained | Stopped
+Event = Ready | Lost | GaveUp | SpanWanted | LeaveWanted | Drained | Stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Make a worker for `span`. The answer is `Loaded`, `Lost` or `GaveUp`."""
+    """Make a worker for `span`. The answer is `Ready`, `Lost` or `GaveUp`."""
 
     span: Span
 
@@ -172,7 +172,7 @@ def transition(state: State, event: Event, now: float, policy: LifePolicy) -> tu
     match state, event:
         case Joining() | Online() | Draining(), Stopped():
             return Left(state.span), [RefuseSessions(), SayFarewell()]
-        case Joining(span), Loaded(loaded) if loaded == span:
+        case Joining(span), Ready(loaded) if loaded == span:
             return Online(span), [TakeSessions(), Announce()]
         case Joining(span), Lost():
             return state, [Load(span)]
@@ -190,7 +190,7 @@ def transition(state: State, event: Event, now: float, policy: LifePolicy) -> tu
             return _drain(span, asked_s if then is not None else min(until_s, asked_s), None)
         case Draining(), Lost():
             return state, [EndSessions()]
-        case Draining(then=None), Loaded() | GaveUp():
+        case Draining(then=None), Ready() | GaveUp():
             return state, []  # the load had begun before the node was told to leave
         case Draining(span, until_s, then), Drained(sessions) if not sessions or now >= until_s:
             return (Left(span), [SayFarewell()]) if then is None else _join_instead(then, span)

@@ -66,7 +66,7 @@ def download(shards: Sequence[Shard], repository: Path, report: Callable[[str], 
     blobs = repository / "blobs"
     left_bytes = sum(_left_bytes(blobs, shard) for shard in shards)
     require_room(blobs, left_bytes, "HF_HUB_CACHE")
-    progress = Progress(report, shards[0].repo, left_bytes)
+    progress = DownloadProgress(report, shards[0].repo, left_bytes)
     names = ", ".join(shard.file for shard in shards[:3]) + (f" and {len(shards) - 3} more" if len(shards) > 3 else "")
     report(f"downloading {show_bytes(left_bytes)} of {shards[0].repo}: {names}")
     bar: Any = partial(_Bar, progress)  # Any: in the place of a tqdm class, of which only this much is used
@@ -133,7 +133,7 @@ def _size(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
 
 
-class Progress:
+class DownloadProgress:
     """Tells of every tenth of a download, and of every GiB of a large one."""
 
     def __init__(self, report: Callable[[str], None], repo: str, total_bytes: int) -> None:
@@ -155,7 +155,7 @@ class Progress:
 class _Bar:
     """The part of a tqdm bar that huggingface_hub uses."""
 
-    def __init__(self, progress: Progress, **_options: object) -> None:
+    def __init__(self, progress: DownloadProgress, **_options: object) -> None:
         self._progress = progress
 
     def __enter__(self) -> Self:

@@ -22,7 +22,7 @@ _PER_TOKEN = {"BPEDecoder", "CTC", "Metaspace", "Replace", "Strip", "WordPiece"}
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class UnsettledEnd:
     """The end of a text that more tokens may still change."""
 
     characters: int = 0
@@ -34,10 +34,10 @@ class Reach:
     """It is not known: the text is settled when the last token has come."""
 
 
-EVERYTHING = Reach(everything=True)
+EVERYTHING = UnsettledEnd(everything=True)
 
 
-def reach_of(tokenizer: Any) -> Reach:  # Any: transformers types its tokenizers so
+def reach_of(tokenizer: Any) -> UnsettledEnd:  # Any: transformers types its tokenizers so
     """Read it from the tokenizer's description of its decoder, and from what its class does after that."""
     from transformers import PreTrainedTokenizerBase
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
@@ -50,7 +50,7 @@ def reach_of(tokenizer: Any) -> Reach:  # Any: transformers types its tokenizers
     reach = _reach_of_steps(_steps(tokenizer.backend_tokenizer.decoder))
     if reach.everything or not tokenizer.clean_up_tokenization_spaces:
         return reach
-    return Reach(reach.characters + _CLEANUP_REACH, reach.byte_runs)
+    return UnsettledEnd(reach.characters + _CLEANUP_REACH, reach.byte_runs)
 
 
 def _steps(decoder: Any) -> Sequence[Mapping[str, Any]]:  # Any: of tokenizers, which has no type for one
@@ -66,7 +66,7 @@ def _flat(step: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return [each for inner in step["decoders"] for each in _flat(inner)]
 
 
-def _reach_of_steps(steps: Sequence[Mapping[str, Any]]) -> Reach:
+def _reach_of_steps(steps: Sequence[Mapping[str, Any]]) -> UnsettledEnd:
     characters, byte_runs = 0, False
     is_whole = False  # from here on it is one string: a step that looks at "a token" looks at all of it
     for step in steps:
@@ -79,7 +79,7 @@ def _reach_of_steps(steps: Sequence[Mapping[str, Any]]) -> Reach:
             characters += _CLEANUP_REACH if step["cleanup"] else 0
         elif kind not in _PER_TOKEN or (is_whole and not _is_by_character(step)):
             return EVERYTHING
-    return Reach(characters, byte_runs)
+    return UnsettledEnd(characters, byte_runs)
 
 
 def _is_by_character(step: Mapping[str, Any]) -> bool:

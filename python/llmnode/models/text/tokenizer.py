@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llmnode.models.sources.folder import ModelFolder
-    from llmnode.models.text.decoding import Reach
+    from llmnode.models.text.decoding import UnsettledEnd
 
 _BYTE = re.compile("<0x..>")
 """A token that is a single byte, as byte fallback has it."""
@@ -75,7 +75,7 @@ class Tokenizer:
         return text
 
     @cached_property
-    def reach(self) -> Reach:
+    def reach(self) -> UnsettledEnd:
         """How far back later tokens may change the text that `decode` has made of earlier ones."""
         return reach_of(self._tokenizer)
 

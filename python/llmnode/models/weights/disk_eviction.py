@@ -18,21 +18,21 @@ class EvictionPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CachedFile:
     name: str
     size_bytes: int
     used_s: float
 
 
 def room_for(
-    needed_bytes: int, name: str, kept: Sequence[Kept], free_bytes: int, now_s: float, policy: EvictionPolicy
-) -> list[Kept] | None:
+    needed_bytes: int, name: str, kept: Sequence[CachedFile], free_bytes: int, now_s: float, policy: EvictionPolicy
+) -> list[CachedFile] | None:
     """The files to remove before `needed_bytes` more are kept under `name`: the longest unused. None if that is not
     enough.
     """
     kept_bytes = sum(each.size_bytes for each in kept)
     over_bytes = kept_bytes + needed_bytes - int(policy.disk_share * (free_bytes + kept_bytes))
-    going: list[Kept] = []
+    going: list[CachedFile] = []
     for each in sorted(kept, key=lambda each: (each.used_s, each.name)):
         if over_bytes <= 0:
             break

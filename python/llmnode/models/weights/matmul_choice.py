@@ -72,10 +72,10 @@ def use_fastest(blocks: torch.nn.Module, clock: Callable[[], float] = time.threa
     if layers:
         forms = fastest([layer.weight for layer in layers], clock)
         for layer in layers:
-            layer.forward = Product(layer, forms[_kind(layer.weight)])  # type: ignore[method-assign]
+            layer.forward = LinearProduct(layer, forms[_kind(layer.weight)])  # type: ignore[method-assign]
 
 
-class Product:
+class LinearProduct:
     """A linear layer's product, in the form for the number of rows: `forms` are by the bit length of that number."""
 
     __slots__ = ("_bias", "_forms", "_weight")

@@ -28,7 +28,7 @@ from llmnode.errors import ModelError
 from llmnode.machine.cache_folder import cache_folder, make_in_cache, show_bytes
 from llmnode.models.sources.damage import one_line
 from llmnode.models.sources.folder import read_tensors
-from llmnode.models.weights.disk_eviction import EvictionPolicy, Kept, room_for
+from llmnode.models.weights.disk_eviction import CachedFile, EvictionPolicy, room_for
 from llmnode.models.weights.quantized import fill_block, quantized_state
 
 if TYPE_CHECKING:
@@ -189,14 +189,14 @@ def _checksum(state: Mapping[str, torch.Tensor]) -> str:
     return f"{checksum:08x}"
 
 
-def _kept_in(place: Path) -> list[Kept]:
+def _kept_in(place: Path) -> list[CachedFile]:
     """The files that we have written there, and nothing else."""
     kept = []
     for each in place.iterdir():
         with suppress(OSError):  # another node has removed it
             if _FOLDER.fullmatch(each.name) and each.is_dir() and not each.is_symlink():
                 size_bytes = sum(file.stat().st_size for file in each.iterdir() if _FILE.fullmatch(file.name))
-                kept.append(Kept(each.name, size_bytes, each.stat().st_mtime))
+                kept.append(CachedFile(each.name, size_bytes, each.stat().st_mtime))
     return kept
 
 

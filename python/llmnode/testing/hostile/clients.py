@@ -22,7 +22,7 @@ from llmnode.testing.simulate import simulated_ms
 from llmnode.testing.worker import exact_input
 from llmnode.wire.announcement import pack_news, sign_announcement
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Clock, Neighbours, Open, Replay, pack
+from llmnode.wire.messages import Clock, Neighbours, OpenRequest, Replay, pack
 from llmnode.wire.payload import Codec
 from llmnode.wire.profile import profile_fields
 
@@ -191,7 +191,7 @@ def _name(rng: random.Random) -> SessionId:
 
 def _open(world: World, node: ServingNode, session: SessionId, max_length: int) -> Frame:
     span = node.worker.span
-    message = Open(
+    message = OpenRequest(
         **profile_fields(world.model.profile),
         span_start=span.start,
         span_end=span.end,

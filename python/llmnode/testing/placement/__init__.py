@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from llmnode.testing.placement.hosts import Host, Uptime, daily_sine, read_trace, two_classes
-from llmnode.testing.placement.simulator import Conditions, Outcome, Rule, simulate_placement
+from llmnode.testing.placement.simulator import Rule, SwarmConditions, SwarmFigures, simulate_placement
 
 __all__ = [
-    "Conditions",
     "Host",
-    "Outcome",
     "Rule",
+    "SwarmConditions",
+    "SwarmFigures",
     "Uptime",
     "daily_sine",
     "read_trace",

@@ -34,7 +34,7 @@ class Uptime:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine that serves while it is on. Its speeds are as in `Server`."""
+    """A machine that serves while it is on. Its speeds are as in `PlacedServer`."""
 
     peer: PeerId
     speeds: tuple[float, ...]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
     from llmnode.core.placement.plan import Plan
     from llmnode.core.placement.policy import PlanPolicy, RebalancePolicy
-    from llmnode.core.placement.servers import Server
+    from llmnode.core.placement.servers import PlacedServer
     from llmnode.core.span import Span
 
 
@@ -23,13 +23,13 @@ class SharedView:
 
     def __init__(self, blocks: int, policy: RebalancePolicy, plan_policy: PlanPolicy) -> None:
         self._blocks, self._policy, self._plan_policy = blocks, policy, plan_policy
-        self._heard: dict[PeerId, Server] = {}
+        self._heard: dict[PeerId, PlacedServer] = {}
         self._sequences: dict[PeerId, int] = {}
-        self._servers: list[Server] | None = None
+        self._servers: list[PlacedServer] | None = None
         self._plan: Plan | None = None
         self._paper: dict[PeerId, Span | None] = {}
 
-    def hear(self, peer: PeerId, server: Server | None, sequence: int) -> None:
+    def hear(self, peer: PeerId, server: PlacedServer | None, sequence: int) -> None:
         """`peer` is now `server`, or has left. News that are older than those that were heard change nothing."""
         if sequence < self._sequences.get(peer, -1):
             return
@@ -41,19 +41,19 @@ class SharedView:
         self._servers = self._plan = None
         self._paper = {}
 
-    def servers(self) -> list[Server]:
+    def servers(self) -> list[PlacedServer]:
         if self._servers is None:
             self._servers = believed(self._heard.values(), self._policy)
         return self._servers
 
-    def plan(self, servers: Sequence[Server]) -> Plan:
+    def plan(self, servers: Sequence[PlacedServer]) -> Plan:
         if servers is not self._servers:
             return plan_moves(self._blocks, servers, self._plan_policy)
         if self._plan is None:
             self._plan = plan_moves(self._blocks, servers, self._plan_policy)
         return self._plan
 
-    def paper(self, me: PeerId, servers: Sequence[Server]) -> Span | None:
+    def paper(self, me: PeerId, servers: Sequence[PlacedServer]) -> Span | None:
         if servers is not self._servers:
             return better_span(me, self._blocks, servers, self._policy.paper_gain)
         if me not in self._paper:

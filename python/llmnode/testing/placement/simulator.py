@@ -17,7 +17,7 @@ from llmnode.core.placement.joining import choose_span
 from llmnode.core.placement.plan import place_newcomer
 from llmnode.core.placement.policy import PlanPolicy, RebalancePolicy
 from llmnode.core.placement.rebalancing import Rebalancer
-from llmnode.core.placement.servers import Server, block_speeds
+from llmnode.core.placement.servers import PlacedServer, block_speeds
 from llmnode.core.span import Span
 from llmnode.testing.placement.shared_view import SharedView
 
@@ -41,7 +41,7 @@ class Rule(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Conditions:
+class SwarmConditions:
     """The troubles of a swarm, and the cost of a move."""
 
     blocks: int = 70
@@ -65,7 +65,7 @@ class Conditions:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SwarmFigures:
     """The figures of a swarm after its simulation."""
 
     seconds: float = 0.0
@@ -107,9 +107,9 @@ class _Node:
     """The blocks that it really serves now."""
     rebalancer: Rebalancer | None = None
 
-    def announced(self) -> Server:
+    def announced(self) -> PlacedServer:
         speeds = self.host.speeds if self.host.boast == 1.0 else tuple(s * self.host.boast for s in self.host.speeds)
-        return Server(self.host.peer, self.span, speeds, online=self.online)
+        return PlacedServer(self.host.peer, self.span, speeds, online=self.online)
 
 
 def simulate_placement(
@@ -117,12 +117,14 @@ def simulate_placement(
     rule: Rule,
     seconds: float,
     seed: int = 0,
-    conditions: Conditions | None = None,
+    conditions: SwarmConditions | None = None,
     policy: RebalancePolicy | None = None,
     plan_policy: PlanPolicy | None = None,
-) -> Outcome:
+) -> SwarmFigures:
     """Simulates a swarm of `hosts` in which every node decides by `rule`. The seed decides everything."""
-    swarm = _Swarm(rule, seed, conditions or Conditions(), policy or RebalancePolicy(), plan_policy or PlanPolicy())
+    swarm = _Swarm(
+        rule, seed, conditions or SwarmConditions(), policy or RebalancePolicy(), plan_policy or PlanPolicy()
+    )
     for host in hosts:
         for uptime in host.uptimes:
             swarm.at(uptime.from_s, swarm.start, host, uptime)
@@ -131,7 +133,7 @@ def simulate_placement(
 
 class _Swarm:
     def __init__(
-        self, rule: Rule, seed: int, conditions: Conditions, policy: RebalancePolicy, plan_policy: PlanPolicy
+        self, rule: Rule, seed: int, conditions: SwarmConditions, policy: RebalancePolicy, plan_policy: PlanPolicy
     ) -> None:
         self._rule, self._conditions, self._policy, self._plan_policy = rule, conditions, policy, plan_policy
         self._rng = random.Random(seed)
@@ -145,12 +147,12 @@ class _Swarm:
         self._gap_from_s: float | None = None
         self._moving: set[int] = set()
         """The lives of the nodes that are moving."""
-        self._outcome = Outcome()
+        self._outcome = SwarmFigures()
 
     def at(self, time_s: float, what: Callable[..., None], *args: object) -> None:
         heapq.heappush(self._events, (time_s, next(self._number), what, args))
 
-    def run(self, seconds: float) -> Outcome:
+    def run(self, seconds: float) -> SwarmFigures:
         outcome, throughput = self._outcome, 0.0
         while self._events and self._events[0][0] < seconds:
             time_s, _, what, args = heapq.heappop(self._events)
@@ -263,7 +265,7 @@ class _Swarm:
             paper=lambda servers: view.paper(peer, servers),
         )
 
-    def _tell(self, peer: PeerId, server: Server | None, delay_s: float = 0.0) -> None:
+    def _tell(self, peer: PeerId, server: PlacedServer | None, delay_s: float = 0.0) -> None:
         """A change reaches each view after a while. One that is lost comes with a later announcement."""
         sequence = next(self._number)
         for view in self._views:

@@ -12,7 +12,7 @@ from llmnode.core.model import Precision, Profile
 from llmnode.core.placement.claims import counted
 from llmnode.core.placement.joining import choose_span
 from llmnode.core.placement.policy import RebalancePolicy
-from llmnode.core.placement.servers import Server, block_speeds
+from llmnode.core.placement.servers import PlacedServer, block_speeds
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
 
@@ -29,9 +29,9 @@ def test_the_first_of_the_slowest_windows_is_chosen(speeds: list[float], length:
 
 
 def test_servers_that_come_one_after_the_other_cover_the_model() -> None:
-    swarm: list[Server] = []
+    swarm: list[PlacedServer] = []
     for number in range(5):
-        swarm.append(Server(PeerId(str(number)), choose_span(2, block_speeds(BLOCKS, swarm)), (1.0, 1.0)))
+        swarm.append(PlacedServer(PeerId(str(number)), choose_span(2, block_speeds(BLOCKS, swarm)), (1.0, 1.0)))
     assert sorted(server.span for server in swarm) == [Span(start, start + 2) for start in range(0, BLOCKS, 2)]
 
 

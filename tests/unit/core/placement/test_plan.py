@@ -12,7 +12,7 @@ from llmnode.core.placement.paper import better_span
 from llmnode.core.placement.plan import place_newcomer, plan_moves
 from llmnode.core.placement.policy import PlanPolicy
 from llmnode.core.placement.servers import (
-    Server,
+    PlacedServer,
     block_speeds,
     most_throughput,
     one_speed,
@@ -27,7 +27,7 @@ POLICY = PlanPolicy()
 
 
 @st.composite
-def swarms(draw: st.DrawFn, least: int = 1) -> list[Server]:
+def swarms(draw: st.DrawFn, least: int = 1) -> list[PlacedServer]:
     servers = []
     for number in range(draw(st.integers(least, 14))):
         most = draw(st.integers(1, 6))
@@ -35,19 +35,19 @@ def swarms(draw: st.DrawFn, least: int = 1) -> list[Server]:
         length = draw(st.integers(1, most))
         speed = float(draw(st.integers(1, 100)))
         speeds = draw(st.sampled_from([one_speed, shared_speed]))(speed, most)
-        server = Server(PeerId(f"{number:02}"), Span(start, start + length), speeds, movable=draw(st.booleans()))
+        server = PlacedServer(PeerId(f"{number:02}"), Span(start, start + length), speeds, movable=draw(st.booleans()))
         servers.append(server)
     return servers
 
 
-def carried_out(servers: list[Server], moves: object) -> list[Server]:
+def carried_out(servers: list[PlacedServer], moves: object) -> list[PlacedServer]:
     spans = {move.peer: move.span for move in moves}  # type: ignore[attr-defined] # a sequence of moves
     return [server.at(spans.get(server.peer, server.span)) for server in servers]
 
 
 @given(swarms())
 @settings(max_examples=200, deadline=None)
-def test_a_plan_is_worth_its_price_and_says_what_it_gives(servers: list[Server]) -> None:
+def test_a_plan_is_worth_its_price_and_says_what_it_gives(servers: list[PlacedServer]) -> None:
     plan = plan_moves(BLOCKS, servers, POLICY)
     then = throughput(BLOCKS, carried_out(servers, plan.moves))
     assert plan.now_tokens_per_s == throughput(BLOCKS, servers)
@@ -62,7 +62,7 @@ def test_a_plan_is_worth_its_price_and_says_what_it_gives(servers: list[Server])
 
 @given(swarms(), st.randoms(use_true_random=False))
 @settings(max_examples=100, deadline=None)
-def test_everybody_finds_the_same_plan(servers: list[Server], rng: random.Random) -> None:
+def test_everybody_finds_the_same_plan(servers: list[PlacedServer], rng: random.Random) -> None:
     other = list(servers)
     rng.shuffle(other)
     assert plan_moves(BLOCKS, servers, POLICY) == plan_moves(BLOCKS, other, POLICY)
@@ -70,7 +70,7 @@ def test_everybody_finds_the_same_plan(servers: list[Server], rng: random.Random
 
 @given(swarms())
 @settings(max_examples=200, deadline=None)
-def test_a_swarm_that_follows_its_plans_comes_to_rest(servers: list[Server]) -> None:
+def test_a_swarm_that_follows_its_plans_comes_to_rest(servers: list[PlacedServer]) -> None:
     """Each time only the first move is made, and everything is planned anew."""
     for _move in range(60):
         plan = plan_moves(BLOCKS, servers, POLICY)
@@ -82,8 +82,8 @@ def test_a_swarm_that_follows_its_plans_comes_to_rest(servers: list[Server]) -> 
 
 @given(swarms())
 @settings(max_examples=200, deadline=None)
-def test_no_plan_ends_with_more_blocks_that_nobody_serves(servers: list[Server]) -> None:
-    def unserved(swarm: list[Server]) -> int:
+def test_no_plan_ends_with_more_blocks_that_nobody_serves(servers: list[PlacedServer]) -> None:
+    def unserved(swarm: list[PlacedServer]) -> int:
         return block_speeds(BLOCKS, swarm).count(0.0)
 
     plan = plan_moves(BLOCKS, servers, POLICY)
@@ -92,7 +92,7 @@ def test_no_plan_ends_with_more_blocks_that_nobody_serves(servers: list[Server])
 
 def test_a_gap_is_closed_by_a_chain_of_moves_if_no_single_one_does() -> None:
     spans = [Span(0, 4), Span(0, 4), Span(4, 8)]
-    servers = [Server(PeerId(str(number)), span, one_speed(1.0, 4)) for number, span in enumerate(spans)]
+    servers = [PlacedServer(PeerId(str(number)), span, one_speed(1.0, 4)) for number, span in enumerate(spans)]
     plan = plan_moves(BLOCKS, servers, POLICY)
     assert throughput(BLOCKS, carried_out(servers, plan.moves)) == 1.0
     assert len(plan.moves) == 1
@@ -100,7 +100,7 @@ def test_a_gap_is_closed_by_a_chain_of_moves_if_no_single_one_does() -> None:
 
 @given(swarms(), st.integers(1, 6))
 @settings(max_examples=100, deadline=None)
-def test_a_newcomer_serves_a_block_that_nobody_serves(servers: list[Server], most: int) -> None:
+def test_a_newcomer_serves_a_block_that_nobody_serves(servers: list[PlacedServer], most: int) -> None:
     speeds = block_speeds(BLOCKS, servers)
     span = place_newcomer(BLOCKS, servers, one_speed(5.0, most), POLICY)
     assert len(span) == most
@@ -110,7 +110,7 @@ def test_a_newcomer_serves_a_block_that_nobody_serves(servers: list[Server], mos
 
 @given(swarms(least=2))
 @settings(max_examples=100, deadline=None)
-def test_the_papers_rule_never_moves_the_last_server_of_a_block(servers: list[Server]) -> None:
+def test_the_papers_rule_never_moves_the_last_server_of_a_block(servers: list[PlacedServer]) -> None:
     me = servers[0]
     if throughput(BLOCKS, servers) > 0.0 and better_span(me.peer, BLOCKS, servers, 0.2) is not None:
         rest = block_speeds(BLOCKS, servers[1:])

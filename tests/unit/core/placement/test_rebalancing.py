@@ -9,7 +9,7 @@ import pytest
 from llmnode.core.ids import PeerId
 from llmnode.core.placement.policy import RebalancePolicy
 from llmnode.core.placement.rebalancing import Rebalancer
-from llmnode.core.placement.servers import Server, one_speed
+from llmnode.core.placement.servers import PlacedServer, one_speed
 from llmnode.core.span import Span
 
 BLOCKS = 16
@@ -18,9 +18,9 @@ FIRST, SECOND = PeerId("a"), PeerId("b")
 GAP = Span(8, 16)
 
 
-def half(peer: PeerId) -> Server:
+def half(peer: PeerId) -> PlacedServer:
     """A server of the first half, which could serve the second."""
-    return Server(peer, Span(0, 8), one_speed(10.0, 8))
+    return PlacedServer(peer, Span(0, 8), one_speed(10.0, 8))
 
 
 def rebalancer(me: PeerId) -> Rebalancer:

@@ -23,9 +23,9 @@ from llmnode.core.serving.node_life import (
     LeaveWanted,
     Left,
     Load,
-    Loaded,
     Lost,
     Online,
+    Ready,
     RefuseSessions,
     SayFarewell,
     SpanWanted,
@@ -48,7 +48,7 @@ FIRST, SECOND, THIRD = Span(0, 2), Span(2, 4), Span(4, 6)
 SPANS = st.sampled_from([FIRST, SECOND, THIRD])
 PATIENCE_S = st.floats(0, 100)
 EVENTS: st.SearchStrategy[Event] = st.one_of(
-    st.builds(Loaded, SPANS),
+    st.builds(Ready, SPANS),
     st.just(Lost()),
     st.just(GaveUp()),
     st.builds(SpanWanted, SPANS, st.none() | PATIENCE_S),
@@ -78,9 +78,9 @@ class Edge:
 
     def happen(self, event: Event) -> bool:
         """Whether it could. An event that cannot happen changes nothing."""
-        if isinstance(event, Loaded) and event.span != self.loading:
+        if isinstance(event, Ready) and event.span != self.loading:
             return False  # nobody loads anything but what was asked for
-        if isinstance(event, (Loaded, GaveUp)) and self.loading is None:
+        if isinstance(event, (Ready, GaveUp)) and self.loading is None:
             return False
         if isinstance(event, Lost) and self.worker is None and self.loading is None:
             return False
@@ -89,7 +89,7 @@ class Edge:
         except LocalProtocolError:
             return False
         match event:
-            case Loaded(span):
+            case Ready(span):
                 self.worker, self.loading = span, None
             case Lost():
                 self.worker = self.loading = None
@@ -162,7 +162,7 @@ def test_from_anywhere_it_leaves_when_told_to_and_stays_away(
         assert edge.happen(Drained())
     assert isinstance(edge.state, Left)
     edge.check()
-    for event in (Lost(), GaveUp(), SpanWanted(SECOND), LeaveWanted(0.0), Drained(), Stopped(), Loaded(FIRST)):
+    for event in (Lost(), GaveUp(), SpanWanted(SECOND), LeaveWanted(0.0), Drained(), Stopped(), Ready(FIRST)):
         with pytest.raises(LocalProtocolError):
             transition(edge.state, event, edge.now_s, POLICY)
 
@@ -186,11 +186,11 @@ def test_from_anywhere_but_where_it_leaves_it_comes_online_with_any_span(
     if isinstance(edge.state, Left):
         return
     if isinstance(edge.state, Joining):
-        assert edge.happen(Loaded(edge.state.span))
+        assert edge.happen(Ready(edge.state.span))
     assert edge.happen(SpanWanted(wanted))
     if edge.state != Online(wanted):
         assert edge.happen(Drained())
-        assert edge.happen(Loaded(wanted))
+        assert edge.happen(Ready(wanted))
     edge.check()
     assert edge.state == Online(wanted)
 
@@ -220,46 +220,46 @@ def after(*events: Event) -> State:
 
 
 def test_a_lost_worker_is_loaded_again_and_the_node_is_joining_meanwhile() -> None:
-    assert after(Loaded(FIRST), Lost()) == Joining(FIRST)
-    assert after(Loaded(FIRST), Lost(), Lost(), Loaded(FIRST)) == Online(FIRST)
+    assert after(Ready(FIRST), Lost()) == Joining(FIRST)
+    assert after(Ready(FIRST), Lost(), Lost(), Ready(FIRST)) == Online(FIRST)
 
 
 def test_another_span_has_the_policys_patience_unless_its_own_is_given() -> None:
-    assert after(Loaded(FIRST), SpanWanted(SECOND)) == Draining(FIRST, POLICY.drain_s, SECOND)
-    assert after(Loaded(FIRST), SpanWanted(SECOND, 3.0)) == Draining(FIRST, 3.0, SECOND)
-    assert after(Loaded(FIRST), SpanWanted(FIRST)) == Online(FIRST), "it serves that already"
+    assert after(Ready(FIRST), SpanWanted(SECOND)) == Draining(FIRST, POLICY.drain_s, SECOND)
+    assert after(Ready(FIRST), SpanWanted(SECOND, 3.0)) == Draining(FIRST, 3.0, SECOND)
+    assert after(Ready(FIRST), SpanWanted(FIRST)) == Online(FIRST), "it serves that already"
 
 
 def test_a_span_that_cannot_be_loaded_gives_way_to_the_one_before_but_once() -> None:
-    changing = (Loaded(FIRST), SpanWanted(SECOND), Drained(), GaveUp())
+    changing = (Ready(FIRST), SpanWanted(SECOND), Drained(), GaveUp())
     assert after(*changing) == Joining(FIRST)
-    assert after(*changing, Loaded(FIRST)) == Online(FIRST)
+    assert after(*changing, Ready(FIRST)) == Online(FIRST)
     assert after(*changing, GaveUp()) == Left(FIRST)
     assert after(GaveUp()) == Left(FIRST), "the first of all has none before it"
 
 
 def test_to_leave_overrides_another_span_and_may_be_hurried_but_not_put_off() -> None:
-    changing = (Loaded(FIRST), SpanWanted(SECOND, 50.0))
+    changing = (Ready(FIRST), SpanWanted(SECOND, 50.0))
     assert after(*changing, LeaveWanted(60.0)) == Draining(FIRST, 60.0, None)
     assert after(*changing, LeaveWanted(60.0), LeaveWanted(5.0)) == Draining(FIRST, 5.0, None)
     assert after(*changing, LeaveWanted(5.0), LeaveWanted(60.0)) == Draining(FIRST, 5.0, None)
 
 
 def test_what_was_being_loaded_when_it_was_told_to_leave_is_not_served() -> None:
-    for outcome in (Loaded(FIRST), Lost(), GaveUp()):
+    for outcome in (Ready(FIRST), Lost(), GaveUp()):
         assert after(LeaveWanted(5.0), outcome) == Draining(FIRST, 5.0, None)
 
 
 @pytest.mark.parametrize(
     ("state", "event"),
     [
-        (Joining(FIRST), Loaded(SECOND)),
+        (Joining(FIRST), Ready(SECOND)),
         (Joining(FIRST), SpanWanted(SECOND)),
         (Joining(FIRST), Drained()),
-        (Online(FIRST), Loaded(FIRST)),
+        (Online(FIRST), Ready(FIRST)),
         (Online(FIRST), GaveUp()),
         (Online(FIRST), Drained()),
-        (Draining(FIRST, 5.0, SECOND), Loaded(SECOND)),
+        (Draining(FIRST, 5.0, SECOND), Ready(SECOND)),
         (Draining(FIRST, 5.0, SECOND), SpanWanted(THIRD)),
         (Draining(FIRST, 5.0), Drained(sessions=1)),
     ],
