@@ -1,6 +1,6 @@
 """Sessions that become copies of one another, through real serving and client code, while peers fail by a plan.
 
-The arithmetic is exact, like in test_recovery.py. An answer is right to the bit only if every copy is right.
+The arithmetic is exact, as in test_chaos.py. An answer is right to the bit only if every copy is right.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from llmnode.core.texts.beams import sessions_of_rows
 from llmnode.errors import LocalProtocolError, NoRoute, SessionClosed
 from llmnode.testing import FaultPlan, Odds, check_no_banned_peer, seeds
 from llmnode.wire.payload import Codec
+from simulation.chaos import CAST, KINDS, LONGEST_OUTAGE_S, MAX_LENGTH, POLICY, WEATHERS, open_at_last
 from simulation.test_receipts import audited
-from simulation.test_recovery import CAST, KINDS, LONGEST_OUTAGE_S, MAX_LENGTH, POLICY, WEATHERS, open_at_last
 from simulation.world import (
     ALL_BLOCKS,
     DELAY_S,

@@ -22,7 +22,7 @@ TRACE = """
 import sys
 from functools import partial
 from llmnode.testing import simulate
-from simulation.test_recovery import outlive
+from simulation.chaos import outlive
 for seed in map(int, sys.argv[1:]):
     simulate(partial(outlive, seed, print), seed=seed)
 """
@@ -76,7 +76,7 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
 def test_a_seed_that_fails_says_what_befell_it_and_fails_again(tmp_path: Path) -> None:
     (tmp_path / "breaker.py").write_text(BREAK)
     sources = os.pathsep.join([str(Path(llmnode.__file__).parents[1]), str(TESTS), str(tmp_path)])
-    name = "tests/simulation/test_recovery.py::test_a_session_outlives_whatever_befalls_its_servers"
+    name = "tests/simulation/test_chaos.py::test_a_session_outlives_whatever_befalls_its_servers"
     options = ["-p", "breaker", "-p", "no:cacheprovider", "--no-header", "--show-capture=no"]
     first = run(sys.executable, "-m", "pytest", *options, "-x", name, LLMNODE_SEEDS="50", PYTHONPATH=sources)
     assert first.returncode == 1, first.stdout[-3000:] + first.stderr

@@ -1,38 +1,23 @@
-"""Sessions through real serving and client code, on an internet in memory and a mock clock, while peers fail by a plan.
+"""Sessions through real serving and client code, on an internet in memory and a mock clock: peers fail one by one.
 
-The arithmetic is exact, so every answer is right to the bit or the KV of some peer is not what it should be. A seed
-that fails says how it is run again, and what befell it; LLMNODE_SEEDS=5000 tries many.
+The arithmetic is exact, so every answer is right to the bit or the KV of some peer is not what it should be.
 """
 
 from __future__ import annotations
 
 import random
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import trio
 
-from llmnode.core.policy import ClientPolicy, PushPolicy, RecoveryPolicy, RoutePolicy, TrustPolicy
+from llmnode.core.policy import ClientPolicy, RoutePolicy
 from llmnode.core.span import Span
-from llmnode.errors import NoRoute, PeerError, SessionClosed, SessionLost
+from llmnode.errors import NoRoute, SessionLost
 from llmnode.node.serve.server import ServerLink
-from llmnode.testing import (
-    Cast,
-    Conditions,
-    FaultPlan,
-    MemoryNetwork,
-    Odds,
-    check_coverage,
-    check_no_banned_peer,
-    check_nobody_is_convicted,
-    exact_input,
-    exact_output,
-    seeds,
-)
-from llmnode.testing.faults import ALL_KINDS, FailForwards, Freeze, Kill, Stop
+from llmnode.testing import MemoryNetwork, exact_input, exact_output
 from llmnode.wire.payload import Codec
+from simulation.chaos import MAX_LENGTH, POLICY
 from simulation.world import (
     ALL_BLOCKS,
     DELAY_S,
@@ -42,95 +27,11 @@ from simulation.world import (
     ROW,
     SPANS,
     Dialogue,
-    World,
     kv_is_free,
     pairs_of_servers,
     simulated,
     world,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from llmnode.session.router import Router
-    from llmnode.session.session import InferenceSession
-
-MAX_LENGTH = 120
-LONGEST_OUTAGE_S = 12.0
-POLICY = ClientPolicy(chunk_tokens=8)
-POLICIES = [
-    POLICY,
-    POLICY,
-    replace(POLICY, trust=TrustPolicy(strict=True)),
-    replace(POLICY, recovery=RecoveryPolicy(upstream_logs=False)),
-    replace(POLICY, push=PushPolicy(enabled=False)),
-    replace(POLICY, route=RoutePolicy(standbys=False)),
-    replace(POLICY, chunks_ahead=1),
-]
-OTHER_CUTS = [Span(0, 3), Span(3, 6), Span(1, 5), Span(0, 6)]
-CAST = Cast(
-    nodes=[f"{index}{twin}" for index in range(3) for twin in "ab"],
-    spans=[*SPANS, *OTHER_CUTS],
-    movable=["0b", "1b", "2b"],
-)
-KINDS = [*ALL_KINDS, Kill, Stop, Stop, Freeze, FailForwards, FailForwards]  # most of the others cost no server
-WEATHERS = [
-    Conditions(delay_s=DELAY_S),
-    Conditions(delay_s=DELAY_S, jitter_s=0.2),
-    Conditions(delay_s=DELAY_S, jitter_s=0.02, duplication=0.2),
-    Conditions(delay_s=DELAY_S, bytes_per_s=20_000),
-    Conditions(delay_s=DELAY_S, loss=0.02, duplication=0.02),
-]
-
-
-@asynccontextmanager
-async def open_at_last(router: Router) -> AsyncIterator[InferenceSession]:
-    """All holders of a span may be away at the moment."""
-    async with AsyncExitStack() as stack:
-        with trio.fail_after(10 * LONGEST_OUTAGE_S):
-            while True:
-                try:
-                    session = await stack.enter_async_context(router.open_session(MAX_LENGTH, Codec.RAW))
-                    break
-                except (NoRoute, PeerError):
-                    await trio.sleep(1)
-        yield session
-
-
-async def talk(session: InferenceSession, rng: random.Random, policy: ClientPolicy, *, steps: int = 25) -> None:
-    dialogue = Dialogue(session, rng, policy=policy)
-    for _ in range(steps):
-        if rng.random() < 0.15:
-            await dialogue.go_back(rng.randrange(session.position + 1))
-        await dialogue.step(min(rng.choice([1, 1, 1, 2, 20]), MAX_LENGTH - session.position) or 1)
-        if session.position == MAX_LENGTH:
-            await dialogue.go_back(MAX_LENGTH // 2)
-        await trio.sleep(rng.expovariate(1 / 0.3))
-
-
-@pytest.mark.parametrize("seed", seeds(500), ids=lambda seed: f"seed-{seed}-")
-@simulated
-async def test_a_session_outlives_whatever_befalls_its_servers(seed: int) -> None:
-    await outlive(seed)
-
-
-async def outlive(seed: int, trace: Callable[[str], None] | None = None) -> None:
-    rng = random.Random(seed)
-    policy = rng.choice(POLICIES)
-    plan = FaultPlan.draw(seed, CAST, Odds(rng.randrange(1, 5), longest_s=LONGEST_OUTAGE_S, kinds=KINDS))
-    async with pairs_of_servers(seed, rng.choice(WEATHERS)) as swarm, swarm.client(policy) as (router, _):
-        swarm.internet.trace = trace or swarm.internet.trace
-        async with plan.upon(swarm), open_at_last(router) as session:
-            await talk(session, rng, policy)
-            check_nobody_is_convicted(session)
-        check_no_banned_peer(router.finder, policy)
-        await kv_is_free(swarm)
-        if rng.random() < 0.25:
-            swarm.kill(rng.choice(CAST.nodes))
-        await check_coverage(swarm)
-
-
-# One by one
 
 
 @simulated
@@ -421,49 +322,3 @@ async def test_the_caller_may_reuse_its_buffer() -> None:
         swarm.kill(str(session.route[0].peer).removeprefix("peer-"))
         answer = await session.step(bytes(ROW))
         assert bytes(answer) == exact_output(said + bytes(ROW), ALL_BLOCKS)[-ROW:]
-
-
-@asynccontextmanager
-async def recovering_session() -> AsyncIterator[tuple[World, InferenceSession]]:
-    """A session that has lost its only peer and is about to open two hops instead."""
-    async with world() as swarm:
-        await swarm.start("whole", ALL_BLOCKS)
-        for half in (Span(0, 3), Span(3, 6)):
-            await swarm.start(f"from{half.start}", half)
-        await trio.sleep(10)
-        async with swarm.session() as (session, _):
-            await Dialogue(session, random.Random(1)).step(20)
-            swarm.kill("whole")
-            yield swarm, session
-        await kv_is_free(swarm)
-
-
-DURING_RECOVERY_S = [0.01 * n for n in range(1, 25)]
-"""Moments after the loss; all is over in a quarter of a second."""
-
-
-@pytest.mark.parametrize("after_s", DURING_RECOVERY_S)
-@simulated
-async def test_a_step_that_is_cancelled_during_recovery_ends_its_session(after_s: float) -> None:
-    async with recovering_session() as (_, session):
-        with trio.move_on_after(after_s) as patience:
-            await session.step(bytes(ROW))
-        if patience.cancelled_caught:
-            with pytest.raises(SessionClosed):
-                await session.step(bytes(ROW))
-
-
-@pytest.mark.parametrize("after_s", DURING_RECOVERY_S)
-@simulated
-async def test_a_session_that_is_closed_during_recovery_leaves_no_kv(after_s: float) -> None:
-    async with recovering_session() as (swarm, session):
-
-        async def step() -> None:
-            with suppress(SessionClosed):
-                await session.step(bytes(ROW))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(step)
-            await trio.sleep(after_s)
-            await session.close()
-        await kv_is_free(swarm)

@@ -24,7 +24,7 @@ from llmnode.testing.network import peer_named
 from llmnode.testing.world import SAID_BLOCK_US
 from llmnode.wire.payload import Codec
 from llmnode.wire.receipt import Convicted
-from simulation.test_recovery import CAST, WEATHERS, open_at_last, talk
+from simulation.chaos import CAST, WEATHERS, open_at_last, talk
 from simulation.world import MODEL, ROW, SPANS, Dialogue, World, kv_is_free, pairs_of_servers, simulated, world
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from llmnode.net.connections import is_relayed, open_stream
 from llmnode.net.host import Libp2pNetwork, open_network
 from llmnode.net.punch import PUNCH
 from llmnode.swarm.pool import open_pool
-from unit.in_trio import in_trio
-from unit.net.test_circuit import (
+from unit.circuits import (
     POLICY,
     check_echo,
     dialling,
@@ -31,6 +30,7 @@ from unit.net.test_circuit import (
     reserving,
     until,
 )
+from unit.in_trio import in_trio
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

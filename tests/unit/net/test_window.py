@@ -15,7 +15,7 @@ from llmnode.core.ids import PeerId
 from llmnode.core.policy import BudgetPolicy
 from llmnode.net.window import FIRST_BYTES, KIB, Window
 from unit.in_trio import in_trio
-from unit.net.test_transport import connections, opened
+from unit.yamux_ends import connections, opened
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -1,0 +1,218 @@
+"""The limits of a relay: what each peer and address group may have, and when a circuit or reservation ends."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import trio
+import trio.testing
+from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
+
+from llmnode.core.budget import Kind, Resource
+from llmnode.core.policy import BudgetPolicy, RelayPolicy
+from llmnode.errors import PeerUnreachable, single_error
+from llmnode.net.addresses import parse_peer
+from llmnode.net.circuit_splice import LEAST_PIECE_BYTES
+from llmnode.net.circuit_wire import PIECE_BYTES
+from llmnode.net.host import Libp2pNetwork, open_network
+from llmnode.net.link import Libp2pLink
+from unit.circuits import (
+    IMPATIENT,
+    MEGABYTE,
+    POLICY,
+    RESERVE,
+    Intruder,
+    check_echo,
+    connect_to,
+    dialling,
+    echoing,
+    noting,
+    relaying,
+    reserving,
+    through,
+    until,
+)
+from unit.in_trio import in_trio
+
+
+@in_trio
+async def test_a_relay_grants_no_more_than_its_policy() -> None:
+    tight = RelayPolicy(reservations=2, circuits=2, circuits_per_peer=1)
+    async with relaying(tight) as relay, reserving(relay) as one, reserving(relay) as other:
+        with pytest.raises(PeerUnreachable, match="the relay is full"), single_error():
+            async with reserving(relay):
+                pass
+        async with dialling() as first, dialling() as second, dialling() as third, echoing(one), echoing(other):
+            link = await first.dial(one.addresses[0])
+            with pytest.raises(PeerUnreachable, match="the relay is full"):  # for the dialled peer
+                await second.dial(one.addresses[0])
+            with pytest.raises(PeerUnreachable, match="the relay is full"):  # and for the dialling peer
+                await first.dial(other.addresses[0])
+            await check_echo(await second.dial(other.addresses[0]))
+            await link.end("done")
+            await until(lambda: relay.count_open().circuits == 1)
+            await check_echo(await third.dial(one.addresses[0]))
+
+
+@in_trio
+async def test_the_nodes_at_one_host_get_their_share_of_a_relay() -> None:
+    async with relaying(RelayPolicy(reservations_per_host=1)) as relay, reserving(relay) as server:
+        with pytest.raises(PeerUnreachable, match="the relay is full"), single_error():
+            async with reserving(relay):
+                pass
+        answer = await Intruder(server).ask(relay, RESERVE)  # its own again
+        assert answer.status == pb.OK
+
+
+@in_trio
+async def test_a_relay_does_not_take_all_connections_of_a_peer() -> None:
+    few = replace(POLICY, budget=BudgetPolicy(connections_per_host=1))
+    async with (
+        relaying() as relay,
+        relaying(listen="/ip4/127.0.0.2/tcp/0") as other,
+        reserving(relay, other, link=few) as server,
+        echoing(server),
+        dialling() as first,
+        dialling() as second,
+    ):
+        link = await first.dial(through(relay, server))
+        with pytest.raises(PeerUnreachable):
+            await second.dial(through(relay, server))
+        await check_echo(await second.dial(through(other, server)))
+        await check_echo(link)
+
+
+async def keep_talking(link: Libp2pLink, size: int) -> None:
+    while True:
+        await check_echo(link, size)
+
+
+@in_trio
+async def test_a_circuit_that_carries_too_much_or_lives_too_long_is_cut() -> None:
+    for policy, cut_by in ((RelayPolicy(circuit_bytes=50_000), 40_000), (RelayPolicy(circuit_s=1.0), 1)):
+        async with relaying(policy) as relay, reserving(relay) as server, echoing(server), dialling() as client:
+            link = await client.dial(server.addresses[0])
+            await check_echo(link)
+            with pytest.raises(PeerUnreachable):
+                await keep_talking(link, cut_by)
+            await until(lambda: relay.count_open().circuits == 0 and server.count_open().links == 0)
+
+
+@in_trio
+async def test_a_reservation_that_is_not_renewed_ends_and_one_that_is_stays() -> None:
+    async with relaying(RelayPolicy(reservation_s=2.0)) as relay, dialling() as network, dialling() as client:
+        assert (await Intruder(network).ask(relay, RESERVE)).status == pb.OK
+        assert relay.count_open().reservations == 1
+        await until(lambda: relay.count_open().reservations == 0)
+        with pytest.raises(PeerUnreachable, match="no reservation at the relay"):
+            await client.dial(through(relay, network))
+        async with reserving(relay) as server, echoing(server):
+            lived = trio.current_time()
+            await until(lambda: trio.current_time() > lived + 5.0)  # two lives and a half
+            assert relay.count_open().reservations == 1
+            await check_echo(await client.dial(server.addresses[0]))
+
+
+@in_trio
+async def test_links_end_when_a_relay_falls_silent() -> None:
+    async with (
+        relaying() as relay,
+        reserving(relay, link=IMPATIENT) as server,
+        echoing(server),
+        dialling(IMPATIENT) as client,
+    ):
+        link = await client.dial(server.addresses[0])
+        await check_echo(link)
+        async with noting(server) as told:
+            freeze(relay)
+            with pytest.raises(PeerUnreachable):
+                await link.receive()
+            await until(lambda: client.count_open().connections == 0)
+            await until(lambda: len(told) == 2)
+            assert told == [[], [through(relay, server)]], "over another connection, which is not frozen"
+
+
+def freeze(network: Libp2pNetwork) -> None:
+    """Have its connections neither send nor say that they do not, as if it were cut off."""
+    for connection in cast(Any, network.host.get_network()).get_connections():
+        muxed = connection.muxed_conn
+        muxed.machine = muxed.sender.machine = Mute(muxed.machine)
+        for stream in muxed._streams.values():
+            stream._machine = muxed.machine
+
+
+class Mute:
+    """A protocol machine that lets nothing out and nothing in."""
+
+    def __init__(self, machine: Any) -> None:
+        self._machine = machine
+
+    def receive(self, data: Any) -> Any:
+        return ([], [], [], [])
+
+    def seal_output(self) -> bytes:
+        return b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._machine, name)
+
+
+@in_trio
+async def test_a_circuit_that_carries_nothing_is_closed() -> None:
+    """One that carries heartbeats alone is not."""
+    impatient = RelayPolicy(circuit_idle_s=0.3)
+    async with relaying(impatient) as relay, reserving(relay, link=IMPATIENT) as server, echoing(server):
+        async with open_network([], IMPATIENT) as client:
+            link = await client.dial(through(relay, server))
+            await trio.sleep(0.8)
+            assert not link.has_ended and relay.count_open().circuits == 1
+        async with dialling() as silent:
+            request = connect_to(parse_peer(through(relay, server)).peer_id.to_bytes())
+            assert (await Intruder(silent).ask(relay, request)).status == pb.OK
+            await until(lambda: relay.count_open().circuits == 0)
+
+
+@in_trio
+async def test_an_address_group_has_a_share_of_the_circuits_whatever_its_identities() -> None:
+    few = RelayPolicy(circuits_per_group=2)
+    async with relaying(few) as relay, reserving(relay) as server, AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(dialling()) for _ in range(3)]
+        for client in clients[:2]:
+            await client.dial(through(relay, server))
+        with pytest.raises(PeerUnreachable, match="the relay is full"):
+            await clients[2].dial(through(relay, server))
+
+
+@in_trio
+async def test_circuits_are_in_the_budget_of_their_relay_and_leave_nothing() -> None:
+    async with relaying() as relay, reserving(relay) as server:
+        held = relay.budget.process.held
+        async with dialling() as client:
+            await client.dial(through(relay, server))
+            circuits = list(relay.budget.process.within(Kind.SESSION))
+            assert [each.held[Resource.MEMORY] for each in circuits] == [2 * PIECE_BYTES]
+        await until(lambda: relay.count_open().circuits == 0)
+        assert not list(relay.budget.process.within(Kind.SESSION))
+        assert held[Resource.MEMORY] < MEGABYTE
+
+
+@in_trio
+async def test_a_relay_without_memory_refuses_circuits() -> None:
+    async with relaying() as relay, reserving(relay) as server, dialling() as client:
+        process = relay.budget.process
+        process.set_limit(Resource.MEMORY, process.held[Resource.MEMORY] + LEAST_PIECE_BYTES)
+        with pytest.raises(PeerUnreachable):
+            await client.dial(through(relay, server))
+        assert not relay.count_open().circuits
+
+
+@in_trio
+async def test_many_relays_of_one_machine_are_one_address_group() -> None:
+    async with relaying() as one, relaying() as another, reserving(one, another) as server, dialling() as client:
+        for relay in (one, another):
+            await client.dial(through(relay, server))
+        for network in (client, server):
+            assert {each.name for each in network.budget.process.within(Kind.GROUP)} == {"127.0.0.1"}
