@@ -12,7 +12,7 @@ from llmnode.errors import PeerRefused, WorkerLost
 from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
-    from llmnode.core.ids import PeerId, SessionId
+    from llmnode.core.ids import AdapterId, PeerId, SessionId
     from llmnode.core.policy import AdmissionPolicy
     from llmnode.core.priority import Priority
     from llmnode.core.span import Span
@@ -29,7 +29,15 @@ class Admission:
         self._waiting: dict[SessionId, trio.Event] = {}
         self._closed_because = ""
 
-    async def enter(self, session: SessionId, span: Span, positions: int, client: PeerId, priority: Priority) -> None:
+    async def enter(
+        self,
+        session: SessionId,
+        span: Span,
+        positions: int,
+        client: PeerId,
+        priority: Priority,
+        adapter: AdapterId | None = None,
+    ) -> None:
         """Reserve KV, when it is the session's turn. Raises PeerRefused. `leave` is due in any case."""
         self._check(positions, client)
         came_in = self._waiting[session] = trio.Event()
@@ -46,7 +54,7 @@ class Admission:
         if not came_in.is_set():
             raise self._refusal(positions, f"not free within {self._policy.wait_s:g} s")
         try:
-            is_open = await self._worker.do(Open(session, span, positions, client, priority))
+            is_open = await self._worker.do(Open(session, span, positions, client, priority, adapter))
         except WorkerLost as error:
             raise PeerRefused(RefusalCode.BUSY, str(error)) from error
         if not is_open:

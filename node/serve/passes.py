@@ -8,12 +8,14 @@ section 3.3.
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
+import numpy as np
 import trio
 
 from llmnode.core.budget import Account, Kind, Resource
+from llmnode.core.model import FP32_BYTES
 from llmnode.core.operations import Backward, Evaluate
 from llmnode.core.priority import PRIORITIES, Priority
 from llmnode.core.sequences import grouped, split_rows
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
     from llmnode.core.ids import PeerId
     from llmnode.core.operations import Buffer, Computed
+    from llmnode.node.serve.adapter_store import AdapterInUse
     from llmnode.node.serve.served_span import ServedSpan
     from llmnode.ports import Link
 
@@ -72,16 +75,20 @@ class LinkPasses:
         if len(self._scopes) >= served.policy.passes_per_link:
             raise PeerRefused(RefusalCode.BUSY, "too many passes are under way", retry_after_s=_RETRY_S)
         priority = max(PRIORITIES.get(request.priority, Priority.TRAINING), Priority.TRAINING)
-        parts = _Parts(served, span, request.lengths, self._link.peer, priority)
-        size_bytes = len(frame.payload) + form.work_bytes(positions) * (1 + _halves(frame)) + parts.kept_bytes(frame)
-        account = Account(self._link.scope.open(Kind.SESSION, "a pass"), Resource.PASSES)
-        if not account.resize(size_bytes):
-            could_hold = account.scope.could_hold(Resource.PASSES, size_bytes)
-            account.scope.close()
-            if not could_hold:
-                why = f"a pass takes {size_bytes >> 20} MiB here, more than there is for one: send fewer positions"
-                raise PeerRefused(RefusalCode.NO_ROOM, why)
-            raise PeerRefused(RefusalCode.BUSY, "no memory is left for this pass now", retry_after_s=_RETRY_S)
+        with ExitStack() as refused:
+            if (adapter := served.use(request.adapter, span)) is not None:
+                refused.callback(adapter.release)
+            parts = _Parts(served, span, request.lengths, self._link.peer, priority, adapter)
+            kept_bytes = parts.kept_bytes(frame)
+            size_bytes = len(frame.payload) + form.work_bytes(positions) * (1 + _halves(frame)) + kept_bytes
+            account = Account(self._link.scope.open(Kind.SESSION, "a pass"), Resource.PASSES)
+            refused.callback(account.scope.close)
+            if not account.resize(size_bytes):
+                if not account.scope.could_hold(Resource.PASSES, size_bytes):
+                    why = f"a pass takes {size_bytes >> 20} MiB here, more than there is for one: send fewer positions"
+                    raise PeerRefused(RefusalCode.NO_ROOM, why)
+                raise PeerRefused(RefusalCode.BUSY, "no memory is left for this pass now", retry_after_s=_RETRY_S)
+            refused.pop_all()
         self._scopes.add(scope := trio.CancelScope())
         self._nursery.start_soon(self._run, frame, parts, form, account, scope)
         served.tally.positions += positions
@@ -107,6 +114,7 @@ class LinkPasses:
         finally:
             self._scopes.discard(scope)
             account.scope.close()
+            parts.release()
 
     async def _computed(self, frame: Frame, parts: _Parts, form: HiddenForm) -> Frame:
         """The answer to a pass, be it a refusal."""
@@ -114,6 +122,8 @@ class LinkPasses:
             numbers = _decoded(frame, form, parts.positions)
             output = await (parts.gradients(*numbers) if len(numbers) > 1 else parts.outputs(*numbers))
             payload = form.encode(output)
+            if frame.type is FrameType.BACKWARD:
+                payload = b"".join([payload, parts.adapter_gradient()])
         except RemoteProtocolError as error:
             return refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message)
         except (WorkerLost, ConfigError) as error:  # the latter: the codec cannot carry what we computed
@@ -162,14 +172,24 @@ class _Parts:
     """One pass, given to the worker of `served` in parts."""
 
     def __init__(
-        self, served: ServedSpan, span: Span, lengths: Sequence[int], client: PeerId, priority: Priority
+        self,
+        served: ServedSpan,
+        span: Span,
+        lengths: Sequence[int],
+        client: PeerId,
+        priority: Priority,
+        adapter: AdapterInUse | None,
     ) -> None:
+        self._adapter = adapter
+        self._adapter_values = 0 if adapter is None else adapter.manifest.values(span)
+        self._most_adapter_bytes = served.policy.adapter_gradient_bytes
+        self._of_adapter: np.ndarray | None = None
         self.span = span
         self.positions = sum(lengths)
         self.queue_us = 0
         self.compute_us = 0
         self._worker = served.worker
-        self._account = client, priority
+        self._account = client, priority, None if adapter is None else adapter.digest
         self._kept_bytes = len(span) * served.model.row_bytes
         """A backward keeps this for each position that goes together."""
         self._groups = grouped(lengths, min(self._worker.pass_positions, _KEPT_BYTES // self._kept_bytes))
@@ -177,8 +197,28 @@ class _Parts:
         self._block_s: dict[type, float] = {}  # the time of a position in a block, by the kind of operation
 
     def kept_bytes(self, frame: Frame) -> int:
-        """The memory for what goes into the blocks of each part."""
-        return self._kept_bytes * max(self._sizes) if frame.type is FrameType.BACKWARD else 0
+        """The memory for what goes into the blocks of each part, and for the gradients of the adapter.
+
+        Raises PeerRefused if those do not fit into an answer.
+        """
+        if frame.type is not FrameType.BACKWARD:
+            return 0
+        if (adapter_bytes := FP32_BYTES * self._adapter_values) > self._most_adapter_bytes:
+            raise PeerRefused(RefusalCode.NO_ROOM, "the adapter's gradients are too large: ask for fewer blocks")
+        return self._kept_bytes * max(self._sizes) + 3 * adapter_bytes  # as they come, their sum, and the answer
+
+    def release(self) -> None:
+        """The pass is over."""
+        if self._adapter is not None:
+            self._adapter.release()
+
+    def adapter_gradient(self) -> Buffer:
+        """The sums of the adapter's gradients over all sequences. Raises ConfigError if some are not finite."""
+        if self._of_adapter is None:
+            return b""
+        if not np.isfinite(self._of_adapter).all():
+            raise ConfigError("gradients of the adapter that are not finite")
+        return self._of_adapter.data.cast("B")
 
     async def outputs(self, hidden: Buffer) -> Buffer:
         parts = zip(self._groups, split_rows(hidden, self._sizes), strict=True)
@@ -207,8 +247,22 @@ class _Parts:
             start = blocks.end
         while entering:
             blocks, hidden = entering.pop()
-            gradient = await self._do(Backward(blocks, lengths, hidden, gradient, *self._account))
+            values = 0 if self._adapter is None else self._adapter.manifest.values(blocks)
+            both = await self._do(Backward(blocks, lengths, hidden, gradient, *self._account, values))
+            gradient_bytes = memoryview(gradient).nbytes
+            gradient = memoryview(both)[:gradient_bytes]
+            self._add(blocks, memoryview(both)[gradient_bytes:])
         return gradient
+
+    def _add(self, blocks: Span, of_adapter: memoryview) -> None:
+        """Add the gradients for the adapter in some blocks."""
+        if self._adapter is None:
+            return
+        if self._of_adapter is None:
+            self._of_adapter = np.zeros(self._adapter_values, np.float32)
+        values = np.frombuffer(of_adapter, np.float32)
+        first = self._adapter_values - self._adapter.manifest.values(Span(blocks.start, self.span.end))
+        self._of_adapter[first : first + len(values)] += values
 
     async def _do(self, operation: Evaluate | Backward) -> Buffer:
         computed: Computed = await self._worker.do(operation)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llmnode.core.ids import AdapterId
+
 if TYPE_CHECKING:
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ServePolicy
+    from llmnode.core.span import Span
+    from llmnode.node.serve.adapter_store import AdapterInUse, AdapterStore
     from llmnode.node.serve.admission import Admission
     from llmnode.node.serve.next_hops import NextHops
     from llmnode.node.serve.work_turns import WorkTurns
@@ -38,6 +42,7 @@ class ServedSpan:
 
     worker: Worker
     admission: Admission
+    adapters: AdapterStore
     model: ModelInfo
     policy: ServePolicy
     network: Network
@@ -45,3 +50,12 @@ class ServedSpan:
     next_hops: NextHops
     tally: ServeStats
     work_turns: WorkTurns
+
+    def use(self, adapter: bytes | None, span: Span) -> AdapterInUse | None:
+        """The adapter that a client names for the blocks of `span`, for its session or pass to release.
+
+        None if these blocks compute as they are. Raises PeerRefused if the client is to bring the adapter.
+        """
+        if adapter is None or adapter == self.model.adapter:
+            return None
+        return self.adapters.use(AdapterId(adapter), span)

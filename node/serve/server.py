@@ -21,14 +21,17 @@ from llmnode.core.priority import PRIORITIES, Priority
 from llmnode.core.span import Span
 from llmnode.core.view import online_or_draining
 from llmnode.errors import PeerRefused, RemoteProtocolError
+from llmnode.node.serve.adapter_store import AdapterStore
 from llmnode.node.serve.admission import Admission
 from llmnode.node.serve.conduct import Conduct
+from llmnode.node.serve.link_adapters import REQUESTS as ADAPTERS
+from llmnode.node.serve.link_adapters import LinkAdapters
 from llmnode.node.serve.links import accept_links, answer_about_swarm, log_bug
 from llmnode.node.serve.next_hops import NextHops
 from llmnode.node.serve.passes import REQUESTS as PASSES
 from llmnode.node.serve.passes import LinkPasses
 from llmnode.node.serve.served_span import ServedSpan, ServeStats
-from llmnode.node.serve.session import REQUESTS, ServerSession
+from llmnode.node.serve.session import REQUESTS, Asked, ServerSession
 from llmnode.node.serve.work_turns import WorkTurns
 from llmnode.swarm.membership import software
 from llmnode.wire import version_1
@@ -97,25 +100,25 @@ class Server:
     async def run(self) -> None:
         """Serve every link that is opened to us, until cancelled."""
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._drop_idle_adapters)
             await accept_links(
                 self.network, self.policy.links, lambda link: ServerLink(self, link, nursery).run(), self.on_bug
             )
+
+    async def _drop_idle_adapters(self) -> None:
+        while True:
+            await trio.sleep(self.policy.adapter_idle_s / 2)
+            if self.served is not None:
+                await self.served.adapters.drop_idle()
 
     def serve(self, worker: Worker) -> None:
         """Open sessions with this worker from now on."""
         assert self.served is None, "the former worker is ended first"
         admission = Admission(worker, self.policy.room)
+        adapters = AdapterStore(worker, self.model, self.policy, self.network.budget)
         self.network.budget.process.set_limit(Resource.LOGS, worker.kv_tokens * self.model.row_bytes)
-        self.served = ServedSpan(
-            worker,
-            admission,
-            self.model,
-            self.policy,
-            self.network,
-            self.next_hops,
-            self.tally,
-            self.work_turns,
-        )
+        shared = self.model, self.policy, self.network, self.next_hops, self.tally, self.work_turns
+        self.served = ServedSpan(worker, admission, adapters, *shared)
         self.span, self.is_draining = worker.span, False
 
     def refuse_sessions(self) -> None:
@@ -133,6 +136,7 @@ class Server:
         if self.served is not None:
             self.tally.former_busy_us += self.served.worker.busy_us
             self.served.admission.close(f"this server is loading blocks {then}")
+            self.served.adapters.close()
             self.served = None
 
     @property
@@ -179,8 +183,10 @@ class Server:
         if asked.precision != model.precision:
             why = f"this server holds {model.name} in {model.precision.name}, and {asked.precision.name} is asked for"
             raise PeerRefused(RefusalCode.WRONG_MODEL, why)
-        if asked.adapter != model.adapter:
-            raise PeerRefused(RefusalCode.UNKNOWN_ADAPTER, "this server has no such adapter")
+        if model.adapter not in (None, asked.adapter):
+            raise PeerRefused(
+                RefusalCode.UNKNOWN_ADAPTER, "this server has another adapter, and computes with it alone"
+            )
 
     def holder_of(self, span: Span) -> ServedSpan:
         """The loaded blocks, of which `span` must be a part. Raises PeerRefused."""
@@ -223,6 +229,7 @@ class ServerLink:
         self._link = link
         self._nursery = nursery
         self._passes = LinkPasses(link, nursery, self._served_for, server.on_bug)
+        self._adapters = LinkAdapters(link, nursery, server.policy, server.holder_of, server.on_bug)
 
     async def run(self) -> None:
         try:
@@ -230,6 +237,7 @@ class ServerLink:
                 await self._handle(await self._link.receive())
         finally:
             self._passes.close()
+            self._adapters.close()
             for session in self._sessions():
                 self._server.leave_link(session)
 
@@ -258,6 +266,8 @@ class ServerLink:
                     await self._session(frame).submit(frame)
                 case request if request in PASSES:
                     self._passes.begin(frame)
+                case request if request in ADAPTERS:
+                    self._adapters.begin(frame)
                 case FrameType.CLOSE:
                     check_empty(frame.meta, "CLOSE")
                     self._session(frame).close()
@@ -278,10 +288,8 @@ class ServerLink:
         form = HiddenForm(self._server.model.hidden_size, Codec(request.codec))
         # A priority of a newer client keeps no session out, and gains it nothing either.
         sessions, priority = self._server.sessions, PRIORITIES.get(request.priority, max(Priority))
-        session = ServerSession(
-            stage, span, form, self._link, served, sessions, priority, keep_outputs=request.keep_outputs
-        )
-        sessions[frame.session] = session
+        asked = Asked(span, form, profile_of(request), priority, request.keep_outputs)
+        sessions[frame.session] = session = ServerSession(stage, asked, self._link, served, sessions)
         self._nursery.start_soon(self._run_session, session)
 
     def _check_open(self, frame: Frame) -> tuple[Span, OpenRequest, ServedSpan]:
@@ -348,6 +356,7 @@ class ServerLink:
                 with trio.CancelScope(shield=True):  # KV is freed whatever ends the session
                     await session.served.admission.leave(name)
             finally:
+                session.release()
                 del self._server.sessions[name]
                 self._server.note_end()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import trio
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from llmnode.core.budget import Scope
+    from llmnode.core.model import Profile
     from llmnode.core.priority import Priority
     from llmnode.core.span import Span
     from llmnode.node.serve.served_span import ServedSpan
@@ -59,22 +61,34 @@ REQUESTS = {FrameType.NEIGHBOURS: Neighbours, FrameType.REPLAY: Replay, FrameTyp
 """The frames with metadata that a session takes, and what the metadata is."""
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The terms that a client has opened a session with."""
+
+    span: Span
+    form: HiddenForm
+    profile: Profile
+    priority: Priority
+    keep_outputs: bool
+
+    @property
+    def kind(self) -> tuple[Span, HiddenForm, Profile, bool]:
+        """A session becomes a copy only of one that has the same kind."""
+        return self.span, self.form, self.profile, self.keep_outputs
+
+
 class ServerSession:
     """Its task (`run`) owns the stage; the link's loop only queues frames with `submit`, and moves it between links."""
 
     def __init__(
         self,
         stage: Stage,
-        span: Span,
-        form: HiddenForm,
+        asked: Asked,
         link: Link,
         served: ServedSpan,
         beside: Mapping[SessionId, ServerSession],
-        priority: Priority,
-        *,
-        keep_outputs: bool,
     ) -> None:
-        """`beside` are all sessions of the server, this one too."""
+        """`beside` are all sessions of the server, this one too. Raises PeerRefused if its adapter is not here."""
         self.stage = stage
         self.sender: PeerId | None = None
         """The peer that may send its steps, besides the client."""
@@ -86,22 +100,23 @@ class ServerSession:
         self.has_kv = False
         """Since it was opened, until it ends."""
         self._scope = trio.CancelScope()
-        self._span = span
+        self._asked = asked
+        self._span, self._form = asked.span, asked.form
         self.served = served
         """Its KV, if it has any, is there."""
+        self._adapter = served.use(asked.profile.adapter, asked.span)
         self._beside = beside
-        self._priority = priority
         self._worker = served.worker
-        self._form = form
-        self._signer = ReceiptSigner(served.network, link, span, profile_digest(served.model.profile, form.codec))
-        self._outputs = PayloadLog(form) if keep_outputs else None
+        profile = profile_digest(asked.profile, asked.form.codec)
+        self._signer = ReceiptSigner(served.network, link, asked.span, profile)
+        self._outputs = PayloadLog(asked.form) if asked.keep_outputs else None
         """The results of all positions in the KV."""
         self._receiver = Receiver(served)
         self._quiet = False
         opened = pack(Opened(self._signer.nonce)) if self._signer.nonce else b""
         # The client waits for an answer to this.
         self._doing = Frame(FrameType.OPENED, stage.session, stage.epoch, meta=opened)
-        rows_bytes = form.bytes_of(stage.max_length)
+        rows_bytes = asked.form.bytes_of(stage.max_length)
         self.memory = SessionMemory(link.scope, rows_bytes, served.policy.memory_patience_s, served.work_turns)
         self._submitted, self._frames = trio.open_memory_channel[Frame](4 * served.policy.steps_ahead)
 
@@ -134,6 +149,11 @@ class ServerSession:
         self.link, self.has_kv = None, False
         self.close()
         self.memory.close()
+
+    def release(self) -> None:
+        """Its KV is freed: nothing computes for it any more."""
+        if self._adapter is not None:
+            self._adapter.release()
 
     def leave_link(self) -> None:
         """Its link is no more: end, or wait as long as it may for its client to come back."""
@@ -177,7 +197,8 @@ class ServerSession:
     async def _serve(self) -> None:
         name, length = self.stage.session, self.stage.max_length
         try:
-            await self.served.admission.enter(name, self._span, length, self.client, self._priority)
+            adapter = None if self._adapter is None else self._adapter.digest
+            await self.served.admission.enter(name, self._span, length, self.client, self._asked.priority, adapter)
         except PeerRefused as refusal:
             return await self._send(refusal_for(self._doing, refusal))
         self.has_kv = True
@@ -303,14 +324,10 @@ class ServerSession:
         source = self._beside.get(SessionId(request.source))
         if source is not None and (source.client != self.client or not source.has_kv):
             source = None
-        if source is not None and source._kind != self._kind:
-            return Refuse(frame, RefusalCode.CONFLICT, "the session to be copied has other blocks, codec or logs")
+        if source is not None and source._asked.kind != self._asked.kind:
+            what = "blocks, adapter, codec or logs"
+            return Refuse(frame, RefusalCode.CONFLICT, f"the session to be copied has other {what}")
         return self.stage.fork(frame, source.stage if source is not None else None, request.shared)
-
-    @property
-    def _kind(self) -> tuple[Span, HiddenForm, bool]:
-        """A session becomes a copy only of one that has the same kind."""
-        return self._span, self._form, self._outputs is not None
 
     async def _copy(self, frame: Frame, source: ServerSession, operation: operations.Fork | Truncate) -> None:
         outputs = source._outputs.copy() if source._outputs is not None else None  # as they are now, and the KV is

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from llmnode.core.span import Span
 
 __all__ = [
+    "AdapterError",
     "ConfigError",
     "IntegrityError",
     "LlmnodeError",
@@ -42,6 +43,10 @@ __all__ = [
 
 class ModelError(LlmnodeError):
     """A model cannot be loaded or is not of a supported kind."""
+
+
+class AdapterError(LlmnodeError):
+    """An adapter is damaged, or does not fit the model that it is for."""
 
 
 class WorkerLost(LlmnodeError):

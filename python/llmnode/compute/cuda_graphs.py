@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from llmnode.compute.adapted import has_adapters
 from llmnode.compute.attention import Segment, segments_of_forward
 from llmnode.compute.pages import PagedRow, RowShape, in_pages, lay_out, row_of_forward
 from llmnode.errors import ModelError
@@ -57,7 +58,8 @@ class RecordedForwards:
 
     def run(self, span: Span, segments: Sequence[PagedSegment], hidden: torch.Tensor) -> torch.Tensor:
         """Run `hidden`, (tokens, hidden_size) of all segments, end to end. It and the result are on the CPU."""
-        if self.record is not None and len(segments) <= MOST_STEPS and all(length == 1 for _, _, length in segments):
+        can_record = self.record is not None and not has_adapters()  # which come and go
+        if can_record and len(segments) <= MOST_STEPS and all(length == 1 for _, _, length in segments):
             steps = _steps(segments)
             if self._pool.takes_whole(steps) and (recording := self._recording((span, steps), hidden.shape[1])):
                 _, numbers = lay_out(segments, steps)

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, assert_never
 import torch
 
 from llmnode._native import SequenceSlabs
+from llmnode.compute.adapted import adapted
 from llmnode.compute.attention import Segment, segments_of_forward
 from llmnode.compute.gradients import gradients_of, outputs_of
+from llmnode.compute.held_adapters import HeldAdapters
 from llmnode.compute.kv import KVForm, SequenceKV
-from llmnode.core.ids import SessionId
-from llmnode.core.operations import Backward, Close, Fork, Open, Slice, Truncate
+from llmnode.core.ids import AdapterId, SessionId
+from llmnode.core.operations import Adopt, Backward, Close, Forget, Fork, Open, Slice, Truncate
 from llmnode.core.span import Span
 from llmnode.errors import LocalProtocolError
 from llmnode.machine.malloc import give_back
@@ -36,6 +38,7 @@ _LARGE_TOKENS = 256
 class _Sequence:
     kv: KV
     span: Span
+    adapter: AdapterId | None = None
     slabs: SequenceSlabs | None = None  # of its `kv`, once a few positions have come
     half_way: Buffer = b""  # of the forward that has been through `passed` of its blocks
     passed: int = 0
@@ -63,6 +66,7 @@ class SpanExecutor:
         self._kv_tokens_free = kv_tokens
         self._kv = kv or KVForm()
         self._sequences: dict[SessionId, _Sequence] = {}
+        self._adapters = HeldAdapters(model, self._device)
 
     @property
     def tensor_bytes(self) -> int:
@@ -74,37 +78,44 @@ class SpanExecutor:
 
     def apply(self, operation: Control) -> bool:
         match operation:
-            case Open(session, span, max_length):
-                return self._open(session, span, max_length)
+            case Open():
+                return self._open(operation)
             case Truncate(session, length):
                 self._truncate(session, length)
             case Fork():
                 self._fork(operation)
             case Close(session):
                 self._close(session)
+            case Adopt():
+                self._adapters.adopt(operation)
+            case Forget(adapter):
+                self._adapters.forget(adapter)
             case _:
                 assert_never(operation)
         return True
 
-    def _open(self, session: SessionId, span: Span, max_length: int) -> bool:
-        if session in self._sequences:
+    def _open(self, opened: Open) -> bool:
+        if opened.session in self._sequences:
             raise LocalProtocolError("this session is open already")
-        if max_length > self._kv_tokens_free:
+        if opened.max_length > self._kv_tokens_free:
             return False
         give_back()
-        kv = self._take_kv(session, max_length)
+        kv = self._take_kv(opened.session, opened.max_length)
         self._kv_tokens_free -= kv.capacity
-        self._sequences[session] = _Sequence(kv, span)
+        self._sequences[opened.session] = _Sequence(kv, opened.span, opened.adapter)
         return True
 
     @torch.inference_mode()
     def forward(self, slices: Sequence[Slice]) -> Sequence[Buffer]:
         slices = [self._checked(each) for each in slices]
-        together: dict[Span, list[int]] = {}
-        for index, each in enumerate(slices):
-            together.setdefault(each.blocks(self._sequences[each.session].span), []).append(index)
+        few = self.model.native is not None and are_few([each.length for each in slices])
+        together: dict[tuple[Span, bool], list[int]] = {}
+        for index in sorted(range(len(slices)), key=lambda index: self._adapter_of(slices[index]) or b""):
+            each = slices[index]
+            in_rust = few and self._adapter_of(each) is None  # which knows no adapters
+            together.setdefault((each.blocks(self._sequences[each.session].span), in_rust), []).append(index)
         computed: dict[int, Buffer] = {}
-        for span, indices in together.items():
+        for (span, _), indices in together.items():
             outputs = self._run(span, [slices[index] for index in indices])
             computed.update(zip(indices, outputs, strict=True))
         put_out = [self._settle(each, computed[index]) for index, each in enumerate(slices)]
@@ -116,17 +127,30 @@ class SpanExecutor:
         span = passes[0].span
         if not self.span.covers(span) or any(each.span != span for each in passes):
             raise LocalProtocolError("passes go together through the same blocks of this span")
+        order = sorted(range(len(passes)), key=lambda index: passes[index].adapter or b"")
+        computed = self._run_in_order(span, [passes[index] for index in order])
+        return [output for _, output in sorted(zip(order, computed, strict=True))]
+
+    def _run_in_order(self, span: Span, passes: Sequence[Pass]) -> Sequence[Buffer]:
+        """Passes whose rows with one adapter lie together."""
         lengths = [length for each in passes for length in each.lengths]
         hidden = self._sequences_of([each.hidden for each in passes], lengths)
         gradients = [each.gradient for each in passes if isinstance(each, Backward)]
+        of_adapters: Sequence[torch.Tensor] = ()
+        adapters = [(each.adapter, each.positions) for each in passes]
         if gradients:
-            computed = gradients_of(self.model, span, hidden, self._sequences_of(gradients, lengths))
+            rows, wanted = self._adapters.rows(adapters, together=False), self._sequences_of(gradients, lengths)
+            computed, of_adapters = gradients_of(self.model, span, hidden, wanted, rows)
         else:
-            computed = outputs_of(self.model, span, hidden)
+            computed = outputs_of(self.model, span, hidden, self._adapters.rows(adapters, together=True))
         row = torch.cat(computed).cpu()
         if len(row) >= _LARGE_TOKENS:
             give_back()
-        return [to_bytes(part) for part in row.split([each.positions for each in passes])]
+        outputs = [to_bytes(part) for part in row.split([each.positions for each in passes])]
+        adapted_passes = (index for index, each in enumerate(passes) if each.adapter is not None)
+        for index, of_adapter in zip(adapted_passes, of_adapters, strict=False):
+            outputs[index] = b"".join([outputs[index], to_bytes(of_adapter.cpu())])
+        return outputs
 
     def _sequences_of(self, buffers: Sequence[Buffer], lengths: Sequence[int]) -> Sequence[torch.Tensor]:
         row = torch.cat([from_bytes(each, self._hidden_size) for each in buffers])
@@ -191,11 +215,13 @@ class SpanExecutor:
     def _run(self, span: Span, slices: Sequence[Slice]) -> Sequence[Buffer]:
         """Run the slices through the blocks of `span`, which are all those of their sessions, or some."""
         native = self.model.native
-        if native is not None and are_few([each.length for each in slices]):
+        rows = self._adapters.rows(((self._adapter_of(each), each.length) for each in slices), together=True)
+        if native is not None and not rows and are_few([each.length for each in slices]):
             few = [(self._slabs(each.session, native.no_kv), each.first, each.start, each.hidden) for each in slices]
             return native.blocks.forward(span.start - self.span.start, span.end - self.span.start, few)
         row = torch.cat([from_bytes(each.hidden, self._hidden_size) for each in slices])
-        hidden = self._compute(span, slices, row)
+        with adapted(rows):
+            hidden = self._compute(span, slices, row)
         return [to_bytes(part) for part in hidden.split([each.length for each in slices])]
 
     def _compute(self, span: Span, slices: Sequence[Slice], row: torch.Tensor) -> torch.Tensor:
@@ -208,6 +234,9 @@ class SpanExecutor:
             return hidden
         finally:
             segments_of_forward.reset(token)
+
+    def _adapter_of(self, each: Slice) -> AdapterId | None:
+        return self._sequences[each.session].adapter
 
     def _slabs(self, session: SessionId, no_kv: torch.Tensor) -> SequenceSlabs:
         sequence = self._sequences[session]

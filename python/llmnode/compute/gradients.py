@@ -8,17 +8,21 @@ of one row of hidden states for each block.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
+from llmnode.compute.adapted import adapted
 from llmnode.compute.attention import Segment, segments_of_forward
 from llmnode.core.span import Span
+from llmnode.models.lora import matrices
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Self
 
+    from llmnode.compute.adapted import AdaptedRows
     from llmnode.compute.kv import KVPair
     from llmnode.models.fused import FusedSpan
     from llmnode.models.load import SpanModel
@@ -37,36 +41,50 @@ class NoKV:
         """There is nothing to copy."""
 
 
-def outputs_of(model: SpanModel | FusedSpan, span: Span, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def outputs_of(
+    model: SpanModel | FusedSpan, span: Span, sequences: Sequence[torch.Tensor], rows: Sequence[AdaptedRows] = ()
+) -> list[torch.Tensor]:
     """Put whole `sequences`, each (tokens, hidden_size) in fp32, through the blocks of `span`.
 
-    Sequences of unequal lengths go through the blocks together, without padding.
+    Sequences of unequal lengths go through the blocks together, without padding. Their `rows`, end to end, may have
+    adapters.
     """
-    with torch.no_grad():
+    with torch.no_grad(), adapted(rows):
         row = _Row(model, sequences)
         return row.split(row.through(span, torch.cat([*sequences])))
 
 
 def gradients_of(
-    model: SpanModel | FusedSpan, span: Span, sequences: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
+    model: SpanModel | FusedSpan,
+    span: Span,
+    sequences: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    rows: Sequence[AdaptedRows] = (),
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Gradients for `sequences`, which go into the blocks of `span`, from `gradients` for what comes out; all in fp32.
 
     Weights in 8 bits are differentiated as bitsandbytes does: the gradient goes through the weights, and straight
-    through the rounding of inputs.
+    through the rounding of inputs. The second result has, for each of the `rows`, the gradients for its adapter in
+    these blocks: one after another, those of each block in the order of `models/lora.py: matrices`.
     """
     row = _Row(model, sequences)
     states = [torch.cat([*sequences])]
-    with torch.no_grad():
+    with torch.no_grad(), adapted(rows):
         for block in range(span.start, span.end - 1):
             states.append(row.through(Span(block, block + 1), states[-1]))
     gradient = torch.cat([*gradients])
+    of_adapters: list[list[torch.Tensor]] = [[] for _ in rows]
     for block in reversed(range(span.start, span.end)):
         entering = states.pop().detach().requires_grad_()
-        with torch.enable_grad():
+        leaves = [each.leaves(block) for each in rows]
+        wanted = [matrices(each.parts[block]) for each in leaves]
+        with torch.enable_grad(), adapted(leaves):
             leaving = row.through(Span(block, block + 1), entering)
-        (gradient,) = torch.autograd.grad(leaving, entering, gradient)
-    return row.split(gradient)
+        gradient, *found = torch.autograd.grad(leaving, [entering, *chain.from_iterable(wanted)], gradient)
+        for own, names in zip(of_adapters, wanted, strict=True):
+            own[:0] = [each.flatten() for each in found[: len(names)]]
+            del found[: len(names)]
+    return row.split(gradient), [torch.cat([gradient.new_empty(0), *own]) for own in of_adapters]
 
 
 class _Row:

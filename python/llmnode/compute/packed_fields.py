@@ -13,7 +13,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-from llmnode.core.ids import SESSION_ID_BYTES, PeerId, SessionId
+from llmnode.core.ids import ADAPTER_ID_BYTES, SESSION_ID_BYTES, AdapterId, PeerId, SessionId
 from llmnode.core.operations import Buffer
 from llmnode.errors import LocalProtocolError
 
@@ -108,13 +108,16 @@ def _maker_of(hint: Any) -> Callable[[Any, Take], Any] | None:
 
 def _check_of(hint: Any) -> Callable[[Any], bool]:
     if hint is SessionId:
-        return lambda value: type(value) is bytes and len(value) == SESSION_ID_BYTES
+        return lambda value: _is_id(value, SESSION_ID_BYTES)
     if hint is PeerId:
         return lambda value: type(value) is str and len(value) <= LONGEST
     if hint == tuple[int, ...]:
         return lambda value: type(value) is list and len(value) <= LONGEST and all(map(_is_count, value))
     if hint == (int | None):
         return lambda value: value is None or _is_count(value)
+    if hint in (AdapterId, AdapterId | None):
+        may_lack = hint != AdapterId
+        return lambda value: _is_id(value, ADAPTER_ID_BYTES) or (may_lack and value is None)
     if isinstance(hint, type) and issubclass(hint, IntEnum):
         numbers = {each.value for each in hint}
         return lambda value: type(value) is int and value in numbers
@@ -126,6 +129,10 @@ def _check_of(hint: Any) -> Callable[[Any], bool]:
         return lambda value: type(value) is bool
     assert hint is int or hint == Buffer, f"say how {hint} crosses to the worker process"
     return _is_count
+
+
+def _is_id(value: Any, size: int) -> bool:
+    return type(value) is bytes and len(value) == size
 
 
 def _is_count(value: Any) -> bool:

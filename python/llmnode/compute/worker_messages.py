@@ -12,8 +12,9 @@ import msgpack
 
 from llmnode.compute.packed_fields import pack_fields, unpack_fields
 from llmnode.compute.work import Done, Work
-from llmnode.core.operations import Backward, Control, Pass, Slice
-from llmnode.errors import ConfigError, LocalProtocolError, ModelError
+from llmnode.core.model import FP32_BYTES
+from llmnode.core.operations import Adopt, Backward, Control, Pass, Slice
+from llmnode.errors import AdapterError, ConfigError, LocalProtocolError, ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +34,8 @@ OPEN_MODEL, FITTING_BLOCKS, LOAD, WORK = "open-model", "fitting-blocks", "load",
 ERROR_CHARACTERS = 4000
 
 _ERRORS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ConfigError, ModelError, LocalProtocolError, MemoryError, RuntimeError)
+    kind.__name__: kind
+    for kind in (AdapterError, ConfigError, ModelError, LocalProtocolError, MemoryError, RuntimeError)
 }
 _CONTROLS: dict[str, type[Control]] = {kind.__name__: kind for kind in get_args(Control)}
 _PASSES: dict[str, type[Pass]] = {kind.__name__: kind for kind in get_args(Pass)}
@@ -75,13 +77,15 @@ def input_bytes(work: Work) -> int:
     """The size of the numbers that go to the process."""
     hidden = [each.hidden for each in (*work.slices, *work.passes)]
     gradients = [each.gradient for each in work.passes if isinstance(each, Backward)]
-    return sum(memoryview(each).nbytes for each in (*hidden, *gradients))
+    weights = [each.weights for each in work.operations if isinstance(each, Adopt)]
+    return sum(memoryview(each).nbytes for each in (*hidden, *gradients, *weights))
 
 
 def output_bytes(work: Work, row_bytes: int) -> int:
     """The size of the numbers that come back; `row_bytes` is that of one position."""
     positions = sum(each.length for each in work.slices if each.end is None)
-    return row_bytes * (positions + sum(each.positions for each in work.passes))
+    values = sum(each.adapter_values for each in work.passes if isinstance(each, Backward))
+    return row_bytes * (positions + sum(each.positions for each in work.passes)) + FP32_BYTES * values
 
 
 def put_work(work: Work, memory: memoryview) -> Message:

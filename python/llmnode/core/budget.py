@@ -36,6 +36,8 @@ class Resource(Enum):
     PASSES = "bytes of passes, which train"
     """Apart from the work, so that passes that wait take no room from steps."""
     LOGS = "bytes of results that are kept"
+    ADAPTERS = "bytes of adapters"
+    """They are in the worker, beside its KV."""
     CONNECTIONS = "connections"
     INBOUND = "connections that others have opened"
     LINKS = "links"
@@ -311,8 +313,9 @@ def choose_victim(full: Scope, asker: Scope, resource: Resource) -> Scope | None
     its group holds more than its share. Within the group, the least worth goes first, then what holds most, then
     the newest. Within the asker's own group, only what nothing uses makes way, the oldest first; or, for memory,
     what holds more than the asker and is worth no more. Nothing makes way for work: there is room for it in a moment.
+    Adapters make way for each other (`core/serving/adapter_shelf.py`).
     """
-    if resource in (Resource.WORK, Resource.PASSES):
+    if resource in (Resource.WORK, Resource.PASSES, Resource.ADAPTERS):
         return None
     asking = asker.of_kind(Kind.CONNECTION)
     own = asker.of_kind(Kind.GROUP)
@@ -363,6 +366,7 @@ def limits_of(policy: BudgetPolicy, kind: Kind) -> dict[Resource, int]:
                 Resource.WORK: int(policy.work_share * policy.memory_bytes),
                 Resource.PASSES: int(policy.pass_share * policy.memory_bytes),
                 Resource.LOGS: 0,
+                Resource.ADAPTERS: policy.adapter_bytes,
                 Resource.CONNECTIONS: policy.connections,
                 Resource.INBOUND: policy.connections,
                 Resource.LINKS: policy.links,
@@ -374,6 +378,7 @@ def limits_of(policy: BudgetPolicy, kind: Kind) -> dict[Resource, int]:
             return {
                 Resource.MEMORY: int(policy.group_share * policy.memory_bytes),
                 Resource.WINDOWS: int(policy.group_share * policy.window_share * policy.memory_bytes),
+                Resource.ADAPTERS: int(policy.group_share * policy.adapter_bytes),
                 Resource.INBOUND: int(policy.group_share * policy.connections),
                 Resource.LINKS: int(policy.group_share * policy.links),
                 Resource.STREAMS: int(policy.group_share * policy.streams),
@@ -384,6 +389,7 @@ def limits_of(policy: BudgetPolicy, kind: Kind) -> dict[Resource, int]:
             return {
                 Resource.MEMORY: int(policy.peer_share * policy.memory_bytes),
                 Resource.WINDOWS: int(policy.peer_share * policy.window_share * policy.memory_bytes),
+                Resource.ADAPTERS: int(policy.peer_share * policy.adapter_bytes),
                 Resource.INBOUND: policy.connections_per_peer,
                 Resource.STREAMS: policy.streams_per_peer,
                 Resource.HEAVY_ANSWERS: policy.heavy_answers_per_peer,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
-from llmnode.core.ids import PeerId, SessionId
+from llmnode.core.ids import AdapterId, PeerId, SessionId
 from llmnode.core.priority import Priority
 from llmnode.core.span import Span
 
@@ -51,6 +51,8 @@ class Open(SessionOperation[bool]):
     client: PeerId = PeerId("")
     """The account that its forwards are charged to."""
     priority: Priority = Priority.INTERACTIVE
+    adapter: AdapterId | None = None
+    """The adapter that its forwards go through. All parts of it in the blocks of `span` are adopted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,29 @@ class Close(SessionOperation[bool]):
     session: SessionId
 
 
-Control: TypeAlias = Open | Truncate | Fork | Close
+@dataclass(frozen=True, slots=True)
+class Adopt(Operation[bool]):
+    """Hold the part of an adapter that belongs to one block, until it is forgotten.
+
+    Raises AdapterError if the part does not fit the block; then nothing is held.
+    """
+
+    adapter: AdapterId
+    block: int
+    values: int
+    """How many numbers its matrices have."""
+    weights: Buffer
+    """The part, in the form of `models/lora.py`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forget(Operation[bool]):
+    """Drop all parts of an adapter, which no session uses. To forget an unknown one does nothing."""
+
+    adapter: AdapterId
+
+
+Control: TypeAlias = Open | Truncate | Fork | Close | Adopt | Forget
 """The operations that take no time: an executor does each whole, before the slices of its batch."""
 
 
@@ -131,6 +155,8 @@ class Evaluate(Operation[Computed]):
     client: PeerId = PeerId("")
     """The account that it is charged to."""
     priority: Priority = Priority.TRAINING
+    adapter: AdapterId | None = None
+    """The adapter that the blocks have for these sequences; see `Open`."""
 
     @property
     def positions(self) -> int:
@@ -141,7 +167,8 @@ class Evaluate(Operation[Computed]):
 class Backward(Operation[Computed]):
     """Gradients for `hidden`, which goes into the blocks of `span`, from `gradient` for what comes out.
 
-    Both are of one shape, as in `Evaluate`. The blocks are computed again. Petals' `rpc_backward`.
+    Both are of one shape, as in `Evaluate`. The blocks are computed again. Petals' `rpc_backward`. The result also has
+    gradients for the adapter's matrices, in the order of `models/lora.py`, after those for `hidden`.
     """
 
     span: Span
@@ -150,6 +177,9 @@ class Backward(Operation[Computed]):
     gradient: Buffer
     client: PeerId = PeerId("")
     priority: Priority = Priority.TRAINING
+    adapter: AdapterId | None = None
+    adapter_values: int = 0
+    """How many numbers the adapter's matrices have in the blocks of `span`."""
 
     @property
     def positions(self) -> int:

@@ -41,8 +41,13 @@ class FusedSpan(torch.nn.Module):
         """
         super().__init__()
         self.span, self.blocks, self.rotary, self.native = span, blocks, rotary, native
-        self._fused = [FusedBlock(block, attention) for block in blocks]
+        self._attention = attention
         self._dtype = dtype
+        self.read_layers()
+
+    def read_layers(self) -> None:
+        """Compute with the layers of `blocks` as they are now. Call it if a layer has got another `forward`."""
+        self._fused = [FusedBlock(block, self._attention) for block in self.blocks]
 
     def forward(self, span: Span, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """`hidden` (tokens, hidden_size) at `positions` (tokens), through the blocks of `span`, a part of ours."""

@@ -66,9 +66,17 @@ def join_products(block: Any) -> None:  # Any: likewise
     attention, mlp = block.self_attn, block.mlp
     attention.heads = [each.out_features // attention.head_dim for each in (attention.q_proj, attention.k_proj)]
     mlp.inner = mlp.down_proj.in_features
-    attention.qkv_proj = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
-    mlp.gate_up_proj = _joined(mlp.gate_proj, mlp.up_proj)
-    del attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj
+    _join(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
+    _join(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
+
+
+def _join(parent: Any, name: str, names: Sequence[str]) -> None:  # Any: likewise
+    """Put one linear layer in the place of several. `parent.joined` has the names and outputs of those."""
+    linears = [getattr(parent, each) for each in names]
+    parent.joined = {name: {each: linear.out_features for each, linear in zip(names, linears, strict=True)}}
+    setattr(parent, name, _joined(*linears))
+    for each in names:
+        delattr(parent, each)
 
 
 class Rotary(torch.nn.Module):

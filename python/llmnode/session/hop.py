@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -70,8 +71,20 @@ class SessionHop(HopState):
         return SavedHop(self.hop.peer, self.hop.span, self.session, self.nonce)
 
     async def carry_out(self, *requests: Request, introduce: Introduce | None = None) -> None:
-        """Send the requests at once, and wait for their answers in the same order."""
-        with self.blamed(), ExitStack() as stack:
+        """Send the requests at once, and wait for their answers in the same order.
+
+        Before the session opens, the peer gets its adapter.
+        """
+        with self.blamed():
+            adapter, policy = self.terms.adapter, self.terms.policy
+            send = partial(self._send, requests, introduce)
+            if adapter is not None and any(each.frame.type is FrameType.OPEN for each in requests):
+                await self.connection.adapters.using(adapter, self.hop.span, policy.step_timeout_s, send)
+            else:
+                await send()
+
+    async def _send(self, requests: Sequence[Request], introduce: Introduce | None) -> None:
+        with ExitStack() as stack:
             answers = []
             for request in requests:
                 frame = request.frame

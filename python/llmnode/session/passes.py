@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import trio
 
+from llmnode.core.model import FP32_BYTES
 from llmnode.core.priority import Priority
 from llmnode.core.sequences import grouped, split_rows
 from llmnode.core.span import Span
@@ -26,11 +28,12 @@ from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
 from llmnode.wire.profile import profile_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from llmnode.core.operations import Buffer
     from llmnode.session.peer_finder import PeerFinder
     from llmnode.swarm.peer_connection import PeerConnection
+    from llmnode.wire.adapter import Adapter
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +43,8 @@ MOST_BYTES = 4 << 20
 """Hidden states of a microbatch, unless one sequence has more: a server keeps some multiples of it."""
 LONGEST_BYTES = 24 << 20
 """Hidden states of one sequence. With its gradients it has to fit into a frame."""
+MOST_ADAPTER_BYTES = 32 << 20
+"""Gradients for an adapter in one answer, unless one block has more: servers allow this much."""
 _NAN = struct.pack("<f", float("nan"))
 AT_ONCE = 4
 """Microbatches that are under way together. A server takes this number of passes over one link."""
@@ -51,6 +56,7 @@ class Crossed:
 
     lengths: tuple[int, ...]
     borders: tuple[tuple[Span, Buffer], ...]
+    adapter: Adapter | None = None
 
 
 class SwarmPasses:
@@ -63,8 +69,10 @@ class SwarmPasses:
         self._priority = priority
         self._slots = trio.CapacityLimiter(AT_ONCE)
 
-    async def outputs(self, span: Span, lengths: Sequence[int], hidden: Buffer) -> tuple[Buffer, Sequence[Crossed]]:
-        """Put whole sequences, which lie end to end in `hidden`, through the blocks of `span`.
+    async def outputs(
+        self, span: Span, lengths: Sequence[int], hidden: Buffer, adapter: Adapter | None = None
+    ) -> tuple[Buffer, Sequence[Crossed]]:
+        """Put whole sequences, which lie end to end in `hidden`, through the blocks of `span`, which have `adapter`.
 
         `gradients` needs the second result. Raises NoRoute if nobody holds some of the blocks, and SessionLost if peers
         failed for too long.
@@ -77,8 +85,8 @@ class SwarmPasses:
         found: list[tuple[Buffer, Crossed] | None] = [None] * len(groups)
 
         async def cross(number: int) -> None:
-            borders, output = await self._cross(span, groups[number], parts[number], _Tries(self._finder))
-            found[number] = output, Crossed(groups[number], tuple(borders))
+            borders, output = await self._cross(span, groups[number], parts[number], adapter)
+            found[number] = output, Crossed(groups[number], tuple(borders), adapter)
 
         await self._all([partial(cross, number) for number in range(len(groups))])
         done = [each for each in found if each is not None]
@@ -89,18 +97,32 @@ class SwarmPasses:
 
         If some of those are not finite, as a scaler of losses tries out, all that is returned are NaNs.
         """
+        found, _ = await self.all_gradients(crossed, gradient)
+        return found
+
+    async def all_gradients(self, crossed: Sequence[Crossed], gradient: Buffer) -> tuple[Buffer, np.ndarray]:
+        """Like `gradients`, and the gradients for the adapter's matrices in these blocks, summed over microbatches.
+
+        Those are in fp32, and in the order of blocks and of `models/lora.py: matrices`.
+        """
+        adapter = crossed[0].adapter
+        spans = [border for border, _ in crossed[0].borders]
+        values = 0 if adapter is None else adapter.manifest.values(Span(spans[0].start, spans[-1].end))
         positions = [sum(each.lengths) for each in crossed]
         if not HiddenForm(self.model.hidden_size, Codec.RAW).is_sound(gradient, sum(positions)):
-            return _NAN * (memoryview(gradient).nbytes // len(_NAN))
+            return _NAN * (memoryview(gradient).nbytes // len(_NAN)), np.full(values, np.nan, np.float32)
         parts = split_rows(gradient, positions)
         found: list[Buffer] = [b""] * len(crossed)
+        of_adapter: list[Mapping[int, np.ndarray]] = [{}] * len(crossed)
 
         async def go_back(number: int) -> None:
-            tries = _Tries(self._finder)
-            found[number] = await self._go_back(crossed[number], parts[number], tries)
+            found[number], of_adapter[number] = await self._go_back(crossed[number], parts[number])
 
         await self._all([partial(go_back, number) for number in range(len(crossed))])
-        return b"".join(found)
+        total = np.zeros(values, np.float32)
+        for each in of_adapter:
+            total += np.concatenate([total[:0], *(each[block] for block in sorted(each))])
+        return b"".join(found), total
 
     async def _all(self, calls: Sequence[Callable[[], Awaitable[None]]]) -> None:
         async def run(call: Callable[[], Awaitable[None]]) -> None:
@@ -113,15 +135,16 @@ class SwarmPasses:
                     nursery.start_soon(run, call)
 
     async def _cross(
-        self, span: Span, lengths: tuple[int, ...], hidden: Buffer, tries: _Tries
+        self, span: Span, lengths: tuple[int, ...], hidden: Buffer, adapter: Adapter | None
     ) -> tuple[list[tuple[Span, Buffer]], Buffer]:
         """Through the blocks of `span`, hop by hop. Returns what went into each, and what came out."""
+        tries = _Tries(self._finder, adapter)
         borders: list[tuple[Span, Buffer]] = []
         start = span.start
         while start < span.end:
-            blocks, connection = await tries.next_hop(Span(start, span.end))
+            blocks, connection = await tries.next_hop(_first_of(Span(start, span.end), adapter))
             try:
-                output = await self._ask(FrameType.EVALUATE, blocks, lengths, [hidden], connection)
+                output, _ = await self._ask(FrameType.EVALUATE, blocks, lengths, [hidden], connection, adapter)
             except PeerError as error:
                 tries.failed(error.blame(connection.peer))
                 continue
@@ -130,23 +153,29 @@ class SwarmPasses:
             hidden, start = output, blocks.end
         return borders, hidden
 
-    async def _go_back(self, crossed: Crossed, gradient: Buffer, tries: _Tries) -> Buffer:
-        borders, lengths = list(crossed.borders), crossed.lengths
+    async def _go_back(self, crossed: Crossed, gradient: Buffer) -> tuple[Buffer, Mapping[int, np.ndarray]]:
+        """The second result has the gradients for the adapter, by the first block that they are of."""
+        borders, lengths, adapter = list(crossed.borders), crossed.lengths, crossed.adapter
+        tries = _Tries(self._finder, adapter)
+        of_adapter: dict[int, np.ndarray] = {}
         while borders:
             span, hidden = borders.pop()
             blocks, connection = await tries.next_hop(span)
             try:
                 if blocks != span:  # nobody holds all of these blocks any more
-                    output = await self._ask(FrameType.EVALUATE, blocks, lengths, [hidden], connection)
+                    output, _ = await self._ask(FrameType.EVALUATE, blocks, lengths, [hidden], connection, adapter)
                     borders += [(blocks, hidden), (Span(blocks.end, span.end), output)]
                 else:
-                    gradient = await self._ask(FrameType.BACKWARD, span, lengths, [hidden, gradient], connection)
+                    numbers = [hidden, gradient]
+                    gradient, of_adapter[span.start] = await self._ask(
+                        FrameType.BACKWARD, span, lengths, numbers, connection, adapter
+                    )
             except PeerError as error:
                 borders.append((span, hidden))
                 tries.failed(error.blame(connection.peer))
             else:
                 tries.worked()
-        return gradient
+        return gradient, of_adapter
 
     async def _ask(
         self,
@@ -155,12 +184,16 @@ class SwarmPasses:
         lengths: tuple[int, ...],
         numbers: Sequence[Buffer],
         connection: PeerConnection,
-    ) -> Buffer:
-        """Have one server do a pass. Raises PeerError."""
+        adapter: Adapter | None,
+    ) -> tuple[Buffer, np.ndarray]:
+        """Have one server do a pass. A backward gives gradients for the adapter's matrices too. Raises PeerError."""
         form = self._form
+        if adapter is not None and not adapter.manifest.within(blocks):
+            adapter = None
+        digest = None if adapter is None else adapter.digest
         meta = pack(
             Pass(
-                **profile_fields(self.model.profile),
+                **profile_fields(replace(self.model.profile, adapter=digest)),
                 span_start=blocks.start,
                 span_end=blocks.end,
                 codec=form.codec,
@@ -174,15 +207,21 @@ class SwarmPasses:
         payload = b"".join(halves)
         expected = FrameType.EVALUATED if question is FrameType.EVALUATE else FrameType.GRADIENT
         timeout_s = self._finder.policy.step_timeout_s
-        answer = await connection.ask_peer(question, expected, timeout_s, meta, payload, form.value_bytes)
+        ask = partial(connection.ask_peer, question, expected, timeout_s, meta, payload, form.value_bytes)
+        using = ask() if adapter is None else connection.adapters.using(adapter, blocks, timeout_s, ask)
+        answer = await using
+        values = 0 if adapter is None or question is FrameType.EVALUATE else adapter.manifest.values(blocks)
         try:
             unpack(Passed, answer.meta)
             positions = sum(lengths)
-            if len(answer.payload) != (size := form.bytes_of(positions)):
-                raise RemoteProtocolError(f"{len(answer.payload)} bytes for {positions} positions, expected {size}")
-            if not form.is_sound(answer.payload, positions):
+            size = form.bytes_of(positions)
+            if len(answer.payload) != (expected_bytes := size + FP32_BYTES * values):
+                what = f"{len(answer.payload)} bytes for {positions} positions, expected {expected_bytes}"
+                raise RemoteProtocolError(what)
+            rows, of_adapter = answer.payload[:size], np.frombuffer(answer.payload[size:], np.float32)
+            if not form.is_sound(rows, positions) or not np.isfinite(of_adapter).all():
                 raise RemoteProtocolError("answers a pass with numbers that are not finite, or too large")
-            return decode_hidden(answer.payload, form.codec, positions * form.hidden_size)
+            return decode_hidden(rows, form.codec, positions * form.hidden_size), of_adapter
         except RemoteProtocolError as error:
             raise error.blame(connection.peer, blocks) from None
 
@@ -190,8 +229,9 @@ class SwarmPasses:
 class _Tries:
     """Finds the next hop of one way through the swarm. Peers that have failed are asked again after all others."""
 
-    def __init__(self, finder: PeerFinder) -> None:
+    def __init__(self, finder: PeerFinder, adapter: Adapter | None = None) -> None:
         self._finder = finder
+        self._needs_adapters = adapter is not None
         self._policy = finder.policy
         self._failures = StepFailures()
 
@@ -201,6 +241,8 @@ class _Tries:
         while True:
             try:
                 avoided = self._failures.avoided(hurry=hurry)
+                if self._needs_adapters:
+                    avoided = avoided | {each.peer for each in self._finder.pool.living() if each.adapters.is_unable}
                 route, connections = await self._finder.find(span, 0, avoided, hurry=hurry)
             except NoRoute as absence:
                 self._begin_deadline()
@@ -236,3 +278,13 @@ class _Tries:
         with trio.move_on_after(max(self._policy.route.retry_s, self._failures.room_in_s)):
             await self._finder.wait_changed()
         self._failures.ask_all_again()
+
+
+def _first_of(span: Span, adapter: Adapter | None) -> Span:
+    """The first of these blocks, so that gradients for the adapter in them fit into one answer."""
+    if adapter is None:
+        return span
+    end = span.start + 1
+    while end < span.end and FP32_BYTES * adapter.manifest.values(Span(span.start, end + 1)) <= MOST_ADAPTER_BYTES:
+        end += 1
+    return Span(span.start, end)

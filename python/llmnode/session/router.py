@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import trio
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from llmnode.session.saved import SavedSession
     from llmnode.session.session import InferenceSession
     from llmnode.swarm.membership import Swarm
+    from llmnode.wire.adapter import Adapter
     from llmnode.wire.payload import Codec
 
 log = logging.getLogger(__name__)
@@ -57,12 +59,15 @@ class Router:
         codec: Codec,
         beside: InferenceSession | None = None,
         policy: ClientPolicy | None = None,
+        adapter: Adapter | None = None,
     ) -> AsyncIterator[InferenceSession]:
         """A session over the best route of peers that take it, or over that of `beside` if its peers do.
 
-        `policy` is for it alone, instead of the router's. Raises NoRoute or the PeerError that leaves none.
+        `policy` is for it alone, instead of the router's. Its peers get the `adapter`, and compute with it. Raises
+        NoRoute or the PeerError that leaves none.
         """
-        terms = SessionTerms(self.finder.model, max_length, codec, policy or self.finder.policy)
+        model = self.finder.model if adapter is None else replace(self.finder.model, adapter=adapter.digest)
+        terms = SessionTerms(model, max_length, codec, policy or self.finder.policy, adapter)
         async with AsyncExitStack() as stack:
             yield await self._open(stack, terms, beside)
 

@@ -18,6 +18,7 @@ from llmnode.errors import (
     PeerUnreachable,
     RemoteProtocolError,
 )
+from llmnode.swarm.brought_adapters import BroughtAdapters
 from llmnode.wire import version_1
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Description, Refusal, unpack
@@ -44,6 +45,7 @@ class PeerConnection:
         self._told_s = trio.current_time()
         self.sessions: set[SessionId] = set()
         """The sessions whose answers come over it. It stays open for them."""
+        self.adapters = BroughtAdapters(self.ask_peer, link.peer)
         self._better: PeerConnection | None = None
         self._has_better = trio.Event()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from typing import TYPE_CHECKING, TypeVar, assert_never
 
 import numpy as np
@@ -10,20 +11,20 @@ import trio
 
 from llmnode.compute.batching import BatchingWorker
 from llmnode.compute.work import do, failed
-from llmnode.core.ids import SESSION_ID_BYTES, SessionId
-from llmnode.core.model import ModelInfo
-from llmnode.core.operations import Backward, Close, Fork, Open, Truncate
-from llmnode.errors import ConfigError, WorkerLost
+from llmnode.core.ids import SESSION_ID_BYTES, AdapterId, SessionId
+from llmnode.core.model import FP32_BYTES, ModelInfo
+from llmnode.core.operations import Adopt, Backward, Close, Forget, Fork, Open, Truncate
+from llmnode.core.span import Span
+from llmnode.errors import AdapterError, ConfigError, WorkerLost
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from llmnode.compute.work import Done, Work
     from llmnode.core.operations import Buffer, Control, Operation, Pass, Slice
     from llmnode.core.policy import BatchPolicy
     from llmnode.core.priority import Priority
-    from llmnode.core.span import Span
 
 Result = TypeVar("Result")
 
@@ -191,6 +192,8 @@ class ExactExecutor:
         self._kv_tokens = kv_tokens
         self._reserved: dict[SessionId, int] = {}
         self._spans: dict[SessionId, Span] = {}
+        self._adapters: dict[AdapterId, dict[int, bytes]] = {}
+        self._adapter_of: dict[SessionId, AdapterId | None] = {}
         self._kept: dict[SessionId, bytes] = {}
         self._half_way: dict[SessionId, tuple[int, bytes]] = {}  # blocks that were passed, and what came in
 
@@ -212,8 +215,13 @@ class ExactExecutor:
             case Fork():
                 self._fork(operation)
             case Close(session):
-                for of_session in (self._reserved, self._spans, self._kept, self._half_way):
+                for of_session in (self._reserved, self._spans, self._kept, self._half_way, self._adapter_of):
                     of_session.pop(session, None)
+            case Adopt():
+                self._adopt(operation)
+            case Forget(adapter):
+                assert adapter not in self._adapter_of.values()
+                self._adapters.pop(adapter, None)
             case _:
                 assert_never(operation)
         return True
@@ -243,14 +251,34 @@ class ExactExecutor:
         assert self.span.covers(passes[0].span)
         return [self._passed(each) for each in passes]
 
+    @property
+    def adapters(self) -> Mapping[AdapterId, Mapping[int, bytes]]:
+        """The parts that are held, by adapter and block."""
+        return self._adapters
+
+    def _adopt(self, adopt: Adopt) -> None:
+        """Here the numbers of a part are its bytes, and it is damaged if there are not as many as it says."""
+        assert self.span.start <= adopt.block < self.span.end
+        weights = bytes(adopt.weights)
+        if len(weights) != FP32_BYTES * adopt.values:
+            raise AdapterError(f"{len(weights)} bytes for {adopt.values} numbers")
+        self._adapters.setdefault(adopt.adapter, {})[adopt.block] = weights
+
+    def _parts(self, adapter: AdapterId | None) -> Mapping[int, bytes]:
+        return {} if adapter is None else self._adapters[adapter]
+
     def _passed(self, each: Pass) -> bytes:
         edges = [0, *itertools.accumulate(length * self._row_bytes for length in each.lengths)]
         parts = [slice(*edge) for edge in itertools.pairwise(edges)]
+        adapter = self._parts(each.adapter)
         if isinstance(each, Backward):
             assert len(each.gradient) == len(each.hidden) == edges[-1]
-            return b"".join(exact_gradient(bytes(each.gradient[part]), each.span) for part in parts)
+            pairs = [(bytes(each.hidden[part]), bytes(each.gradient[part])) for part in parts]
+            of_adapter = exact_adapter_gradient(pairs, each.span, adapter)
+            assert len(of_adapter) == FP32_BYTES * each.adapter_values
+            return b"".join([*(exact_gradient(gradient, each.span, adapter) for _, gradient in pairs), of_adapter])
         assert len(each.hidden) == edges[-1]
-        return b"".join(exact_output(bytes(each.hidden[part]), each.span) for part in parts)
+        return b"".join(exact_output(bytes(each.hidden[part]), each.span, adapter) for part in parts)
 
     def _open(self, opened: Open) -> bool:
         session = opened.session
@@ -261,6 +289,7 @@ class ExactExecutor:
             return False
         self._reserved[session] = opened.max_length
         self._spans[session] = opened.span
+        self._adapter_of[session] = opened.adapter
         self._kept[session] = b""
         return True
 
@@ -269,6 +298,7 @@ class ExactExecutor:
         self.forks.append((fork.shared, fork.length))
         own, other = self._kept[fork.session], self._kept[fork.source]
         assert self._spans[fork.session] == self._spans[fork.source]
+        assert self._adapter_of[fork.session] == self._adapter_of[fork.source]
         edge, end = fork.shared * self._row_bytes, fork.length * self._row_bytes
         assert edge <= len(own)
         assert end <= len(other)
@@ -288,7 +318,8 @@ class ExactExecutor:
             return b""
         kept = self._kept[each.session] + came_in
         self._kept[each.session] = kept
-        return exact_output(kept, self._spans[each.session])[each.start * self._row_bytes :]
+        adapter = self._parts(self._adapter_of[each.session])
+        return exact_output(kept, self._spans[each.session], adapter)[each.start * self._row_bytes :]
 
     def _fail_if_told(self) -> None:
         if self.fails > 0:
@@ -296,20 +327,49 @@ class ExactExecutor:
             raise RuntimeError("out of memory, as told")
 
 
-def exact_output(hidden: bytes, span: Span) -> bytes:
-    """The output of the blocks of `span`, each an `ExactExecutor`'s, for the hidden states of a whole session."""
+def exact_output(hidden: bytes, span: Span, adapter: Mapping[int, bytes] | None = None) -> bytes:
+    """The output of the blocks of `span`, each an `ExactExecutor`'s, for the hidden states of a whole session.
+
+    `adapter` has the parts of an adapter by block.
+    """
     values = np.frombuffer(hidden, np.uint8)
     for block in range(span.start, span.end):
-        values = _small(np.cumsum(values, dtype=np.uint8) + np.uint8(block % 256))
+        shift = (block + _key(adapter, block)) % 256
+        values = _small(np.cumsum(values, dtype=np.uint8) + np.uint8(shift))
     return values.tobytes()
 
 
-def exact_gradient(gradient: bytes, span: Span) -> bytes:
+def exact_gradient(gradient: bytes, span: Span, adapter: Mapping[int, bytes] | None = None) -> bytes:
     """The gradients that an `ExactExecutor` gives for one sequence: sums from its end, made small likewise."""
     values = np.frombuffer(gradient, np.uint8)
-    for _ in range(len(span)):
-        values = _small(np.cumsum(values[::-1], dtype=np.uint8)[::-1])
+    for block in reversed(range(span.start, span.end)):
+        values = _small(np.cumsum(values[::-1], dtype=np.uint8)[::-1] + np.uint8(_key(adapter, block)))
     return values.tobytes()
+
+
+def exact_adapter_gradient(sequences: Sequence[tuple[bytes, bytes]], span: Span, adapter: Mapping[int, bytes]) -> bytes:
+    """The gradients for the numbers of `adapter` in `span`: sums over sequences, whole numbers that fp32 holds exactly.
+
+    A sequence is what goes into the blocks, and the gradient for what comes out.
+    """
+    blocks = [block for block in range(span.start, span.end) if block in adapter]
+    found = []
+    for block in blocks:
+        total = np.zeros(len(adapter[block]) // FP32_BYTES, np.float32)
+        for hidden, gradient in sequences:
+            before = Span(span.start, block) if block > span.start else None
+            after = Span(block + 1, span.end) if block + 1 < span.end else None
+            entering = hidden if before is None else exact_output(hidden, before, adapter)
+            coming = gradient if after is None else exact_gradient(gradient, after, adapter)
+            seed = sum(entering) + sum(coming) + _key(adapter, block)
+            total += (seed + np.arange(len(total))) % 1000
+        found.append(total.tobytes())
+    return b"".join(found)
+
+
+def _key(adapter: Mapping[int, bytes] | None, block: int) -> int:
+    """A number that depends on all of a block's part; 0 without one."""
+    return zlib.crc32(adapter[block]) % 256 if adapter and block in adapter else 0
 
 
 def exact_input(rng: random.Random, positions: int, model: ModelInfo = EXACT_MODEL) -> bytes:

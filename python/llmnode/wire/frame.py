@@ -83,6 +83,12 @@ class FrameType(IntEnum):
     BACKWARD = 27
     """Whole sequences that went into blocks, and then gradients for what came out."""
     GRADIENT = 28
+    ADAPTER = 29
+    """Names an adapter, and asks which of its parts the server lacks."""
+    LACKING = 30
+    PART = 31
+    """A part of an adapter, for one block."""
+    HELD = 32
 
     @classmethod
     def _missing_(cls, value: object) -> FrameType | None:

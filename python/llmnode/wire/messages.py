@@ -53,6 +53,7 @@ class RefusalCode(StrEnum):
     NO_ROOM = "no-room"
     WRONG_MODEL = "wrong-model"
     UNKNOWN_ADAPTER = "unknown-adapter"
+    BAD_ADAPTER = "bad-adapter"
     UNKNOWN_CODEC = "unknown-codec"
     UNKNOWN_EXTENSION = "unknown-extension"
     UNKNOWN_FRAME = "unknown-frame"
@@ -154,7 +155,7 @@ class Pass:
     """Put whole sequences of these `lengths` through the blocks of a span, or gradients back through them.
 
     The payload of EVALUATE is their hidden states in `codec`. That of BACKWARD has gradients for the output after them,
-    likewise. Nothing is kept.
+    likewise. Nothing is kept. With an `adapter`, GRADIENT also has fp32 gradients for its matrices in the span.
     """
 
     model_digest: Digest
@@ -175,6 +176,26 @@ class Passed:
 
     queue_us: Microseconds
     compute_us: Microseconds
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """Tell a server of an adapter, whose manifest is the payload, for the blocks of a span.
+
+    The answer says which parts of it the server lacks there.
+    """
+
+    adapter: Digest
+    span_start: U32
+    span_end: Count
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPart:
+    """The part of an adapter that belongs to one block: the payload. The manifest came before."""
+
+    adapter: Digest
+    block: U32
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +332,8 @@ AnyMessage = (
     | Result
     | Pass
     | Passed
+    | AdapterUse
+    | AdapterPart
     | Pushed
     | Replay
     | Replayed

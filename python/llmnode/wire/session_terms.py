@@ -10,17 +10,22 @@ from llmnode.wire.payload import HiddenForm
 if TYPE_CHECKING:
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ClientPolicy
+    from llmnode.wire.adapter import Adapter
     from llmnode.wire.payload import Codec
 
 
 @dataclass(frozen=True, slots=True)
 class SessionTerms:
-    """The model, the number of positions that there is KV for, and how hidden states cross the wire."""
+    """The model, the number of positions that there is KV for, and how hidden states cross the wire.
+
+    If there is an `adapter`, the `model` names it.
+    """
 
     model: ModelInfo
     max_length: int
     codec: Codec
     policy: ClientPolicy
+    adapter: Adapter | None = None
 
     @property
     def form(self) -> HiddenForm:

@@ -22,27 +22,42 @@ from llmnode.compute.worker_messages import (
     unpack_error,
 )
 from llmnode.core.ids import PeerId, SessionId
-from llmnode.core.operations import Backward, Close, Control, Evaluate, Fork, Open, Pass, Slice, Truncate
+from llmnode.core.operations import (
+    Adopt,
+    Backward,
+    Close,
+    Control,
+    Evaluate,
+    Forget,
+    Fork,
+    Open,
+    Pass,
+    Slice,
+    Truncate,
+)
 from llmnode.core.priority import Priority
 from llmnode.core.span import Span
-from llmnode.errors import ConfigError, LocalProtocolError
+from llmnode.errors import AdapterError, ConfigError, LocalProtocolError
 
 SESSIONS = st.binary(min_size=16, max_size=16).map(SessionId)
 CHARACTERS = st.characters(codec="utf-8")
 COUNTS = st.integers(0, 2**31)
 SPANS = st.tuples(st.integers(0, 100), st.integers(1, 100)).map(lambda each: Span(each[0], sum(each)))
+ACCOUNTS = st.text(CHARACTERS, max_size=60).map(PeerId), st.sampled_from(Priority)
+ADAPTERS = st.binary(min_size=32, max_size=32)
 CONTROLS = st.one_of(
-    st.builds(Open, SESSIONS, SPANS, COUNTS, st.text(CHARACTERS, max_size=60).map(PeerId), st.sampled_from(Priority)),
+    st.builds(Open, SESSIONS, SPANS, COUNTS, *ACCOUNTS, st.none() | ADAPTERS),
     st.builds(Truncate, SESSIONS, COUNTS),
     st.builds(Fork, SESSIONS, SESSIONS, COUNTS, COUNTS),
     st.builds(Close, SESSIONS),
+    st.builds(Adopt, ADAPTERS, COUNTS, COUNTS, st.binary(max_size=200)),
+    st.builds(Forget, ADAPTERS),
 )
 SLICES = st.builds(Slice, SESSIONS, COUNTS, COUNTS, st.binary(max_size=200), COUNTS, st.none() | COUNTS)
-ACCOUNTS = st.text(CHARACTERS, max_size=60).map(PeerId), st.sampled_from(Priority)
 LENGTHS = st.lists(COUNTS, max_size=5).map(tuple)
 PASSES = st.one_of(
-    st.builds(Evaluate, SPANS, LENGTHS, st.binary(max_size=200), *ACCOUNTS),
-    st.builds(Backward, SPANS, LENGTHS, st.binary(max_size=200), st.binary(max_size=200), *ACCOUNTS),
+    st.builds(Evaluate, SPANS, LENGTHS, st.binary(max_size=200), *ACCOUNTS, st.none() | ADAPTERS),
+    st.builds(Backward, SPANS, LENGTHS, *[st.binary(max_size=200)] * 2, *ACCOUNTS, st.none() | ADAPTERS, COUNTS),
 )
 WORK = st.builds(Work, *(st.lists(each, max_size=5) for each in (CONTROLS, SLICES, PASSES)))
 ERRORS = st.builds(RuntimeError, st.text(max_size=50))
@@ -78,17 +93,19 @@ def test_work_arrives_as_it_was(work: Work, cut: int) -> None:
 
 def test_every_operation_crosses() -> None:
     """`CONTROLS` and `PASSES` above have each, so that a new one cannot be forgotten here."""
-    assert set(get_args(Control)) == {Open, Truncate, Fork, Close}
+    assert set(get_args(Control)) == {Open, Truncate, Fork, Close, Adopt, Forget}
     assert set(get_args(Pass)) == {Evaluate, Backward}
 
 
 GOOD: dict[type[object], list[object]] = {
-    Open: [bytes(16), [0, 3], 100, "client", 1],
+    Open: [bytes(16), [0, 3], 100, "client", 1, None],
     Truncate: [bytes(16), 5],
     Fork: [bytes(16), bytes(16), 0, 5],
     Close: [bytes(16)],
     Slice: [bytes(16), 0, 1, 8, 0, None],
-    Backward: [[0, 3], [5, 2], 8, 8, "client", 1],
+    Backward: [[0, 3], [5, 2], 8, 8, "client", 1, None, 3],
+    Adopt: [bytes(32), 2, 3, 8],
+    Forget: [bytes(32)],
 }
 WRONG = [-1, 2**63, 1.5, True, "5", b"", bytes(17), [-1], [None], [0] * 1001, None, "x" * 1001, {"a": 1}]
 
@@ -134,6 +151,7 @@ def test_an_error_keeps_its_kind_and_one_of_an_unknown_kind_names_it() -> None:
 
     for error, kind, text in (
         (ConfigError("mend it"), ConfigError, "mend it"),
+        (AdapterError("too wide"), AdapterError, "too wide"),
         (MemoryError(), MemoryError, ""),
         (TorchError("no room"), RuntimeError, "no room"),
         (KeyError("odd"), RuntimeError, "KeyError: 'odd'"),

@@ -132,6 +132,10 @@ def test_the_number_of_a_frame_type_never_changes() -> None:
         "EVALUATED": 26,
         "BACKWARD": 27,
         "GRADIENT": 28,
+        "ADAPTER": 29,
+        "LACKING": 30,
+        "PART": 31,
+        "HELD": 32,
     }
 
 

@@ -16,6 +16,9 @@ class BudgetPolicy:
     """The share of it for the steps that are being computed: their hidden states in fp32, in and out."""
     pass_share: float = 0.125
     """The share of it for passes, which train, from their arrival to their answer."""
+    adapter_bytes: int = 512 << 20
+    """Adapters of clients, which a worker holds beside its KV. One of rank 16 for all layers of a model of 7 billion
+    weights takes 160 MB, a third of which a server of ten blocks holds."""
     window_share: float = 0.25
     """The share of it that others may send ahead of our reading, beyond `stream_bytes` for each stream."""
     group_share: float = 0.5

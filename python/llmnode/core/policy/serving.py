@@ -127,6 +127,15 @@ class ServePolicy:
     """The most positions of one pass: a frame has room for that many of a small model."""
     pass_sequence: int = 2048
     """The longest sequence of a pass. It goes through a block in one part, and decodes wait for that."""
+    adapter_part_bytes: int = 32 << 20
+    """The most bytes of one block's part of an adapter, in fp32: rank 48 for all layers of a model of 70 billion
+    weights. It crosses in one frame."""
+    adapter_gradient_bytes: int = 32 << 20
+    """The most bytes of an adapter's gradients in one answer, which is one frame."""
+    adapter_parts_per_link: int = 4
+    """Parts of adapters that a client may send at the same time."""
+    adapter_idle_s: float = 300.0
+    """An adapter that nothing used for this long is dropped. Its client can bring it again."""
     replay_bytes: int = 64 << 20
     """The most bytes of logged results that one frame may ask for."""
     memory_patience_s: float = 10.0

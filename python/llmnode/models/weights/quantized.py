@@ -30,6 +30,7 @@ class Int8Linear(torch.nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """`weight` is (outputs, inputs), of floating point. If it has no storage, the result has none either."""
         super().__init__()
+        self.outputs, self.inputs = weight.shape
         self.weight, self.scale = map(_fixed, _int8(weight))
         self.bias = None if bias is None else _fixed(bias)
 
@@ -80,14 +81,15 @@ class NF4Linear(torch.nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """`weight` is (outputs, inputs), of floating point. If it has no storage, the result has none either."""
         super().__init__()
+        self.outputs, self.inputs = weight.shape
         self.packed, self.absmax, self.code = map(_fixed, _nf4(weight))
         self.bias = None if bias is None else _fixed(bias)
-        self._shape = weight.shape
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         library = _bitsandbytes()
+        shape = torch.Size((self.outputs, self.inputs))
         state = library.functional.QuantState(
-            self.absmax, shape=self._shape, code=self.code, blocksize=NF4_BLOCK, quant_type="nf4", dtype=x.dtype
+            self.absmax, shape=shape, code=self.code, blocksize=NF4_BLOCK, quant_type="nf4", dtype=x.dtype
         )
         output: torch.Tensor = library.matmul_4bit(x, self.packed, quant_state=state, bias=self.bias)
         return output

@@ -1,0 +1,55 @@
+"""Adapters for servers whose arithmetic is exact, and what sessions and passes give with them."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llmnode.core.model import FP32_BYTES
+from llmnode.core.span import Span
+from llmnode.testing.worker import exact_adapter_gradient, exact_gradient, exact_input, exact_output
+from llmnode.wire.adapter import make_adapter
+from simulation.world import ALL_BLOCKS, MODEL, ROW
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llmnode.session.passes import SwarmPasses
+    from llmnode.wire.adapter import Adapter
+
+
+def drawn_adapter(rng: random.Random, blocks: Sequence[int] = range(MODEL.blocks), values: int = 5) -> Adapter:
+    """An adapter with parts for these blocks, each of up to this number of values."""
+    parts = {}
+    for block in blocks:
+        size = rng.randint(1, values)
+        parts[block] = rng.randbytes(FP32_BYTES * size), size
+    return make_adapter(MODEL.digest, parts)
+
+
+def drawn(seed: int, positions: int) -> bytes:
+    return exact_input(random.Random(seed), positions)
+
+
+def by_sequence(numbers: bytes, lengths: Sequence[int]) -> list[bytes]:
+    edges = accumulate((ROW * length for length in lengths), initial=0)
+    return [numbers[start:end] for start, end in pairwise(edges)]
+
+
+async def there_and_back(
+    client: SwarmPasses, seed: int, lengths: Sequence[int], adapter: Adapter | None, span: Span = ALL_BLOCKS
+) -> None:
+    """A forward and a backward with `adapter`, which are right to the bit, and so are the gradients for its numbers."""
+    hidden, gradient = drawn(seed, sum(lengths)), drawn(~seed, sum(lengths))
+    parts = {} if adapter is None else adapter.parts
+    entering, coming = by_sequence(hidden, lengths), by_sequence(gradient, lengths)
+    output, crossed = await client.outputs(span, lengths, hidden, adapter)
+    assert output == b"".join(exact_output(each, span, parts) for each in entering)
+    of_hidden, of_adapter = await client.all_gradients(crossed, gradient)
+    assert of_hidden == b"".join(exact_gradient(each, span, parts) for each in coming)
+    pairs = list(zip(entering, coming, strict=True))
+    expected = np.frombuffer(exact_adapter_gradient(pairs, span, parts), np.float32)
+    assert of_adapter.tolist() == expected.tolist()

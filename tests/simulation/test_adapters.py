@@ -1,0 +1,349 @@
+"""Adapters of clients at servers: passes and sessions with them are right to the bit, and nobody gets another's."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from llmnode.core.budget import Resource
+from llmnode.core.model import FP32_BYTES as FP32
+from llmnode.core.policy import BudgetPolicy, ClientPolicy, LinkPolicy, RecoveryPolicy
+from llmnode.core.span import Span
+from llmnode.errors import NoRoute, PeerError, PeerRefused, SessionLost
+from llmnode.session.passes import SwarmPasses
+from llmnode.testing import Cast, Conditions, FaultPlan, Odds, exact_output, open_world, seeds
+from llmnode.testing.faults import FailForwards, Freeze, Kill, Stop
+from llmnode.testing.network import peer_named
+from llmnode.testing.worker import exact_input
+from llmnode.testing.world import GENEROUS
+from llmnode.wire.adapter import Manifest, PartName, make_adapter
+from llmnode.wire.frame import FrameType
+from llmnode.wire.messages import AdapterPart, AdapterUse, pack, unpack
+from llmnode.wire.payload import Codec
+from simulation.adapters import drawn_adapter, there_and_back
+from simulation.world import ALL_BLOCKS, DELAY_S, MODEL, SPANS, pairs_of_servers, simulated, world
+
+if TYPE_CHECKING:
+    from llmnode.core.ids import PeerId
+    from llmnode.session.router import Router
+    from llmnode.swarm.peer_connection import PeerConnection
+    from llmnode.testing import World
+    from llmnode.wire.adapter import Adapter
+    from llmnode.wire.frame import Frame
+
+LENGTHS = [5, 1, 30, 2, 12]
+LONGEST_OUTAGE_S = 12.0
+BRIEF = replace(GENEROUS, adapter_idle_s=10.0)
+"""Adapters that nothing uses are dropped soon."""
+CAST = Cast(
+    nodes=[f"{index}{twin}" for index in range(3) for twin in "ab"],
+    spans=[*SPANS, Span(0, 3), Span(3, 6), Span(1, 5), Span(0, 6)],
+    movable=["0b", "1b", "2b"],
+)
+
+
+def parts_held(swarm: World) -> int:
+    """The parts that workers hold."""
+    return sum(len(parts) for node in swarm.nodes.values() for parts in node.worker.executor.adapters.values())
+
+
+def nothing_is_left(swarm: World) -> None:
+    for node in swarm.nodes.values():
+        assert not node.worker.executor.adapters
+        assert not node.network.budget.process.held[Resource.ADAPTERS]
+
+
+def parts_sent_by(router: Router) -> Counter[tuple[PeerId, int]]:
+    """Counts the parts that the client sends from now on, by peer and block."""
+    sent: Counter[tuple[PeerId, int]] = Counter()
+
+    def note(peer: PeerId, frame: Frame) -> list[Frame]:
+        if frame.type is FrameType.PART:
+            sent[peer, unpack(AdapterPart, frame.meta).block] += 1
+        return [frame]
+
+    router.finder.pool.network.tamper = note  # type: ignore[attr-defined]
+    return sent
+
+
+async def connection_to(router: Router, span: Span) -> PeerConnection:
+    route, connections = await router.finder.find(span, 0, (), hurry=False)
+    return connections[route[0].peer]
+
+
+async def steps(router: Router, adapter: Adapter | None, rng: random.Random, count: int = 4) -> None:
+    """A session with `adapter`, whose every step is right to the bit."""
+    parts = {} if adapter is None else adapter.parts
+    async with router.open_session(64, Codec.RAW, adapter=adapter) as session:
+        given = b""
+        for _ in range(count):
+            hidden = exact_input(rng, rng.choice([1, 1, 5]))
+            output = bytes(await session.step(hidden))
+            given += hidden
+            assert output == exact_output(given, ALL_BLOCKS, parts)[len(given) - len(hidden) :]
+            await trio.sleep(rng.choice([0, 0.1, 1]))
+
+
+@simulated
+async def test_passes_and_sessions_have_the_adapter_that_their_client_names() -> None:
+    rng = random.Random(1)
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        client = SwarmPasses(router.finder, Codec.RAW)
+        everywhere, sparse = drawn_adapter(rng), drawn_adapter(rng, [1, 4])
+        for seed, adapter in enumerate((everywhere, sparse, None, everywhere)):
+            await there_and_back(client, seed, LENGTHS, adapter)
+            await there_and_back(client, seed, LENGTHS, adapter, Span(1, 5))
+            await there_and_back(client, seed, LENGTHS, adapter, Span(2, 4))
+            await steps(router, adapter, rng)
+
+
+@simulated
+async def test_a_server_gets_the_parts_of_its_blocks_alone_and_each_once() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        parts = parts_sent_by(router)
+        adapter = drawn_adapter(random.Random(2))
+        client = SwarmPasses(router.finder, Codec.RAW)
+        for seed in range(6):
+            await there_and_back(client, seed, LENGTHS, adapter)
+        assert set(parts.values()) == {1}
+        for node in swarm.nodes.values():
+            sent = {block for peer, block in parts if peer == node.peer}
+            held = node.worker.executor.adapters.get(adapter.digest, {})
+            assert held == {block: adapter.parts[block] for block in sent}
+            assert sent in (set(), set(range(node.worker.span.start, node.worker.span.end)))
+
+
+@simulated
+async def test_an_adapter_that_nothing_uses_is_dropped_and_brought_again_when_it_is_wanted() -> None:
+    async with open_world(serve_policy=BRIEF) as swarm:
+        for index, span in enumerate(SPANS):
+            await swarm.start(f"server{index}", span)
+        async with swarm.client() as (router, _):
+            parts = parts_sent_by(router)
+            client, adapter = SwarmPasses(router.finder, Codec.RAW), drawn_adapter(random.Random(3))
+            await there_and_back(client, 1, LENGTHS, adapter)
+            async with router.open_session(64, Codec.RAW, adapter=adapter) as session:
+                await trio.sleep(2 * BRIEF.adapter_idle_s)
+                assert parts_held(swarm) == MODEL.blocks  # those of the session
+                hidden = exact_input(random.Random(1), 3)
+                assert bytes(await session.step(hidden)) == exact_output(hidden, ALL_BLOCKS, adapter.parts)
+            await trio.sleep(2 * BRIEF.adapter_idle_s)
+            assert parts_held(swarm) == 0
+            nothing_is_left(swarm)
+            before = parts.total()
+            await there_and_back(client, 2, LENGTHS, adapter)
+            assert parts.total() > before
+
+
+@pytest.mark.parametrize("seed", seeds(40))
+@simulated
+async def test_they_are_right_to_the_bit_whatever_fails(seed: int) -> None:
+    rng = random.Random(seed)
+    kinds = [Kill, Stop, Freeze, FailForwards, FailForwards]
+    plan = FaultPlan.draw(seed, CAST, Odds(rng.randrange(1, 5), longest_s=LONGEST_OUTAGE_S, kinds=kinds))
+    policy = ClientPolicy(recovery=RecoveryPolicy(timeout_s=10 * LONGEST_OUTAGE_S))
+    async with pairs_of_servers(seed) as swarm, swarm.client(policy) as (router, _):
+        client = SwarmPasses(router.finder, Codec.RAW)
+        async with plan.upon(swarm):
+            for step in range(6):
+                adapter = drawn_adapter(rng, sorted(rng.sample(range(MODEL.blocks), rng.randint(1, MODEL.blocks))))
+                lengths = rng.choices([1, 3, 20], k=rng.randint(1, 6))
+                await there_and_back(client, 100 * seed + step, lengths, adapter)
+                while True:
+                    try:
+                        await steps(router, adapter, rng, 2)
+                        break
+                    except (NoRoute, PeerError):  # nobody holds some blocks, and a session is not opened
+                        await trio.sleep(1)
+
+
+@simulated
+async def test_eight_clients_with_adapters_of_their_own_get_what_each_gets_alone() -> None:
+    """Adapters come, change and go all the time, in a memory that has room for a few of them."""
+    budget = BudgetPolicy(adapter_bytes=8 * 1024 * 3, group_share=0.5, peer_share=0.5)
+    async with open_world(
+        7, conditions=Conditions(delay_s=DELAY_S), link_policy=LinkPolicy(budget=budget), serve_policy=BRIEF
+    ) as swarm:
+        for name, span in (("a", Span(0, 3)), ("b", Span(3, 6)), ("c", Span(0, 6))):
+            await swarm.start(name, span)
+        await trio.sleep(5)
+        most = 0
+
+        async def live(number: int) -> None:
+            nonlocal most
+            rng = random.Random(number)
+            async with swarm.client(name=f"client {number}") as (router, _):
+                client = SwarmPasses(router.finder, Codec.RAW)
+                for step in range(8):
+                    adapter = drawn_adapter(rng, values=60) if step % 2 == 0 or rng.random() < 0.5 else None
+                    await there_and_back(client, 100 * number + step, [3, 8], adapter)
+                    await steps(router, adapter, rng, 2)
+                    for node in swarm.nodes.values():
+                        held_bytes = sum(
+                            len(part) for parts in node.worker.executor.adapters.values() for part in parts.values()
+                        )
+                        most = max(most, held_bytes)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(8):
+                nursery.start_soon(live, number)
+        assert 0 < most <= budget.adapter_bytes
+        await trio.sleep(2 * BRIEF.adapter_idle_s)
+        nothing_is_left(swarm)
+
+
+@simulated
+async def test_servers_that_know_no_adapters_are_passed_over() -> None:
+    async with pairs_of_servers() as swarm:
+        swarm.internet.old = {peer_named(f"{index}a") for index in range(3)}
+        async with swarm.client() as (router, _):
+            client, rng = SwarmPasses(router.finder, Codec.RAW), random.Random(4)
+            for seed in range(4):
+                adapter = drawn_adapter(rng)
+                await there_and_back(client, seed, LENGTHS, adapter)
+                await steps(router, adapter, rng)
+            assert not any(swarm.nodes[f"{index}a"].worker.executor.adapters for index in range(3))
+
+
+@simulated
+async def test_with_such_servers_alone_the_client_is_told_in_time() -> None:
+    policy = ClientPolicy(recovery=RecoveryPolicy(timeout_s=5.0))
+    async with world() as swarm:
+        await swarm.start("old", ALL_BLOCKS)
+        swarm.internet.old = {peer_named("old")}
+        async with swarm.client(policy) as (router, _):
+            adapter = drawn_adapter(random.Random(5))
+            with pytest.raises((SessionLost, NoRoute)):
+                await SwarmPasses(router.finder, Codec.RAW).outputs(
+                    ALL_BLOCKS, [1], exact_input(random.Random(1), 1), adapter
+                )
+            with pytest.raises(PeerRefused, match="protocol 1"):
+                async with router.open_session(8, Codec.RAW, adapter=adapter):
+                    pass
+
+
+MANY = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("code", "parts", "changes"),
+    [
+        ("wrong-model", {0: (bytes(8), 2)}, {"model_digest": bytes(32)}),
+        ("bad-adapter", {MODEL.blocks: (bytes(8), 2)}, {}),
+        ("no-room", {0: (bytes(8), 10 * MANY)}, {}),
+        ("no-room", {block: (bytes(8), 8 * MANY) for block in range(6)}, {}),
+        ("bad-adapter", {0: (bytes(8), 3)}, {}),
+        ("bad-message", {0: (bytes(1 << 18), 2)}, {}),
+    ],
+    ids=["another model", "no such block", "10 MiB a block", "too much in all", "damaged", "larger than it says"],
+)
+@simulated
+async def test_bad_adapters_are_refused_and_nothing_is_kept(
+    code: str, parts: dict[int, tuple[bytes, int]], changes: dict[str, bytes]
+) -> None:
+    budget = BudgetPolicy(adapter_bytes=100 * MANY)
+    async with open_world(link_policy=LinkPolicy(budget=budget), serve_policy=BRIEF) as swarm:
+        node = await swarm.start("one", ALL_BLOCKS)
+        async with swarm.client() as (router, _):
+            connection = await connection_to(router, ALL_BLOCKS)
+            adapter = make_adapter(changes.get("model_digest", MODEL.digest), parts)
+            with pytest.raises(PeerRefused) as refused:
+                await connection.adapters.using(adapter, ALL_BLOCKS, 10.0, trio.lowlevel.checkpoint)
+            assert refused.value.code == code
+            assert not node.worker.executor.adapters
+            await trio.sleep(2 * BRIEF.adapter_idle_s)
+            nothing_is_left(swarm)
+            good = drawn_adapter(random.Random(6))
+            await there_and_back(SwarmPasses(router.finder, Codec.RAW), 1, LENGTHS, good)
+
+
+@simulated
+async def test_malformed_frames_about_adapters_are_refused() -> None:
+    async with world() as swarm:
+        node = await swarm.start("one", SPANS[0])
+        async with swarm.client() as (router, _):
+            connection = await connection_to(router, SPANS[0])
+            adapter = drawn_adapter(random.Random(7))
+            manifest = adapter.manifest
+
+            async def offer(payload: bytes, digest: bytes = manifest.digest, span: Span = SPANS[0]) -> None:
+                meta = pack(AdapterUse(digest, span.start, span.end))
+                await connection.ask_peer(FrameType.ADAPTER, FrameType.LACKING, 10.0, meta, payload)
+
+            async def bring(payload: bytes, block: int = 0, digest: bytes = manifest.digest) -> None:
+                meta = pack(AdapterPart(digest, block))
+                await connection.ask_peer(FrameType.PART, FrameType.HELD, 10.0, meta, payload)
+
+            backwards = Manifest(MODEL.digest, manifest.parts[::-1])
+            empty = Manifest(MODEL.digest, (PartName(0, 0, bytes(32)),))
+            for code, call in (
+                ("bad-message", lambda: offer(b"")),
+                ("bad-message", lambda: offer(manifest.packed[:-1])),
+                ("bad-message", lambda: offer(manifest.packed, bytes(32))),
+                ("bad-message", lambda: offer(backwards.packed, backwards.digest)),
+                ("bad-message", lambda: offer(empty.packed, empty.digest)),
+                ("span-not-held", lambda: offer(manifest.packed, span=Span(1, 3))),
+                ("unknown-adapter", lambda: bring(adapter.parts[0])),
+            ):
+                with pytest.raises(PeerRefused) as refused:
+                    await call()
+                assert refused.value.code == code
+            await offer(manifest.packed)
+            for code, call in (
+                ("bad-message", lambda: bring(adapter.parts[0] + b"0")),
+                ("bad-message", lambda: bring(adapter.parts[1])),
+                ("span-not-held", lambda: bring(adapter.parts[3], 3)),
+                ("unknown-adapter", lambda: bring(adapter.parts[0], 0, bytes(32))),
+            ):
+                with pytest.raises(PeerRefused) as refused:
+                    await call()
+                assert refused.value.code == code
+            assert not node.worker.executor.adapters
+            await bring(adapter.parts[0])
+            await bring(adapter.parts[0])
+            assert node.worker.executor.adapters == {manifest.digest: {0: adapter.parts[0]}}
+
+
+@simulated
+async def test_an_adapter_in_use_makes_way_for_no_other_and_one_client_for_itself_first() -> None:
+    size = 100
+    budget = BudgetPolicy(adapter_bytes=8192, group_share=0.5, peer_share=0.5)
+    async with open_world(link_policy=LinkPolicy(budget=budget)) as swarm:
+        node = await swarm.start("one", ALL_BLOCKS)
+        async with swarm.client(name="one client") as (router, _), swarm.client(name="another") as (other, _):
+            fixed = make_adapter(MODEL.digest, {0: (bytes(FP32 * size), size)})
+            theirs = make_adapter(MODEL.digest, {0: (bytes(FP32 * size - 1) + b"2", size)})
+            there = await connection_to(other, ALL_BLOCKS)
+            await there.adapters.using(theirs, ALL_BLOCKS, 10.0, trio.lowlevel.checkpoint)
+            here = await connection_to(router, ALL_BLOCKS)
+            async with router.open_session(8, Codec.RAW, adapter=fixed) as session:
+                for number in range(20):
+                    more = make_adapter(MODEL.digest, {1: (number.to_bytes(4, "big") * size, size)})
+                    await here.adapters.using(more, ALL_BLOCKS, 10.0, trio.lowlevel.checkpoint)
+                    held = node.worker.executor.adapters
+                    assert {fixed.digest, theirs.digest, more.digest} <= held.keys()
+                    assert len(held) <= 4
+                large = make_adapter(MODEL.digest, {1: (bytes(FP32 * 6 * size), 6 * size)})
+                with pytest.raises(PeerRefused, match="no memory is left"):
+                    await here.adapters.using(large, ALL_BLOCKS, 10.0, trio.lowlevel.checkpoint)
+                hidden = exact_input(random.Random(1), 1)
+                assert bytes(await session.step(hidden)) == exact_output(hidden, ALL_BLOCKS, fixed.parts)
+
+
+@simulated
+async def test_a_worker_that_is_lost_takes_all_adapters_along() -> None:
+    async with world() as swarm:
+        node = await swarm.start("one", ALL_BLOCKS)
+        async with swarm.client() as (router, _):
+            client, adapter = SwarmPasses(router.finder, Codec.RAW), drawn_adapter(random.Random(8))
+            await there_and_back(client, 1, LENGTHS, adapter)
+            node.worker.lose()
+            await trio.sleep(5)
+            assert not node.network.budget.process.held[Resource.ADAPTERS]
+            await there_and_back(client, 2, LENGTHS, adapter)
+            await steps(router, adapter, random.Random(1))
