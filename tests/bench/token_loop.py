@@ -21,6 +21,7 @@ from bench.kit.options import add_repeats, add_threads, add_tokens, count
 from bench.kit.report import Report, Row, ratios, rounds, spread
 from llmnode.client.causal_lm import DistributedModelForCausalLM
 from llmnode.client.connect import aconnect, load_parts
+from llmnode.client.distributed import Connection
 from llmnode.client.portal import open_portal
 from llmnode.core.span import split_evenly
 from llmnode.errors import single_error
@@ -90,7 +91,7 @@ def _compare(parts: ClientParts, addresses: Sequence[str], options: Options) -> 
     with ExitStack() as stack:
         portal = stack.enter_context(open_portal())
         client = stack.enter_context(portal.enter(aconnect(addresses, parts=parts)))
-        model = DistributedModelForCausalLM(open_embedded(), parts.ends, client, portal, ExitStack())
+        model = DistributedModelForCausalLM(Connection(open_embedded(), parts.ends, client, portal, ExitStack()))
         for texts in (1, *options.at_once):
             prompts = [ids[at : at + PROMPT_TOKENS] for at in range(0, texts * PROMPT_TOKENS, PROMPT_TOKENS)]
             variants = {

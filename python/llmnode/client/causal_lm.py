@@ -6,7 +6,7 @@ import copy
 import warnings
 import weakref
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Cache, GenerationMixin, PreTrainedModel
@@ -17,8 +17,11 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
 
 from llmnode.client.adopted import adopt, check_adoptable, sessions_behind
-from llmnode.client.batch import Past, Positions, check_ends_real, check_labels, kept_columns, read_batch
+from llmnode.client.batch import Past, check_ends_real, check_labels, kept_columns, read_batch
 from llmnode.client.cache import CacheTerms, SessionCache
+from llmnode.client.decoder import check_cacheless
+from llmnode.client.distributed import Distributed
+from llmnode.client.ends import SharedEnds
 from llmnode.client.forward import (
     OF_LOSS,
     are_last_normed,
@@ -31,97 +34,61 @@ from llmnode.client.forward import (
     scores,
 )
 from llmnode.client.generate_call import check_options, current_call, run_call
+from llmnode.client.heads import make_head
 from llmnode.client.hidden_session import HiddenSession
 from llmnode.client.released import releasing
-from llmnode.client.remote_blocks import RemoteBlocks
 from llmnode.client.versions import CACHE, named_for_generate, takes_cache_of_generate
 from llmnode.core.priority import PRIORITIES
-from llmnode.core.span import Span
 from llmnode.core.texts.beams import first_alike
 from llmnode.errors import ConfigError
-from llmnode.models.families import family_of
 from llmnode.models.generation_config import generation_config
-from llmnode.session.passes import SwarmPasses
+from llmnode.models.load import cut_ends, replace_decoder, shallow_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from transformers import GenerationConfig
 
-    from llmnode.client.connect import Client
-    from llmnode.client.portal import Portal
-    from llmnode.core.model import ModelInfo
-    from llmnode.core.route import Route
-    from llmnode.core.traffic import Traffic
-    from llmnode.models.load import Ends
-    from llmnode.models.sources.folder import ModelFolder
-    from llmnode.models.text.tokenizer import Tokenizer
+    from llmnode.client.distributed import Connection
 
 FIRST_POSITIONS = 64
 """Room of a cache that will grow, at first: a prompt and an answer of a few lines."""
 
 
-class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
+class DistributedModelForCausalLM(Distributed, GenerationMixin):
     """Made by `llmnode.connect`. Holds the ends of the model; a forward runs the blocks at the peers.
 
-    It can do all that a transformers model can, except gradients (but see `remote_blocks`), attentions, the hidden
-    states between blocks, and attention that is not causal.
+    It can do all that a transformers model can, except attentions, the hidden states between blocks, and attention
+    that is not causal.
     """
 
     main_input_name = "input_ids"
-    _supports_sdpa = True  # of the ends, which have no attention
 
-    def __init__(self, folder: ModelFolder, ends: Ends, client: Client, portal: Portal, stack: ExitStack) -> None:
+    def __init__(self, connection: Connection) -> None:
+        folder = connection.folder
         super().__init__(copy.deepcopy(folder.config))
-        self.tokenizer: Tokenizer = client.tokenizer
-        self.info: ModelInfo = client.model
-        self.embedding = ends.embedding
-        self.scoring = ends.scoring
+        self._connection = connection
         self.resumed: SessionCache | None = None
         """The cache of `llmnode.resume`: pass it as `cache`."""
-        self._ends = ends
-        self._client = client
-        self._portal = portal
-        self._stack = stack
+        self._client, self._portal, self._ends = connection.client, connection.portal, connection.ends
         # Else `pipeline` says that it does not support this class, and names two hundred that it does.
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("llmnode", DistributedModelForCausalLM.__name__)
-        are_learned = family_of(folder.config).positions is not None
-        self._positions = Positions(folder.config, learned=self.info.context_tokens if are_learned else None)
-        weight = self.get_input_embeddings().weight
-        assert isinstance(weight, torch.Tensor), "an embedding"
-        self._embedding_size = weight.shape[1]
         self.generation_config = generation_config(folder)
-        self._passes = SwarmPasses(client.router.finder, client.codec)
+        self._whole = [connection.distribute(self._ends.whole, self.config)]  # in a list it is no child of ours
+        for name, module in self._whole[0]._modules.items():
+            self.add_module(name, module)
+        self._shared_ends = self._client.ends
+        self._state_of_ends = self._frozen_state = _state_of(self)
 
-    @property
-    def remote_blocks(self) -> RemoteBlocks:
-        """The blocks as a module of torch, through which gradients flow: `model.remote_blocks[3:7](hidden)`."""
-        return RemoteBlocks(self._portal, self._passes, Span(0, self.info.blocks))
+    def with_head(self, head: str, **options: Any) -> Any:  # Any: a class of transformers, by the family
+        """A model of the same connection with another head: "sequence-classification" or "token-classification".
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exc_info: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Leave the swarm: end every session and connection. Safe to call twice."""
-        self._stack.close()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of its computation and hidden states, independent of the form of its weights."""
-        return self._ends.dtype
-
-    @property
-    def route(self) -> Route:
-        """The hops of the session that was opened last; before that, those that one would take."""
-        return self._client.route
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes of hidden states that have crossed our links, for all sessions of this model."""
-        return self._client.traffic
+        It is transformers' model of the family for that task, with a head whose weights are new and are trained.
+        `options` are attributes of its config: `num_labels`, `problem_type`, `id2label`, `pad_token_id` and the like.
+        One label is a number, as transformers has it. Raises ConfigError for a head that transformers does not have for
+        this family, and for an unknown option.
+        """
+        return make_head(self._connection, head, options)
 
     def open_cache(
         self, max_length: int, rows: int = 1, alike: int = 1, priority: str | None = None, *, waits: bool = True
@@ -189,28 +156,43 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         `hidden_states` of the output has the first and the last one. A loss takes some of the `others`.
 
         Without `cache` one is opened, which grows as it is used; it comes back unless `use_cache` is False, and its
-        sessions end when it is closed or forgotten. Where the mask has padding, scores are zero. Raises ConfigError,
-        before anything is computed, for a use that a session cannot do.
+        sessions end when it is closed or forgotten. Where the mask has padding, scores are zero. If gradients are
+        wanted, there is no session, and no cache comes back. Raises ConfigError, before anything is computed, for a use
+        that servers cannot do.
         """
         check_others({**others, "labels": labels, "output_hidden_states": output_hidden_states}, self.config)
-        given = given_states(input_ids, inputs_embeds, self._embedding_size)
+        given = given_states(input_ids, inputs_embeds, self.decoder.embedding_size)
         rows, columns = given.shape[:2]
         sessions = self._sessions_of(cache, rows)
         past = Past.empty(rows) if sessions is None else sessions.settled()
-        batch = read_batch(past, columns, attention_mask, position_ids, self._positions)
+        batch = read_batch(past, columns, attention_mask, position_ids, self._connection.positions)
         if input_ids is not None:
             self._check_tokens(given, batch.real)
         kept = kept_columns(rows, columns, logits_to_keep)
         if labels is not None:
             check_labels(labels, batch.real, others.get("shift_labels"))
         asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        if self._wants_gradients(inputs_embeds):
+            check_cacheless(cache, use_cache)
+            options = {name: others[name] for name in OF_LOSS if name in others}
+            learned: CausalLMOutputWithPast = self._differentiable()(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                inputs_embeds=inputs_embeds,
+                labels=labels,
+                logits_to_keep=logits_to_keep,
+                output_hidden_states=asked,
+                **options,
+            )
+            return learned
         chosen = chosen_states(asked, self._ends.embedding, self.info.blocks)
 
         def run_in(sessions: SessionCache, cache: Cache | None) -> CausalLMOutputWithPast:
-            ends, config = self._client.ends, self.config.get_text_config()
+            ends, config = self._current_ends(), self.config.get_text_config()
             are_normed = are_last_normed(config, self._ends.embedding)
             with torch.no_grad():
-                ran = run(ends, sessions, batch, given)
+                ran = run(ends, sessions, batch, given.detach())
                 logits = scores(ends, ran, kept, config.vocab_size)
                 states: Any = hidden_states(ends, ran, self.info, chosen, are_normed=are_normed)
             loss = None
@@ -246,48 +228,40 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
                 current_call().failed.callback(_close, weakref.ref(opened))
             return output
 
+    def _wants_gradients(self, inputs_embeds: torch.Tensor | None) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        is_given = inputs_embeds is not None and inputs_embeds.requires_grad
+        return is_given or any(each.requires_grad for each in self.parameters())
+
+    def _differentiable(self) -> Any:  # Any: a forward of each family's causal LM
+        """The forward of transformers' own causal LM, with the modules that are here now, over remote blocks."""
+        whole = shallow_copy(self._whole[0])
+        whole._modules = self._modules
+        return whole.forward
+
+    def _current_ends(self) -> SharedEnds:
+        """The ends as they are now: a trainer, or a method of PEFT, may have changed them."""
+        if (state := _state_of(self)) != self._state_of_ends:
+            self._state_of_ends = state
+            if state == self._frozen_state:
+                self._shared_ends = self._client.ends
+            else:
+                whole = shallow_copy(self._whole[0])
+                whole._modules = dict(self._modules)
+                family, ends = self._connection.family, self._ends
+                plain = replace_decoder(whole, family, self.decoder.without_blocks())
+                changed = cut_ends(plain, family, ends.dtype, ends.vocabulary)
+                self._shared_ends = SharedEnds(changed, self.tokenizer.token)
+        return self._shared_ends
+
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         """Raises ConfigError, which names the token, if one of `token_ids` is not one of the model's."""
-        self._client.ends.check(token_ids)
+        self._connection.check_tokens(token_ids)
 
     def _check_tokens(self, input_ids: torch.Tensor, real: torch.Tensor | None) -> None:
         """Raises ConfigError as `check_tokens` does. Padding may be any token."""
         self.check_tokens((input_ids if real is None else input_ids[real]).flatten().tolist())
-
-    def train(self, mode: bool = True) -> Self:
-        """Raises ConfigError unless `mode` is False: there is no dropout, and no backward pass yet."""
-        if mode:
-            raise ConfigError("a distributed model cannot be trained yet: it is always as after eval()")
-        return self
-
-    def tie_weights(self, *_args: Any, **_kwargs: Any) -> None:
-        """Tied weights have been read as one."""
-
-    def save_pretrained(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        """Raises ConfigError: the weights of the blocks are with the servers."""
-        raise ConfigError("the weights of the blocks are not here: copy the model's folder instead")
-
-    def push_to_hub(self, *_args: Any, **_kwargs: Any) -> NoReturn:  # type: ignore[override]  # theirs is wrapped
-        """Raises ConfigError as `save_pretrained` does."""
-        self.save_pretrained()
-
-    def resize_token_embeddings(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        """Raises ConfigError: servers and other clients have the model as it is."""
-        raise ConfigError("a served model cannot be changed: change its folder, and serve that")
-
-    set_input_embeddings = set_output_embeddings = resize_token_embeddings
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """The function that `to`, `half`, `cuda` and the like call. Raises ConfigError if it would change anything."""
-        here = torch.empty(1, dtype=self.dtype)
-        there = fn(here)
-        if (there.dtype, there.device) != (here.dtype, here.device):
-            raise ConfigError(f"the client's part of the model stays on the CPU in {self.dtype}: leave out the change")
-        return self
-
-    def get_input_embeddings(self) -> torch.nn.Module:
-        module: torch.nn.Module = self._ends.embedding.get_input_embeddings()  # type: ignore[operator]  # a PreTrainedModel
-        return module
 
     def get_output_embeddings(self) -> torch.nn.Module:
         """The model's own scoring layer."""
@@ -374,6 +348,11 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         if not 0 <= positions <= self.info.context_tokens:
             most = self.info.context_text
             raise ConfigError(f"{positions} positions do not fit the model's context: ask for 1 to {most}")
+
+
+def _state_of(model: torch.nn.Module) -> list[tuple[int, int]]:
+    """Another one when parameters have been changed, added or replaced."""
+    return [(id(each), each._version) for each in model.parameters()]
 
 
 def _close(cache: weakref.ref[SessionCache]) -> None:

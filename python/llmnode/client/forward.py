@@ -44,9 +44,7 @@ def given_states(
     if inputs_embeds.ndim != 3 or not inputs_embeds.numel() or inputs_embeds.shape[2] != embedding_size:
         shape = tuple(inputs_embeds.shape)
         raise ConfigError(f"inputs_embeds of shape {shape}: expected (rows, tokens, {embedding_size})")
-    if inputs_embeds.requires_grad and torch.is_grad_enabled():
-        raise ConfigError("there are no gradients through the blocks: call it under torch.no_grad()")
-    return inputs_embeds.detach().cpu()
+    return inputs_embeds.cpu()
 
 
 def check_others(others: dict[str, Any], config: Any) -> None:  # Any: each family's config has attributes of its own
@@ -193,15 +191,16 @@ def hidden_states(
     if chosen is None:
         return None
     first = _padded(ran, ran.entered, model.hidden_size)
-    inner = WithServers(
-        "hidden_states[0] and hidden_states[-1] are here, and the hidden states between blocks are", first.shape
-    )
     last = [ends.normed(states) if are_normed and states is not None else states for states in ran.left]
-    states: tuple[torch.Tensor | WithServers, ...] = (
-        first,
-        *([inner] * (model.blocks - 1)),
-        _padded(ran, last, model.hidden_size),
-    )
+    return all_states(first, _padded(ran, last, model.hidden_size), model.blocks, chosen)
+
+
+def all_states(
+    first: torch.Tensor, last: torch.Tensor, blocks: int, chosen: frozenset[int]
+) -> tuple[torch.Tensor | WithServers | None, ...]:
+    """The hidden states before the first block, after each, and after the last one, None if not `chosen`."""
+    what = "hidden_states[0] and hidden_states[-1] are here, and the hidden states between blocks are"
+    states: tuple[torch.Tensor | WithServers, ...] = (first, *[WithServers(what, first.shape)] * (blocks - 1), last)
     return tuple(each if index in chosen else None for index, each in enumerate(states))
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from llmnode.client.cache import SessionCache
 from llmnode.client.causal_lm import DistributedModelForCausalLM
 from llmnode.client.connect import aconnect, aresume, load_parts
+from llmnode.client.distributed import Connection
 from llmnode.client.portal import open_portal
 from llmnode.core.policy import ClientPolicy, RelayedPolicy, SpotCheckPolicy
 from llmnode.models.open_model import open_model
@@ -48,7 +49,7 @@ def connect(
         client = stack.enter_context(
             portal.enter(aconnect(peers, swarm_key=swarm_key, parts=parts, codec=codec, dtype=dtype, policy=policy))
         )
-        return DistributedModelForCausalLM(folder, parts.ends, client, portal, stack.pop_all())
+        return DistributedModelForCausalLM(Connection(folder, parts.ends, client, portal, stack.pop_all()))
 
 
 def resume(
@@ -70,7 +71,8 @@ def resume(
     with ExitStack() as stack:
         portal = stack.enter_context(open_portal())
         entered = stack.enter_context(portal.enter(aresume(path, peers=peers, swarm_key=swarm_key, parts=parts)))
-        model = DistributedModelForCausalLM(folder, parts.ends, entered.client, portal, stack.pop_all())
+        connection = Connection(folder, parts.ends, entered.client, portal, stack.pop_all())
+        model = DistributedModelForCausalLM(connection)
     model.resumed = SessionCache.resumed(portal, entered)
     return model
 

@@ -39,7 +39,7 @@ from llmnode.models.weights.read_block import block_dtypes, read_block, read_par
 from llmnode.models.weights.read_progress import Reading, say_nothing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from llmnode.models.blueprint import Blueprint
     from llmnode.models.sources.folder import ModelFolder
@@ -101,6 +101,8 @@ class Ends:
     fused: FusedEnds | None
     decoder: str
     """The path to the decoder in `scoring`."""
+    whole: Any  # Any: as transformers types a causal LM
+    """The causal LM without its blocks. Both parts are copies of it, and share its modules."""
 
     def embed(self, token_ids: list[int], start: int) -> torch.Tensor:
         """Hidden states (tokens, hidden_size), in fp32, of tokens at the positions `start` and on.
@@ -303,17 +305,52 @@ def load_ends(folder: ModelFolder, dtype: torch.dtype = torch.float32) -> Ends:
     model.requires_grad_(False)
     if family.fused and dtype == torch.float32:
         keep_ends_narrow(model, model.get_submodule(family.decoder), family.tokens)
-    remove_blocks(model.get_submodule(family.decoder), family)
-    embedding = _shallow_copy(model, family.decoder).get_submodule(family.decoder)
-    remove_exit(embedding, family)
-    scoring = _shallow_copy(model, family.decoder)
+    decoder = model.get_submodule(family.decoder)
+    remove_blocks(decoder, family)
+    check_transparent(folder, entry_of(exit_of(decoder, family), family), dtype)
+    vocabulary: int = getattr(decoder, family.tokens).num_embeddings
+    return cut_ends(model, family, dtype, vocabulary, FusedEnds(model, family) if family.fused else None)
+
+
+def load_head(
+    folder: ModelFolder, ends: Ends, kind: Any, options: Mapping[str, object]
+) -> Any:  # Any: as transformers types models with heads
+    """A model of transformers without blocks, whose decoder is that of `ends`, and whose head is drawn anew.
+
+    `kind` is AutoModelForSequenceClassification or the like, and `options` change its config. Raises ModelError as
+    `load_span`.
+    """
+    family = family_of(folder.config)
+    model = without_weights(folder, family, _NO_ATTENTION, ends.dtype, kind, options)
+    for name, module in model.named_children():
+        if name != family.decoder.partition(".")[0]:
+            module.to_empty(device="cpu")
+            module.apply(model._init_weights)
+    return replace_decoder(model, family, ends.whole.get_submodule(family.decoder))
+
+
+def cut_ends(
+    whole: Any, family: Family, dtype: torch.dtype, vocabulary: int, fused: FusedEnds | None = None
+) -> Ends:  # Any: as transformers types a causal LM
+    """The ends of a causal LM without blocks. `fused` is the same in fewer operations."""
+    decoder = whole.get_submodule(family.decoder)
+    scoring = shallow_copy(whole, family.decoder)
     remove_entry(scoring.get_submodule(family.decoder), family)
-    bare = _shallow_copy(scoring, family.decoder).get_submodule(family.decoder)
-    remove_exit(bare, family)
-    check_transparent(folder, bare, dtype)
-    vocabulary: int = getattr(model.get_submodule(family.decoder), family.tokens).num_embeddings
-    fused = FusedEnds(model, family) if family.fused else None
-    return Ends(embedding, scoring, dtype, vocabulary, fused, family.decoder)
+    return Ends(entry_of(decoder, family), scoring, dtype, vocabulary, fused, family.decoder, whole)
+
+
+def entry_of(decoder: Any, family: Family) -> Any:  # Any: likewise
+    """A copy of a decoder without blocks, which shares its modules: all before the first block."""
+    entry = shallow_copy(decoder)
+    remove_exit(entry, family)
+    return entry
+
+
+def exit_of(decoder: Any, family: Family) -> Any:  # Any: likewise
+    """The same as `entry_of`: all after the last block."""
+    leaving = shallow_copy(decoder)
+    remove_entry(leaving, family)
+    return leaving
 
 
 def tensor_bytes(module: torch.nn.Module) -> int:
@@ -336,13 +373,21 @@ def _load(folder: ModelFolder, model: Any, names: set[str], dtype: torch.dtype) 
     check_complete(folder, left)
 
 
-def _shallow_copy(model: Any, path: str) -> Any:
+def replace_decoder(model: Any, family: Family, decoder: torch.nn.Module) -> Any:  # Any: likewise
+    """A copy of a model, with or without a head, that has another `decoder` and shares its other modules."""
+    parent, _, name = family.decoder.rpartition(".")
+    copied = shallow_copy(model, parent)
+    setattr(copied.get_submodule(parent), name, decoder)
+    return copied
+
+
+def shallow_copy(model: Any, path: str = "") -> Any:  # Any: likewise
     """`model` with copies of itself and of the modules along `path`, which may be changed; all others are shared."""
     copied = copy.copy(model)
     copied._modules = dict(model._modules)
     name, _, rest = path.partition(".")
     if name:
-        setattr(copied, name, _shallow_copy(getattr(model, name), rest))
+        setattr(copied, name, shallow_copy(getattr(model, name), rest))
     return copied
 
 

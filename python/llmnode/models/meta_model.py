@@ -11,7 +11,7 @@ from llmnode.errors import ModelError
 from llmnode.models.sources.damage import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from llmnode.models.families import Family
     from llmnode.models.sources.folder import ModelFolder
@@ -23,9 +23,15 @@ ATTENTIONS: dict[str, Attention] = {}
 
 
 def without_weights(
-    folder: ModelFolder, family: Family, attention: str, dtype: torch.dtype
+    folder: ModelFolder,
+    family: Family,
+    attention: str,
+    dtype: torch.dtype,
+    kind: Any = None,  # Any: transformers' AutoModelForSequenceClassification and the like
+    options: Mapping[str, object] | None = None,
 ) -> Any:  # Any: as transformers types them
-    """The causal LM. Its parameters have no storage. Its buffers, which no file has, are computed.
+    """The causal LM, or another `kind` of model. Its parameters have no storage. Its buffers, which no file has, are
+    computed. `options` change its config.
 
     Raises ModelError if transformers makes no model of the config.
     """
@@ -35,6 +41,7 @@ def without_weights(
     for name, function in ATTENTIONS.items():
         AttentionInterface.register(name, function)
     config = copy.deepcopy(folder.config)  # transformers writes into it
+    config.update(dict(options or {}))
     config.return_dict = True  # the client decides what its caller gets
     for output in ("output_attentions", "output_hidden_states", "output_router_logits"):
         if getattr(config, output, False):
@@ -47,7 +54,7 @@ def without_weights(
     known = "eager" if family.own_attention else attention
     try:
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(
+            model = (kind or AutoModelForCausalLM).from_config(
                 config, dtype=dtype, attn_implementation=known, trust_remote_code=False
             )
     except Exception as error:  # sizes that do not fit each other bring transformers and torch to raise anything

@@ -167,6 +167,8 @@ class Libp2pLink:
     async def run(self) -> None:
         """Move frames until the link ends, from whatever side or cause; then close the stream and its connection."""
         self._heard_s = trio.current_time()
+        if self.version is not None:  # the other side waits to hear that we speak it
+            self._beat()
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._read)

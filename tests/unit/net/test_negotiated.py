@@ -31,9 +31,11 @@ NEWEST, OLDEST = LINK_VERSIONS[0], LINK_VERSIONS[-1]
 
 
 @asynccontextmanager
-async def listener(versions: Collection[int] = LINK_VERSIONS) -> AsyncIterator[Libp2pNetwork]:
+async def listener(
+    versions: Collection[int] = LINK_VERSIONS, policy: LinkPolicy = POLICY
+) -> AsyncIterator[Libp2pNetwork]:
     """A peer that speaks these versions alone."""
-    async with open_network([LISTEN_ANY_LOOPBACK], POLICY) as network:
+    async with open_network([LISTEN_ANY_LOOPBACK], policy) as network:
         for version in LINK_VERSIONS:
             if version not in versions:
                 del cast("BasicHost", network.host).multiselect.handlers[link_protocol(version)]
@@ -113,3 +115,13 @@ async def test_a_link_that_ends_before_the_answer_has_no_version() -> None:
         await ours.end("no longer wanted")
         with pytest.raises(PeerUnreachable, match="no longer wanted"):
             await ours.wait_version()
+
+
+@pytest.mark.parametrize("version", [NEWEST, OLDEST])
+@in_trio
+async def test_the_version_is_known_before_anything_is_asked(version: int) -> None:
+    silent = LinkPolicy(heartbeat_s=1000, silence_s=3000)
+    async with listener([version], silent) as other, open_network([], silent) as network:
+        ours = await network.dial(other.addresses[0])
+        with trio.fail_after(10):
+            assert await ours.wait_version() == version

@@ -1,0 +1,163 @@
+"""The base of all distributed models, whatever their head: the connection, and the uses that are refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import torch
+from transformers import PreTrainedModel
+
+from llmnode.client.batch import Positions
+from llmnode.client.decoder import DistributedDecoder
+from llmnode.client.remote_blocks import RemoteBlocks
+from llmnode.core.span import Span
+from llmnode.errors import ConfigError
+from llmnode.models.families import family_of
+from llmnode.models.load import replace_decoder
+from llmnode.session.passes import SwarmPasses
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import ExitStack
+
+    from transformers import PreTrainedConfig
+
+    from llmnode.client.connect import Client
+    from llmnode.client.portal import Portal
+    from llmnode.core.model import ModelInfo
+    from llmnode.core.route import Route
+    from llmnode.core.traffic import Traffic
+    from llmnode.models.load import Ends
+    from llmnode.models.sources.folder import ModelFolder
+    from llmnode.models.text.tokenizer import Tokenizer
+
+_EMBEDDINGS = "embeddings.word_embeddings"
+
+
+class Connection:
+    """The swarm, and the client's part of the model, for all models of one connection. `stack` ends it."""
+
+    def __init__(self, folder: ModelFolder, ends: Ends, client: Client, portal: Portal, stack: ExitStack) -> None:
+        self.folder = folder
+        self.ends = ends
+        self.client = client
+        self.portal = portal
+        self.family = family_of(folder.config)
+        self.positions = Positions(
+            folder.config, learned=None if self.family.positions is None else client.model.context_tokens
+        )
+        self.close = stack.close
+        self._passes = SwarmPasses(client.router.finder, client.codec)
+
+    def blocks(self) -> RemoteBlocks:
+        """All blocks of the model."""
+        return RemoteBlocks(self.portal, self._passes, Span(0, self.client.model.blocks))
+
+    def distribute(self, whole: Any, config: PreTrainedConfig) -> Any:  # Any: as transformers types its models
+        """A copy of `whole`, a model of transformers without blocks, whose decoder's blocks are in the swarm."""
+        plain = whole.get_submodule(self.family.decoder)
+        decoder = DistributedDecoder(
+            config, plain, self.family, self.blocks(), self.positions, lambda ids: self.check_tokens(ids.tolist())
+        )
+        return replace_decoder(whole, self.family, decoder)
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """Raises ConfigError, which names the token, if one of `token_ids` is not one of the model's."""
+        self.client.ends.check(token_ids)
+
+
+class Distributed(PreTrainedModel):
+    """A transformers model whose blocks are in the swarm; to be mixed into one with a head.
+
+    The client's part is differentiable, and frozen at first. Nothing in it drops out in training, and neither do
+    servers; the dropout of heads and of PEFT's methods works.
+    """
+
+    supports_gradient_checkpointing = True  # servers keep nothing, and compute blocks again
+    _supports_sdpa = True  # of the ends, which have no attention
+    _connection: Connection
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model's name, digest and sizes."""
+        return self._connection.client.model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._connection.client.tokenizer
+
+    @property
+    def decoder(self) -> DistributedDecoder:
+        """The model without its head, through which gradients flow."""
+        decoder = self.get_submodule(self._connection.family.decoder)
+        assert isinstance(decoder, DistributedDecoder), "`Connection.distribute` has put it there"
+        return decoder
+
+    @property
+    def remote_blocks(self) -> RemoteBlocks:
+        """The blocks as a module of torch, through which gradients flow: `model.remote_blocks[3:7](hidden)`."""
+        return self.decoder.blocks
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the swarm: end every session and connection. Safe to call twice."""
+        self._connection.close()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its computation and hidden states, independent of the form of its weights."""
+        return self._connection.ends.dtype
+
+    @property
+    def route(self) -> Route:
+        """The hops of the session that was opened last; before that, those that one would take."""
+        return self._connection.client.route
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of hidden states that have crossed our links, for all models and sessions of this connection."""
+        return self._connection.client.traffic
+
+    def tie_weights(self, *_args: Any, **_kwargs: Any) -> None:
+        """Tied weights have been read as one."""
+
+    def save_pretrained(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Raises ConfigError: the weights of the blocks are with the servers."""
+        raise ConfigError("the weights of the blocks are not here: copy the model's folder instead")
+
+    def push_to_hub(self, *_args: Any, **_kwargs: Any) -> NoReturn:  # type: ignore[override]  # theirs is wrapped
+        """Raises ConfigError as `save_pretrained` does."""
+        self.save_pretrained()
+
+    def resize_token_embeddings(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Raises ConfigError: servers and other clients have the model as it is."""
+        raise ConfigError("a served model cannot be changed: change its folder, and serve that")
+
+    set_input_embeddings = set_output_embeddings = resize_token_embeddings
+
+    def gradient_checkpointing_enable(self, *_args: Any, **_kwargs: Any) -> None:
+        """Do nothing: servers keep no activations, and compute blocks again in a backward."""
+
+    activation_checkpointing_enable = gradient_checkpointing_enable
+    gradient_checkpointing_disable = activation_checkpointing_disable = gradient_checkpointing_enable
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.decoder.get_input_embeddings()
+
+    def get_submodule(self, target: str) -> torch.nn.Module:
+        """The module at the path `target`. PEFT asks for the input embeddings by a name of its own."""
+        return self.get_input_embeddings() if target == _EMBEDDINGS else super().get_submodule(target)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """The function that `to`, `half`, `cuda` and the like call. Raises ConfigError if it would change anything."""
+        here = torch.empty(1, dtype=self.dtype)
+        there = fn(here)
+        if (there.dtype, there.device) != (here.dtype, here.device):
+            raise ConfigError(f"the client's part of the model stays on the CPU in {self.dtype}: leave out the change")
+        return self

@@ -1,0 +1,230 @@
+"""A distributed model learns as transformers' own does: losses and gradients of families, through servers."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from llmnode.client.heads import HEADS
+from llmnode.client.versions import cache_of
+from llmnode.errors import ConfigError
+from process.pairs import open_pair
+from reference.small import VOCABULARY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from process.pairs import Pair
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+FAMILIES = ("llama", "gpt2", "bloom", "falcon", "gemma", "mixtral")
+LENGTHS = (11, 3, 7)
+"""Tokens of the rows of a batch: longer and shorter than a window."""
+FURTHEST = 1e-5
+"""The norm-relative error of a gradient in fp32."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    path: Path = tmp_path_factory.mktemp(request.param)
+    with open_pair(request.param, path) as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def frozen(pair: Pair) -> Iterator[None]:
+    yield
+    for model in (pair.alone, pair.served):
+        model.requires_grad_(False)
+        model.zero_grad()
+
+
+def _batch(side: str) -> dict[str, torch.Tensor]:
+    """Rows that are padded at one side, and their labels."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, VOCABULARY, (len(LENGTHS), max(LENGTHS)), generator=generator)
+    order = torch.arange(max(LENGTHS)).expand(ids.shape)
+    order = order.flip(1) if side == "left" else order
+    mask = order < torch.tensor(LENGTHS)[:, None]
+    labels = ids.masked_fill(~mask, -100)
+    if side == "left":  # padding predicts nothing
+        labels[torch.arange(len(LENGTHS)), max(LENGTHS) - torch.tensor(LENGTHS)] = -100
+    return {"input_ids": ids.masked_fill(~mask, 0), "attention_mask": mask.long(), "labels": labels}
+
+
+def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+def _ends_of(model: Any) -> dict[str, torch.nn.Parameter]:
+    """The parameters that a client holds. Both models name them alike."""
+    return {
+        name: each for name, each in model.named_parameters() if not any(part.isdigit() for part in name.split("."))
+    }
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_losses_and_gradients_of_what_goes_in_are_those_of_one_process(pair: Pair, side: str) -> None:
+    batch = _batch(side)
+    real = batch["attention_mask"].bool()
+    embedded = pair.alone.get_input_embeddings()(batch.pop("input_ids"))
+    pair.served.train()
+    outputs, gradients = [], []
+    for model in (pair.alone, pair.served):
+        given = embedded.clone().requires_grad_()
+        outputs.append(model(inputs_embeds=given, **batch))
+        outputs[-1].loss.backward()
+        assert given.grad is not None
+        gradients.append(given.grad)
+    theirs, ours = outputs
+    assert _error(ours.loss, theirs.loss) < FURTHEST
+    assert _error(ours.logits[real], theirs.logits[real]) < FURTHEST
+    assert _error(gradients[1][real], gradients[0][real]) < FURTHEST
+    assert not gradients[1][~real].any()
+    assert cache_of(ours) is None
+
+
+def test_ends_learn_and_sessions_use_what_they_have_learned(pair: Pair) -> None:
+    prompt = torch.arange(1, 6)[None]
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    before = pair.served.generate(prompt, **options)
+    batch = _batch("right")
+    kept = [
+        {name: each.detach().clone() for name, each in _ends_of(model).items()} for model in (pair.alone, pair.served)
+    ]
+    texts = []
+    for model in (pair.alone, pair.served):
+        for parameter in _ends_of(model).values():
+            parameter.requires_grad_()
+        optimizer = torch.optim.SGD(_ends_of(model).values(), lr=3.0)
+        model(**batch).loss.backward()
+        optimizer.step()
+        texts.append(model.generate(prompt, **options))
+    theirs, ours = (_ends_of(model) for model in (pair.alone, pair.served))
+    assert theirs.keys() == ours.keys()
+    assert len(ours) >= 3
+    for name, parameter in theirs.items():
+        assert _error(ours[name].grad, parameter.grad) < FURTHEST, name
+    assert texts[0].tolist() == texts[1].tolist() != before.tolist()
+    with torch.no_grad():
+        for model, former in zip((pair.alone, pair.served), kept, strict=True):
+            for name, parameter in _ends_of(model).items():
+                parameter.copy_(former[name])
+    assert pair.served.generate(prompt, **options).tolist() == before.tolist()
+
+
+def test_the_states_before_and_after_all_blocks_are_there(pair: Pair) -> None:
+    embedded = pair.alone.get_input_embeddings()(_batch("right")["input_ids"]).requires_grad_()
+    theirs, ours = (
+        model(inputs_embeds=embedded, output_hidden_states=True).hidden_states for model in (pair.alone, pair.served)
+    )
+    assert len(ours) == len(theirs)
+    for place in (0, -1):
+        assert _error(ours[place], theirs[place]) < FURTHEST
+    with pytest.raises(ConfigError, match="between blocks"):
+        ours[2].sum()
+
+
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_a_forward_with_gradients_takes_no_cache_and_only_what_servers_can_do(pair: Pair) -> None:
+    model, batch = pair.served, _batch("right")
+    embedded = model.get_input_embeddings()(batch["input_ids"]).requires_grad_()
+    with torch.no_grad():
+        cache = cache_of(model(batch["input_ids"], use_cache=True))
+    with cache, pytest.raises(ConfigError, match="do not go through a cache"):
+        model(inputs_embeds=embedded, cache=cache)
+    with pytest.raises(ConfigError, match="keeps no cache"):
+        model(inputs_embeds=embedded, use_cache=True)
+    with pytest.raises(ConfigError, match="leave gaps"):
+        model(inputs_embeds=embedded, position_ids=2 * torch.arange(11)[None])
+    with pytest.raises(ConfigError, match="follows padding"):
+        model(inputs_embeds=embedded, attention_mask=batch["attention_mask"], labels=batch["input_ids"])
+    with pytest.raises(ConfigError, match="output_attentions"):
+        model(inputs_embeds=embedded, output_attentions=True)
+    model.get_output_embeddings().requires_grad_(True)
+    with pytest.raises(ConfigError, match=f"token {VOCABULARY} is not one"):
+        model(torch.tensor([[1, VOCABULARY]]))
+
+
+def _with_head(pair: Pair, head: str, **options: Any) -> tuple[Any, Any]:
+    """Transformers' model with a head, and the distributed one, with the same weights."""
+    torch.manual_seed(3)
+    ours = pair.served.with_head(head, pad_token_id=0, **options).eval()
+    config = copy.deepcopy(pair.alone.config)
+    config.update({"pad_token_id": 0, **options})
+    theirs = HEADS[head].from_config(config).eval()
+    weights = {name: each for name, each in pair.alone.state_dict().items() if not name.startswith("lm_head")}
+    own = {name: each for name, each in ours.state_dict().items() if name not in weights}
+    theirs.load_state_dict({**weights, **own})
+    assert all(name.startswith(("score", "classifier")) for name in own)
+    theirs.requires_grad_(False)
+    for name, parameter in theirs.named_parameters():
+        parameter.requires_grad_(name in own)
+    assert [name for name, each in ours.named_parameters() if each.requires_grad] == list(own)
+    return theirs, ours
+
+
+@pytest.mark.parametrize(
+    ("head", "options"),
+    [
+        ("sequence-classification", {"num_labels": 3}),
+        ("sequence-classification", {"num_labels": 1}),
+        ("token-classification", {"num_labels": 4}),
+    ],
+    ids=["classes", "number", "tokens"],
+)
+def test_heads_learn_as_those_of_transformers(pair: Pair, head: str, options: dict[str, int]) -> None:
+    theirs, ours = _with_head(pair, head, **options)
+    batch = _batch("left")
+    per_token = head.startswith("token")
+    generator = torch.Generator().manual_seed(2)
+    count = options["num_labels"]
+    if per_token:
+        labels = torch.randint(count, batch["input_ids"].shape, generator=generator)
+        labels = labels.masked_fill(batch["labels"] == -100, -100)
+    elif count == 1:
+        labels = torch.randn(len(LENGTHS), generator=generator)
+    else:
+        labels = torch.randint(count, (len(LENGTHS),), generator=generator)
+    outputs, gradients = [], []
+    for model in (theirs, ours):
+        embedded = pair.alone.get_input_embeddings()(batch["input_ids"]).requires_grad_()
+        outputs.append(model(inputs_embeds=embedded, attention_mask=batch["attention_mask"], labels=labels))
+        outputs[-1].loss.backward()
+        named = {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
+        gradients.append({**named, "embedded": embedded.grad})
+    assert _error(outputs[1].loss, outputs[0].loss) < FURTHEST
+    kept = batch["attention_mask"].bool() if per_token else slice(None)
+    assert _error(outputs[1].logits[kept], outputs[0].logits[kept]) < FURTHEST
+    real = batch["attention_mask"].bool()
+    for name, gradient in gradients[0].items():
+        mine = gradients[1][name]
+        assert (
+            _error(mine[real], gradient[real]) < FURTHEST if name == "embedded" else _error(mine, gradient) < FURTHEST
+        )
+    batch = _batch("right")
+    with torch.no_grad():
+        given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        theirs_logits, ours_logits = (model(**given).logits for model in (theirs, ours))
+    kept = batch["attention_mask"].bool() if per_token else slice(None)
+    assert _error(ours_logits[kept], theirs_logits[kept]) < FURTHEST
+
+
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_a_head_that_would_read_padding_or_that_there_is_not_is_refused(pair: Pair) -> None:
+    for wrong in ({"head": "causal"}, {"head": "sequence-classification", "labels": 3}):
+        with pytest.raises(ConfigError, match=r"choose one of|has no labels"):
+            pair.served.with_head(**wrong)
+    model = pair.served.with_head("sequence-classification", num_labels=2, pad_token_id=0)
+    batch = _batch("right")
+    embedded = model.get_input_embeddings()(batch["input_ids"])
+    with pytest.raises(ConfigError, match="row 1 ends in padding"):
+        model(inputs_embeds=embedded, attention_mask=batch["attention_mask"])
+    with pytest.raises(ConfigError, match="Prefix tuning"):
+        model(batch["input_ids"], cache=DynamicCache())
