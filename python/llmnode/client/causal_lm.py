@@ -81,7 +81,7 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
         self._state_of_ends = self._frozen_state = _state_of(self)
 
     def with_head(self, head: str, **options: Any) -> Any:  # Any: a class of transformers, by the family
-        """A model of the same connection with another head: "sequence-classification" or "token-classification".
+        """A model of the same connection with another `head`: "sequence-classification" or "token-classification".
 
         It is transformers' model of the family for that task, with a head whose weights are new and are trained.
         `options` are attributes of its config: `num_labels`, `problem_type`, `id2label`, `pad_token_id` and the like.
