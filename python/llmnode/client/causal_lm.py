@@ -174,8 +174,7 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
         asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         if self._wants_gradients(inputs_embeds):
             check_cacheless(cache, use_cache)
-            options = {name: others[name] for name in OF_LOSS if name in others}
-            learned: CausalLMOutputWithPast = self._differentiable()(
+            return self._learn(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
@@ -183,9 +182,8 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
                 labels=labels,
                 logits_to_keep=logits_to_keep,
                 output_hidden_states=asked,
-                **options,
+                **{name: others[name] for name in OF_LOSS if name in others},
             )
-            return learned
         chosen = chosen_states(asked, self._ends.embedding, self.info.blocks)
 
         def run_in(sessions: SessionCache, cache: Cache | None) -> CausalLMOutputWithPast:
@@ -234,11 +232,12 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
         is_given = inputs_embeds is not None and inputs_embeds.requires_grad
         return is_given or any(each.requires_grad for each in self.parameters())
 
-    def _differentiable(self) -> Any:  # Any: a forward of each family's causal LM
+    def _learn(self, **given: Any) -> CausalLMOutputWithPast:  # Any: arguments of transformers
         """The forward of transformers' own causal LM, with the modules that are here now, over remote blocks."""
         whole = shallow_copy(self._whole[0])
         whole._modules = self._modules
-        return whole.forward
+        output: CausalLMOutputWithPast = whole.forward(**given)
+        return output
 
     def _current_ends(self) -> SharedEnds:
         """The ends as they are now: a trainer, or a method of PEFT, may have changed them."""
