@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig
 
-    from llmnode.client.batch import Batch, Positions
+    from llmnode.client.batch import PaddedBatch, Positions
     from llmnode.client.remote_blocks import RemoteBlocks
     from llmnode.models.families import Family
 
@@ -139,7 +139,7 @@ def check_cacheless(cache: object, use_cache: bool | None) -> None:
         raise ConfigError("use_cache=True: a forward with gradients keeps no cache. Call under torch.no_grad()")
 
 
-def _position_ids(batch: Batch) -> torch.Tensor:
+def _position_ids(batch: PaddedBatch) -> torch.Tensor:
     """Those of all columns, (rows, columns); of padding 0."""
     ids = torch.zeros(batch.real.shape, dtype=torch.long)
     ids[batch.real] = torch.cat([*batch.position_ids])
