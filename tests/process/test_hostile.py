@@ -30,7 +30,7 @@ from llmnode.models.open_model import open_model
 from llmnode.net.host import LINK_PROTOCOL, open_network
 from llmnode.node.serve.admission import MOVED
 from llmnode.wire.frame import Frame, FrameDecoder, FrameType
-from llmnode.wire.messages import Description, Open, Refusal, RefusalCode, pack, unpack
+from llmnode.wire.messages import Description, OpenRequest, Refusal, RefusalCode, pack, unpack
 from llmnode.wire.payload import Codec
 from process.hostile import POLICY, Attacker, Batch, Ending
 from process.small_server import SmallClient, SmallServer, connected, expected_tokens, serve_small
@@ -334,7 +334,9 @@ def test_an_honest_client_gets_its_tokens_while_another_one_holds_all_kv(served:
 
     async def hog(link: Link, target: Description, *, task_status: trio.TaskStatus[None]) -> None:
         span = target.span_start, target.span_end
-        request = Open(target.model_digest, *span, positions, target.dtype, Codec.RAW, "interactive", keep_outputs=True)
+        request = OpenRequest(
+            target.model_digest, *span, positions, target.dtype, Codec.RAW, "interactive", keep_outputs=True
+        )
         names = [SessionId(bytes([number + 1]) * SESSION_ID_BYTES) for number in range(HOG_SESSIONS)]
         for name in names:
             await link.send(Frame(FrameType.OPEN, name, meta=pack(request)))
