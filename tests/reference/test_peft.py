@@ -9,9 +9,12 @@ import peft
 import pytest
 import torch
 
+from llmnode.client.absent_blocks import absent_blocks
+from llmnode.client.block_adapters import BlockAdapters
 from llmnode.compute.load_executor import load_executor
 from llmnode.core.operations import Backward, Close, Evaluate, Open, Slice
 from llmnode.core.span import Span
+from llmnode.errors import ConfigError
 from llmnode.models.families import family_of
 from llmnode.models.load import load_ends
 from llmnode.models.lora import Lora, matrices, values_of
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from llmnode.compute.executor import SpanExecutor
     from llmnode.core.ids import AdapterId
     from llmnode.models.lora import Part
+    from llmnode.wire.adapter import Adapter
 
 
 pytestmark = pytest.mark.reference
@@ -188,6 +192,56 @@ def test_outputs_and_gradients_of_a_batch_are_those_of_peft_for_each_sequence(ca
     for one, other in zip(gradients, theirs[len(embedded) :], strict=True):
         assert other.norm() > 0
         assert error(one, other) < FURTHEST
+
+
+def _sizes(parts: Mapping[int, Part]) -> dict[int, dict[str, Any]]:
+    return {
+        block: {name: (lora.a.shape, lora.b.shape, lora.scale) for name, lora in part.items()}
+        for block, part in parts.items()
+    }
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("case", TARGETS)
+def test_a_client_without_weights_has_the_layers_that_peft_finds_in_the_whole_model(
+    case: str, number: int, tmp_path: Path
+) -> None:
+    whole = make_model(case, tied=True)
+    whole.save_pretrained(tmp_path)
+    folder = open_saved(tmp_path)
+    config = peft.LoraConfig(r=3, target_modules=TARGETS[case][number])
+    adapters = BlockAdapters(folder.info.digest, absent_blocks(folder))
+    assert adapters.adapter(adapters.parts()) is None
+    peft.inject_adapter_in_model(config, torch.nn.ModuleList(adapters.blocks))
+    theirs = parts_of(peft.get_peft_model(whole, config), "default", family_of(folder.config).block_prefix)
+    assert _sizes(adapters.parts()) == _sizes(theirs)
+
+
+def test_an_adapter_is_made_anew_only_when_a_matrix_has_changed(tmp_path: Path) -> None:
+    make_model("llama", tied=True).save_pretrained(tmp_path)
+    folder = open_saved(tmp_path)
+    adapters = BlockAdapters(folder.info.digest, absent_blocks(folder))
+    blocks = torch.nn.ModuleList(adapters.blocks)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"]), blocks)
+
+    def now() -> Adapter:
+        adapter = adapters.adapter(adapters.parts())
+        assert adapter is not None
+        return adapter
+
+    first = now()
+    assert now() is first
+    trained = [each for each in blocks[2].parameters() if each.requires_grad]
+    for each in trained:
+        each.grad = torch.ones_like(each)
+    torch.optim.SGD(trained, lr=0.1).step()
+    second = now()
+    assert second.digest != first.digest
+    assert [block for block in second.parts if second.parts[block] is not first.parts[block]] == [2]
+    with torch.no_grad():
+        trained[0].fill_(float("nan"))
+    with pytest.raises(ConfigError, match="not finite"):
+        now()
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "bloom", "mixtral"])

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from llmnode.core.priority import Priority
     from llmnode.core.route import Route
     from llmnode.session.session import InferenceSession
+    from llmnode.wire.adapter import Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +39,14 @@ class CacheTerms:
     """How the sessions of a cache are opened: with KV for `max_length` positions each.
 
     If a server has no room, a cache that `waits` asks again for some time. One that `grows` moves to longer sessions
-    when it is full; any other refuses what exceeds `max_length`.
+    when it is full; any other refuses what exceeds `max_length`. The blocks have `adapter`, which stays as it is.
     """
 
     max_length: int
     priority: Priority | None = None
     waits: bool = True
     grows: bool = False
+    adapter: Adapter | None = None
 
 
 class SessionCache(DynamicCache):
@@ -347,7 +349,9 @@ class SessionCache(DynamicCache):
                 self._portal.call(session.close)
 
     def _open(self, terms: CacheTerms, beside: InferenceSession | None, *, waits: bool) -> InferenceSession:
-        opening = self._client.inference_session(terms.max_length, beside, priority=terms.priority, waits=waits)
+        opening = self._client.inference_session(
+            terms.max_length, beside, priority=terms.priority, waits=waits, adapter=terms.adapter
+        )
         entered = self._portal.enter(opening)
         session = entered.opened.result()
         self._entered[session] = entered

@@ -217,7 +217,8 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
             else:
                 length = max(2 * batch.longest, FIRST_POSITIONS) if use_cache else batch.longest
                 self._check_context(batch.longest)
-                terms = CacheTerms(max(1, min(length, self.info.context_tokens)), grows=bool(is_kept))
+                most = max(1, min(length, self.info.context_tokens))
+                terms = CacheTerms(most, grows=bool(is_kept), adapter=self.remote_blocks.adapter)
                 alike = first_alike(given.flatten(1).tolist())
                 opened = stack.enter_context(SessionCache(self._portal, self._client, rows, terms, alike))
                 output = run_in(opened, opened if is_kept else None)
@@ -341,7 +342,8 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
         self._check_context(max_length)
         firsts = [row - row % alike for row in range(rows)]
         of_priority = None if priority is None else PRIORITIES[priority]
-        return SessionCache(self._portal, self._client, rows, CacheTerms(max_length, of_priority, **terms), firsts)
+        made = CacheTerms(max_length, of_priority, adapter=self.remote_blocks.adapter, **terms)
+        return SessionCache(self._portal, self._client, rows, made, firsts)
 
     def _check_context(self, positions: int) -> None:
         if not 0 <= positions <= self.info.context_tokens:

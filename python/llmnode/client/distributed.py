@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 from transformers import PreTrainedModel
 
+from llmnode.client.absent_blocks import absent_blocks
 from llmnode.client.batch import Positions
+from llmnode.client.block_adapters import BlockAdapters
 from llmnode.client.decoder import DistributedDecoder
 from llmnode.client.remote_blocks import RemoteBlocks
 from llmnode.core.span import Span
@@ -51,7 +53,9 @@ class Connection:
 
     def blocks(self) -> RemoteBlocks:
         """All blocks of the model."""
-        return RemoteBlocks(self.portal, self._passes, Span(0, self.client.model.blocks))
+        model = self.client.model
+        adapters = BlockAdapters(model.digest, absent_blocks(self.folder))
+        return RemoteBlocks(self.portal, self._passes, Span(0, model.blocks), adapters)
 
     def distribute(self, whole: Any, config: PreTrainedConfig) -> Any:  # Any: as transformers types its models
         """A copy of `whole`, a model of transformers without blocks, whose decoder's blocks are in the swarm."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.errors import (
+    ConfigError,
     IntegrityError,
     LlmnodeError,
     LocalProtocolError,
@@ -185,6 +186,8 @@ class InferenceSession:
         file cannot be written, and LocalProtocolError for a session that was opened without a swarm.
         """
         self._hops.check_open()
+        if self._hops.terms.adapter is not None:
+            raise ConfigError("a session with an adapter cannot be saved: the file would not have the adapter")
         if self._finder is None:
             raise LocalProtocolError("a session that knows no other peers cannot be saved")
         lease_s = await handover.lease(self._hops)

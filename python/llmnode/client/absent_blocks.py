@@ -1,0 +1,104 @@
+"""Modules in the place of blocks that are elsewhere: the linear layers, under their names and sizes, without weights.
+
+PEFT wraps such a layer as any other. The matrices that it adds are real, and belong to the client.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from llmnode.errors import ConfigError
+from llmnode.models.draw_blueprint import blueprint_of
+from llmnode.models.families import family_of
+from llmnode.models.lora import targets_of
+from llmnode.models.meta_model import without_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from llmnode.models.lora import Target
+    from llmnode.models.sources.folder import ModelFolder
+
+_MATRIX_DIMENSIONS = 2
+_BYTES = 4
+"""The memory of a weight that is not here."""
+
+
+class AbsentLinear(torch.nn.Linear):
+    """A linear layer whose weights are with the servers: its weight has the shape, and four bytes of memory."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features = inputs, outputs
+        self.weight = _absent(outputs, inputs)
+        self.register_parameter("bias", None)
+
+    def forward(self, _input: torch.Tensor) -> NoReturn:
+        """Raises ConfigError."""
+        raise ConfigError("this layer is with the servers: call the blocks that it is in")
+
+
+class AbsentConv1D(Conv1D):
+    """The same for GPT-2, whose layers have their weights the other way round."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        torch.nn.Module.__init__(self)
+        self.nx, self.nf = inputs, outputs
+        self.weight = _absent(inputs, outputs)
+        self.register_parameter("bias", None)
+
+    def forward(self, _input: torch.Tensor) -> NoReturn:
+        """Raises ConfigError."""
+        raise ConfigError("this layer is with the servers: call the blocks that it is in")
+
+
+def is_absent(module: torch.nn.Module) -> bool:
+    """Whether it is such a layer, and nobody has given it weights of its own."""
+    return isinstance(module, (AbsentLinear, AbsentConv1D)) and module.weight.untyped_storage().nbytes() <= _BYTES
+
+
+def absent_blocks(folder: ModelFolder) -> list[torch.nn.Module]:
+    """One module for each block of a model. Reads no weights. Raises ModelError as `load_span`."""
+    blocks = []
+    for layers in _layers(folder):
+        block = torch.nn.Module()
+        for path, layer in layers.items():
+            _put(block, path, layer)
+        blocks.append(block)
+    return blocks
+
+
+def _layers(folder: ModelFolder) -> Iterator[Mapping[str, torch.nn.Module]]:
+    """The linear layers of each block, by their names in it."""
+    if (blueprint := blueprint_of(folder)) is not None:
+        for plan in blueprint.blocks:
+            shapes = {name.removesuffix(".weight"): shape for name, shape in plan.shapes.items()}
+            matrices = {name: shape for name, shape in shapes.items() if len(shape) == _MATRIX_DIMENSIONS}
+            yield {name: AbsentLinear(inputs, outputs) for name, (outputs, inputs) in matrices.items()}
+        return
+    family = family_of(folder.config)
+    decoder = without_weights(folder, family, "eager", torch.float32).get_submodule(family.decoder)
+    for block in getattr(decoder, family.blocks):
+        yield {name: _like(block.get_submodule(name), target) for name, target in targets_of(block).items()}
+
+
+def _like(layer: torch.nn.Module, target: Target) -> torch.nn.Module:
+    kind = AbsentLinear if isinstance(layer, torch.nn.Linear) else AbsentConv1D
+    return kind(target.inputs, target.outputs)
+
+
+def _put(block: torch.nn.Module, path: str, layer: torch.nn.Module) -> None:
+    *parents, name = path.split(".")
+    module = block
+    for parent in parents:
+        if parent not in module._modules:
+            module.add_module(parent, torch.nn.Module())
+        module = module.get_submodule(parent)
+    module.add_module(name, layer)
+
+
+def _absent(*shape: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(()).expand(shape), requires_grad=False)

@@ -1,0 +1,123 @@
+"""LoRA inside remote blocks: PEFT over a distributed model gives what it gives over the whole one in one process."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import peft
+import pytest
+import torch
+
+import llmnode
+from llmnode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+TEXTS = ["Hello, my name is", "Once upon a time there"]
+FURTHEST = 1e-5
+"""The norm-relative error of a loss or a gradient."""
+CONFIGS = {
+    "one": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+    "two": {"r": 3, "target_modules": ["down_proj", "k_proj"], "layers_to_transform": [2, 11, 12, 29]},
+}
+
+
+def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+def adapted(model: Any, name: str) -> Any:  # Any: as PEFT types it
+    """The model with an adapter of PEFT, whose numbers are the same for every model, and matter."""
+    made = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **CONFIGS[name]))
+    generator = torch.Generator().manual_seed(len(name) + ord(name[0]))
+    for path, parameter in sorted(made.named_parameters()):
+        if "lora_" in path:
+            parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
+    return made
+
+
+@contextmanager
+def whole(model: Any, name: str) -> Iterator[Any]:
+    """The model in one process, with an adapter while the context lasts."""
+    made = adapted(model, name)
+    try:
+        yield made
+    finally:
+        made.unload()
+
+
+def learn(model: Any, inputs: Any, steps: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """The losses of some steps of SGD, and the gradients of the last one."""
+    labels = inputs.input_ids.masked_fill(inputs.attention_mask == 0, -100)
+    trained = {path: each for path, each in model.named_parameters() if each.requires_grad}
+    optimizer = torch.optim.SGD(trained.values(), lr=0.01)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(**inputs, labels=labels).loss
+        loss.backward()
+        losses.append(loss.detach())
+        gradients = {path: each.grad.clone() for path, each in trained.items()}
+        optimizer.step()
+    return losses, gradients
+
+
+def test_two_clients_train_and_generate_with_adapters_of_their_own_on_the_same_servers(
+    peers: list[str], transformers_model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    inputs = tokenizer(TEXTS, return_tensors="pt", padding=True, padding_side="right")
+    prompt = tokenizer(TEXTS[:1], return_tensors="pt")
+    plain = transformers_model.generate(**prompt, max_new_tokens=4, do_sample=False)
+    expected: dict[str, Any] = {}
+    for name in CONFIGS:
+        with whole(transformers_model, name) as model:
+            learned = learn(model, inputs, 2)
+            expected[name] = *learned, model.generate(**prompt, max_new_tokens=4, do_sample=False)
+    with ExitStack() as stack:
+        bases = {name: stack.enter_context(llmnode.connect(peers=peers)) for name in CONFIGS}
+        models = {name: adapted(base, name) for name, base in bases.items()}
+        for name, model in models.items():
+            losses, gradients = learn(model, inputs, 2)
+            theirs = expected[name]
+            for one, other in zip(losses, theirs[0], strict=True):
+                assert error(one, other) < FURTHEST
+            assert gradients.keys() == theirs[1].keys()
+            for path, gradient in gradients.items():
+                assert error(gradient, theirs[1][path]) < 3 * FURTHEST, path
+        assert losses[1] < losses[0]
+        for name, model in [*models.items(), *models.items()]:
+            assert model.generate(**prompt, max_new_tokens=4, do_sample=False).equal(expected[name][2])
+        with models["one"].disable_adapter():
+            assert models["one"].generate(**prompt, max_new_tokens=4, do_sample=False).equal(plain)
+        models["two"].save_pretrained(tmp_path)
+        with torch.no_grad():
+            ours = models["two"](**prompt).logits
+    restored = peft.PeftModel.from_pretrained(transformers_model, tmp_path)
+    try:
+        with torch.no_grad():
+            assert error(ours, restored(**prompt).logits) < 3 * FURTHEST
+    finally:
+        restored.unload()
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"use_dora": True}, "plain LoRA"),
+        ({"lora_bias": True}, "plain LoRA"),
+        ({"lora_dropout": 0.1}, "lora_dropout=0"),
+        ({"r": 300}, "a rank of 300"),
+    ],
+    ids=lambda case: next(iter(case)) if isinstance(case, dict) else "",
+)
+def test_adapters_that_servers_cannot_compute_are_refused(config: dict[str, Any], why: str, peers: list[str]) -> None:
+    options = {"r": 2, "target_modules": ["v_proj"], "layers_to_transform": [3], **config}
+    with llmnode.connect(peers=peers) as model:
+        made = peft.get_peft_model(model, peft.LoraConfig(**options)).train()
+        with pytest.raises(ConfigError, match=why):
+            made(torch.tensor([[1, 2, 3]]))
