@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import trio
 
-from llmnode.compute.loading import AUTO, SpanLoader, Wanted
+from llmnode.compute.loading import SpanLoader, Wanted
 from llmnode.compute.process_loader import ProcessLoader
 from llmnode.compute.thread_worker import ThreadLoader
 from llmnode.compute.worker_process import can_start
-from llmnode.core.model import DTYPES, KV_DTYPES, QUANTS, SAME
+from llmnode.core.model import AUTO, DTYPES, KV_DTYPES, QUANTS, SAME, PrecisionWish
 from llmnode.core.policy import LinkPolicy, ReachPolicy, RelayPolicy, ServePolicy, SwarmPolicy
 from llmnode.core.serving.kv_memory import parse_memory
 from llmnode.core.span import parse_span
@@ -25,7 +25,7 @@ from llmnode.net.host import open_network
 from llmnode.net.swarm_key import Entry, entry
 from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.links import accept_links, answer_as_relay
-from llmnode.node.serve.placing import choose_blocks
+from llmnode.node.serve.placing import choose_blocks, choose_precision
 from llmnode.node.serve.rebalance import rebalance
 from llmnode.node.serve.role import Role
 from llmnode.node.serve.server import Server
@@ -67,7 +67,8 @@ class NodeConfig:
     - `kv_dtype`, `kv_device`: the rounding of KV, and "cpu", or None for the device of the blocks.
     - `threads`: those of torch; None for its own choice, or fewer if a container has fewer cores.
     - `device`: that of torch; "auto" for a GPU if there is one.
-    - `quant`: the rounding of weights; "auto" for the one that suits the device.
+    - `dtype`, `quant`: what blocks are computed in, and the rounding of weights. "auto", as for `kv_dtype`, is what the
+      servers of the swarm have for the model, else what suits the device.
     - `worker`: the blocks run in a "thread" of this program, or in a "process" of their own. If that crashes, its
       sessions go elsewhere, and it is started again. "auto" is a process where one can be started; the program needs
       no guard for it.
@@ -184,8 +185,10 @@ async def open_node(
             config.listen, config.announce, way_in, config.identity, report_notice, relays=config.relays
         ) as (network, swarm):
             report("loading torch")
-            async with open_source(config, report, report_worker) as source, open_pool(network) as pushes:
-                model = await source.open_model()
+            async with (
+                _source_for(swarm, config, report, report_worker) as (source, model),
+                open_pool(network) as pushes,
+            ):
                 span = await choose_blocks(config.blocks, model, source, swarm)
                 server = Server(network, model, ServePolicy(), swarm, pushes)
                 role = Role(source, model, span, server, swarm, report_worker=report_worker)
@@ -267,6 +270,25 @@ async def _joined(
 
 
 @asynccontextmanager
+async def _source_for(
+    swarm: Swarm, config: NodeConfig, report: Callable[[str], None], report_worker: Callable[[str, bool], None]
+) -> AsyncIterator[tuple[WorkerSource, ModelInfo]]:
+    """A source in a precision that suits the swarm, and its model: which precisions there are depends on the model."""
+    wish = PrecisionWish.of(config.dtype, config.quant, config.kv_dtype)
+    async with AsyncExitStack() as stack:
+        source = await stack.enter_async_context(open_source(config, report, report_worker))
+        model = await source.open_model()
+        precision = await choose_precision(wish, model, swarm) if wish.is_open else model.precision
+        if precision != model.precision:
+            report(f"the swarm has {model.name} in {precision.name}, and this node joins it in that")
+            await stack.aclose()
+            named = replace(config, dtype=precision.dtype, quant=precision.quant, kv_dtype=precision.kv_dtype)
+            source = await stack.enter_async_context(open_source(named, report, report_worker))
+            model = await source.open_model()
+        yield source, model
+
+
+@asynccontextmanager
 async def open_source(
     config: NodeConfig, report: Callable[[str], None], report_worker: Callable[[str, bool], None]
 ) -> AsyncIterator[WorkerSource]:
@@ -294,12 +316,12 @@ async def open_source(
 
 def check(config: NodeConfig) -> None:
     """Checks that are made before the seconds that loading takes. Raises ConfigError."""
-    if config.dtype not in DTYPES:
-        raise ConfigError(f"there is no dtype {config.dtype!r}: choose one of {', '.join(DTYPES)}")
+    if config.dtype not in (*DTYPES, AUTO):
+        raise ConfigError(f"there is no dtype {config.dtype!r}: choose one of {', '.join(DTYPES)}, {AUTO}")
     if config.quant not in (*QUANTS, AUTO):
         raise ConfigError(f"there is no quantization {config.quant!r}: choose one of {', '.join(QUANTS)}, {AUTO}")
-    if config.kv_dtype not in KV_DTYPES:
-        raise ConfigError(f"there is no KV in {config.kv_dtype!r}: choose one of {', '.join(KV_DTYPES)}")
+    if config.kv_dtype not in (*KV_DTYPES, AUTO):
+        raise ConfigError(f"there is no KV in {config.kv_dtype!r}: choose one of {', '.join(KV_DTYPES)}, {AUTO}")
     if config.worker not in (*WORKERS, AUTO):
         raise ConfigError(f"there is no worker {config.worker!r}: choose one of {', '.join(WORKERS)}, {AUTO}")
     if ":" in config.blocks:

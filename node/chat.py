@@ -51,7 +51,8 @@ def chat(config: ChatConfig) -> None:
         sampler = config.sampling.of(client.generation_config)
         sampler.chooser([0], 1, ChoiceTerms(client.ends.vocabulary))  # raises errors of the settings
         dialogue = Chat(opened, config.sampling, config.max_new_tokens, _length(config.max_length, client.model))
-        note(f"{printable(client.model.name)}; {sampler.line()}\n{HELP}\nwarning: {WARNING}")
+        name = f"{printable(client.model.name)}, {client.model.precision.name}"
+        note(f"{name}; {sampler.line()}\n{HELP}\nwarning: {WARNING}")
         while (message := _read_message(lines)) is not None:
             if message == "/quit":
                 return

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from llmnode.client.connect import Client
     from llmnode.client.portal import Portal
+    from llmnode.core.model import PrecisionWish
 
 
 class OpenClient(NamedTuple):
@@ -37,7 +38,7 @@ class Access:
     peers: Sequence[str]
     swarm_key: str | Path | None
     codec: str
-    dtype: str
+    precision: PrecisionWish
     spot_check: float
     relayed_prefill: str
 
@@ -62,7 +63,7 @@ class Access:
         policy = ClientPolicy(spot_checks=checks, relayed=relayed)
         parts = load_parts(open_model(self.model, say))
         connecting = aconnect(
-            self.peers, swarm_key=self.swarm_key, parts=parts, codec=self.codec, dtype=self.dtype, policy=policy
+            self.peers, swarm_key=self.swarm_key, parts=parts, codec=self.codec, dtype=self.precision, policy=policy
         )
         with open_portal() as portal, portal.enter(connecting) as client:
             yield OpenClient(portal, client)

@@ -12,32 +12,37 @@ import platform
 import shutil
 from collections import Counter
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.peers.absence import explain_absence
-from llmnode.core.peers.clocks import CLOCK_FIX, judge_clocks
 from llmnode.core.peers.nat import Reached
 from llmnode.core.policy import ClientPolicy, LinkPolicy, ReachPolicy, SwarmPolicy
-from llmnode.core.route import uncovered
 from llmnode.core.span import Span
-from llmnode.core.view import online
 from llmnode.errors import ConfigError, ModelError, PeerError, PeerRefused, single_error
 from llmnode.machine.cache_folder import cache_folder, show_bytes
 from llmnode.machine.startup import collection_paused
 from llmnode.machine.threads import usable_cores
+from llmnode.node.findings import (
+    BLOCKER,
+    OK,
+    WARNING,
+    Finding,
+    blocker_of,
+    check_clocks,
+    check_coverage,
+    check_identities,
+    check_named,
+    check_unread,
+)
 from llmnode.node.reach import explain
-from llmnode.node.watching import DOUBLE_FIX, UNREAD, UPDATE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from llmnode.core.announcement import Announcement
-    from llmnode.core.ids import PeerId
-    from llmnode.core.model import ModelInfo, Precision
+    from llmnode.core.model import ModelInfo, PrecisionWish
     from llmnode.core.peers.nat import Reach
     from llmnode.models.size import ModelSize, Place
     from llmnode.models.sources.folder import ModelFolder
@@ -45,7 +50,6 @@ if TYPE_CHECKING:
     from llmnode.ports import Network
     from llmnode.wire.messages import Description
 
-OK, WARNING, BLOCKER = "ok", "warning", "blocker"
 REINSTALL = "set it up again: `node/llmnode setup` in a checkout, else `pip install --force-reinstall llmnode`"
 PEERS_FIX = (
     "start that server or take it out of --peers, see that no firewall is between, and give the --swarm-key of a "
@@ -57,30 +61,18 @@ SPARE_DISK_BYTES = 2 << 30
 """The embedded model takes a quarter of it, and torch's compiled code some more."""
 LISTEN_ANYWHERE = "/ip4/0.0.0.0/tcp/0"
 """For the moment in which peers try to dial this machine."""
-MOST_NAMED = 5
-"""The most peers that are named for one fault: strangers may announce any number."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorConfig:
-    """The options of `llmnode doctor`. `kv_tokens` and `precision` are those of the server to be."""
+    """The options of `llmnode doctor`. `kv_tokens` and `wish` are those of the server to be."""
 
     model: str | None
     to: Entry
     """Peers to reach, and the key of their swarm."""
     listen: Sequence[str]
     kv_tokens: int
-    precision: Precision
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check. `fix` is empty if there is nothing to mend."""
-
-    check: str
-    verdict: str
-    text: str
-    fix: str = ""
+    wish: PrecisionWish
 
 
 @dataclass(slots=True)
@@ -96,11 +88,6 @@ class Doctor:
         for finding in findings:
             self.findings.append(finding)
             self.report(finding)
-
-
-def blocker_of(findings: Sequence[Finding]) -> Finding | None:
-    """The blocker to fix first, since later ones may only follow from it."""
-    return next((finding for finding in findings if finding.verdict == BLOCKER), None)
 
 
 async def diagnose(doctor: Doctor) -> None:
@@ -173,7 +160,7 @@ def _check_model(doctor: Doctor) -> ModelFolder | None:
     from llmnode.models.open_model import open_model
     from llmnode.models.size import find_places, measure_size
 
-    asked = doctor.config.precision
+    asked = doctor.config.wish.nearest
     device, kind = ("cuda", "GPU memory") if torch.cuda.is_available() else ("cpu", "memory")  # as `llmnode serve`
     try:
         folder = open_model(doctor.config.model, doctor.working)
@@ -230,8 +217,7 @@ async def _check_network(doctor: Doctor, folder: ModelFolder | None) -> None:
             )
     if not doctor.config.to.peers:
         return
-    precision = doctor.config.precision
-    await check_peers(doctor, replace(folder.info, precision=precision) if folder is not None else None)
+    await check_peers(doctor, None if folder is None else folder.info)
 
 
 async def check_peers(doctor: Doctor, model: ModelInfo | None) -> None:
@@ -331,67 +317,14 @@ async def _check_swarm(doctor: Doctor, addresses: Sequence[str], model: ModelInf
             if model is None or blocker_of(clocks):  # with such a clock a view stays empty
                 return
             doctor.found(*check_identities(swarm.view.announcements()))
-            found = check_coverage(swarm.view.announcements(), model)
+            found = check_coverage(swarm.view.announcements(), model, doctor.config.wish)
             if found.verdict != OK:
                 doctor.working("asking the directory")
                 await swarm.look_up(model.digest)
-                found = check_coverage(swarm.view.announcements(), model)
+                found = check_coverage(swarm.view.announcements(), model, doctor.config.wish)
             doctor.found(found)
     except PeerError as error:
         doctor.found(Finding("peers", BLOCKER, f"no peer tells what it knows of its swarm: {error}", PEERS_FIX))
-
-
-def check_unread(unread: int) -> list[Finding]:
-    return [Finding("peers", WARNING, UNREAD.format(unread), UPDATE)] if unread else []
-
-
-def check_clocks(offsets_ms: Mapping[PeerId, int], tolerated_s: float) -> list[Finding]:
-    """Judges how far the clocks of peers are ahead of ours. It is ours that is wrong if most say so."""
-    verdict = judge_clocks(offsets_ms, tolerated_s)
-    if verdict.is_ours:
-        return [Finding("clock", BLOCKER, verdict.text, verdict.fix)]
-    limit = f"announcements tolerate {tolerated_s:g} s"
-    findings: list[Finding] = []
-    for peer in verdict.wrong:
-        text = f"the clock of peer {peer} is off by {offsets_ms[peer] / 1000:+.1f} s; {limit}"
-        findings.append(Finding("clock", WARNING, text, f"tell who runs it: {CLOCK_FIX}"))
-    largest_ms = max((abs(each) for peer, each in offsets_ms.items() if peer not in verdict.wrong), default=0)
-    right = f"{len(offsets_ms) - len(verdict.wrong)} of {len(offsets_ms)}"
-    return [*findings, Finding("clock", OK, f"within {largest_ms} ms of the clocks of {right} peers; {limit}")]
-
-
-def check_coverage(announcements: Sequence[Announcement], model: ModelInfo) -> Finding:
-    """Does the swarm hold this model, and all of it? No blocker: it may wait for us."""
-    held = [each.offer for each in online(announcements) if each.offer.profile.model_digest == model.digest]
-    spans = [offer.span for offer in held if offer.profile == model.profile]
-    if not (missing := uncovered(model.blocks, spans)):
-        return Finding("peers", OK, f"the swarm has all {model.blocks} blocks, at {len(spans)} servers")
-    text = f"no server of the swarm has blocks {', '.join(map(str, missing))} of {model.name} in {model.precision.name}"
-    why = explain_absence(model, missing, announcements)
-    if not why.text:
-        return Finding("peers", WARNING, text, "start servers for them")
-    return Finding("peers", WARNING, f"{text}; {why.text}", why.fix)
-
-
-def check_named(described: Mapping[str, Description]) -> list[Finding]:
-    """Checks the peers that were asked: all addresses of one peer must lead to one node."""
-    findings: list[Finding] = []
-    first: dict[str, str] = {}
-    for address, answer in described.items():
-        before = described[known := first.setdefault(address.rpartition("/p2p/")[2], address)]
-        if any(getattr(before, what) != getattr(answer, what) for what in ("model_digest", "span_start", "span_end")):
-            text = f"two nodes use one identity: {known} and {address}"
-            findings.append(Finding("double", WARNING, text, DOUBLE_FIX))
-    return findings
-
-
-def check_identities(announcements: Sequence[Announcement]) -> list[Finding]:
-    """Reports identities that are used twice, as the servers have noticed themselves."""
-    doubles = [each.peer for each in announcements if each.has_double][:MOST_NAMED]
-    return [
-        Finding("double", WARNING, f"two nodes use the identity of peer {peer}: others find one of them", DOUBLE_FIX)
-        for peer in doubles
-    ]
 
 
 def _ms(duration_s: float) -> str:

@@ -184,7 +184,7 @@ def _generate_one(opened: OpenClient, config: GenerateConfig, sampler: Sampler, 
     end_line()
     if config.receipts is not None:
         _write(config.receipts, json.dumps(use.transcript))
-    note(f"{screen.speed_line()}; {use.wire.line()}")
+    note(f"{screen.speed_line()}; {use.wire.line()}; {client.model.precision.name}")
     answer = _Answer(screen.token_ids, screen.text, screen.finish)
     _tell_empty(config, sampler, answer, "the text")
     if config.json:
@@ -254,6 +254,7 @@ def _generate_several(opened: OpenClient, config: GenerateConfig, sampler: Sampl
 def _as_json(client: Client, sampler: Sampler, encoded: Encoded, answer: _Answer) -> dict[str, Any]:  # Any: JSON
     return {
         "model": client.model.name,
+        "dtype": client.model.precision.name,
         "prompt": encoded.prompt.text,
         "prompt_token_ids": encoded.token_ids,
         "token_ids": answer.token_ids,

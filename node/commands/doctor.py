@@ -14,7 +14,7 @@ from llmnode.node.commands.options import (
     add_peers,
     add_precision,
     at_least_one,
-    precision,
+    wish,
 )
 from llmnode.node.terminal import open_console, show, show_json
 from llmnode.node.values import model
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import argparse
 
     from llmnode.node.commands.options import Commands
-    from llmnode.node.doctor import Finding
+    from llmnode.node.findings import Finding
 
 EXIT_BLOCKED = 1
 STYLES = {"ok": "green", "warning": "yellow", "blocker": "red"}
@@ -45,9 +45,9 @@ def add(commands: Commands) -> None:
     add_kv_tokens(parser, 32_768)
     add_precision(
         parser,
-        "what blocks are to be computed in (default float32)",
-        "what their weights are to be rounded to (default none)",
-        "what keys and values are to be kept in (default same: as --dtype)",
+        "what blocks are to be computed in (default auto: what the peers serve, else float32)",
+        "what their weights are to be rounded to (default auto, likewise, else none)",
+        "what keys and values are to be kept in (default auto, likewise, else same: as --dtype)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout; the findings go to stderr")
 
@@ -57,14 +57,15 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.text import Text
 
     from llmnode.net.swarm_key import entry
-    from llmnode.node.doctor import Doctor, DoctorConfig, blocker_of, diagnose
+    from llmnode.node.doctor import Doctor, DoctorConfig, diagnose
+    from llmnode.node.findings import blocker_of
 
     config = DoctorConfig(
         model=arguments.model,
         to=entry(arguments.peers, arguments.swarm_key),
         listen=arguments.listen or ["/ip4/127.0.0.1/tcp/0"],
         kv_tokens=at_least_one(arguments.kv_tokens, "--kv-tokens"),
-        precision=precision(arguments),
+        wish=wish(arguments),
     )
     console = open_console(stderr=arguments.json, soft_wrap=True)
 

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from llmnode.core.model import DTYPES, KV_DTYPES, QUANTS, SAME, Precision
+from llmnode.core.model import AUTO, DTYPES, EXACT, KV_DTYPES, QUANTS, PrecisionWish
 from llmnode.core.texts.log_lines import log_to
 from llmnode.errors import ConfigError
 from llmnode.node import values
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from llmnode.client.sampling import Sampling
+    from llmnode.core.model import Precision
     from llmnode.net.swarm_key import Entry
     from llmnode.node.app import NodeConfig
     from llmnode.node.connect_options import Access
@@ -118,13 +119,14 @@ def add_worker(parser: Parser) -> None:
     )
     add_precision(
         parser,
-        "what the blocks are computed in: float32 is exact (default)",
-        "what their weights are rounded to, for a quarter (int8) or a seventh (nf4) of float32's memory: only clients "
-        "that ask for it come; auto is nf4 on a GPU, int8 on a CPU that is fast at it, else none, as it is for a "
-        "mixture of experts (default none)",
-        "what keys and values are kept in: int8 takes about a quarter of float32's memory, and is lossy: only clients "
-        "that ask for it come (default same: as --dtype)",
-        "auto",
+        "what the blocks are computed in: float32 is exact (default); auto is what the servers of the swarm have, else "
+        "bfloat16 on a GPU and float32 on a CPU",
+        "what their weights are rounded to, for a quarter (int8) or a seventh (nf4) of float32's memory: clients use "
+        "such servers where none are exact; auto is what the servers of the swarm have, else nf4 on a GPU, int8 on a "
+        "CPU that is fast at it, and none on others and for a mixture of experts (default none)",
+        "what keys and values are kept in: int8 takes about a quarter of float32's memory, and is lossy; auto is what "
+        "the servers of the swarm have, else same (default same: as --dtype)",
+        EXACT,
     )
     parser.add_argument(
         "--worker",
@@ -161,9 +163,10 @@ def add_swarm(parser: Parser) -> None:
     add_peers(parser, "servers or relays: one that knows the others is enough")
     add_precision(
         parser,
-        "what servers must compute in: float32 is exact (default)",
-        "use only servers whose weights are in this format (default none: exact)",
-        "use only servers whose keys and values are in this format (default same, as --dtype: exact)",
+        "use only servers that compute in this: float32 is exact (default auto: exact if the swarm has it, else what "
+        "most of its throughput is in)",
+        "use only servers whose weights are rounded to this: none is exact (default auto, likewise)",
+        "use only servers that keep keys and values in this: same, as --dtype, is exact (default auto, likewise)",
     )
     parser.add_argument(
         "--codec",
@@ -214,16 +217,17 @@ def way_in(arguments: argparse.Namespace, *, needs_peers: bool = True) -> Entry:
     return found
 
 
-def add_precision(parser: Parser, what: str, quant: str, kv_dtype: str, *more: str) -> None:
-    """--dtype, --kv-dtype, and --quant, which has the choices of `more` besides."""
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help=what)
-    parser.add_argument("--quant", default="none", choices=[*QUANTS, *more], help=quant)
-    parser.add_argument("--kv-dtype", default=SAME, choices=KV_DTYPES, help=kv_dtype)
+def add_precision(parser: Parser, dtype: str, quant: str, kv_dtype: str, default: Precision | None = None) -> None:
+    """--dtype, --quant and --kv-dtype, for `wish`. They are "auto" without a `default`. The texts are their help."""
+    kinds = (("dtype", DTYPES, dtype), ("quant", QUANTS, quant), ("kv_dtype", KV_DTYPES, kv_dtype))
+    for name, choices, text in kinds:
+        of_default = AUTO if default is None else getattr(default, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", default=of_default, choices=[AUTO, *choices], help=text)
 
 
-def precision(arguments: argparse.Namespace) -> Precision:
-    """From the options of `add_precision`, of which none is `more`."""
-    return Precision(arguments.dtype, arguments.quant, arguments.kv_dtype)
+def wish(arguments: argparse.Namespace) -> PrecisionWish:
+    """From the options of `add_precision`."""
+    return PrecisionWish.of(arguments.dtype, arguments.quant, arguments.kv_dtype)
 
 
 def add_identity(parser: Parser) -> None:
@@ -339,7 +343,7 @@ def access(arguments: argparse.Namespace) -> Access:
         peers=arguments.peers,
         swarm_key=arguments.swarm_key,
         codec=arguments.codec,
-        dtype=precision(arguments).name,
+        precision=wish(arguments),
         spot_check=arguments.spot_check,
         relayed_prefill=arguments.relayed_prefill,
     )

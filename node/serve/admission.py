@@ -1,7 +1,12 @@
-"""Gives sessions KV in the order of `core/serving/admission_queue.py`, and refuses those that would wait too long."""
+"""Gives sessions KV in the order of `core/serving/admission_queue.py`, and refuses those that would wait too long.
+
+Sessions that have to go for others are told so, and end.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 import trio
@@ -12,11 +17,30 @@ from llmnode.errors import PeerRefused, WorkerLost
 from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
-    from llmnode.core.ids import AdapterId, PeerId, SessionId
+    from collections.abc import Callable
+
+    from llmnode.core.ids import AdapterId, SessionId
     from llmnode.core.policy import AdmissionPolicy
-    from llmnode.core.priority import Priority
+    from llmnode.core.serving.kv_shares import KvClaim
     from llmnode.core.span import Span
     from llmnode.ports import Worker
+
+    Part = Callable[[PeerRefused], None]
+    """Ends a session, and says why. It returns at once."""
+
+MOVED = "this session was not in use, and others wait for its KV: go on elsewhere, or here, by a replay"
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    claim: KvClaim
+    has_kv: bool = False
+    makes_way: bool = False
+    over: trio.Event = field(default_factory=trio.Event)
+
+    def end(self, *, has_kv: bool = False, makes_way: bool = False) -> None:
+        self.has_kv, self.makes_way = has_kv, makes_way
+        self.over.set()
 
 
 class Admission:
@@ -26,52 +50,76 @@ class Admission:
         self._worker = worker
         self._policy = policy
         self._room = AdmissionQueue(worker.kv_tokens, policy)
-        self._waiting: dict[SessionId, trio.Event] = {}
+        self._waiting: dict[SessionId, _Waiting] = {}
+        self._part: dict[SessionId, tuple[KvClaim, Part]] = {}
+        self._looked_s = -inf
         self._closed_because = ""
 
     async def enter(
-        self,
-        session: SessionId,
-        span: Span,
-        positions: int,
-        client: PeerId,
-        priority: Priority,
-        adapter: AdapterId | None = None,
+        self, session: SessionId, span: Span, claim: KvClaim, part: Part, adapter: AdapterId | None = None
     ) -> None:
-        """Reserve KV, when it is the session's turn. Raises PeerRefused. `leave` is due in any case."""
-        self._check(positions, client)
-        came_in = self._waiting[session] = trio.Event()
-        self._room.add(session, client, priority, positions, trio.current_time())
-        self._admit()
+        """Reserve KV, when it is the session's turn. Raises PeerRefused. `leave` is due in any case.
+
+        From then on, `part` may be called once, if the session has to go for others.
+        """
+        self._check(claim)
+        waiting = self._waiting[session] = _Waiting(claim)
+        self._room.add(session, claim, trio.current_time())
         try:
             with trio.move_on_after(self._policy.wait_s):
-                await came_in.wait()
+                await self._wait(waiting)
         finally:
             del self._waiting[session]
-            if self._closed_because or not came_in.is_set():
+            if self._closed_because or not waiting.has_kv:
                 self._forget(session)
         self._check_open()
-        if not came_in.is_set():
-            raise self._refusal(positions, f"not free within {self._policy.wait_s:g} s")
+        if not waiting.has_kv:
+            why = "others come first" if waiting.makes_way else f"not free within {self._policy.wait_s:g} s"
+            raise self._refusal(claim, why)
+        self._part[session] = claim, part
         try:
-            is_open = await self._worker.do(Open(session, span, positions, client, priority, adapter))
+            opening = Open(session, span, claim.positions, claim.client, claim.priority, adapter)
+            is_open = await self._worker.do(opening)
         except WorkerLost as error:
             raise PeerRefused(RefusalCode.BUSY, str(error)) from error
         if not is_open:
-            raise self._refusal(positions, "taken by others than sessions")
+            raise self._refusal(claim, "taken by others than sessions")
+
+    def use(self, session: SessionId, *, ends: bool = False) -> None:
+        """A step of the session begins, or ends."""
+        self._room.use(session, trio.current_time(), ends=ends)
 
     async def leave(self, session: SessionId) -> None:
         """Free its KV, if it has any, and let others in."""
         try:
             await self._worker.do(Close(session))
         finally:
+            self._part.pop(session, None)
             self._forget(session)
 
     def close(self, reason: str) -> None:
         """Let nobody in any more, nor wait. They are told the reason."""
         self._closed_because = reason
-        for came_in in self._waiting.values():
-            came_in.set()
+        for waiting in self._waiting.values():
+            waiting.end()
+
+    async def _wait(self, waiting: _Waiting) -> None:
+        self._admit()
+        while not waiting.over.is_set():
+            self._look()
+            with trio.move_on_after(self._policy.look_every_s):
+                await waiting.over.wait()
+
+    def _look(self) -> None:
+        """Have sessions go for those that wait. All that wait look, so that most of them need not do anything."""
+        now_s = trio.current_time()
+        if now_s < self._looked_s + self._policy.look_every_s / 2:
+            return
+        self._looked_s = now_s
+        for session in self._room.choose_moves(now_s):
+            claim, part = self._part.pop(session)
+            retry_after_s = self._room.retry_after_s(claim, now_s)
+            part(PeerRefused(RefusalCode.UNKNOWN_SESSION, MOVED, retry_after_s=retry_after_s))
 
     def _forget(self, session: SessionId) -> None:
         self._room.remove(session, trio.current_time())
@@ -79,22 +127,26 @@ class Admission:
 
     def _admit(self) -> None:
         for session in self._room.admit(trio.current_time()):
-            self._waiting[session].set()
+            self._waiting[session].end(has_kv=True)
 
-    def _check(self, positions: int, client: PeerId) -> None:
+    def _check(self, claim: KvClaim) -> None:
         """Raises PeerRefused if waiting is of no use, or too many do already."""
         self._check_open()
-        if positions > self._room.positions:
-            reason = f"{positions} positions asked for, and this server has {self._room.positions} in all"
+        if claim.positions > self._room.positions:
+            reason = f"{claim.positions} positions asked for, and this server has {self._room.positions} in all"
             raise PeerRefused(RefusalCode.NO_ROOM, reason)
-        if not self._room.has_place(client):
-            raise self._refusal(positions, f"{self._room.line} sessions wait already")
+        has_place, makes_way = self._room.place_for(claim)
+        if not has_place:
+            raise self._refusal(claim, f"{self._room.line} sessions wait already")
+        if makes_way is not None:
+            self._waiting[makes_way].end(makes_way=True)
+            self._room.remove(makes_way, trio.current_time())
 
     def _check_open(self) -> None:
         if self._closed_because:
             raise PeerRefused(RefusalCode.BUSY, self._closed_because)
 
-    def _refusal(self, positions: int, why: str) -> PeerRefused:
-        reason = f"{positions} positions asked for, {self._worker.kv_tokens_free} free: {why}"
-        retry_after_s = self._room.retry_after_s(positions, trio.current_time())
+    def _refusal(self, claim: KvClaim, why: str) -> PeerRefused:
+        reason = f"{claim.positions} positions asked for, {self._worker.kv_tokens_free} free: {why}"
+        retry_after_s = self._room.retry_after_s(claim, trio.current_time())
         return PeerRefused(RefusalCode.NO_ROOM, reason, retry_after_s=retry_after_s)

@@ -1,22 +1,24 @@
-"""The blocks that a node serves, chosen by what it knows of the swarm. The choice itself is in `core/placement/`."""
+"""The blocks that a node serves, and their precision, by what it knows of the swarm. `core/placement/` chooses."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmnode.core.placement.claims import counted
+from llmnode.core.announcement import PeerState
+from llmnode.core.model import AUTO
+from llmnode.core.placement.claims import counted, of_weights
 from llmnode.core.placement.joining import choose_span
 from llmnode.core.placement.policy import RebalancePolicy
+from llmnode.core.placement.precisions import served_precisions
 from llmnode.core.placement.servers import block_speeds
 from llmnode.core.span import Span, parse_span
+from llmnode.core.view import online
 
 if TYPE_CHECKING:
-    from llmnode.core.model import ModelInfo
+    from llmnode.core.model import ModelInfo, Precision, PrecisionWish
     from llmnode.core.placement.servers import PlacedServer
     from llmnode.ports import WorkerSource
     from llmnode.swarm.membership import Swarm
-
-AUTO = "auto"
 
 
 async def choose_blocks(blocks: str, model: ModelInfo, source: WorkerSource, swarm: Swarm | None) -> Span:
@@ -28,10 +30,26 @@ async def choose_blocks(blocks: str, model: ModelInfo, source: WorkerSource, swa
     return choose_span(length, block_speeds(model.blocks, servers))
 
 
+async def choose_precision(wish: PrecisionWish, model: ModelInfo, swarm: Swarm) -> Precision:
+    """The one that the swarm has, or nearly has, for the model, of those that `wish` allows; else that of `model`.
+
+    So a newcomer completes what clients can use soonest, and does not begin another half of a model.
+    """
+    if not swarm.view.of_model(model.digest):
+        await swarm.look_up(model.digest)
+    known = swarm.view.of_model(model.digest)
+    joining = [each for each in known if each.offer.state is PeerState.JOINING]
+    for servers in (online(known), joining):
+        if served := served_precisions(model, servers, wish):
+            return served[0].precision
+    return model.precision
+
+
 async def servers_of(model: ModelInfo, swarm: Swarm, *, draining: bool = False) -> list[PlacedServer]:
     """The servers of the model in this node's view, as far as placement believes them: see `counted`."""
     if not swarm.view.of_model(model.digest):
         await swarm.look_up(model.digest)
-    of_profile = [each for each in swarm.view.of_model(model.digest) if each.offer.profile == model.profile]
+    of_model = of_weights(swarm.view.of_model(model.digest), model)
+    of_profile = [each for each in of_model if each.offer.profile == model.profile]
     offers = [(each.peer, each.offer, swarm.state_age_s(each.peer)) for each in of_profile]
     return counted(offers, RebalancePolicy(), draining=draining)

@@ -351,6 +351,7 @@ class ServerLink:
         try:
             await session.run()
         finally:
+            link = session.link
             session.end()
             try:
                 with trio.CancelScope(shield=True):  # KV is freed whatever ends the session
@@ -359,6 +360,7 @@ class ServerLink:
                 session.release()
                 del self._server.sessions[name]
                 self._server.note_end()
+        await session.say_farewell(link)
 
     def _is_pushed(self, frame: Frame) -> bool:
         session = self._server.sessions.get(frame.session)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from llmnode import _native
 from llmnode.core import operations
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.operations import Forward, Truncate
+from llmnode.core.serving.kv_shares import KvClaim
 from llmnode.errors import ConfigError, PeerError, PeerRefused, RemoteProtocolError, WorkerLost
 from llmnode.node.serve.receipt_signer import ReceiptSigner
 from llmnode.node.serve.receiver import Receiver
@@ -57,6 +59,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+FAREWELL_S = 5.0
+"""A link that is too slow for it is not waited for."""
+
 REQUESTS = {FrameType.NEIGHBOURS: Neighbours, FrameType.REPLAY: Replay, FrameType.FORK: ForkRequest}
 """The frames with metadata that a session takes, and what the metadata is."""
 
@@ -92,7 +97,7 @@ class ServerSession:
         self.stage = stage
         self.sender: PeerId | None = None
         """The peer that may send its steps, besides the client."""
-        self.client = link.peer
+        self.client, self._group = link.peer, link.group
         self.link: Link | None = link
         """None while it waits for its client to come back, and when it has ended."""
         self.lease_s = 0.0
@@ -106,6 +111,8 @@ class ServerSession:
         """Its KV, if it has any, is there."""
         self._adapter = served.use(asked.profile.adapter, asked.span)
         self._beside = beside
+        self._parting: PeerRefused | None = None
+        """Why others need its KV."""
         self._worker = served.worker
         profile = profile_digest(asked.profile, asked.form.codec)
         self._signer = ReceiptSigner(served.network, link, asked.span, profile)
@@ -143,6 +150,25 @@ class ServerSession:
         self._submitted.close()
         if not self.has_kv:
             self._scope.cancel()
+
+    def part(self, why: PeerRefused) -> None:
+        """End now, since others need the KV. `say_farewell` tells the client."""
+        self._parting = why
+        self._scope.cancel()
+
+    async def say_farewell(self, link: Link | None) -> None:
+        """Tell the client why the session had to end, if it had to: in answer to its last frame, and to those that
+        wait.
+        """
+        if self._parting is None or link is None:
+            return
+        frames = [self._doing]
+        with suppress(trio.WouldBlock, trio.EndOfChannel):
+            while True:
+                frames.append(self._frames.receive_nowait())
+        with trio.move_on_after(FAREWELL_S), suppress(PeerError):
+            for frame in frames:
+                await link.send(refusal_for(frame, self._parting))
 
     def end(self) -> None:
         """Called when `run` is over: nothing of it is left for anybody."""
@@ -195,10 +221,10 @@ class ServerSession:
                 raise
 
     async def _serve(self) -> None:
-        name, length = self.stage.session, self.stage.max_length
         try:
             adapter = None if self._adapter is None else self._adapter.digest
-            await self.served.admission.enter(name, self._span, length, self.client, self._asked.priority, adapter)
+            claim = KvClaim(self.client, self._group, self._asked.priority, self.stage.max_length)
+            await self.served.admission.enter(self.stage.session, self._span, claim, self.part, adapter)
         except PeerRefused as refusal:
             return await self._send(refusal_for(self._doing, refusal))
         self.has_kv = True
@@ -256,7 +282,11 @@ class ServerSession:
         self._doing = action.frame
         match action:
             case Compute(frame):
-                await self._compute(frame)
+                self.served.admission.use(frame.session)
+                try:
+                    await self._compute(frame)
+                finally:
+                    self.served.admission.use(frame.session, ends=True)
             case Do(frame, operation, answer):
                 await self._worker.do(operation)
                 if self._outputs is not None:

@@ -56,7 +56,7 @@ def test_all_is_well_and_the_peers_of_the_file_are_asked(nodes: list[Any], tmp_p
     assert "for 2048 tokens of KV" in text and "30 of 30 blocks fit" in text
     assert f"{addresses[0]} has blocks [0, 12) of HuggingFaceTB" in text
     assert f"{addresses[1]} has blocks [12, 30) of HuggingFaceTB" in text
-    assert "the swarm has all 30 blocks, at 2 servers" in text
+    assert "the swarm has all 30 blocks in float32, at 2 servers" in text
     assert "of the clocks of 2 of 2 peers" in text
 
 
@@ -64,7 +64,7 @@ def test_a_dead_peer_is_a_warning_beside_a_living_one_that_knows_the_others(node
     done = _run("--peers", nobody, nodes[1].address)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"warning peer    peer {NOBODY}: cannot connect to {nobody}" in done.stdout
-    assert "ok      peers   the swarm has all 30 blocks, at 2 servers" in done.stdout
+    assert "ok      peers   the swarm has all 30 blocks in float32, at 2 servers" in done.stdout
     assert done.stdout.splitlines()[-1] == "ready"
 
 

@@ -21,15 +21,17 @@ from libp2p.network.stream.exceptions import StreamError
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from multiaddr import Multiaddr
 
-from llmnode.core.ids import Epoch
-from llmnode.core.policy import BudgetPolicy, LinkPolicy
+from llmnode.core.ids import SESSION_ID_BYTES, Epoch, SessionId
+from llmnode.core.policy import AdmissionPolicy, BudgetPolicy, LinkPolicy
 from llmnode.core.route import Hop
 from llmnode.core.span import Span
 from llmnode.errors import PeerError, PeerRefused, PeerUnreachable, SessionLost
 from llmnode.models.open_model import open_model
 from llmnode.net.host import LINK_PROTOCOL, open_network
+from llmnode.node.serve.admission import MOVED
 from llmnode.wire.frame import Frame, FrameDecoder, FrameType
-from llmnode.wire.messages import Description, Refusal, RefusalCode, unpack
+from llmnode.wire.messages import Description, OpenRequest, Refusal, RefusalCode, pack, unpack
+from llmnode.wire.payload import Codec
 from process.hostile import POLICY, Attacker, Batch, Ending
 from process.small_server import SmallClient, SmallServer, connected, expected_tokens, serve_small
 from reference.small import BLOCKS, make_model
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     from llmnode.models.sources.folder import ModelFolder
+    from llmnode.ports import Link
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -56,6 +59,8 @@ ANSWER_S = 30.0
 NEWCOMER_S = 10.0
 IDLE_CONNECTIONS = 1000
 IDLE_GROWTH_MIB = 32.0
+HOG_SESSIONS = 4
+HOGGED_S = 60.0
 NEW_TOKENS = 12
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7], [1] * 20]
 
@@ -316,6 +321,58 @@ def test_a_thousand_idle_connections_do_not_keep_a_newcomer_out(
             return served.server.footprint().files <= before.files
 
         await until(is_back, "the server let go of connections that ended")
+
+    trio.run(check)
+
+
+# KV that is held and not used
+
+
+def test_an_honest_client_gets_its_tokens_while_another_one_holds_all_kv(served: Served) -> None:
+    """It is told when to come again, and then it is let in. Those whose KV it got are told so."""
+    positions = KV_TOKENS // HOG_SESSIONS
+
+    async def hog(link: Link, target: Description, *, task_status: trio.TaskStatus[None]) -> None:
+        span = target.span_start, target.span_end
+        request = OpenRequest(
+            target.model_digest, *span, positions, target.dtype, Codec.RAW, "interactive", keep_outputs=True
+        )
+        names = [SessionId(bytes([number + 1]) * SESSION_ID_BYTES) for number in range(HOG_SESSIONS)]
+        for name in names:
+            await link.send(Frame(FrameType.OPEN, name, meta=pack(request)))
+            assert (await link.receive()).type is FrameType.OPENED
+        task_status.started()
+        refused = await link.receive()
+        assert refused.type is FrameType.REFUSAL and refused.session in names
+        refusal = unpack(Refusal, refused.meta)
+        assert refusal.code == RefusalCode.UNKNOWN_SESSION and refusal.message == MOVED
+
+    async def check() -> None:
+        await until(lambda: kv_is_free(served.address), "all KV is free")
+        async with connected([served.address], served.folder) as client, open_network([], LinkPolicy()) as network:
+            link = await network.dial(served.address)
+            began_s = trio.current_time()
+            with trio.fail_after(HOGGED_S):
+                async with trio.open_nursery() as nursery:
+                    await nursery.start(hog, link, await describe(served.address))
+                    assert (await describe(served.address)).kv_tokens_free == 0
+                    chosen, waits_s = None, list[float]()
+                    while chosen is None:
+                        try:
+                            chosen = await client.generate(PROMPTS[:1], NEW_TOKENS)
+                        except* PeerRefused as group:
+                            (refusal,) = group.exceptions
+                            assert isinstance(refusal, PeerRefused) and refusal.code == RefusalCode.NO_ROOM
+                            assert refusal.retry_after_s is not None
+                            waits_s.append(refusal.retry_after_s)
+                            await trio.sleep(refusal.retry_after_s)
+            assert chosen == [expected_tokens(served.model, PROMPTS[0], NEW_TOKENS)]
+            assert len(waits_s) <= 2, "it came when it was told to"
+            assert sum(waits_s) < AdmissionPolicy().idle_s
+            print(f"let in after {trio.current_time() - began_s:.1f} s, told to wait for {waits_s}")
+            assert await client.generate([PROMPTS[1]], NEW_TOKENS), "there is still space for it"
+            await link.end("done")
+        await until(lambda: kv_is_free(served.address), "all KV is free")
 
     trio.run(check)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import peft
 import pytest
 import torch
 
@@ -79,6 +80,24 @@ def test_a_backward_goes_through_another_server_if_that_of_its_forward_is_gone(
         (ours,) = torch.autograd.grad((output * weights).sum(), hidden)
     theirs = _theirs(transformers_model, Span(0, 3), hidden, tokens.attention_mask, weights)
     assert _error(ours, theirs) < FURTHEST
+
+
+def test_prompts_of_peft_have_the_losses_and_gradients_of_one_process(
+    model: Any, transformers_model: Any, tokenizer: Any
+) -> None:
+    inputs = tokenizer(TEXTS, return_tensors="pt", padding=True, padding_side="right")
+    labels = inputs.input_ids.masked_fill(inputs.attention_mask == 0, -100)
+    losses, gradients = [], []
+    for base in (transformers_model, model):
+        torch.manual_seed(1)
+        prompted = peft.get_peft_model(base, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=6))
+        loss = prompted(**inputs, labels=labels).loss
+        loss.backward()
+        (prompt,) = [each for each in prompted.parameters() if each.requires_grad]
+        losses.append(loss)
+        gradients.append(prompt.grad)
+    assert _error(losses[1], losses[0]) < FURTHEST
+    assert _error(gradients[1], gradients[0]) < FURTHEST
 
 
 def test_a_soft_prompt_learns_by_a_loop_of_pytorch(model: Any, tokenizer: Any) -> None:

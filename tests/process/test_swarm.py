@@ -189,16 +189,16 @@ def test_a_private_swarm_is_for_those_who_are_invited(start: Callable[..., Child
     assert "no peers are named" in run("generate", *prompt).stderr
 
 
-def test_servers_of_another_dtype_are_not_mixed_in_unasked(start: Callable[..., Child]) -> None:
+def test_the_precision_of_a_swarm_is_found_unless_one_is_named(start: Callable[..., Child]) -> None:
     server = start("serve", "--blocks", "auto", "--dtype", "bfloat16", "--threads", "1")
-    generate = [*LLMNODE, "generate", "--peers", server.address, "--max-new-tokens", "8", "--prompt", "1, 2, 3,"]
-    refused = subprocess.run(generate, capture_output=True, text=True, check=False)
-    assert refused.returncode == 1
-    assert "held in bfloat16" in refused.stderr
-    assert "--dtype" in refused.stderr
-    done = subprocess.run([*generate, "--dtype", "bfloat16"], capture_output=True, text=True, check=False)
+    generate = ("generate", "--peers", server.address, "--max-new-tokens", "8", "--prompt", "1, 2, 3,")
+    done = run(*generate)
     assert done.returncode == 0, done.stderr
     assert "4, 5" in done.stdout
+    assert "bfloat16: one server has the whole model in it, and nobody serves float32" in done.stderr
+    refused = run(*generate, "--dtype", "float32")
+    assert refused.returncode == 1
+    assert "held in bfloat16" in refused.stderr and "--dtype" in refused.stderr
 
 
 def test_the_example_of_an_embedded_node() -> None:

@@ -226,5 +226,5 @@ def test_a_head_that_would_read_padding_or_that_there_is_not_is_refused(pair: Pa
     embedded = model.get_input_embeddings()(batch["input_ids"])
     with pytest.raises(ConfigError, match="row 1 ends in padding"):
         model(inputs_embeds=embedded, attention_mask=batch["attention_mask"])
-    with pytest.raises(ConfigError, match="Prefix tuning"):
+    with pytest.raises(ConfigError, match="prefix tuning"):
         model(batch["input_ids"], cache=DynamicCache())

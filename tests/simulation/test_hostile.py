@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import trio
 
@@ -11,13 +13,16 @@ from llmnode.errors import PeerUnreachable
 from llmnode.testing import Conditions, open_world, seeds, simulated
 from llmnode.testing.hostile import (
     ALL_ROLES,
+    OPENS_WITHIN_S,
     HostilePlan,
     HostileRole,
+    KvHog,
     check_dials,
     check_memory,
     check_no_wrong_ban,
     check_sessions_end_well,
 )
+from llmnode.testing.hostile.laws import SESSION_WITHIN_S
 from llmnode.wire.frame import Frame, FrameType
 
 LINKS = LinkPolicy(budget=BudgetPolicy(memory_bytes=1 << 20, connection_bytes=8 << 10, links=40))
@@ -26,7 +31,7 @@ SPANS = [Span(0, 3), Span(3, 6)]
 HONEST = ("0a", "0b", "1a", "1b")
 
 
-async def survive(plan: HostilePlan, seed: int) -> None:
+async def survive(plan: HostilePlan, seed: int, opens_within_s: float = SESSION_WITHIN_S) -> None:
     """Two servers hold each span of the model. A client has three sessions while the plan is carried out."""
     conditions = Conditions(delay_s=0.02)
     async with open_world(seed, conditions=conditions, link_policy=LINKS, swarm_policy=SWARM) as world:
@@ -35,7 +40,7 @@ async def survive(plan: HostilePlan, seed: int) -> None:
         await trio.sleep(1)
         async with plan.upon(world), world.client() as client, trio.open_nursery() as nursery:
             nursery.start_soon(check_memory, world, HONEST)
-            await check_sessions_end_well(client, 3, seed)
+            await check_sessions_end_well(client, 3, seed, opens_within_s)
             nursery.cancel_scope.cancel()
         check_no_wrong_ban(client.router.finder, plan.identities)  # type: ignore[arg-type]
         check_dials(world.internet.dials, plan.identities, LINKS.dials)
@@ -46,6 +51,14 @@ async def survive(plan: HostilePlan, seed: int) -> None:
 @simulated
 async def test_honest_sessions_end_well_beside(kind: type[HostileRole], seed: int) -> None:
     await survive(HostilePlan.draw(seed, [kind]), seed)
+
+
+@pytest.mark.parametrize("uses", [False, True], ids=["idle", "busy"])
+@pytest.mark.parametrize("seed", seeds(10))
+@simulated
+async def test_a_session_opens_in_time_while_one_address_group_holds_all_kv(uses: bool, seed: int) -> None:
+    plan = HostilePlan((KvHog(random.Random(seed).choice((2, 8)), 1, everywhere=True, uses=uses),))
+    await survive(plan, seed, OPENS_WITHIN_S)
 
 
 @pytest.mark.parametrize("seed", seeds(160))

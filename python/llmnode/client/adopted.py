@@ -13,6 +13,7 @@ from llmnode.client.session_layers import SessionLayer
 from llmnode.errors import ConfigError
 
 QUANTIZED = 'connect with dtype="float32+kv-int8" for servers whose keys and values have 8 bits'
+PREFIXES = "PEFT's prefix tuning makes keys and values, and those are with the servers: use prompt tuning or p-tuning"
 
 
 def sessions_behind(cache: object) -> SessionCache | None:
@@ -32,7 +33,7 @@ def check_adoptable(cache: object) -> int | None:
     if isinstance(cache, QuantizedCache):
         raise ConfigError(f"a QuantizedCache: {QUANTIZED}")
     if any(getattr(layer, "is_initialized", False) for layer in cache.layers) and cache.get_seq_length():
-        raise ConfigError("the cache holds keys and values of a model in this process: pass an empty one")
+        raise ConfigError(f"the cache holds keys and values of a model in this process: pass an empty one. {PREFIXES}")
     # Layers of a window say how long that is, which is no limit.
     limits = [layer.get_max_length() for layer in cache.layers if not getattr(layer, "is_sliding", False)]
     return limits[0] if limits and limits[0] > 0 else None

@@ -14,7 +14,7 @@ from llmnode.client.generate import Answer, TextRequest, check_length, room_for
 from llmnode.client.sampling import ChoiceTerms, Sampling
 from llmnode.client.stopping import Limits
 from llmnode.core.identity import how_other
-from llmnode.core.model import PRECISIONS
+from llmnode.core.model import AUTO, wish_named
 from llmnode.core.policy import ClientPolicy, LinkPolicy
 from llmnode.errors import ConfigError, single_error
 from llmnode.models.embedded import open_embedded
@@ -23,6 +23,7 @@ from llmnode.models.load import load_ends
 from llmnode.models.text.tokenizer import find_tokenizer
 from llmnode.net.addresses import parse_peer
 from llmnode.net.swarm_key import Entry, entry
+from llmnode.session.found_precision import find_router
 from llmnode.session.peer_finder import PeerFinder
 from llmnode.session.relay_gate import check_choice
 from llmnode.session.router import Router
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from transformers import GenerationConfig
 
-    from llmnode.core.model import ModelInfo, Precision
+    from llmnode.core.model import ModelInfo, PrecisionWish
     from llmnode.core.priority import Priority
     from llmnode.core.route import Route
     from llmnode.core.traffic import Traffic
@@ -207,7 +208,7 @@ async def aconnect(
     swarm_key: str | Path | None = None,
     parts: ClientParts | None = None,
     codec: str = "raw",
-    dtype: str = "float32",
+    dtype: str | PrecisionWish = AUTO,
     link_policy: LinkPolicy | None = None,
     policy: ClientPolicy | None = None,
 ) -> AsyncIterator[Client]:
@@ -217,8 +218,10 @@ async def aconnect(
 
     `parts` come from `load_parts`, and are those of the embedded model by default. `codec` is how hidden states cross
     the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Only servers that compute in `dtype` are
-    used: "float32" is exact, "float32+int8" has quantized weights, "float32+kv-int8" has quantized KV. `policy` and
-    `link_policy` are the limits and deadlines of sessions and of links.
+    used: "float32" is exact, "float32+int8" has quantized weights, "float32+kv-int8" has quantized KV. "auto" is
+    "float32" where the swarm serves the whole model in it, else the one of the most throughput, which a logged warning
+    names. `client.model.precision` is the one that was found. `policy` and `link_policy` are the limits and deadlines
+    of sessions and of links.
 
     Raises ConfigError (an address, a name), PeerError (no peer can be reached) or NoRoute (blocks that nobody holds).
     Example:
@@ -233,18 +236,16 @@ async def aconnect(
     policy = policy or ClientPolicy()
     if codec not in list(Codec):
         raise ConfigError(f"there is no codec {codec!r}: choose one of {', '.join(Codec)}")
-    if dtype not in PRECISIONS:
-        raise ConfigError(f"there is no dtype {dtype!r}: choose one of {', '.join(PRECISIONS)}")
+    wish = wish_named(dtype) if isinstance(dtype, str) else dtype
     if not 0 <= policy.spot_checks.share <= 1:
         raise ConfigError(f"spot_check={policy.spot_checks.share:g}: give a share from 0 to 1")
     check_choice(policy.relayed.prefill, "relayed_prefill")
     way_in = _way_in(peers, swarm_key)  # a typing error is told before the seconds that loading takes
-    parts = await _parts_in(PRECISIONS[dtype], parts)
+    parts = parts or await _load_parts()
     async with join_swarm(way_in.peers, link_policy or LinkPolicy(), swarm_key=way_in.key) as (pool, swarm):
-        router = Router(PeerFinder(parts.model, pool, swarm, policy))
         with single_error():
-            await router.find_any()
-        yield Client(parts, router, Codec(codec), policy)
+            router = await find_router(parts.model, wish, pool, swarm, policy)
+        yield Client(replace(parts, model=router.finder.model), router, Codec(codec), policy)
 
 
 def _length_within(session: InferenceSession, prompt_tokens: int, length: int, *, is_fixed: bool) -> int:
@@ -283,7 +284,8 @@ async def aresume(
     policy = policy or ClientPolicy()
     saved = await trio.to_thread.run_sync(read, Path(path))
     way_in = _way_in([*peers, *saved.contacts], swarm_key)
-    parts = await _parts_in(saved.profile.precision, parts)
+    parts = parts or await _load_parts()
+    parts = replace(parts, model=replace(parts.model, precision=saved.profile.precision))
     _check_model(saved, parts.model)
     async with join_swarm(way_in.peers, link_policy or LinkPolicy(), saved.key, way_in.key) as (pool, swarm):
         router = Router(PeerFinder(parts.model, pool, swarm, policy))
@@ -302,11 +304,9 @@ def _way_in(peers: Sequence[str], swarm_key: str | Path | None) -> Entry:
     return way_in
 
 
-async def _parts_in(precision: Precision, parts: ClientParts | None) -> ClientParts:
-    if parts is None:
-        # Abandoned: the first run converts the model, and Ctrl-C must not wait for that.
-        parts = await trio.to_thread.run_sync(load_parts, abandon_on_cancel=True)
-    return replace(parts, model=replace(parts.model, precision=precision))
+async def _load_parts() -> ClientParts:
+    # Abandoned: the first run converts the model, and Ctrl-C must not wait for that.
+    return await trio.to_thread.run_sync(load_parts, abandon_on_cancel=True)
 
 
 def _check_model(saved: SavedSession, model: ModelInfo) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from transformers import PreTrainedModel
 
+from llmnode.client.adopted import PREFIXES
 from llmnode.client.batch import Past, read_batch
 from llmnode.client.forward import all_states, are_last_normed, chosen_states, given_states
 from llmnode.client.versions import CACHE
@@ -132,8 +133,7 @@ def check_cacheless(cache: object, use_cache: bool | None) -> None:
     """Raises ConfigError for a cache of a forward with gradients. Keys and values of PEFT's prefixes are one too."""
     if cache is not None:
         raise ConfigError(
-            "gradients do not go through a cache: leave the cache out, or call under torch.no_grad(). Prefix tuning "
-            "makes keys and values for blocks, which are with the servers: use prompt tuning or p-tuning"
+            f"gradients do not go through a cache: leave the cache out, or call under torch.no_grad(). {PREFIXES}"
         )
     if use_cache:
         raise ConfigError("use_cache=True: a forward with gradients keeps no cache. Call under torch.no_grad()")

@@ -10,6 +10,7 @@ from llmnode.client.causal_lm import DistributedModelForCausalLM
 from llmnode.client.connect import aconnect, aresume, load_parts
 from llmnode.client.distributed import Connection
 from llmnode.client.portal import open_portal
+from llmnode.core.model import AUTO
 from llmnode.core.policy import ClientPolicy, RelayedPolicy, SpotCheckPolicy
 from llmnode.models.open_model import open_model
 
@@ -24,7 +25,7 @@ def connect(
     peers: Sequence[str] = (),
     swarm_key: str | Path | None = None,
     codec: str = "raw",
-    dtype: str = "float32",
+    dtype: str = AUTO,
     spot_check: float = 0.0,
     relayed_prefill: str = "wait",
     report: Callable[[str], None] = lambda _line: None,
@@ -35,11 +36,12 @@ def connect(
 
     `codec` is how hidden states cross the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Only
     servers that compute in `dtype` are used: "float32" is exact, "float32+int8" and the like have quantized weights
-    (`core.model.PRECISIONS`). `spot_check` is the share of what they compute that others compute again
-    (`session/spot_checks.py`); a session that so finds a cheat ends with SessionLost. `relayed_prefill` is for long
-    prompts to servers that are reached through a relay: "wait" some seconds for a direct way and then use the relay,
-    "allow" that at once, or "refuse" it with ConfigError. `report` is told in a line what takes long, as a download
-    does. The model is a context manager; or call `close()` when done. Raises ConfigError, PeerError or NoRoute.
+    (`core.model.PRECISIONS`), and "auto" takes what the swarm serves, as `aconnect` says. `spot_check` is the share of
+    what they compute that others compute again (`session/spot_checks.py`); a session that so finds a cheat ends with
+    SessionLost. `relayed_prefill` is for long prompts to servers that are reached through a relay: "wait" some seconds
+    for a direct way and then use the relay, "allow" that at once, or "refuse" it with ConfigError. `report` is told in
+    a line what takes long, as a download does. The model is a context manager; or call `close()` when done. Raises
+    ConfigError, PeerError or NoRoute.
     """
     policy = ClientPolicy(spot_checks=SpotCheckPolicy(spot_check), relayed=RelayedPolicy(prefill=relayed_prefill))
     folder = open_model(name, report)
@@ -82,7 +84,7 @@ class AutoDistributedModelForCausalLM:
 
     @staticmethod
     def from_pretrained(
-        name: str | None = None, *, initial_peers: Sequence[str], codec: str = "raw", dtype: str = "float32"
+        name: str | None = None, *, initial_peers: Sequence[str], codec: str = "raw", dtype: str = AUTO
     ) -> DistributedModelForCausalLM:
         """`name`, `codec` and `dtype` are those of `llmnode.connect`, and so are the errors.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from llmnode.core.model import QUANTS, SAME, Precision
+from llmnode.core.model import AUTO, QUANTS, SAME, Precision
 from llmnode.core.serving.kv_memory import parse_memory
 from llmnode.errors import ConfigError
 from llmnode.machine.startup import collection_paused
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from llmnode.models.size import ModelSize, Place
     from llmnode.models.sources.folder import ModelFolder
 
-AUTO = "auto"
 USUAL_KV_TOKENS = 32_768
 """The default. If there is no room for it, fewer in steps of `_KV_STEP`."""
 _KV_STEP = 1024
@@ -28,6 +27,8 @@ _KV_STEP = 1024
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """The settings of a worker, as in `NodeConfig`. The span is chosen later, when the model is known.
+
+    A `dtype`, `quant` or `kv_dtype` that is "auto" becomes the one that suits the device when the model is opened.
 
     If it `is_announced`, `kv_tokens` are those of a worker that was lost: see `SpanLoader.load`.
     """
@@ -61,10 +62,13 @@ class SpanLoader:
 
             use_threads(self._wanted.threads)
             self._folder = open_model(self._wanted.model, self._report)
-        self._wanted = replace(self._wanted, device=_device(self._wanted.device))
-        quant, kv_device = _quant(self._wanted, self._folder), _kv_device(self._wanted)
-        self._wanted = replace(self._wanted, quant=quant, kv_device=kv_device)
-        wanted = self._wanted
+        wanted = replace(self._wanted, device=_device(self._wanted.device))
+        if wanted.dtype == AUTO:
+            wanted = replace(wanted, dtype="bfloat16" if wanted.device.startswith("cuda") else "float32")
+        if wanted.kv_dtype == AUTO:
+            wanted = replace(wanted, kv_dtype=SAME)
+        wanted = replace(wanted, quant=_quant(wanted, self._folder), kv_device=_kv_device(wanted))
+        self._wanted = wanted
         return replace(self._folder.info, precision=Precision(wanted.dtype, wanted.quant, wanted.kv_dtype))
 
     def fitting_blocks(self) -> int:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import product, starmap
 from typing import TYPE_CHECKING, Any
 
+from llmnode.core.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -15,6 +17,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 QUANTS = ("none", "int8", "nf4")
 """The formats to which the weights of linear layers are rounded, in memory alone."""
 
+AUTO = "auto"
+"""Stands for the one that the swarm serves, or that suits the device."""
 SAME = "same"
 KV_DTYPES = (SAME, "int8")
 """The formats of keys and values: the one in which the blocks are computed, or 8 bits."""
@@ -42,6 +46,47 @@ class Precision:
 
 
 PRECISIONS = {each.name: each for each in starmap(Precision, product(DTYPES, QUANTS, KV_DTYPES))}
+
+
+EXACT = PRECISIONS["float32"]
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionWish:
+    """The parts of a precision that somebody insists on. Each that is None may be any of its kind."""
+
+    dtype: str | None = None
+    quant: str | None = None
+    kv_dtype: str | None = None
+
+    def allows(self, precision: Precision) -> bool:
+        """Whether `precision` has all the named parts."""
+        pairs = (self.dtype, precision.dtype), (self.quant, precision.quant), (self.kv_dtype, precision.kv_dtype)
+        return all(asked in (None, held) for asked, held in pairs)
+
+    @property
+    def nearest(self) -> Precision:
+        """The precision with the named parts that is nearest to exact."""
+        return Precision(self.dtype or EXACT.dtype, self.quant or EXACT.quant, self.kv_dtype or EXACT.kv_dtype)
+
+    @classmethod
+    def of(cls, dtype: str, quant: str, kv_dtype: str) -> PrecisionWish:
+        """From names, each of which may be "auto"."""
+        return cls(*(None if name == AUTO else name for name in (dtype, quant, kv_dtype)))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is anything to choose."""
+        return None in (self.dtype, self.quant, self.kv_dtype)
+
+
+def wish_named(name: str) -> PrecisionWish:
+    """The precision of this `name` and no other, or any if it is "auto". Raises ConfigError."""
+    if name == AUTO:
+        return PrecisionWish()
+    if (only := PRECISIONS.get(name)) is None:
+        raise ConfigError(f"there is no dtype {name!r}: choose one of {', '.join([AUTO, *PRECISIONS])}")
+    return PrecisionWish.of(only.dtype, only.quant, only.kv_dtype)
 
 
 def precision_named(name: str) -> Precision:

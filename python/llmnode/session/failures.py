@@ -46,7 +46,8 @@ class StepFailures:
     failed: set[PeerId] = field(default_factory=set)
     """The peers that failed since every peer was asked. Each is asked once: a dead cheap one must not hide another."""
     cut_off: set[PeerId] = field(default_factory=set)
-    """Lost hops that could not be reached. They may be back, and are asked before the client waits for any peer."""
+    """Lost hops that could not be reached, or have the session no more. They may take it again, and are asked before
+    the client waits for any peer."""
     silent: set[PeerId] = field(default_factory=set)
     """The peers that have not answered in this step. Each has cost a whole deadline: others are asked again first."""
     blaming: set[PeerId] = field(default_factory=set)
@@ -79,7 +80,8 @@ class StepFailures:
     def note_lost(self, failure: PeerError, finder: PeerFinder) -> None:
         """A hop of the session failed. Raises as `note`."""
         self.note(failure, finder)
-        if isinstance(failure, PeerUnreachable) and failure.peer in self.failed:
+        was_moved = isinstance(failure, PeerRefused) and failure.code == RefusalCode.UNKNOWN_SESSION
+        if (was_moved or isinstance(failure, PeerUnreachable)) and failure.peer in self.failed:
             self.failed.remove(failure.peer)
             self.cut_off.add(failure.peer)
 

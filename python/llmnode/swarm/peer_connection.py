@@ -21,7 +21,7 @@ from llmnode.errors import (
 from llmnode.swarm.brought_adapters import BroughtAdapters
 from llmnode.wire import version_1
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Description, Refusal, unpack
+from llmnode.wire.messages import Description, Refusal, RefusalCode, unpack
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -46,6 +46,8 @@ class PeerConnection:
         self.sessions: set[SessionId] = set()
         """The sessions whose answers come over it. It stays open for them."""
         self.adapters = BroughtAdapters(self.ask_peer, link.peer)
+        self._gone: dict[SessionId, PeerRefused] = {}
+        """The sessions that the peer has ended unasked, and why."""
         self._better: PeerConnection | None = None
         self._has_better = trio.Event()
 
@@ -155,6 +157,8 @@ class PeerConnection:
             raise LocalProtocolError("this step is waiting for its answer already")
         if self._ended is not None:
             raise _again(self._ended)
+        if (gone := self._gone.get(session)) is not None:
+            raise PeerRefused(gone.code, gone.reason, retry_after_s=gone.retry_after_s, peer=self.peer)
         expected = self._waiting[question] = Expected(self, question)
         return expected
 
@@ -179,7 +183,8 @@ class PeerConnection:
                 frame = await self._link.receive()
                 if (waiter := self._waiting.get(_question(frame))) is not None:
                     waiter.arrive(frame)
-                # else it is a late answer, for which nobody waits any more
+                else:
+                    self._note_gone(frame)
         except PeerError as error:
             self._ended = error
         finally:
@@ -188,6 +193,18 @@ class PeerConnection:
             self._has_ended.set()
             for waiter in self._waiting.values():
                 waiter.arrive(None)
+
+    def _note_gone(self, frame: Frame) -> None:
+        """Nobody waits for the frame: it comes too late, or says that the peer has a session no more."""
+        if frame.type is FrameType.REFUSAL and frame.session in self.sessions:
+            try:
+                self.checked(frame, FrameType.REFUSAL)
+            except PeerRefused as refusal:
+                if refusal.code == RefusalCode.UNKNOWN_SESSION:
+                    self._gone = {each: why for each, why in self._gone.items() if each in self.sessions}
+                    self._gone[frame.session] = refusal
+            except RemoteProtocolError:
+                pass
 
     async def wait_ended(self) -> None:
         await self._has_ended.wait()

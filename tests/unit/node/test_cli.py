@@ -63,7 +63,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--blocks", "0:5", "--quant", "int3"], "argument --quant: invalid choice: 'int3'"),
         (["serve", "--blocks", "0:5", "--kv-dtype", "int4"], "argument --kv-dtype: invalid choice: 'int4'"),
         (["chat", "--peers", PEER, "--kv-device", "cpu"], "unrecognized arguments: --kv-device cpu"),
-        (["generate", "--peers", PEER, "--quant", "auto"], "argument --quant: invalid choice: 'auto'"),
+        (["generate", "--peers", PEER, "--quant", "int4"], "argument --quant: invalid choice: 'int4'"),
         (["serve", "--blocks", "0:5", "--threads", "0"], "--threads 0: give at least 1"),
         (["serve", "--blocks", "0:5", "--kv-tokens", "-1"], "--kv-tokens -1: give at least 1"),
         (["serve", "--blocks", "0:5", "--rebalance"], "--rebalance: a server with --blocks 0:5 stays there; give"),

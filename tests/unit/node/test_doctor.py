@@ -12,28 +12,24 @@ import trio
 
 from llmnode.core.announcement import DOUBLE, Announcement, Offer, PeerState
 from llmnode.core.ids import PeerId
-from llmnode.core.model import ModelInfo, Precision, Profile, precision_named
+from llmnode.core.model import ModelInfo, PrecisionWish, Profile, precision_named, wish_named
 from llmnode.core.policy import LinkPolicy, ServePolicy, SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.models.size import ModelSize, Place
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.host import open_network
 from llmnode.net.swarm_key import Entry
-from llmnode.node.doctor import (
+from llmnode.node.doctor import Doctor, DoctorConfig, check_disk, check_memory, check_peers
+from llmnode.node.findings import (
     BLOCKER,
     OK,
     WARNING,
-    Doctor,
-    DoctorConfig,
     Finding,
     blocker_of,
     check_clocks,
     check_coverage,
-    check_disk,
     check_identities,
-    check_memory,
     check_named,
-    check_peers,
     check_unread,
 )
 from llmnode.node.serve.conduct import Conduct
@@ -83,8 +79,15 @@ def test_memory_is_for_blocks_with_their_kv(available_mib: int, verdict: str, wo
 
 
 def test_a_swarm_that_holds_all_is_well() -> None:
-    found = check_coverage(_announced(_offer(5, 10), _offer(0, 6), _offer(0, 10, "theirs")), MODEL)
-    assert (found.verdict, found.text) == (OK, "the swarm has all 10 blocks, at 2 servers")
+    found = check_coverage(_announced(_offer(5, 10), _offer(0, 6), _offer(0, 10, "theirs")), MODEL, PrecisionWish())
+    assert (found.verdict, found.text) == (OK, "the swarm has all 10 blocks in float32, at 2 servers")
+
+
+def test_two_halves_in_two_precisions_are_no_whole() -> None:
+    halves = _announced(_offer(0, 5), _offer(4, 10, dtype="float32+int8"))
+    found = check_coverage(halves, MODEL, PrecisionWish())
+    assert found.verdict == WARNING
+    assert found.text.startswith("float32+int8 lacks blocks [0, 4); float32 lacks blocks [5, 10), and")
 
 
 @pytest.mark.parametrize(
@@ -111,14 +114,14 @@ def test_a_swarm_that_holds_all_is_well() -> None:
 def test_blocks_that_no_server_has_are_named_and_what_it_has_instead(
     others: list[Offer], missing: str, fix: str
 ) -> None:
-    found = check_coverage(_announced(_offer(0, 3), *others), MODEL)
+    found = check_coverage(_announced(_offer(0, 3), *others), MODEL, wish_named("float32"))
     assert found.verdict == WARNING
     assert f"has blocks {missing} of ours in float32" in found.text
     assert found.fix.startswith(fix)
 
 
 def test_models_of_a_swarm_of_strangers_are_not_all_listed() -> None:
-    found = check_coverage(_announced(*(_offer(0, 10, f"theirs{n}") for n in range(1000))), MODEL)
+    found = check_coverage(_announced(*(_offer(0, 10, f"theirs{n}") for n in range(1000))), MODEL, PrecisionWish())
     assert len(found.text) < 300
 
 
@@ -186,7 +189,9 @@ async def _relay(now_ms: Callable[[], int] = wall_clock_ms) -> AsyncIterator[tup
 
 async def _examined(*peers: str) -> dict[str, Finding]:
     """The finding of each check, by its name."""
-    doctor = Doctor(DoctorConfig(None, Entry(peers), [], 64, Precision()), lambda _finding: None, lambda _text: None)
+    doctor = Doctor(
+        DoctorConfig(None, Entry(peers), [], 64, PrecisionWish()), lambda _finding: None, lambda _text: None
+    )
     with trio.fail_after(DEADLINE_S):
         await check_peers(doctor, MODEL)
     return {finding.check: finding for finding in doctor.findings}
@@ -199,7 +204,7 @@ def test_servers_that_the_named_peer_knows_count() -> None:
             await relay.meet(theirs)
             found = await _examined(address)
         assert "has no blocks (this is a relay" in found["peer"].text
-        assert found["peers"].text == "the swarm has all 10 blocks, at 1 servers"
+        assert found["peers"].text == "the swarm has all 10 blocks in float32, at 1 servers"
         assert found["clock"].verdict == OK
 
     trio.run(main)

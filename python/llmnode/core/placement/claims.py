@@ -13,9 +13,23 @@ from llmnode.core.placement.servers import PlacedServer, one_speed
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from llmnode.core.announcement import Offer
+    from llmnode.core.announcement import Announcement, Offer
     from llmnode.core.ids import PeerId
+    from llmnode.core.model import ModelInfo
     from llmnode.core.placement.policy import RebalancePolicy
+
+
+def of_weights(announcements: Iterable[Announcement], model: ModelInfo) -> list[Announcement]:
+    """Those of the weights and adapter of `model`, in whatever precision.
+
+    One that claims another number of blocks than they have is false: its span may have billions.
+    """
+    claimed = (model.digest, model.adapter, model.blocks)
+    return [
+        each
+        for each in announcements
+        if (each.offer.profile.model_digest, each.offer.profile.adapter, each.offer.blocks) == claimed
+    ]
 
 
 def counted(

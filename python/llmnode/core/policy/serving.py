@@ -101,6 +101,16 @@ class AdmissionPolicy:
     fits."""
     ageing_s: float = 1.0
     """Each time a session has waited this long, it counts as one priority higher."""
+    first_positions: int = 256
+    """A peer that holds nothing may have others moved for a session of this many positions, however small its share
+    is. Else many identities in one address group would keep another peer of this group out."""
+    idle_s: float = 10.0
+    """A session that was not used for this long may be moved for others, if its holder has more than its share. Its
+    client replays it elsewhere. A user who reads an answer may take longer, and a client that generates does not."""
+    keeps_s: float = 20.0
+    """A session that is used is not moved before it had its KV for this long: the replay costs a prefill."""
+    look_every_s: float = 0.2
+    """While a session waits, the server looks this often whether others may be moved."""
     stays_kept: int = 64
     """The durations of this many recent sessions are kept, to estimate how long one stays."""
     least_retry_s: float = 1.0

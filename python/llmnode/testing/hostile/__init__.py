@@ -2,6 +2,7 @@
 
 from llmnode.testing.hostile.clients import DialBait, Flooder, KvHog, SlowReader, ViewStuffer
 from llmnode.testing.hostile.laws import (
+    OPENS_WITHIN_S,
     check_dials,
     check_memory,
     check_no_wrong_ban,
@@ -24,6 +25,7 @@ from llmnode.testing.hostile.servers import (
 __all__ = [
     "ALL_ROLES",
     "CLIENTS",
+    "OPENS_WITHIN_S",
     "SERVERS",
     "DialBait",
     "Flooder",

@@ -113,17 +113,43 @@ class Flooder(HostileClients):
 
 @dataclass(frozen=True, slots=True)
 class KvHog(HostileClients):
-    """It reserves all KV of one server in two, and uses none of it."""
+    """It reserves all KV of one server in two, or of all. If it `uses` its sessions, each has a step every second."""
+
+    everywhere: bool = False
+    uses: bool = False
+
+    SESSIONS: ClassVar = 4
+    """Sessions of each peer at each server."""
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> KvHog:
+        peers, uses = rng.choice((1, 3, 6)), rng.random() < 0.5
+        # With a session in use from each of many groups, it has a right to most of the KV.
+        return cls(peers, 1 if uses else rng.choice((1, peers)), rng.random() < 0.7, uses)
 
     def victims(self, world: World) -> list[ServingNode]:
-        return [node for node in world.nodes.values() if node.name.endswith("a")]
+        return [node for node in world.nodes.values() if self.everywhere or node.name.endswith("a")]
 
     async def attack(self, world: World, link: MemoryLink, node: ServingNode, rng: random.Random) -> None:
-        while True:
-            for _ in range(4):
-                await link.send(_open(world, node, _name(rng), 100))
-            with trio.move_on_after(1):
-                await _read_all(link)
+        steps: dict[SessionId, int] = {}
+
+        async def hear() -> None:
+            while True:
+                if (frame := await link.receive()).type is FrameType.REFUSAL:
+                    steps.pop(frame.session, None)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(hear)
+            while True:
+                while len(steps) < self.SESSIONS:
+                    steps[session := _name(rng)] = 0
+                    await link.send(_open(world, node, session, 100))
+                for session, step in list(steps.items()) if self.uses else ():
+                    await link.send(
+                        Frame(FrameType.STEP, session, Epoch(0), Step(step), step, 1, payload=exact_input(rng, 1))
+                    )
+                    steps[session] = step + 1
+                await trio.sleep(1)
 
 
 @dataclass(frozen=True, slots=True)

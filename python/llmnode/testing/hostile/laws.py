@@ -25,19 +25,28 @@ if TYPE_CHECKING:
 SESSION_WITHIN_S = 120.0
 """A session of `STEPS` steps ends well within this time, while honest peers hold all blocks. A hop that never answers
 its first step is given up after 60 s (`ClientPolicy.step_timeout_s`)."""
+OPENS_WITHIN_S = 45.0
+"""A session opens within this time while others hold all KV, and want more, from one address group. Those that are in
+use keep it for 20 s (`AdmissionPolicy.keeps_s`), and a client that was refused comes up to half as late again as it was
+told."""
 STEPS = 4
 POSITIONS = 64
 LOOK_EVERY_S = 0.5
 
 
-async def check_sessions_end_well(client: SimulatedClient, sessions: int, seed: int) -> None:
+async def check_sessions_end_well(
+    client: SimulatedClient, sessions: int, seed: int, opens_within_s: float = SESSION_WITHIN_S
+) -> None:
     """Sessions one after the other, each with the right answers, and in its time."""
     rng = random.Random(f"said {seed}")
     for number in range(sessions):
         dialogue: Dialogue | None = None
+        began_s = trio.current_time()
         try:
             with trio.fail_after(SESSION_WITHIN_S):
                 async with client.router.open_session(POSITIONS, Codec.RAW) as session:
+                    opened_s = trio.current_time() - began_s
+                    assert opened_s <= opens_within_s, f"session {number} was opened after {opened_s:.1f} s"
                     dialogue = Dialogue(session, rng)
                     await dialogue.step(rng.choice((1, 9)))
                     for _ in range(STEPS - 1):

@@ -12,6 +12,7 @@ from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.policy import AdmissionPolicy
 from llmnode.core.priority import Priority
 from llmnode.core.serving.admission_queue import AdmissionQueue
+from llmnode.core.serving.kv_shares import KvClaim
 
 POSITIONS = 100
 POLICY = AdmissionPolicy(passed_over=3, line=20, line_per_client=15)
@@ -19,6 +20,10 @@ POLICY = AdmissionPolicy(passed_over=3, line=20, line_per_client=15)
 
 def name(number: int) -> SessionId:
     return SessionId(number.to_bytes(16, "big"))
+
+
+def claim(positions: int, client: int = 0, priority: Priority = Priority.INTERACTIVE) -> KvClaim:
+    return KvClaim(PeerId(f"client {client}"), f"group {client}", priority, positions)
 
 
 @dataclass
@@ -35,8 +40,15 @@ class Hall:
         number = len(self.asked)
         self.asked[number] = positions
         self.waiting.append(number)
-        self.room.add(name(number), PeerId(f"client {client}"), priority, positions, self.now_s)
+        self.room.add(name(number), claim(positions, client, priority), self.now_s)
         return number
+
+    def has_place(self, client: int) -> bool:
+        """Without anybody who makes way: here each client is a group of its own, of one peer."""
+        return self.room.place_for(claim(1, client)) == (True, None)
+
+    def retry_after_s(self, positions: int, client: int = 0) -> float:
+        return self.room.retry_after_s(claim(positions, client), self.now_s)
 
     def admit(self) -> list[int]:
         admitted = [int.from_bytes(each, "big") for each in self.room.admit(self.now_s)]
@@ -69,7 +81,7 @@ def test_there_is_never_more_held_than_there_is_and_in_the_end_all_is_free(
 ) -> None:
     hall = Hall()
     for what, number, client, priority in script:
-        if what == "ask" and hall.room.has_place(PeerId(f"client {client}")):
+        if what == "ask" and hall.has_place(client):
             hall.ask(number, client, priority)
         elif what == "pass":
             hall.now_s += number
@@ -79,7 +91,7 @@ def test_there_is_never_more_held_than_there_is_and_in_the_end_all_is_free(
         assert hall.held <= POSITIONS
         assert hall.room.free == POSITIONS - hall.held
         assert hall.room.line == len(hall.waiting)
-        assert POLICY.least_retry_s <= hall.room.retry_after_s(50, hall.now_s) <= POLICY.longest_retry_s
+        assert POLICY.least_retry_s <= hall.retry_after_s(50) <= POLICY.longest_retry_s
     for _ in hall.asked:
         for number in list(hall.inside):
             hall.leave(number)
@@ -161,10 +173,10 @@ def test_nobody_fills_the_line_alone_nor_all_together_without_end() -> None:
     hall.ask(POSITIONS)
     hall.admit()
     for _ in range(POLICY.line_per_client):
-        assert hall.room.has_place(PeerId("client 1"))
+        assert hall.has_place(1)
         hall.ask(1, client=1)
-    assert not hall.room.has_place(PeerId("client 1"))
-    while hall.room.has_place(PeerId("client 2")):
+    assert not hall.has_place(1)
+    while hall.has_place(2):
         hall.ask(1, client=2)
     assert hall.room.line == POLICY.line
 
@@ -184,18 +196,18 @@ def test_when_to_come_again_is_when_so_much_has_ended_at_the_pace_till_now(stay_
         begun.append((hall.now_s, hall.ask(25)))
         hall.admit()
     assert hall.room.free == 0
-    assert hall.room.retry_after_s(25, hall.now_s) == pytest.approx(stay_s / 4, rel=0.2)
+    assert hall.retry_after_s(25) == pytest.approx(stay_s / 4, rel=0.2)
     hall.ask(25)
     hall.admit()
-    assert hall.room.retry_after_s(25, hall.now_s) == pytest.approx(stay_s / 2, rel=0.2), "after who waits"
+    assert hall.retry_after_s(25) == pytest.approx(stay_s / 2, rel=0.2), "after who waits"
 
 
 def test_before_any_session_has_ended_those_that_are_here_tell_how_long_one_stays() -> None:
     hall = Hall()
     hall.ask(POSITIONS)
     hall.admit()
-    assert hall.room.retry_after_s(10, hall.now_s) == POLICY.least_retry_s
+    assert hall.retry_after_s(10) == POLICY.least_retry_s
     hall.now_s = 100.0
-    assert hall.room.retry_after_s(10, hall.now_s) == pytest.approx(10.0)
+    assert hall.retry_after_s(10) == pytest.approx(10.0)
     hall.now_s = 10_000.0
-    assert hall.room.retry_after_s(10, hall.now_s) == POLICY.longest_retry_s
+    assert hall.retry_after_s(10) == POLICY.longest_retry_s

@@ -1,0 +1,110 @@
+"""The precisions in which a swarm serves one model, the best first: a client need not name one.
+
+Exact comes first, then the one with the most throughput: more clients find a place there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmnode.core.model import Precision, PrecisionWish
+from llmnode.core.placement.claims import believed, of_weights
+from llmnode.core.placement.policy import RebalancePolicy
+from llmnode.core.placement.servers import PlacedServer, one_speed, throughput
+from llmnode.core.route import uncovered
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from llmnode.core.announcement import Announcement
+    from llmnode.core.model import ModelInfo
+    from llmnode.core.span import Span
+
+NAMED = 4
+"""A message tells of at most this many precisions."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPrecision:
+    """A precision in which at least one server has blocks of the model."""
+
+    precision: Precision
+    servers: int
+    missing: tuple[Span, ...]
+    """Blocks that nobody serves in it."""
+    tokens_per_s: float
+    """The throughput that its servers claim, as far as that is believed; 0 while blocks are missing or unmeasured."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a session can be opened in it."""
+        return not self.missing
+
+
+def served_precisions(
+    model: ModelInfo, announcements: Iterable[Announcement], wish: PrecisionWish
+) -> list[ServedPrecision]:
+    """Every precision that `wish` allows and this version can compute in, in the order in which to try them.
+
+    Those that are served whole come first, then those that lack fewer blocks. Among equals, the one nearest to exact
+    comes first, then those of more throughput. `announcements` are those that count. The precision of `model` does
+    not matter.
+    """
+    of_model = [each for each in of_weights(announcements, model) if each.offer.profile.precision.is_known]
+    # All together: a claim is limited by what others claim, whatever precision it is for.
+    servers = {each.peer: each for each in believed(map(_server, of_model), RebalancePolicy())}
+    by_precision: dict[Precision, list[PlacedServer]] = {}
+    for each in of_model:
+        if wish.allows(each.offer.profile.precision):
+            by_precision.setdefault(each.offer.profile.precision, []).append(servers[each.peer])
+    found = [_served(model.blocks, precision, own) for precision, own in by_precision.items()]
+    return sorted(found, key=lambda each: _order(each, wish))
+
+
+def _order(each: ServedPrecision, wish: PrecisionWish) -> tuple[object, ...]:
+    return (
+        not each.is_whole,
+        sum(map(len, each.missing)),
+        each.precision != wish.nearest,
+        -each.tokens_per_s,
+        each.precision.name,
+    )
+
+
+def _served(blocks: int, precision: Precision, servers: Sequence[PlacedServer]) -> ServedPrecision:
+    missing = uncovered(blocks, [each.span for each in servers])
+    return ServedPrecision(precision, len(servers), tuple(missing), throughput(blocks, servers))
+
+
+def _server(announcement: Announcement) -> PlacedServer:
+    offer = announcement.offer
+    speed = offer.speed_tokens_per_s if offer.block_us else 0.0  # a server that has not measured counts as slow
+    return PlacedServer(announcement.peer, offer.span, one_speed(speed, len(offer.span)))
+
+
+def describe_choice(chosen: ServedPrecision, all_served: Sequence[ServedPrecision], wish: PrecisionWish) -> str:
+    """One line for the user: which precision was found, and why not one nearer to exact."""
+    text = f"{chosen.precision.name}: {_count(chosen.servers)} the whole model in it"
+    if chosen.precision == wish.nearest:
+        return text
+    exact = next((each for each in all_served if each.precision == wish.nearest), None)
+    if exact is None:
+        return f"{text}, and nobody serves {wish.nearest.name}"
+    if exact.is_whole:
+        return f"{text}, and no way through the servers of {wish.nearest.name} was found"
+    return f"{text}, and {wish.nearest.name} lacks blocks {_spans(exact.missing)}"
+
+
+def describe_gaps(served: Sequence[ServedPrecision]) -> str:
+    """For the user, the blocks that each precision lacks, where none is served whole."""
+    lacks = [f"{each.precision.name} lacks blocks {_spans(each.missing)}" for each in served[:NAMED]]
+    return f"{'; '.join(lacks)}, and a session needs all blocks in one precision"
+
+
+def _count(servers: int) -> str:
+    return "one server has" if servers == 1 else f"{servers} servers have"
+
+
+def _spans(spans: Sequence[Span]) -> str:
+    return ", ".join(map(str, spans))

@@ -1,0 +1,155 @@
+"""Decides which sessions have to give up their KV when others wait for it. Knows no clock: it is told the time.
+
+KV is shared by address group, and within a group by peer, since identities are free. A group that wants less than an
+equal share gets that, and the others share the rest (max-min fairness). Sessions go from holders above their share,
+for those that stay within theirs. So what was moved cannot move others to come back, unless these are idle. Idle
+sessions go first. A session in use goes only if its holder still has as much as the one that waits then has, and not
+soon after it came in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from llmnode.core.ids import PeerId, SessionId
+    from llmnode.core.policy import AdmissionPolicy
+    from llmnode.core.priority import Priority
+
+
+@dataclass(frozen=True, slots=True)
+class KvClaim:
+    """A session's claim to KV for this number of positions."""
+
+    client: PeerId
+    group: str
+    """The client's address group."""
+    priority: Priority
+    positions: int
+
+
+@dataclass(slots=True, eq=False)
+class KvLease:
+    """The KV of one session, which has it if it `is_inside`, and else waits for it."""
+
+    session: SessionId
+    claim: KvClaim
+    since_s: float
+    """When it began to wait; once it has come in, when that was."""
+    is_inside: bool = False
+    used_s: float = inf
+    """When it was used last; infinite while it is in use."""
+    is_leaving: bool = False
+    passed_over: int = 0
+
+    @property
+    def positions(self) -> int:
+        """The positions that it has KV for."""
+        return self.claim.positions if self.is_inside else 0
+
+    @property
+    def group(self) -> str:
+        return self.claim.group
+
+    @property
+    def peer(self) -> tuple[str, PeerId]:
+        return self.claim.group, self.claim.client
+
+
+def fair_share(wanted: Iterable[int], total: int) -> float:
+    """The share that each gets of `total`, or less if it wants less. Infinite if there is enough for all."""
+    amounts = sorted(wanted)
+    for number, amount in enumerate(amounts):
+        share = total / (len(amounts) - number)
+        if amount > share:
+            return share
+        total -= amount
+    return inf
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Positions by group, and by peer."""
+
+    of_group: Counter[str]
+    of_peer: Counter[tuple[str, PeerId]]
+
+
+class KvShares:
+    """The shares of `total` positions among those that hold or want some. A lease that is leaving holds nothing."""
+
+    def __init__(self, leases: Iterable[KvLease], total: int, policy: AdmissionPolicy) -> None:
+        self._policy = policy
+        self._leases = [each for each in leases if not each.is_leaving]
+        self.of_group: Counter[str] = Counter()
+        """The positions that each group holds."""
+        self.of_peer: Counter[tuple[str, PeerId]] = Counter()
+        wanted: Counter[str] = Counter()
+        wanted_within: defaultdict[str, Counter[tuple[str, PeerId]]] = defaultdict(Counter)
+        for each in self._leases:
+            self.of_group[each.group] += each.positions
+            self.of_peer[each.peer] += each.positions
+            wanted[each.group] += each.claim.positions
+            wanted_within[each.group][each.peer] += each.claim.positions
+        self.share = fair_share(wanted.values(), total)
+        """The share of a group."""
+        self._within = {
+            group: fair_share(peers.values(), int(min(self.share, wanted[group])))
+            for group, peers in wanted_within.items()
+        }
+
+    def share_within(self, group: str) -> float:
+        """The share of a peer of this group."""
+        return self._within.get(group, inf)
+
+    def choose_moves(self, lease: KvLease, wanted: int, now_s: float) -> Sequence[KvLease]:
+        """The leases that go, so that `lease`, which waits, gets `wanted` more than is free.
+
+        There are none if that is not possible, or if it is not fair: with it, its peer would have more than its share,
+        or its group would have it from another group. A peer that has nothing may always have `first_positions`.
+        """
+        positions = lease.claim.positions
+        if not self._is_within(self.of_peer[lease.peer], positions, self.share_within(lease.group)):
+            return []
+        left = [each for each in self._leases if each.is_inside and each.peer != lease.peer]
+        if not self._is_within(self.of_group[lease.group], positions, self.share):
+            left = [each for each in left if each.group == lease.group]
+        held = _Held(Counter(self.of_group), Counter(self.of_peer))
+        chosen: list[KvLease] = []
+        while (missing := wanted - sum(each.positions for each in chosen)) > 0:
+            ranks = [(rank, each) for each in left if (rank := self._rank(each, held, lease, now_s)) is not None]
+            if not ranks:
+                return []
+            _, best = max(ranks, key=lambda each: each[0])
+            left.remove(best)
+            chosen.append(best)
+            held.of_group[best.group] -= best.positions
+            held.of_peer[best.peer] -= best.positions
+        for each in list(chosen):  # a small one may be of no use beside a large one
+            if each.positions <= -missing:
+                chosen.remove(each)
+                missing += each.positions
+        return chosen
+
+    def _rank(self, each: KvLease, held: _Held, lease: KvLease, now_s: float) -> tuple[float, ...] | None:
+        """The session with the highest rank gives way to `lease` first. None if it does not give way."""
+        of_peer = held.of_peer[each.peer]
+        above = of_peer - self.share_within(each.group)
+        left, gets = of_peer - each.positions, held.of_peer[lease.peer] + lease.claim.positions
+        if each.group != lease.group:
+            above = min(above, held.of_group[each.group] - self.share)
+            left, gets = held.of_group[each.group] - each.positions, held.of_group[lease.group] + lease.claim.positions
+        if above <= 0:
+            return None
+        is_idle = now_s >= each.used_s + self._policy.idle_s
+        if not is_idle and (left < gets or now_s < each.since_s + self._policy.keeps_s):
+            return None
+        return is_idle, held.of_group[each.group], of_peer, -each.used_s
+
+    def _is_within(self, held: int, wanted: int, share: float) -> bool:
+        return held + wanted <= share or (not held and wanted <= self._policy.first_positions)

@@ -1,0 +1,102 @@
+"""A client that names no precision finds the one that the swarm serves, and another if that one's servers are gone."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from llmnode.core.model import EXACT, PRECISIONS, PrecisionWish, wish_named
+from llmnode.core.policy import ClientPolicy, LinkPolicy
+from llmnode.core.span import Span
+from llmnode.errors import NoRoute, PeerError, single_error
+from llmnode.session.found_precision import find_router
+from simulation.world import World, simulated, world
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from llmnode.session.peer_finder import PeerFinder
+    from llmnode.session.router import Router
+
+WHOLE, FRONT, BACK = Span(0, 6), Span(0, 3), Span(3, 6)
+ANY = PrecisionWish()
+
+
+async def start(swarm: World, name: str, dtype: str, span: Span = WHOLE) -> None:
+    """A server that announces its blocks in `dtype`."""
+    node = await swarm.start(name, span)
+    node.role.model = replace(swarm.model, precision=PRECISIONS[dtype])
+    node.role.announce()
+
+
+@asynccontextmanager
+async def finder_of(swarm: World) -> AsyncIterator[PeerFinder]:
+    """That of a client that has heard of all servers."""
+    async with swarm.client() as (router, _):
+        said = {node.peer: node.role.model.profile for node in swarm.nodes.values()}
+        while {each.peer: each.offer.profile for each in router.swarm.view.announcements()} != said:
+            await router.finder.wait_changed()
+        yield router.finder
+
+
+async def find(finder: PeerFinder, wish: PrecisionWish) -> Router:
+    return await find_router(finder.model, wish, finder.pool, finder.swarm, ClientPolicy())
+
+
+async def found(swarm: World, wish: PrecisionWish) -> Router:
+    with single_error():
+        async with finder_of(swarm) as finder:
+            return await find(finder, wish)
+
+
+@simulated
+async def test_exact_if_there_is_a_whole_model_of_it() -> None:
+    async with world() as swarm:
+        for name, dtype in (("quick", "float32+nf4"), ("exact", "float32")):
+            await start(swarm, name, dtype)
+        router = await found(swarm, ANY)
+        assert router.finder.model.precision == EXACT
+        assert [hop.peer for hop in router.route] == [swarm.nodes["exact"].peer]
+        assert (await found(swarm, wish_named("float32+nf4"))).finder.model.precision.name == "float32+nf4"
+
+
+@simulated
+async def test_else_what_there_is_and_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async with world() as swarm:
+        await start(swarm, "half", "float32", FRONT)
+        await start(swarm, "quick", "bfloat16")
+        with caplog.at_level(logging.WARNING, "llmnode"):
+            router = await found(swarm, ANY)
+        assert router.finder.model.precision.name == "bfloat16"
+        assert "bfloat16: one server has the whole model in it, and float32 lacks blocks [3, 6)" in caplog.text
+        with pytest.raises(NoRoute, match=r"some are held in bfloat16, and float32 is asked for"):
+            await found(swarm, wish_named("float32"))
+
+
+@simulated
+async def test_servers_that_are_announced_and_gone_do_not_stand_in_the_way() -> None:
+    async with world() as swarm:
+        for name, dtype in (("gone", "float32"), ("there", "bfloat16")):
+            await start(swarm, name, dtype)
+        async with finder_of(swarm) as finder:
+            swarm.kill("gone")
+            await trio.sleep(LinkPolicy().silence_s + 1)  # its link is known to be dead, and its announcement holds
+            assert (await find(finder, ANY)).finder.model.precision.name == "bfloat16"
+            swarm.kill("there")
+            await trio.sleep(LinkPolicy().silence_s + 1)
+            with pytest.raises(PeerError, match="gone"):
+                await find(finder, ANY)
+
+
+@simulated
+async def test_halves_in_two_precisions_are_told_apart_from_a_whole() -> None:
+    async with world() as swarm:
+        await start(swarm, "front", "float32", FRONT)
+        await start(swarm, "back", "bfloat16", BACK)
+        with pytest.raises(NoRoute, match=r"float32 lacks blocks \[3, 6\); bfloat16 lacks blocks \[0, 3\), and"):
+            await found(swarm, ANY)

@@ -1,0 +1,28 @@
+"""A node that joins a swarm finds out by itself how others serve the model."""
+
+from __future__ import annotations
+
+from llmnode.core.announcement import PeerState
+from llmnode.node.app import RunningNode
+from unit.exact_nodes import exact_node
+from unit.in_trio import in_trio
+
+
+async def until_online(node: RunningNode) -> None:
+    while node.role.offer().state is not PeerState.ONLINE:
+        await node.swarm.wait_changed()
+
+
+@in_trio
+async def test_a_server_that_names_no_precision_joins_in_that_of_the_swarm() -> None:
+    told: list[str] = []
+    auto = {"dtype": "auto", "quant": "auto", "kv_dtype": "auto"}
+    async with exact_node(**auto) as first:
+        assert first.model.precision.name == "float32", "as suits this device"
+    async with exact_node(blocks="0:3", dtype="bfloat16", quant="int8") as first:
+        await until_online(first)
+        async with exact_node(**auto, peers=first.addresses, report=told.append) as second:
+            assert second.model.precision.name == "bfloat16+int8"
+            assert "the swarm has exact in bfloat16+int8, and this node joins it in that" in told
+        async with exact_node(dtype="auto", peers=first.addresses) as third:
+            assert third.model.precision.name == "float32", "quant was named: none"
