@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from llmnode.client.absent_blocks import absent_blocks
 from llmnode.client.batch import Positions
@@ -131,13 +134,28 @@ class Distributed(PreTrainedModel):
     def tie_weights(self, *_args: Any, **_kwargs: Any) -> None:
         """Tied weights have been read as one."""
 
-    def save_pretrained(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        """Raises ConfigError: the weights of the blocks are with the servers."""
-        raise ConfigError("the weights of the blocks are not here: copy the model's folder instead")
+    def save_pretrained(  # type: ignore[override]  # other options mean nothing here
+        self, save_directory: str | Path, **_options: Any
+    ) -> None:
+        """Write the parameters that are trained, and no others, to a file in the folder `save_directory`.
+
+        It is `model.safetensors`, which a trainer of transformers loads when it resumes. A model of PEFT has a
+        `save_pretrained` of its own, in PEFT's format. Raises ConfigError if no parameter requires gradients: the
+        weights of the blocks are with the servers.
+        """
+        trained = {name: each.detach().contiguous() for name, each in self.named_parameters() if each.requires_grad}
+        if not trained:
+            raise ConfigError("nothing here is trained, and the blocks are with the servers: copy the model's folder")
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        base = {"base_model": self.info.name, "base_model_digest": self.info.digest.hex()}
+        save_file(trained, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt", **base})
 
     def push_to_hub(self, *_args: Any, **_kwargs: Any) -> NoReturn:  # type: ignore[override]  # theirs is wrapped
-        """Raises ConfigError as `save_pretrained` does."""
-        self.save_pretrained()
+        """Raises ConfigError: share what PEFT saves."""
+        raise ConfigError(
+            "the weights of the blocks are not here: push a model of PEFT, or what save_pretrained writes"
+        )
 
     def resize_token_embeddings(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         """Raises ConfigError: servers and other clients have the model as it is."""

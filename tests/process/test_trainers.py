@@ -1,0 +1,117 @@
+"""Trainers that people know: transformers' own over remote blocks does what it does over a whole model."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Trainer, TrainingArguments
+
+from llmnode.errors import ConfigError
+from process.pairs import open_pair
+from process.test_training import FURTHEST, _error, _with_head
+from reference.small import VOCABULARY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from process.pairs import Pair
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with open_pair("llama", tmp_path_factory.mktemp("model")) as opened:
+        yield opened
+
+
+def _examples() -> list[dict[str, Any]]:
+    """Texts of unequal lengths; the label says which half of the vocabulary their tokens are of."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(3, 9, (16,), generator=generator).tolist()
+    labels = torch.arange(16) % 2
+    ids = [
+        torch.randint(1, VOCABULARY // 2, (length,), generator=generator) + label * (VOCABULARY // 2)
+        for length, label in zip(lengths, labels, strict=True)
+    ]
+    return [{"input_ids": each, "labels": label} for each, label in zip(ids, labels, strict=True)]
+
+
+def _collated(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    ids = torch.nn.utils.rnn.pad_sequence([each["input_ids"] for each in examples], batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each["input_ids"]) for each in examples], batch_first=True)
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.stack([each["labels"] for each in examples])}
+
+
+def _trainer(model: Any, folder: Path, **changes: Any) -> Trainer:
+    options = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": True,
+        "learning_rate": 0.05,
+        "logging_steps": 1,
+        "save_steps": 2,
+        **changes,
+    }
+    arguments = TrainingArguments(**options)
+    return Trainer(model=model, args=arguments, train_dataset=_examples(), data_collator=_collated)
+
+
+def _losses(trainer: Trainer) -> torch.Tensor:
+    return torch.tensor([each["loss"] for each in trainer.state.log_history if "loss" in each])
+
+
+def test_a_trainer_of_transformers_learns_the_same_and_goes_on_from_what_was_trained_alone(
+    pair: Pair, tmp_path: Path
+) -> None:
+    theirs, ours = _with_head(pair, "sequence-classification", num_labels=2)
+    start = copy.deepcopy(ours.score.state_dict())
+    trainers = []
+    for name, model in (("theirs", theirs), ("ours", ours)):
+        trainers.append(_trainer(model, tmp_path / name))
+        trainers[-1].train()
+    losses = [_losses(trainer) for trainer in trainers]
+    assert len(losses[0]) == STEPS
+    assert _error(losses[1], losses[0]) < 1e-3  # they are logged with four places
+    assert _error(ours.score.weight, theirs.score.weight) < 10 * FURTHEST
+    saved = load_file(tmp_path / "ours" / "checkpoint-2" / "model.safetensors")
+    assert list(saved) == ["score.weight"]
+    trained = ours.score.weight.detach().clone()
+    ours.score.load_state_dict(start)
+    again = _trainer(ours, tmp_path / "ours")
+    again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
+    assert _error(ours.score.weight, trained) < FURTHEST
+
+
+def test_a_trainer_saves_the_adapter_of_peft_alone(pair: Pair, tmp_path: Path) -> None:
+    _, ours = _with_head(pair, "sequence-classification", num_labels=2)
+    config = peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=3)
+    trainer = _trainer(
+        peft.get_peft_model(ours, config), tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=8
+    )
+    trainer.train()
+    saved = load_file(tmp_path / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
+    assert sorted(name.rpartition(".")[2] for name in saved) == ["prompt_embeddings", "weight"]
+    losses = _losses(trainer)
+    assert losses.isfinite().all()
+    assert losses[-1] < losses[0]
+
+
+def test_a_model_in_which_nothing_is_trained_has_nothing_to_save(pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing here is trained"):
+        pair.served.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="not here"):
+        pair.served.push_to_hub("name")
