@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from llmnode.core.ids import PeerId, SessionId
+from llmnode.core.ids import Epoch, PeerId, SessionId
 from llmnode.errors import PeerRefused, PeerTimeout, PeerUnreachable, RemoteProtocolError
 from llmnode.wire.chunk_path import Outcome
 from llmnode.wire.frame import Frame, FrameDecoder, FrameType, encode
 from llmnode.wire.hop_state import HopState
 from llmnode.wire.messages import Refusal, unpack
-from unit.stage_peer import StagePeer
+from unit.stage_peer import STEPS_AHEAD, StagePeer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
-    from llmnode.core.ids import Epoch, Step
+    from llmnode.core.ids import Step
     from llmnode.core.policy import LinkPolicy
     from llmnode.core.route import Hop
     from llmnode.errors import PeerError
@@ -111,11 +111,13 @@ class World:
             if sender != CLIENT and self.strikes("push changed"):
                 first, *rest = bytes(frame.payload)
                 frame = replace(frame, payload=bytes([first ^ 1, *rest]))
-                if (given := self.peers[receiver].sessions.get(frame.session)) is not None:
-                    given.was_given_wrong = True
+                self._note_wrong(receiver, frame.session)
             if self.strikes("step twice"):
                 frames.append(frame)
         frames.append(frame)
+        if frame.type is FrameType.STEP and sender != CLIENT and self.strikes("push ahead"):
+            self._note_wrong(receiver, frame.session)
+            frames += [replace(frame, epoch=Epoch(frame.epoch + 50 + number)) for number in range(STEPS_AHEAD)]
         return True
 
     def strikes(self, fault: str) -> bool:
@@ -128,6 +130,10 @@ class World:
     def spare(self) -> None:
         """Nothing fails any more."""
         self._left.clear()
+
+    def _note_wrong(self, receiver: PeerId, session: SessionId) -> None:
+        if (given := self.peers[receiver].sessions.get(session)) is not None:
+            given.was_given_wrong = True
 
     # For sessions
 

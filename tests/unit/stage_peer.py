@@ -35,6 +35,9 @@ POLICY = ServePolicy()
 QUEUED = 4 * POLICY.steps_ahead
 """Frames of one session that may wait."""
 RETRY_AFTER_S = 3.0
+STEPS_AHEAD = POLICY.steps_ahead
+WRONGED = {RefusalCode.CONFLICT, RefusalCode.TOO_FAR_AHEAD}
+"""The refusals of a client's own steps after others have pushed wrong ones."""
 
 
 class Wires(Protocol):
@@ -292,7 +295,7 @@ class StagePeer:
         self, client: PeerId, frame: Frame, code: RefusalCode, reason: str, retry_after_s: float | None = None
     ) -> None:
         session = self.sessions.get(frame.session)
-        is_wronged = code is RefusalCode.CONFLICT and session is not None and session.was_given_wrong
+        is_wronged = code in WRONGED and session is not None and session.was_given_wrong
         assert is_wronged or code not in ALL_WOULD_REFUSE, f"{frame.type.name} is refused: {code}, {reason}"
         meta = pack(messages.Refusal(code, reason, int(1000 * (retry_after_s or 0))))
         refusal = Frame(FrameType.REFUSAL, frame.session, frame.epoch, frame.step, meta=meta)

@@ -181,10 +181,12 @@ class Stage:
         known = self._held.get(key)
         if known is not None:
             return _wait_if_same(frame, known)
-        if len(self._held) >= self.steps_ahead:
-            return Refuse(frame, RefusalCode.TOO_FAR_AHEAD, f"{self._due} is due, {len(self._held)} wait")
         self._held[key] = frame
-        return Wait()
+        if len(self._held) <= self.steps_ahead:
+            return Wait()
+        # Those nearest to their turn stay: else a peer that may push steps could take all places for epochs to come.
+        last = self._held.pop(max(self._held))
+        return Refuse(last, RefusalCode.TOO_FAR_AHEAD, f"{self._due} is due, {len(self._held)} wait")
 
     def _truncate(self, frame: Frame) -> Action:
         if self._computing is not None:

@@ -39,6 +39,7 @@ FAULTS = {
     "step twice": 4,
     "push changed": 4,
     "push denied": 2,
+    "push ahead": 1,
     "no room": 2,
     "no memory": 2,
     "cannot push": 3,

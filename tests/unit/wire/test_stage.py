@@ -224,6 +224,17 @@ def test_a_step_too_far_ahead_is_refused_and_can_be_sent_again_in_time() -> None
     assert bytes(server.kv) == b"wxxxy"
 
 
+def test_steps_of_epochs_to_come_keep_no_step_of_this_one_away() -> None:
+    server = after(*(step(number, 0, b"x", epoch=50) for number in range(STEPS_AHEAD)))
+    refused = server.serve(step(1, 1, b"b"))
+    assert code_of(refused) is RefusalCode.TOO_FAR_AHEAD
+    assert isinstance(refused, Refuse)
+    assert (refused.frame.epoch, refused.frame.step) == (50, STEPS_AHEAD - 1), "it is the last whose turn comes"
+    server.serve(step(2, 2, b"c"))
+    server.serve(step(0, 0, b"a"))
+    assert bytes(server.kv) == b"abc"
+
+
 def test_a_failed_step_can_be_sent_again_and_those_behind_it_follow() -> None:
     server = after(SECOND)
     server.receive(FIRST)

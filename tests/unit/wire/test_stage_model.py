@@ -52,10 +52,11 @@ class Model:
         if known:
             return Wait
         if frame.epoch > self.epoch or frame.step > self.due:
-            if len(self.waiting) == STEPS_AHEAD:
-                return RefusalCode.TOO_FAR_AHEAD
             self.waiting.append(frame)
-            return Wait
+            if len(self.waiting) <= STEPS_AHEAD:
+                return Wait
+            self.waiting.remove(max(self.waiting, key=lambda each: (each.epoch, each.step)))
+            return RefusalCode.TOO_FAR_AHEAD
         if frame.start != len(self.contents):
             return RefusalCode.WRONG_POSITION
         self.computing = frame
