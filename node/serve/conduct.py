@@ -1,4 +1,4 @@
-"""Malformed frames cost the link that they come over: a few may be a bug of the peer, many are an attack.
+"""Malformed frames, and steps that nobody asked for, cost the link that they come over: a few may be a bug, or late.
 
 They count for the address group that they come from: identities and links are free. A peer that sends none keeps its
 links, whatever others of its group do.
@@ -18,12 +18,18 @@ if TYPE_CHECKING:
 
 
 class Conduct:
-    """The malformed frames that a node has received."""
+    """The malformed and unasked frames that a node has received."""
 
     def __init__(self, policy: ServePolicy) -> None:
-        self._rates = Rates(policy.malformed_burst, policy.malformed_per_s)
+        self._malformed = Rates(policy.malformed_burst, policy.malformed_per_s)
+        self._unasked = Rates(policy.unasked_burst, policy.unasked_per_s)
 
     async def note_malformed(self, link: Link) -> None:
         """A frame of this link was malformed. The link ends if there were too many."""
-        if not self._rates.take(link.group, trio.current_time()):
+        if not self._malformed.take(link.group, trio.current_time()):
             await link.end("too many malformed frames")
+
+    async def note_unasked(self, link: Link) -> None:
+        """A step of this link is for no session that takes it. The link ends if there were too many."""
+        if not self._unasked.take(link.group, trio.current_time()):
+            await link.end("too many steps that nobody asked for")

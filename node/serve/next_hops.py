@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING
 
 import trio
@@ -30,6 +31,8 @@ class NextHops:
         self, pool: ConnectionPool | None, addresses: Callable[[PeerId], Sequence[str] | None], policy: ServePolicy
     ) -> None:
         """`addresses` are those of a peer that serves the same model, None for any other peer."""
+        self.numbers = count(1)
+        """Each right to push has one of its own (`push_right.py`)."""
         self._pool = pool
         self._addresses = addresses
         self._policy = policy

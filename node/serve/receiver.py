@@ -12,11 +12,12 @@ from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.peers.relaying import RelayBudget
 from llmnode.errors import PeerError
 from llmnode.node.serve.next_hops import no_next_hop
+from llmnode.node.serve.push_right import PushRight
 
 if TYPE_CHECKING:
+    from llmnode.core.ids import Epoch
     from llmnode.node.serve.served_span import ServedSpan
     from llmnode.ports import Link
-    from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.wire.frame import Frame
     from llmnode.wire.messages import Neighbours
 
@@ -28,37 +29,57 @@ class Receiver:
 
     def __init__(self, served: ServedSpan) -> None:
         self._served = served
-        self._found: tuple[PeerConnection, SessionId] | None = None
+        self._right: PushRight | None = None
         self._relayed = RelayBudget(served.policy.relayed)
         self._asked_s: float | None = None  # since when a next hop is asked for that was not found
 
-    async def find(self, request: Neighbours) -> None:
+    async def find(self, request: Neighbours, epoch: Epoch) -> None:
         """Have the one that the client names, or none. Raises PeerRefused if it cannot be had."""
-        self._found = None
+        self.close()
         if request.receiver == self._served.network.peer:
             raise no_next_hop(self._served.network.peer)
         if request.receiver:
             if not request.again or self._asked_s is None:
                 self._asked_s = trio.current_time()
-            peer = PeerId(request.receiver)
-            connection = await self._served.next_hops.find(peer, self._asked_s, again=request.again)
-            self._found = connection, SessionId(request.receiver_session)
+            peer, hops = PeerId(request.receiver), self._served.next_hops
+            connection = await hops.find(peer, self._asked_s, again=request.again)
+            session, patience_s = SessionId(request.receiver_session), self._served.policy.push_patience_s
+            self._right = PushRight(connection, session, hops.numbers, patience_s)
             self._asked_s = None
+            await self.prepare(epoch, 0)
+
+    async def prepare(self, epoch: Epoch, size_bytes: int) -> None:
+        """A step of this size is about to be pushed: have the right to it by then."""
+        if self._right is not None:
+            try:
+                await self._right.ask(epoch, size_bytes)
+            except PeerError as error:
+                self._give_up(error)
 
     async def push(self, step: Frame, client: Link | None) -> bool:
         """Give it the step, which is for its session. False if it was not given: then it goes by way of the client."""
-        if self._found is None:
+        if (right := self._right) is None:
             return False
-        connection, session = self._found
-        if connection.best.relayed and not self._may_relay(step, client):
+        if right.connection.best.relayed and not self._may_relay(step, client):
             return False
         try:
-            await connection.best.tell(replace(step, session=session))
+            if not await right.get(step.epoch, step.size_bytes):
+                return False
+            await right.connection.best.tell(replace(step, session=right.session))
         except PeerError as error:
-            log.info("cannot push: %s", error)
-            self._found = None
+            self._give_up(error)
             return False
         return True
+
+    def close(self) -> None:
+        """There is none from now on."""
+        if self._right is not None:
+            self._right.close()
+            self._right = None
+
+    def _give_up(self, error: PeerError) -> None:
+        log.info("cannot push: %s", error)
+        self.close()
 
     def _may_relay(self, step: Frame, client: Link | None) -> bool:
         """Whether the step may go through a relay. Otherwise it goes by way of the client, if that is nearer."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from llmnode.node.serve.adapter_store import AdapterInUse, AdapterStore
     from llmnode.node.serve.admission import Admission
     from llmnode.node.serve.next_hops import NextHops
+    from llmnode.node.serve.push_inlet import PushDesk
     from llmnode.node.serve.work_turns import WorkTurns
     from llmnode.ports import Network, Worker
 
@@ -48,6 +49,7 @@ class ServedSpan:
     network: Network
     """It signs receipts."""
     next_hops: NextHops
+    desk: PushDesk
     tally: ServeStats
     work_turns: WorkTurns
 

@@ -30,6 +30,7 @@ from llmnode.node.serve.links import accept_links, answer_about_swarm, log_bug
 from llmnode.node.serve.next_hops import NextHops
 from llmnode.node.serve.passes import REQUESTS as PASSES
 from llmnode.node.serve.passes import LinkPasses
+from llmnode.node.serve.push_inlet import LinkGrants, PushDesk
 from llmnode.node.serve.served_span import ServedSpan, ServeStats
 from llmnode.node.serve.session import REQUESTS, Asked, ServerSession
 from llmnode.node.serve.work_turns import WorkTurns
@@ -42,7 +43,6 @@ from llmnode.wire.messages import (
     Leased,
     OpenRequest,
     Pass,
-    Pushed,
     RefusalCode,
     check_empty,
     pack,
@@ -50,6 +50,7 @@ from llmnode.wire.messages import (
 )
 from llmnode.wire.payload import Codec, HiddenForm
 from llmnode.wire.profile import profile_fields, profile_of
+from llmnode.wire.push_messages import Pushed, PushLimit
 from llmnode.wire.refusal import refusal_for
 from llmnode.wire.stage import Stage
 
@@ -91,10 +92,12 @@ class Server:
     """The blocks that are served, or that are being loaded."""
     work_turns: WorkTurns = field(default_factory=WorkTurns)
     next_hops: NextHops = field(init=False)
+    desk: PushDesk = field(init=False)
     conduct: Conduct = field(init=False)
 
     def __post_init__(self) -> None:
         self.next_hops = NextHops(self.pushes, self._addresses, self.policy)
+        self.desk = PushDesk(self.network.budget, self.policy)
         self.conduct = Conduct(self.policy)
 
     async def run(self) -> None:
@@ -117,8 +120,8 @@ class Server:
         admission = Admission(worker, self.policy.room)
         adapters = AdapterStore(worker, self.model, self.policy, self.network.budget)
         self.network.budget.process.set_limit(Resource.LOGS, worker.kv_tokens * self.model.row_bytes)
-        shared = self.model, self.policy, self.network, self.next_hops, self.tally, self.work_turns
-        self.served = ServedSpan(worker, admission, adapters, *shared)
+        shared = self.network, self.next_hops, self.desk, self.tally, self.work_turns
+        self.served = ServedSpan(worker, admission, adapters, self.model, self.policy, *shared)
         self.span, self.is_draining = worker.span, False
 
     def refuse_sessions(self) -> None:
@@ -230,6 +233,7 @@ class ServerLink:
         self._nursery = nursery
         self._passes = LinkPasses(link, nursery, self._served_for, server.on_bug)
         self._adapters = LinkAdapters(link, nursery, server.policy, server.holder_of, server.on_bug)
+        self._grants = LinkGrants(link, server.desk, nursery, server.on_bug)
 
     async def run(self) -> None:
         try:
@@ -238,6 +242,7 @@ class ServerLink:
         finally:
             self._passes.close()
             self._adapters.close()
+            self._grants.close()
             for session in self._sessions():
                 self._server.leave_link(session)
 
@@ -256,18 +261,22 @@ class ServerLink:
                     await self._link.send(answer)
                 case FrameType.OPEN:
                     self._open(frame)
-                case FrameType.STEP if self._is_pushed(frame):
+                case FrameType.STEP if self._of_client(frame) is None:
                     await self._take_push(frame)
                 case FrameType.STEP | FrameType.TRUNCATE:
                     check_empty(frame.meta, frame.type.name)
-                    await self._session(frame).submit(frame)
+                    await self._session(frame).inbox.put(frame)
                 case request if request in REQUESTS:
                     unpack(REQUESTS[request], frame.meta)  # here, where a malformed frame costs the link
-                    await self._session(frame).submit(frame)
+                    await self._session(frame).inbox.put(frame)
                 case request if request in PASSES:
                     self._passes.begin(frame)
                 case request if request in ADAPTERS:
                     self._adapters.begin(frame)
+                case FrameType.WANT:
+                    self._grants.note(frame, unpack(PushLimit, frame.meta).limit_bytes)
+                    if (wanted := self._server.sessions.get(frame.session)) is not None:
+                        wanted.inbox.pushes.hear(self._grants)
                 case FrameType.CLOSE:
                     check_empty(frame.meta, "CLOSE")
                     self._session(frame).close()
@@ -362,29 +371,35 @@ class ServerLink:
                 self._server.note_end()
         await session.say_farewell(link)
 
-    def _is_pushed(self, frame: Frame) -> bool:
-        session = self._server.sessions.get(frame.session)
-        return session is not None and session.link is not self._link and session.sender == self._link.peer
-
     async def _take_push(self, frame: Frame) -> None:
         """A step from the hop before, on the client's behalf. Its faults are not blamed on the client.
 
-        The client has begun this epoch at all hops before it lets them push.
+        One that was not granted costs its peer. Raises PeerRefused for it.
         """
-        try:
-            session = self._server.sessions[frame.session]
-            if frame.epoch > session.stage.epoch:
-                raise RemoteProtocolError(f"of epoch {frame.epoch}, which has not begun")
-            if frame.meta:  # out of a log it comes without
-                unpack(Pushed, frame.meta)
-            await session.submit(frame)
-            self._server.tally.given_directly += 1
-        except (PeerRefused, RemoteProtocolError) as error:
-            log.info("dropped a step pushed by peer=%s: %s", self._link.peer, error)
+        peer, session = self._link.peer, self._server.sessions.get(frame.session)
+        if session is not None and session.inbox.pushes.sender == peer:
+            try:
+                if frame.meta:  # out of a log it comes without
+                    unpack(Pushed, frame.meta)
+                if session.inbox.put_pushed(frame, self._grants):
+                    self._server.tally.given_directly += 1
+                    return
+            except (PeerRefused, RemoteProtocolError) as error:
+                log.info("dropped a step pushed by peer=%s: %s", peer, error)
+                return
+        if self._server.desk.is_late(peer, frame.size_bytes):
+            log.debug("dropped a late step of peer=%s", peer)
+            return
+        await self._server.conduct.note_unasked(self._link)
+        raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "no session takes this step over this link")
+
+    def _of_client(self, frame: Frame) -> ServerSession | None:
+        """The session of the frame, if it answers over this link."""
+        session = self._server.sessions.get(frame.session)
+        return session if session is not None and session.link is self._link else None
 
     def _session(self, frame: Frame) -> ServerSession:
-        session = self._server.sessions.get(frame.session)
-        if session is None or session.link is not self._link:
+        if (session := self._of_client(frame)) is None:
             raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "no such session is open over this link")
         return session
 

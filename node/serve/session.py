@@ -19,19 +19,19 @@ import trio
 from llmnode import _native
 from llmnode.core import operations
 from llmnode.core.ids import PeerId, SessionId
+from llmnode.core.links.push_grants import ReplayBudget
 from llmnode.core.operations import Forward, Truncate
 from llmnode.core.serving.kv_shares import KvClaim
 from llmnode.errors import ConfigError, PeerError, PeerRefused, RemoteProtocolError, WorkerLost
 from llmnode.node.serve.receipt_signer import ReceiptSigner
 from llmnode.node.serve.receiver import Receiver
-from llmnode.node.serve.session_memory import SessionMemory
+from llmnode.node.serve.session_inbox import SessionInbox
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.log import PayloadLog
 from llmnode.wire.messages import (
     ForkRequest,
     Neighbours,
     Opened,
-    Pushed,
     RefusalCode,
     Replay,
     Replayed,
@@ -40,6 +40,7 @@ from llmnode.wire.messages import (
     pack,
     unpack,
 )
+from llmnode.wire.push_messages import PUSHED_BYTES, Pushed
 from llmnode.wire.receipt import profile_digest
 from llmnode.wire.refusal import refusal_for, refusal_of
 from llmnode.wire.stage import Compute, Copy, Do, Refuse, Repeat, Wait
@@ -95,8 +96,6 @@ class ServerSession:
     ) -> None:
         """`beside` are all sessions of the server, this one too. Raises PeerRefused if its adapter is not here."""
         self.stage = stage
-        self.sender: PeerId | None = None
-        """The peer that may send its steps, besides the client."""
         self.client, self._group = link.peer, link.group
         self.link: Link | None = link
         """None while it waits for its client to come back, and when it has ended."""
@@ -123,31 +122,13 @@ class ServerSession:
         opened = pack(Opened(self._signer.nonce)) if self._signer.nonce else b""
         # The client waits for an answer to this.
         self._doing = Frame(FrameType.OPENED, stage.session, stage.epoch, meta=opened)
-        rows_bytes = asked.form.bytes_of(stage.max_length)
-        self.memory = SessionMemory(link.scope, rows_bytes, served.policy.memory_patience_s, served.work_turns)
-        self._submitted, self._frames = trio.open_memory_channel[Frame](4 * served.policy.steps_ahead)
-
-    async def submit(self, frame: Frame) -> None:
-        """Queue a frame of the session, after a wait if there is no memory for it.
-
-        Raises RemoteProtocolError or PeerRefused for what cannot be.
-        """
-        if frame.type is FrameType.STEP:
-            self._form.check(frame)
-            self.stage.check(frame)
-        await self.memory.queue(frame.size_bytes)
-        try:
-            self._submitted.send_nowait(frame)
-        except trio.WouldBlock:
-            self._free(frame.size_bytes)
-            raise PeerRefused(RefusalCode.TOO_FAR_AHEAD, "too many steps are waiting") from None
-        except trio.ClosedResourceError:
-            self._free(frame.size_bytes)
-            raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "this session is being closed") from None
+        self.inbox = SessionInbox(stage, asked.form, link.scope, served)
+        self._memory = self.inbox.memory
+        self._replays = ReplayBudget(served.policy.replayed_times, served.policy.replayed_every_s)
 
     def close(self) -> None:
         """End the session after the frames that are queued; at once if it waits for room."""
-        self._submitted.close()
+        self.inbox.close()
         if not self.has_kv:
             self._scope.cancel()
 
@@ -173,8 +154,8 @@ class ServerSession:
     def end(self) -> None:
         """Called when `run` is over: nothing of it is left for anybody."""
         self.link, self.has_kv = None, False
-        self.close()
-        self.memory.close()
+        self.inbox.end()
+        self._receiver.close()
 
     def release(self) -> None:
         """Its KV is freed: nothing computes for it any more."""
@@ -191,7 +172,7 @@ class ServerSession:
         self._count_within(self.served.network.budget.of_peer(link.scope))
 
     async def move(self, link: Link, frame: Frame) -> None:
-        """Answer over another link of the same client from now on; `frame` is its RESUME. Raises as `submit`.
+        """Answer over another link of the same client from now on; `frame` is its RESUME. Raises as `put`.
 
         Frames that were queued before are done first. The lease is over.
         """
@@ -200,12 +181,12 @@ class ServerSession:
         self._count_within(link.scope)
         self.link, self.lease_s = link, 0.0
         self._scope.deadline = math.inf
-        await self.submit(frame)
+        await self.inbox.put(frame)
 
     def _count_within(self, around: Scope) -> None:
         """From now on the memory of the session counts there. Without room it ends: raises PeerRefused."""
         try:
-            self.memory.move(around)
+            self._memory.move(around)
         except PeerRefused:
             self._scope.cancel()
             raise
@@ -232,7 +213,7 @@ class ServerSession:
         while True:
             with trio.move_on_after(self.served.policy.session_idle_s) as idle:
                 try:
-                    frame = self._doing = await self._frames.receive()
+                    frame = self._doing = await self.inbox.take()
                 except trio.EndOfChannel:
                     return
             if idle.cancelled_caught:
@@ -242,7 +223,7 @@ class ServerSession:
                 await self._handle(frame)
             except (PeerRefused, RemoteProtocolError) as error:
                 await self._send(refusal_for(frame, error))
-            self._free(frame.size_bytes)
+            self.inbox.done(frame, self._logged_bytes)
 
     async def _handle(self, frame: Frame) -> None:
         """Raises RemoteProtocolError or PeerRefused for a frame that has changed nothing."""
@@ -256,10 +237,6 @@ class ServerSession:
                 await self._replay(frame)
             case _:
                 await self._follow(frame)
-
-    def _free(self, size_bytes: int) -> None:
-        """A frame is done with: what is left of it waits in the stage, or is logged."""
-        self.memory.settle(size_bytes, self.stage.held_bytes, self._logged_bytes)
 
     @property
     def _logged_bytes(self) -> int:
@@ -302,14 +279,15 @@ class ServerSession:
     async def _compute(self, frame: Frame) -> None:
         try:
             self._form.check_values(frame)
-            await self.memory.begin_work(self._form.work_bytes(frame.length))
+            await self._receiver.prepare(frame.epoch, self._form.bytes_of(frame.length) + PUSHED_BYTES)
+            await self._memory.begin_work(self._form.work_bytes(frame.length))
             try:
-                self.memory.log(self._logged_bytes + self._form.bytes_of(frame.length))
+                self._memory.log(self._logged_bytes + self._form.bytes_of(frame.length))
                 forward = Forward(frame.session, frame.start, frame.length, self._form.decode(frame))
                 computed = await self._worker.do(forward)
                 payload = self._form.encode(computed.hidden)
             finally:
-                self.memory.end_work()
+                self._memory.end_work()
             if not self._form.is_sound(payload, frame.length):  # the next hop would refuse it
                 raise ConfigError(f"blocks {self._span} put out numbers that are not finite")
         except PeerRefused as refusal:
@@ -362,7 +340,7 @@ class ServerSession:
     async def _copy(self, frame: Frame, source: ServerSession, operation: operations.Fork | Truncate) -> None:
         outputs = source._outputs.copy() if source._outputs is not None else None  # as they are now, and the KV is
         try:
-            self.memory.log(0 if outputs is None else outputs.size_bytes)
+            self._memory.log(0 if outputs is None else outputs.size_bytes)
         except PeerRefused as refusal:
             await self._refuse_step(frame, refusal.code, refusal.reason)
             return
@@ -392,10 +370,10 @@ class ServerSession:
             raise RemoteProtocolError(f"{asked}, {positions} logged")
         if size_bytes > self.served.policy.replay_bytes:
             raise RemoteProtocolError(f"{asked}, more than {self.served.policy.replay_bytes} bytes")
-        await self.memory.queue(size_bytes)
+        await self._memory.queue(size_bytes)
         payload = outputs.read(frame.start, frame.length)
-        self._free(size_bytes)  # from here on the link holds it
-        pushed = request.push and await self._push(frame, payload, b"")
+        self.inbox.settle(size_bytes, self._logged_bytes)  # from here on the link holds it
+        pushed = request.push and self._may_replay(size_bytes) and await self._push(frame, payload, b"")
         meta = pack(Replayed(_native.blake3_digest(payload), pushed))
         await self._send(self._answer(FrameType.REPLAYED, frame, meta, b"" if pushed else payload))
 
@@ -405,14 +383,18 @@ class ServerSession:
         Raises as `_handle`.
         """
         request = unpack(Neighbours, frame.meta)
-        self.sender = PeerId(request.sender) if request.sender else None
+        self.inbox.pushes.expect(PeerId(request.sender) if request.sender else None)
         self._quiet = request.quiet
-        await self._receiver.find(request)
+        await self._receiver.find(request, frame.epoch)
         await self._send(Frame(FrameType.FORWARDED, frame.session, frame.epoch, frame.step))
 
     async def _push(self, frame: Frame, payload: Buffer, meta: bytes) -> bool:
         """To the next hop, as its step of the same number."""
         return await self._receiver.push(self._answer(FrameType.STEP, frame, meta, payload), self.link)
+
+    def _may_replay(self, size_bytes: int) -> bool:
+        """Whether the log may be pushed again, as far as this."""
+        return self._replays.allows(size_bytes, self._logged_bytes, trio.current_time())
 
     def _done(self, kind: FrameType, frame: Frame) -> Frame:
         """The answer to a frame that changed the KV: where it stands now."""

@@ -50,6 +50,11 @@ class SessionMemory:
         await self._grow(self._waiting, size_bytes)
         self._queued_bytes += size_bytes
 
+    def drop(self, size_bytes: int) -> None:
+        """A frame that was queued last is not kept."""
+        self._queued_bytes -= size_bytes
+        self._waiting.resize(self._waiting.amount - size_bytes)
+
     def settle(self, size_bytes: int, held_bytes: int, logged_bytes: int) -> None:
         """A frame of `size_bytes` that was queued is done with. The session holds no more than before then."""
         self._queued_bytes -= size_bytes

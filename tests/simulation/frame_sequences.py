@@ -13,9 +13,10 @@ from llmnode.core.ids import NO_SESSION, SESSION_ID_BYTES, Epoch, SessionId, Ste
 from llmnode.core.priority import Priority
 from llmnode.testing import EXACT_MODEL, exact_input
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import ForkRequest, Lease, Neighbours, OpenRequest, Pushed, Replay, pack
+from llmnode.wire.messages import ForkRequest, Lease, Neighbours, OpenRequest, Replay, pack
 from llmnode.wire.payload import Codec, encode_hidden
 from llmnode.wire.profile import profile_fields
+from llmnode.wire.push_messages import Pushed
 
 if TYPE_CHECKING:
     import random

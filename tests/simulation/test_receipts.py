@@ -17,7 +17,8 @@ from llmnode.node.serve import session as serving
 from llmnode.receipts.audit import audit
 from llmnode.receipts.transcript import parse
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Opened, OpenRequest, Pushed, Result, pack, unpack
+from llmnode.wire.messages import Opened, OpenRequest, Result, pack, unpack
+from llmnode.wire.push_messages import Pushed
 from llmnode.wire.receipt import Receipt, is_proof, is_public, is_valid, profile_digest, signed
 from simulation.world import MODEL, ROW, Dialogue, World, pairs_of_servers, simulated
 

@@ -21,7 +21,6 @@ from llmnode.wire.messages import (
     OpenRequest,
     Pass,
     Passed,
-    Pushed,
     Refusal,
     Replay,
     Replayed,
@@ -30,6 +29,7 @@ from llmnode.wire.messages import (
     pack,
     unpack,
 )
+from llmnode.wire.push_messages import Pushed, PushLimit
 
 Kind: TypeAlias = Any  # one of KINDS: the union of their types says no more
 Value: TypeAlias = Any  # anything that msgpack can carry
@@ -164,6 +164,7 @@ KINDS: dict[Kind, dict[str, Rule]] = {
     },
     Passed: {"queue_us": MICROSECONDS, "compute_us": MICROSECONDS},
     Pushed: {"input_digest": DIGEST, "signature": SIGNATURE},
+    PushLimit: {"limit_bytes": TOTAL},
     Replay: {"push": FLAG},
     Replayed: {"output_digest": DIGEST, "pushed": FLAG},
     Lease: {"lease_ms": U32, "leaves": FLAG},

@@ -23,6 +23,7 @@ from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.log import PayloadLog
 from llmnode.wire.messages import RefusalCode, pack, unpack
 from llmnode.wire.payload import HiddenForm
+from llmnode.wire.push_messages import Pushed
 from llmnode.wire.stage import Compute, Copy, Do, Refuse, Repeat, Stage, Wait
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class StagePeer:
             session = None
         if frame.type is FrameType.STEP and (session is None or sender != session.client):
             if session is not None:  # else it comes after the session's end
-                unpack(messages.Pushed, frame.meta or pack(messages.Pushed(bytes(32), SIGNATURE)))
+                unpack(Pushed, frame.meta or pack(Pushed(bytes(32), SIGNATURE)))
                 self._submit(session, frame)
             return
         if session is None or not (session.has_client or frame.type is FrameType.RESUME):
@@ -228,8 +229,8 @@ class StagePeer:
         if session.outputs is not None:
             session.outputs.append(payload, frame.length)
         digests = blake3_digest(frame.payload), blake3_digest(payload)
-        pushed = self._push(session, frame, payload, pack(messages.Pushed(digests[0], SIGNATURE)))
-        shown = unpack(messages.Pushed, frame.meta) if frame.meta else None
+        pushed = self._push(session, frame, payload, pack(Pushed(digests[0], SIGNATURE)))
+        shown = unpack(Pushed, frame.meta) if frame.meta else None
         result = messages.Result(
             0, 0, *digests, SIGNATURE, pushed, shown.input_digest if shown else b"", shown.signature if shown else b""
         )

@@ -32,6 +32,8 @@ class Resource(Enum):
     MEMORY = "bytes of memory"
     WINDOWS = "bytes that may arrive ahead of our reading"
     """A part of the memory."""
+    PUSHES = "bytes that other servers may push"
+    """A part of the memory."""
     WORK = "bytes of steps that are computed"
     PASSES = "bytes of passes, which train"
     """Apart from the work, so that passes that wait take no room from steps."""
@@ -309,11 +311,12 @@ class Account:
 def choose_victim(full: Scope, asker: Scope, resource: Resource) -> Scope | None:
     """The connection to drop so that `asker` gets what `full` has refused; None if `asker` is to go without.
 
-    It is of an address group that holds more than the asker's. A connection that has sessions is only dropped if
-    its group holds more than its share. Within the group, the least worth goes first, then what holds most, then
-    the newest. Within the asker's own group, only what nothing uses makes way, the oldest first; or, for memory,
-    what holds more than the asker and is worth no more. Nothing makes way for work: there is room for it in a moment.
-    Adapters make way for each other (`core/serving/adapter_shelf.py`).
+    It is of an address group that holds more than the asker's. One that nothing uses goes first, then those of groups
+    that hold more than their share, with sessions or without: sessions cost nothing. A group below its share loses
+    only one without sessions. Within the group, the least worth goes first, then what holds most, then the newest.
+    Within the asker's own group, only what nothing uses makes way, the oldest first; or, for memory, what holds more
+    than the asker and is worth no more. Nothing makes way for work: there is room for it in a moment. Adapters make
+    way for each other (`core/serving/adapter_shelf.py`).
     """
     if resource in (Resource.WORK, Resource.PASSES, Resource.ADAPTERS):
         return None
@@ -326,10 +329,10 @@ def choose_victim(full: Scope, asker: Scope, resource: Resource) -> Scope | None
     ]
     groups = {group for each in rivals if (group := each.of_kind(Kind.GROUP)) is not None}
     limit = full.limit(resource)
-    share = 0 if limit is None else limit // max(1, len(groups))
+    of_groups = sum(each.held[resource] for each in full.within(Kind.GROUP))
+    share = 0 if limit is None else (limit - full.held[resource] + of_groups) // max(1, len(groups))
     own_held = 0 if own is None else own.held[resource]
-    for worth in (Worth.NOTHING, Worth.LINK, Worth.USED):
-        least = share if worth is Worth.USED else 0
+    for worth, least in ((Worth.NOTHING, 0), (Worth.LINK, share), (Worth.USED, share), (Worth.LINK, 0)):
         of_others = [
             (group.held[resource], each.held[resource], each.number, each)
             for each in rivals
@@ -363,6 +366,7 @@ def limits_of(policy: BudgetPolicy, kind: Kind) -> dict[Resource, int]:
             return {
                 Resource.MEMORY: int((1 - policy.work_share - policy.pass_share) * policy.memory_bytes),
                 Resource.WINDOWS: int(policy.window_share * policy.memory_bytes),
+                Resource.PUSHES: int(policy.push_share * policy.memory_bytes),
                 Resource.WORK: int(policy.work_share * policy.memory_bytes),
                 Resource.PASSES: int(policy.pass_share * policy.memory_bytes),
                 Resource.LOGS: 0,
@@ -378,6 +382,7 @@ def limits_of(policy: BudgetPolicy, kind: Kind) -> dict[Resource, int]:
             return {
                 Resource.MEMORY: int(policy.group_share * policy.memory_bytes),
                 Resource.WINDOWS: int(policy.group_share * policy.window_share * policy.memory_bytes),
+                Resource.PUSHES: int(policy.group_share * policy.push_share * policy.memory_bytes),
                 Resource.ADAPTERS: int(policy.group_share * policy.adapter_bytes),
                 Resource.INBOUND: int(policy.group_share * policy.connections),
                 Resource.LINKS: int(policy.group_share * policy.links),
@@ -389,6 +394,7 @@ def limits_of(policy: BudgetPolicy, kind: Kind) -> dict[Resource, int]:
             return {
                 Resource.MEMORY: int(policy.peer_share * policy.memory_bytes),
                 Resource.WINDOWS: int(policy.peer_share * policy.window_share * policy.memory_bytes),
+                Resource.PUSHES: int(policy.peer_share * policy.push_share * policy.memory_bytes),
                 Resource.ADAPTERS: int(policy.peer_share * policy.adapter_bytes),
                 Resource.INBOUND: policy.connections_per_peer,
                 Resource.STREAMS: policy.streams_per_peer,

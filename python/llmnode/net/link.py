@@ -100,6 +100,7 @@ class Libp2pLink:
         self._unwritten = memoryview(b"")  # of what was taken from the outbox
         self._writer = trio.lowlevel.ParkingLot()  # the writing task, when all is written
         self._received, self._incoming = trio.open_memory_channel[Frame](policy.queue_frames)
+        self._queue_bytes = policy.most_queued_bytes
         self._received_bytes = 0
         self._unpacking_bytes = 0
         self._waiting_bytes = 0  # of frames for which the outbox has no room yet
@@ -220,7 +221,7 @@ class Libp2pLink:
                     if frame.type is FrameType.HEARTBEAT:
                         self._take_rate(1000.0 * frame.start)
                     else:
-                        self._deliver(await self._take(frame))
+                        await self._deliver(await self._take(frame))
                 self._charge()
                 self._arrivals.note(len(chunk), now_s, inside=not decoder.at_boundary())
                 if self._arrivals.has_news:
@@ -258,9 +259,9 @@ class Libp2pLink:
         finally:
             self._unpacking_bytes = 0
 
-    def _deliver(self, frame: Frame) -> None:
-        if self._received_bytes + frame.size_bytes > self._policy.queue_bytes:
-            raise trio.WouldBlock
+    async def _deliver(self, frame: Frame) -> None:
+        if self._received_bytes > self._queue_bytes:  # their reader may wait for memory
+            await self._wait(lambda: self._received_bytes <= self._queue_bytes, self._policy.write_timeout_s)
         self._received.send_nowait(frame)
         self._received_bytes += frame.size_bytes
 
@@ -286,8 +287,11 @@ class Libp2pLink:
 
     async def _wait_for_memory(self, more_bytes: int) -> None:
         """The link ends if others do not give memory back in time, of several that wait for it one after the other."""
-        with trio.move_on_after(self._policy.memory_patience_s * random.uniform(0.5, 1)):
-            while not self.has_ended and not self._charge(more_bytes):
+        await self._wait(lambda: self._charge(more_bytes), self._policy.memory_patience_s * random.uniform(0.5, 1))
+
+    async def _wait(self, is_ready: Callable[[], bool], patience_s: float) -> None:
+        with trio.move_on_after(patience_s):
+            while not self.has_ended and not is_ready():
                 await trio.sleep(LOOK_EVERY_S)
                 self._heard_s = trio.current_time()  # meanwhile we may not read, and hear nothing
             return
@@ -303,7 +307,7 @@ class Libp2pLink:
 
     @property
     def _is_full(self) -> bool:
-        return len(self._outbox) >= self._policy.queue_frames or self._outbox.size_bytes > self._policy.queue_bytes
+        return len(self._outbox) >= self._policy.queue_frames or self._outbox.size_bytes > self._queue_bytes
 
     def _put(self, frame: Frame) -> None:
         self._outbox.add(frame)

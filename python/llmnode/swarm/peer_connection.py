@@ -24,7 +24,7 @@ from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Description, Refusal, RefusalCode, unpack
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from llmnode.core.ids import Epoch, PeerId, SessionId
     from llmnode.ports import Link
@@ -46,6 +46,7 @@ class PeerConnection:
         self.sessions: set[SessionId] = set()
         """The sessions whose answers come over it. It stays open for them."""
         self.adapters = BroughtAdapters(self.ask_peer, link.peer)
+        self._listeners: dict[SessionId, Callable[[Frame], None]] = {}
         self._gone: dict[SessionId, PeerRefused] = {}
         """The sessions that the peer has ended unasked, and why."""
         self._better: PeerConnection | None = None
@@ -166,6 +167,15 @@ class PeerConnection:
         """The answer is not expected any more."""
         self._waiting.pop(question, None)
 
+    def listen(self, session: SessionId, hear: Callable[[Frame], None]) -> None:
+        """Have `hear` called with what the peer says about a session, other than answers. It may raise PeerError."""
+        self._listeners[session] = hear
+
+    def mute(self, session: SessionId, hear: Callable[[Frame], None]) -> None:
+        """`hear` is called no more."""
+        if self._listeners.get(session) == hear:
+            del self._listeners[session]
+
     async def tell(self, frame: Frame) -> None:
         """Send a frame that has no answer. Raises PeerRefused if the peer speaks too old a protocol for it."""
         self._told_s = trio.current_time()
@@ -183,6 +193,8 @@ class PeerConnection:
                 frame = await self._link.receive()
                 if (waiter := self._waiting.get(_question(frame))) is not None:
                     waiter.arrive(frame)
+                elif (hear := self._listeners.get(frame.session)) is not None:
+                    hear(frame)
                 else:
                     self._note_gone(frame)
         except PeerError as error:

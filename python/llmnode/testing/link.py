@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     Tamper: TypeAlias = Callable[[PeerId, Frame], Iterable[Frame]]
     """Takes the receiver and a frame for it. Returns the frames that are sent instead."""
 
+LOOK_EVERY_S = 0.05
+"""How often a link that waits for memory looks whether there is some."""
 ASKED_ONCE = {FrameType.OPEN, FrameType.TRUNCATE, FrameType.NEIGHBOURS, FrameType.FORK}
 """Frames of these kinds may not arrive twice, and over a stream never do: they change the state of a session. Steps
 may: clients give again what they take for lost on the way from server to server."""
@@ -75,7 +77,8 @@ class MemoryLink:
         self._delivered, self._incoming = trio.open_memory_channel[Frame](self._frames)
         self._error: PeerError | None = None
         self._unsent: list[Frame | None] = []  # while frozen; None ends the stream
-        self._under_way: deque[tuple[float, Frame | None]] = deque()  # with the time at which the sending began
+        self._under_way: deque[tuple[float, Frame | None, int]] = deque()
+        """With the time at which the sending of each began, and the memory that was taken for it."""
         self._due = 0  # of those under way
         self._busy_until_s = 0.0
         self._last_due_s = 0.0
@@ -100,10 +103,15 @@ class MemoryLink:
         while self._error is None and len(self._under_way) + len(self._unsent) >= self._frames:
             self._room = trio.Event()
             await self._room.wait()
+        if self._error is None and not self._hold(frame.size_bytes):
+            await self._wait_for_memory(frame.size_bytes)
         if self._error is not None:
             raise self._reason()
+        size_bytes = frame.size_bytes
         for each in [frame] if self.own.tamper is None else self.own.tamper(self.peer, frame):
-            self._send(each)
+            self._send(each, size_bytes)
+            size_bytes = 0
+        self._hold(-size_bytes)  # it was not sent
         await trio.lowlevel.cancel_shielded_checkpoint()
 
     async def receive(self) -> Frame:
@@ -117,7 +125,7 @@ class MemoryLink:
     @property
     def held_bytes(self) -> int:
         """The bytes of all frames that wait at this end, counted one by one."""
-        waiting = [frame for _, frame in self._under_way if frame is not None]
+        waiting = [frame for _, frame, _ in self._under_way if frame is not None]
         return sum(frame.size_bytes for frame in [*waiting, *self._incoming._state.data])
 
     async def end(self, reason: str) -> None:
@@ -135,7 +143,9 @@ class MemoryLink:
             if not self.own.frozen:
                 self.own.links.remove(self)
             last_s = trio.current_time() + self._medium.policy.farewell_s
-            self._under_way = deque((began, frame if began <= last_s else None) for began, frame in self._under_way)
+            self._under_way = deque(
+                (began, frame if began <= last_s else None, 0) for began, frame, _ in self._under_way
+            )
             self._send(None)
 
     def _evict(self) -> None:
@@ -144,6 +154,15 @@ class MemoryLink:
     def _hold(self, more_bytes: int) -> bool:
         """Whether there is memory for that."""
         return self.scope.is_closed or self._memory.resize(self._memory.amount + more_bytes)
+
+    async def _wait_for_memory(self, more_bytes: int) -> None:
+        """The link ends if there is none in time, as a real one does."""
+        with trio.move_on_after(self._medium.policy.memory_patience_s):
+            while self._error is None:
+                await trio.sleep(LOOK_EVERY_S)
+                if self._hold(more_bytes):
+                    return
+        self.fail(PeerUnreachable("no memory is left for what goes over this link"))
 
     def die(self) -> None:
         """The process is gone: what it had not sent is lost, and its system closes the connection."""
@@ -156,8 +175,10 @@ class MemoryLink:
 
     # On the way to the far side
 
-    def _send(self, frame: Frame | None) -> None:
+    def _send(self, frame: Frame | None, held_bytes: int = 0) -> None:
+        """`held_bytes` of memory are taken until it has arrived."""
         if self.own.frozen:
+            self._hold(-held_bytes)
             self._unsent.append(frame)
             return
         medium = self._medium
@@ -179,7 +200,7 @@ class MemoryLink:
             error = PeerUnreachable(f"silent for {patience_s:g} s")
             medium.call_at(now_s + patience_s, lambda: self.far.fail(error))
         self._last_due_s = max(self._last_due_s, sent_s + took_s)
-        self._under_way.append((began_s, frame))
+        self._under_way.append((began_s, frame, held_bytes))
         medium.call_at(self._last_due_s, self._arrive)
 
     def _arrive(self) -> None:
@@ -190,7 +211,8 @@ class MemoryLink:
         """Hand over what is due, unless it has to wait."""
         while self._due and not is_held_back(self._medium, self.own, self.other):
             self._due -= 1
-            _, frame = self._under_way.popleft()
+            _, frame, held_bytes = self._under_way.popleft()
+            self._hold(-held_bytes)
             self.far._take(frame)
             self._room.set()
 

@@ -89,6 +89,10 @@ class FrameType(IntEnum):
     PART = 31
     """A part of an adapter, for one block."""
     HELD = 32
+    WANT = 33
+    """A server would push to the session. `step` is a number of its choice, the same for all that it pushes there."""
+    GRANT = 34
+    """How much it may push, with the number of its WANT. It comes again when that changes: it is no one answer."""
 
     @classmethod
     def _missing_(cls, value: object) -> FrameType | None:

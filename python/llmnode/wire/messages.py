@@ -39,6 +39,7 @@ from llmnode.wire.fields import (
     check_of,
     read_map,
 )
+from llmnode.wire.push_messages import Pushed, PushLimit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Set
@@ -199,17 +200,6 @@ class AdapterPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Pushed:
-    """A hop sends this with the result that it pushes: the digest of its input, and its receipt for the client.
-
-    The receiver cannot check it, and hands it on: if the client was told something else, it convicts its signer.
-    """
-
-    input_digest: Digest
-    signature: Signature
-
-
-@dataclass(frozen=True, slots=True)
 class Replay:
     """Ask for logged results. With `push` they go to the next hop as a step, if that is possible, and else here."""
 
@@ -335,6 +325,7 @@ AnyMessage = (
     | AdapterUse
     | AdapterPart
     | Pushed
+    | PushLimit
     | Replay
     | Replayed
     | Neighbours

@@ -18,6 +18,8 @@ from llmnode.wire.frame import FrameType
 from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from llmnode.core.ids import SessionId
     from llmnode.core.operations import Control
     from llmnode.wire.frame import Frame
@@ -103,9 +105,13 @@ class Stage:
             raise PeerRefused(RefusalCode.NO_ROOM, reason)
 
     @property
+    def held(self) -> Collection[Frame]:
+        """The frames that wait for their turn."""
+        return self._held.values()
+
+    @property
     def held_bytes(self) -> int:
-        """The size of the frames that wait for their turn."""
-        return sum(frame.size_bytes for frame in self._held.values())
+        return sum(frame.size_bytes for frame in self.held)
 
     @property
     def answered_bytes(self) -> int:

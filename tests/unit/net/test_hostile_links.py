@@ -16,7 +16,7 @@ from libp2p.exceptions import BaseLibp2pError
 from libp2p.network.stream.exceptions import StreamError
 from multiaddr import Multiaddr
 
-from llmnode.core.policy import ServePolicy
+from llmnode.core.policy import BudgetPolicy, LinkPolicy, ServePolicy
 from llmnode.errors import PeerUnreachable, RemoteProtocolError
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.host import ACCEPT_QUEUE, LINK_PROTOCOL, open_network
@@ -95,9 +95,10 @@ async def test_garbage_is_reported_as_the_peer_s_fault(garbage: bytes) -> None:
 
 @in_trio
 async def test_what_waits_to_be_received_is_bounded_in_bytes(exact_worker: Any) -> None:
-    async with served(exact_worker) as swarm, open_network([], replace(POLICY, queue_bytes=1000)) as network:
+    policy = replace(POLICY, queue_bytes=1000, write_timeout_s=0.2)
+    async with served(exact_worker) as swarm, open_network([], policy) as network:
         link = await network.dial(swarm.address)
-        with suppress(RemoteProtocolError):  # it may end before the last question
+        with suppress(PeerUnreachable):  # it may end before the last question
             for _ in range(20):
                 await link.send(DESCRIBE)
         await link.wait_closed()
@@ -108,10 +109,30 @@ async def test_what_waits_to_be_received_is_bounded_in_bytes(exact_worker: Any) 
             while True:
                 received_bytes += (await link.receive()).size_bytes
 
-        with pytest.raises(RemoteProtocolError, match="ahead of our reading"):
+        with pytest.raises(PeerUnreachable, match="no memory is left"):
             await drain()
-        assert 0 < received_bytes <= 1000
+        assert 1000 < received_bytes <= 1400, "the next answer has to wait, and then the link ends"
         await swarm.check_serves_and_is_empty()
+
+
+@in_trio
+async def test_more_than_may_wait_arrives_all_the_same_if_it_is_read_in_time(exact_worker: Any) -> None:
+    async with served(exact_worker) as swarm, open_network([], replace(POLICY, queue_bytes=1000)) as network:
+        link = await network.dial(swarm.address)
+        for _ in range(20):
+            await link.send(DESCRIBE)
+        while link._received_bytes <= 1000:  # noqa: ASYNC110  a link has no event for it
+            await trio.sleep(0.01)  # it holds back the next one
+        for _ in range(20):
+            assert (await link.receive()).type is FrameType.DESCRIPTION
+
+
+@pytest.mark.parametrize("memory_mib", [1, 64, 512, 4096])
+def test_what_waits_and_one_more_of_the_largest_stay_within_the_share_of_a_peer(memory_mib: int) -> None:
+    budget = BudgetPolicy(memory_bytes=memory_mib << 20)
+    policy, share = LinkPolicy(budget=budget), budget.peer_share * budget.memory_bytes
+    assert 0 < policy.most_queued_bytes <= share / 4
+    assert policy.most_queued_bytes + policy.max_payload_bytes + policy.max_meta_bytes <= share or memory_mib < 512
 
 
 @in_trio

@@ -136,6 +136,8 @@ def test_the_number_of_a_frame_type_never_changes() -> None:
         "LACKING": 30,
         "PART": 31,
         "HELD": 32,
+        "WANT": 33,
+        "GRANT": 34,
     }
 
 

@@ -21,6 +21,9 @@ class BudgetPolicy:
     weights takes 160 MB, a third of which a server of ten blocks holds."""
     window_share: float = 0.25
     """The share of it that others may send ahead of our reading, beyond `stream_bytes` for each stream."""
+    push_share: float = 0.375
+    """The share of it that servers may push to each other: what was granted, whether it has come or not. A prefill's
+    chunk of the largest models takes 8 MiB."""
     group_share: float = 0.5
     """One address group may hold this share. On one machine, or behind one relay, all peers may be one group."""
     peer_share: float = 0.25

@@ -60,8 +60,8 @@ class LinkPolicy:
     server."""
     queue_frames: int = 256
     """Frames waiting in either direction. A peer that overruns it breaks the protocol: sessions bound their steps."""
-    queue_bytes: int = 256 << 20
-    """The total size of the frames that wait in either direction: four of the largest, or many small ones."""
+    queue_bytes: int = 32 << 20
+    """When frames of this size wait, in either direction, the next one has to wait. It is some chunks of prefills."""
     max_payload_bytes: int = 64 << 20
     """The largest tensor in a frame: 8192 positions of 2048 fp32 values."""
     max_meta_bytes: int = 64 << 10
@@ -71,3 +71,8 @@ class LinkPolicy:
     packing: PackPolicy = field(default_factory=PackPolicy)
     budget: BudgetPolicy = field(default_factory=BudgetPolicy)
     dials: DialPolicy = field(default_factory=DialPolicy)
+
+    @property
+    def most_queued_bytes(self) -> int:
+        """`queue_bytes`, or less: frames that wait, and one more of the largest, stay within the share of a peer."""
+        return min(self.queue_bytes, int(self.budget.peer_share * self.budget.memory_bytes / 4))

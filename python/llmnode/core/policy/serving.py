@@ -148,8 +148,31 @@ class ServePolicy:
     """An adapter that nothing used for this long is dropped. Its client can bring it again."""
     replay_bytes: int = 64 << 20
     """The most bytes of logged results that one frame may ask for."""
-    memory_patience_s: float = 10.0
-    """A step waits this long for memory (`BudgetPolicy`). Meanwhile no other frame is read from its link."""
+    memory_patience_s: float = 5.0
+    """A step of a client waits this long for memory (`BudgetPolicy`). Meanwhile no other frame is read from its link.
+    It is less than the client waits for an answer (`ClientPolicy.step_patience_s`), and than its link waits for ours to
+    read (`LinkPolicy.write_timeout_s`). Pushes wait for nothing."""
+    push_first_bytes: int = 1 << 20
+    """A session grants this much to the hop before it at the beginning of an epoch, so that the first chunk of most
+    prompts is pushed without a question. It is used up by the steps that follow."""
+    push_window_bytes: int = 64 << 10
+    """Later it grants this much ahead, which are some decodes. Prefills ask for more while they are computed."""
+    pushed_times: int = 2
+    """A session grants this many times the size of all its positions in one epoch."""
+    pushed_ahead: int = 8
+    """The steps of one session that may be here and not done with, of those that were pushed."""
+    push_patience_s: float = 1.0
+    """A result waits this long for the right to be pushed. Then it goes by way of the client."""
+    late_push_bytes: int = 64 << 20
+    """A peer is excused this much of pushes that came after its right was over."""
+    unasked_burst: int = 64
+    """An address group may send this many steps that nobody has asked for. A further one costs the link."""
+    unasked_per_s: float = 1.0
+    replayed_times: float = 4.0
+    """A session pushes its log to the next hop this many times at once, each time that a hop is lost for example.
+    Then it goes by way of the client."""
+    replayed_every_s: float = 10.0
+    """Then it does so once more in this time."""
     connect_timeout_s: float = 3.0
     """The time for a connection to a next hop and for its first answer."""
     dial_patience_s: float = 0.5

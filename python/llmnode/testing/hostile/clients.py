@@ -71,7 +71,7 @@ class SlowReader(HostileClients):
 
     @classmethod
     def draw_peers(cls, rng: random.Random) -> tuple[int, int]:
-        return 8, rng.choice((1, 8))
+        return 8, rng.choice((1, 4))
 
     def victims(self, world: World) -> list[ServingNode]:
         return list(world.nodes.values())[:2]

@@ -78,7 +78,7 @@ def held_bytes(node: ServingNode) -> int:
     waiting = [
         frame
         for session in node.server.sessions.values()
-        for frame in [*session._frames._state.data, *session.stage._held.values()]
+        for frame in [*session.inbox._frames._state.data, *session.stage.held]
     ]
     return links + sum(frame.size_bytes for frame in waiting)
 

@@ -1,0 +1,109 @@
+"""The right to push to one session of another server, as far as that has granted it.
+
+A next hop that is older than grants refuses the question. Then pushes are made as before: unasked, until it refuses
+one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.ids import Epoch, Step
+from llmnode.core.links.push_grants import PushCredit
+from llmnode.errors import PeerRefused
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import Refusal, RefusalCode, pack, unpack
+from llmnode.wire.push_messages import PushLimit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from llmnode.core.ids import SessionId
+    from llmnode.swarm.peer_connection import PeerConnection
+
+
+class PushRight:
+    """Its methods raise PeerError if the connection has ended."""
+
+    def __init__(
+        self, connection: PeerConnection, session: SessionId, numbers: Iterator[int], patience_s: float
+    ) -> None:
+        """`numbers` are those of all rights of this server. A right is waited for `patience_s` at most."""
+        self.connection = connection
+        self.session = session
+        self._numbers = numbers
+        self._number = Step(next(numbers))
+        self._patience_s = patience_s
+        self._credit = PushCredit()
+        self._asked = Epoch(-1), 0
+        self._is_needed = True
+        self._is_refused = False
+        self._way: PeerConnection | None = None
+        self._news = trio.Event()
+
+    async def ask(self, epoch: Epoch, size_bytes: int = 0) -> None:
+        """Ask to be allowed a push of this size in this epoch, unless it is allowed or asked for already."""
+        if self._way is not None and self._way is not self.connection.best:
+            self._leave()
+        limit_bytes = size_bytes + (self._credit.sent_bytes if epoch == self._credit.epoch else 0)
+        is_known = not self._is_needed or self._is_refused or self._credit.allows(epoch, size_bytes) is not None
+        if self._way is not None and (is_known or (epoch, limit_bytes) <= self._asked):
+            return
+        if self._way is None:
+            self._way = self.connection.best
+            self._way.listen(self.session, self._hear)
+        self._asked = epoch, limit_bytes
+        try:
+            await self._way.tell(self._want(epoch, limit_bytes))
+        except PeerRefused:  # the next hop speaks protocol 1
+            self._is_needed = False
+
+    async def get(self, epoch: Epoch, size_bytes: int) -> bool:
+        """Whether a push of this size may be made now. Then it counts."""
+        if self._way is not self.connection.best or self._allows(epoch, size_bytes) is None:
+            await self.ask(epoch, size_bytes)
+            with trio.move_on_after(self._patience_s):
+                while self._allows(epoch, size_bytes) is None:
+                    await self._news.wait()
+        if not (allowed := self._allows(epoch, size_bytes)):
+            if allowed is None and self._way is not None:  # it is not wanted any more
+                self._asked = epoch, 0
+                await self._way.tell(self._want(epoch, 0))
+            return False
+        self._credit.spend(size_bytes)
+        return True
+
+    def close(self) -> None:
+        """It is not used any more."""
+        if self._way is not None:
+            self._way.mute(self.session, self._hear)
+
+    def _want(self, epoch: Epoch, limit_bytes: int) -> Frame:
+        return Frame(FrameType.WANT, self.session, epoch, self._number, meta=pack(PushLimit(limit_bytes)))
+
+    def _allows(self, epoch: Epoch, size_bytes: int) -> bool | None:
+        if self._is_refused or self._way is None or self._way.has_ended:
+            return False
+        return self._credit.allows(epoch, size_bytes) if self._is_needed else True
+
+    def _leave(self) -> None:
+        """There is a better connection, or it has ended: then the next hop has forgotten what it has granted."""
+        assert self._way is not None
+        self._way.mute(self.session, self._hear)
+        if self._way.has_ended:
+            self._number, self._credit = Step(next(self._numbers)), PushCredit()
+        self._way, self._asked = None, (Epoch(-1), 0)
+
+    def _hear(self, frame: Frame) -> None:
+        """The next hop says something about the session. Raises RemoteProtocolError."""
+        if frame.type is FrameType.GRANT and frame.step == self._number:
+            self._credit.hear(frame.epoch, unpack(PushLimit, frame.meta).limit_bytes)
+        elif frame.type is FrameType.REFUSAL:
+            if unpack(Refusal, frame.meta).code == RefusalCode.UNKNOWN_FRAME:
+                self._is_needed = False
+            else:
+                self._is_refused = True
+        self._news.set()
+        self._news = trio.Event()

@@ -1,0 +1,387 @@
+"""Rights to push: a server pushes what was granted to it, and pays for anything else itself."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from llmnode.core.budget import Kind, Resource, Worth
+from llmnode.core.ids import NO_SESSION, Epoch, SessionId, Step
+from llmnode.core.policy import ServePolicy
+from llmnode.core.priority import Priority
+from llmnode.errors import PeerRefused, PeerUnreachable
+from llmnode.node.serve.server import ServerLink
+from llmnode.testing import peer_named
+from llmnode.testing.link import MemoryLink
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import Neighbours, Open, Refusal, RefusalCode, Replay, pack, unpack
+from llmnode.wire.payload import Codec
+from llmnode.wire.profile import profile_fields
+from llmnode.wire.push_messages import PushLimit
+from simulation.world import MODEL, ROW, SPANS, Dialogue, pairs_of_servers, simulated
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from llmnode.core.ids import PeerId
+    from llmnode.node.serve.session import ServerSession
+    from llmnode.session.session import InferenceSession
+    from llmnode.testing.world import ServingNode, World
+
+POLICY = ServePolicy()
+AT_ONCE = POLICY.unasked_burst
+
+
+def sessions_of(node: ServingNode) -> list[ServerSession]:
+    return list(node.server.sessions.values())
+
+
+def held(node: ServingNode, resource: Resource, peer: PeerId | None = None) -> int:
+    """By all peers, or by one."""
+    process = node.network.budget.process
+    scopes = [process] if peer is None else [each for each in process.within(Kind.PEER) if each.name == peer]
+    return sum(each.held[resource] for each in scopes)
+
+
+def pushed_step(served: ServerSession, epoch: int = 0, number: int | None = None, length: int = 1) -> Frame:
+    """A step for this session, of zeros, which is due unless another `number` is given."""
+    stage = served.stage
+    at = Epoch(epoch), stage._due if number is None else Step(number)
+    return Frame(FrameType.STEP, stage.session, *at, stage.position, length, b"", bytes(length * ROW))
+
+
+@asynccontextmanager
+async def a_session(steps: int = 1) -> AsyncIterator[tuple[World, InferenceSession, Dialogue]]:
+    async with pairs_of_servers() as swarm, swarm.session(max_length=120) as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        for _ in range(steps):
+            await dialogue.step(3)
+        yield swarm, session, dialogue
+
+
+def open_frame(name: SessionId, number: int, max_length: int = 100) -> Frame:
+    """An OPEN for one of the spans."""
+    span = SPANS[number]
+    fields = profile_fields(MODEL.profile)
+    codec, word = Codec.RAW, Priority.INTERACTIVE.word
+    request = Open(
+        **fields,
+        span_start=span.start,
+        span_end=span.end,
+        max_length=max_length,
+        codec=codec,
+        priority=word,
+        keep_outputs=True,
+    )
+    return Frame(FrameType.OPEN, name, meta=pack(request))
+
+
+def neighbours(
+    name: SessionId, step: int, sender: str = "", receiver: str = "", session: SessionId | None = None
+) -> Frame:
+    names = sender and peer_named(sender), receiver and peer_named(receiver)
+    request = Neighbours(*names, session or NO_SESSION, quiet=False, again=False)
+    return Frame(FrameType.NEIGHBOURS, name, step=Step(step), meta=pack(request))
+
+
+async def answers(link: MemoryLink, count: int) -> list[Frame]:
+    return [await link.receive() for _ in range(count)]
+
+
+@simulated
+async def test_nothing_is_pushed_to_a_session_that_does_not_expect_it() -> None:
+    """Else 55 bytes of a client make one server send another a whole log, again and again."""
+    name, unknown = SessionId(b"a" * 16), SessionId(b"u" * 16)
+    async with pairs_of_servers() as swarm:
+        near, far = swarm.nodes["0a"], swarm.nodes["1a"]
+        link = await swarm.internet.network("hostile").dial(near.network.addresses[0])
+        await link.send(open_frame(name, 0))
+        await link.send(neighbours(name, 1, receiver="1a", session=unknown))
+        await link.send(Frame(FrameType.STEP, name, length=50, payload=bytes(50 * ROW)))
+        kinds = [each.type for each in await answers(link, 3)]
+        assert kinds == [FrameType.OPENED, FrameType.FORWARDED, FrameType.RESULT]
+        before = far.network.traffic.received_bytes
+        for number in range(50):
+            await link.send(Frame(FrameType.REPLAY, name, Epoch(0), Step(number), 0, 50, pack(Replay(push=True))))
+            (answer,) = await answers(link, 1)
+            assert len(answer.payload) == 50 * ROW, "it goes to the client, which has asked for it"
+        assert far.network.traffic.received_bytes == before
+
+
+@simulated
+async def test_a_log_is_pushed_a_few_times_and_not_as_often_as_its_client_likes() -> None:
+    """The client has sessions at both servers, and begins an epoch each time."""
+    first, second = SessionId(b"a" * 16), SessionId(b"b" * 16)
+    positions, replays = 50, 40
+    async with pairs_of_servers() as swarm:
+        near, far = swarm.nodes["0a"], swarm.nodes["1a"]
+        hostile = swarm.internet.network("hostile")
+        links = [await hostile.dial(each.network.addresses[0]) for each in (near, far)]
+        await links[0].send(open_frame(first, 0))
+        await links[1].send(open_frame(second, 1))
+        await links[1].send(neighbours(second, 1, sender="0a"))
+        await answers(links[1], 2)
+        await links[0].send(neighbours(first, 1, receiver="1a", session=second))
+        await links[0].send(Frame(FrameType.STEP, first, length=positions, payload=bytes(positions * ROW)))
+        await answers(links[0], 3)
+        before = far.network.traffic.received_bytes
+        began_s = trio.current_time()
+        for number in range(1, replays):
+            at = Epoch(number), Step(number)
+            await links[1].send(Frame(FrameType.TRUNCATE, second, *at, start=0))
+            await links[0].send(Frame(FrameType.REPLAY, first, *at, 0, positions, pack(Replay(push=True))))
+            await answers(links[0], 1)
+        seconds = trio.current_time() - began_s
+        times = (far.network.traffic.received_bytes - before) / (positions * ROW)
+        assert 1 <= times <= POLICY.replayed_times + seconds / POLICY.replayed_every_s < replays / 4
+
+
+@simulated
+async def test_a_former_sender_s_pushes_cost_its_link_and_not_the_session() -> None:
+    async with a_session() as (swarm, session, dialogue):
+        first, victim = (swarm.node(session.route[number].peer) for number in (0, 1))
+        (served,) = sessions_of(victim)
+        await session._hops.hops[1].carry_out(*_revoked(session))
+        assert served.inbox.pushes.sender is None
+        before = held(victim, Resource.MEMORY, served.client)
+        link = _link(first, victim)
+        granted = victim.server.desk._late_bytes[first.peer]
+        step = pushed_step(served, number=7)
+        late = granted // step.size_bytes
+        for number in range(late + AT_ONCE):
+            await link.send(step)
+            assert not link._error, number
+        await trio.sleep(1)
+        assert not link._error
+        for _ in range(5):
+            await link.send(step)
+        await trio.sleep(1)
+        assert link._error, "nobody has asked for so many"
+        assert held(victim, Resource.MEMORY, served.client) == before, "the client does not pay for it"
+        await dialogue.step(1)
+        assert not session.recoveries
+
+
+def _revoked(session: InferenceSession):  # type: ignore[no-untyped-def]  # requests of a session's state
+    hops = session._hops.hops
+    hops[0].pushing.is_trusted = False
+    state = session._hops.state
+    return [hops[1].set_neighbours(hops[0], hops[2], state.epoch, Step(state.step + 1), 0.0, quiet=False)]
+
+
+def _link(near: ServingNode, far: ServingNode) -> MemoryLink:
+    """One that the former has opened."""
+    return next(each for each in near.network.links if each.peer == far.peer and each.connection.worth is Worth.OURS)
+
+
+@pytest.mark.parametrize("epoch", [0, 50], ids=["over", "to come"])
+@simulated
+async def test_pushes_of_epochs_that_are_over_or_to_come_cost_their_peer(epoch: int) -> None:
+    async with a_session() as (swarm, session, dialogue):
+        await dialogue.go_back(1)
+        await dialogue.step(1)
+        first, victim = (swarm.node(session.route[number].peer) for number in (0, 1))
+        (served,) = sessions_of(victim)
+        assert served.stage.epoch == 1
+        link = _link(first, victim)
+        before = held(victim, Resource.MEMORY, served.client)
+        taken = served.inbox.pushes
+        step = pushed_step(served, epoch)
+        assert not taken.take(step, served.stage.epoch, victim.server.desk._links[first.peer][0])
+        count = 0
+        with suppress(PeerUnreachable):
+            while count < 5000:
+                await link.send(step)
+                count += 1
+                if count % 50 == 0:
+                    await trio.sleep(0.2)
+        assert AT_ONCE <= count < 5000
+        assert not served.stage.held
+        assert held(victim, Resource.MEMORY, served.client) == before, "the client does not pay for it"
+        await dialogue.step(1)
+        assert not session.recoveries, "the session goes on by way of the client"
+
+
+@simulated
+async def test_a_push_beyond_the_grant_is_dropped_and_the_client_makes_it_good() -> None:
+    async with a_session() as (swarm, session, dialogue):
+        first, victim = (swarm.node(session.route[number].peer) for number in (0, 1))
+        (served,) = sessions_of(victim)
+        pushes = served.inbox.pushes
+        way = victim.server.desk._links[first.peer][0]
+        pushes._grant.limit_bytes = pushes._grant.received_bytes
+        pushes._settle_memory()
+        assert held(victim, Resource.PUSHES) == 0
+        assert not pushes.take(pushed_step(served, served.stage.epoch), served.stage.epoch, way)
+        await dialogue.step(1)
+        assert not session.timings[1].direct
+        assert not session.recoveries
+
+
+@simulated
+async def test_what_is_granted_counts_for_the_peer_that_pushes_and_ends_with_the_session() -> None:
+    async with pairs_of_servers() as swarm:
+        async with swarm.session(max_length=60) as (session, client):
+            await Dialogue(session, random.Random(1)).step(3)
+            first, victim = (swarm.node(session.route[number].peer) for number in (0, 1))
+            granted = held(victim, Resource.PUSHES)
+            assert 0 < granted <= POLICY.pushed_times * 60 * (ROW + 256)
+            assert held(victim, Resource.PUSHES, first.peer) == granted
+            assert not held(victim, Resource.PUSHES, client)
+        await trio.sleep(1)
+        assert held(victim, Resource.PUSHES) == 0
+
+
+@simulated
+async def test_without_memory_for_grants_results_go_by_way_of_the_client_and_are_pushed_again_later() -> None:
+    async with pairs_of_servers() as swarm:
+        processes = [swarm.nodes[name].network.budget.process for name in ("1a", "1b")]
+        for process in processes:
+            process.held[Resource.PUSHES] += process.limit(Resource.PUSHES) or 0
+        async with swarm.session(max_length=60) as (session, _):
+            dialogue = Dialogue(session, random.Random(1))
+            await dialogue.step(3)
+            assert [each.direct for each in session.timings] == [False, False, True]
+            for process in processes:
+                process.held[Resource.PUSHES] = 0
+            for _ in range(4):
+                await trio.sleep(3)
+                await dialogue.step(1)
+            assert [each.direct for each in session.timings] == [False, True, True]
+            assert not session.recoveries
+
+
+@simulated
+async def test_a_session_that_is_full_keeps_no_other_session_of_the_link_waiting() -> None:
+    """Two sessions that the same peer pushes to. The first takes no more, the second goes on."""
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        for name in ("0b", "1b"):
+            swarm.kill(name)
+        await trio.sleep(60)
+        async with router.open_session(60, Codec.RAW) as one, router.open_session(60, Codec.RAW) as two:
+            dialogues = [Dialogue(each, random.Random(1)) for each in (one, two)]
+            for each in dialogues:
+                await each.step(3)
+            first, victim = swarm.nodes["0a"], swarm.nodes["1a"]
+            (served,) = [each for each in sessions_of(victim) if each.stage.session == one._hops.hops[1].session]
+            link = _link(first, victim)
+            for number in range(100):
+                await link.send(replace(pushed_step(served, served.stage.epoch, number=40 + number), start=3))
+            began_s = trio.current_time()
+            await dialogues[1].step(1)
+            assert trio.current_time() - began_s < 0.5
+            await dialogues[0].step(1)
+            assert not one.recoveries and not two.recoveries
+
+
+# Peers without grants
+
+
+@pytest.mark.parametrize("old", ["0a 0b", "1a 1b", "0a 0b 2a 2b"])
+@simulated
+async def test_peers_that_know_no_grants_push_and_are_pushed_to(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They speak protocol 2, and refuse the frame as unknown."""
+    peers = {peer_named(name) for name in old.split()}
+    handle, send = ServerLink._handle, MemoryLink.send
+    told: Counter[tuple[FrameType, PeerId, PeerId]] = Counter()
+
+    async def handle_as_old(self: ServerLink, frame: Frame) -> None:
+        if frame.type is FrameType.WANT and self._server.network.peer in peers:
+            frame = replace(frame, type=FrameType(99))
+        await handle(self, frame)
+
+    async def send_as_old(self: MemoryLink, frame: Frame) -> None:
+        told[frame.type, self.own.peer, self.peer] += 1
+        if frame.type is FrameType.WANT and self.own.peer in peers:
+            raise PeerRefused(RefusalCode.UNKNOWN_FRAME, "as a peer of protocol 1")
+        await send(self, frame)
+
+    monkeypatch.setattr(ServerLink, "_handle", handle_as_old)
+    monkeypatch.setattr(MemoryLink, "send", send_as_old)
+    async with pairs_of_servers() as swarm, swarm.session(max_length=60) as (session, _):
+        dialogue = Dialogue(session, random.Random(1))
+        for _ in range(5):
+            await dialogue.step(2)
+            assert [each.direct for each in session.timings] == [False, True, True]
+        await dialogue.go_back(4)
+        await dialogue.step(1)
+        assert [each.direct for each in session.timings] == [False, True, True]
+        assert not session.recoveries
+    assert not any(sender in peers for kind, sender, _ in told if kind is FrameType.GRANT)
+
+
+@simulated
+async def test_a_next_hop_without_grants_that_refuses_a_push_gets_no_further_one() -> None:
+    name, unknown = SessionId(b"a" * 16), SessionId(b"u" * 16)
+    async with pairs_of_servers() as swarm:
+        swarm.internet.old = {peer_named("1a")}
+        near, far = swarm.nodes["0a"], swarm.nodes["1a"]
+        await trio.sleep(30)
+        link = await swarm.internet.network("hostile").dial(near.network.addresses[0])
+        await link.send(open_frame(name, 0))
+        await link.send(neighbours(name, 1, receiver="1a", session=unknown))
+        await link.send(Frame(FrameType.STEP, name, length=50, payload=bytes(50 * ROW)))
+        await answers(link, 3)
+        before = far.network.traffic.received_bytes
+        for number in range(1, 50):
+            await link.send(Frame(FrameType.REPLAY, name, Epoch(0), Step(number), 0, 50, pack(Replay(push=True))))
+            await answers(link, 1)
+        assert far.network.traffic.received_bytes <= before + 50 * ROW
+
+
+@simulated
+async def test_a_want_for_an_unknown_session_is_answered_when_the_client_has_named_the_peer() -> None:
+    """The next hop may hear of the session later than of what is to be pushed to it."""
+    name = SessionId(b"b" * 16)
+    async with pairs_of_servers() as swarm:
+        node = swarm.nodes["1a"]
+        sender, client = (swarm.internet.network(each) for each in ("sender", "hostile"))
+        asking, asked = [await each.dial(node.network.addresses[0]) for each in (sender, client)]
+        await asking.send(Frame(FrameType.WANT, name, step=Step(5), meta=pack(PushLimit(0))))
+        await trio.sleep(1)
+        await asked.send(open_frame(name, 1))
+        await asked.send(neighbours(name, 1, sender="sender"))
+        await answers(asked, 2)
+        (grant,) = await answers(asking, 1)
+        assert (grant.type, grant.session, grant.epoch, grant.step) == (FrameType.GRANT, name, 0, 5)
+        assert unpack(PushLimit, grant.meta).limit_bytes > 0
+        await asked.send(Frame(FrameType.TRUNCATE, name, Epoch(1)))
+        (grant,) = await answers(asking, 1)
+        assert grant.epoch == 1
+        await asked.send(replace(neighbours(name, 2), epoch=Epoch(1)))
+        (grant,) = await answers(asking, 1)
+        assert unpack(PushLimit, grant.meta).limit_bytes == 0, "the right is taken away"
+        await asking.send(Frame(FrameType.STEP, name, Epoch(1), Step(0), 0, 1, b"", bytes(ROW)))
+        await trio.sleep(1)
+        assert node.server.sessions[name].stage.position == 0
+
+
+@simulated
+async def test_wants_for_sessions_that_are_not_there_are_forgotten_in_the_end() -> None:
+    async with pairs_of_servers() as swarm:
+        node = swarm.nodes["1a"]
+        link = await swarm.internet.network("hostile").dial(node.network.addresses[0])
+        rng = random.Random(1)
+        for _ in range(3000):
+            await link.send(Frame(FrameType.WANT, SessionId(rng.randbytes(16)), meta=pack(PushLimit(2**62))))
+        await trio.sleep(2)
+        (grants,) = node.server.desk._links[peer_named("hostile")]
+        assert len(grants.asked) <= 1024
+        await link.end("done")
+        await trio.sleep(1)
+        assert peer_named("hostile") not in node.server.desk._links
+
+
+@simulated
+async def test_a_malformed_want_is_refused_and_counts_as_malformed() -> None:
+    async with pairs_of_servers() as swarm:
+        link = await swarm.internet.network("hostile").dial(swarm.nodes["1a"].network.addresses[0])
+        await link.send(Frame(FrameType.WANT, SessionId(b"b" * 16), meta=b"x"))
+        (answer,) = await answers(link, 1)
+        assert unpack(Refusal, answer.meta).code == RefusalCode.BAD_MESSAGE
