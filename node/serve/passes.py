@@ -161,8 +161,8 @@ def _halves(frame: Frame) -> int:
 
 def _decoded(frame: Frame, form: HiddenForm, positions: int) -> list[Buffer]:
     """Hidden states, and gradients if there are any, in fp32."""
-    values = positions * form.hidden_size
-    halves = split_rows(frame.payload, [positions] * _halves(frame))
+    values, size_bytes = positions * form.hidden_size, form.bytes_of(positions)
+    halves = [memoryview(frame.payload)[at * size_bytes : (at + 1) * size_bytes] for at in range(_halves(frame))]
     if not all(form.is_sound(half, positions) for half in halves):
         raise RemoteProtocolError(f"{frame.type.name}: numbers that are not finite, or too large")
     return [decode_hidden(half, form.codec, values) for half in halves]

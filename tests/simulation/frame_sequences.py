@@ -13,10 +13,10 @@ from llmnode.core.ids import NO_SESSION, SESSION_ID_BYTES, Epoch, SessionId, Ste
 from llmnode.core.priority import Priority
 from llmnode.testing import EXACT_MODEL, exact_input
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import ForkRequest, Lease, Neighbours, OpenRequest, Replay, pack
+from llmnode.wire.messages import ForkRequest, Lease, Neighbours, OpenRequest, Pass, Replay, pack
 from llmnode.wire.payload import Codec, encode_hidden
 from llmnode.wire.profile import profile_fields
-from llmnode.wire.push_messages import Pushed
+from llmnode.wire.push_messages import Pushed, PushLimit
 
 if TYPE_CHECKING:
     import random
@@ -28,7 +28,9 @@ LENGTHS = (4, 16, 32)
 EDGES = (0, 1, 2, 5, 16, 2**31, 2**32 - 1)
 FRAMES = (3, 16)
 MUTATED = 0.2
-FROM_NEIGHBOUR = 0.15
+FROM_NEIGHBOUR = {False: 0.05, True: 0.6}
+"""The share of a session's steps that its neighbour pushes, which it does more often where it is expected to."""
+WANTED_BYTES = (0, 0, 1, 300, 10_000, 2**62)
 
 
 @dataclass(slots=True)
@@ -41,6 +43,7 @@ class _Session:
     epoch: int = 0
     step: int = 0
     position: int = 0
+    is_pushed_to: bool = False
 
 
 @dataclass(slots=True)
@@ -56,17 +59,21 @@ class Sequence:
         rng, makers = self.rng, self._makers()
         kinds, weights = [maker for maker, _ in makers], [weight for _, weight in makers]
         yield False, self._open()
+        if rng.random() < 0.5:
+            yield False, self._neighbours(self.sessions[0])
+            yield True, self._want(self.sessions[0])
         for _ in range(rng.randint(*FRAMES)):
             session = rng.choice(self.sessions)
             frame = rng.choices(kinds, weights)[0](session)
             if rng.random() < MUTATED:
                 frame = self._mutated(frame)
-            pushes = frame.type is FrameType.STEP and rng.random() < FROM_NEIGHBOUR
-            if pushes and rng.random() < 0.5:
+            share = {FrameType.STEP: FROM_NEIGHBOUR[session.is_pushed_to], FrameType.WANT: 0.9}.get(frame.type, 0.01)
+            pushes = rng.random() < share
+            if pushes and frame.type is FrameType.STEP and rng.random() < 0.5:
                 frame = replace(frame, meta=pack(Pushed(bytes(32), bytes(64))))
             yield pushes, frame
             if rng.random() < 0.1:
-                yield pushes, frame
+                yield pushes, replace(frame)
 
     def _makers(self) -> list[tuple[Callable[[_Session], Frame], int]]:
         return [
@@ -75,10 +82,13 @@ class Sequence:
             (self._truncate, 3),
             (self._fork, 4),
             (self._replay, 3),
-            (self._neighbours, 3),
+            (self._neighbours, 5),
             (self._lease, 1),
             (self._resume, 2),
             (self._close, 1),
+            (self._want, 4),
+            (self._evaluate, 2),
+            (self._backward, 2),
             (lambda _: Frame(FrameType.DESCRIBE), 1),
         ]
 
@@ -124,9 +134,12 @@ class Sequence:
 
     def _neighbours(self, session: _Session) -> Frame:
         rng, nobody = self.rng, type(self.neighbour)("")
-        sender, receiver = rng.choice((self.neighbour, nobody)), rng.choice((self.receiver, self.neighbour, nobody))
+        sender, receiver = rng.choice((self.neighbour, self.neighbour, nobody)), rng.choice((self.receiver, nobody))
+        if rng.random() < 0.1:
+            receiver = self.neighbour
+        session.is_pushed_to = sender == self.neighbour
         name = rng.choice((NO_SESSION, rng.choice(self.sessions).name))
-        meta = pack(Neighbours(sender, receiver, name, quiet=rng.random() < 0.3, again=rng.random() < 0.3))
+        meta = pack(Neighbours(sender, receiver, name, quiet=rng.random() < 0.3, again=rng.random() < 0.1))
         return self._frame(FrameType.NEIGHBOURS, session, meta=meta)
 
     def _lease(self, session: _Session) -> Frame:
@@ -140,6 +153,32 @@ class Sequence:
         if len(self.sessions) > 1 and self.rng.random() < 0.8:
             self.sessions.remove(session)
         return self._frame(FrameType.CLOSE, session)
+
+    def _want(self, session: _Session) -> Frame:
+        meta = pack(PushLimit(self.rng.choice(WANTED_BYTES)))
+        return replace(self._frame(FrameType.WANT, session, meta=meta), step=Step(self.rng.choice((1, 1, 1, 2))))
+
+    def _evaluate(self, session: _Session) -> Frame:
+        return self._pass(FrameType.EVALUATE, session, 1)
+
+    def _backward(self, session: _Session) -> Frame:
+        return self._pass(FrameType.BACKWARD, session, 2)
+
+    def _pass(self, kind: FrameType, session: _Session, halves: int) -> Frame:
+        """It belongs to no session."""
+        rng = self.rng
+        lengths = [rng.choice((1, 2, 5)) for _ in range(rng.choice((1, 1, 3)))]
+        message = Pass(
+            **profile_fields(EXACT_MODEL.profile),
+            span_start=rng.choice((0, 0, 0, 2)),
+            span_end=rng.choice((EXACT_MODEL.blocks,) * 3 + (3, 2)),
+            codec=session.codec,
+            priority=Priority.TRAINING.word,
+            lengths=lengths,
+        )
+        numbers = [exact_input(rng, sum(lengths)) for _ in range(halves)]
+        payload = b"".join(bytes(encode_hidden(each, session.codec)) for each in numbers)
+        return Frame(kind, NO_SESSION, step=Step(rng.randrange(2**16)), meta=pack(message), payload=payload)
 
     def _frame(
         self,

@@ -1,4 +1,4 @@
-"""A server takes OPEN, STEP, FORK, REPLAY, NEIGHBOURS, RESUME and others in any order, mutated too.
+"""A server takes OPEN, STEP, FORK, REPLAY, RESUME, WANT, EVALUATE and others in any order, mutated too.
 
 It answers with the frames that the protocol knows, meets no error that nobody foresaw, and keeps nothing. By default
 some thousands of sequences are drawn; LLMNODE_SEQUENCES=1000000 draws more, and LLMNODE_FIRST_SEQUENCE is the first.
@@ -14,13 +14,15 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
 
-from llmnode.core.ids import PeerId
+from llmnode.core.budget import Resource
+from llmnode.core.ids import Epoch, PeerId
 from llmnode.core.policy import ServePolicy
 from llmnode.core.span import Span
 from llmnode.errors import PeerUnreachable
@@ -29,13 +31,16 @@ from llmnode.node.serve.server import Server, ServerLink
 from llmnode.testing import EXACT_MODEL, ExactWorker, open_internet, simulated
 from llmnode.testing.world import raise_bug
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Refusal, RefusalCode, unpack
+from llmnode.wire.messages import Refusal, RefusalCode, pack, unpack
+from llmnode.wire.push_messages import PushLimit
+from llmnode.wire.refusal import refusal_of
 from simulation.frame_sequences import Sequence
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from llmnode.core.budget import Scope
+    from llmnode.core.ids import SessionId
     from llmnode.testing.network import MemoryNetwork
 
 SEQUENCES = 3000
@@ -53,9 +58,12 @@ ANSWERS = {
     FrameType.LEASED,
     FrameType.RESUMED,
     FrameType.DESCRIPTION,
+    FrameType.EVALUATED,
+    FrameType.GRADIENT,
+    FrameType.GRANT,
     FrameType.REFUSAL,
 }
-POLICY = ServePolicy(lease_s=0.5, malformed_burst=10**9, sessions_per_link=3)
+POLICY = ServePolicy(lease_s=0.5, malformed_burst=10**9, unasked_burst=10**9, sessions_per_link=3)
 RECEIVER = PeerId("receiver")
 
 
@@ -113,28 +121,54 @@ class PlainLink:
         await trio.lowlevel.checkpoint()
 
 
-class TakesAll:
-    """A connection to a next hop, and what finds it. Pushes that nobody could read would end the test."""
+class NextHop:
+    """A connection to a next hop, and what finds it. Pushes that nobody could read would end the test.
+
+    It grants pushes, or refuses to, or is too old to know them, or says nothing, or something that nobody understands.
+    """
 
     relayed = False
+    has_ended = False
 
     def __init__(self, answers: Counter[str]) -> None:
+        self.numbers = count(1)
         self._answers = answers
+        self._rng = random.Random("next hop")
+        self._listeners: dict[SessionId, Callable[[Frame], None]] = {}
 
-    async def find(self, peer: PeerId, since_s: float, *, again: bool) -> TakesAll:
+    async def find(self, peer: PeerId, since_s: float, *, again: bool) -> NextHop:
         await trio.lowlevel.checkpoint()
         if peer != RECEIVER or again:
             raise no_next_hop(peer)
         return self
 
     @property
-    def best(self) -> TakesAll:
+    def best(self) -> NextHop:
         return self
+
+    def listen(self, session: SessionId, hear: Callable[[Frame], None]) -> None:
+        self._listeners[session] = hear
+
+    def mute(self, session: SessionId, hear: Callable[[Frame], None]) -> None:
+        if self._listeners.get(session) == hear:
+            del self._listeners[session]
 
     async def tell(self, frame: Frame) -> None:
         await trio.lowlevel.checkpoint()
-        assert frame.type is FrameType.STEP
-        self._answers["pushed"] += 1
+        rng, kind = self._rng, frame.type.name
+        if frame.type is FrameType.WANT:
+            limit_bytes = rng.choice((0, 100, unpack(PushLimit, frame.meta).limit_bytes, 10_000, 10_000))
+            codes = (RefusalCode.UNKNOWN_FRAME, RefusalCode.UNKNOWN_SESSION)
+            answers = [replace(frame, type=FrameType.GRANT, meta=pack(PushLimit(limit_bytes)))] * 20
+            answers += [refusal_of(frame, code, "because") for code in codes]
+            answers += [replace(answers[0], epoch=Epoch(frame.epoch + 1)), replace(answers[0], type=FrameType.OPENED)]
+            for _ in range(rng.choice((0, 1, 1, 1, 1, 2))):
+                if (hear := self._listeners.get(frame.session)) is not None:
+                    hear(rng.choice(answers))
+        else:
+            assert frame.type is FrameType.STEP
+            kind = "pushed"
+        self._answers[kind] += 1
 
 
 async def play(server: Server, worker: ExactWorker, number: int, answers: Counter[str]) -> None:
@@ -174,21 +208,26 @@ def quiet() -> Iterator[None]:
 async def test_frames_in_any_order_leave_nothing_behind() -> None:
     answers: Counter[str] = Counter()
     first = int(os.environ.get("LLMNODE_FIRST_SEQUENCE", "0"))
-    count = int(os.environ.get("LLMNODE_SEQUENCES", str(SEQUENCES)))
+    sequences = int(os.environ.get("LLMNODE_SEQUENCES", str(SEQUENCES)))
     async with open_internet() as internet:
         network: MemoryNetwork = internet.network("server")
         worker = ExactWorker(Span(0, EXACT_MODEL.blocks), EXACT_MODEL.row_bytes, KV_TOKENS)
         server = Server(network, EXACT_MODEL, POLICY, on_bug=raise_bug)
-        server.next_hops = TakesAll(answers)  # type: ignore[assignment]
+        next_hop = NextHop(answers)
+        server.next_hops = next_hop  # type: ignore[assignment]
         async with trio.open_nursery() as nursery:
             server.serve(worker)
             began_s, before = time.monotonic(), 0
-            for number in range(first, first + count):
+            for number in range(first, first + sequences):
                 try:
                     await play(server, worker, number, answers)
                     assert not server.sessions
                     assert not worker.reserved
                     assert not worker.executor._kept
+                    assert not next_hop._listeners
+                    assert not server.desk._links
+                    assert not server.desk._late_bytes
+                    assert not any(network.budget.process.held[each] for each in (Resource.PUSHES, Resource.PASSES))
                     for record in (worker.priorities, worker.executor.batches, worker.executor.forks):
                         record.clear()
                 except BaseException as error:
@@ -201,10 +240,16 @@ async def test_frames_in_any_order_leave_nothing_behind() -> None:
             gc.collect()
             grew = sys.getallocatedblocks() - before
             nursery.cancel_scope.cancel()
-    print(f"{count / took_s:.0f} sequences a second, {grew} blocks more; {dict(sorted(answers.items()))}")
-    if count > WARM_UP:
+    print(f"{sequences / took_s:.0f} sequences a second, {grew} blocks more; {dict(sorted(answers.items()))}")
+    if sequences > WARM_UP:
         assert grew < GROWTH_BLOCKS
         of_opens = {RefusalCode.WRONG_MODEL, RefusalCode.UNKNOWN_ADAPTER, RefusalCode.UNKNOWN_CODEC}
         never = of_opens | {RefusalCode.UNKNOWN_FRAME, RefusalCode.UNKNOWN_EXTENSION}
-        reached = {"pushed", *(kind.name for kind in ANSWERS if kind is not FrameType.REFUSAL), *RefusalCode} - never
+        reached = {
+            "pushed",
+            "WANT",
+            *(kind.name for kind in ANSWERS if kind is not FrameType.REFUSAL),
+            *RefusalCode,
+        } - never
+        assert server.tally.given_directly > sequences / 100, "steps are pushed here, too"
         assert reached - answers.keys() == set(), "the sequences reach every part of a session"

@@ -25,8 +25,8 @@ class Pushed:
 class PushLimit:
     """The bytes of frames that may be pushed to the session in the frame's epoch, from its beginning.
 
-    In WANT it is the limit that the sender asks for, 0 if any will do. In GRANT it is the limit from now on, and 0 takes
-    the right away.
+    In WANT it is the limit that the sender asks for, 0 if any will do. In GRANT it is the limit from now on. There 0
+    takes the right away.
     """
 
     limit_bytes: Total

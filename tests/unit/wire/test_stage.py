@@ -15,7 +15,7 @@ from llmnode.core.operations import Truncate
 from llmnode.errors import LocalProtocolError
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import RefusalCode
-from llmnode.wire.stage import Compute, Do, Repeat, Wait
+from llmnode.wire.stage import Compute, Do, Refuse, Repeat, Wait
 from unit.driven_stage import (
     FIRST,
     MAX_LENGTH,
