@@ -26,11 +26,12 @@ from llmnode.node.serve.admission import Admission
 from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.link_adapters import REQUESTS as ADAPTERS
 from llmnode.node.serve.link_adapters import LinkAdapters
+from llmnode.node.serve.link_pushes import LinkPushes
 from llmnode.node.serve.links import accept_links, answer_about_swarm, log_bug
 from llmnode.node.serve.next_hops import NextHops
 from llmnode.node.serve.passes import REQUESTS as PASSES
 from llmnode.node.serve.passes import LinkPasses
-from llmnode.node.serve.push_inlet import LinkGrants, PushDesk
+from llmnode.node.serve.push_inlet import PushDesk
 from llmnode.node.serve.served_span import ServedSpan, ServeStats
 from llmnode.node.serve.session import REQUESTS, Asked, ServerSession
 from llmnode.node.serve.work_turns import WorkTurns
@@ -50,7 +51,6 @@ from llmnode.wire.messages import (
 )
 from llmnode.wire.payload import Codec, HiddenForm
 from llmnode.wire.profile import profile_fields, profile_of
-from llmnode.wire.push_messages import Pushed, PushLimit
 from llmnode.wire.refusal import refusal_for
 from llmnode.wire.stage import Stage
 
@@ -233,7 +233,8 @@ class ServerLink:
         self._nursery = nursery
         self._passes = LinkPasses(link, nursery, self._served_for, server.on_bug)
         self._adapters = LinkAdapters(link, nursery, server.policy, server.holder_of, server.on_bug)
-        self._grants = LinkGrants(link, server.desk, nursery, server.on_bug)
+        shared = server.sessions, server.desk, server.conduct, server.tally, server.on_bug
+        self._pushes = LinkPushes(link, nursery, *shared)
 
     async def run(self) -> None:
         try:
@@ -242,7 +243,7 @@ class ServerLink:
         finally:
             self._passes.close()
             self._adapters.close()
-            self._grants.close()
+            self._pushes.close()
             for session in self._sessions():
                 self._server.leave_link(session)
 
@@ -262,7 +263,7 @@ class ServerLink:
                 case FrameType.OPEN:
                     self._open(frame)
                 case FrameType.STEP if self._of_client(frame) is None:
-                    await self._take_push(frame)
+                    await self._pushes.take(frame)
                 case FrameType.STEP | FrameType.TRUNCATE:
                     check_empty(frame.meta, frame.type.name)
                     await self._session(frame).inbox.put(frame)
@@ -274,9 +275,7 @@ class ServerLink:
                 case request if request in ADAPTERS:
                     self._adapters.begin(frame)
                 case FrameType.WANT:
-                    self._grants.note(frame, unpack(PushLimit, frame.meta).limit_bytes)
-                    if (wanted := self._server.sessions.get(frame.session)) is not None:
-                        wanted.inbox.pushes.hear(self._grants)
+                    self._pushes.hear(frame)
                 case FrameType.CLOSE:
                     check_empty(frame.meta, "CLOSE")
                     self._session(frame).close()
@@ -370,28 +369,6 @@ class ServerLink:
                 del self._server.sessions[name]
                 self._server.note_end()
         await session.say_farewell(link)
-
-    async def _take_push(self, frame: Frame) -> None:
-        """A step from the hop before, on the client's behalf. Its faults are not blamed on the client.
-
-        One that was not granted costs its peer. Raises PeerRefused for it.
-        """
-        peer, session = self._link.peer, self._server.sessions.get(frame.session)
-        if session is not None and session.inbox.pushes.sender == peer:
-            try:
-                if frame.meta:  # out of a log it comes without
-                    unpack(Pushed, frame.meta)
-                if session.inbox.put_pushed(frame, self._grants):
-                    self._server.tally.given_directly += 1
-                    return
-            except (PeerRefused, RemoteProtocolError) as error:
-                log.info("dropped a step pushed by peer=%s: %s", peer, error)
-                return
-        if self._server.desk.is_late(peer, frame.size_bytes):
-            log.debug("dropped a late step of peer=%s", peer)
-            return
-        await self._server.conduct.note_unasked(self._link)
-        raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "no session takes this step over this link")
 
     def _of_client(self, frame: Frame) -> ServerSession | None:
         """The session of the frame, if it answers over this link."""

@@ -20,7 +20,7 @@ from llmnode.node.serve.server import ServerLink
 from llmnode.testing import peer_named
 from llmnode.testing.link import MemoryLink
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Neighbours, Open, Refusal, RefusalCode, Replay, pack, unpack
+from llmnode.wire.messages import Neighbours, OpenRequest, Refusal, RefusalCode, Replay, pack, unpack
 from llmnode.wire.payload import Codec
 from llmnode.wire.profile import profile_fields
 from llmnode.wire.push_messages import PushLimit
@@ -70,7 +70,7 @@ def open_frame(name: SessionId, number: int, max_length: int = 100) -> Frame:
     span = SPANS[number]
     fields = profile_fields(MODEL.profile)
     codec, word = Codec.RAW, Priority.INTERACTIVE.word
-    request = Open(
+    request = OpenRequest(
         **fields,
         span_start=span.start,
         span_end=span.end,

@@ -2,10 +2,8 @@
 
 A process contains address groups, a group addresses, an address peers; then come connections, links and sessions. The
 holdings of a scope count in each scope around it too, and each has limits. So the limit of the process holds, whatever
-the number of peers, links and sessions. The resource manager of go-libp2p has such scopes.
-
-When there is no room, a connection of least worth is evicted, or the newcomer goes without. Knows neither sockets nor
-clocks: the owner of a connection says how it is ended.
+the number of peers, links and sessions. The resource manager of go-libp2p has such scopes. When there is no room, a
+connection of least worth is evicted, or the newcomer goes without. Knows neither sockets nor clocks.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ class Resource(Enum):
     MEMORY = "bytes of memory"
     WINDOWS = "bytes that may arrive ahead of our reading"
     """A part of the memory."""
-    PUSHES = "bytes that other servers may push"
-    """A part of the memory."""
+    PUSHES = "bytes of memory that other servers may push"
     WORK = "bytes of steps that are computed"
     PASSES = "bytes of passes, which train"
     """Apart from the work, so that passes that wait take no room from steps."""
@@ -61,16 +58,15 @@ class Kind(Enum):
 
 
 class Worth(IntEnum):
-    """How much a connection is worth to us when there is no room for all."""
+    """How much a connection is worth to us when there is no room for all.
 
-    NOTHING = 0
-    """Nothing uses it."""
-    LINK = 1
-    """A link goes over it, as yet without a session."""
-    USED = 2
-    """It has sessions, a reservation or a circuit."""
+    A connection is OURS if we have opened it: then it is never dropped for another one.
+    """
+
+    NOTHING = 0  # nothing uses it
+    LINK = 1  # a link goes over it, as yet without a session
+    USED = 2  # it has sessions, a reservation or a circuit
     OURS = 3
-    """We have opened it. It is never dropped for another one."""
 
 
 class Scope:
@@ -312,11 +308,10 @@ def choose_victim(full: Scope, asker: Scope, resource: Resource) -> Scope | None
     """The connection to drop so that `asker` gets what `full` has refused; None if `asker` is to go without.
 
     It is of an address group that holds more than the asker's. One that nothing uses goes first, then those of groups
-    that hold more than their share, with sessions or without: sessions cost nothing. A group below its share loses
-    only one without sessions. Within the group, the least worth goes first, then what holds most, then the newest.
-    Within the asker's own group, only what nothing uses makes way, the oldest first; or, for memory, what holds more
-    than the asker and is worth no more. Nothing makes way for work: there is room for it in a moment. Adapters make
-    way for each other (`core/serving/adapter_shelf.py`).
+    that hold more than their share, with sessions or without. A group below its share loses only one without them.
+    Within the group, the least worth goes first, then what holds most, then the newest. Within the asker's own group,
+    only what nothing uses makes way, the oldest first; or, for memory, what holds more than the asker and is worth no
+    more. Nothing makes way for work, or for adapters (`core/serving/adapter_shelf.py`).
     """
     if resource in (Resource.WORK, Resource.PASSES, Resource.ADAPTERS):
         return None
