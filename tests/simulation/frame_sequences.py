@@ -6,20 +6,31 @@ nor server.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmnode.core.ids import NO_SESSION, SESSION_ID_BYTES, Epoch, SessionId, Step
 from llmnode.core.priority import Priority
 from llmnode.testing import EXACT_MODEL, exact_input
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import ForkRequest, Lease, Neighbours, OpenRequest, Pass, Replay, pack
+from llmnode.wire.messages import (
+    AdapterPart,
+    AdapterUse,
+    ForkRequest,
+    Lease,
+    Neighbours,
+    OpenRequest,
+    Pass,
+    Replay,
+    pack,
+)
 from llmnode.wire.payload import Codec, encode_hidden
 from llmnode.wire.profile import profile_fields
 from llmnode.wire.push_messages import Pushed, PushLimit
+from simulation.adapters import drawn_adapter
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Callable, Iterator
 
     from llmnode.core.ids import PeerId
@@ -30,6 +41,11 @@ FRAMES = (3, 16)
 MUTATED = 0.2
 FROM_NEIGHBOUR = {False: 0.05, True: 0.6}
 """The share of a session's steps that its neighbour pushes, which it does more often where it is expected to."""
+ADAPTERS = [
+    *(drawn_adapter(random.Random(seed), blocks) for seed, blocks in enumerate([range(EXACT_MODEL.blocks), (1, 4)])),
+    drawn_adapter(random.Random(2), range(EXACT_MODEL.blocks + 2)),
+]
+"""The last one is for a model of more blocks."""
 WANTED_BYTES = (0, 0, 1, 300, 10_000, 2**62)
 
 
@@ -89,6 +105,8 @@ class Sequence:
             (self._want, 4),
             (self._evaluate, 2),
             (self._backward, 2),
+            (self._adapter, 1),
+            (self._part, 2),
             (lambda _: Frame(FrameType.DESCRIBE), 1),
         ]
 
@@ -98,7 +116,7 @@ class Sequence:
         session = _Session(SessionId(rng.randbytes(SESSION_ID_BYTES)), codec, rng.choice(LENGTHS))
         self.sessions.append(session)
         message = OpenRequest(
-            **profile_fields(EXACT_MODEL.profile),
+            **self._adapted(profile_fields(EXACT_MODEL.profile)),
             span_start=rng.choice((0,) * 9 + (2,)),
             span_end=rng.choice((EXACT_MODEL.blocks,) * 8 + (3, 3, EXACT_MODEL.blocks + 1)),
             max_length=session.max_length,
@@ -169,7 +187,7 @@ class Sequence:
         rng = self.rng
         lengths = [rng.choice((1, 2, 5)) for _ in range(rng.choice((1, 1, 3)))]
         message = Pass(
-            **profile_fields(EXACT_MODEL.profile),
+            **self._adapted(profile_fields(EXACT_MODEL.profile)),
             span_start=rng.choice((0, 0, 0, 2)),
             span_end=rng.choice((EXACT_MODEL.blocks,) * 3 + (3, 2)),
             codec=session.codec,
@@ -179,6 +197,22 @@ class Sequence:
         numbers = [exact_input(rng, sum(lengths)) for _ in range(halves)]
         payload = b"".join(bytes(encode_hidden(each, session.codec)) for each in numbers)
         return Frame(kind, NO_SESSION, step=Step(rng.randrange(2**16)), meta=pack(message), payload=payload)
+
+    def _adapter(self, _session: _Session) -> Frame:
+        rng, adapter = self.rng, self.rng.choice(ADAPTERS)
+        meta = pack(AdapterUse(adapter.digest, rng.choice((0, 0, 2)), rng.choice((EXACT_MODEL.blocks, 3, 2))))
+        payload = adapter.manifest.packed
+        return Frame(FrameType.ADAPTER, NO_SESSION, step=Step(rng.randrange(2**16)), meta=meta, payload=payload)
+
+    def _part(self, _session: _Session) -> Frame:
+        rng, adapter = self.rng, self.rng.choice(ADAPTERS)
+        block, part = rng.choice(list(adapter.parts.items()))
+        meta = pack(AdapterPart(adapter.digest, block))
+        return Frame(FrameType.PART, NO_SESSION, step=Step(rng.randrange(2**16)), meta=meta, payload=part)
+
+    def _adapted(self, profile: dict[str, Any]) -> dict[str, Any]:
+        """With an adapter, now and then."""
+        return {**profile, "adapter": self.rng.choice(ADAPTERS).digest} if self.rng.random() < 0.2 else profile
 
     def _frame(
         self,
