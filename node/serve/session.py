@@ -84,7 +84,7 @@ class Asked:
 
 
 class ServerSession:
-    """Its task (`run`) owns the stage; the link's loop only queues frames with `submit`, and moves it between links."""
+    """Its task (`run`) owns the stage; the link's loop only puts frames in its `inbox`, and moves it between links."""
 
     def __init__(
         self,
@@ -143,12 +143,8 @@ class ServerSession:
         """
         if self._parting is None or link is None:
             return
-        frames = [self._doing]
-        with suppress(trio.WouldBlock, trio.EndOfChannel):
-            while True:
-                frames.append(self._frames.receive_nowait())
         with trio.move_on_after(FAREWELL_S), suppress(PeerError):
-            for frame in frames:
+            for frame in [self._doing, *self.inbox.rest()]:
                 await link.send(refusal_for(frame, self._parting))
 
     def end(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import trio
@@ -71,6 +72,14 @@ class SessionInbox:
     async def take(self) -> Frame:
         """The next frame. Raises trio.EndOfChannel after the last one."""
         return await self._frames.receive()
+
+    def rest(self) -> list[Frame]:
+        """All frames that nobody has taken."""
+        frames: list[Frame] = []
+        with suppress(trio.WouldBlock, trio.EndOfChannel):
+            while True:
+                frames.append(self._frames.receive_nowait())
+        return frames
 
     def done(self, frame: Frame, logged_bytes: int) -> None:
         """A frame that was taken is dealt with: it waits in the stage for its turn, or is no more."""
