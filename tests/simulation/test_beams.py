@@ -72,7 +72,7 @@ def forwards(swarm: World) -> int:
 # Drawn from a seed
 
 
-@pytest.mark.parametrize("seed", seeds(200), ids=lambda seed: f"seed-{seed}-")
+@pytest.mark.parametrize("seed", seeds(100), ids=lambda seed: f"seed-{seed}-")
 @simulated
 async def test_beams_outlive_whatever_befalls_their_servers(seed: int) -> None:
     rng = random.Random(seed)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 _SEEDS = "LLMNODE_SEEDS"
+_TIMES = "LLMNODE_SEEDS_TIMES"
 _FIRST_SEED = "LLMNODE_FIRST_SEED"
 _EPOCH_MS = 1_700_000_000_000
 
@@ -64,9 +65,13 @@ def simulated(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 
 def seeds(number: int) -> range:
-    """The seeds to try: `number` from 0, or those that the environment names (LLMNODE_SEEDS, _FIRST_SEED)."""
+    """The seeds to try: `number` from 0, or those that the environment names (LLMNODE_SEEDS, _FIRST_SEED).
+
+    LLMNODE_SEEDS_TIMES=2 tries double that number.
+    """
     first = int(os.environ.get(_FIRST_SEED, "0"))
-    return range(first, first + int(os.environ.get(_SEEDS, str(number))))
+    times = int(os.environ.get(_TIMES, "1"))
+    return range(first, first + int(os.environ.get(_SEEDS, str(times * number))))
 
 
 def say_if_it_fails(fact: str) -> None:

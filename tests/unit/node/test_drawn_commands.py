@@ -240,7 +240,7 @@ class Ended:
         self.made = found_in(Path.cwd()) - before
 
 
-@pytest.mark.parametrize("seed", seeds(500))
+@pytest.mark.parametrize("seed", seeds(250))
 def test_whatever_is_given_the_program_ends_with_a_sentence(seed: int, place: Path, tokenizer: Tokenizer) -> None:
     drawn = Drawn(seed)
     line, config, environment = drawn.command_line(), drawn.toml(), drawn.environment()
