@@ -26,7 +26,10 @@ Result = TypeVar("Result")
 
 
 class Link(Protocol):
-    """Frames to and from one peer, in order within each session. It ends by itself when the peer falls silent."""
+    """Frames to and from one peer, in order within each session, and within each step without a session.
+
+    It ends by itself when the peer falls silent.
+    """
 
     @property
     def peer(self) -> PeerId: ...

@@ -9,15 +9,17 @@ Knows neither streams nor time; `link.py` writes what it is given here.
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+from llmnode.core.ids import NO_SESSION, SessionId, Step
 from llmnode.wire.frame import Frame, FrameType, encode, encode_parts
 
 if TYPE_CHECKING:
-    from llmnode.core.ids import SessionId
     from llmnode.core.policy import LinkPolicy
     from llmnode.wire.frame import Buffer
 
+Order: TypeAlias = tuple[SessionId, Step]
+"""Frames of one order must not pass each other."""
 
 GENTLE_PIECE_BYTES = 1 << 15
 """No piece is larger soon after a small frame: the next one waits until it is written."""
@@ -26,7 +28,7 @@ GENTLE_BYTES = 1 << 22
 
 
 class Outbox:
-    """Frames in the order in which they go out, which is that in which they came within each session."""
+    """Frames in the order in which they go out: within each session, and each step of none, that in which they came."""
 
     def __init__(self, policy: LinkPolicy) -> None:
         self._policy = policy
@@ -35,7 +37,7 @@ class Outbox:
         than the policy's."""
         self._small: deque[Frame] = deque()
         self._large: deque[Frame] = deque()
-        self._behind: Counter[SessionId] = Counter()  # frames among the large ones: what follows must not pass them
+        self._behind: Counter[Order] = Counter()  # frames among the large ones: what follows must not pass them
         self._is_prepared = [False, False]  # the first of the small, and of the large ones
         self._passed_bytes = 0  # by small frames, since the last piece of a large one
         self._gentle_bytes = 0  # of large frames, until pieces are large again
@@ -47,11 +49,11 @@ class Outbox:
 
     def add(self, frame: Frame) -> None:
         self.size_bytes += frame.size_bytes
-        if frame.size_bytes <= self._policy.piece_bytes and frame.session not in self._behind:
+        if frame.size_bytes <= self._policy.piece_bytes and _order(frame) not in self._behind:
             self._small.append(frame)
         else:
             self._large.append(frame)
-            self._behind[frame.session] += 1
+            self._behind[_order(frame)] += 1
 
     @property
     def _next_piece_bytes(self) -> int:
@@ -113,6 +115,12 @@ class Outbox:
 
     def _forget(self, frame: Frame) -> None:
         self.size_bytes -= frame.size_bytes
-        self._behind[frame.session] -= 1
-        if not self._behind[frame.session]:
-            del self._behind[frame.session]
+        order = _order(frame)
+        self._behind[order] -= 1
+        if not self._behind[order]:
+            del self._behind[order]
+
+
+def _order(frame: Frame) -> Order:
+    """Without a session each step is a question of its own, and its answer."""
+    return frame.session, frame.step if frame.session == NO_SESSION else Step(0)

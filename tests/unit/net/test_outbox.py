@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmnode.core.ids import SessionId, Step
+from llmnode.core.ids import NO_SESSION, SessionId, Step
 from llmnode.core.links.write_size import LEAST_BYTES
 from llmnode.core.policy import LinkPolicy
 from llmnode.errors import LocalProtocolError
@@ -49,6 +49,18 @@ def test_a_small_frame_does_not_pass_a_large_one_of_its_own_session() -> None:
     while data := outbox.take():
         arrived += steps(decoder, data)
     assert arrived == [(B, 7), (A, 1), (A, 2)]
+
+
+def test_without_a_session_a_small_frame_passes_a_large_one_of_another_step_alone() -> None:
+    outbox, decoder = Outbox(POLICY), FrameDecoder(POLICY)
+    outbox.add(frame(NO_SESSION, 1, PIECE_BYTES))
+    outbox.add(frame(NO_SESSION, 1))  # it takes the large one back
+    outbox.add(frame(NO_SESSION, 2))
+    outbox.add(Frame(FrameType.HEARTBEAT))
+    arrived = []
+    while data := outbox.take():
+        arrived += [step for _, step in steps(decoder, data)]
+    assert arrived == [2, 0, 1, 1]
 
 
 @given(
