@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from math import inf
+from typing import TYPE_CHECKING, TypeAlias
 
 import trio
 
@@ -22,16 +23,20 @@ if TYPE_CHECKING:
     from llmnode.wire.chunk_path import Action, ChunkResult
     from llmnode.wire.frame import Buffer
 
+    Commit: TypeAlias = Callable[[ChunkResult], Awaitable[None]]
+
 
 async def run_chunks(
     hops: Sequence[SessionHop],
     chunks: Iterable[tuple[Chunk, Buffer | SessionHop]],
     policy: ClientPolicy,
-    commit: Callable[[ChunkResult], Awaitable[None]],
+    commit: Commit,
+    until_s: float = inf,
 ) -> None:
     """Runs chunks that follow each other, several under way at once. `commit` is called for each, in their order.
 
-    With each comes its payload, or the hop that has logged it.
+    With each comes its payload, or the hop that has logged it. Raises as `chunk_path` does; PeerTimeout if `hops` have
+    not computed all of them by `until_s`.
     """
     window = trio.Semaphore(policy.chunks_ahead)
     committed = trio.Event()
@@ -45,7 +50,7 @@ async def run_chunks(
         *,
         task_status: trio.TaskStatus[None],
     ) -> None:
-        result = await run_chunk(hops, chunk, origin, policy, task_status)
+        result = await run_chunk(hops, chunk, origin, policy, task_status, until_s)
         await before.wait()
         await commit(result)
         done.set()
@@ -65,16 +70,17 @@ async def run_chunk(
     origin: Buffer | SessionHop,
     policy: ClientPolicy,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    until_s: float = inf,
 ) -> ChunkResult:
     """Does what `chunk_path` says, and raises as it does.
 
-    Started once the first hop has its input, or is to be given it.
+    Started once the first hop has its input, or is to be given it. No answer of `hops` is waited for after `until_s`.
     """
     path = chunk_path(hops, chunk, origin, policy)
     with ExitStack() as stack:
         involved = [origin, *hops] if isinstance(origin, SessionHop) else hops
         expected = {hop.session: stack.enter_context(hop.expect(chunk)) for hop in involved}
-        outcome = await _do(next(path), expected)
+        outcome = await _do(next(path), expected, inf)
         if outcome.error is None:
             task_status.started()
         while True:
@@ -83,10 +89,10 @@ async def run_chunk(
             except StopIteration as end:
                 result: ChunkResult = end.value
                 return result
-            outcome = await _do(action, expected)
+            outcome = await _do(action, expected, inf if action.hop is origin else until_s)
 
 
-async def _do(action: Action[SessionHop], expected: dict[SessionId, Expected]) -> Outcome:
+async def _do(action: Action[SessionHop], expected: dict[SessionId, Expected], until_s: float) -> Outcome:
     since_s = trio.current_time()
     try:
         if isinstance(action, Send):
@@ -94,11 +100,11 @@ async def _do(action: Action[SessionHop], expected: dict[SessionId, Expected]) -
             return Outcome(since_s)
         answer = expected[action.hop.session]
         if action.answer is not FrameType.RESULT:
-            frame = await answer.receive(action.answer, action.timeout_s)
+            frame = await answer.receive(action.answer, min(action.timeout_s, max(0.0, until_s - since_s)))
         else:
             async with action.hop.one_by_one:  # or the first of several chunks would use up the time of all
                 since_s = trio.current_time()
-                frame = await answer.receive(FrameType.RESULT, action.timeout_s)
+                frame = await answer.receive(FrameType.RESULT, min(action.timeout_s, max(0.0, until_s - since_s)))
         return Outcome(trio.current_time(), since_s, frame)
     except PeerError as error:
         return Outcome(trio.current_time(), error=error)

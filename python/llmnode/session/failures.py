@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from llmnode.core.policy import RecoveryPolicy
 from llmnode.errors import PeerError, PeerRefused, PeerTimeout, PeerUnreachable, SessionLost
 from llmnode.wire.chunk_path import ALL_WOULD_REFUSE
 from llmnode.wire.messages import RefusalCode
@@ -20,7 +21,13 @@ CAUSES_KEPT = 16
 """A step keeps its first failures, and the latest."""
 
 FAILED_COMPUTATIONS = 8
-"""One step may meet this many of one peer. It is asked again only after all others: then the fault is the step's."""
+"""A peer that fails to compute the step more often blames the step. It is asked again only after all others."""
+
+QUICK_S = 1.0
+"""A replay or a pass that fails sooner costs a search nothing."""
+
+AGREEING_GROUPS = 2
+"""A session ends if peers of this many address groups blame it: identities are free, and one peer may lie."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +47,9 @@ class Recovery:
 
 @dataclass(slots=True)
 class StepFailures:
-    """The failures on the way of one step, through all hops and recoveries."""
+    """The failures on the way of one step, through all hops and recoveries, since a chunk of it last got through."""
 
+    policy: RecoveryPolicy = field(default_factory=RecoveryPolicy)
     causes: list[PeerError] = field(default_factory=list)
     failed: set[PeerId] = field(default_factory=set)
     """The peers that failed since every peer was asked. Each is asked once: a dead cheap one must not hide another."""
@@ -50,14 +58,35 @@ class StepFailures:
     the client waits for any peer."""
     silent: set[PeerId] = field(default_factory=set)
     """The peers that have not answered in this step. Each has cost a whole deadline: others are asked again first."""
-    blaming: set[PeerId] = field(default_factory=set)
-    """Those of the `failed` peers that say that the session itself is at fault."""
+    verdicts: dict[PeerId, str | None] = field(default_factory=dict)
+    """The latest failure of each peer in this step: its address group if it says that the session itself is at fault,
+    and None if it has failed in another way."""
     is_disputed: bool = False
     """Hops that were to take a place have contradicted each other. The next ones do not push to each other."""
     failed_computations: Counter[PeerId | None] = field(default_factory=Counter)
     deadline_s: float = math.inf
+    """The end of the search for a peer."""
+    searches: int = 0
+    """The hops for which others were looked for."""
+    failed_tries: int = 0
+    """The replays or passes that a peer began, and did not end."""
     room_in_s: float = 0.0
     """The shortest wait for room that a peer named since every peer was asked; 0 if none did."""
+
+    def begin_search(self, now_s: float) -> None:
+        """A hop is lost, and others are to be found. After too many searches there is no time for another one."""
+        self.searches += 1
+        has_time = self.searches <= self.policy.replacements
+        self.deadline_s = now_s + self.policy.timeout_s if has_time else -math.inf
+
+    def add_try(self, took_s: float, *, failed: bool) -> None:
+        """A replay or a pass has taken this long. It has a limit of its own, so its time does not count as a search.
+
+        The time of further ones that fail counts.
+        """
+        self.failed_tries += failed and took_s > QUICK_S
+        if self.failed_tries <= self.policy.failed_tries:
+            self.deadline_s += took_s
 
     def avoided(self, *, hurry: bool) -> set[PeerId]:
         """The peers that are not asked to take a place."""
@@ -65,20 +94,21 @@ class StepFailures:
 
     def ask_all_again(self) -> None:
         self.failed = set(self.silent) if self.failed - self.silent else set()
-        self.blaming.clear()
         self.cut_off.clear()
         self.room_in_s = 0.0
 
     def check_agreement(self) -> None:
-        """To be called when there is no other peer to ask. Raises SessionLost if all blame the session.
+        """To be called when there is no other peer to ask. Raises SessionLost if all of them blame the session.
 
-        One peer's word is not enough, and several may be one stranger's: while there are others, they are asked.
+        One peer's word is not enough, and several may be one stranger's. A peer that has failed in another way may be
+        back, and do better.
         """
-        if self.blaming and self.blaming >= self.failed and not self.cut_off:
+        groups = set(self.verdicts.values())
+        if None not in groups and len(groups) >= AGREEING_GROUPS:
             raise SessionLost(self.causes) from self.causes[-1]
 
     def note_lost(self, failure: PeerError, finder: PeerFinder) -> None:
-        """A hop of the session failed. Raises as `note`."""
+        """A hop of the session failed."""
         self.note(failure, finder)
         was_moved = isinstance(failure, PeerRefused) and failure.code == RefusalCode.UNKNOWN_SESSION
         if (was_moved or isinstance(failure, PeerUnreachable)) and failure.peer in self.failed:
@@ -86,18 +116,20 @@ class StepFailures:
             self.cut_off.add(failure.peer)
 
     def note(self, error: PeerError, finder: PeerFinder) -> None:
-        """Raises SessionLost if a peer has failed to compute the step many times, and no other peer has done it."""
+        """A peer failed."""
         finder.report(error)
         self.causes = [*self.causes[: CAUSES_KEPT - 1], error]
-        if error.peer is not None:
-            self.failed.add(error.peer)
-        if isinstance(error, PeerTimeout) and error.peer is not None:
-            self.silent.add(error.peer)
         if isinstance(error, PeerRefused):
             if error.retry_after_s is not None:
                 self.room_in_s = min(self.room_in_s or math.inf, error.retry_after_s)
-            if error.code in ALL_WOULD_REFUSE and error.peer is not None:
-                self.blaming.add(error.peer)
             self.failed_computations[error.peer] += error.code == RefusalCode.COMPUTE_FAILED
-            if self.failed_computations[error.peer] > FAILED_COMPUTATIONS:
-                raise SessionLost(self.causes) from error
+        if error.peer is not None:
+            self.failed.add(error.peer)
+            self.verdicts[error.peer] = finder.group_of(error.peer) if self._blames_session(error) else None
+            if isinstance(error, PeerTimeout):
+                self.silent.add(error.peer)
+
+    def _blames_session(self, error: PeerError) -> bool:
+        if not isinstance(error, PeerRefused):
+            return False
+        return error.code in ALL_WOULD_REFUSE or self.failed_computations[error.peer] > FAILED_COMPUTATIONS

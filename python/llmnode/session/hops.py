@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from llmnode.core.route import Route
     from llmnode.errors import LlmnodeError
     from llmnode.receipts.book import ReceiptBook
+    from llmnode.session.chunk_run import Commit
+    from llmnode.session.failures import StepFailures
     from llmnode.session.tools import SessionTools
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.wire.chunk import Chunk
@@ -115,18 +117,18 @@ class SessionHops:
             self.check_open()
 
     async def rebuild(
-        self, lost: SessionHop, route: Route, connections: Mapping[PeerId, PeerConnection], *, pushing: bool = True
+        self, lost: SessionHop, route: Route, connections: Mapping[PeerId, PeerConnection], failures: StepFailures
     ) -> Sequence[SessionHop]:
         """Put new hops in the place of `lost`, which have computed its inputs; returns them. Raises PeerError.
 
         They do so in an epoch of their own, so that a frame of theirs that comes too late is never taken for another.
-        Unless they are `pushing`, all their results come to the client, which then knows for certain whether one lies.
+        After a dispute all their results come to the client, which then knows for certain whether one lies.
         """
         state, policy = self.state, self.terms.policy
         before = state.before(lost)
         state.begin_epoch()
         told = [None, *state.until(lost)][-2:] if policy.recovery.upstream_logs else []
-        hops = await self._open_hops(route, connections, told, quiet=True, pushing=pushing)
+        hops = await self._open_hops(route, connections, told, quiet=True, pushing=not failures.is_disputed)
         try:
             await self._hold_replay(before, hops)
             results: list[ChunkResult] = []
@@ -135,7 +137,7 @@ class SessionHops:
                 state.log_inputs(result, hops, before)
                 results.append(result)
 
-            await run_chunks(hops, state.replays(lost), policy, commit)
+            await self._replay(lost, hops, commit, failures)
             for result in results:  # of a replay that was given up, nothing is kept
                 await self._take_receipts(result, hops, replay=True)
             self.check_open()  # nobody would close these
@@ -144,6 +146,19 @@ class SessionHops:
             raise
         state.replace(lost, hops)
         return hops
+
+    async def _replay(
+        self, lost: SessionHop, hops: Sequence[SessionHop], commit: Commit, failures: StepFailures
+    ) -> None:
+        """Have new `hops` compute the inputs of `lost`, in a time that follows their number. Raises PeerError."""
+        policy, began_s = self.terms.policy, trio.current_time()
+        most_s = policy.step_timeout_s + self.state.position / policy.recovery.replay_positions_per_s
+        is_done = False
+        try:
+            await run_chunks(hops, self.state.replays(lost), policy, commit, began_s + most_s)
+            is_done = True
+        finally:
+            failures.add_try(trio.current_time() - began_s, failed=not is_done)
 
     async def hold_from_relays(self, chain: Sequence[SessionHop | None], positions: int) -> None:
         """Wait before that number of positions goes along `chain`, where None is the client, see `relay_gate.py`.

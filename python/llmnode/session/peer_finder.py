@@ -84,14 +84,15 @@ class PeerFinder:
         if error.peer is None:
             return
         now_s = trio.current_time()
+        is_new = not self._bans.is_banned(error.peer, now_s)  # one event may fail several sessions
         if isinstance(error, PeerRefused):
             if error.retry_after_s is not None:
                 still = {each: until_s for each, until_s in self._full_until_s.items() if until_s > now_s}
                 self._full_until_s = {**still, error.peer: now_s + error.retry_after_s}
             if not error.breaks_promise:
                 return
-            if not self._bans.is_banned(error.peer, now_s):  # one event may fail several sessions
-                self._standing.note_refused(error.peer, now_s)
+        if is_new and not isinstance(error, PeerUnreachable):  # that may be our own network's fault
+            self._standing.note_failed(error.peer, now_s)
         if isinstance(error, Convicted):
             self._suspicion.convict(error.peer, now_s)
         self._bans.report(error.peer, now_s)
@@ -104,17 +105,21 @@ class PeerFinder:
             took_s = timing.elapsed_us / 1e6
             self._standing.note_served(timing.peer, len(timing.span), positions, took_s, now_s)
 
+    def group_of(self, peer: PeerId) -> str | None:
+        """The address group of a peer that we are connected to."""
+        return next((each.source.group for each in self.pool.living() if each.peer == peer), None)
+
     def suspect(self, peers: Collection[PeerId]) -> None:
         """One of these peers lied, and it is not known which."""
         self._suspicion.suspect(peers, trio.current_time())
 
     async def find(
-        self, span: Span, positions: int, avoid: Collection[PeerId], *, hurry: bool
+        self, span: Span, positions: int, avoid: Collection[PeerId], *, hurry: bool, beside: Collection[PeerId] = ()
     ) -> tuple[Route, Mapping[PeerId, PeerConnection]]:
         """Hops that cover `span`, over peers not in `avoid`; in a `hurry` also over peers that have failed lately.
 
-        If possible they have room for that number of `positions`. Raises NoRoute, or the PeerError of a peer that could
-        not be reached.
+        If possible they have room for that number of `positions`, and are not at the peers `beside`, which have other
+        hops of the session. Raises NoRoute, or the PeerError of a peer that could not be reached.
         """
         usable = [
             each
@@ -122,7 +127,7 @@ class PeerFinder:
             if each.peer not in avoid and (hurry or not self._is_banned(each))
         ]
         try:
-            route = find_detour(span, _held(usable), self._costs(usable, positions))
+            route = find_detour(span, _held(usable), self._costs(usable, positions, beside=beside))
         except NoRoute as error:
             raise NoRoute(error.missing, self._hint(error.missing, positions, avoid)) from None
         connections, errors = await self._connect(route, usable)
@@ -282,11 +287,16 @@ class PeerFinder:
         return self._bans.is_banned(announcement.peer, trio.current_time())
 
     def _costs(
-        self, announcements: Sequence[Announcement], positions: int = 0, *, explores: bool = False
+        self,
+        announcements: Sequence[Announcement],
+        positions: int = 0,
+        *,
+        explores: bool = False,
+        beside: Collection[PeerId] = (),
     ) -> dict[PeerId, HopCost]:
         """Costs by what peers say of themselves, as far as it is believed, and by what we have seen of them.
 
-        Suspected peers, and peers without room for `positions`, are dearer.
+        Suspected peers, those without room for `positions`, and those that have a hop `beside` are dearer.
         """
         default, now_s = HopCost(), trio.current_time()
         sessions = {each.peer: len(each.sessions) for each in self.pool.living()}
@@ -298,6 +308,7 @@ class PeerFinder:
         costs = {}
         for each in announcements:
             penalty, cost = self._suspicion.penalty(each.peer, now_s), believed[each.peer]
+            penalty *= self.policy.route.second_hop_cost if each.peer in beside else 1.0
             is_full = each.offer.kv_tokens_free < positions or self._full_until_s.get(each.peer, 0.0) > now_s
             wait_s = self.policy.route.room_cost_s if is_full else 0.0
             costs[each.peer] = HopCost(penalty * cost.hop_s + wait_s, penalty * cost.block_s)

@@ -47,8 +47,6 @@ class Recoverer:
             return  # it happens once to any two: hidden states between them go by way of the client now
         if self._finder is None or lost is None:
             raise SessionLost([error]) from error
-        timeout_s = self._hops.terms.policy.recovery.timeout_s
-        failures.deadline_s = min(failures.deadline_s, trio.current_time() + timeout_s)
         while lost is not None:
             await self._replace(lost, self._finder, failures)
             lost = state.lost
@@ -75,19 +73,20 @@ class Recoverer:
         """Put others in the place of `lost`. Returns early if the hop before fails, which is then lost too."""
         hops, policy = self._hops, self._hops.terms.policy
         began_s = trio.current_time()
+        failures.begin_search(began_s)
         before = self._state.before(lost)
         assert lost.failure is not None
         lost.inputs.truncate(self._state.position)
         failures.note_lost(lost.failure, finder)
         await hops.abandon([lost])  # if it lives it may be asked to take its own place, and has no room for both
+        beside = {each.hop.peer for each in hops.hops if each.failure is None}
         missing: NoRoute | None = None
         hurry = False
         while hops.ended is None and trio.current_time() < failures.deadline_s:
             try:
-                with trio.fail_at(failures.deadline_s):
-                    avoided = failures.avoided(hurry=hurry)
-                    found = await finder.find(lost.hop.span, hops.terms.max_length, avoided, hurry=hurry)
-                    others = await hops.rebuild(lost, *found, pushing=not failures.is_disputed)
+                avoided = failures.avoided(hurry=hurry)
+                found = await finder.find(lost.hop.span, hops.terms.max_length, avoided, hurry=hurry, beside=beside)
+                others = await hops.rebuild(lost, *found, failures)
             except NoRoute as absence:
                 missing = absence
                 if hurry:  # every peer has been asked
@@ -108,8 +107,6 @@ class Recoverer:
                     if isinstance(failure, HopsDisagree):
                         failure = failure.upstream.failure or failure
                 failures.note(failure, finder)
-            except trio.TooSlowError:
-                break
             else:
                 self._note(lost, others, trio.current_time() - began_s)
                 return

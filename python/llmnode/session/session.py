@@ -230,7 +230,7 @@ class InferenceSession:
 
     async def _persist(self, work: Callable[[], Awaitable[None]], *, position_before: int) -> None:
         """Do `work` with all hops at the session's position. After each failure replace lost hops and go on with it."""
-        failures = StepFailures()
+        failures, reached = StepFailures(self._policy.recovery), self._state.position
         with self._ends_if_cancelled():
             while True:
                 if self.spot_checks is not None:
@@ -243,6 +243,8 @@ class InferenceSession:
                     return await work()
                 except PeerError as error:
                     self._state.unsettle()
+                    if self._state.position > reached:  # the step gets on
+                        failures, reached = StepFailures(self._policy.recovery), self._state.position
                     try:
                         await self._recoverer.recover(error, failures)
                     except NoRoute:

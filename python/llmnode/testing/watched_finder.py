@@ -36,10 +36,10 @@ class WatchedFinder(PeerFinder):
             self.banned.append((trio.current_time(), error))
 
     async def find(
-        self, span: Span, positions: int, avoid: Collection[PeerId], *, hurry: bool
+        self, span: Span, positions: int, avoid: Collection[PeerId], *, hurry: bool, beside: Collection[PeerId] = ()
     ) -> tuple[Route, Mapping[PeerId, PeerConnection]]:
         asked_s, failures = trio.current_time(), len(self.failures)
-        route, connections = await super().find(span, positions, avoid, hurry=hurry)
+        route, connections = await super().find(span, positions, avoid, hurry=hurry, beside=beside)
         if not hurry:
             self.found.append((asked_s, failures, route))
         return route, connections

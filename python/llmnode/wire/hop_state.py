@@ -140,7 +140,9 @@ class HopState:
         meta = pack(replace(asked, again=self.pushing.has_failed_to(asked.receiver)))
         frame = Frame(FrameType.NEIGHBOURS, self.session, epoch, step, meta=meta)
         introduces = receiver.hop.peer if receiver else None  # a server pushes to no peer that it does not know
-        return Request(frame, FrameType.FORWARDED, self.terms.policy.step_timeout_s, introduces)
+        policy = self.terms.policy  # only an open hop may have a long forward to finish first
+        timeout_s = policy.step_timeout_s if self.is_open else policy.open_timeout_s
+        return Request(frame, FrameType.FORWARDED, timeout_s, introduces)
 
     def may_be_given_steps_by(self, before: HopState) -> bool:
         """Whether it takes steps from the hop before, which may then give it others than it tells the client."""

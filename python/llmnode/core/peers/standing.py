@@ -28,7 +28,8 @@ PEERS = 4096
 @dataclass(slots=True)
 class _Known:
     positions: int = 0
-    refusals: int = 0
+    """Those of short steps, since it last failed."""
+    failures: int = 0
     """Sessions that it took, and then did not serve, since it last served one."""
     short_steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=16))
     """The latest ones: the number of blocks, and the time that each took."""
@@ -55,17 +56,21 @@ class Standing:
     def note_served(self, peer: PeerId, blocks: int, positions: int, took_s: float, now_s: float) -> None:
         """A step of ours went through the peer, and everything that we can check was right."""
         known = self._remember(peer, now_s)
+        if positions > self._policy.short_step:
+            return
+        known.short_steps.append((blocks, took_s))
         known.positions += positions
         if known.positions >= self._policy.proven_positions:
-            known.refusals = 0
-        if positions <= self._policy.short_step:
-            known.short_steps.append((blocks, took_s))
+            known.failures = 0
 
-    def note_refused(self, peer: PeerId, now_s: float) -> None:
-        """The peer took a session of ours, and did not serve it. It has to prove itself anew."""
+    def note_failed(self, peer: PeerId, now_s: float) -> None:
+        """The peer took a session of ours, and did not serve it: it refused, hung, or answered nonsense.
+
+        It has to prove itself anew.
+        """
         known = self._remember(peer, now_s)
         known.positions = 0
-        known.refusals += 1
+        known.failures += 1
 
     def is_proven(self, peer: PeerId, now_s: float) -> bool:
         """Whether the peer has served us enough, not too long ago."""
@@ -96,7 +101,7 @@ class Standing:
         """The time beyond what the peer says is the way there, or a lie: it is paid for at each visit."""
         default, said_s = HopCost(), candidate.said_block_s
         excess = [took_s - blocks * said_s for blocks, took_s in self._known[candidate.peer].short_steps]
-        return HopCost(max([default.hop_s, median(excess)] if excess else [default.hop_s]), said_s)
+        return HopCost(max(default.hop_s, median(excess)), said_s)
 
     def _seen_block_s(self, candidate: Candidate) -> float | None:
         """The time of a token for each block, with the way there. None if the peer is much slower than it says.
@@ -104,16 +109,14 @@ class Standing:
         Such a peer says nothing about what others can do.
         """
         steps, said_s, policy = self._known[candidate.peer].short_steps, candidate.said_block_s, self._policy
-        if not steps:
-            return said_s
         excess_s = median(took_s - policy.believed_times * blocks * said_s for blocks, took_s in steps)
         return max(said_s, median(took_s / blocks for blocks, took_s in steps)) if excess_s < policy.way_s else None
 
     def _distrust(self, candidate: Candidate, now_s: float) -> float:
         """The factor for the cost of a peer that has not served us."""
         known, policy = self._known.get(candidate.peer), self._policy
-        refusals = known.refusals if known is not None and now_s < known.at_s + policy.keeps_s else 0
-        times = 2.0 ** min(refusals, policy.most_refusals)
+        failures = known.failures if known is not None and now_s < known.at_s + policy.keeps_s else 0
+        times = 2.0 ** min(failures, policy.most_failures)
         return times * policy.entrusted_cost if candidate.sessions >= policy.unproven_sessions else times
 
     def _remember(self, peer: PeerId, now_s: float) -> _Known:

@@ -13,7 +13,7 @@ class StandingPolicy:
     """How far a client believes what peers say about their speed, see `core/peers/standing.py`."""
 
     proven_positions: int = 16
-    """A peer has proved itself when it has computed this many positions for us."""
+    """A peer has proved itself when it has computed this many positions for us, in steps that count for the speed."""
     keeps_s: float = 600.0
     """A peer that has not served us for this long has to prove itself anew: it may be busier now, or faster."""
     short_step: int = 8
@@ -30,7 +30,7 @@ class StandingPolicy:
     unproven_sessions: int = 1
     """A peer that has not proved itself gets this many sessions at a time. A further one costs `entrusted_cost`."""
     entrusted_cost: float = 4.0
-    most_refusals: int = 4
+    most_failures: int = 4
     """The cost of a peer doubles with each session that it took and did not serve, this many times at most."""
 
 
@@ -51,6 +51,9 @@ class RoutePolicy:
     room_cost_s: float = 4.0
     """This is added to the cost of a peer that has no KV memory for the session: the wait for admission
     (`AdmissionPolicy`)."""
+    second_hop_cost: float = 4.0
+    """A peer that has a hop of the session already counts this many times as slow for another one: it would hold KV for
+    the session twice."""
     retry_s: float = 1.0
     """The pause between two looks for peers, unless the swarm changes before."""
     longest_pause_s: float = 5.0
@@ -88,7 +91,17 @@ class RecoveryPolicy:
     """The time for logged results, as `PushPolicy.patience_s` is for a step. They are pushed over a fresh connection,
     are hardly ever lost, and are a prefill."""
     timeout_s: float = 30.0
-    """A session that lost a peer looks this long for a replacement: a server may be starting again."""
+    """A session that lost a peer looks this long for a replacement: a server may be starting again. The time of replays
+    does not count."""
+    replay_positions_per_s: float = 16.0
+    """A replay may take a second for this many positions, and `ClientPolicy.step_timeout_s` more. Each of its chunks
+    has the deadline of a step too."""
+    failed_tries: int = 4
+    """The time of this many replays that fail does not count either. A peer that trickles must not keep a session from
+    others, and many of them must not keep it for ever."""
+    replacements: int = 32
+    """A step may lose this many hops before one of its chunks has passed them all. Then it fails: peers may take over
+    again and again, and do nothing."""
     lease_s: float = 60.0
     """Servers are asked to keep a session that `InferenceSession.export` has saved for this long."""
 

@@ -95,14 +95,26 @@ def test_a_stranger_gets_one_session_at_a_time() -> None:
 def test_a_peer_that_does_not_serve_what_it_took_proves_itself_anew() -> None:
     standing = Standing(POLICY)
     serve(standing, LIAR, 0.01)
-    standing.note_refused(LIAR, 0.0)
+    standing.note_failed(LIAR, 0.0)
     assert not standing.is_proven(LIAR, 0.0)
     once = total_s(standing.costs(candidates(LIAR), 0.0)[LIAR])
-    standing.note_refused(LIAR, 0.0)
+    standing.note_failed(LIAR, 0.0)
     assert total_s(standing.costs(candidates(LIAR), 0.0)[LIAR]) == pytest.approx(2 * once)
     assert total_s(standing.costs(candidates(LIAR), POLICY.keeps_s + 1)[LIAR]) < once, "it is forgotten"
     serve(standing, LIAR, 0.01)
     assert standing.is_proven(LIAR, 0.0)
+
+
+def test_a_long_prefill_proves_nothing_since_it_does_not_show_the_time_of_a_token() -> None:
+    standing = Standing(POLICY)
+    standing.note_served(LIAR, BLOCKS, 500, 0.01, 0.0)
+    assert not standing.is_proven(LIAR, 0.0)
+    standing.note_served(LIAR, BLOCKS, POLICY.short_step, 2.0, 0.0)
+    assert not standing.is_proven(LIAR, 0.0)
+    standing.note_served(LIAR, BLOCKS, POLICY.proven_positions, 0.01, 0.0)
+    standing.note_served(LIAR, BLOCKS, POLICY.short_step, 2.0, 0.0)
+    assert standing.is_proven(LIAR, 0.0)
+    assert total_s(standing.costs(candidates(LIAR), 0.0)[LIAR]) == pytest.approx(2.0)
 
 
 def test_proofs_are_forgotten() -> None:
@@ -115,7 +127,7 @@ def test_proofs_are_forgotten() -> None:
 def test_a_client_remembers_a_limited_number_of_peers() -> None:
     standing = Standing(POLICY)
     for number in range(PEERS + 50):
-        standing.note_refused(PeerId(f"peer {number}"), float(number) / 1e3)
+        standing.note_failed(PeerId(f"peer {number}"), float(number) / 1e3)
     assert len(standing._known) == PEERS
 
 
@@ -133,7 +145,7 @@ def test_nobody_gains_by_saying_less_than_it_takes(
     for number, took_s, positions in served:
         standing.note_served(peers[number], BLOCKS, positions, took_s, 0.0)
     for number in refused:
-        standing.note_refused(peers[number], 0.0)
+        standing.note_failed(peers[number], 0.0)
     offers = [Candidate(peer, said_s, 0) for peer, said_s in zip(peers, said, strict=False)]
     costs = standing.costs(offers, 0.0, explores=explores)
     assert costs.keys() == {each.peer for each in offers}
