@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack, suppress
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,13 +25,14 @@ from llmnode.core.span import Span
 from llmnode.errors import ConfigError, PeerError, PeerRefused, RemoteProtocolError, WorkerLost
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Pass, Passed, RefusalCode, pack, unpack
+from llmnode.wire.pass_deadline import deadline_s
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
 from llmnode.wire.refusal import refusal_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from llmnode.core.ids import PeerId
+    from llmnode.core.ids import PeerId, Step
     from llmnode.core.operations import Buffer, Computed
     from llmnode.node.serve.adapter_store import AdapterInUse
     from llmnode.node.serve.served_span import ServedSpan
@@ -53,14 +55,18 @@ class LinkPasses:
         link: Link,
         nursery: trio.Nursery,
         served_for: Callable[[Pass], ServedSpan],
+        count: Callable[[int], None],
         on_bug: Callable[[PeerId, Exception], None],
     ) -> None:
-        """`served_for` gives the blocks for a pass, or raises PeerRefused; `on_bug` is that of the server."""
+        """`served_for` gives the blocks for a pass, or raises PeerRefused. `count` is told of passes that begin and
+        end, as 1 and -1. `on_bug` is that of the server.
+        """
         self._link = link
         self._nursery = nursery
         self._served_for = served_for
+        self._count = count
         self._on_bug = on_bug
-        self._scopes: set[trio.CancelScope] = set()
+        self._under_way: dict[trio.CancelScope, Step] = {}
 
     def begin(self, frame: Frame) -> None:
         """Compute a pass and answer it, in a task. Raises RemoteProtocolError or PeerRefused for what cannot be."""
@@ -68,11 +74,12 @@ class LinkPasses:
         if request.span_start >= request.span_end:
             raise RemoteProtocolError(f"[{request.span_start}, {request.span_end}) is no span")
         served, span = self._served_for(request), Span(request.span_start, request.span_end)
+        patience_s = min(deadline_s(request) or inf, served.policy.longest_pass_s)
         positions, form = sum(request.lengths), _form(request, served)
         if len(frame.payload) != (expected := _halves(frame) * form.bytes_of(positions)):
             what = f"{frame.type.name}: {len(frame.payload)} bytes for {positions} positions, expected {expected}"
             raise RemoteProtocolError(what)
-        if len(self._scopes) >= served.policy.passes_per_link:
+        if len(self._under_way) >= served.policy.passes_per_link:
             raise PeerRefused(RefusalCode.BUSY, "too many passes are under way", retry_after_s=_RETRY_S)
         priority = max(PRIORITIES.get(request.priority, Priority.TRAINING), Priority.TRAINING)
         with ExitStack() as refused:
@@ -89,13 +96,21 @@ class LinkPasses:
                     raise PeerRefused(RefusalCode.NO_ROOM, why)
                 raise PeerRefused(RefusalCode.BUSY, "no memory is left for this pass now", retry_after_s=_RETRY_S)
             refused.pop_all()
-        self._scopes.add(scope := trio.CancelScope())
+        scope = trio.CancelScope(deadline=trio.current_time() + patience_s)
+        self._under_way[scope] = frame.step
+        self._count(1)
         self._nursery.start_soon(self._run, frame, parts, form, account, scope)
         served.tally.positions += positions
 
+    def cancel(self, frame: Frame) -> None:
+        """The client waits no more for the pass that it asked for in the step of this CLOSE. It has no answer."""
+        for scope, step in self._under_way.items():
+            if step == frame.step:
+                scope.cancel()
+
     def close(self) -> None:
         """The link has ended: nobody waits for what is under way."""
-        for scope in self._scopes:
+        for scope in self._under_way:
             scope.cancel()
 
     async def _run(
@@ -104,6 +119,8 @@ class LinkPasses:
         try:
             with scope:
                 await self._link.send(await self._computed(frame, parts, form))
+            if scope.cancelled_caught and scope.deadline <= trio.current_time():
+                await self._link.send(refusal_of(frame, RefusalCode.BUSY, "the time for this pass is over"))
         except PeerError as error:
             log.debug("not answered: %s", error)
         except Exception as error:  # noqa: BLE001  one pass that nobody foresaw is not to end the server
@@ -112,9 +129,10 @@ class LinkPasses:
                 await self._link.send(refusal_of(frame, RefusalCode.COMPUTE_FAILED, reason))
             self._on_bug(self._link.peer, error)
         finally:
-            self._scopes.discard(scope)
+            del self._under_way[scope]
             account.scope.close()
             parts.release()
+            self._count(-1)
 
     async def _computed(self, frame: Frame, parts: _Parts, form: HiddenForm) -> Frame:
         """The answer to a pass, be it a refusal."""
@@ -232,7 +250,7 @@ class _Parts:
         start = self.span.start
         while start < self.span.end:
             blocks = self._next(start, lengths, Evaluate)
-            hidden = await self._do(Evaluate(blocks, lengths, hidden, *self._account))
+            hidden = await self._do(Evaluate(blocks, lengths, hidden, *self._account, waited_s=self._waited_s))
             start = blocks.end
         return hidden
 
@@ -243,12 +261,13 @@ class _Parts:
             blocks = self._next(start, lengths, Backward)
             entering.append((blocks, hidden))
             if blocks.end < self.span.end:
-                hidden = await self._do(Evaluate(blocks, lengths, hidden, *self._account))
+                hidden = await self._do(Evaluate(blocks, lengths, hidden, *self._account, waited_s=self._waited_s))
             start = blocks.end
         while entering:
             blocks, hidden = entering.pop()
             values = 0 if self._adapter is None else self._adapter.manifest.values(blocks)
-            both = await self._do(Backward(blocks, lengths, hidden, gradient, *self._account, values))
+            backward = Backward(blocks, lengths, hidden, gradient, *self._account, values, self._waited_s)
+            both = await self._do(backward)
             gradient_bytes = memoryview(gradient).nbytes
             gradient = memoryview(both)[:gradient_bytes]
             self._add(blocks, memoryview(both)[gradient_bytes:])
@@ -263,6 +282,10 @@ class _Parts:
         values = np.frombuffer(of_adapter, np.float32)
         first = self._adapter_values - self._adapter.manifest.values(Span(blocks.start, self.span.end))
         self._of_adapter[first : first + len(values)] += values
+
+    @property
+    def _waited_s(self) -> float:
+        return self.queue_us / 1e6
 
     async def _do(self, operation: Evaluate | Backward) -> Buffer:
         computed: Computed = await self._worker.do(operation)

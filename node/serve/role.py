@@ -259,4 +259,4 @@ class Role:
             self._wait_for_sessions = scope
             with trio.move_on_at(until_s):
                 await self._server.drain(self._report_sessions)
-            self._report(Drained(self._server.sessions_here), scope)
+            self._report(Drained(self._server.awaited), scope)

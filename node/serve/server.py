@@ -85,7 +85,9 @@ class Server:
     on_bug: Callable[[PeerId, Exception], None] = log_bug
     """Told what nobody foresaw, which has ended a session or link of that peer; what it raises ends the server."""
     session_ended: trio.Event = field(default_factory=trio.Event)
-    """The next one's end; then there is another event."""
+    """The next end of a session or pass; then there is another event."""
+    passes: int = 0
+    """The passes that are under way."""
     served: ServedSpan | None = None
     """None while no blocks are loaded: at first, after a worker was lost, and between two spans."""
     span: Span | None = None
@@ -143,17 +145,17 @@ class Server:
             self.served = None
 
     @property
-    def sessions_here(self) -> int:
-        """Sessions whose clients are here. The others wait for their clients to come back."""
-        return sum(session.link is not None for session in self.sessions.values())
+    def awaited(self) -> int:
+        """The sessions and passes whose clients are here. Other sessions wait for their clients to come back."""
+        return sum(session.link is not None for session in self.sessions.values()) + self.passes
 
-    async def drain(self, report: Callable[[int], None] = lambda _sessions: None) -> None:
-        """Wait until the sessions whose clients are here have ended.
+    async def drain(self, report: Callable[[int], None] = lambda _left: None) -> None:
+        """Wait until the sessions and passes whose clients are here have ended.
 
         `report` is told how many are left, at first and whenever one has ended; never 0.
         """
-        while sessions := self.sessions_here:
-            report(sessions)
+        while left := self.awaited:
+            report(left)
             await self.session_ended.wait()
 
     def _addresses(self, peer: PeerId) -> Sequence[str] | None:
@@ -172,8 +174,14 @@ class Server:
             session.leave_link()
         self.note_end()
 
+    def count_passes(self, more: int) -> None:
+        """This number of passes have begun, or ended if it is negative."""
+        self.passes += more
+        if more < 0:
+            self.note_end()
+
     def note_end(self) -> None:
-        """A session has ended, or its client has."""
+        """A session or a pass has ended, or its client has."""
         self.session_ended.set()
         self.session_ended = trio.Event()
 
@@ -231,7 +239,7 @@ class ServerLink:
         self._server = server
         self._link = link
         self._nursery = nursery
-        self._passes = LinkPasses(link, nursery, self._served_for, server.on_bug)
+        self._passes = LinkPasses(link, nursery, self._served_for, server.count_passes, server.on_bug)
         self._adapters = LinkAdapters(link, nursery, server.policy, server.holder_of, server.on_bug)
         shared = server.sessions, server.desk, server.conduct, server.tally, server.on_bug
         self._pushes = LinkPushes(link, nursery, *shared)
@@ -278,7 +286,10 @@ class ServerLink:
                     self._pushes.hear(frame)
                 case FrameType.CLOSE:
                     check_empty(frame.meta, "CLOSE")
-                    self._session(frame).close()
+                    if frame.session == NO_SESSION:
+                        self._passes.cancel(frame)
+                    else:
+                        self._session(frame).close()
                 case FrameType.LEASE:
                     await self._link.send(self._lease(frame))
                 case FrameType.RESUME:

@@ -81,6 +81,7 @@ async def there_and_back(client: SwarmPasses, seed: int, lengths: Sequence[int],
 def nothing_is_left(swarm: World) -> None:
     for node in swarm.nodes.values():
         assert not node.worker._scheduler._counters._queued
+        assert not node.server.passes
 
 
 @simulated

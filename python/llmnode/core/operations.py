@@ -157,6 +157,8 @@ class Evaluate(Operation[Computed]):
     priority: Priority = Priority.TRAINING
     adapter: AdapterId | None = None
     """The adapter that the blocks have for these sequences; see `Open`."""
+    waited_s: float = 0.0
+    """How long the parts of the same pass before it have waited for their turns."""
 
     @property
     def positions(self) -> int:
@@ -180,6 +182,7 @@ class Backward(Operation[Computed]):
     adapter: AdapterId | None = None
     adapter_values: int = 0
     """How many numbers the adapter's matrices have in the blocks of `span`."""
+    waited_s: float = 0.0
 
     @property
     def positions(self) -> int:

@@ -16,24 +16,37 @@ import numpy as np
 import trio
 
 from llmnode.core.model import FP32_BYTES
+from llmnode.core.peers.pass_patience import PassPatience, PassSize
 from llmnode.core.priority import Priority
 from llmnode.core.sequences import grouped, split_rows
+from llmnode.core.serving.pass_queue import BACKWARD_COST
 from llmnode.core.span import Span
-from llmnode.errors import ConfigError, NoRoute, PeerError, RemoteProtocolError, SessionLost, single_error
+from llmnode.errors import (
+    ConfigError,
+    NoRoute,
+    PeerError,
+    PeerRefused,
+    RemoteProtocolError,
+    SessionLost,
+    single_error,
+)
 from llmnode.session.failures import StepFailures
 from llmnode.wire.fields import MOST_SEQUENCES
 from llmnode.wire.frame import FrameType
-from llmnode.wire.messages import Pass, Passed, pack, unpack
+from llmnode.wire.messages import Pass, Passed, RefusalCode, pack, unpack
+from llmnode.wire.pass_deadline import deadline_extension
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
 from llmnode.wire.profile import profile_fields
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from llmnode.core.ids import PeerId
     from llmnode.core.operations import Buffer
     from llmnode.session.peer_finder import PeerFinder
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.wire.adapter import Adapter
+    from llmnode.wire.frame import Frame
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +80,7 @@ class SwarmPasses:
         self._finder = finder
         self._form = HiddenForm(finder.model.hidden_size, codec)
         self._priority = priority
+        self._patience = PassPatience(finder.policy.passes)
         self._slots = trio.CapacityLimiter(AT_ONCE)
 
     async def outputs(
@@ -143,10 +157,11 @@ class SwarmPasses:
         start = span.start
         while start < span.end:
             blocks, connection = await tries.next_hop(_first_of(Span(start, span.end), adapter))
+            began_s = trio.current_time()
             try:
                 output, _ = await self._ask(FrameType.EVALUATE, blocks, lengths, [hidden], connection, adapter)
             except PeerError as error:
-                tries.failed(error.blame(connection.peer))
+                tries.failed(error.blame(connection.peer), trio.current_time() - began_s)
                 continue
             tries.worked()
             borders.append((blocks, hidden))
@@ -161,6 +176,7 @@ class SwarmPasses:
         while borders:
             span, hidden = borders.pop()
             blocks, connection = await tries.next_hop(span)
+            began_s = trio.current_time()
             try:
                 if blocks != span:  # nobody holds all of these blocks any more
                     output, _ = await self._ask(FrameType.EVALUATE, blocks, lengths, [hidden], connection, adapter)
@@ -172,7 +188,7 @@ class SwarmPasses:
                     )
             except PeerError as error:
                 borders.append((span, hidden))
-                tries.failed(error.blame(connection.peer))
+                tries.failed(error.blame(connection.peer), trio.current_time() - began_s)
             else:
                 tries.worked()
         return gradient, of_adapter
@@ -191,6 +207,16 @@ class SwarmPasses:
         if adapter is not None and not adapter.manifest.within(blocks):
             adapter = None
         digest = None if adapter is None else adapter.digest
+        is_forward, positions = question is FrameType.EVALUATE, sum(lengths)
+        values = 0 if adapter is None or is_forward else adapter.manifest.values(blocks)
+        rows_bytes = form.bytes_of(positions)
+        answer_bytes = rows_bytes + FP32_BYTES * values
+        halves = [form.encode(each) for each in numbers]
+        if not all(form.is_sound(half, positions) for half in halves):
+            raise ConfigError("hidden states that are not finite, or too large: they are not sent")
+        cost = (1 if is_forward else BACKWARD_COST) * positions * len(blocks)
+        size = PassSize(cost, len(halves) * rows_bytes + answer_bytes)
+        timeout_s = self._patience.timeout_s(connection.peer, size)
         meta = pack(
             Pass(
                 **profile_fields(replace(self.model.profile, adapter=digest)),
@@ -199,48 +225,58 @@ class SwarmPasses:
                 codec=form.codec,
                 priority=self._priority.name.lower(),
                 lengths=list(lengths),
+                extensions=deadline_extension(timeout_s),
             )
         )
-        halves = [form.encode(each) for each in numbers]
-        if not all(form.is_sound(half, sum(lengths)) for half in halves):
-            raise ConfigError("hidden states that are not finite, or too large: they are not sent")
         payload = b"".join(halves)
-        expected = FrameType.EVALUATED if question is FrameType.EVALUATE else FrameType.GRADIENT
-        timeout_s = self._finder.policy.step_timeout_s
-        ask = partial(connection.ask_peer, question, expected, timeout_s, meta, payload, form.value_bytes)
+
+        async def ask() -> Frame:
+            expected = FrameType.EVALUATED if is_forward else FrameType.GRADIENT
+            began_s = trio.current_time()
+            answer = await connection.ask_pass(question, expected, timeout_s, meta, payload, form.value_bytes)
+            self._patience.note(connection.peer, size, trio.current_time() - began_s)
+            return answer
+
         using = ask() if adapter is None else connection.adapters.using(adapter, blocks, timeout_s, ask)
         answer = await using
-        values = 0 if adapter is None or question is FrameType.EVALUATE else adapter.manifest.values(blocks)
         try:
-            unpack(Passed, answer.meta)
-            positions = sum(lengths)
-            size = form.bytes_of(positions)
-            if len(answer.payload) != (expected_bytes := size + FP32_BYTES * values):
-                what = f"{len(answer.payload)} bytes for {positions} positions, expected {expected_bytes}"
-                raise RemoteProtocolError(what)
-            rows, of_adapter = answer.payload[:size], np.frombuffer(answer.payload[size:], np.float32)
-            if not form.is_sound(rows, positions) or not np.isfinite(of_adapter).all():
-                raise RemoteProtocolError("answers a pass with numbers that are not finite, or too large")
-            return decode_hidden(rows, form.codec, positions * form.hidden_size), of_adapter
+            return self._read(answer, positions, answer_bytes)
         except RemoteProtocolError as error:
             raise error.blame(connection.peer, blocks) from None
 
+    def _read(self, answer: Frame, positions: int, answer_bytes: int) -> tuple[Buffer, np.ndarray]:
+        """Raises RemoteProtocolError for an answer that is not what it should be."""
+        form = self._form
+        unpack(Passed, answer.meta)
+        if len(answer.payload) != answer_bytes:
+            what = f"{len(answer.payload)} bytes for {positions} positions, expected {answer_bytes}"
+            raise RemoteProtocolError(what)
+        rows_bytes = form.bytes_of(positions)
+        rows, of_adapter = answer.payload[:rows_bytes], np.frombuffer(answer.payload[rows_bytes:], np.float32)
+        if not form.is_sound(rows, positions) or not np.isfinite(of_adapter).all():
+            raise RemoteProtocolError("answers a pass with numbers that are not finite, or too large")
+        return decode_hidden(rows, form.codec, positions * form.hidden_size), of_adapter
+
 
 class _Tries:
-    """Finds the next hop of one way through the swarm. Peers that have failed are asked again after all others."""
+    """Finds the next hop of one way through the swarm. Peers that have failed are asked again after all others.
+
+    A peer that never has memory for a pass is asked once for each hop.
+    """
 
     def __init__(self, finder: PeerFinder, adapter: Adapter | None = None) -> None:
         self._finder = finder
         self._needs_adapters = adapter is not None
         self._policy = finder.policy
-        self._failures = StepFailures()
+        self._failures = StepFailures(finder.policy.recovery)
+        self._too_small: set[PeerId] = set()
 
     async def next_hop(self, span: Span) -> tuple[Span, PeerConnection]:
         """The first hop of the best route through `span`. Raises NoRoute or SessionLost after too long."""
         hurry = False
         while True:
             try:
-                avoided = self._failures.avoided(hurry=hurry)
+                avoided = self._failures.avoided(hurry=hurry) | self._too_small
                 if self._needs_adapters:
                     avoided = avoided | {each.peer for each in self._finder.pool.living() if each.adapters.is_unable}
                 route, connections = await self._finder.find(span, 0, avoided, hurry=hurry)
@@ -255,17 +291,21 @@ class _Tries:
             else:
                 return route[0].span, connections[route[0].peer]
 
-    def failed(self, error: PeerError) -> None:
-        """A peer has failed: others are asked. Raises SessionLost after too long, or if more tries are of no use."""
+    def failed(self, error: PeerError, took_s: float = 0.0) -> None:
+        """A peer has failed, after this time: others are asked. Raises SessionLost after too long."""
         log.info("a pass failed: %s", error)
         self._failures.note(error, self._finder)
+        if error.peer is not None and _never_fits(error):
+            self._too_small.add(error.peer)
+        self._failures.add_try(took_s, failed=True)
         self._begin_deadline()
         if trio.current_time() >= self._failures.deadline_s:
             raise SessionLost(self._failures.causes) from error
 
     def worked(self) -> None:
         """A server has answered."""
-        self._failures = StepFailures()
+        self._failures = StepFailures(self._policy.recovery)
+        self._too_small.clear()
 
     def _begin_deadline(self) -> None:
         latest_s = trio.current_time() + self._policy.recovery.timeout_s
@@ -278,6 +318,11 @@ class _Tries:
         with trio.move_on_after(max(self._policy.route.retry_s, self._failures.room_in_s)):
             await self._finder.wait_changed()
         self._failures.ask_all_again()
+
+
+def _never_fits(error: PeerError) -> bool:
+    """Whether a peer says that it never has memory for the pass."""
+    return isinstance(error, PeerRefused) and error.code == RefusalCode.NO_ROOM and error.retry_after_s is None
 
 
 def _first_of(span: Span, adapter: Adapter | None) -> Span:

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     Question = tuple[SessionId, Epoch, Step]
 
 
+FAREWELL_S = 1.0
+"""A question that is given up is taken back within this time, or not at all."""
+
+
 class PeerConnection:
     """One link, shared by all sessions that use its peer. Made by `open_connection`."""
 
@@ -137,10 +141,30 @@ class PeerConnection:
         value_bytes: int = 0,
     ) -> Frame:
         """Ask a question that belongs to no session. Raises as `ask` does."""
+        return await self.ask(self._question(question, meta, payload, value_bytes), answer_type, timeout_s)
+
+    async def ask_pass(
+        self,
+        question: FrameType,
+        answer_type: FrameType,
+        timeout_s: float,
+        meta: bytes,
+        payload: Buffer,
+        value_bytes: int,
+    ) -> Frame:
+        """Ask for a pass, as `ask_peer` does. The peer is told if nobody waits for the answer any more."""
+        frame = self._question(question, meta, payload, value_bytes)
+        try:
+            return await self.ask(frame, answer_type, timeout_s)
+        except (PeerTimeout, trio.Cancelled):
+            with trio.move_on_after(FAREWELL_S, shield=True), contextlib.suppress(PeerError):
+                await self.tell(Frame(FrameType.CLOSE, NO_SESSION, step=frame.step))
+            raise
+
+    def _question(self, kind: FrameType, meta: bytes, payload: Buffer, value_bytes: int) -> Frame:
+        """With a step of its own, which names it."""
         self._questions = (self._questions + 1) % 2**32
-        step = Step(self._questions)
-        frame = Frame(question, NO_SESSION, step=step, meta=meta, payload=payload, value_bytes=value_bytes)
-        return await self.ask(frame, answer_type, timeout_s)
+        return Frame(kind, NO_SESSION, step=Step(self._questions), meta=meta, payload=payload, value_bytes=value_bytes)
 
     async def ask(self, frame: Frame, answer_type: FrameType, timeout_s: float) -> Frame:
         """Send `frame` and wait for its answer, which has the same session, epoch and step.

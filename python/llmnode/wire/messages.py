@@ -312,7 +312,8 @@ class AnnouncementBody:
 
 Extended: TypeAlias = Description | OpenRequest | Neighbours | Pass
 """The messages that have extensions."""
-EXTENSIONS: Mapping[type[Any], Set[str]] = {kind: frozenset() for kind in get_args(Extended)}
+DEADLINE_MS = "deadline_ms"
+EXTENSIONS: Mapping[type[Any], Set[str]] = {kind: frozenset() for kind in get_args(Extended)} | {Pass: {DEADLINE_MS}}
 """The names that are known here. Others are ignored, unless the message requires them."""
 
 AnyMessage = (

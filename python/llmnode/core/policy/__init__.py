@@ -9,6 +9,7 @@ from __future__ import annotations
 from llmnode.core.policy.budget import BudgetPolicy
 from llmnode.core.policy.client import (
     ClientPolicy,
+    PassPolicy,
     PushPolicy,
     RecoveryPolicy,
     RoutePolicy,
@@ -40,6 +41,7 @@ __all__ = [
     "LifePolicy",
     "LinkPolicy",
     "PackPolicy",
+    "PassPolicy",
     "PoolPolicy",
     "PunchPolicy",
     "PushPolicy",

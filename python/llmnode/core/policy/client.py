@@ -107,6 +107,25 @@ class RecoveryPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class PassPolicy:
+    """How long a client waits for the answer to a pass, which trains, see `core/peers/pass_patience.py`."""
+
+    base_s: float = 60.0
+    """Any pass may take this long: others may train at the same server."""
+    cost_per_s: float = 200.0
+    """It may take a second more for this many positions times blocks of a forward. A processor without a GPU computes
+    some positions a second through a model of 7 billion weights, which has 32 blocks."""
+    bytes_per_s: float = 64 << 10
+    """And a second more for this many bytes on the way there and back."""
+    longest_s: float = 900.0
+    """No pass may take longer."""
+    patience_s: float = 15.0
+    patience_times: float = 20.0
+    """A pass at a known peer may take this many times what one of its size took before, plus `patience_s`. So one that
+    hangs is given up sooner."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrustPolicy:
     """How a client checks receipts, and treats peers that may have lied."""
 
@@ -166,6 +185,7 @@ class ClientPolicy:
     push: PushPolicy = field(default_factory=PushPolicy)
     relayed: RelayedPolicy = field(default_factory=RelayedPolicy)
     recovery: RecoveryPolicy = field(default_factory=RecoveryPolicy)
+    passes: PassPolicy = field(default_factory=PassPolicy)
     trust: TrustPolicy = field(default_factory=TrustPolicy)
     standing: StandingPolicy = field(default_factory=StandingPolicy)
     spot_checks: SpotCheckPolicy = field(default_factory=SpotCheckPolicy)

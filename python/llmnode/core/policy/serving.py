@@ -135,6 +135,8 @@ class ServePolicy:
     """Passes, which train, that a client may ask for at the same time."""
     pass_positions: int = 8192
     """The most positions of one pass: a frame has room for that many of a small model."""
+    longest_pass_s: float = 900.0
+    """A pass is given up after this time, or after the time that its client waits (`PassPolicy`)."""
     pass_sequence: int = 2048
     """The longest sequence of a pass. It goes through a block in one part, and decodes wait for that."""
     adapter_part_bytes: int = 32 << 20

@@ -24,6 +24,7 @@ BACKWARD_COST = 3
 class _Queued:
     operation: Pass
     since_s: float
+    """As if its pass had waited at once for all turns of its parts. So it is not overtaken anew before each part."""
 
     @property
     def cost(self) -> int:
@@ -51,7 +52,7 @@ class PassQueue:
 
     def add(self, ticket: int, operation: Pass, now_s: float) -> None:
         self._counters.enter(operation.client)
-        self._queued[ticket] = _Queued(operation, now_s)
+        self._queued[ticket] = _Queued(operation, now_s - operation.waited_s)
 
     def remove(self, ticket: int) -> Pass:
         operation = self._queued.pop(ticket).operation

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -113,6 +115,21 @@ def test_passes_share_a_batch_while_positions_get_cheaper_and_only_with_their_ki
     third = scheduler.add(evaluate(4, few, few), 0.0)
     assert set(run(scheduler, 0.0).passes) == {first, second}
     assert third in scheduler._passes
+
+
+def test_a_pass_is_not_overtaken_anew_before_each_of_its_parts() -> None:
+    """The part of a pass that has waited goes before passes that came while it waited, of whatever client."""
+    scheduler = Scheduler(POLICY)
+    for _ in range(3):
+        scheduler.add(evaluate(1, LONG), 0.0)
+        run(scheduler, 0.0)
+    scheduler.add(evaluate(2, LONG), 0.0)
+    newer = scheduler.add(evaluate(2, LONG), 0.0)
+    run(scheduler, 0.0)
+    part = scheduler.add(replace(evaluate(1, LONG, LONG), waited_s=POLICY.ageing_s), 0.0)
+    assert list(run(scheduler, 0.0).passes) == [part]
+    part = scheduler.add(evaluate(1, LONG, LONG), 0.0)
+    assert list(run(scheduler, 0.0).passes) == [newer], "a pass that has not waited, of a client that was given more"
 
 
 def test_a_pass_may_take_what_a_prefill_may() -> None:
