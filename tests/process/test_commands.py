@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -149,6 +150,18 @@ def test_the_example_of_streamed_answers(nodes: list[Any]) -> None:
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert done.stdout.count(" tokens, ") == 2
+
+
+def test_the_example_that_learns_topics_is_right_more_often_than_a_guess(nodes: list[Any], tmp_path: Path) -> None:
+    picture, saved = tmp_path / "loss.png", tmp_path / "saved"
+    options = ["--steps", "5", "--batch", "8", "--plot", str(picture), "--save", str(saved)]
+    command = [sys.executable, str(EXAMPLES / "topics.py"), *options, *(node.address for node in nodes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    (score,) = re.findall(r"right: (\d+)% \(a guess: 25%\)", done.stdout)
+    assert int(score) >= 40
+    assert picture.stat().st_size > 1000
+    assert (saved / "adapter_model.safetensors").exists()
 
 
 def test_a_file_of_prompts_gives_a_json_line_each(nodes: list[Any], tmp_path: Path) -> None:
