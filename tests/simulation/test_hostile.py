@@ -10,7 +10,7 @@ import trio
 from llmnode.core.policy import BudgetPolicy, LinkPolicy, ServePolicy, SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.errors import PeerUnreachable
-from llmnode.testing import Conditions, open_world, seeds, simulated
+from llmnode.testing import Conditions, open_world, peer_named, seeds, simulated
 from llmnode.testing.hostile import (
     ALL_ROLES,
     OPENS_WITHIN_S,
@@ -42,7 +42,7 @@ async def survive(plan: HostilePlan, seed: int, opens_within_s: float = SESSION_
             nursery.start_soon(check_memory, world, HONEST)
             await check_sessions_end_well(client, 3, seed, opens_within_s)
             nursery.cancel_scope.cancel()
-        check_no_wrong_ban(client.router.finder, plan.identities)  # type: ignore[arg-type]
+        check_no_wrong_ban(client.router.finder, [peer_named(name) for name in HONEST])  # type: ignore[arg-type]
         check_dials(world.internet.dials, plan.identities, LINKS.dials)
 
 

@@ -1,6 +1,6 @@
 """Hostile peers of a simulated world, in plans that a seed draws, and the laws that hold in spite of them."""
 
-from llmnode.testing.hostile.clients import DialBait, Flooder, KvHog, SlowReader, ViewStuffer
+from llmnode.testing.hostile.clients import DialBait, Flooder, KvHog, QueueStuffer, SlowReader, ViewStuffer
 from llmnode.testing.hostile.laws import (
     OPENS_WITHIN_S,
     check_dials,
@@ -36,6 +36,7 @@ __all__ = [
     "HostileServers",
     "KvHog",
     "NanServer",
+    "QueueStuffer",
     "Refuser",
     "Silent",
     "SlowReader",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import trio
 
 from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement
-from llmnode.core.ids import SESSION_ID_BYTES, Epoch, SessionId, Step
+from llmnode.core.ids import NO_SESSION, SESSION_ID_BYTES, Epoch, SessionId, Step
 from llmnode.core.policy import SwarmPolicy
 from llmnode.core.priority import Priority
 from llmnode.core.span import Span
@@ -153,6 +153,28 @@ class KvHog(HostileClients):
 
 
 @dataclass(frozen=True, slots=True)
+class QueueStuffer(HostileClients):
+    """It opens sessions that have to wait for KV, and fills their queues meanwhile."""
+
+    EXTENSION_BYTES: ClassVar = 40_000
+
+    def victims(self, world: World) -> list[ServingNode]:
+        return [node for node in world.nodes.values() if node.name.endswith("a")]
+
+    async def attack(self, world: World, link: MemoryLink, node: ServingNode, rng: random.Random) -> None:
+        large = {"x": bytes(self.EXTENSION_BYTES)}
+        meta = pack(Neighbours("", "", NO_SESSION, quiet=False, again=False, extensions=large))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_read_all, link)
+            while True:
+                session = _name(rng)
+                await link.send(_open(world, node, session, 150))
+                for step in range(12):
+                    await link.send(Frame(FrameType.NEIGHBOURS, session, step=Step(1 + step), meta=meta))
+                    await trio.sleep(0.02)  # or they would fill the link
+
+
+@dataclass(frozen=True, slots=True)
 class ViewStuffer(HostileClients):
     """It announces peers that do not exist."""
 
@@ -230,10 +252,15 @@ def _open(world: World, node: ServingNode, session: SessionId, max_length: int) 
 
 
 def _announced(world: World, network: MemoryNetwork, addresses: Sequence[str]) -> SignedAnnouncement:
-    """An announcement that `network`'s peer serves all blocks, as if a server had signed it."""
-    model, now_ms = world.model, simulated_ms()
+    """An announcement that `network`'s peer serves all blocks, as if a server had signed it.
+
+    It is from the future, as far as that is believed, and so lives longer than an honest one.
+    """
+    model, policy = world.model, SwarmPolicy()
+    sequence = simulated_ms() + int(1000 * policy.clock_skew_s) - 1
     offer = Offer(model.name, model.profile, model.blocks, Span(0, model.blocks), PeerState.ONLINE, 1, 10_000, 10_000)
-    announcement = Announcement(network.peer, tuple(addresses), now_ms, now_ms + 74_000, "llmnode/0", offer)
+    expires_ms = sequence + int(1000 * policy.lifetime_s)
+    announcement = Announcement(network.peer, tuple(addresses), sequence, expires_ms, "llmnode/0", offer)
     return sign_announcement(announcement, network.sign)
 
 

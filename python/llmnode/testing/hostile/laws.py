@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode.core.budget import Resource
 from llmnode.core.peers.dial_gate import PUBLIC, scope_of
 from llmnode.errors import LlmnodeError
 from llmnode.testing.checks import Dialogue
@@ -56,9 +57,9 @@ async def check_sessions_end_well(
             raise AssertionError(f"session {number} failed, after {recoveries}: {error!r}") from error
 
 
-def check_no_wrong_ban(finder: WatchedFinder, hostile: Collection[PeerId]) -> None:
+def check_no_wrong_ban(finder: WatchedFinder, honest: Collection[PeerId]) -> None:
     """No honest peer is banned or convicted. Some may be suspected."""
-    wrong = {str(error) for _, error in finder.banned if error.peer not in hostile}
+    wrong = {str(error) for _, error in finder.banned if error.peer in honest}
     assert not wrong, f"honest peers are banned: {wrong}"
 
 
@@ -66,8 +67,8 @@ async def check_memory(world: World, honest: Collection[str]) -> None:
     """Until cancelled: no honest node holds more for others than its budget allows."""
     while True:
         for name in honest:
-            held = held_bytes(world.nodes[name])
-            most = world.internet.policy.budget.memory_bytes
+            held, most = held_bytes(node := world.nodes[name]), node.network.budget.process.limit(Resource.MEMORY)
+            assert most is not None
             assert held <= most, f"{name} holds {held} bytes for others, {most} are its budget"
         await trio.sleep(LOOK_EVERY_S)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.testing.hostile.clients import DialBait, Flooder, KvHog, SlowReader, ViewStuffer
+from llmnode.testing.hostile.clients import DialBait, Flooder, KvHog, QueueStuffer, SlowReader, ViewStuffer
 from llmnode.testing.hostile.servers import (
     Framer,
     GarbagePusher,
@@ -38,7 +38,7 @@ SERVERS: tuple[type[HostileRole], ...] = (
     NanServer,
     SybilMajority,
 )
-CLIENTS: tuple[type[HostileRole], ...] = (SlowReader, Flooder, ViewStuffer, DialBait, KvHog)
+CLIENTS: tuple[type[HostileRole], ...] = (SlowReader, Flooder, ViewStuffer, DialBait, KvHog, QueueStuffer)
 ALL_ROLES = (*SERVERS, *CLIENTS)
 SETTLE_S = 1.5
 """By then hostile servers are in all views, and hostile clients have begun."""

@@ -1,0 +1,65 @@
+"""Each law about hostile peers fails as soon as the part of a node that upholds it is taken away."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llmnode.core.peers import dial_gate
+from llmnode.core.peers.dial_gate import PUBLIC, DialGate
+from llmnode.core.rates import Rates
+from llmnode.node.serve.session_memory import SessionMemory
+from llmnode.testing import simulate
+from llmnode.testing.hostile import DialBait, HostilePlan, QueueStuffer, SlowReader
+from llmnode.testing.link import MemoryLink
+from simulation.test_hostile import survive
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llmnode.testing.hostile import HostileRole
+
+    Mutate = Callable[[pytest.MonkeyPatch], None]
+
+
+def without(owner: Any, name: str, instead: Any) -> Mutate:  # Any: a class or a module, and what replaces a part
+    return lambda monkeypatch: monkeypatch.setattr(owner, name, instead)
+
+
+async def nothing(*_: object) -> None:
+    """In place of what waits for memory."""
+
+
+def repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither rates nor failures hold a dial back."""
+    monkeypatch.setattr(Rates, "wait_s", lambda *_: 0.0)
+    monkeypatch.setattr(DialGate, "report", lambda *_, **__: None)
+
+
+BAIT, READER, STUFFER = DialBait(2, 1), SlowReader(16, 4), QueueStuffer(3, 3)
+MUTATIONS: dict[str, tuple[HostileRole, Mutate, str]] = {
+    "no gate": (BAIT, without(DialGate, "why_not", lambda *_, **__: None), "private network|dials in"),
+    "private addresses": (BAIT, without(dial_gate, "scope_of", lambda _: PUBLIC), "private network"),
+    "as often as named": (BAIT, repeated, "dials in"),
+    "links without a charge": (READER, without(MemoryLink, "_hold", lambda *_: True), "are its budget"),
+    "queues without a charge": (STUFFER, without(SessionMemory, "_grow", nothing), "are its budget"),
+}
+
+
+def run(role: HostileRole) -> None:
+    simulate(functools.partial(survive, HostilePlan((role,)), 0), seed=0)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_law_fails_without_what_upholds_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    role, mutate, complaint = MUTATIONS[name]
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError, match=complaint):
+        run(role)
+
+
+@pytest.mark.parametrize("role", [BAIT, READER, STUFFER], ids=lambda role: type(role).__name__)
+def test_the_same_laws_hold_with_it(role: HostileRole) -> None:
+    run(role)
