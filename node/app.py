@@ -22,7 +22,8 @@ from llmnode.errors import ConfigError, PeerError, single_error
 from llmnode.net.addresses import CIRCUIT, LISTEN_ANY_LOOPBACK, parse_peer, parse_relay
 from llmnode.net.directory import open_directory
 from llmnode.net.host import open_network
-from llmnode.net.swarm_key import Entry, entry
+from llmnode.net.invite import Invite
+from llmnode.net.swarm_key import entry
 from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.links import accept_links, answer_as_relay
 from llmnode.node.serve.placing import choose_blocks, choose_precision
@@ -181,6 +182,7 @@ async def open_node(
     check(config)
     with single_error():
         way_in = entry(config.peers, config.swarm_key)
+        config = replace(config, model=config.model or way_in.model)
         async with _joined(
             config.listen, config.announce, way_in, config.identity, report_notice, relays=config.relays
         ) as (network, swarm):
@@ -209,7 +211,7 @@ async def open_node(
 async def open_relay(
     listen: Sequence[str],
     announce: Sequence[str],
-    way_in: Entry,
+    way_in: Invite,
     identity: Path | None,
     report_notice: Callable[[Notice], None] = log_notice,
 ) -> AsyncIterator[Libp2pNetwork]:
@@ -232,7 +234,7 @@ async def open_relay(
 async def _joined(
     listen: Sequence[str],
     announce: Sequence[str],
-    way_in: Entry,
+    way_in: Invite,
     identity: Path | None,
     report_notice: Callable[[Notice], None],
     *,

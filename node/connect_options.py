@@ -10,14 +10,14 @@ from llmnode.machine.startup import collection_paused
 from llmnode.node.terminal import say
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Iterator
 
     from transformers import GenerationConfig
 
     from llmnode.client.connect import Client
     from llmnode.client.portal import Portal
     from llmnode.core.model import PrecisionWish
+    from llmnode.net.invite import Invite
 
 
 class OpenClient(NamedTuple):
@@ -35,8 +35,7 @@ class Access:
     """See `llmnode.connect`; without a `model` it is the embedded one."""
 
     model: str | None
-    peers: Sequence[str]
-    swarm_key: str | Path | None
+    way_in: Invite
     codec: str
     precision: PrecisionWish
     spot_check: float
@@ -62,8 +61,6 @@ class Access:
         checks, relayed = SpotCheckPolicy(self.spot_check), RelayedPolicy(prefill=self.relayed_prefill)
         policy = ClientPolicy(spot_checks=checks, relayed=relayed)
         parts = load_parts(open_model(self.model, say))
-        connecting = aconnect(
-            self.peers, swarm_key=self.swarm_key, parts=parts, codec=self.codec, dtype=self.precision, policy=policy
-        )
+        connecting = aconnect(self.way_in, parts=parts, codec=self.codec, dtype=self.precision, policy=policy)
         with open_portal() as portal, portal.enter(connecting) as client:
             yield OpenClient(portal, client)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from llmnode.core.peers.nat import Reach
     from llmnode.models.size import ModelSize, Place
     from llmnode.models.sources.folder import ModelFolder
-    from llmnode.net.swarm_key import Entry
+    from llmnode.net.invite import Invite
     from llmnode.ports import Network
     from llmnode.wire.messages import Description
 
@@ -68,7 +68,7 @@ class DoctorConfig:
     """The options of `llmnode doctor`. `kv_tokens` and `wish` are those of the server to be."""
 
     model: str | None
-    to: Entry
+    to: Invite
     """Peers to reach, and the key of their swarm."""
     listen: Sequence[str]
     kv_tokens: int

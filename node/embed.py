@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from llmnode.client.portal import open_portal
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
+from llmnode.net.invite import is_invite
 from llmnode.node.app import NodeConfig, open_node
 
 if TYPE_CHECKING:
@@ -21,13 +22,16 @@ if TYPE_CHECKING:
 class Node:
     """Serves blocks for as long as its context lasts: `with Node(blocks="0:10") as node: print(node.addresses)`.
 
-    Takes the fields of `NodeConfig`. In a trio program use `async with`; everywhere else `with`, which runs the node in
+    Takes the fields of `NodeConfig`; an invite may stand for `model`, and is enough to join a swarm. In a trio program
+    use `async with`; everywhere else `with`, which runs the node in
     a thread of its own. Errors are raised on entering: see `llmnode.node.app.open_node`.
     """
 
     def __init__(
         self, model: str | None = None, *, report: Callable[[str], None] = lambda _line: None, **config: Any
     ) -> None:  # Any: NodeConfig's own fields
+        if is_invite(model):
+            model, config = None, {**config, "swarm_key": model}
         self._config = NodeConfig(model, **config)
         self._report = report
         self._running: RunningNode | None = None

@@ -19,8 +19,9 @@ def add(commands: Commands) -> None:
         commands,
         "chat",
         run,
-        "talk with the model through the servers at given addresses",
-        "  llmnode chat --peers ADDRESS1 ADDRESS2\n  llmnode chat --peers ADDRESS1 ADDRESS2 --temperature 0",
+        "talk with the model through the servers of a swarm",
+        "  llmnode chat INVITE\n  llmnode chat --peers ADDRESS1 ADDRESS2\n"
+        "  llmnode chat --peers ADDRESS1 ADDRESS2 --temperature 0",
     )
     add_swarm(parser)
     parser.add_argument(

@@ -85,7 +85,7 @@ def _lines(of: Mapping[str, Setting]) -> list[str]:
 
 def _concealed(value: Any) -> Any:
     """An invite is a secret."""
-    from llmnode.net.swarm_key import INVITE
+    from llmnode.net.invite import INVITE
 
     return f"{INVITE}..." if isinstance(value, str) and value.startswith(INVITE) else value
 

@@ -6,12 +6,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from llmnode.core.texts.visible import printable
+from llmnode.node.commands.joining import add_peers
 from llmnode.node.commands.options import (
-    MODEL_HELP,
+    MODEL_OR_INVITE_HELP,
     add_command,
     add_kv_tokens,
     add_listen,
-    add_peers,
     add_precision,
     at_least_one,
     wish,
@@ -39,8 +39,8 @@ def add(commands: Commands) -> None:
         "  llmnode doctor --peers ADDRESS1 ADDRESS2 --json\n\n"
         "the last line is `ready`, or the blocker to mend first; the exit status is then 1",
     )
-    parser.add_argument("model", nargs="?", type=model, metavar="MODEL", help=MODEL_HELP)
-    add_peers(parser, "servers or relays to reach")
+    parser.add_argument("model", nargs="?", type=model, metavar="MODEL|INVITE", help=MODEL_OR_INVITE_HELP)
+    add_peers(parser, "servers or relays to reach", invite=False)
     add_listen(parser)
     add_kv_tokens(parser, 32_768)
     add_precision(
@@ -56,13 +56,18 @@ def run(arguments: argparse.Namespace) -> int:
     import trio
     from rich.text import Text
 
+    from llmnode.net.invite import is_invite
     from llmnode.net.swarm_key import entry
     from llmnode.node.doctor import Doctor, DoctorConfig, diagnose
     from llmnode.node.findings import blocker_of
 
+    named, swarm_key = arguments.model, arguments.swarm_key
+    if is_invite(named):
+        named, swarm_key = None, named
+    to = entry(arguments.peers, swarm_key)
     config = DoctorConfig(
-        model=arguments.model,
-        to=entry(arguments.peers, arguments.swarm_key),
+        model=named or to.model,
+        to=to,
         listen=arguments.listen or ["/ip4/127.0.0.1/tcp/0"],
         kv_tokens=at_least_one(arguments.kv_tokens, "--kv-tokens"),
         wish=wish(arguments),

@@ -23,7 +23,8 @@ def add(commands: Commands) -> None:
         commands,
         "generate",
         run,
-        "generate text through the servers at given addresses",
+        "generate text through the servers of a swarm",
+        '  llmnode generate INVITE --prompt "Once upon a time"\n'
         '  llmnode generate --peers ADDRESS1 ADDRESS2 --prompt "Once upon a time"\n'
         "  llmnode generate --peers ADDRESS1 ADDRESS2 --prompts FILE --samples 4 --temperature 0.8 --seed 1 --json\n"
         "  (ADDRESS: as `llmnode serve` prints it, /ip4/.../tcp/.../p2p/...)",

@@ -11,15 +11,15 @@ from llmnode.core.model import AUTO, DTYPES, EXACT, KV_DTYPES, QUANTS, Precision
 from llmnode.core.texts.log_lines import log_to
 from llmnode.errors import ConfigError
 from llmnode.node import values
+from llmnode.node.commands.joining import add_peers, way_in
 from llmnode.node.generate import DEFAULT_NEW_TOKENS
 from llmnode.node.terminal import note, tell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from llmnode.client.sampling import Sampling
     from llmnode.core.model import Precision
-    from llmnode.net.swarm_key import Entry
     from llmnode.node.app import NodeConfig
     from llmnode.node.connect_options import Access
 
@@ -29,6 +29,7 @@ MODEL_HELP = (
     "a folder with safetensors, a GGUF file, or a model on the Hugging Face hub (org/name or org/name@revision; "
     "default: the embedded SmolLM2-135M-Instruct)"
 )
+MODEL_OR_INVITE_HELP = f"{MODEL_HELP}; or an invite, the line of `llmnode invite` or `llmnode serve`: enough to join"
 DEFAULT_PROMPT = "The three laws of thermodynamics are"
 MOST = 1 << 40
 """A limit for counts: more than any machine has."""
@@ -91,7 +92,7 @@ def add_kv_tokens(
 
 def add_blocks(parser: Parser) -> None:
     """MODEL and --blocks of a server."""
-    parser.add_argument("model", nargs="?", type=values.model, metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("model", nargs="?", type=values.model, metavar="MODEL|INVITE", help=MODEL_OR_INVITE_HELP)
     parser.add_argument(
         "--blocks",
         default="auto",
@@ -141,10 +142,15 @@ def add_worker(parser: Parser) -> None:
 
 def worker_config(arguments: argparse.Namespace) -> NodeConfig:
     """Makes the settings of a node from the options of `add_blocks` and `add_worker`. Raises ConfigError."""
+    from llmnode.net.invite import is_invite, read_invite
     from llmnode.node.app import NodeConfig
 
+    model, swarm_key = arguments.model, getattr(arguments, "swarm_key", None)
+    if is_invite(model):
+        model, swarm_key = read_invite(model).model, model
     return NodeConfig(
-        model=arguments.model,
+        model=model,
+        swarm_key=swarm_key,
         blocks=arguments.blocks,
         kv_tokens=None if arguments.kv_tokens is None else at_least_one(arguments.kv_tokens, "--kv-tokens"),
         kv_memory=arguments.kv_memory,
@@ -189,32 +195,6 @@ def add_swarm(parser: Parser) -> None:
         help="a long prompt for a server that is reached through a relay: wait some seconds for a direct way, and then "
         "use the relay all the same (default), allow that at once, or refuse it",
     )
-
-
-def add_peers(parser: Parser, what: str) -> None:
-    """--peers and --swarm-key, for `way_in`."""
-    parser.add_argument("--peers", nargs="+", default=[], metavar="ADDRESS", help=what)
-    parser.add_argument(
-        "--swarm-key",
-        type=values.swarm_key,
-        metavar="INVITE|FILE",
-        help="of a private swarm: an invite, which names peers too, or a file with its key or with an invite "
-        "(see `llmnode invite`)",
-    )
-
-
-def way_in(arguments: argparse.Namespace, *, needs_peers: bool = True) -> Entry:
-    """From the options of `add_peers`: a typing error is told before the seconds that loading takes.
-
-    Raises ConfigError, also if no peers are named and it `needs_peers`.
-    """
-    from llmnode.net.swarm_key import entry
-
-    found = entry(arguments.peers, arguments.swarm_key)
-    if needs_peers and not found.peers:
-        raise ConfigError("no peers are named: give --peers ADDRESS, as `llmnode serve` prints it, or an invite")
-    check_peers(found.peers)
-    return found
 
 
 def add_precision(parser: Parser, dtype: str, quant: str, kv_dtype: str, default: Precision | None = None) -> None:
@@ -300,14 +280,6 @@ def new_tokens(arguments: argparse.Namespace) -> int | None:
     return None if arguments.max_new_tokens is None else at_least_one(arguments.max_new_tokens, "--max-new-tokens")
 
 
-def check_peers(peers: Sequence[str]) -> None:
-    """Raises ConfigError."""
-    from llmnode.net.addresses import parse_peer
-
-    for peer in peers:
-        parse_peer(peer)
-
-
 def log_to_stderr(level: int = logging.INFO, form: str = "%(asctime)s %(message)s") -> None:
     """Logs of our own modules: by default those that operators need (--verbose)."""
     log_to(_Told(), level, form)
@@ -335,13 +307,12 @@ def access(arguments: argparse.Namespace) -> Access:
     """Reads the options of `add_swarm`. Raises ConfigError."""
     from llmnode.node.connect_options import Access
 
-    way_in(arguments)
+    found = way_in(arguments)
     if not 0 <= arguments.spot_check <= 1:
         raise ConfigError(f"--spot-check {arguments.spot_check:g}: give a share from 0 to 1")
     return Access(
-        model=arguments.model,
-        peers=arguments.peers,
-        swarm_key=arguments.swarm_key,
+        model=arguments.model or found.model,
+        way_in=found,
         codec=arguments.codec,
         precision=wish(arguments),
         spot_check=arguments.spot_check,

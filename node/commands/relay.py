@@ -5,14 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from llmnode.node.commands.joining import add_peers, way_in
 from llmnode.node.commands.options import (
     add_announce,
     add_command,
     add_identity,
     add_listen,
-    add_peers,
     log_to_stderr,
-    way_in,
 )
 from llmnode.node.terminal import show, show_json
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     import argparse
 
     from llmnode.net.host import Libp2pNetwork
-    from llmnode.net.swarm_key import Entry
+    from llmnode.net.invite import Invite
     from llmnode.node.commands.options import Commands
 
 
@@ -55,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _relay(arguments: argparse.Namespace, to: Entry) -> None:
+async def _relay(arguments: argparse.Namespace, to: Invite) -> None:
     from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
     from llmnode.node.app import open_relay
     from llmnode.node.status_lines import Telling

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from llmnode.core.texts.visible import printable
 from llmnode.errors import ConfigError
+from llmnode.node.commands.joining import add_peers
 from llmnode.node.commands.options import (
     add_announce,
     add_blocks,
     add_command,
     add_identity,
     add_listen,
-    add_peers,
     add_relay,
     add_worker,
     log_to_stderr,
@@ -36,6 +36,7 @@ def add(commands: Commands) -> None:
         "serve",
         run,
         "serve a span of the model's blocks until stopped",
+        "  llmnode serve INVITE                             (as `llmnode invite` or `llmnode serve` printed it)\n"
         "  llmnode serve --blocks 0:15 --listen /ip4/127.0.0.1/tcp/4001\n"
         "  llmnode serve --blocks auto --peers ADDRESS      (as `llmnode serve` or `llmnode relay` printed it)\n"
         "  llmnode serve FOLDER --blocks 8 --peers ADDRESS --listen /ip4/0.0.0.0/tcp/4001 --identity node.key\n"
@@ -49,7 +50,7 @@ def add(commands: Commands) -> None:
         help="move to other blocks when the swarm needs this server more there; a server with --blocks START:END stays "
         "(default: on for --blocks N and --blocks auto)",
     )
-    add_peers(parser, "servers or relays of the swarm to join")
+    add_peers(parser, "servers or relays of the swarm to join", invite=False)
     add_listen(parser)
     add_announce(parser)
     add_relay(parser)
@@ -86,7 +87,6 @@ def run(arguments: argparse.Namespace) -> int:
         worker_config(arguments),
         rebalance=arguments.rebalance is not False,
         peers=arguments.peers,
-        swarm_key=arguments.swarm_key,
         listen=arguments.listen or [LISTEN_ANY_LOOPBACK],
         announce=arguments.announce or [],
         relays=arguments.relay,
@@ -124,7 +124,7 @@ async def _serve(config: NodeConfig, drain_s: float, as_json: bool, until_stdin_
             await nursery.start(partial(introspect_when_signalled, node, as_json=as_json))
             stop.in_order()
             telling.stop()
-            (_ready_json if as_json else _ready)(node)
+            (_ready_json if as_json else _ready)(node, _invite(node, config))
             if not config.relays:
                 nursery.start_soon(_warn_if_unreached, node, as_json)
             await stop.requested.wait()
@@ -182,12 +182,26 @@ def _left(sessions: int) -> str:
     return f"draining: {sessions} session{'s' * (sessions > 1)} left; again to leave at once"
 
 
-def _ready(node: RunningNode) -> None:
+def _invite(node: RunningNode, config: NodeConfig) -> str | None:
+    """An invite for others; None for a private swarm, since its key belongs in no log."""
+    from llmnode.models.open_model import name_elsewhere
+    from llmnode.net.invite import INVITED_PEERS, Invite, write_invite
+    from llmnode.net.swarm_key import entry
+
+    if entry(config.peers, config.swarm_key).key is not None or not node.addresses:
+        return None
+    model = name_elsewhere(node.model.name, node.model.digest)
+    return write_invite(Invite(tuple(node.addresses)[:INVITED_PEERS], model=model))
+
+
+def _ready(node: RunningNode, invite: str | None) -> None:
     behind = "" if node.addresses == node.listening else f", listening at {' '.join(node.listening)}"
     show(printable(f"ready: blocks {node.span} of {node.model.name} at {' '.join(node.addresses)}{behind}"))
+    if invite is not None:
+        show(f"to use or join it: llmnode chat|generate|status|serve {invite}")
 
 
-def _ready_json(node: RunningNode) -> None:
+def _ready_json(node: RunningNode, invite: str | None) -> None:
     event = {
         "event": "ready",
         "peer": node.peer,
@@ -197,5 +211,6 @@ def _ready_json(node: RunningNode) -> None:
         "blocks": [node.span.start, node.span.end],
         "dtype": node.model.precision.name,
         "tensor_bytes": node.tensor_bytes,
+        "invite": invite,
     }
     show_json(event)

@@ -6,7 +6,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from llmnode.core.texts.visible import printable
-from llmnode.node.commands.options import add_command, add_peers, way_in
+from llmnode.node.commands.joining import add_peers, way_in
+from llmnode.node.commands.options import add_command
 from llmnode.node.terminal import open_console, show_json, tell
 from llmnode.node.watching import DOUBLE_FIX, UNREAD, UPDATE
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
     from llmnode.core.peers.clocks import ClockVerdict
-    from llmnode.net.swarm_key import Entry
+    from llmnode.net.invite import Invite
     from llmnode.node.commands.options import Commands
     from llmnode.node.status import ModelStatus, ServerReport
 
@@ -36,7 +37,7 @@ def add(commands: Commands) -> None:
         "status",
         run,
         "show who serves which blocks, and which blocks nobody serves",
-        "  llmnode status --peers ADDRESS\n  llmnode status --peers ADDRESS --json\n"
+        "  llmnode status INVITE\n  llmnode status --peers ADDRESS\n  llmnode status --peers ADDRESS --json\n"
         "  (exit status 1 if no model is served whole)",
     )
     add_peers(parser, "servers or relays to ask")
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if any(not model.holes for model in models) else 1
 
 
-async def _ask(to: Entry) -> tuple[list[Announcement], dict[PeerId, ServerReport], ClockVerdict, int]:
+async def _ask(to: Invite) -> tuple[list[Announcement], dict[PeerId, ServerReport], ClockVerdict, int]:
     """The announced servers, the answers of those that can be reached, clocks, and the count of unread ones."""
     import trio
 

@@ -160,7 +160,7 @@ class CannedClient(Client):
     """Says `says`, and then its end."""
 
     def __init__(self, tokenizer: Tokenizer, says: str = "é 好", **generation_config: Any) -> None:
-        info = ModelInfo("canned", bytes(32), 2, 8, CONTEXT_TOKENS, "float32")
+        info = ModelInfo("canned", bytes(32), 2, 8, CONTEXT_TOKENS)
         config = GenerationConfig(**{"eos_token_id": END, **generation_config})
         self.canned_ends: Any = CannedEnds()
         said = tokenizer.encode(says)

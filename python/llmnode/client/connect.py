@@ -20,9 +20,11 @@ from llmnode.errors import ConfigError, single_error
 from llmnode.models.embedded import open_embedded
 from llmnode.models.generation_config import generation_config
 from llmnode.models.load import load_ends
+from llmnode.models.open_model import open_model
 from llmnode.models.text.tokenizer import find_tokenizer
 from llmnode.net.addresses import parse_peer
-from llmnode.net.swarm_key import Entry, entry
+from llmnode.net.invite import Invite, is_invite
+from llmnode.net.swarm_key import entry
 from llmnode.session.found_precision import find_router
 from llmnode.session.peer_finder import PeerFinder
 from llmnode.session.relay_gate import check_choice
@@ -203,7 +205,7 @@ def load_parts(folder: ModelFolder | None = None) -> ClientParts:
 
 @asynccontextmanager
 async def aconnect(
-    peers: Sequence[str] = (),
+    peers: Sequence[str] | Invite = (),
     *,
     swarm_key: str | Path | None = None,
     parts: ClientParts | None = None,
@@ -214,14 +216,15 @@ async def aconnect(
 ) -> AsyncIterator[Client]:
     """Connect to the swarm of the peers at the multiaddrs `peers`: servers, or relays, that know the others.
 
-    If it is private, `swarm_key` is an invite, which names peers too, or the file of its key (`llmnode invite`).
+    An invite, the line that `llmnode invite` prints, may stand for `peers`: it names the peers, and perhaps the model
+    and the key. Otherwise, if the swarm is private, `swarm_key` is an invite or the file of its key.
 
-    `parts` come from `load_parts`, and are those of the embedded model by default. `codec` is how hidden states cross
-    the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Only servers that compute in `dtype` are
-    used: "float32" is exact, "float32+int8" has quantized weights, "float32+kv-int8" has quantized KV. "auto" is
-    "float32" where the swarm serves the whole model in it, else the one of the most throughput, which a logged warning
-    names. `client.model.precision` is the one that was found. `policy` and `link_policy` are the limits and deadlines
-    of sessions and of links.
+    `parts` come from `load_parts`, and are by default those of the invite's model, else of the embedded one. `codec` is
+    how hidden states cross the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Only servers that
+    compute in `dtype` are used: "float32" is exact, "float32+int8" has quantized weights, "float32+kv-int8" has
+    quantized KV. "auto" is "float32" where the swarm serves the whole model in it, else the one of the most throughput,
+    which a logged warning names. `client.model.precision` is the one that was found. `policy` and `link_policy` are the
+    limits and deadlines of sessions and of links.
 
     Raises ConfigError (an address, a name), PeerError (no peer can be reached) or NoRoute (blocks that nobody holds).
     Example:
@@ -241,7 +244,7 @@ async def aconnect(
         raise ConfigError(f"spot_check={policy.spot_checks.share:g}: give a share from 0 to 1")
     check_choice(policy.relayed.prefill, "relayed_prefill")
     way_in = _way_in(peers, swarm_key)  # a typing error is told before the seconds that loading takes
-    parts = parts or await _load_parts()
+    parts = parts or await _load_parts(way_in.model)
     async with join_swarm(way_in.peers, link_policy or LinkPolicy(), swarm_key=way_in.key) as (pool, swarm):
         with single_error():
             router = await find_router(parts.model, wish, pool, swarm, policy)
@@ -284,7 +287,7 @@ async def aresume(
     policy = policy or ClientPolicy()
     saved = await trio.to_thread.run_sync(read, Path(path))
     way_in = _way_in([*peers, *saved.contacts], swarm_key)
-    parts = parts or await _load_parts()
+    parts = parts or await _load_parts(way_in.model)
     parts = replace(parts, model=replace(parts.model, precision=saved.profile.precision))
     _check_model(saved, parts.model)
     async with join_swarm(way_in.peers, link_policy or LinkPolicy(), saved.key, way_in.key) as (pool, swarm):
@@ -294,9 +297,14 @@ async def aresume(
                 yield ResumedSession(Client(parts, router, saved.codec, policy), session, saved.token_ids)
 
 
-def _way_in(peers: Sequence[str], swarm_key: str | Path | None) -> Entry:
+def _way_in(peers: Sequence[str] | Invite, swarm_key: str | Path | None) -> Invite:
     """Raises ConfigError, also for an address that is malformed, and if there is none."""
-    way_in = entry(peers, swarm_key)
+    if isinstance(peers, Invite):
+        way_in = peers
+    elif isinstance(peers, str):
+        way_in = entry((), peers) if is_invite(peers) else entry((peers,), swarm_key)
+    else:
+        way_in = entry(peers, swarm_key)
     if not way_in.peers:
         raise ConfigError("no peers are named: give the addresses of servers or relays, or an invite that names some")
     for address in way_in.peers:
@@ -304,9 +312,9 @@ def _way_in(peers: Sequence[str], swarm_key: str | Path | None) -> Entry:
     return way_in
 
 
-async def _load_parts() -> ClientParts:
+async def _load_parts(model: str | None) -> ClientParts:
     # Abandoned: the first run converts the model, and Ctrl-C must not wait for that.
-    return await trio.to_thread.run_sync(load_parts, abandon_on_cancel=True)
+    return await trio.to_thread.run_sync(lambda: load_parts(open_model(model)), abandon_on_cancel=True)
 
 
 def _check_model(saved: SavedSession, model: ModelInfo) -> None:

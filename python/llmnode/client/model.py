@@ -13,6 +13,8 @@ from llmnode.client.portal import open_portal
 from llmnode.core.model import AUTO
 from llmnode.core.policy import ClientPolicy, RelayedPolicy, SpotCheckPolicy
 from llmnode.models.open_model import open_model
+from llmnode.net.invite import is_invite
+from llmnode.net.swarm_key import entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,7 +34,9 @@ def connect(
 ) -> DistributedModelForCausalLM:
     """The model `name` (by default the embedded one), its blocks in the swarm of `peers`, as a transformers model.
 
-    If the swarm is private, `swarm_key` is an invite, which names peers too, or the file of its key.
+    An invite, the line that `llmnode invite` prints, may stand for `name`, and is enough: it names the peers, and
+    perhaps the model and the key. If the swarm is private, `swarm_key` is an invite, which names peers too, or the file
+    of its key.
 
     `codec` is how hidden states cross the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Only
     servers that compute in `dtype` are used: "float32" is exact, "float32+int8" and the like have quantized weights
@@ -44,12 +48,14 @@ def connect(
     ConfigError, PeerError or NoRoute.
     """
     policy = ClientPolicy(spot_checks=SpotCheckPolicy(spot_check), relayed=RelayedPolicy(prefill=relayed_prefill))
-    folder = open_model(name, report)
+    name, swarm_key = (None, name) if is_invite(name) else (name, swarm_key)
+    way_in = entry(peers, swarm_key)
+    folder = open_model(name or way_in.model, report)
     parts = load_parts(folder)
     with ExitStack() as stack:
         portal = stack.enter_context(open_portal())
         client = stack.enter_context(
-            portal.enter(aconnect(peers, swarm_key=swarm_key, parts=parts, codec=codec, dtype=dtype, policy=policy))
+            portal.enter(aconnect(way_in, parts=parts, codec=codec, dtype=dtype, policy=policy))
         )
         return DistributedModelForCausalLM(Connection(folder, parts.ends, client, portal, stack.pop_all()))
 

@@ -58,6 +58,12 @@ def read_digest(digest: bytes) -> Identity | None:
     return Identity(weights, layout, rest[:CONFIG_BYTES])
 
 
+def commit_of(digest: bytes) -> str | None:
+    """The commit on the hub that a model of this digest is; None if it comes from elsewhere."""
+    identity = read_digest(digest)
+    return identity.weights.fingerprint.hex() if identity and identity.weights.origin is Origin.HUB else None
+
+
 def is_variant(one: bytes, other: bytes) -> bool:
     """Whether two models of these digests have tensors of the same names and shapes."""
     ours, theirs = read_digest(one), read_digest(other)

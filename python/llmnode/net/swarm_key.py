@@ -1,4 +1,4 @@
-"""The key that the members of a private swarm share: in a file, or in an invite that names peers too.
+"""The key that the members of a private swarm share, in a file; and the way into a swarm, by a key or an invite.
 
 It is mixed into every handshake (`secure.py`): a node without it connects to no member. The file has the form that IPFS
 and other programs over libp2p use, so that their tools make and read it; but their way of encrypting with it is
@@ -7,55 +7,37 @@ another, so they are no members.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import os
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import msgpack
-
-from llmnode import _native
 from llmnode.core.user_input import Unreadable, decode, expand_path, read_file, split_lines
 from llmnode.errors import ConfigError
-from llmnode.wire.fields import ADDRESS_CHARS
+from llmnode.net.invite import KEY_BYTES, MOST_CHARS, Invite, is_invite, read_invite
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-KEY_BYTES = 32
-INVITE = "llmnode-invite-"
-INVITED_PEERS = 16
-"""Addresses in an invite, at most: one that knows the others is enough."""
 _HEADER = "/key/swarm/psk/1.0.0/\n/base16/\n"
-_CHECK_BYTES = 4
-_INVITE_CHARS = 2 * (INVITED_PEERS * ADDRESS_CHARS + 100)
-_FILE_BYTES = 2 * _INVITE_CHARS  # an invite in UTF-16
+_FILE_BYTES = 2 * MOST_CHARS  # an invite in UTF-16
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """How to get into a swarm: addresses of peers that are in it, and its key, if it is private."""
+def entry(peers: Sequence[str], swarm_key: str | Path | None) -> Invite:
+    """How to get into a swarm: peers that are in it, its key if it is private, and the model if an invite names one.
 
-    peers: tuple[str, ...]
-    key: bytes | None = field(default=None, repr=False)
-
-
-def entry(peers: Sequence[str], swarm_key: str | Path | None) -> Entry:
-    """`swarm_key` is an invite, whose peers are added to `peers`, or names a file with one, or with the key itself.
-
+    `swarm_key` is an invite, whose peers are added to `peers`, or names a file with one, or with the key itself.
     Raises ConfigError.
     """
     if swarm_key is None:
-        return Entry(tuple(peers))
-    if not isinstance(swarm_key, str) or not swarm_key.strip().startswith(INVITE):
+        return Invite(tuple(peers))
+    if not isinstance(swarm_key, str) or not is_invite(swarm_key):
         path = expand_path(str(swarm_key))
-        if not (swarm_key := _read(path)).startswith(INVITE):
-            return Entry(tuple(peers), _parse_key(swarm_key, path))
-    invited = read_invite(swarm_key.strip())
-    return Entry(tuple(dict.fromkeys((*peers, *invited.peers))), invited.key)
+        if not is_invite(swarm_key := _read(path)):
+            return Invite(tuple(peers), _parse_key(swarm_key, path))
+    invited = read_invite(swarm_key)
+    return replace(invited, peers=tuple(dict.fromkeys((*peers, *invited.peers))))
 
 
 def read_key(path: Path) -> bytes:
@@ -102,36 +84,3 @@ def make_key(path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(f"cannot write the swarm key {path} ({error.strerror}): name another file") from error
     return key
-
-
-def write_invite(key: bytes, peers: Sequence[str]) -> str:
-    """An invite for a future member: it is as secret as the key. Raises ConfigError for too many or too long peers."""
-    if len(peers) > INVITED_PEERS or any(len(peer) > ADDRESS_CHARS for peer in peers):
-        raise ConfigError(f"an invite names at most {INVITED_PEERS} peers of {ADDRESS_CHARS} characters")
-    content: bytes = msgpack.packb([key, list(peers)])
-    check = _native.crc32c(content).to_bytes(_CHECK_BYTES, "big")
-    return INVITE + _encoded(check + content)
-
-
-def read_invite(text: str) -> Entry:
-    """Raises ConfigError for one that was cut or changed on its way."""
-    damaged = ConfigError("this invite is damaged: copy the whole line that `llmnode invite` printed")
-    body = text.removeprefix(INVITE)
-    if not text.startswith(INVITE) or len(text) > _INVITE_CHARS:
-        raise damaged
-    try:
-        data = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
-        check, content = data[:_CHECK_BYTES], data[_CHECK_BYTES:]
-        if _native.crc32c(content).to_bytes(_CHECK_BYTES, "big") != check or _encoded(data) != body:
-            raise damaged
-        match msgpack.unpackb(content, strict_map_key=True):
-            case [bytes(key), [*peers]] if len(key) == KEY_BYTES and len(peers) <= INVITED_PEERS:
-                if all(isinstance(peer, str) and len(peer) <= ADDRESS_CHARS for peer in peers):
-                    return Entry(tuple(peers), key)
-    except (binascii.Error, ValueError, msgpack.UnpackException) as error:
-        raise damaged from error
-    raise damaged
-
-
-def _encoded(data: bytes) -> str:
-    return base64.urlsafe_b64encode(data).decode("ascii").rstrip("=")

@@ -25,7 +25,8 @@ from llmnode.core.user_input import (
 )
 from llmnode.errors import ConfigError
 from llmnode.machine.cache_folder import cache_folder
-from llmnode.net.swarm_key import entry, make_key, read_key, write_invite
+from llmnode.net.invite import Invite, write_invite
+from llmnode.net.swarm_key import entry, make_key, read_key
 from llmnode.node.generate import read_prompts
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def test_more_than_the_most_is_refused() -> None:
 def test_keys_and_invites_are_read_as_editors_save_them(encode: Callable[[str], bytes], tmp_path: Path) -> None:
     path = tmp_path / "key"
     key = make_key(path)
-    text, invite = path.read_text(), write_invite(key, ["peer"])
+    text, invite = path.read_text(), write_invite(Invite(("peer",), key))
     path.write_bytes(encode(text.replace("\n", "\r\n") + "\r\n"))
     assert read_key(path) == key
     path.write_bytes(encode(f"{invite}\r\n"))

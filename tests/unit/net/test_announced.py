@@ -11,7 +11,7 @@ from llmnode.core.policy import LinkPolicy, SwarmPolicy
 from llmnode.errors import ConfigError
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer
 from llmnode.net.host import open_network
-from llmnode.net.swarm_key import Entry
+from llmnode.net.invite import Invite
 from llmnode.node.app import open_relay
 from llmnode.wire.fields import ADDRESS_CHARS
 
@@ -94,7 +94,7 @@ def test_more_addresses_than_an_announcement_holds_are_refused() -> None:
     announce = [f"/ip4/203.0.113.7/tcp/{4001 + port}" for port in range(most + 1)]
 
     async def relay(announce: Sequence[str]) -> list[str]:
-        async with open_relay([LISTEN_ANY_LOOPBACK], announce, Entry(()), None) as network:
+        async with open_relay([LISTEN_ANY_LOOPBACK], announce, Invite(()), None) as network:
             return network.addresses
 
     assert len(trio.run(relay, announce[:most])) == most

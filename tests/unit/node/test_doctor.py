@@ -18,7 +18,7 @@ from llmnode.core.span import Span
 from llmnode.models.size import ModelSize, Place
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.host import open_network
-from llmnode.net.swarm_key import Entry
+from llmnode.net.invite import Invite
 from llmnode.node.doctor import Doctor, DoctorConfig, check_disk, check_memory, check_peers
 from llmnode.node.findings import (
     BLOCKER,
@@ -190,7 +190,7 @@ async def _relay(now_ms: Callable[[], int] = wall_clock_ms) -> AsyncIterator[tup
 async def _examined(*peers: str) -> dict[str, Finding]:
     """The finding of each check, by its name."""
     doctor = Doctor(
-        DoctorConfig(None, Entry(peers), [], 64, PrecisionWish()), lambda _finding: None, lambda _text: None
+        DoctorConfig(None, Invite(peers), [], 64, PrecisionWish()), lambda _finding: None, lambda _text: None
     )
     with trio.fail_after(DEADLINE_S):
         await check_peers(doctor, MODEL)

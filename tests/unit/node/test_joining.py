@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from llmnode.core.announcement import PeerState
+from llmnode.net.invite import Invite, write_invite
+from llmnode.node import Node
 from llmnode.node.app import RunningNode
-from unit.exact_nodes import exact_node
+from unit.exact_nodes import ExactLoader, exact_node
 from unit.in_trio import in_trio
+
+
+def invite_of(node: RunningNode) -> str:
+    return write_invite(Invite(tuple(node.addresses)))
 
 
 async def until_online(node: RunningNode) -> None:
@@ -26,3 +32,11 @@ async def test_a_server_that_names_no_precision_joins_in_that_of_the_swarm() -> 
             assert "the swarm has exact in bfloat16+int8, and this node joins it in that" in told
         async with exact_node(dtype="auto", peers=first.addresses) as third:
             assert third.model.precision.name == "float32", "quant was named: none"
+
+
+@in_trio
+async def test_an_invite_is_enough_for_a_node() -> None:
+    async with exact_node(blocks="0:3") as first:
+        await until_online(first)
+        async with Node(invite_of(first), worker="thread", make_loader=ExactLoader, blocks="3") as second:
+            assert second.blocks == (3, 6), "those that the swarm lacks"
