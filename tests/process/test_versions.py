@@ -39,6 +39,22 @@ NEW_TOKENS = 24
 HEARD_WITHIN_S = 20.0
 GROW = "import unit.grown; unit.grown.grow()"
 """Run first, it makes a process one of newer nodes than today's: all that may have a field more has one."""
+AS_BEFORE = """
+from llmnode import _native
+
+class Connection:
+    def __init__(self, *arguments, **named):
+        self._connection = _native_connection(*arguments, **named)
+
+    def __getattr__(self, name):
+        return getattr(self._connection, name)
+
+    def read(self, stream, bytes_max, now_s):
+        return self._connection.read(stream, bytes_max, now_s, 16 << 20)
+
+_native_connection, _native.Connection = _native.Connection, Connection
+"""
+"""Run first, it gives the code of before today's native module as it was: `read` was told no size of a window."""
 PROGRAM = """
 import contextlib, json, sys, torch, llmnode
 from llmnode.node import Node
@@ -64,7 +80,7 @@ with contextlib.ExitStack() as stack:
 
 @pytest.fixture(scope="module", params=ARCHIVES, ids=lambda path: path.name.partition(".")[0])
 def earlier(request: pytest.FixtureRequest) -> dict[str, str]:
-    """The environment in which Python finds the code of before. The native module is today's: it has not changed."""
+    """The environment in which Python finds the code of before. The native module is today's, see `AS_BEFORE`."""
     assert request.config.cache is not None
     root = request.config.cache.mkdir(f"llmnode-{request.param.name.partition('.')[0]}")
     with tarfile.open(request.param) as archive:
@@ -156,7 +172,7 @@ def test_nodes_of_several_versions_are_one_swarm(earlier: dict[str, str], newer:
 
     Servers push to each other from before to newer, and from newer to before.
     """
-    with run(earlier, small) as before, run(newer, small, GROW) as after:
+    with run(earlier, small, AS_BEFORE) as before, run(newer, small, GROW) as after:
         first = before.serve("0:2")
         middle = after.serve("2:4", first)
         last = before.serve(f"4:{BLOCKS}", middle)
