@@ -164,6 +164,13 @@ def test_the_example_that_learns_topics_is_right_more_often_than_a_guess(nodes: 
     assert (saved / "adapter_model.safetensors").exists()
 
 
+def test_the_example_of_a_module_between_spans_makes_the_target_likelier(nodes: list[Any]) -> None:
+    done = _run(sys.executable, str(EXAMPLES / "between_spans.py"), "--steps", "6", *(node.address for node in nodes))
+    assert done.returncode == 0, done.stderr
+    after, before = map(float, re.findall(r"-\d+\.\d+", done.stdout))
+    assert after > before + 0.5
+
+
 def test_a_file_of_prompts_gives_a_json_line_each(nodes: list[Any], tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("One\n\nTwo\n")

@@ -119,6 +119,20 @@ def test_ends_learn_and_sessions_use_what_they_have_learned(pair: Pair) -> None:
     assert pair.served.generate(prompt, **options).tolist() == before.tolist()
 
 
+def test_a_forward_of_ones_own_has_modules_between_spans(pair: Pair) -> None:
+    ids = _batch("right")["input_ids"][:1]
+    model, module = pair.served, torch.nn.Linear(64, 64)
+    with torch.no_grad():
+        module.weight.copy_(torch.eye(64))
+        module.bias.zero_()
+    middle = module(model.remote_blocks[:3](model.embed(ids)))
+    scores = model.score(model.remote_blocks[3:](middle))
+    assert _error(scores, pair.alone(ids).logits) < FURTHEST
+    scores.sum().backward()
+    assert module.bias.grad is not None
+    assert module.bias.grad.norm() > 0
+
+
 def test_the_states_before_and_after_all_blocks_are_there(pair: Pair) -> None:
     embedded = pair.alone.get_input_embeddings()(_batch("right")["input_ids"]).requires_grad_()
     theirs, ours = (

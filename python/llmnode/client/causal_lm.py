@@ -42,7 +42,7 @@ from llmnode.core.priority import PRIORITIES
 from llmnode.core.texts.beams import first_alike
 from llmnode.errors import ConfigError
 from llmnode.models.generation_config import generation_config
-from llmnode.models.load import cut_ends, replace_decoder, shallow_copy
+from llmnode.models.load import cut_ends, entry_of, exit_of, replace_decoder, shallow_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -232,6 +232,24 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
             return False
         is_given = inputs_embeds is not None and inputs_embeds.requires_grad
         return is_given or any(each.requires_grad for each in self.parameters())
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The input of the first block, (rows, tokens, hidden_size), for whole rows of `input_ids` (rows, tokens).
+
+        With `remote_blocks` and `score` it makes a forward of your own, through which gradients flow.
+        """
+        ids = torch.arange(input_ids.shape[1]).expand(input_ids.shape)
+        entry = entry_of(self.decoder.without_blocks(), self._connection.family)
+        hidden: torch.Tensor = entry(input_ids=input_ids, position_ids=ids, use_cache=False).last_hidden_state
+        return hidden
+
+    def score(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Scores (rows, tokens, vocabulary) for `hidden` (rows, tokens, hidden_size), the output of the last block."""
+        family, whole = self._connection.family, shallow_copy(self._whole[0])
+        whole._modules = dict(self._modules)
+        leaving = replace_decoder(whole, family, exit_of(self.decoder.without_blocks(), family))
+        scores: torch.Tensor = leaving.forward(inputs_embeds=hidden, use_cache=False).logits
+        return scores
 
     def _learn(self, **given: Any) -> CausalLMOutputWithPast:  # Any: arguments of transformers
         """The forward of transformers' own causal LM, with the modules that are here now, over remote blocks."""
