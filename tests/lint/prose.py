@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (".github", "bootstrap", "examples", "node", "python", "tests", "transport_rs")
+FOLDERS = (".github", "examples", "node", "python", "tests", "transport_rs")
 QUOTES = {".github/STYLE.md", "tests/lint/prose.py", "tests/unit/test_prose.py"}
 """They quote what they forbid."""
 LONGEST = 45

@@ -14,12 +14,12 @@ CHECKER = runpy.run_path(str(ROOT / "tests" / "lint" / "prose.py"))
 PACKAGE = ROOT / "python" / "llmnode"
 PAGES = sorted(
     page
-    for folder in ("", ".github", "bootstrap", "examples", "node", "python", "tests", "transport_rs")
+    for folder in ("", ".github", "examples", "node", "python", "tests", "transport_rs")
     for page in ((ROOT / folder).rglob("*.md") if folder else ROOT.glob("*.md"))
     if page.name not in {"CHANGELOG.md", "STYLE.md"} and not {"target", ".venv"} & set(page.parts)
 )
 FOLDERS = [page.parent for page in PAGES if page.name == "README.md" and PACKAGE in page.parents]
-FOLDERS.append(ROOT / "bootstrap")
+FOLDERS.append(ROOT / "python" / "bootstrap")
 BASES = (PACKAGE, PACKAGE.parent, ROOT, ROOT / "tests", ROOT / "transport_rs", ROOT / "transport_rs" / "src")
 NODE = [ROOT / "node", ROOT / "node" / "serve", ROOT / "node" / "commands"]
 

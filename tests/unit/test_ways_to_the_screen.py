@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 WRITER = "node/terminal.py"
 ALLOWED = {
     # It runs before anything is installed, has a `say` of its own, and writes the names of its own steps.
-    "bootstrap/messages.py": {"print", "sys.stderr"},
-    "bootstrap/tools.py": {"sys.stderr"},
+    "python/bootstrap/messages.py": {"print", "sys.stderr"},
+    "python/bootstrap/tools.py": {"sys.stderr"},
     # It prints answers into a pipe to the client's process.
     "python/llmnode/models/text/template_process.py": {"print"},
     # A function that the caller gives is called so: simulations print their trace where pytest catches it.
@@ -47,7 +47,7 @@ STARTERS = {"subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess
 
 def sources() -> list[Path]:
     """All of set-up, the program and the library. The package has the program by a symlink, which is not followed."""
-    places = ROOT / "bootstrap", ROOT / "node", ROOT / "python" / "llmnode"
+    places = ROOT / "python" / "bootstrap", ROOT / "node", ROOT / "python" / "llmnode"
     return sorted(path for place in places for path in place.rglob("*.py"))
 
 
