@@ -49,6 +49,7 @@ from llmnode.wire.messages import (
     pack,
     unpack,
 )
+from llmnode.wire.open_extensions import positions_at_once
 from llmnode.wire.payload import Codec, HiddenForm
 from llmnode.wire.profile import profile_fields, profile_of
 from llmnode.wire.refusal import refusal_for
@@ -307,7 +308,8 @@ class ServerLink:
         form = HiddenForm(self._server.model.hidden_size, Codec(request.codec))
         # A priority of a newer client keeps no session out, and gains it nothing either.
         sessions, priority = self._server.sessions, PRIORITIES.get(request.priority, max(Priority))
-        asked = Asked(span, form, profile_of(request), priority, request.keep_outputs)
+        at_once = positions_at_once(request)
+        asked = Asked(span, form, profile_of(request), priority, request.keep_outputs, at_once)
         sessions[frame.session] = session = ServerSession(stage, asked, self._link, served, sessions)
         self._nursery.start_soon(self._run_session, session)
 
@@ -393,5 +395,5 @@ class ServerLink:
 
 
 def _positions(sessions: Iterable[ServerSession]) -> int:
-    """That they have KV for."""
-    return sum(each.stage.max_length for each in sessions)
+    """The positions that they have KV for."""
+    return sum(each.kv_positions for each in sessions)

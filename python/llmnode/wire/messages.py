@@ -313,7 +313,11 @@ class AnnouncementBody:
 Extended: TypeAlias = Description | OpenRequest | Neighbours | Pass
 """The messages that have extensions."""
 DEADLINE_MS = "deadline_ms"
-EXTENSIONS: Mapping[type[Any], Set[str]] = {kind: frozenset() for kind in get_args(Extended)} | {Pass: {DEADLINE_MS}}
+POSITIONS = "positions"
+EXTENSIONS: Mapping[type[Any], Set[str]] = {kind: frozenset() for kind in get_args(Extended)} | {
+    Pass: {DEADLINE_MS},
+    OpenRequest: {POSITIONS},
+}
 """The names that are known here. Others are ignored, unless the message requires them."""
 
 AnyMessage = (

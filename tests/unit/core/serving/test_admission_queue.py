@@ -211,3 +211,121 @@ def test_before_any_session_has_ended_those_that_are_here_tell_how_long_one_stay
     assert hall.retry_after_s(10) == pytest.approx(10.0)
     hall.now_s = 10_000.0
     assert hall.retry_after_s(10) == POLICY.longest_retry_s
+
+
+SCRIPT = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.integers(1, 60), st.integers(0, 2)),
+        st.tuples(st.just("use"), st.integers(0, 99), st.integers(1, 20)),
+        st.tuples(st.just("leave"), st.integers(0, 99), st.just(0)),
+        st.tuples(st.just("look"), st.integers(0, 30), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@given(SCRIPT, st.sampled_from((1, 4)))
+def test_sessions_that_grow_never_have_more_than_there_is_and_one_of_them_can_always_go_on(
+    script: list[tuple[str, int, int]], page: int
+) -> None:
+    """A session that waits to grow either gets what it needs, or some session leaves."""
+    room = AdmissionQueue(POSITIONS, AdmissionPolicy(first_positions=8, margin=4, line=99), page)
+    claims: dict[int, KvClaim] = {}
+    used: dict[int, int] = {}
+    now_s = 0.0
+
+    def leave(number: int) -> None:
+        room.remove(name(number), now_s)
+        del claims[number]
+        used.pop(number, None)
+
+    def admit() -> None:
+        for session in room.admit(now_s):
+            used.setdefault(int.from_bytes(session, "big"), 0)
+        held = {number: room.held(name(number)) for number in used}
+        assert sum(held.values()) == POSITIONS - room.free <= POSITIONS
+        for number, positions in held.items():
+            assert used[number] <= positions <= -(-claims[number].positions // page) * page
+
+    for number, (what, one, other) in enumerate(script):
+        if what == "ask":
+            claims[number] = claim(one, other)
+            room.add(name(number), claims[number], now_s)
+        elif what == "use" and used:
+            grower = sorted(used)[one % len(used)]
+            wanted = min(claims[grower].positions, used[grower] + other)
+            if room.grow(name(grower), wanted):
+                while grower in used and room.held(name(grower)) < wanted:
+                    admit()
+                    if room.held(name(grower)) < wanted:
+                        yielding = int.from_bytes(room.choose_yielding(name(grower)), "big")
+                        assert yielding in used
+                        leave(yielding)
+            if grower in used:
+                used[grower] = wanted
+        elif what == "leave" and claims:
+            leave(sorted(claims)[one % len(claims)])
+        elif what == "look":
+            now_s += one
+            for session in room.choose_moves(now_s):
+                leave(int.from_bytes(session, "big"))
+        admit()
+    for number in sorted(used):
+        leave(number)
+    admit()
+    while claims:
+        assert used, "whoever waits comes in at last"
+        leave(next(iter(used)))
+        admit()
+
+
+def test_the_newest_of_sessions_that_are_equally_far_above_their_share_leaves() -> None:
+    room = AdmissionQueue(POSITIONS, AdmissionPolicy(first_positions=25, margin=0, headroom=0.0))
+    for number in range(4):
+        room.add(name(number), claim(50, number), float(number))
+        assert room.admit(float(number)) == [name(number)]
+    for number in range(4):
+        assert room.grow(name(number), 26)
+    assert not room.admit(5.0)
+    assert room.choose_yielding(name(0)) == name(3)
+    room.remove(name(3), 5.0)
+    assert room.admit(5.0) == [name(0), name(1), name(2)]
+
+
+def test_newcomers_leave_space_for_sessions_that_grow() -> None:
+    policy = AdmissionPolicy(first_positions=10, margin=0, headroom=0.25)
+    room = AdmissionQueue(POSITIONS, policy)
+    for number in range(9):
+        room.add(name(number), claim(50, number), 0.0)
+    assert len(room.admit(0.0)) == 7
+    assert room.grow(name(0), 35)
+    assert room.admit(0.0) == [name(0)]
+    assert room.free == 5
+
+
+def test_a_session_that_grows_within_its_share_comes_before_newcomers() -> None:
+    room = AdmissionQueue(POSITIONS, AdmissionPolicy(first_positions=45, margin=0, headroom=0.0))
+    room.add(name(0), claim(60, 0), 0.0)
+    room.add(name(1), claim(45, 1), 0.0)
+    assert len(room.admit(0.0)) == 2
+    room.add(name(2), claim(10, 2), 0.0)
+    assert room.admit(0.0) == [name(2)]
+    room.add(name(3), claim(5, 3), 1.0)
+    assert room.grow(name(0), 47)
+    room.remove(name(2), 1.0)
+    assert room.admit(1.0) == [name(0), name(3)]
+
+
+def test_a_session_that_grows_beyond_its_share_does_not_come_before_newcomers() -> None:
+    room = AdmissionQueue(POSITIONS, AdmissionPolicy(first_positions=45, margin=0, headroom=0.0))
+    for number in (0, 1):
+        room.add(name(number), claim(100, number), 0.0)
+    assert len(room.admit(0.0)) == 2
+    room.add(name(2), claim(10, 2), 0.0)
+    assert room.admit(0.0) == [name(2)]
+    room.add(name(3), claim(20, 3), 1.0)
+    assert room.grow(name(0), 60)
+    room.remove(name(2), 1.0)
+    assert not room.admit(1.0)
+    room.remove(name(1), 1.0)
+    assert sorted(room.admit(1.0)) == [name(0), name(3)]
