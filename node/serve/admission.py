@@ -5,13 +5,13 @@ Sessions that have to go for others are told so, and end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.operations import Close, Grow, Open
+from llmnode.core.operations import Close, Open
 from llmnode.core.serving.admission_queue import AdmissionQueue
 from llmnode.errors import PeerRefused, WorkerLost
 from llmnode.wire.messages import RefusalCode
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     """Ends a session, and says why. It returns at once."""
 
 MOVED = "this session was not in use, and others wait for its KV: go on elsewhere, or here, by a replay"
-
-
-GROWING_TRIES = 2
-"""A session waits this many times for KV to grow: the second time if another one leaves for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +49,7 @@ class Admission:
     def __init__(self, worker: Worker, policy: AdmissionPolicy) -> None:
         self._worker = worker
         self._policy = policy
-        self._room = AdmissionQueue(worker.kv_tokens, policy, worker.kv_page)
+        self._room = AdmissionQueue(worker.kv_tokens, policy)
         self._waiting: dict[SessionId, _Waiting] = {}
         self._part: dict[SessionId, tuple[KvClaim, Part]] = {}
         self._looked_s = -inf
@@ -82,53 +78,16 @@ class Admission:
             raise self._refusal(claim, why)
         self._part[session] = claim, part
         try:
-            first = self._room.held(session)
-            opening = Open(session, span, claim.positions, claim.client, claim.priority, adapter, first)
+            opening = Open(session, span, claim.positions, claim.client, claim.priority, adapter)
             is_open = await self._worker.do(opening)
         except WorkerLost as error:
             raise PeerRefused(RefusalCode.BUSY, str(error)) from error
         if not is_open:
             raise self._refusal(claim, "taken by others than sessions")
 
-    async def grow(self, session: SessionId, positions: int) -> None:
-        """Reserve KV for this many positions in all, perhaps after a wait.
-
-        Raises PeerRefused if there is none: then the session is to end, so that others can grow. Raises WorkerLost.
-        """
-        if session not in self._part or not self._room.grow(session, positions):
-            return
-        claim, _ = self._part[session]
-        waiting = self._waiting[session] = _Waiting(claim)
-        try:
-            for _ in range(GROWING_TRIES):
-                with trio.move_on_after(self._policy.wait_s):
-                    await self._wait(waiting)
-                if waiting.over.is_set() or not self._make_yield(session):
-                    break
-        finally:
-            del self._waiting[session]
-            self._room.give_up(session)
-            self._admit()
-        if not waiting.has_kv or not await self._worker.do(Grow(session, self._room.held(session))):
-            why = f"no KV is free for position {positions}: go on elsewhere, or here, by a replay"
-            retry_after_s = self._room.retry_after_s(replace(claim, at_once=positions), trio.current_time())
-            raise PeerRefused(RefusalCode.NO_ROOM, why, retry_after_s=retry_after_s)
-
-    def _make_yield(self, session: SessionId) -> bool:
-        """Another session that waits to grow leaves, if that is fairer. False if it has to be this one."""
-        yielding = self._room.choose_yielding(session)
-        if yielding == session:
-            return False
-        self._waiting[yielding].end()
-        return True
-
     def use(self, session: SessionId, *, ends: bool = False) -> None:
         """A step of the session begins, or ends."""
         self._room.use(session, trio.current_time(), ends=ends)
-
-    def held(self, session: SessionId) -> int:
-        """The positions that a session has KV for, which has come in."""
-        return self._room.held(session)
 
     async def leave(self, session: SessionId) -> None:
         """Free its KV, if it has any, and let others in."""
@@ -173,7 +132,7 @@ class Admission:
     def _check(self, claim: KvClaim) -> None:
         """Raises PeerRefused if waiting is of no use, or too many do already."""
         self._check_open()
-        if not self._room.could_hold(claim):
+        if claim.positions > self._room.positions:
             reason = f"{claim.positions} positions asked for, and this server has {self._room.positions} in all"
             raise PeerRefused(RefusalCode.NO_ROOM, reason)
         has_place, makes_way = self._room.place_for(claim)

@@ -49,7 +49,6 @@ from llmnode.wire.messages import (
     pack,
     unpack,
 )
-from llmnode.wire.open_extensions import positions_at_once
 from llmnode.wire.payload import Codec, HiddenForm
 from llmnode.wire.profile import profile_fields, profile_of
 from llmnode.wire.refusal import refusal_for
@@ -308,8 +307,7 @@ class ServerLink:
         form = HiddenForm(self._server.model.hidden_size, Codec(request.codec))
         # A priority of a newer client keeps no session out, and gains it nothing either.
         sessions, priority = self._server.sessions, PRIORITIES.get(request.priority, max(Priority))
-        at_once = positions_at_once(request)
-        asked = Asked(span, form, profile_of(request), priority, request.keep_outputs, at_once)
+        asked = Asked(span, form, profile_of(request), priority, request.keep_outputs)
         sessions[frame.session] = session = ServerSession(stage, asked, self._link, served, sessions)
         self._nursery.start_soon(self._run_session, session)
 
@@ -395,5 +393,5 @@ class ServerLink:
 
 
 def _positions(sessions: Iterable[ServerSession]) -> int:
-    """The positions that they have KV for."""
-    return sum(each.kv_positions for each in sessions)
+    """That they have KV for."""
+    return sum(each.stage.max_length for each in sessions)

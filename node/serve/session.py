@@ -76,8 +76,6 @@ class Asked:
     profile: Profile
     priority: Priority
     keep_outputs: bool
-    at_once: int = 0
-    """The positions that come at once."""
 
     @property
     def kind(self) -> tuple[Span, HiddenForm, Profile, bool]:
@@ -113,7 +111,7 @@ class ServerSession:
         self._adapter = served.use(asked.profile.adapter, asked.span)
         self._beside = beside
         self._parting: PeerRefused | None = None
-        """Why it had to end, if it had to."""
+        """Why others need its KV."""
         self._worker = served.worker
         profile = profile_digest(asked.profile, asked.form.codec)
         self._signer = ReceiptSigner(served.network, link, asked.span, profile)
@@ -134,13 +132,8 @@ class ServerSession:
         if not self.has_kv:
             self._scope.cancel()
 
-    @property
-    def kv_positions(self) -> int:
-        """The positions that it has KV for."""
-        return self.served.admission.held(self.stage.session) if self.has_kv else 0
-
     def part(self, why: PeerRefused) -> None:
-        """End now, for want of KV. `say_farewell` tells the client."""
+        """End now, since others need the KV. `say_farewell` tells the client."""
         self._parting = why
         self._scope.cancel()
 
@@ -207,8 +200,7 @@ class ServerSession:
     async def _serve(self) -> None:
         try:
             adapter = None if self._adapter is None else self._adapter.digest
-            asked = self._asked
-            claim = KvClaim(self.client, self._group, asked.priority, self.stage.max_length, asked.at_once)
+            claim = KvClaim(self.client, self._group, self._asked.priority, self.stage.max_length)
             await self.served.admission.enter(self.stage.session, self._span, claim, self.part, adapter)
         except PeerRefused as refusal:
             return await self._send(refusal_for(self._doing, refusal))
@@ -265,7 +257,6 @@ class ServerSession:
             case Compute(frame):
                 self.served.admission.use(frame.session)
                 try:
-                    await self._reserve(frame.start + frame.length)
                     await self._compute(frame)
                 finally:
                     self.served.admission.use(frame.session, ends=True)
@@ -275,20 +266,11 @@ class ServerSession:
                     self._outputs.truncate(self.stage.position)
                 await self._send(self._done(answer, frame))
             case Copy(frame, source, operation):
-                await self._reserve(frame.start)
                 await self._copy(frame, self._beside[source], operation)
             case Repeat(frame):
                 await self._send(frame)
             case Refuse(frame, code, reason):
                 await self._send(refusal_of(frame, code, reason))
-
-    async def _reserve(self, positions: int) -> None:
-        """See to it that there is KV for this many positions. Without it the session ends here. Raises WorkerLost."""
-        try:
-            await self.served.admission.grow(self.stage.session, positions)
-        except PeerRefused as refusal:
-            self.part(refusal)
-            await trio.lowlevel.checkpoint()
 
     async def _compute(self, frame: Frame) -> None:
         try:

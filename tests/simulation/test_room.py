@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from llmnode.core.ids import PeerId, SessionId
-from llmnode.core.policy import AdmissionPolicy, ClientPolicy, RecoveryPolicy, RoutePolicy, ServePolicy
+from llmnode.core.policy import AdmissionPolicy, ClientPolicy, RoutePolicy, ServePolicy
 from llmnode.core.priority import Priority
 from llmnode.core.serving.kv_shares import KvClaim
 from llmnode.core.span import Span
@@ -301,70 +301,6 @@ async def contend(seed: int) -> None:
             nursery.cancel_scope.cancel()
 
 
-WAITING = replace(PATIENT, recovery=RecoveryPolicy(timeout_s=600))
-"""The time that a step may take, for want of KV."""
-GROWING = replace(GENEROUS, room=AdmissionPolicy(first_positions=16, margin=8))
-
-
-@simulated
-async def test_kv_grows_with_use_so_that_more_sessions_are_open_than_could_all_be_full() -> None:
-    async with open_world(conditions=Conditions(delay_s=DELAY_S), serve_policy=GROWING) as swarm:
-        node = await swarm.start("0", ALL_BLOCKS)
-        async with swarm.client(PATIENT) as client, AsyncExitStack() as stack:
-            opening = [client.router.open_session(200, Codec.RAW) for _ in range(8)]
-            dialogues = [
-                Dialogue(await stack.enter_async_context(each), random.Random(number))
-                for number, each in enumerate(opening)
-            ]
-            assert node.worker.reserved == 8 * 16
-            for each in dialogues:
-                await each.step(20)
-                await each.step(1)
-                await each.go_back(1)
-            assert node.worker.reserved == 8 * 28, "what was needed, and the margin"
-            assert not any(each.session.recoveries for each in dialogues)
-            copy = await stack.enter_async_context(client.router.open_session(200, Codec.RAW))
-            await dialogues[0].session.fork([copy])
-            assert node.worker.reserved == 9 * 28, "a copy needs what it copies"
-        await check_kv_is_free(swarm)
-
-
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("seed", seeds(10))
-def test_sessions_that_grow_beyond_all_kv_wait_or_go_elsewhere_and_none_fails(seed: int, servers: int) -> None:
-    simulate(partial(outgrow, seed, servers), seed=seed)
-
-
-async def outgrow(seed: int, servers: int) -> None:
-    """Twelve sessions of four clients want 960 positions in the end, and a server has 400."""
-    rng, done, moved = random.Random(seed), list[int](), list[object]()
-    async with open_world(seed, conditions=Conditions(delay_s=DELAY_S), serve_policy=GROWING) as swarm:
-        for number in range(servers):
-            await swarm.start(f"{number}", ALL_BLOCKS)
-        await trio.sleep(1)
-
-        async def use(client: SimulatedClient, number: int) -> None:
-            await trio.sleep(rng.uniform(0, 1))
-            async with client.router.open_session(FIFTH, Codec.RAW) as session:
-                dialogue = Dialogue(session, random.Random(number), policy=WAITING)
-                while session.position < FIFTH:
-                    await dialogue.step(min(rng.randint(1, 8), FIFTH - session.position))
-                    await trio.sleep(rng.uniform(0, 1))
-                done.append(number)
-                moved.extend(session.recoveries)
-
-        async with AsyncExitStack() as stack:
-            clients = [await stack.enter_async_context(swarm.client(PATIENT, name=f"c{each}")) for each in range(4)]
-            with trio.fail_after(600):
-                async with trio.open_nursery() as nursery:
-                    for number in range(12):
-                        nursery.start_soon(use, clients[number % 4], number)
-            assert sorted(done) == list(range(12))
-            assert moved or servers > 1, "there was less than all needed"
-            assert not any(client.router.finder.banned for client in clients)
-        await check_kv_is_free(swarm)
-
-
 @simulated
 async def test_a_session_longer_than_all_kv_is_refused_before_it_is_asked_for() -> None:
     async with world() as swarm:
@@ -445,11 +381,7 @@ def let_it_be(_refusal: PeerRefused) -> None:
 @simulated
 async def test_who_has_stopped_waiting_is_let_in_no_more_though_it_has_not_left_yet(why: str) -> None:
     worker = ExactWorker(ALL_BLOCKS, ROW, KV_TOKENS)
-    admission, whole, other = (
-        Admission(worker, AdmissionPolicy(first_positions=KV_TOKENS)),
-        SessionId(b"w" * 16),
-        SessionId(b"o" * 16),
-    )
+    admission, whole, other = Admission(worker, AdmissionPolicy()), SessionId(b"w" * 16), SessionId(b"o" * 16)
     await admission.enter(whole, ALL_BLOCKS, claim_of("client", KV_TOKENS), let_it_be)
 
     async def wait_in_vain() -> None:

@@ -135,7 +135,7 @@ class _Child:
         assert word == LOAD
         loaded = self._loader.load(Span(*arguments))
         self._executor = loaded.executor
-        return [loaded.tensor_bytes, loaded.executor.kv_tokens_free(), loaded.executor.kv_page]
+        return [loaded.tensor_bytes, loaded.executor.kv_tokens_free()]
 
     def _work(self, *message: Any) -> None:  # Any: what `put_work` gives, and the sizes of what goes and comes
         *packed, asked_bytes, given_bytes = message

@@ -13,9 +13,8 @@ from llmnode.compute.attention import Segment, segments_of_forward
 from llmnode.compute.gradients import gradients_of, outputs_of
 from llmnode.compute.held_adapters import HeldAdapters
 from llmnode.compute.kv import KVForm, SequenceKV
-from llmnode.compute.pages import in_pages
 from llmnode.core.ids import AdapterId, SessionId
-from llmnode.core.operations import Adopt, Backward, Close, Forget, Fork, Grow, Open, Slice, Truncate
+from llmnode.core.operations import Adopt, Backward, Close, Forget, Fork, Open, Slice, Truncate
 from llmnode.core.span import Span
 from llmnode.errors import LocalProtocolError
 from llmnode.machine.malloc import give_back
@@ -64,7 +63,6 @@ class SpanExecutor:
         self.model = model
         self._device = torch.device(device)
         self._hidden_size = hidden_size
-        self.kv_page = 1
         self._kv_tokens_free = kv_tokens
         self._kv = kv or KVForm()
         self._sequences: dict[SessionId, _Sequence] = {}
@@ -82,8 +80,6 @@ class SpanExecutor:
         match operation:
             case Open():
                 return self._open(operation)
-            case Grow(session, positions):
-                return self._grow(session, positions)
             case Truncate(session, length):
                 self._truncate(session, length)
             case Fork():
@@ -101,23 +97,12 @@ class SpanExecutor:
     def _open(self, opened: Open) -> bool:
         if opened.session in self._sequences:
             raise LocalProtocolError("this session is open already")
-        positions = opened.positions or opened.max_length
-        if in_pages(positions, self.kv_page) * self.kv_page > self._kv_tokens_free:
+        if opened.max_length > self._kv_tokens_free:
             return False
         give_back()
-        kv = self._take_kv(opened.session, positions, opened.max_length)
+        kv = self._take_kv(opened.session, opened.max_length)
         self._kv_tokens_free -= kv.capacity
         self._sequences[opened.session] = _Sequence(kv, opened.span, opened.adapter)
-        return True
-
-    def _grow(self, session: SessionId, positions: int) -> bool:
-        kv = self._sequences[session].kv
-        more = in_pages(positions, self.kv_page) * self.kv_page - kv.capacity
-        if more > self._kv_tokens_free:
-            return False
-        if more > 0:
-            kv.grow(positions)
-            self._kv_tokens_free -= more
         return True
 
     @torch.inference_mode()
@@ -195,8 +180,8 @@ class SpanExecutor:
             self._give_kv_back(session)
             give_back()
 
-    def _take_kv(self, _session: SessionId, tokens: int, most: int) -> KV:
-        return SequenceKV(tokens, self._kv, most)
+    def _take_kv(self, _session: SessionId, tokens: int) -> KV:
+        return SequenceKV(tokens, self._kv)
 
     def _give_kv_back(self, session: SessionId) -> None:
         """It is used no more."""
@@ -259,5 +244,5 @@ class SpanExecutor:
             assert isinstance(sequence.kv, SequenceKV), "blocks are in Rust over slabs alone"
             pairs = sequence.kv.slabs(range(sequence.span.start, sequence.span.end), no_kv)
             arrays = [(first.numpy(), second.numpy()) for first, second in pairs]
-            sequence.slabs = SequenceSlabs(arrays, sequence.kv.most)
+            sequence.slabs = SequenceSlabs(arrays, sequence.kv.capacity)
         return sequence.slabs

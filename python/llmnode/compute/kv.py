@@ -45,38 +45,23 @@ class KV(Protocol):
         They are of the dtype and on the device of `keys`.
         """
 
-    def grow(self, capacity: int) -> None:
-        """Have room for this many positions."""
-
     def copy(self, other: Self, start: int, end: int) -> None:
         """Have the positions [start, end) be those of `other`, in all blocks, and be the last ones."""
 
 
 @dataclass(slots=True)
 class SequenceKV:
-    """The `KV` protocol in slabs. It has room for `capacity` positions, and never for more than `most`.
+    """The `KV` protocol in slabs of `capacity` positions.
 
-    A slab beside blocks on a CPU is reserved address space for `most` positions; the system backs it with memory as
-    positions are written. Elsewhere it has `capacity` positions, and makes way for a larger one. A session for 8192
+    A slab is reserved address space; the system backs it with memory as positions are written. A session for 8192
     positions that had used 20 took twice their size, since each head has pages of its own (`tests/bench/run memory`).
     Smaller pages of ours would save only that, and attention would have to gather them at every step.
     """
 
     capacity: int
     form: KVForm = KVForm()
-    most: int = 0
-    """0 for `capacity`."""
     length: int = 0
     _blocks: dict[int, _Plain | _Rounded] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.most = self.most or self.capacity
-
-    def grow(self, capacity: int) -> None:
-        self.capacity = capacity
-        for block in self._blocks.values():
-            for slab in block.slabs:  # one at a time is there twice
-                slab.grow(self._slab_positions(block.like), self.length)
 
     def extend(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor, seen_from: int = 0) -> KVPair:
         block = self._block(layer, keys)
@@ -101,13 +86,8 @@ class SequenceKV:
     def _block(self, layer: int, like: torch.Tensor) -> _Plain | _Rounded:
         block = self._blocks.get(layer)
         if block is None:
-            positions = self._slab_positions(like)
-            block = self._blocks[layer] = BLOCKS[self.form.dtype](like, positions, self.form.device)
+            block = self._blocks[layer] = BLOCKS[self.form.dtype](like, self.capacity, self.form.device)
         return block
-
-    def _slab_positions(self, like: torch.Tensor) -> int:
-        is_lazy = self.form.device is None and like.device.type == "cpu"
-        return self.most if is_lazy else self.capacity
 
 
 class _Plain:
@@ -165,14 +145,6 @@ class _Beside:
         here = device.type == "cpu"
         self.states = reserve(shape, dtype) if here else torch.empty(shape, dtype=dtype, device=device)
 
-    def grow(self, capacity: int, filled: int) -> None:
-        """Have room for `capacity` positions, and keep the first `filled` ones."""
-        rows, heads, positions, width = self.states.shape
-        if capacity > positions:
-            grown = self.states.new_empty((rows, heads, capacity, width))
-            grown[:, :, :filled] = self.states[:, :, :filled]
-            self.states = grown
-
     def write(self, start: int, new: torch.Tensor) -> None:
         self.states.narrow(2, start, new.shape[2]).copy_(new)
 
@@ -193,20 +165,8 @@ class _Elsewhere:
         rows, heads, capacity, width = shape
         pinned = blocks.type == "cuda" and device.type == "cpu"
         self._blocks = blocks
-        self._pinned = pinned
         self._positions = torch.empty((capacity, rows, heads, width), dtype=dtype, device=device, pin_memory=pinned)
         self.states = self._positions.permute(1, 2, 0, 3)
-
-    def grow(self, capacity: int, filled: int) -> None:
-        """Wait for all copies that are under way, and then do the same as `_Beside.grow`."""
-        former = self._positions
-        if capacity > len(former):
-            if self._pinned:
-                torch.cuda.synchronize(self._blocks)
-            shape = capacity, *former.shape[1:]
-            self._positions = torch.empty(shape, dtype=former.dtype, device=former.device, pin_memory=self._pinned)
-            self._positions[:filled] = former[:filled]
-            self.states = self._positions.permute(1, 2, 0, 3)
 
     def write(self, start: int, new: torch.Tensor) -> None:
         positions = new.permute(2, 0, 1, 3).contiguous()

@@ -31,13 +31,12 @@ class PagedExecutor(SpanExecutor):
         """`record` records steps. A way that does not work on this device is left out, and logged."""
         super().__init__(model, hidden_size, pool.tokens, str(pool.device))
         self._pool = pool
-        self.kv_page = pool.page
         self._paged: dict[SessionId, PagedKV] = {}
         self._forwards = RecordedForwards(model, pool, record)
         with torch.inference_mode():
             use_what_works(self._forwards, pool, model.span, hidden_size)
 
-    def _take_kv(self, session: SessionId, tokens: int, _most: int) -> PagedKV:
+    def _take_kv(self, session: SessionId, tokens: int) -> PagedKV:
         self._paged[session] = self._pool.take(tokens)
         return self._paged[session]
 

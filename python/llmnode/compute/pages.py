@@ -53,12 +53,9 @@ class PagePool:
 
     def take(self, tokens: int) -> PagedKV:
         """Pages for a sequence. The caller knows that there are enough."""
-        return PagedKV(self, self.take_pages(in_pages(tokens, self.page)))
-
-    def take_pages(self, count: int) -> list[int]:
-        pages = self._free[-count:]
-        del self._free[-count:]
-        return pages
+        kv = PagedKV(self, self._free[-in_pages(tokens, self.page) :])
+        del self._free[-len(kv.pages) :]
+        return kv
 
     def give_back(self, kv: PagedKV) -> None:
         self._free += kv.pages
@@ -87,13 +84,6 @@ class PagedKV:
         self.length = 0
         self._pool = pool
         self._table = torch.tensor(pages, device=pool.device)
-
-    def grow(self, capacity: int) -> None:
-        """Have room for `capacity` positions. The caller knows that there are enough pages."""
-        if (more := in_pages(capacity, self.page) - len(self.pages)) > 0:
-            self.pages += self._pool.take_pages(more)
-            self.capacity = len(self.pages) * self.page
-            self._table = torch.tensor(self.pages, device=self._pool.device)
 
     def slots(self, start: int, end: int) -> list[int]:
         """The places of the positions in the pool, counted in positions."""

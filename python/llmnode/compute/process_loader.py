@@ -89,9 +89,9 @@ class ProcessLoader:
                     raise
                 # The lost process had room. Its memory may not be free yet, or other programs have it for a while.
                 raise WorkerLost(f"the worker process did not load its blocks again: {error}") from error
-            self.tensor_bytes, kv_tokens_free, kv_page = loaded
+            self.tensor_bytes, kv_tokens_free = loaded
             assert self._model is not None
-            process.holds(span, kv_tokens_free, kv_page, self._model.row_bytes)
+            process.holds(span, kv_tokens_free, self._model.row_bytes)
             self._asked = replace(self._wanted, kv_tokens=kv_tokens_free, kv_memory=None, is_announced=True)
             self._worker = BatchingWorker(process, process.run, time.perf_counter)
             return self._worker

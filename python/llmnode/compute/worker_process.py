@@ -65,7 +65,6 @@ class WorkerProcess:
         """It was ended, if by us."""
         self._span: Span | None = None
         self._kv_tokens_free = 0
-        self.kv_page = 1
         self._row_bytes = 0
 
     @property
@@ -84,10 +83,9 @@ class WorkerProcess:
     def kv_tokens_free(self) -> int:
         return 0 if self.has_ended else self._kv_tokens_free
 
-    def holds(self, span: Span, kv_tokens_free: int, kv_page: int, row_bytes: int) -> None:
+    def holds(self, span: Span, kv_tokens_free: int, row_bytes: int) -> None:
         """Record what it has loaded. `row_bytes` is the size of a position's hidden state."""
-        self._span, self._row_bytes = span, row_bytes
-        self._kv_tokens_free, self.kv_page = kv_tokens_free, kv_page
+        self._span, self._kv_tokens_free, self._row_bytes = span, kv_tokens_free, row_bytes
 
     async def say_hello(self) -> None:
         """Until it has started. Raises WorkerLost."""

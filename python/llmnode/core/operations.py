@@ -43,10 +43,7 @@ class SessionOperation(Operation[Result_co]):
 
 @dataclass(frozen=True, slots=True)
 class Open(SessionOperation[bool]):
-    """Reserve KV in the blocks of `span`. False if there is no room for it.
-
-    The session never has more than `max_length` positions. The first `positions` of them are reserved, by 0 all.
-    """
+    """Reserve KV for `max_length` positions in the blocks of `span`. False if there is no room for them."""
 
     session: SessionId
     span: Span
@@ -56,15 +53,6 @@ class Open(SessionOperation[bool]):
     priority: Priority = Priority.INTERACTIVE
     adapter: AdapterId | None = None
     """The adapter that its forwards go through. All parts of it in the blocks of `span` are adopted."""
-    positions: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Grow(SessionOperation[bool]):
-    """Reserve KV for this number of `positions` in all. False if there is no room for it."""
-
-    session: SessionId
-    positions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +136,7 @@ class Forget(Operation[bool]):
     adapter: AdapterId
 
 
-Control: TypeAlias = Open | Grow | Truncate | Fork | Close | Adopt | Forget
+Control: TypeAlias = Open | Truncate | Fork | Close | Adopt | Forget
 """The operations that take no time: an executor does each whole, before the slices of its batch."""
 
 

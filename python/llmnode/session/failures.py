@@ -73,13 +73,11 @@ class StepFailures:
     room_in_s: float = 0.0
     """The shortest wait for room that a peer named since every peer was asked; 0 if none did."""
 
-    def begin_search(self, now_s: float, lost: PeerError | None = None) -> None:
+    def begin_search(self, now_s: float) -> None:
         """A hop is lost, and others are to be found. After too many searches there is no time for another one."""
         self.searches += 1
         has_time = self.searches <= self.policy.replacements
-        is_full = isinstance(lost, PeerRefused) and lost.code == RefusalCode.NO_ROOM
-        patience_s = self.policy.room_patience_s if is_full else self.policy.timeout_s
-        self.deadline_s = now_s + patience_s if has_time else -math.inf
+        self.deadline_s = now_s + self.policy.timeout_s if has_time else -math.inf
 
     def add_try(self, took_s: float, *, failed: bool) -> None:
         """A replay or a pass has taken this long. It has a limit of its own, so its time does not count as a search.

@@ -73,7 +73,7 @@ class Recoverer:
         """Put others in the place of `lost`. Returns early if the hop before fails, which is then lost too."""
         hops, policy = self._hops, self._hops.terms.policy
         began_s = trio.current_time()
-        failures.begin_search(began_s, lost.failure)
+        failures.begin_search(began_s)
         before = self._state.before(lost)
         assert lost.failure is not None
         lost.inputs.truncate(self._state.position)

@@ -13,7 +13,7 @@ from llmnode.compute.batching import BatchingWorker
 from llmnode.compute.work import do, failed
 from llmnode.core.ids import SESSION_ID_BYTES, AdapterId, SessionId
 from llmnode.core.model import FP32_BYTES, ModelInfo
-from llmnode.core.operations import Adopt, Backward, Close, Forget, Fork, Grow, Open, Truncate
+from llmnode.core.operations import Adopt, Backward, Close, Forget, Fork, Open, Truncate
 from llmnode.core.span import Span
 from llmnode.errors import AdapterError, ConfigError, WorkerLost
 
@@ -189,7 +189,6 @@ class ExactExecutor:
         self.forks: list[tuple[int, int]] = []
         self.forward_began = trio.Event()
         self._row_bytes = row_bytes
-        self.kv_page = 1
         self._kv_tokens = kv_tokens
         self._reserved: dict[SessionId, int] = {}
         self._spans: dict[SessionId, Span] = {}
@@ -210,8 +209,6 @@ class ExactExecutor:
         match operation:
             case Open():
                 return self._open(operation)
-            case Grow(session, positions):
-                return self._grow(session, positions)
             case Truncate(session, length):
                 self._half_way.pop(session, None)
                 self._kept[session] = self._kept[session][: length * self._row_bytes]
@@ -241,7 +238,6 @@ class ExactExecutor:
             assert each.first == passed
             assert len(came_in) == each.length * self._row_bytes
             assert bool(each.hidden) == (not each.first)
-            assert each.start + each.length <= self._reserved[each.session], "positions without KV"
         self.batches.append([each.session for each in slices])
         return [self._output(each) for each in slices]
 
@@ -288,22 +284,13 @@ class ExactExecutor:
         session = opened.session
         assert self.span.covers(opened.span)
         assert session not in self._reserved
-        positions = opened.positions or opened.max_length
-        if positions > self.kv_tokens_free():
+        if opened.max_length > self.kv_tokens_free():
             self.refused += 1
             return False
-        self._reserved[session] = positions
+        self._reserved[session] = opened.max_length
         self._spans[session] = opened.span
         self._adapter_of[session] = opened.adapter
         self._kept[session] = b""
-        return True
-
-    def _grow(self, session: SessionId, positions: int) -> bool:
-        more = positions - self._reserved[session]
-        if more > self.kv_tokens_free():
-            self.refused += 1
-            return False
-        self._reserved[session] += max(0, more)
         return True
 
     def _fork(self, fork: Fork) -> None:
@@ -315,7 +302,6 @@ class ExactExecutor:
         edge, end = fork.shared * self._row_bytes, fork.length * self._row_bytes
         assert edge <= len(own)
         assert end <= len(other)
-        assert fork.length <= self._reserved[fork.session], "positions without KV"
         self._kept[fork.session] = own[:edge] + other[edge:end]
 
     def occupy(self, kv_tokens: int) -> None:

@@ -30,7 +30,6 @@ from llmnode.wire.messages import (
     pack,
     unpack,
 )
-from llmnode.wire.open_extensions import open_extensions
 from llmnode.wire.profile import profile_fields
 from llmnode.wire.push_state import PushState
 
@@ -82,8 +81,7 @@ class HopState:
 
     # Requests
 
-    def open(self, epoch: Epoch, positions: int = 0) -> Request:
-        """Opens the session. This number of `positions` comes at once."""
+    def open(self, epoch: Epoch) -> Request:
         terms = self.terms
         message = OpenRequest(
             **profile_fields(terms.model.profile),
@@ -93,7 +91,6 @@ class HopState:
             codec=terms.codec,
             priority=terms.policy.priority.word,
             keep_outputs=self.keeps_outputs,
-            extensions=open_extensions(positions),
         )
         frame = Frame(FrameType.OPEN, self.session, epoch, meta=pack(message))
         return Request(frame, FrameType.OPENED, terms.policy.open_timeout_s)
@@ -237,9 +234,8 @@ class HopState:
 
     def blame(self, error: PeerError) -> PeerError:
         """The error is this hop's failure. Returns it."""
-        if isinstance(error, PeerRefused):  # a peer may end a session that was idle, or for which it has no more KV
-            grows_not = error.code == RefusalCode.NO_ROOM and error.retry_after_s is not None
-            error.breaks_promise = self.is_open and error.code != RefusalCode.UNKNOWN_SESSION and not grows_not
+        if isinstance(error, PeerRefused):  # a peer may have forgotten a session that was idle for long
+            error.breaks_promise = self.is_open and error.code != RefusalCode.UNKNOWN_SESSION
         blamed = error.blame(self.hop.peer, self.hop.span)
         self.failure = self.failure or blamed
         return blamed

@@ -313,11 +313,7 @@ class AnnouncementBody:
 Extended: TypeAlias = Description | OpenRequest | Neighbours | Pass
 """The messages that have extensions."""
 DEADLINE_MS = "deadline_ms"
-POSITIONS = "positions"
-EXTENSIONS: Mapping[type[Any], Set[str]] = {kind: frozenset() for kind in get_args(Extended)} | {
-    Pass: {DEADLINE_MS},
-    OpenRequest: {POSITIONS},
-}
+EXTENSIONS: Mapping[type[Any], Set[str]] = {kind: frozenset() for kind in get_args(Extended)} | {Pass: {DEADLINE_MS}}
 """The names that are known here. Others are ignored, unless the message requires them."""
 
 AnyMessage = (

@@ -32,7 +32,7 @@ class ChargedExecutor:
     """The `Executor` port. It returns the hidden states that it gets. `real` has the weights, and reserves KV."""
 
     def __init__(self, real: Executor) -> None:
-        self.span, self.kv_page = real.span, real.kv_page
+        self.span = real.span
         self._real = real
         self._spans: dict[SessionId, Span] = {}
         self._half_way: dict[SessionId, Buffer] = {}

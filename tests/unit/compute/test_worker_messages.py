@@ -30,7 +30,6 @@ from llmnode.core.operations import (
     Evaluate,
     Forget,
     Fork,
-    Grow,
     Open,
     Pass,
     Slice,
@@ -47,8 +46,7 @@ SPANS = st.tuples(st.integers(0, 100), st.integers(1, 100)).map(lambda each: Spa
 ACCOUNTS = st.text(CHARACTERS, max_size=60).map(PeerId), st.sampled_from(Priority)
 ADAPTERS = st.binary(min_size=32, max_size=32)
 CONTROLS = st.one_of(
-    st.builds(Open, SESSIONS, SPANS, COUNTS, *ACCOUNTS, st.none() | ADAPTERS, COUNTS),
-    st.builds(Grow, SESSIONS, COUNTS),
+    st.builds(Open, SESSIONS, SPANS, COUNTS, *ACCOUNTS, st.none() | ADAPTERS),
     st.builds(Truncate, SESSIONS, COUNTS),
     st.builds(Fork, SESSIONS, SESSIONS, COUNTS, COUNTS),
     st.builds(Close, SESSIONS),
@@ -95,13 +93,12 @@ def test_work_arrives_as_it_was(work: Work, cut: int) -> None:
 
 def test_every_operation_crosses() -> None:
     """`CONTROLS` and `PASSES` above have each, so that a new one cannot be forgotten here."""
-    assert set(get_args(Control)) == {Open, Grow, Truncate, Fork, Close, Adopt, Forget}
+    assert set(get_args(Control)) == {Open, Truncate, Fork, Close, Adopt, Forget}
     assert set(get_args(Pass)) == {Evaluate, Backward}
 
 
 GOOD: dict[type[object], list[object]] = {
-    Open: [bytes(16), [0, 3], 100, "client", 1, None, 10],
-    Grow: [bytes(16), 5],
+    Open: [bytes(16), [0, 3], 100, "client", 1, None],
     Truncate: [bytes(16), 5],
     Fork: [bytes(16), bytes(16), 0, 5],
     Close: [bytes(16)],

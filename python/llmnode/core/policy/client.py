@@ -93,8 +93,6 @@ class RecoveryPolicy:
     timeout_s: float = 30.0
     """A session that lost a peer looks this long for a replacement: a server may be starting again. The time of replays
     does not count."""
-    room_patience_s: float = 600.0
-    """A session whose server has no KV left for it looks this long for space: it has begun, and is not to fail."""
     replay_positions_per_s: float = 16.0
     """A replay may take a second for this many positions, and `ClientPolicy.step_timeout_s` more. Each of its chunks
     has the deadline of a step too."""

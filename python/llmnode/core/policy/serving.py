@@ -102,13 +102,8 @@ class AdmissionPolicy:
     ageing_s: float = 1.0
     """Each time a session has waited this long, it counts as one priority higher."""
     first_positions: int = 256
-    """A session gets KV for this many positions when it opens, a page on a GPU, and for more as it is used. A peer that
-    holds nothing may have others moved for it, however small its share is. Else many identities in one address group
-    would keep another peer of this group out."""
-    margin: int = 256
-    """A session that needs more KV gets it for this many positions more than it needs, if there is space."""
-    headroom: float = 1 / 16
-    """Newcomers leave this share of the KV free for sessions that may still grow."""
+    """A peer that holds nothing may have others moved for a session of this many positions, however small its share
+    is. Else many identities in one address group would keep another peer of this group out."""
     idle_s: float = 10.0
     """A session that was not used for this long may be moved for others, if its holder has more than its share. Its
     client replays it elsewhere. A user who reads an answer may take longer, and a client that generates does not."""

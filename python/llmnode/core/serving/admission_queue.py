@@ -1,11 +1,9 @@
 """Decides which sessions get KV memory on a server, in which order they wait for it, and which ones leave when others
 wait. Knows no clock: it is told the time.
 
-A session gets KV for its first positions when it opens, and for more as it is used. A session that grows within its
-holder's share comes first, as it is under way. Then come higher priorities, then the address groups and the peers that
-hold the least, then the oldest. A session that fits does not wait for one that does not fit. But after some times of
-being passed over, memory is kept free until the large one fits. While sessions may still grow, newcomers leave them
-some memory. `kv_shares.py` chooses the sessions that leave.
+Among the waiting sessions, higher priorities come first, then the address groups and the peers that hold the least,
+then the oldest. A session that fits does not wait for one that does not fit. But after some times of being passed
+over, memory is kept free until the large one fits. `kv_shares.py` chooses the sessions that leave.
 """
 
 from __future__ import annotations
@@ -27,15 +25,13 @@ if TYPE_CHECKING:
 
 
 class AdmissionQueue:
-    """A server's KV memory of `positions`. A session waits to come in with `add`, and for more with `grow`. It gets
-    that with `admit`, may have to leave by `choose_moves`, and goes with `remove`.
+    """A server's KV memory of `positions`. A session is put in line with `add`, comes in with `admit`, may have to
+    leave by `choose_moves`, and goes with `remove`.
     """
 
-    def __init__(self, positions: int, policy: AdmissionPolicy, page: int = 1) -> None:
-        """KV is given in multiples of `page` positions."""
+    def __init__(self, positions: int, policy: AdmissionPolicy) -> None:
         self.positions = positions
         self._policy = policy
-        self._page = page
         self._leases: dict[SessionId, KvLease] = {}
         self._stays_s: deque[float] = deque(maxlen=policy.stays_kept)
 
@@ -47,14 +43,6 @@ class AdmissionQueue:
     def line(self) -> int:
         """How many wait to come in."""
         return len(self._newcomers())
-
-    def held(self, session: SessionId) -> int:
-        """The positions that it has KV for."""
-        return self._leases[session].positions
-
-    def could_hold(self, claim: KvClaim) -> bool:
-        """Whether the claim is no more than there is."""
-        return self._in_pages(claim.positions) <= self.positions
 
     def place_for(self, claim: KvClaim) -> tuple[bool, SessionId | None]:
         """Whether one more session of this peer may wait, and the one that makes way for it, if one has to.
@@ -74,18 +62,8 @@ class AdmissionQueue:
 
     def add(self, session: SessionId, claim: KvClaim, now_s: float) -> None:
         """Put it in line. With a claim to more positions than there are, it would wait for ever."""
-        assert self.could_hold(claim)
-        self._leases[session] = self._newcomer(session, claim, now_s)
-
-    def grow(self, session: SessionId, positions: int) -> bool:
-        """It needs KV for this many positions. False if it has that; else it waits, though it may get that at once."""
-        lease = self._leases[session]
-        if positions <= lease.positions:
-            return False
-        most = min(lease.claim.positions, positions + self._policy.margin)
-        lease.needed = self._in_pages(positions) - lease.positions
-        lease.wanted = self._in_pages(most) - lease.positions
-        return True
+        assert claim.positions <= self.positions
+        self._leases[session] = KvLease(session, claim, now_s)
 
     def use(self, session: SessionId, now_s: float, *, ends: bool) -> None:
         """It begins to be used, or ends to be. An unknown one does nothing."""
@@ -93,13 +71,10 @@ class AdmissionQueue:
             lease.used_s = now_s if ends else inf
 
     def admit(self, now_s: float) -> Sequence[SessionId]:
-        """Those that get what they wait for now, in order."""
+        """Those that come in now, in order."""
         admitted: list[SessionId] = []
         while (lease := self._next(now_s)) is not None:
-            if not lease.is_inside:
-                lease.since_s = lease.used_s = now_s
-            lease.positions += min(lease.wanted, self._free_for(lease, self.free))
-            lease.wanted = lease.needed = lease.passed_over = 0
+            lease.is_inside, lease.since_s, lease.used_s = True, now_s, now_s
             admitted.append(lease.session)
         return admitted
 
@@ -108,31 +83,16 @@ class AdmissionQueue:
         chosen: list[SessionId] = []
         coming = self._coming
         for lease in self._in_order(now_s):
-            if (lacking := lease.needed - self._free_for(lease, coming)) > 0:
-                moves = self._shares().choose_moves(lease, lacking, now_s)
+            if lease.claim.positions > coming:
+                moves = self._shares().choose_moves(lease, lease.claim.positions - coming, now_s)
                 if not moves:
                     continue
                 for each in moves:
                     each.is_leaving = True
                     coming += each.positions
                     chosen.append(each.session)
-            coming -= lease.needed
+            coming -= lease.claim.positions
         return chosen
-
-    def choose_yielding(self, session: SessionId) -> SessionId:
-        """The session that leaves, since `session` has waited to grow for long: it, or another one that waits to grow
-        and would be further above its share, or newer. It holds its KV until it is removed.
-        """
-        shares, yielding = self._shares(), self._leases[session]
-        growing = [each for each in self._inside() if each.needed and max(shares.excess(each)) > 0]
-        yielding = max(growing, key=lambda each: (shares.excess(each), each.since_s), default=yielding)
-        yielding.is_leaving = True
-        return yielding.session
-
-    def give_up(self, session: SessionId) -> None:
-        """It waits for no more KV than it has. An unknown one does nothing."""
-        if (lease := self._leases.get(session)) is not None:
-            lease.wanted = lease.needed = 0
 
     def remove(self, session: SessionId, now_s: float) -> None:
         """It has ended, or waits no longer. An unknown one does nothing."""
@@ -146,10 +106,9 @@ class AdmissionQueue:
         That is when sessions have ended, if they stay as long as they have till now, or when some may be moved.
         """
         policy, held = self._policy, self._held
-        asking = self._newcomer(NO_SESSION, claim, now_s)
+        asking = KvLease(NO_SESSION, claim, now_s)
         order = self._in_order(now_s, asking)
-        needed = sum(each.needed for each in order[: order.index(asking) + 1])
-        missing = needed - self._free_for(asking, self._coming)
+        missing = sum(each.claim.positions for each in order[: order.index(asking) + 1]) - self._coming
         # Those that are still here count too, or only short ones would: the likeliest mean of an exponential stay.
         here_s = sum(now_s - each.since_s for each in self._inside())
         stay_s = (sum(self._stays_s) + here_s) / max(1, len(self._stays_s))
@@ -172,7 +131,7 @@ class AdmissionQueue:
         """The next session that comes in. Those before it have been passed over once more."""
         passed: list[KvLease] = []
         for lease in self._in_order(now_s):
-            if lease.needed <= self._free_for(lease, self.free):
+            if lease.claim.positions <= self.free:
                 for other in passed:
                     other.passed_over += 1
                 return lease
@@ -183,40 +142,18 @@ class AdmissionQueue:
 
     def _in_order(self, now_s: float, *more: KvLease) -> list[KvLease]:
         """Those that wait, in the order of their turns, and `more` among them."""
-        waiting = [*(each for each in self._leases.values() if each.needed and not each.is_leaving), *more]
-        if not waiting:
+        if not (waiting := [*self._newcomers(), *more]):
             return []
         shares = self._shares()
 
         def turn(lease: KvLease) -> tuple[int, int, int]:
             aged = int((now_s - lease.since_s) / self._policy.ageing_s)
-            rank = max(0, lease.claim.priority - aged)
-            if lease.is_inside and all(shares.is_entitled(lease)):
-                rank = -1
-            return rank, shares.of_group[lease.group], shares.of_peer[lease.peer]
+            return max(0, lease.claim.priority - aged), shares.of_group[lease.group], shares.of_peer[lease.peer]
 
         return sorted(waiting, key=turn)
 
     def _shares(self, *more: KvLease) -> KvShares:
-        return KvShares([*self._leases.values(), *more], self.positions - self._headroom, self._policy)
-
-    def _newcomer(self, session: SessionId, claim: KvClaim, now_s: float) -> KvLease:
-        more = claim.at_once + self._policy.margin if claim.at_once else 0
-        first = self._in_pages(min(claim.positions, max(self._policy.first_positions, more)))
-        return KvLease(session, claim, now_s, wanted=first, needed=first)
-
-    def _free_for(self, lease: KvLease, free: int) -> int:
-        """The positions that it may have, where `free` are free."""
-        return free if lease.is_inside else free - self._headroom
-
-    @property
-    def _headroom(self) -> int:
-        """The positions that newcomers leave free for sessions that grow."""
-        growth = sum(self._in_pages(each.claim.positions) - each.positions for each in self._inside())
-        return min(growth, int(self._policy.headroom * self.positions))
-
-    def _in_pages(self, positions: int) -> int:
-        return -(-positions // self._page) * self._page
+        return KvShares([*self._leases.values(), *more], self.positions, self._policy)
 
     @property
     def _held(self) -> int:

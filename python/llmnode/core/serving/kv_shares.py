@@ -24,35 +24,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KvClaim:
-    """A session's claim to KV: it may have this number of positions, of which `at_once` come as soon as it opens."""
+    """A session's claim to KV for this number of positions."""
 
     client: PeerId
     group: str
     """The client's address group."""
     priority: Priority
     positions: int
-    at_once: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class KvLease:
-    """The KV of one session: it has `positions`, and may wait for more, of which it needs at least `needed`."""
+    """The KV of one session, which has it if it `is_inside`, and else waits for it."""
 
     session: SessionId
     claim: KvClaim
     since_s: float
     """When it began to wait; once it has come in, when that was."""
-    positions: int = 0
-    wanted: int = 0
-    needed: int = 0
+    is_inside: bool = False
     used_s: float = inf
     """When it was used last; infinite while it is in use."""
     is_leaving: bool = False
     passed_over: int = 0
 
     @property
-    def is_inside(self) -> bool:
-        return self.positions > 0
+    def positions(self) -> int:
+        """The positions that it has KV for."""
+        return self.claim.positions if self.is_inside else 0
 
     @property
     def group(self) -> str:
@@ -96,8 +94,8 @@ class KvShares:
         for each in self._leases:
             self.of_group[each.group] += each.positions
             self.of_peer[each.peer] += each.positions
-            wanted[each.group] += each.positions + each.needed
-            wanted_within[each.group][each.peer] += each.positions + each.needed
+            wanted[each.group] += each.claim.positions
+            wanted_within[each.group][each.peer] += each.claim.positions
         self.share = fair_share(wanted.values(), total)
         """The share of a group."""
         self._within = {
@@ -109,32 +107,17 @@ class KvShares:
         """The share of a peer of this group."""
         return self._within.get(group, inf)
 
-    def is_entitled(self, lease: KvLease) -> tuple[bool, bool]:
-        """Whether its group, and its peer within the group, stay within their shares with what the lease needs.
-
-        A peer that has nothing may always have `first_positions`.
-        """
-        return (
-            self._is_within(self.of_group[lease.group], lease.needed, self.share),
-            self._is_within(self.of_peer[lease.peer], lease.needed, self.share_within(lease.group)),
-        )
-
-    def excess(self, lease: KvLease) -> tuple[float, float]:
-        """How far above their shares its group and its peer are with what the lease needs."""
-        of_group = self.of_group[lease.group] + lease.needed - self.share
-        return of_group, self.of_peer[lease.peer] + lease.needed - self.share_within(lease.group)
-
     def choose_moves(self, lease: KvLease, wanted: int, now_s: float) -> Sequence[KvLease]:
-        """The leases that go, so that `lease` gets what it needs, which is `wanted` more than is free.
+        """The leases that go, so that `lease`, which waits, gets `wanted` more than is free.
 
         There are none if that is not possible, or if it is not fair: with it, its peer would have more than its share,
-        or its group would have it from another group.
+        or its group would have it from another group. A peer that has nothing may always have `first_positions`.
         """
-        of_group, of_peer = self.is_entitled(lease)
-        if not of_peer:
+        positions = lease.claim.positions
+        if not self._is_within(self.of_peer[lease.peer], positions, self.share_within(lease.group)):
             return []
         left = [each for each in self._leases if each.is_inside and each.peer != lease.peer]
-        if not of_group:
+        if not self._is_within(self.of_group[lease.group], positions, self.share):
             left = [each for each in left if each.group == lease.group]
         held = _Held(Counter(self.of_group), Counter(self.of_peer))
         chosen: list[KvLease] = []
@@ -157,10 +140,10 @@ class KvShares:
         """The session with the highest rank gives way to `lease` first. None if it does not give way."""
         of_peer = held.of_peer[each.peer]
         above = of_peer - self.share_within(each.group)
-        left, gets = of_peer - each.positions, held.of_peer[lease.peer] + lease.needed
+        left, gets = of_peer - each.positions, held.of_peer[lease.peer] + lease.claim.positions
         if each.group != lease.group:
             above = min(above, held.of_group[each.group] - self.share)
-            left, gets = held.of_group[each.group] - each.positions, held.of_group[lease.group] + lease.needed
+            left, gets = held.of_group[each.group] - each.positions, held.of_group[lease.group] + lease.claim.positions
         if above <= 0:
             return None
         is_idle = now_s >= each.used_s + self._policy.idle_s
