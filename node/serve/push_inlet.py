@@ -258,7 +258,8 @@ class PushInlet:
         if was_pushed:
             self._held.append(self._queued.popleft())
         if self._held:
-            self._held = [each for each in self._held if any(each is other for other in held)]
+            # A step that is pushed twice is held once.
+            self._held = [each for each in held if any(each is mine for mine in self._held)]
             self._settle_memory()
             self.extend()
         return was_pushed
