@@ -12,7 +12,6 @@ from contextlib import ExitStack, suppress
 from math import inf
 from typing import TYPE_CHECKING
 
-import numpy as np
 import trio
 
 from llmnode.core.budget import Account, Kind, Resource
@@ -31,6 +30,8 @@ from llmnode.wire.refusal import refusal_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import numpy as np
 
     from llmnode.core.ids import PeerId, Step
     from llmnode.core.operations import Buffer, Computed
@@ -234,6 +235,8 @@ class _Parts:
         """The sums of the adapter's gradients over all sequences. Raises ConfigError if some are not finite."""
         if self._of_adapter is None:
             return b""
+        import numpy as np
+
         if not np.isfinite(self._of_adapter).all():
             raise ConfigError("gradients of the adapter that are not finite")
         return self._of_adapter.data.cast("B")
@@ -277,6 +280,8 @@ class _Parts:
         """Add the gradients for the adapter in some blocks."""
         if self._adapter is None:
             return
+        import numpy as np
+
         if self._of_adapter is None:
             self._of_adapter = np.zeros(self._adapter_values, np.float32)
         values = np.frombuffer(of_adapter, np.float32)

@@ -57,7 +57,7 @@ def sdist_names(sdist: Path) -> list[str]:
 
 
 def library_files() -> set[str]:
-    """Every Python file of the library and of the program, by its name in an archive. Set-up of a checkout is in none."""
+    """Every Python file of the library and of the program, by its name in an archive. Set-up is in none."""
     library = {path.relative_to(ROOT / "python") for path in (ROOT / "python" / "llmnode").rglob("*.py")}
     program = {Path("llmnode/node") / path.relative_to(ROOT / "node") for path in (ROOT / "node").rglob("*.py")}
     return {str(path) for path in library | program}

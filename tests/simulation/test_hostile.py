@@ -25,7 +25,7 @@ from llmnode.testing.hostile import (
 from llmnode.testing.hostile.laws import SESSION_WITHIN_S
 from llmnode.wire.frame import Frame, FrameType
 
-LINKS = LinkPolicy(budget=BudgetPolicy(memory_bytes=1 << 20, connection_bytes=8 << 10, links=40))
+LINKS = LinkPolicy(budget=BudgetPolicy(memory_bytes=3 << 19, connection_bytes=8 << 10, links=40))
 SWARM = SwarmPolicy(view_peers=48)
 SPANS = [Span(0, 3), Span(3, 6)]
 HONEST = ("0a", "0b", "1a", "1b")
