@@ -78,7 +78,7 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
         for name, module in self._whole[0]._modules.items():
             self.add_module(name, module)
         self._shared_ends = self._client.ends
-        self._state_of_ends = self._frozen_state = _state_of(self)
+        self._state_of_ends = self._frozen_state = self._ends_now()
 
     def with_head(self, head: str, **options: Any) -> Any:  # Any: a class of transformers, by the family
         """A model of the same connection with another `head`: "sequence-classification" or "token-classification".
@@ -258,9 +258,22 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
         output: CausalLMOutputWithPast = whole.forward(**given)
         return output
 
+    def _ends_now(self) -> list[tuple[int, int]]:
+        """Another value when parameters of the ends have been changed, added or replaced.
+
+        It is asked for at every token, so the blocks' hundreds of modules are left out.
+        """
+        blocks, waiting, state = self.remote_blocks, [self._modules], []
+        while waiting:
+            for module in waiting.pop().values():
+                if module is not None and module is not blocks:
+                    state += [(id(each), each._version) for each in module._parameters.values() if each is not None]
+                    waiting.append(module._modules)
+        return state
+
     def _current_ends(self) -> SharedEnds:
         """The ends as they are now: a trainer, or a method of PEFT, may have changed them."""
-        if (state := _state_of(self)) != self._state_of_ends:
+        if (state := self._ends_now()) != self._state_of_ends:
             self._state_of_ends = state
             if state == self._frozen_state:
                 self._shared_ends = self._client.ends
@@ -367,11 +380,6 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
         if not 0 <= positions <= self.info.context_tokens:
             most = self.info.context_text
             raise ConfigError(f"{positions} positions do not fit the model's context: ask for 1 to {most}")
-
-
-def _state_of(model: torch.nn.Module) -> list[tuple[int, int]]:
-    """Another one when parameters have been changed, added or replaced."""
-    return [(id(each), each._version) for each in model.parameters()]
 
 
 def _close(cache: weakref.ref[SessionCache]) -> None:
