@@ -65,18 +65,19 @@ class Admission:
         self._check(claim)
         waiting = self._waiting[session] = _Waiting(claim)
         self._room.add(session, claim, trio.current_time())
+        self._part[session] = claim, part
         try:
             with trio.move_on_after(self._policy.wait_s):
                 await self._wait(waiting)
         finally:
             del self._waiting[session]
             if self._closed_because or not waiting.has_kv:
+                self._part.pop(session, None)
                 self._forget(session)
         self._check_open()
         if not waiting.has_kv:
             why = "others come first" if waiting.makes_way else f"not free within {self._policy.wait_s:g} s"
             raise self._refusal(claim, why)
-        self._part[session] = claim, part
         try:
             opening = Open(session, span, claim.positions, claim.client, claim.priority, adapter)
             is_open = await self._worker.do(opening)
@@ -116,10 +117,12 @@ class Admission:
         if now_s < self._looked_s + self._policy.look_every_s / 2:
             return
         self._looked_s = now_s
-        for session in self._room.choose_moves(now_s):
-            claim, part = self._part.pop(session)
-            retry_after_s = self._room.retry_after_s(claim, now_s)
-            part(PeerRefused(RefusalCode.UNKNOWN_SESSION, MOVED, retry_after_s=retry_after_s))
+        moved = [self._part.pop(session) for session in self._room.choose_moves(now_s)]
+        if moved:  # working it out takes long with thousands of sessions, so the largest claim is that of all
+            largest = max((claim for claim, _ in moved), key=lambda claim: claim.positions)
+            retry_after_s = self._room.retry_after_s(largest, now_s)
+            for _, part in moved:
+                part(PeerRefused(RefusalCode.UNKNOWN_SESSION, MOVED, retry_after_s=retry_after_s))
 
     def _forget(self, session: SessionId) -> None:
         self._room.remove(session, trio.current_time())

@@ -215,10 +215,13 @@ class ServerSession:
             if idle.cancelled_caught:
                 log.info("session idle, closed peer=%s", self.client)
                 return
+            self.served.admission.use(frame.session)
             try:
                 await self._handle(frame)
             except (PeerRefused, RemoteProtocolError) as error:
                 await self._send(refusal_for(frame, error))
+            finally:
+                self.served.admission.use(frame.session, ends=True)
             self.inbox.done(frame, self._logged_bytes)
 
     async def _handle(self, frame: Frame) -> None:
@@ -255,11 +258,7 @@ class ServerSession:
         self._doing = action.frame
         match action:
             case Compute(frame):
-                self.served.admission.use(frame.session)
-                try:
-                    await self._compute(frame)
-                finally:
-                    self.served.admission.use(frame.session, ends=True)
+                await self._compute(frame)
             case Do(frame, operation, answer):
                 await self._worker.do(operation)
                 if self._outputs is not None:

@@ -81,16 +81,17 @@ class AdmissionQueue:
     def choose_moves(self, now_s: float) -> Sequence[SessionId]:
         """The sessions that have to leave since others wait, each once. They hold their KV until they are removed."""
         chosen: list[SessionId] = []
-        coming = self._coming
+        coming, shares = self._coming, self._shares()
         for lease in self._in_order(now_s):
             if lease.claim.positions > coming:
-                moves = self._shares().choose_moves(lease, lease.claim.positions - coming, now_s)
+                moves = shares.choose_moves(lease, lease.claim.positions - coming, now_s)
                 if not moves:
                     continue
                 for each in moves:
                     each.is_leaving = True
                     coming += each.positions
                     chosen.append(each.session)
+                shares = self._shares()
             coming -= lease.claim.positions
         return chosen
 

@@ -120,14 +120,24 @@ class KvShares:
         if not self._is_within(self.of_group[lease.group], positions, self.share):
             left = [each for each in left if each.group == lease.group]
         held = _Held(Counter(self.of_group), Counter(self.of_peer))
+        # Within a peer the order never changes, and one that does not give way now does not later, when less is held.
+        of_peers: defaultdict[tuple[str, PeerId], list[KvLease]] = defaultdict(list)
+        for each in sorted(left, key=lambda each: (self._is_idle(each, now_s), -each.used_s)):
+            of_peers[each.peer].append(each)
         chosen: list[KvLease] = []
-        while (missing := wanted - sum(each.positions for each in chosen)) > 0:
-            ranks = [(rank, each) for each in left if (rank := self._rank(each, held, lease, now_s)) is not None]
+        missing = wanted
+        while missing > 0:
+            ranks: list[tuple[tuple[float, ...], list[KvLease]]] = []
+            for own in of_peers.values():
+                while own and (rank := self._rank(own[-1], held, lease, now_s)) is None:
+                    own.pop()
+                if own and rank is not None:
+                    ranks.append((rank, own))
             if not ranks:
                 return []
-            _, best = max(ranks, key=lambda each: each[0])
-            left.remove(best)
+            best = max(ranks, key=lambda each: each[0])[1].pop()
             chosen.append(best)
+            missing -= best.positions
             held.of_group[best.group] -= best.positions
             held.of_peer[best.peer] -= best.positions
         for each in list(chosen):  # a small one may be of no use beside a large one
@@ -146,10 +156,13 @@ class KvShares:
             left, gets = held.of_group[each.group] - each.positions, held.of_group[lease.group] + lease.claim.positions
         if above <= 0:
             return None
-        is_idle = now_s >= each.used_s + self._policy.idle_s
+        is_idle = self._is_idle(each, now_s)
         if not is_idle and (left < gets or now_s < each.since_s + self._policy.keeps_s):
             return None
         return is_idle, held.of_group[each.group], of_peer, -each.used_s
+
+    def _is_idle(self, each: KvLease, now_s: float) -> bool:
+        return now_s >= each.used_s + self._policy.idle_s
 
     def _is_within(self, held: int, wanted: int, share: float) -> bool:
         return held + wanted <= share or (not held and wanted <= self._policy.first_positions)

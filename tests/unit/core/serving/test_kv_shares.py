@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from math import inf
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -144,3 +145,21 @@ def test_idle_sessions_go_before_busy_ones_and_the_longest_idle_first() -> None:
     busy, idle = lease("A", "x", 10), [lease("A", "x", 10, used_s) for used_s in (500.0, 300.0, 400.0)]
     honest = lease("B", "y", 0, wanted=20)
     assert KvShares([busy, *idle, honest], 40, POLICY).choose_moves(honest, 20, NOW_S) == [idle[1], idle[2]]
+
+
+def test_a_choice_among_thousands_of_small_sessions_looks_at_each_only_a_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = [lease("A", "x", 4, IDLE_S) for _ in range(4000)]
+    waiting = lease("B", "y", 0, BUSY_S, NOW_S, 2048)
+    looks, rank = 0, KvShares._rank
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return rank(*arguments)
+
+    monkeypatch.setattr(KvShares, "_rank", counted)
+    shares = KvShares([*held, waiting], 16_000, POLICY)
+    assert len(shares.choose_moves(waiting, 2048, NOW_S)) == 512
+    assert looks < 2 * len(held)
