@@ -177,6 +177,8 @@ class AdapterStore:
         for each in gone:
             self._shelf.remove(each)
             self._manifests.pop(each.adapter, None)
-        with trio.CancelScope(shield=True), suppress(WorkerLost):
+        with trio.CancelScope(shield=True):
             for each in gone:
-                await self._worker.do(Forget(each.adapter))
+                if each.blocks:
+                    with suppress(WorkerLost, RuntimeError, MemoryError):  # of its batch: the others are next
+                        await self._worker.do(Forget(each.adapter))

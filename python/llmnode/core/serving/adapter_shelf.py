@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from llmnode.core.budget import Scope
     from llmnode.core.ids import AdapterId
 
-ENTRY_BYTES = 1024
-"""An adapter costs this much besides its parts."""
+ENTRY_BYTES = 1 << 14
+"""An adapter costs this much besides its parts. It is more than it takes, so that nobody has thousands of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +85,6 @@ class AdapterShelf:
     def _victim(self, full: Scope, asker: Shelved) -> Shelved | None:
         unused = [each for each in self._shelved.values() if not each.users and each is not asker]
         within = [each for each in unused if full in each.scope.around]
-        largest_first = sorted(
-            within, key=lambda each: (-each.holding(Kind.GROUP), -each.holding(Kind.PEER), each.used_s)
+        return min(
+            within, key=lambda each: (-each.holding(Kind.GROUP), -each.holding(Kind.PEER), each.used_s), default=None
         )
-        return next(iter(largest_first), None)
