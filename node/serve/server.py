@@ -67,6 +67,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DRAINING = "this server is draining"
+MOST_NAMED = 256
+"""The sessions that a link remembers to have opened or resumed last."""
 
 
 @dataclass(slots=True)
@@ -243,6 +245,8 @@ class ServerLink:
         self._adapters = LinkAdapters(link, nursery, server.policy, server.holder_of, server.on_bug)
         shared = server.sessions, server.desk, server.conduct, server.tally, server.on_bug
         self._pushes = LinkPushes(link, nursery, *shared)
+        self._named: dict[SessionId, None] = {}
+        """The sessions that this peer opened or resumed. It may not have heard yet that one was refused or ended."""
 
     async def run(self) -> None:
         try:
@@ -270,7 +274,7 @@ class ServerLink:
                     await self._link.send(answer)
                 case FrameType.OPEN:
                     self._open(frame)
-                case FrameType.STEP if self._of_client(frame) is None:
+                case FrameType.STEP if self._of_client(frame) is None and frame.session not in self._named:
                     await self._pushes.take(frame)
                 case FrameType.STEP | FrameType.TRUNCATE:
                     check_empty(frame.meta, frame.type.name)
@@ -302,6 +306,7 @@ class ServerLink:
                 await self._server.conduct.note_malformed(self._link)
 
     def _open(self, frame: Frame) -> None:
+        self._name(frame.session)
         span, request, served = self._check_open(frame)
         stage = Stage(frame.session, request.max_length, self._server.policy.steps_ahead, frame.epoch)
         form = HiddenForm(self._server.model.hidden_size, Codec(request.codec))
@@ -350,7 +355,14 @@ class ServerLink:
         meta = pack(Leased(int(1000 * session.lease_s)))
         return Frame(FrameType.LEASED, frame.session, frame.epoch, frame.step, meta=meta)
 
+    def _name(self, session: SessionId) -> None:
+        self._named.pop(session, None)
+        self._named[session] = None
+        if len(self._named) > MOST_NAMED:
+            del self._named[next(iter(self._named))]
+
     async def _resume(self, frame: Frame) -> None:
+        self._name(frame.session)
         check_empty(frame.meta, "RESUME")
         session = self._server.sessions.get(frame.session)
         if session is None or session.client != self._link.peer:

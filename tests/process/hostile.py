@@ -38,6 +38,7 @@ BATCH_FRAMES = 100
 """The frames of one write. They are fewer than a link may hold, so that the server's answers are tested, not its
 limit."""
 NOW_MS = 1_800_000_000_000
+PASSES = (FrameType.EVALUATE, FrameType.BACKWARD)
 SESSION_LENGTHS = (1, 8, 16, 48)
 EDGES = (0, 1, 2, 127, 128, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1)
 _CHECKSUM_AT = HEADER_BYTES - 4
@@ -65,6 +66,8 @@ class Batch:
     """The last frame is a CLOSE of this session, which nobody opened: its refusal says that all before it was read."""
     ending: Ending
     questions: frozenset[tuple[SessionId, Epoch, Step]]
+    passes: frozenset[tuple[SessionId, Epoch, Step]]
+    """Those of `questions` that are passes. Each is answered, some after the fence."""
 
 
 @dataclass(slots=True)
@@ -95,7 +98,8 @@ class Attacker:
             frames += [frame for frame in session if frame.type is FrameType.CLOSE]
         frames.append(Frame(FrameType.CLOSE, fence))
         encoded = [encode(frame, POLICY) for frame in frames]
-        for index in chance.sample(range(len(encoded) - 1), 5):
+        moved = chance.sample(range(len(encoded) - 1), 5)
+        for index in moved:
             encoded[index] = _boundary_moved(chance, encoded[index])
         spoiled += 5
         encoded = [_in_pieces(chance, frame) if chance.random() < 0.1 else frame for frame in encoded]
@@ -106,7 +110,8 @@ class Attacker:
             spoiled + (ending is not Ending.ANSWERED),
             fence,
             ending,
-            frozenset((frame.session, frame.epoch, frame.step) for frame in frames),
+            frozenset(_question(frame) for frame in frames),
+            frozenset(_question(frame) for at, frame in enumerate(frames) if frame.type in PASSES and at not in moved),
         )
 
     def _session(self) -> list[Frame]:
@@ -180,7 +185,7 @@ class Attacker:
     def _pass(self) -> Frame:
         """A few sequences, or gradients for them too."""
         chance, target = self.chance, self.target
-        kind = chance.choice((FrameType.EVALUATE, FrameType.BACKWARD))
+        kind = chance.choice(PASSES)
         lengths = [chance.randrange(1, 4) for _ in range(chance.randrange(1, 3))]
         span = Span(target.span_start, target.span_end)
         request = Pass(target.model_digest, span.start, span.end, target.dtype, Codec.RAW, "training", lengths)
@@ -232,7 +237,7 @@ class Attacker:
             _payload_changed,
             _meta_changed,
         ]
-        if frame.type in (FrameType.OPEN, FrameType.EVALUATE, FrameType.BACKWARD):
+        if frame.type in (FrameType.OPEN, *PASSES):
             kinds += [_request_changed] * 6
         return self.chance.choice(kinds)(self.chance, frame)
 
@@ -417,6 +422,10 @@ def _is_refused(data: bytes) -> bool:
     except RemoteProtocolError:
         return True
     return False
+
+
+def _question(frame: Frame) -> tuple[SessionId, Epoch, Step]:
+    return frame.session, frame.epoch, frame.step
 
 
 def _name(chance: Random) -> SessionId:

@@ -210,14 +210,17 @@ async def _attack(address: str, attacker: Attacker, frames: int, tally: ServeSta
 
 async def _send(stream: Any, decoder: FrameDecoder, batch: Batch, asked: set[Any], tally: ServeStats) -> bool:
     """Until the batch is answered. False when the link is over, as it must be after a batch of this ending."""
+    fenced, passes = False, set(batch.passes)
     try:
         await stream.write(batch.data)
         while chunk := await stream.read(1 << 16):
             for frame in decoder.feed(chunk):
                 tally.note(frame)
                 assert frame.type in OF_NO_SESSION or (frame.session, frame.epoch, frame.step) in asked, frame
-                if frame.session == batch.fence and batch.ending is not Ending.REFUSED:
-                    return batch.ending is Ending.ANSWERED
+                passes.discard((frame.session, frame.epoch, frame.step))
+                fenced |= frame.session == batch.fence
+            if fenced and batch.ending is not Ending.REFUSED and not (passes and batch.ending is Ending.ANSWERED):
+                return batch.ending is Ending.ANSWERED
     except StreamError:
         pass
     if batch.ending is not Ending.REFUSED:  # a step for no session of the link is a push that nobody asked for

@@ -326,6 +326,20 @@ async def test_a_step_after_close_is_refused(exact_worker: Any) -> None:
 
 
 @in_trio
+async def test_a_client_that_has_not_heard_of_the_end_of_its_session_keeps_its_link(exact_worker: Any) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        link, other = await network.dial(swarm.address), session_id()
+        session = session_id()
+        await answer_to(link, open_frame(session))
+        await link.send(Frame(FrameType.CLOSE, session))
+        await swarm.check_serves_and_is_empty()
+        for step in range(2 * ServePolicy().unasked_burst):
+            assert (await refusal_to(link, step_frame(session, step, step))).code == RefusalCode.UNKNOWN_SESSION
+        assert (await answer_to(link, open_frame(other))).type is FrameType.OPENED
+        await link.end("done")
+
+
+@in_trio
 async def test_steps_that_wait_are_limited(exact_worker: Any) -> None:
     exact_worker.gate = trio.Event()
     async with served(exact_worker) as swarm, open_network([], POLICY) as network:
