@@ -55,13 +55,13 @@ class LinkPushes:
     async def take(self, frame: Frame) -> None:
         """A step from the hop before, on the client's behalf. Its faults are not blamed on the client.
 
-        One that was not granted costs its peer. Raises PeerRefused for it.
+        One that was not granted costs its peer. Raises PeerRefused for it, and RemoteProtocolError for a malformed one.
         """
+        if frame.meta:  # out of a log it comes without
+            unpack(Pushed, frame.meta)
         peer, session = self._link.peer, self._sessions.get(frame.session)
         if session is not None and session.inbox.pushes.sender == peer:
             try:
-                if frame.meta:  # out of a log it comes without
-                    unpack(Pushed, frame.meta)
                 if session.inbox.put_pushed(frame, self._grants):
                     self._tally.given_directly += 1
                     return

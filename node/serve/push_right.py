@@ -54,11 +54,7 @@ class PushRight:
         if self._way is None:
             self._way = self.connection.best
             self._way.listen(self.session, self._hear)
-        self._asked = epoch, limit_bytes
-        try:
-            await self._way.tell(self._want(epoch, limit_bytes))
-        except PeerRefused:  # the next hop speaks protocol 1
-            self._is_needed = False
+        await self._say_wanted(epoch, limit_bytes)
 
     async def get(self, epoch: Epoch, size_bytes: int) -> bool:
         """Whether a push of this size may be made now. Then it counts."""
@@ -69,8 +65,7 @@ class PushRight:
                     await self._news.wait()
         if not (allowed := self._allows(epoch, size_bytes)):
             if allowed is None and self._way is not None:  # it is not wanted any more
-                self._asked = epoch, 0
-                await self._way.tell(self._want(epoch, 0))
+                await self._say_wanted(epoch, 0)
             return False
         self._credit.spend(size_bytes)
         return True
@@ -80,8 +75,18 @@ class PushRight:
         if self._way is not None:
             self._way.mute(self.session, self._hear)
 
-    def _want(self, epoch: Epoch, limit_bytes: int) -> Frame:
-        return Frame(FrameType.WANT, self.session, epoch, self._number, meta=pack(PushLimit(limit_bytes)))
+    async def _say_wanted(self, epoch: Epoch, limit_bytes: int) -> None:
+        """Tell the next hop. If its link takes nothing within the patience, it is told again at the next step."""
+        assert self._way is not None
+        self._asked = epoch, limit_bytes
+        want = Frame(FrameType.WANT, self.session, epoch, self._number, meta=pack(PushLimit(limit_bytes)))
+        with trio.move_on_after(self._patience_s) as patience:
+            try:
+                await self._way.tell(want)
+            except PeerRefused:  # the next hop speaks protocol 1
+                self._is_needed = False
+        if patience.cancelled_caught:
+            self._asked = Epoch(-1), 0
 
     def _allows(self, epoch: Epoch, size_bytes: int) -> bool | None:
         if self._is_refused or self._way is None or self._way.has_ended:

@@ -50,7 +50,7 @@ class Receiver:
 
     async def prepare(self, epoch: Epoch, size_bytes: int) -> None:
         """A step of this size is about to be pushed: have the right to it by then."""
-        if self._right is not None:
+        if self._right is not None and not (size_bytes and self._right.connection.best.relayed):  # see `push`
             try:
                 await self._right.ask(epoch, size_bytes)
             except PeerError as error:
