@@ -63,6 +63,8 @@ class SessionMemory:
 
     async def begin_work(self, size_bytes: int) -> None:
         """Hold the hidden states of the step that is to be computed, when it is its turn."""
+        if self._turns.take_now(self._work, size_bytes):
+            return
         self._check_could_hold(Resource.WORK, size_bytes)
         if not await self._turns.take(self._work, size_bytes, self._patience_s):
             raise _no_memory()

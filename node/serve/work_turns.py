@@ -35,6 +35,10 @@ class WorkTurns:
         self._first: _Waiting | None = None
         """It has its turn, and waits for memory."""
 
+    def take_now(self, account: Account, more_bytes: int) -> bool:
+        """Let `account` grow if nobody waits and there is memory."""
+        return self._first is None and not self._fair and account.resize(account.amount + more_bytes)
+
     async def take(self, account: Account, more_bytes: int, patience_s: float) -> bool:
         """Let `account` grow, when it is its turn. False if that is not within `patience_s`."""
         waiting = _Waiting(account, more_bytes, _path(account.scope))

@@ -265,7 +265,7 @@ async def test_results_that_are_asked_for_again_and_not_read_stay_within_the_sha
                     FrameType.REPLAY, sessions[number % 4], Epoch(0), Step(number), 0, 16, pack(Replay(push=False))
                 )
                 await link.send(replay)
-                if number % 64 == 0:
+                if number % 8 == 0:
                     await trio.lowlevel.checkpoint()
                     most = max(most, *(each.held[Resource.MEMORY] for each in process.within(Kind.PEER)))
         assert 0 < most <= share
