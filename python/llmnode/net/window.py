@@ -62,4 +62,6 @@ class Window:
         if more_bytes and reserve_all(wanted):
             self._reserved_bytes += more_bytes
             self.size_bytes = larger_bytes
-        self._left_bytes = self.size_bytes // 2
+            self._left_bytes = self.size_bytes // 2
+        else:  # asking may mean looking for a connection to evict
+            self._left_bytes = LARGEST_BYTES // 2

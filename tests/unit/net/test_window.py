@@ -98,7 +98,7 @@ async def test_a_window_grows_when_there_is_memory_again() -> None:
         for freed in (False, True):
             if freed:
                 process.release(Resource.WINDOWS, 2 * MIB)
-            left = MIB
+            left = 9 * MIB
             while left:
                 left -= len(await stream.read(left))
             assert (scope.held[Resource.WINDOWS] > 0) is freed
