@@ -83,7 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _name_elsewhere(asked: str) -> str:
     """The name of the model for other machines. Raises ConfigError if they cannot have it by a name."""
-    from llmnode.models.open_model import name_elsewhere, open_model
+    from llmnode.models.names import name_elsewhere
+    from llmnode.models.open_model import open_model
 
     folder = open_model(asked, say)
     if (name := name_elsewhere(folder.name, folder.digest)) is None:

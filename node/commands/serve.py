@@ -184,7 +184,7 @@ def _left(sessions: int) -> str:
 
 def _invite(node: RunningNode, config: NodeConfig) -> str | None:
     """An invite for others; None for a private swarm, since its key belongs in no log."""
-    from llmnode.models.open_model import name_elsewhere
+    from llmnode.models.names import name_elsewhere
     from llmnode.net.invite import INVITED_PEERS, Invite, write_invite
     from llmnode.net.swarm_key import entry
 

@@ -113,6 +113,17 @@ def test_a_node_imports_no_torch_for_its_worker_is_a_process_unless_told_otherwi
     assert not loaded & {"accelerate", "bitsandbytes", "huggingface_hub", "numpy", "torch", "transformers"}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what only Linux says of processes")
+def test_nor_does_llmnode_serve_though_it_says_a_name_of_its_model(nodes: list[Any]) -> None:
+    def has_torch(process: psutil.Process) -> bool:
+        return any(each.path.endswith("libtorch_cpu.so") for each in process.memory_maps())
+
+    for node in nodes:
+        assert node.ready["invite"]
+        assert not has_torch(psutil.Process(node.process.pid))
+        assert has_torch(worker_of(node.process))
+
+
 def test_a_node_in_a_program_needs_no_guard_and_no_file_and_finds_what_the_program_has_found(tmp_path: Path) -> None:
     """This is like a notebook, where llmnode may be in a folder that only `sys.path` names."""
     (tmp_path / "llmnode").symlink_to(Path(llmnode.__file__).parent)

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants
 
 from llmnode.errors import ConfigError, LlmnodeError, ModelError
-from llmnode.models.embedded import EMBEDDED_MODEL
+from llmnode.models.names import EMBEDDED_MODEL
 from llmnode.models.open_model import open_model
 from llmnode.models.sources import online
 from llmnode.models.sources.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE

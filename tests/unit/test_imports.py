@@ -20,6 +20,7 @@ LIGHT = [
     "llmnode.core.model",
     "llmnode.core.policy",
     "llmnode.core.route",
+    "llmnode.models.names",
     "llmnode.models.sources.online",
     "llmnode.core.span",
     "llmnode.wire.frame",

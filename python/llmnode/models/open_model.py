@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmnode.core.identity import commit_of
 from llmnode.core.user_input import expand_path
 from llmnode.errors import ConfigError
-from llmnode.models.embedded import EMBEDDED_MODEL, open_embedded
+from llmnode.models.embedded import open_embedded
 from llmnode.models.gguf.convert import is_gguf, open_gguf
+from llmnode.models.names import EMBEDDED_MODEL
 from llmnode.models.sources.folder import open_folder
 from llmnode.models.sources.hub import open_hub, parse_hub_name
 
@@ -43,16 +43,6 @@ def open_model(name: str | None = None, report: Callable[[str], None] = lambda _
         f"{name!r} is neither {EMBEDDED_MODEL} nor a folder with safetensors, a GGUF file, "
         "or a name on the Hugging Face hub (org/name or org/name@revision)"
     )
-
-
-def name_elsewhere(name: str, digest: bytes) -> str | None:
-    """The name by which another machine opens the same model, with its commit if it is on the hub.
-
-    None for files that only this machine has.
-    """
-    if (commit := commit_of(digest)) is not None:
-        return f"{name}@{commit}"
-    return EMBEDDED_MODEL if name == EMBEDDED_MODEL else None
 
 
 def _path_of(name: str) -> Path | None:
