@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,8 +32,10 @@ from llmnode.node.serve.rebalance import rebalance
 from llmnode.node.serve.role import Role
 from llmnode.node.serve.server import Server
 from llmnode.node.watching import Notice, log_notice, watch
+from llmnode.swarm.former_peers import FormerPeers
 from llmnode.swarm.membership import Swarm
 from llmnode.swarm.pool import open_pool
+from llmnode.swarm.remembering import remember
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -262,11 +265,13 @@ async def _joined(
         pool = await stack.enter_async_context(open_pool(network))
         contacts = [*way_in.peers, *relays]
         swarm = Swarm(network, pool, SwarmPolicy(), contacts=contacts, directory=directory)
+        known = FormerPeers(contacts, way_in.key)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watch, swarm, report_notice)
             with suppress(PeerError) if not way_in.peers else nullcontext():  # a relay need not be one of ours
-                await swarm.meet_all(contacts)
+                await swarm.meet_all(contacts, known.read(time.time()))
             nursery.start_soon(swarm.run)
+            nursery.start_soon(remember, swarm, known)
             yield network, swarm
             nursery.cancel_scope.cancel()
 

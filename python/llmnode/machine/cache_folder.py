@@ -47,17 +47,17 @@ def make_in_cache(folder: Path) -> None:
         raise ConfigError(f"the cache {folder} is not safe: {why}")
 
 
-def write_in_cache(file: Path, text: str) -> None:
+def write_in_cache(file: Path, text: str, mode: int = 0o644) -> None:
     """Write a file of the cache, and make its folder. Raises OSError or ConfigError."""
     make_in_cache(file.parent)
-    write_whole(file, text)
+    write_whole(file, text, mode)
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Write a file whole or not at all, even if others write it too. Raises OSError."""
+def write_whole(file: Path, text: str, mode: int = 0o644) -> None:
+    """Write a file whole or not at all, even if others write it too. A new one has this `mode`. Raises OSError."""
     partly = file.with_name(f".{secrets.token_hex(8)}.partial")
     try:
-        with open(os.open(partly, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w", encoding="utf-8") as opened:
+        with open(os.open(partly, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as opened:
             opened.write(text)
         partly.replace(file)
     finally:

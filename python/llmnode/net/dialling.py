@@ -19,7 +19,7 @@ from llmnode.core.peers.dial_gate import DialGate
 from llmnode.net.sockets import remote_address, resolved
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 
     from libp2p.abc import IRawConnection
     from libp2p.network.connection.swarm_connection import SwarmConn
@@ -44,6 +44,7 @@ class Gate:
 
     def __init__(self, policy: DialPolicy, process: Scope) -> None:
         self._gate = DialGate(policy)
+        self._stagger_s = policy.stagger_s
         self._process = process
         self._waiting = trio.lowlevel.ParkingLot()
 
@@ -114,13 +115,10 @@ class Gate:
         async def dial_resolved(address: Multiaddr) -> IRawConnection:
             async with self.dialling(_place(address)):
                 try:
-                    *others, last = await resolved(address)
+                    found = await resolved(address)
                 except (OSError, UnicodeError) as error:
                     raise OpenConnectionError(str(error)) from error
-                for each in others:
-                    with contextlib.suppress(OpenConnectionError):
-                        return await attempt(each)
-                return await attempt(last)
+                return await first_to_connect(found, attempt, self._stagger_s)
 
         async def attempt(address: Multiaddr) -> IRawConnection:
             try:
@@ -153,6 +151,48 @@ class Gate:
             return connection
 
         return upgrade_or_close
+
+
+async def first_to_connect(
+    addresses: Sequence[Multiaddr], dial: Callable[[Multiaddr], Awaitable[IRawConnection]], stagger_s: float
+) -> IRawConnection:
+    """The first connection to one of the IP addresses of a name, each of which is tried `stagger_s` after the last one.
+
+    So an IPv6 address that leads nowhere does not hold up an IPv4 address of the same name (RFC 8305). Raises the
+    error of the last address if none can be reached.
+    """
+    if len(addresses) == 1:
+        return await dial(addresses[0])
+    opened: list[IRawConnection] = []
+    errors: dict[int, OpenConnectionError] = {}
+    try:
+        async with trio.open_nursery() as nursery:
+
+            async def attempt(number: int, over: trio.Event) -> None:
+                try:
+                    opened.append(await dial(addresses[number]))
+                    nursery.cancel_scope.cancel()
+                except OpenConnectionError as error:
+                    errors[number] = error
+                over.set()
+
+            for number in range(len(addresses)):
+                nursery.start_soon(attempt, number, over := trio.Event())
+                with trio.move_on_after(stagger_s):
+                    await over.wait()
+    except BaseException:
+        await _close_all(opened)
+        raise
+    await _close_all(opened[1:])  # these were opened at the same moment
+    if not opened:
+        raise errors[len(addresses) - 1]
+    return opened[0]
+
+
+async def _close_all(connections: Iterable[IRawConnection]) -> None:
+    for connection in connections:
+        with trio.CancelScope(shield=True):
+            await connection.close()
 
 
 def _place(address: Multiaddr) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,10 @@ from llmnode.core.policy import LinkPolicy, SwarmPolicy
 from llmnode.errors import single_error
 from llmnode.net.directory import open_directory
 from llmnode.net.host import open_network
+from llmnode.swarm.former_peers import FormerPeers
 from llmnode.swarm.membership import Swarm
 from llmnode.swarm.pool import ConnectionPool, open_pool
+from llmnode.swarm.remembering import remember
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -26,8 +29,10 @@ async def join_swarm(
 
     Our identity is that of `key`, by default a fresh one. `swarm_key` is the key of a private swarm.
 
-    Peers that do not answer are left out. Raises PeerError if none answers, ConfigError for a malformed address.
+    Peers that do not answer are left out. If none does, those of former runs are asked: see `former_peers.py`. Raises
+    PeerError if none answers, ConfigError for a malformed address.
     """
+    known = FormerPeers(peers, swarm_key)
     with single_error():
         async with AsyncExitStack() as stack:
             network = await stack.enter_async_context(open_network([], link_policy, key, swarm_key=swarm_key))
@@ -36,6 +41,7 @@ async def join_swarm(
             nursery = await stack.enter_async_context(trio.open_nursery())
             stack.callback(nursery.cancel_scope.cancel)
             swarm = Swarm(network, pool, SwarmPolicy(), contacts=peers, directory=directory, roams=False)
-            await swarm.meet_all(peers)
+            await swarm.meet_all(peers, known.read(time.time()))
             nursery.start_soon(swarm.run)
+            nursery.start_soon(remember, swarm, known)
             yield pool, swarm

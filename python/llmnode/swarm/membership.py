@@ -23,6 +23,8 @@ from llmnode.core.own_announcements import OwnAnnouncements
 from llmnode.core.peers.clocks import Clocks
 from llmnode.core.view import Source, View, is_news
 from llmnode.errors import ConfigError, PeerError, RemoteProtocolError
+from llmnode.swarm.entering import enter
+from llmnode.swarm.former_peers import peer_of
 from llmnode.wire.announcement import (
     checked,
     forms_for,
@@ -188,26 +190,30 @@ class Swarm:
         """Exchange views with the peer at `addresses`. Raises PeerError."""
         await self.exchange(await self._pool.connect(addresses))
 
-    async def meet_all(self, addresses: Sequence[str]) -> None:
+    async def meet_all(self, addresses: Sequence[str], former: Sequence[Sequence[str]] = ()) -> None:
         """Exchange views with the peers at `addresses`, all at once. Raises the PeerError of the first if none answers.
 
-        Our own address may be among them, where all nodes are given one list. Then no other peer has to answer.
+        Then the peers of a `former` run are asked, too: see `enter`. Our own address may be among them, where all nodes
+        are given one list. Then no other peer has to answer.
         """
-        errors: list[PeerError] = []
 
-        async def meet(address: str) -> None:
-            try:
-                await self.meet(address)
-            except PeerError as error:
-                errors.append(error)
+        async def meet(peer_addresses: Sequence[str]) -> None:
+            await self.meet(*peer_addresses)
 
-        different = [each for each in dict.fromkeys(addresses) if each not in self._network.addresses]
-        async with trio.open_nursery() as nursery:
-            for address in different:
-                nursery.start_soon(meet, address)
-        of_others = [each for each in errors if each.peer != self._network.peer]
-        if of_others and len(errors) == len(different):
-            raise of_others[0]
+        named = self._of_others(addresses)
+        known = {peer_of(each[0]) for each in named}
+        others = self._of_others(each for of_peer in former for each in of_peer)
+        unnamed = [each for each in others if peer_of(each[0]) not in known]
+        if not await enter(meet, self._pool.start_soon, named, unnamed):
+            log.warning("none of the named peers answers: the swarm was found through peers of a former run")
+
+    def _of_others(self, addresses: Iterable[str]) -> list[list[str]]:
+        """The addresses of each peer but ourselves: one that cannot be reached at the first may be at another."""
+        by_peer: dict[str, list[str]] = {}
+        for address in dict.fromkeys(addresses):
+            by_peer.setdefault(peer_of(address), []).append(address)
+        by_peer.pop(self._network.peer, None)
+        return list(by_peer.values())
 
     async def exchange(self, connection: PeerConnection) -> None:
         """Exchange views with a peer. Afterwards both know what either knew. Raises PeerError."""

@@ -28,7 +28,7 @@ from llmnode.core.policy.reaching import (
     RelayPolicy,
 )
 from llmnode.core.policy.serving import AdmissionPolicy, BatchPolicy, LifePolicy, ServePolicy, WorkerPolicy
-from llmnode.core.policy.swarm import DhtPolicy, SwarmPolicy
+from llmnode.core.policy.swarm import DhtPolicy, JoinPolicy, SwarmPolicy
 
 __all__ = [
     "AdmissionPolicy",
@@ -38,6 +38,7 @@ __all__ = [
     "ClientPolicy",
     "DhtPolicy",
     "DialPolicy",
+    "JoinPolicy",
     "LifePolicy",
     "LinkPolicy",
     "PackPolicy",

@@ -26,6 +26,8 @@ class DialPolicy:
     """An address that could not be reached is left alone for this long, and for twice the time after each failure."""
     longest_pause_s: float = 30.0
     """A server that comes back is found again within this time."""
+    stagger_s: float = 0.25
+    """The next IP address of a name is tried this long after the one before, beside it, as in RFC 8305."""
     contact_burst: int = 64
     """Dials to an address that the user has named, at once."""
     contact_per_s: float = 4.0

@@ -38,6 +38,31 @@ class DhtPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinPolicy:
+    """How a node gets into a swarm, see `swarm/entering.py` and `swarm/former_peers.py`."""
+
+    moment_s: float = 2.0
+    """After the first peer has answered, the others have this long, plus the time that the first one took. They may
+    know servers that it does not."""
+    former_after_s: float = 1.0
+    """If none of the named peers has answered by then, peers of former runs are asked beside them."""
+    former_moment_s: float = 0.5
+    """After a former peer has answered, the others have this long: the named ones are silent anyway."""
+    former_at_once: int = 8
+    """This many more of those are asked each `former_after_s`: some may be gone by now."""
+    former_peers: int = 32
+    """The peers of one swarm that a node remembers."""
+    former_addresses: int = 4
+    """The addresses of each."""
+    former_swarms: int = 64
+    """The contacts by which swarms are remembered. The one that was used longest ago is forgotten first."""
+    forget_after_s: float = 30 * 86400.0
+    """Peers are not remembered for longer than this after the last run."""
+    remember_every_s: float = 60.0
+    """A node that runs on remembers its peers this often: it may be killed."""
+
+
+@dataclass(frozen=True, slots=True)
 class SwarmPolicy:
     """How nodes hear of each other."""
 
