@@ -23,7 +23,7 @@ from llmnode.errors import ConfigError, PeerError, single_error
 from llmnode.net.addresses import CIRCUIT, LISTEN_ANY_LOOPBACK, parse_peer, parse_relay
 from llmnode.net.directory import open_directory
 from llmnode.net.host import open_network
-from llmnode.net.invite import Invite
+from llmnode.net.invite import Invite, is_invite
 from llmnode.net.swarm_key import entry
 from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.links import accept_links, answer_as_relay
@@ -57,11 +57,12 @@ WORKERS = (THREAD, PROCESS)
 class NodeConfig:
     """The configuration of a serving node.
 
+    - `model`: see `open_model`; or an invite, which is enough to join a swarm.
     - `blocks`: START:END, a number of blocks, or "auto" for all that fit into memory; the node then chooses the blocks
       that the swarm needs most.
     - `rebalance`: the node moves to other blocks when the swarm needs it there more, unless START:END names its blocks.
     - `peers`: addresses of servers or relays.
-    - `swarm_key`: an invite to a private swarm, which names peers too, or the file of its key.
+    - `swarm_key`: an invite to a private swarm, which names peers too, as text or read; or the file of its key.
     - `announce`: the addresses at which others reach the node, if it does not listen there itself, for example behind
       a port forward.
     - `relays`: others reach the node through these, if nowhere else. Its own addresses are then announced only by
@@ -86,7 +87,7 @@ class NodeConfig:
     listen: Sequence[str] = (LISTEN_ANY_LOOPBACK,)
     announce: Sequence[str] = ()
     relays: Sequence[str] = ()
-    swarm_key: str | Path | None = None
+    swarm_key: str | Path | Invite | None = None
     kv_tokens: int | None = None
     kv_memory: str | None = None
     kv_dtype: str = SAME
@@ -99,6 +100,10 @@ class NodeConfig:
     identity: Path | None = None
     make_loader: MakeLoader = SpanLoader
     """Makes the loader of a worker in a thread: benchmarks serve with executors of their own."""
+
+    def way_in(self) -> Invite:
+        """Raises ConfigError."""
+        return entry(self.peers, self.swarm_key, self.model if is_invite(self.model) else None)
 
 
 @dataclass(slots=True)
@@ -184,8 +189,9 @@ async def open_node(
     """
     check(config)
     with single_error():
-        way_in = entry(config.peers, config.swarm_key)
-        config = replace(config, model=config.model or way_in.model)
+        way_in = config.way_in()
+        named = None if is_invite(config.model) else config.model
+        config = replace(config, model=named or way_in.model)
         async with _joined(
             config.listen, config.announce, way_in, config.identity, report_notice, relays=config.relays
         ) as (network, swarm):
@@ -337,7 +343,7 @@ def check(config: NodeConfig) -> None:
         raise ConfigError(f"--blocks {config.blocks!r}: write START:END (as 0:10), a number of blocks, or {AUTO}")
     if config.kv_memory is not None:
         parse_memory(config.kv_memory, "--kv-memory")
-    for address in entry(config.peers, config.swarm_key).peers:
+    for address in config.way_in().peers:
         parse_peer(address)
     for address in config.relays:
         parse_relay(address)

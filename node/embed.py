@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Self
 from llmnode.client.portal import open_portal
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
-from llmnode.net.invite import is_invite
 from llmnode.node.app import NodeConfig, open_node
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ class Node:
     def __init__(
         self, model: str | None = None, *, report: Callable[[str], None] = lambda _line: None, **config: Any
     ) -> None:  # Any: NodeConfig's own fields
-        if is_invite(model):
-            model, config = None, {**config, "swarm_key": model}
         self._config = NodeConfig(model, **config)
         self._report = report
         self._running: RunningNode | None = None

@@ -107,8 +107,9 @@ def parse(
 ) -> argparse.Namespace:
     """Parse `argv`, with settings for the options that it leaves out; `commands` are the subparsers, by `command`.
 
-    The settings of all commands are in the result's `settings`. `--no-OPTION` undoes a yes of the settings. `parser`
-    cannot be used again. Raises ConfigError, which names the file and key, or the variable.
+    The result's `settings` are those of all commands, and its `given` are the options in `argv`, by `dest`.
+    `--no-OPTION` undoes a yes of the settings. `parser` cannot be used again. Raises ConfigError, which names the file
+    and key, or the variable.
     """
     if {"-h", "--help", "--version"} & set(argv):  # they must work with a broken file
         parser.parse_args(argv)  # which ends the program, unless that is some option's value
@@ -123,7 +124,7 @@ def parse(
             outdone = any(options[chosen][rival].action.dest in given for rival in option.rivals)
             setattr(arguments, option.action.dest, option.default if outdone else settings[chosen][option.name].value)
         setattr(arguments, option.action.dest, _as_text(option, getattr(arguments, option.action.dest)))
-    arguments.settings = settings
+    arguments.settings, arguments.given = settings, frozenset(given)
     return arguments
 
 

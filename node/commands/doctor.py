@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from llmnode.core.texts.visible import printable
-from llmnode.node.commands.joining import add_peers
+from llmnode.node.commands.joining import add_peers, model_and_way_in
 from llmnode.node.commands.options import (
     MODEL_OR_INVITE_HELP,
     add_command,
@@ -56,17 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
     import trio
     from rich.text import Text
 
-    from llmnode.net.invite import is_invite
-    from llmnode.net.swarm_key import entry
     from llmnode.node.doctor import Doctor, DoctorConfig, diagnose
     from llmnode.node.findings import blocker_of
 
-    named, swarm_key = arguments.model, arguments.swarm_key
-    if is_invite(named):
-        named, swarm_key = None, named
-    to = entry(arguments.peers, swarm_key)
+    named, to = model_and_way_in(arguments)
     config = DoctorConfig(
-        model=named or to.model,
+        model=named,
         to=to,
         listen=arguments.listen or ["/ip4/127.0.0.1/tcp/0"],
         kv_tokens=at_least_one(arguments.kv_tokens, "--kv-tokens"),

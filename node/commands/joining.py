@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmnode.errors import ConfigError
 from llmnode.node import values
+from llmnode.node.terminal import say
 
 if TYPE_CHECKING:
     import argparse
@@ -16,10 +18,11 @@ if TYPE_CHECKING:
 
 
 def add_peers(parser: argparse.ArgumentParser, what: str, *, invite: bool = True) -> None:
-    """--peers and --swarm-key, and INVITE instead of these, for `way_in`."""
-    group = parser.add_mutually_exclusive_group()
+    """--peers and --swarm-key, and INVITE instead of these, for `way_in`. Without `invite`, MODEL may be one, for
+    `model_and_way_in`.
+    """
     if invite:
-        group.add_argument(
+        parser.add_argument(
             "invite",
             nargs="?",
             metavar="INVITE",
@@ -27,7 +30,7 @@ def add_peers(parser: argparse.ArgumentParser, what: str, *, invite: bool = True
             "with it",
         )
     parser.add_argument("--peers", nargs="+", default=[], metavar="ADDRESS", help=what)
-    group.add_argument(
+    parser.add_argument(
         "--swarm-key",
         type=values.swarm_key,
         metavar="INVITE|FILE",
@@ -42,18 +45,52 @@ def way_in(arguments: argparse.Namespace, *, needs_peers: bool = True) -> Invite
     Raises ConfigError, also if no peers are named and it `needs_peers`.
     """
     from llmnode.net.invite import INVITE, is_invite
-    from llmnode.net.swarm_key import entry
 
-    invite = getattr(arguments, "invite", None)
+    invite = arguments.invite
     if invite is not None and not is_invite(invite) and not Path(invite).is_file():
         raise ConfigError(
             f"INVITE is no invite, and no file with one: an invite begins with {INVITE}; addresses go after --peers"
         )
-    found = entry(arguments.peers, arguments.swarm_key if invite is None else invite)
+    found = _entry(arguments, "invite", invite)
     if needs_peers and not found.peers:
         raise ConfigError("no peers are named: give an INVITE, or --peers ADDRESS as `llmnode serve` prints it")
     check_peers(found.peers)
     return found
+
+
+def model_and_way_in(arguments: argparse.Namespace) -> tuple[str | None, Invite]:
+    """From MODEL|INVITE, and the options of `add_peers` if the command has them. Raises ConfigError."""
+    from llmnode.net.invite import is_invite
+
+    invite, model = (arguments.model, None) if is_invite(arguments.model) else (None, arguments.model)
+    found = _entry(arguments, "model", invite)
+    return model or found.model, found
+
+
+def _entry(arguments: argparse.Namespace, dest: str, invite: str | None) -> Invite:
+    """The way in by the `invite` of the option `dest`, or without one. A key of the settings is used if the invite has
+    none. If one of the two is on the command line, its key goes before that of the settings.
+    """
+    from llmnode.net.swarm_key import entry
+
+    peers, key = getattr(arguments, "peers", ()), getattr(arguments, "swarm_key", None)
+    if invite is None or key is None:
+        return entry(peers, key, invite)
+    if {dest, "swarm_key"} <= arguments.given:
+        raise ConfigError(
+            "argument --swarm-key: not allowed with argument INVITE, which has the key if its swarm is private: leave "
+            "one of them out"
+        )
+    (first, used), (second, other) = (invite, "the invite"), (key, "swarm-key")
+    if "swarm_key" in arguments.given:
+        (first, used), (second, other) = (key, "--swarm-key"), (invite, "the invite")
+    found = entry(peers, first)
+    if found.key is not None:
+        if first != second:
+            say(f"{used} has the key of its swarm: {other} of the settings is not used")
+        return found
+    added = entry(found.peers, second)
+    return replace(added, model=found.model or added.model)
 
 
 def check_peers(peers: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from llmnode.core.model import AUTO, DTYPES, EXACT, KV_DTYPES, QUANTS, Precision
 from llmnode.core.texts.log_lines import log_to
 from llmnode.errors import ConfigError
 from llmnode.node import values
-from llmnode.node.commands.joining import add_peers, way_in
+from llmnode.node.commands.joining import add_peers, model_and_way_in, way_in
 from llmnode.node.generate import DEFAULT_NEW_TOKENS
 from llmnode.node.terminal import note, tell
 
@@ -141,16 +141,16 @@ def add_worker(parser: Parser) -> None:
 
 
 def worker_config(arguments: argparse.Namespace) -> NodeConfig:
-    """Makes the settings of a node from the options of `add_blocks` and `add_worker`. Raises ConfigError."""
-    from llmnode.net.invite import is_invite, read_invite
+    """Makes the settings of a node from the options of `add_blocks`, `add_worker` and `add_peers`, if it has these.
+
+    Raises ConfigError.
+    """
     from llmnode.node.app import NodeConfig
 
-    model, swarm_key = arguments.model, getattr(arguments, "swarm_key", None)
-    if is_invite(model):
-        model, swarm_key = read_invite(model).model, model
+    model, found = model_and_way_in(arguments)
     return NodeConfig(
         model=model,
-        swarm_key=swarm_key,
+        swarm_key=found,
         blocks=arguments.blocks,
         kv_tokens=None if arguments.kv_tokens is None else at_least_one(arguments.kv_tokens, "--kv-tokens"),
         kv_memory=arguments.kv_memory,

@@ -86,7 +86,6 @@ def run(arguments: argparse.Namespace) -> int:
     config = replace(
         worker_config(arguments),
         rebalance=arguments.rebalance is not False,
-        peers=arguments.peers,
         listen=arguments.listen or [LISTEN_ANY_LOOPBACK],
         announce=arguments.announce or [],
         relays=arguments.relay,

@@ -23,7 +23,7 @@ from llmnode.models.load import load_ends
 from llmnode.models.open_model import open_model
 from llmnode.models.text.tokenizer import find_tokenizer
 from llmnode.net.addresses import parse_peer
-from llmnode.net.invite import Invite, is_invite
+from llmnode.net.invite import Invite
 from llmnode.net.swarm_key import entry
 from llmnode.session.found_precision import find_router
 from llmnode.session.peer_finder import PeerFinder
@@ -205,7 +205,7 @@ def load_parts(folder: ModelFolder | None = None) -> ClientParts:
 
 @asynccontextmanager
 async def aconnect(
-    peers: Sequence[str] | Invite = (),
+    peers: str | Sequence[str] | Invite = (),
     *,
     swarm_key: str | Path | None = None,
     parts: ClientParts | None = None,
@@ -216,8 +216,8 @@ async def aconnect(
 ) -> AsyncIterator[Client]:
     """Connect to the swarm of the peers at the multiaddrs `peers`: servers, or relays, that know the others.
 
-    An invite, the line that `llmnode invite` prints, may stand for `peers`: it names the peers, and perhaps the model
-    and the key. Otherwise, if the swarm is private, `swarm_key` is an invite or the file of its key.
+    One address may stand for `peers`, or an invite, the line that `llmnode invite` prints: it names the peers, and
+    perhaps the model and the key. Otherwise, if the swarm is private, `swarm_key` is an invite or the file of its key.
 
     `parts` come from `load_parts`, and are by default those of the invite's model, else of the embedded one. `codec` is
     how hidden states cross the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Only servers that
@@ -226,7 +226,8 @@ async def aconnect(
     which a logged warning names. `client.model.precision` is the one that was found. `policy` and `link_policy` are the
     limits and deadlines of sessions and of links.
 
-    Raises ConfigError (an address, a name), PeerError (no peer can be reached) or NoRoute (blocks that nobody holds).
+    Raises ConfigError (an address, a name, an invite and a key), PeerError (no peer can be reached) or NoRoute (blocks
+    that nobody holds).
     Example:
 
     ```python
@@ -243,7 +244,7 @@ async def aconnect(
     if not 0 <= policy.spot_checks.share <= 1:
         raise ConfigError(f"spot_check={policy.spot_checks.share:g}: give a share from 0 to 1")
     check_choice(policy.relayed.prefill, "relayed_prefill")
-    way_in = _way_in(peers, swarm_key)  # a typing error is told before the seconds that loading takes
+    way_in = check_way_in(entry(peers, swarm_key))  # a typing error is told before the seconds that loading takes
     parts = parts or await _load_parts(way_in.model)
     async with join_swarm(way_in.peers, link_policy or LinkPolicy(), swarm_key=way_in.key) as (pool, swarm):
         with single_error():
@@ -271,7 +272,7 @@ def _length_within(session: InferenceSession, prompt_tokens: int, length: int, *
 async def aresume(
     path: str | Path,
     *,
-    peers: Sequence[str] = (),
+    peers: str | Sequence[str] | Invite = (),
     swarm_key: str | Path | None = None,
     parts: ClientParts | None = None,
     link_policy: LinkPolicy | None = None,
@@ -286,7 +287,8 @@ async def aresume(
     """
     policy = policy or ClientPolicy()
     saved = await trio.to_thread.run_sync(read, Path(path))
-    way_in = _way_in([*peers, *saved.contacts], swarm_key)
+    way_in = entry(peers, swarm_key)
+    way_in = check_way_in(replace(way_in, peers=tuple(dict.fromkeys((*way_in.peers, *saved.contacts)))))
     parts = parts or await _load_parts(way_in.model)
     parts = replace(parts, model=replace(parts.model, precision=saved.profile.precision))
     _check_model(saved, parts.model)
@@ -297,19 +299,13 @@ async def aresume(
                 yield ResumedSession(Client(parts, router, saved.codec, policy), session, saved.token_ids)
 
 
-def _way_in(peers: Sequence[str] | Invite, swarm_key: str | Path | None) -> Invite:
-    """Raises ConfigError, also for an address that is malformed, and if there is none."""
-    if isinstance(peers, Invite):
-        way_in = peers
-    elif isinstance(peers, str):
-        way_in = entry((), peers) if is_invite(peers) else entry((peers,), swarm_key)
-    else:
-        way_in = entry(peers, swarm_key)
-    if not way_in.peers:
+def check_way_in(found: Invite) -> Invite:
+    """Raises ConfigError for an address that is malformed, and if there is none."""
+    if not found.peers:
         raise ConfigError("no peers are named: give the addresses of servers or relays, or an invite that names some")
-    for address in way_in.peers:
+    for address in found.peers:
         parse_peer(address)
-    return way_in
+    return found
 
 
 async def _load_parts(model: str | None) -> ClientParts:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from llmnode.client.cache import SessionCache
 from llmnode.client.causal_lm import DistributedModelForCausalLM
-from llmnode.client.connect import aconnect, aresume, load_parts
+from llmnode.client.connect import aconnect, aresume, check_way_in, load_parts
 from llmnode.client.distributed import Connection
 from llmnode.client.portal import open_portal
 from llmnode.core.model import AUTO
 from llmnode.core.policy import ClientPolicy, RelayedPolicy, SpotCheckPolicy
 from llmnode.models.open_model import open_model
-from llmnode.net.invite import is_invite
+from llmnode.net.invite import Invite, is_invite
 from llmnode.net.swarm_key import entry
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def connect(
     name: str | None = None,
     *,
-    peers: Sequence[str] = (),
+    peers: str | Sequence[str] | Invite = (),
     swarm_key: str | Path | None = None,
     codec: str = "raw",
     dtype: str = AUTO,
@@ -36,7 +36,7 @@ def connect(
 
     An invite, the line that `llmnode invite` prints, may stand for `name`, and is enough: it names the peers, and
     perhaps the model and the key. If the swarm is private, `swarm_key` is an invite, which names peers too, or the file
-    of its key.
+    of its key. One address may stand for `peers`, or an invite.
 
     `codec` is how hidden states cross the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Only
     servers that compute in `dtype` are used: "float32" is exact, "float32+int8" and the like have quantized weights
@@ -48,9 +48,9 @@ def connect(
     ConfigError, PeerError or NoRoute.
     """
     policy = ClientPolicy(spot_checks=SpotCheckPolicy(spot_check), relayed=RelayedPolicy(prefill=relayed_prefill))
-    name, swarm_key = (None, name) if is_invite(name) else (name, swarm_key)
-    way_in = entry(peers, swarm_key)
-    folder = open_model(name or way_in.model, report)
+    name, way_in = _model_and_way_in(name, peers, swarm_key)
+    check_way_in(way_in)  # before the seconds that loading takes
+    folder = open_model(name, report)
     parts = load_parts(folder)
     with ExitStack() as stack:
         portal = stack.enter_context(open_portal())
@@ -64,7 +64,7 @@ def resume(
     path: str | Path,
     name: str | None = None,
     *,
-    peers: Sequence[str] = (),
+    peers: str | Sequence[str] | Invite = (),
     swarm_key: str | Path | None = None,
     report: Callable[[str], None] = lambda _line: None,
 ) -> DistributedModelForCausalLM:
@@ -74,15 +74,25 @@ def resume(
     the file, and `peers`; `swarm_key` is as for `connect`. Raises as `connect`, ConfigError if the file is no session
     of this model, and SessionLost.
     """
+    name, way_in = _model_and_way_in(name, peers, swarm_key)
     folder = open_model(name, report)
     parts = load_parts(folder)
     with ExitStack() as stack:
         portal = stack.enter_context(open_portal())
-        entered = stack.enter_context(portal.enter(aresume(path, peers=peers, swarm_key=swarm_key, parts=parts)))
+        entered = stack.enter_context(portal.enter(aresume(path, peers=way_in, parts=parts)))
         connection = Connection(folder, parts.ends, entered.client, portal, stack.pop_all())
         model = DistributedModelForCausalLM(connection)
     model.resumed = SessionCache.resumed(portal, entered)
     return model
+
+
+def _model_and_way_in(
+    name: str | None, peers: str | Sequence[str] | Invite, swarm_key: str | Path | None
+) -> tuple[str | None, Invite]:
+    """`name` is a model's, or an invite. Raises ConfigError."""
+    invite, name = (name, None) if is_invite(name) else (None, name)
+    way_in = entry(peers, swarm_key, invite)
+    return name or way_in.model, way_in
 
 
 class AutoDistributedModelForCausalLM:

@@ -24,20 +24,47 @@ _HEADER = "/key/swarm/psk/1.0.0/\n/base16/\n"
 _FILE_BYTES = 2 * MOST_CHARS  # an invite in UTF-16
 
 
-def entry(peers: Sequence[str], swarm_key: str | Path | None) -> Invite:
+def entry(
+    peers: str | Sequence[str] | Invite,
+    swarm_key: str | Path | Invite | None = None,
+    invite: str | Path | Invite | None = None,
+) -> Invite:
     """How to get into a swarm: peers that are in it, its key if it is private, and the model if an invite names one.
 
-    `swarm_key` is an invite, whose peers are added to `peers`, or names a file with one, or with the key itself.
-    Raises ConfigError.
+    `peers` are addresses, or one address, or an invite. `swarm_key` and `invite` are an invite, whose peers are added
+    to `peers`, or name a file with one, or with the key itself. Raises ConfigError, also if there is more than one of
+    an invite and a key: one of them would have to be dropped.
     """
-    if swarm_key is None:
-        return Invite(tuple(peers))
-    if not isinstance(swarm_key, str) or not is_invite(swarm_key):
-        path = expand_path(str(swarm_key))
-        if not is_invite(swarm_key := _read(path)):
-            return Invite(tuple(peers), _parse_key(swarm_key, path))
-    invited = read_invite(swarm_key)
-    return replace(invited, peers=tuple(dict.fromkeys((*peers, *invited.peers))))
+    addresses, instead = _addresses(peers)
+    given = [each for each in (swarm_key, invite, instead) if each is not None]
+    if len(given) > 1:
+        raise ConfigError(
+            "an invite is given, and a swarm key or another invite too: leave one of them out; an invite has the key "
+            "of its swarm, if that is private"
+        )
+    if not given:
+        return Invite(addresses)
+    found = _found(given[0])
+    return replace(found, peers=tuple(dict.fromkeys((*addresses, *found.peers))))
+
+
+def _addresses(peers: str | Sequence[str] | Invite) -> tuple[tuple[str, ...], str | Invite | None]:
+    """The addresses, or the invite that is given instead."""
+    if isinstance(peers, Invite):
+        return (), peers
+    if not isinstance(peers, str):
+        return tuple(peers), None
+    return ((), peers) if is_invite(peers) else ((peers,), None)
+
+
+def _found(given: str | Path | Invite) -> Invite:
+    if isinstance(given, Invite):
+        return given
+    if is_invite(given):
+        return read_invite(str(given))
+    path = expand_path(str(given))
+    text = _read(path)
+    return read_invite(text) if is_invite(text) else Invite((), _parse_key(text, path))
 
 
 def read_key(path: Path) -> bytes:
