@@ -13,6 +13,7 @@ import trio
 from llmnode.core.budget import Resource
 from llmnode.core.model import FP32_BYTES as FP32
 from llmnode.core.policy import BudgetPolicy, ClientPolicy, LinkPolicy, RecoveryPolicy
+from llmnode.core.serving.adapter_shelf import ENTRY_BYTES
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute, PeerError, PeerRefused, SessionLost
 from llmnode.session.passes import SwarmPasses
@@ -138,6 +139,9 @@ async def test_an_adapter_that_nothing_uses_is_dropped_and_brought_again_when_it
             before = parts.total()
             await there_and_back(client, 2, LENGTHS, adapter)
             assert parts.total() > before
+            await trio.sleep(2 * BRIEF.adapter_idle_s)
+            nothing_is_left(swarm)
+            await steps(router, adapter, random.Random(4))
 
 
 @pytest.mark.parametrize("seed", seeds(40))
@@ -165,7 +169,7 @@ async def test_they_are_right_to_the_bit_whatever_fails(seed: int) -> None:
 @simulated
 async def test_eight_clients_with_adapters_of_their_own_get_what_each_gets_alone() -> None:
     """Adapters come, change and go all the time, in a memory that has room for a few of them."""
-    budget = BudgetPolicy(adapter_bytes=8 * 1024 * 3, group_share=0.5, peer_share=0.5)
+    budget = BudgetPolicy(adapter_bytes=8 * (ENTRY_BYTES + 2048), group_share=0.5, peer_share=0.5)
     async with open_world(
         7, conditions=Conditions(delay_s=DELAY_S), link_policy=LinkPolicy(budget=budget), serve_policy=BRIEF
     ) as swarm:
@@ -312,7 +316,7 @@ async def test_malformed_frames_about_adapters_are_refused() -> None:
 @simulated
 async def test_an_adapter_in_use_makes_way_for_no_other_and_one_client_for_itself_first() -> None:
     size = 100
-    budget = BudgetPolicy(adapter_bytes=8192, group_share=0.5, peer_share=0.5)
+    budget = BudgetPolicy(adapter_bytes=4 * (ENTRY_BYTES + 1024), group_share=0.5, peer_share=0.5)
     async with open_world(link_policy=LinkPolicy(budget=budget)) as swarm:
         node = await swarm.start("one", ALL_BLOCKS)
         async with swarm.client(name="one client") as (router, _), swarm.client(name="another") as (other, _):

@@ -98,6 +98,8 @@ class SessionHop(HopState):
                 try:
                     self.answered(request, await answer.receive(request.answer, request.timeout_s))
                 except PeerRefused as refusal:
+                    if request.frame.type is FrameType.OPEN:  # refusals that follow do not mean that it has ended
+                        self.connection.sessions.discard(self.session)
                     self.refused(request, refusal, trio.current_time())
 
     async def take_over(self, asked_in: Epoch, epoch: Epoch, position: int) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
-from llmnode.errors import PeerRefused, RemoteProtocolError
+from llmnode.errors import PeerRefused, PeerTimeout, RemoteProtocolError
 from llmnode.wire.frame import FrameType
 from llmnode.wire.messages import AdapterPart, AdapterUse, RefusalCode, pack
 
@@ -29,6 +29,8 @@ MOST_REMEMBERED = 16
 """The most adapters. About others the server is asked again, which costs a round trip."""
 TRIES = 3
 """A server whose memory is short may drop an adapter before we use it."""
+BYTES_PER_S = 1 << 16
+"""The slowest upload that is waited for."""
 _BLOCK = struct.Struct("<I")
 
 
@@ -47,11 +49,16 @@ class BroughtAdapters:
     async def using(self, adapter: Adapter, span: Span, timeout_s: float, ask: Callable[[], Awaitable[T]]) -> T:
         """Have the server hold the parts of `adapter` in the blocks of `span`, and then `ask` for something.
 
-        It is brought again if the server refuses since it has dropped it. Each answer is due within `timeout_s`. Raises
-        the errors of `ask`, and PeerError.
+        It is brought again if the server refuses since it has dropped it. All of it is to be there within `timeout_s`
+        and the time that its bytes take at `BYTES_PER_S`. Raises the errors of `ask`, and PeerError.
         """
+        size_bytes = sum(len(adapter.parts[each.block]) for each in adapter.manifest.within(span))
+        most_s = timeout_s + size_bytes / BYTES_PER_S
         for tries_left in reversed(range(TRIES)):
-            await self._bring(adapter, span, timeout_s)
+            with trio.move_on_after(most_s) as patience:
+                await self._bring(adapter, span, most_s)
+            if patience.cancelled_caught:
+                raise PeerTimeout(f"did not take the adapter in {most_s:g} s", peer=self._peer)
             try:
                 return await ask()
             except PeerRefused as refusal:
