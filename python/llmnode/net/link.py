@@ -101,8 +101,8 @@ class Libp2pLink:
         self._writer = trio.lowlevel.ParkingLot()  # the writing task, when all is written
         self._received, self._incoming = trio.open_memory_channel[Frame](policy.queue_frames)
         self._queue_bytes = policy.most_queued_bytes
-        self._received_bytes = 0
-        self._unpacking_bytes = 0
+        self._received_bytes = self._received_frames = 0
+        self._arriving_bytes = 0
         self._waiting_bytes = 0  # of frames for which the outbox has no room yet
         self._room = trio.lowlevel.ParkingLot()  # in the outbox
         self._ended = trio.Event()
@@ -150,6 +150,7 @@ class Libp2pLink:
         except (trio.ClosedResourceError, trio.EndOfChannel):
             raise self._end_reason() from None
         self._received_bytes -= frame.size_bytes
+        self._received_frames -= 1
         self._charge()
         return frame
 
@@ -228,8 +229,6 @@ class Libp2pLink:
                     self._beat()
         except RemoteProtocolError as error:
             self._fail(error)
-        except trio.WouldBlock:
-            self._fail(RemoteProtocolError("sent more than a link may hold ahead of our reading"))
         except trio.ClosedResourceError:
             assert self.has_ended, "only then nobody takes frames any more"
         except MuxedStreamEOF:
@@ -251,23 +250,29 @@ class Libp2pLink:
         return frame
 
     async def _unpack(self, frame: Frame) -> Frame:
-        self._unpacking_bytes = self._packer.most_unpacked_bytes(frame)
+        self._arriving_bytes = self._packer.most_unpacked_bytes(frame)
         try:
             if not self._charge(len(frame.payload)):
                 await self._wait_for_memory(len(frame.payload))
             return await self._packer.unpack(frame)
         finally:
-            self._unpacking_bytes = 0
+            self._arriving_bytes = 0
 
     async def _deliver(self, frame: Frame) -> None:
-        if self._received_bytes > self._queue_bytes:  # their reader may wait for memory
-            await self._wait(lambda: self._received_bytes <= self._queue_bytes, self._policy.write_timeout_s)
+        if not self._takes_more():  # their reader may wait for memory
+            self._arriving_bytes = frame.size_bytes
+            await self._wait(self._takes_more, self._policy.write_timeout_s, "what came was not taken in time")
+            self._arriving_bytes = 0
         self._received.send_nowait(frame)
         self._received_bytes += frame.size_bytes
+        self._received_frames += 1
+
+    def _takes_more(self) -> bool:
+        return self._received_bytes <= self._queue_bytes and self._received_frames < self._policy.queue_frames
 
     def _charge(self, more_bytes: int = 0) -> bool:
         """Reserve what the link holds, and `more_bytes`. False if there is no memory for that."""
-        held_bytes = self._decoder.held_bytes + self._received_bytes + self._unpacking_bytes
+        held_bytes = self._decoder.held_bytes + self._received_bytes + self._arriving_bytes
         held_bytes += self._outbox.size_bytes + self._waiting_bytes + self._stream.kept_bytes + more_bytes
         amount = self._memory.amount
         if held_bytes <= CHARGE_BYTES // 4:
@@ -287,15 +292,16 @@ class Libp2pLink:
 
     async def _wait_for_memory(self, more_bytes: int) -> None:
         """The link ends if others do not give memory back in time, of several that wait for it one after the other."""
-        await self._wait(lambda: self._charge(more_bytes), self._policy.memory_patience_s * random.uniform(0.5, 1))
+        patience_s = self._policy.memory_patience_s * random.uniform(0.5, 1)
+        await self._wait(lambda: self._charge(more_bytes), patience_s, "no memory is left for what goes over this link")
 
-    async def _wait(self, is_ready: Callable[[], bool], patience_s: float) -> None:
+    async def _wait(self, is_ready: Callable[[], bool], patience_s: float, why: str) -> None:
         with trio.move_on_after(patience_s):
             while not self.has_ended and not is_ready():
                 await trio.sleep(LOOK_EVERY_S)
                 self._heard_s = trio.current_time()  # meanwhile we may not read, and hear nothing
             return
-        self._fail(PeerUnreachable("no memory is left for what goes over this link"))
+        self._fail(PeerUnreachable(why))
 
     def _note_pace(self, now_s: float) -> None:
         """Frames that have begun must go on: those that arrive, and those that the other side is to read."""
