@@ -80,16 +80,20 @@ async def run_chunk(
     with ExitStack() as stack:
         involved = [origin, *hops] if isinstance(origin, SessionHop) else hops
         expected = {hop.session: stack.enter_context(hop.expect(chunk)) for hop in involved}
-        outcome = await _do(next(path), expected, inf)
-        if outcome.error is None:
-            task_status.started()
+        action, is_first = next(path), True
         while True:
+            since_s = trio.current_time()
+            is_limited = action.hop is not origin and not is_first
+            outcome = await _do(action, expected, until_s if is_limited else inf)
+            if not is_limited:  # the origin has deadlines of its own, and its waits are not the others' fault
+                until_s += trio.current_time() - since_s
+            if is_first and outcome.error is None:
+                task_status.started()
             try:
-                action = path.send(outcome)
+                action, is_first = path.send(outcome), False
             except StopIteration as end:
                 result: ChunkResult = end.value
                 return result
-            outcome = await _do(action, expected, inf if action.hop is origin else until_s)
 
 
 async def _do(action: Action[SessionHop], expected: dict[SessionId, Expected], until_s: float) -> Outcome:

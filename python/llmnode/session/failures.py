@@ -82,9 +82,11 @@ class StepFailures:
     def add_try(self, took_s: float, *, failed: bool) -> None:
         """A replay or a pass has taken this long. It has a limit of its own, so its time does not count as a search.
 
-        The time of further ones that fail counts.
+        The time of further ones that fail counts, and so does that of all that fail at once.
         """
-        self.failed_tries += failed and took_s > QUICK_S
+        if failed and took_s <= QUICK_S:
+            return
+        self.failed_tries += failed
         if self.failed_tries <= self.policy.failed_tries:
             self.deadline_s += took_s
 

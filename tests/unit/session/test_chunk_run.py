@@ -1,0 +1,62 @@
+"""A chunk through hops: whose time is whose."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import trio
+import trio.testing
+
+from llmnode.errors import PeerTimeout
+from llmnode.session import chunk_run
+from llmnode.wire.chunk_path import Receive
+from llmnode.wire.frame import Frame, FrameType
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SLOW_S, OWN_S, LIMIT_S = 59.0, 5.0, 10.0
+
+
+class SlowHop:
+    """Answers after some time."""
+
+    def __init__(self, name: str, answers_in_s: float) -> None:
+        self.session, self.answers_in_s = name, answers_in_s
+        self.one_by_one = trio.Lock()
+        self.connection = SimpleNamespace()
+
+    @contextmanager
+    def expect(self, _chunk: Any) -> Iterator[SlowHop]:
+        yield self
+
+    async def receive(self, answer: FrameType, timeout_s: float) -> Frame:
+        with trio.move_on_after(timeout_s):
+            await trio.sleep(self.answers_in_s)
+            return Frame(answer)
+        raise PeerTimeout(f"no answer in {timeout_s:g} s")
+
+
+@pytest.mark.parametrize(("own_s", "is_in_time"), [(OWN_S, True), (LIMIT_S + 1, False)])
+def test_the_waits_for_the_hop_before_do_not_count_against_a_new_one(
+    own_s: float, is_in_time: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin, hop = SlowHop("before", SLOW_S), SlowHop("new", own_s)
+
+    def path(*_arguments: Any) -> Iterator[Any]:
+        for asked in (origin, origin):
+            yield Receive(asked, FrameType.REPLAYED, 60.0)
+        outcome = yield Receive(hop, FrameType.RESULT, 60.0)
+        return outcome
+
+    async def check() -> None:
+        monkeypatch.setattr(chunk_run, "chunk_path", path)
+        monkeypatch.setattr(chunk_run, "SessionHop", SlowHop)
+        run: Any = chunk_run.run_chunk
+        outcome = await run([hop], None, origin, None, until_s=trio.current_time() + LIMIT_S)
+        assert (outcome.error is None) is is_in_time
+
+    trio.run(check, clock=trio.testing.MockClock(autojump_threshold=0))
