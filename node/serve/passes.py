@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 REQUESTS = frozenset({FrameType.EVALUATE, FrameType.BACKWARD})
 _ANSWERS = {FrameType.EVALUATE: FrameType.EVALUATED, FrameType.BACKWARD: FrameType.GRADIENT}
+_OVERFLOW = "the blocks put out numbers that are not finite, or too large: of a smaller learning rate or loss scale?"
 _RETRY_S = 0.5
 _KEPT_BYTES = 16 << 20
 """A backward takes fewer sequences at once if it would keep more than this between its parts."""
@@ -141,6 +142,8 @@ class LinkPasses:
             numbers = _decoded(frame, form, parts.positions)
             output = await (parts.gradients(*numbers) if len(numbers) > 1 else parts.outputs(*numbers))
             payload = form.encode(output)
+            if not form.is_sound(payload, parts.positions):  # the client would take it for our fault
+                return refusal_of(frame, RefusalCode.COMPUTE_FAILED, _OVERFLOW)
             if frame.type is FrameType.BACKWARD:
                 payload = b"".join([payload, parts.adapter_gradient()])
         except RemoteProtocolError as error:

@@ -19,7 +19,7 @@ from llmnode.session import passes
 from llmnode.session.passes import SwarmPasses
 from llmnode.testing import Cast, FaultPlan, Odds, exact_output, seeds
 from llmnode.testing.faults import FailForwards, Freeze, Kill, Stop
-from llmnode.testing.worker import exact_gradient, exact_input
+from llmnode.testing.worker import ExactExecutor, exact_gradient, exact_input
 from llmnode.wire.frame import FrameType
 from llmnode.wire.messages import Pass, pack
 from llmnode.wire.payload import Codec
@@ -216,6 +216,23 @@ async def test_what_is_wrong_with_a_pass_is_refused_and_the_link_goes_on() -> No
         await ask(FrameType.EVALUATE, numbers)
         await ask(FrameType.BACKWARD, 2 * numbers, priority="unheard-of")
         nothing_is_left(swarm)
+
+
+@simulated
+async def test_a_server_says_that_its_blocks_overflow_and_sends_no_such_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ExactExecutor, "run", lambda _self, passes: [b"\xff" * len(each.hidden) for each in passes])
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        _, connections = await router.finder.find(Span(0, 2), 0, (), hurry=False)
+        (connection,) = connections.values()
+        for kind, answer, copies in (
+            (FrameType.EVALUATE, FrameType.EVALUATED, 1),
+            (FrameType.BACKWARD, FrameType.GRADIENT, 2),
+        ):
+            with pytest.raises(PeerRefused, match="not finite") as refused:
+                await connection.ask_peer(kind, answer, 10.0, _meta(), bytes(copies * 3 * ROW))
+            assert refused.value.code == "compute-failed"
 
 
 @simulated
