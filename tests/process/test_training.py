@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import DynamicCache
 
 from llmnode.client.heads import HEADS
@@ -182,6 +183,28 @@ def _with_head(pair: Pair, head: str, **options: Any) -> tuple[Any, Any]:
         parameter.requires_grad_(name in own)
     assert [name for name, each in ours.named_parameters() if each.requires_grad] == list(own)
     return theirs, ours
+
+
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_a_head_ignores_what_a_tokenizer_adds_and_an_embedding_checks_its_tokens(pair: Pair) -> None:
+    _, ours = _with_head(pair, "sequence-classification", num_labels=3)
+    ids = torch.tensor([[5, 6, 7], [8, 9, 1]])
+    with torch.no_grad():
+        logits = ours(input_ids=ids, token_type_ids=torch.zeros_like(ids), attention_mask=torch.ones_like(ids)).logits
+        assert torch.equal(logits, ours(input_ids=ids, attention_mask=torch.ones_like(ids)).logits)
+    with pytest.raises(ConfigError, match=f"token {VOCABULARY} is not one"):
+        pair.served.embed(torch.tensor([[1, VOCABULARY]]))
+
+
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_weights_that_are_with_the_servers_are_never_written(pair: Pair, tmp_path: Path) -> None:
+    pair.served.requires_grad_(True)
+    try:
+        pair.served.save_pretrained(tmp_path)
+    finally:
+        pair.served.requires_grad_(False)
+    with safe_open(tmp_path / "model.safetensors", "pt") as saved:
+        assert not [name for name in saved.keys() if ".layers." in name or ".h." in name]  # noqa: SIM118
 
 
 @pytest.mark.parametrize(

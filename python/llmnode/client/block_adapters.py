@@ -14,6 +14,7 @@ import torch
 from llmnode.client.absent_blocks import is_absent
 from llmnode.errors import ConfigError
 from llmnode.models.lora import MOST_RANK, Lora, matrices, pack_part, values_of
+from llmnode.models.tensors import version_of
 from llmnode.wire.adapter import make_adapter
 
 if TYPE_CHECKING:
@@ -67,9 +68,7 @@ class BlockAdapters:
         return self._adapter
 
     def _pack(self, index: int, part: Part) -> _Packed:
-        state = tuple(
-            (name, lora.scale, id(lora.a), lora.a._version, id(lora.b), lora.b._version) for name, lora in part.items()
-        )
+        state = tuple((name, lora.scale, version_of(lora.a), version_of(lora.b)) for name, lora in part.items())
         before = self._packed.get(index)
         if before is not None and before.state == state:
             return before

@@ -43,6 +43,7 @@ from llmnode.core.texts.beams import first_alike
 from llmnode.errors import ConfigError
 from llmnode.models.generation_config import generation_config
 from llmnode.models.load import cut_ends, entry_of, exit_of, replace_decoder, shallow_copy
+from llmnode.models.tensors import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -236,8 +237,10 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The input of the first block, (rows, tokens, hidden_size), for whole rows of `input_ids` (rows, tokens).
 
-        With `remote_blocks` and `score` it makes a forward of your own, through which gradients flow.
+        With `remote_blocks` and `score` it makes a forward of your own, through which gradients flow. Raises
+        ConfigError for a token that is not one of the model's.
         """
+        self._check_tokens(input_ids, None)
         ids = torch.arange(input_ids.shape[1]).expand(input_ids.shape)
         entry = entry_of(self.decoder.without_blocks(), self._connection.family)
         hidden: torch.Tensor = entry(input_ids=input_ids, position_ids=ids, use_cache=False).last_hidden_state
@@ -258,8 +261,8 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
         output: CausalLMOutputWithPast = whole.forward(**given)
         return output
 
-    def _ends_now(self) -> list[tuple[int, int]]:
-        """Another value when parameters of the ends have been changed, added or replaced.
+    def _ends_now(self) -> list[tuple[int, int, int]]:
+        """Another value when parameters of the ends have been changed, added or replaced; see `version_of`.
 
         It is asked for at every token, so the blocks' hundreds of modules are left out.
         """
@@ -267,7 +270,7 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
         while waiting:
             for module in waiting.pop().values():
                 if module is not None and module is not blocks:
-                    state += [(id(each), each._version) for each in module._parameters.values() if each is not None]
+                    state += [version_of(each) for each in module._parameters.values() if each is not None]
                     waiting.append(module._modules)
         return state
 

@@ -82,7 +82,8 @@ class DistributedDecoder(PreTrainedModel):
         do, and NoRoute or SessionLost as `RemoteBlocks.forward`.
         """
         check_cacheless(others.pop(CACHE, None), None)
-        if wrong := [name for name, value in others.items() if value and name not in IGNORED]:
+        others = {name: value for name, value in others.items() if name not in IGNORED}
+        if wrong := [name for name, value in others.items() if value is not None and value is not False]:
             raise ConfigError(f"not supported by a distributed model: {', '.join(wrong)}")
         given = given_states(input_ids, inputs_embeds, self.embedding_size)
         batch = read_batch(Past.empty(len(given)), given.shape[1], attention_mask, position_ids, self._positions)

@@ -143,7 +143,8 @@ class Distributed(PreTrainedModel):
         `save_pretrained` of its own, in PEFT's format. Raises ConfigError if no parameter requires gradients: the
         weights of the blocks are with the servers.
         """
-        trained = {name: each.detach().contiguous() for name, each in self.named_parameters() if each.requires_grad}
+        here = {name: each for name, each in self.named_parameters() if each.untyped_storage().nbytes() >= each.nbytes}
+        trained = {name: each.detach().contiguous() for name, each in here.items() if each.requires_grad}
         if not trained:
             raise ConfigError("nothing here is trained, and the blocks are with the servers: copy the model's folder")
         folder = Path(save_directory)

@@ -1,4 +1,4 @@
-"""Hidden states between torch and the wire, without a copy where the bytes are ours to keep."""
+"""Hidden states between torch and the wire, without a copy where the bytes are ours to keep; and changes of tensors."""
 
 from __future__ import annotations
 
@@ -24,3 +24,11 @@ def from_bytes(data: Buffer, hidden_size: int) -> torch.Tensor:
 def to_bytes(hidden: torch.Tensor) -> Buffer:
     """The bytes of an fp32 tensor; it must not be changed afterwards."""
     return hidden.detach().contiguous().numpy().data.cast("B")
+
+
+def version_of(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Another value when the tensor has been changed in place, has got other data, or is another tensor.
+
+    It does not see changes in place through `tensor.data`, nor those of inference tensors: torch does not count them.
+    """
+    return id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
