@@ -29,6 +29,7 @@ from llmnode.errors import PeerError, PeerRefused, PeerUnreachable, SessionLost
 from llmnode.models.open_model import open_model
 from llmnode.net.host import LINK_PROTOCOL, open_network
 from llmnode.node.serve.admission import MOVED
+from llmnode.node.serve.server import MOST_NAMED
 from llmnode.wire.frame import Frame, FrameDecoder, FrameType
 from llmnode.wire.messages import Description, OpenRequest, Refusal, RefusalCode, pack, unpack
 from llmnode.wire.payload import Codec
@@ -62,6 +63,8 @@ IDLE_GROWTH_MIB = 32.0
 HOG_SESSIONS = 4
 HOGGED_S = 60.0
 NEW_TOKENS = 12
+NAMES_KEPT = MOST_NAMED // 2
+"""A server remembers more names of sessions than that."""
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7], [1] * 20]
 
 ANSWERS = {
@@ -196,20 +199,31 @@ async def _attack(address: str, attacker: Attacker, frames: int, tally: ServeSta
         while left > 0:
             tally.links += 1
             async with open_stream(address) as stream:
-                decoder, asked = FrameDecoder(POLICY), set()
+                decoder, asked, named = FrameDecoder(POLICY), set(), []
                 for batch in batches:
                     asked |= batch.questions
                     left -= batch.frames
                     tally.frames += batch.frames
                     tally.spoiled += batch.spoiled
                     with trio.fail_after(ANSWER_S):
-                        goes_on = await _send(stream, decoder, batch, asked, tally)
+                        goes_on = await _send(stream, decoder, batch, asked, named, tally)
                     if not goes_on or left <= 0:
                         break
+                    _has_unasked_push(batch, named)
 
 
-async def _send(stream: Any, decoder: FrameDecoder, batch: Batch, asked: set[Any], tally: ServeStats) -> bool:
-    """Until the batch is answered. False when the link is over, as it must be after a batch of this ending."""
+async def _send(
+    stream: Any,
+    decoder: FrameDecoder,
+    batch: Batch,
+    asked: set[Any],
+    named: list[SessionId],
+    tally: ServeStats,
+) -> bool:
+    """Until the batch is answered. False when the link is over, as it must be after a batch of this ending.
+
+    `asked` and `named` are the link's: the questions, and the sessions that it named before this batch.
+    """
     fenced, passes = False, set(batch.passes)
     try:
         await stream.write(batch.data)
@@ -223,10 +237,19 @@ async def _send(stream: Any, decoder: FrameDecoder, batch: Batch, asked: set[Any
                 return batch.ending is Ending.ANSWERED
     except StreamError:
         pass
-    if batch.ending is not Ending.REFUSED:  # a step for no session of the link is a push that nobody asked for
-        sent = FrameDecoder(POLICY).feed(batch.data)
-        assert any(frame.type is FrameType.STEP for frame in sent), "no link ends whose frames are in order"
+    if batch.ending is not Ending.REFUSED:
+        assert _has_unasked_push(batch, named), "no link ends whose frames are in order"
     return False
+
+
+def _has_unasked_push(batch: Batch, named: list[SessionId]) -> bool:
+    """Whether a step of `batch` is for no session that the link has named by then. Adds the names of the batch."""
+    unasked = False
+    for frame in FrameDecoder(POLICY).feed(batch.data):
+        if frame.type in (FrameType.OPEN, FrameType.RESUME):
+            named.append(frame.session)
+        unasked |= frame.type is FrameType.STEP and frame.session not in named[-NAMES_KEPT:]
+    return unasked
 
 
 @asynccontextmanager

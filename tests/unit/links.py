@@ -71,7 +71,11 @@ async def served(worker: Any, *, link: LinkPolicy = POLICY, serve: ServePolicy |
         server = Server(network, MODEL, serve or ServePolicy(), on_bug=raise_bug)
         server.serve(worker)
         nursery.start_soon(server.run)
-        yield Served(server, network, worker)
+        try:
+            yield Served(server, network, worker)
+        finally:  # what is computed is not cut short, so nothing may hold it back for ever
+            if worker.gate is not None:
+                worker.gate.set()
         nursery.cancel_scope.cancel()
 
 

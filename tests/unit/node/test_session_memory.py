@@ -188,7 +188,7 @@ async def test_steps_that_wait_are_in_the_budget_until_they_are_computed(exact_w
         for each in steps:
             await link.send(each)
         await until(lambda: held[Resource.MEMORY] - before == sum(each.size_bytes for each in steps))
-        assert held[Resource.WORK] == ROW
+        await until(lambda: held[Resource.WORK] == ROW)
         exact_worker.gate.set()
         for _ in steps:
             await link.receive()
