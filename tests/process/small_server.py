@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from llmnode.session.session import InferenceSession, open_session
 from llmnode.swarm.peer_connection import PeerConnection, open_connection
 from llmnode.wire.payload import Codec
 from llmnode.wire.session_terms import SessionTerms
+from process.other_policies import with_policies
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -109,23 +109,13 @@ class SmallServer:
         pytest.fail(f"the server ended: {self.errors.read_text()}")
 
 
-WITH_LESS_MEMORY = """
-from llmnode.core.policy import BudgetPolicy
-
-first, *rest = BudgetPolicy.__init__.__defaults__
-assert first == BudgetPolicy().memory_bytes
-BudgetPolicy.__init__.__defaults__ = ({memory_bytes}, *rest)
-assert BudgetPolicy().memory_bytes == {memory_bytes}
-"""
-
-
 @contextmanager
 def serve_small(
     folder: Path, span: Span, kv_tokens: int, errors: Path, memory_bytes: int | None = None
 ) -> Iterator[SmallServer]:
     """It must end well, and without having said anything of a traceback. `memory_bytes` is its budget for peers."""
-    program = ("" if memory_bytes is None else WITH_LESS_MEMORY.format(memory_bytes=memory_bytes)) + WATCHED_SERVE
-    command = [sys.executable, "-P", "-c", program, "serve", str(folder), "--blocks", f"{span.start}:{span.end}"]
+    budget = {} if memory_bytes is None else {"BudgetPolicy.memory_bytes": memory_bytes}
+    command = [*with_policies(budget, WATCHED_SERVE), "serve", str(folder), "--blocks", f"{span.start}:{span.end}"]
     command += ["--kv-tokens", str(kv_tokens), "--threads", "1", "--json", "--verbose", "--until-stdin-closes"]
     pipe = subprocess.PIPE
     with (

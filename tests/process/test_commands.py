@@ -14,13 +14,17 @@ import pytest
 
 from llmnode.core.span import Span
 from process.described import positions
+from process.other_policies import with_policies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 LLMNODE = [sys.executable, "-P", "-m", "llmnode.node"]
+SHORT_S = 3
+LOOKS_SHORTLY = with_policies({"RecoveryPolicy.timeout_s": SHORT_S})
+"""`llmnode` whose sessions look for a replacement of a lost server for `SHORT_S`."""
 PROMPT = "A prompt that is so long that it would be a waste to compute it anew for each of its answers:"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -218,7 +222,7 @@ def test_texts_that_are_done_are_printed_before_the_swarm_fails(
     kept, dying = start_servers([Span(0, 15), Span(15, 30)])
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"{number}, {number + 1},\n" for number in range(200)))
-    command = [*LLMNODE, "generate", "--prompts", str(prompts), "--json", "--max-new-tokens", "40"]
+    command = [*LOOKS_SHORTLY, "generate", "--prompts", str(prompts), "--json", "--max-new-tokens", "40"]
     with subprocess.Popen(
         [*command, "--peers", kept.address, dying.address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as generating:
@@ -255,9 +259,9 @@ def test_a_prompt_with_several_samples_is_computed_once(nodes: list[Any]) -> Non
 class Chat:
     """`llmnode chat` with a pipe for a terminal."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, program: Sequence[str] = LLMNODE) -> None:
         self.process = subprocess.Popen(
-            [*LLMNODE, "chat", "--temperature", "0", *options],
+            [*program, "chat", "--temperature", "0", *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -310,14 +314,14 @@ def test_blocks_that_nobody_holds_any_more_are_waited_for_and_then_named(
     start_servers: Callable[..., list[Any]],
 ) -> None:
     kept, dying = start_servers([Span(0, 15), Span(15, 30)])
-    chat = Chat("--max-new-tokens", "2000", "--peers", kept.address, dying.address)
+    chat = Chat("--max-new-tokens", "2000", "--peers", kept.address, dying.address, program=LOOKS_SHORTLY)
     chat.say("Write a very long story about the sea.")
     assert chat.hear(20)
     dying.process.kill()
     _, stderr = chat.process.communicate(timeout=90)
     assert chat.process.returncode == 1
     assert "no peer holds blocks [15, 30); " in stderr
-    assert "; trying again for 30 s" in stderr
+    assert f"; trying again for {SHORT_S} s" in stderr
     assert stderr.splitlines()[-1].startswith("llmnode: no peer holds blocks [15, 30)")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -14,19 +13,22 @@ import torch
 
 import llmnode
 from llmnode.errors import LlmnodeError
+from process.other_policies import with_policies
 from process.small_server import expected_tokens
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPT = "The capital of France is"
 TOKENS = 8
+SOON = {"SwarmPolicy.lifetime_s": 15.0, "SwarmPolicy.announce_every_s": 5.0}
+"""A killed server is forgotten sooner than usually."""
 
 
 def started(stack: ExitStack, *peers: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
     """A server of 15 of the 30 blocks, once it is ready."""
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "llmnode.node", "serve", "--blocks", "15", "--json", "--threads", "1",
-         "--worker", "thread", *(["--peers", *peers] if peers else [])],
+        [*with_policies(SOON), "serve", "--blocks", "15", "--json", "--threads", "1", "--worker", "thread",
+         *(["--peers", *peers] if peers else [])],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     stack.enter_context(process)

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +21,26 @@ from llmnode.core.route import uncovered
 from llmnode.core.view import online
 from llmnode.errors import NoRoute, PeerUnreachable
 from llmnode.swarm.join import join_swarm
+from process.other_policies import with_policies
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
 LLMNODE = [sys.executable, "-P", "-m", "llmnode.node"]
+LIFETIME_S = 15.0
+FORGETFUL = with_policies({"SwarmPolicy.lifetime_s": LIFETIME_S, "SwarmPolicy.announce_every_s": LIFETIME_S / 3})
+"""`llmnode` whose announcements are valid for a shorter time than usually."""
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BLOCKS = 30
 NEW_WITHIN_S = 10.0
-DEAD_WITHIN_S = 60.0
+DEAD_WITHIN_S = LIFETIME_S + 10.0
 
 
 class Child:
     """A node as a user starts it; `ready` is its readiness object."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, program: Sequence[str], *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [*LLMNODE, *arguments, "--json", "--until-stdin-closes"],
+            [*program, *arguments, "--json", "--until-stdin-closes"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -59,8 +63,8 @@ class Child:
 def start() -> Iterator[Callable[..., Child]]:
     children: list[Child] = []
 
-    def start(*arguments: str) -> Child:
-        children.append(Child(*arguments))
+    def start(*arguments: str, program: Sequence[str] = LLMNODE) -> Child:
+        children.append(Child(program, *arguments))
         return children[-1]
 
     yield start
@@ -99,6 +103,7 @@ async def until(condition: Callable[[], bool], wait: Callable[[], Awaitable[None
 def test_a_swarm_forms_loses_a_server_and_takes_another_in(
     start: Callable[..., Child], transformers_model: Any, record_property: Callable[[str, object], None]
 ) -> None:
+    start = functools.partial(start, program=FORGETFUL)
     relay = start("relay")
     first = start(*serve(relay, "0:15"))
     first.ready  # noqa: B018 - so that the second one sees what is missing
