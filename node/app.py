@@ -191,7 +191,7 @@ async def open_node(
     with single_error():
         way_in = config.way_in()
         named = None if is_invite(config.model) else config.model
-        config = replace(config, model=named or way_in.model)
+        config = replace(config, model=named or way_in.hub_model)
         async with _joined(
             config.listen, config.announce, way_in, config.identity, report_notice, relays=config.relays
         ) as (network, swarm):

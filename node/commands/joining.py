@@ -64,7 +64,7 @@ def model_and_way_in(arguments: argparse.Namespace) -> tuple[str | None, Invite]
 
     invite, model = (arguments.model, None) if is_invite(arguments.model) else (None, arguments.model)
     found = _entry(arguments, "model", invite)
-    return model or found.model, found
+    return model or found.hub_model, found
 
 
 def _entry(arguments: argparse.Namespace, dest: str, invite: str | None) -> Invite:

@@ -311,7 +311,7 @@ def access(arguments: argparse.Namespace) -> Access:
     if not 0 <= arguments.spot_check <= 1:
         raise ConfigError(f"--spot-check {arguments.spot_check:g}: give a share from 0 to 1")
     return Access(
-        model=arguments.model or found.model,
+        model=arguments.model or found.hub_model,
         way_in=found,
         codec=arguments.codec,
         precision=wish(arguments),

@@ -18,6 +18,7 @@ import pytest
 import torch
 from huggingface_hub import constants, file_download
 
+from llmnode.core.identity import commit_of
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError
 from llmnode.models.load import load_ends, load_span
@@ -27,6 +28,7 @@ from llmnode.models.sources.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FI
 from llmnode.models.sources.folder import open_folder
 from llmnode.models.sources.identity import hub_weights
 from llmnode.models.text.tokenizer import load_tokenizer
+from llmnode.net.invite import Invite, read_invite, write_invite
 from reference.hub import NAME, Hub, Repository, new_caches, save_sharded, sha256, the_hub
 from reference.small import BLOCKS, VOCABULARY, cut, deviation, make_model, session
 
@@ -69,6 +71,18 @@ def test_a_part_downloads_its_shards_and_no_other(hub: Hub, saved: Path) -> None
     ends = shards_of(saved, "model.embed_tokens.", "model.norm.", "lm_head.")
     assert hub.downloaded() == needed | ends
     assert needed | ends < shards_of(saved, "")
+
+
+def test_the_model_of_an_invite_is_the_hubs_and_no_folder_of_that_name(
+    hub: Hub, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repositories[NAME] = Repository.of(saved)
+    shutil.copytree(saved, tmp_path / NAME)
+    monkeypatch.chdir(tmp_path)
+    assert commit_of(open_model(NAME).digest) is None, "its user names the folder"
+    invited = read_invite(write_invite(Invite((), None, NAME)))
+    assert commit_of(open_model(invited.hub_model).digest) is not None
+    assert hub.asked
 
 
 def test_peers_with_other_parts_have_the_same_digest(

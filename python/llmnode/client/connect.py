@@ -245,7 +245,7 @@ async def aconnect(
         raise ConfigError(f"spot_check={policy.spot_checks.share:g}: give a share from 0 to 1")
     check_choice(policy.relayed.prefill, "relayed_prefill")
     way_in = check_way_in(entry(peers, swarm_key))  # a typing error is told before the seconds that loading takes
-    parts = parts or await _load_parts(way_in.model)
+    parts = parts or await _load_parts(way_in.hub_model)
     async with join_swarm(way_in.peers, link_policy or LinkPolicy(), swarm_key=way_in.key) as (pool, swarm):
         with single_error():
             router = await find_router(parts.model, wish, pool, swarm, policy)
@@ -289,7 +289,7 @@ async def aresume(
     saved = await trio.to_thread.run_sync(read, Path(path))
     way_in = entry(peers, swarm_key)
     way_in = check_way_in(replace(way_in, peers=tuple(dict.fromkeys((*way_in.peers, *saved.contacts)))))
-    parts = parts or await _load_parts(way_in.model)
+    parts = parts or await _load_parts(way_in.hub_model)
     parts = replace(parts, model=replace(parts.model, precision=saved.profile.precision))
     _check_model(saved, parts.model)
     async with join_swarm(way_in.peers, link_policy or LinkPolicy(), saved.key, way_in.key) as (pool, swarm):

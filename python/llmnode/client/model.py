@@ -92,7 +92,7 @@ def _model_and_way_in(
     """`name` is a model's, or an invite. Raises ConfigError."""
     invite, name = (name, None) if is_invite(name) else (None, name)
     way_in = entry(peers, swarm_key, invite)
-    return name or way_in.model, way_in
+    return name or way_in.hub_model, way_in
 
 
 class AutoDistributedModelForCausalLM:

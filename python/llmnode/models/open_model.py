@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from llmnode.core.hub_names import HUB
 from llmnode.core.user_input import expand_path
 from llmnode.errors import ConfigError
 from llmnode.models.embedded import open_embedded
@@ -23,14 +24,16 @@ def open_model(name: str | None = None, report: Callable[[str], None] = lambda _
     """The model of a `name`: a path, or a name on the hub. None is the embedded model.
 
     A path is that of a folder with safetensors, or of a GGUF file. A name on the hub is `org/name`, and `@revision` may
-    follow (a branch, a tag or a commit; the newest by default). The embedded model with a revision is the hub's. No
-    tensor is read yet, and none is downloaded: that happens when a part is loaded. `report` gets a line before each
-    slow step, now and then. Raises ConfigError for any other name, ModelError for a model that is not whole or that we
-    cannot run.
+    follow (a branch, a tag or a commit; the newest by default). After `hub:` it is never a path. The embedded model
+    with a revision is the hub's. No tensor is read yet, and none is downloaded: that happens when a part is loaded.
+    `report` gets a line before each slow step, now and then. Raises ConfigError for any other name, ModelError for a
+    model that is not whole or that we cannot run.
     """
+    is_on_hub = name is not None and name.startswith(HUB)
+    name = name and name.removeprefix(HUB)
     if name is None or name == EMBEDDED_MODEL:
         return open_embedded(report)
-    path = _path_of(name)
+    path = None if is_on_hub else _path_of(name)
     if path is not None and path.is_dir():
         return open_folder(path, path.name, report=report)
     if path is not None and path.is_file():

@@ -15,6 +15,7 @@ from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
 from llmnode import _native
+from llmnode.core.hub_names import HUB, split_hub_name
 from llmnode.core.texts.visible import printable
 from llmnode.errors import ConfigError
 from llmnode.wire.fields import ADDRESS_CHARS
@@ -29,19 +30,26 @@ INVITED_PEERS = 16
 MODEL_CHARS = 200
 MOST_CHARS = 2 * (INVITED_PEERS * ADDRESS_CHARS + MODEL_CHARS + 100)
 _MODEL = "model"
+_HUB_NAMES = "a model on the Hugging Face hub (org/name or org/name@revision)"
 _CHECK_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Invite:
-    """The addresses of `peers`, the `key` of a private swarm, and the `model` by a name that any machine can resolve.
+    """The addresses of `peers`, the `key` of a private swarm, and the `model` by its name on the Hugging Face hub.
 
-    Without a model, each one that joins names it.
+    Without a model, each one that joins names it. It is never a path: the invite of a stranger must not have a folder
+    of the reader's machine loaded and served.
     """
 
     peers: tuple[str, ...]
     key: bytes | None = field(default=None, repr=False)
     model: str | None = None
+
+    @property
+    def hub_model(self) -> str | None:
+        """The model for `open_model`, which takes it from the hub, whatever folders there are here."""
+        return None if self.model is None else f"{HUB}{self.model}"
 
 
 def is_invite(text: object) -> bool:
@@ -50,11 +58,13 @@ def is_invite(text: object) -> bool:
 
 
 def write_invite(invite: Invite) -> str:
-    """The text of an invite. Raises ConfigError for too many or too long peers, or a long name."""
+    """The text of an invite. Raises ConfigError for too many or too long peers, and for no or too long a hub name."""
     if len(invite.peers) > INVITED_PEERS or any(len(peer) > ADDRESS_CHARS for peer in invite.peers):
         raise ConfigError(f"an invite names at most {INVITED_PEERS} peers of {ADDRESS_CHARS} characters")
     if len(invite.model or "") > MODEL_CHARS:
         raise ConfigError(f"an invite names a model of at most {MODEL_CHARS} characters")
+    if invite.model is not None and split_hub_name(invite.model) is None:
+        raise ConfigError(f"an invite names {_HUB_NAMES}, and not {invite.model!r}")
     if invite.key is not None and invite.model is None:
         # The form of before: it says all, and an older llmnode can read it.
         return _sealed([invite.key, list(invite.peers)])
@@ -63,7 +73,9 @@ def write_invite(invite: Invite) -> str:
 
 
 def read_invite(text: str) -> Invite:
-    """Raises ConfigError for one that was cut or changed on its way, or that a newer llmnode made."""
+    """Raises ConfigError for one that was cut or changed on its way, that names no model of the hub, or that a newer
+    llmnode made.
+    """
     text = text.strip()
     damaged = ConfigError("this invite is damaged: copy the whole line that `llmnode invite` printed")
     body = text.removeprefix(INVITE)
@@ -79,6 +91,8 @@ def read_invite(text: str) -> Invite:
         raise damaged from error
     if found is None:
         raise damaged
+    if found.model is not None and split_hub_name(found.model) is None:
+        raise ConfigError(f"this invite names the model {found.model!r}, which is not {_HUB_NAMES}: get another one")
     return found
 
 

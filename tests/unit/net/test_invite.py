@@ -92,5 +92,23 @@ def test_an_invite_names_a_few_peers_and_no_novel() -> None:
         write_invite(Invite((), None, "a" * (MODEL_CHARS + 1)))
 
 
+@pytest.mark.parametrize(
+    "model",
+    ["~/finetune", "/srv/finetune", "finetune", "./org/name", "../org/name", "org/../name", "org/name/more",
+     "org/name.gguf", "C:\\finetune", "hub:org/name", "org/name@", "$HOME/x", "org/name\n"],
+)  # fmt: skip
+def test_a_model_that_may_be_a_path_on_the_readers_machine_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"a model on the Hugging Face hub \(org/name or org/name@revision\), and"):
+        write_invite(Invite((PEER,), None, model))
+    with pytest.raises(ConfigError, match=r"which is not a model on the Hugging Face|damaged"):
+        read_invite(sealed([None, [PEER], {"model": model}]))
+
+
+def test_the_embedded_model_and_commits_are_named() -> None:
+    for model in ("HuggingFaceTB/SmolLM2-135M-Instruct", f"org/name@{'a' * 40}", "org/name@refs/pr/1"):
+        assert read_invite(write_invite(Invite((PEER,), KEY, model))).hub_model == f"hub:{model}"
+    assert Invite((PEER,)).hub_model is None
+
+
 def test_the_key_of_an_invite_is_not_printed_with_it() -> None:
     assert repr(KEY) not in repr(Invite((PEER,), KEY)) and KEY.hex() not in repr(Invite((PEER,), KEY))

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from llmnode.core.announcement import PeerState
 from llmnode.net.invite import Invite, write_invite
 from llmnode.node import Node
 from llmnode.node.app import RunningNode
 from unit.exact_nodes import ExactLoader, exact_node
 from unit.in_trio import in_trio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llmnode.compute.loading import Wanted
 
 
 def invite_of(node: RunningNode) -> str:
@@ -40,3 +47,18 @@ async def test_an_invite_is_enough_for_a_node() -> None:
         await until_online(first)
         async with Node(invite_of(first), worker="thread", make_loader=ExactLoader, blocks="3") as second:
             assert second.blocks == (3, 6), "those that the swarm lacks"
+
+
+@in_trio
+async def test_a_node_takes_the_model_of_an_invite_from_the_hub() -> None:
+    opened: list[str | None] = []
+
+    def make_loader(wanted: Wanted, report: Callable[[str], None]) -> ExactLoader:
+        opened.append(wanted.model)
+        return ExactLoader(wanted, report)
+
+    async with exact_node(blocks="0:3") as first:
+        await until_online(first)
+        invite = write_invite(Invite(tuple(first.addresses), None, "org/name"))
+        async with Node(invite, worker="thread", make_loader=make_loader, blocks="3:6"):
+            assert opened == ["hub:org/name"], "never a folder of this machine"

@@ -13,7 +13,7 @@ from llmnode.net.swarm_key import entry, make_key
 from llmnode.node import Node, cli
 from llmnode.node.commands import serve
 from llmnode.node.commands.joining import model_and_way_in, way_in
-from llmnode.node.commands.options import worker_config
+from llmnode.node.commands.options import access, worker_config
 from llmnode.node.settings import parse
 from unit.in_trio import in_trio
 
@@ -88,9 +88,11 @@ def test_a_server_has_the_key_and_the_model_that_were_found(key_file: Path) -> N
     config = worker_config(parsed("serve", OPEN, "--peers", OTHER, LLMNODE_SWARM_KEY=str(key_file)))
     joined = entry(config.peers, config.swarm_key)
     assert (joined.peers, joined.key) == ((OTHER, PEER), entry((), key_file).key)
-    assert config.model == "org/name"
+    assert config.model == "hub:org/name", "never a folder of this machine"
     assert worker_config(parsed("serve", "FOLDER", "--swarm-key", PRIVATE)).model == "FOLDER", "it goes before"
-    assert worker_config(parsed("speed", OPEN)).model == "org/name", "which joins nothing"
+    assert worker_config(parsed("speed", OPEN)).model == "hub:org/name", "which joins nothing"
+    assert access(parsed("chat", OPEN)).model == "hub:org/name"
+    assert model_and_way_in(parsed("doctor", OPEN))[0] == "hub:org/name"
     with pytest.raises(ConfigError, match="not allowed with argument INVITE"):
         serve.run(parsed("serve", OPEN, "--swarm-key", str(key_file)))
 

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmnode.core.hub_names import split_hub_name
 from llmnode.errors import ConfigError, ModelError
 from llmnode.machine.cache_folder import cache_folder, require_room, write_in_cache, write_whole
 from llmnode.models.sources.checkpoint import (
@@ -39,7 +40,6 @@ from llmnode.models.sources.online import hub_access, is_offline, is_out_of_reac
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>\w[\w./+-]*))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 """The name of a large file in huggingface_hub's cache: its digest, as the hub says it."""
@@ -98,14 +98,13 @@ def parse_hub_name(text: str) -> HubName | None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented as being there
 
-    match = _NAME.fullmatch(text)
-    if match is None or ".." in text or text.lower().endswith((".gguf", ".safetensors", ".json")):
+    if (split := split_hub_name(text)) is None:
         return None
     try:
-        validate_repo_id(match["repo"])
+        validate_repo_id(split.repo)
     except HFValidationError:
         return None
-    return HubName(match["repo"], match["revision"] or _NEWEST)
+    return HubName(split.repo, split.revision or _NEWEST)
 
 
 def open_hub(name: HubName, report: Callable[[str], None] = lambda _line: None) -> ModelFolder:
