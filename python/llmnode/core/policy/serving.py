@@ -113,6 +113,11 @@ class AdmissionPolicy:
     """While a session waits, the server looks this often whether others may be moved."""
     stays_kept: int = 64
     """The durations of this many recent sessions are kept, to estimate how long one stays."""
+    forecasts: int = 8
+    """The server works out this many times at once when others may be moved for a session that it refuses. Each takes
+    some forwards' time with thousands of sessions. An address group gets a quarter of them."""
+    forecasts_per_s: float = 1.0
+    """Then it does so this often. Meanwhile it only says when sessions usually end."""
     least_retry_s: float = 1.0
     """No client is told to ask again sooner than this."""
     longest_retry_s: float = 60.0

@@ -10,18 +10,43 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
+from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING
 
 from llmnode.core.ids import NO_SESSION
+from llmnode.core.rates import Rates
 from llmnode.core.serving.kv_shares import KvLease, KvShares
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from llmnode.core.ids import SessionId
     from llmnode.core.policy import AdmissionPolicy
     from llmnode.core.serving.kv_shares import KvClaim
+
+
+class _Standing:
+    """All that follows from the leases alone, until one of them changes: with thousands of them it is costly."""
+
+    def __init__(self, leases: Collection[KvLease], positions: int, policy: AdmissionPolicy) -> None:
+        self._leases, self._positions, self._policy = leases, positions, policy
+        self.line = [each for each in leases if not each.is_inside]
+        self.inside = [each for each in leases if each.is_inside and not each.is_leaving]
+        """Those that have KV, and do not leave."""
+        self.free = positions - sum(each.positions for each in leases)
+        self.coming = positions - sum(each.positions for each in self.inside)
+        """The positions that are free, and those of sessions that leave."""
+        self.since_s = sum(each.since_s for each in self.inside)
+        self.least = min((each.claim.positions for each in self.line), default=inf)
+        """The positions of the smallest claim that waits."""
+
+    @cached_property
+    def shares(self) -> KvShares:
+        return self.shares_with()
+
+    def shares_with(self, *more: KvLease) -> KvShares:
+        return KvShares([*self._leases, *more], self._positions, self._policy)
 
 
 class AdmissionQueue:
@@ -34,22 +59,25 @@ class AdmissionQueue:
         self._policy = policy
         self._leases: dict[SessionId, KvLease] = {}
         self._stays_s: deque[float] = deque(maxlen=policy.stays_kept)
+        self._known: _Standing | None = None
+        self._forecasts = Rates(policy.forecasts, policy.forecasts_per_s)
+        self._forecasts_of_group = Rates(policy.forecasts / 4, policy.forecasts_per_s / 4)
 
     @property
     def free(self) -> int:
-        return self.positions - self._held
+        return self._standing.free
 
     @property
     def line(self) -> int:
         """How many wait to come in."""
-        return len(self._newcomers())
+        return len(self._standing.line)
 
     def place_for(self, claim: KvClaim) -> tuple[bool, SessionId | None]:
         """Whether one more session of this peer may wait, and the one that makes way for it, if one has to.
 
         That is the newest of the group with the most that wait, if it has more than the peer's own.
         """
-        line = self._newcomers()
+        line = self._standing.line
         if sum(each.claim.client == claim.client for each in line) >= self._policy.line_per_client:
             return False, None
         if len(line) < self._policy.line:
@@ -64,6 +92,7 @@ class AdmissionQueue:
         """Put it in line. With a claim to more positions than there are, it would wait for ever."""
         assert claim.positions <= self.positions
         self._leases[session] = KvLease(session, claim, now_s)
+        self._known = None
 
     def use(self, session: SessionId, now_s: float, *, ends: bool) -> None:
         """It begins to be used, or ends to be. An unknown one does nothing."""
@@ -75,13 +104,14 @@ class AdmissionQueue:
         admitted: list[SessionId] = []
         while (lease := self._next(now_s)) is not None:
             lease.is_inside, lease.since_s, lease.used_s = True, now_s, now_s
+            self._known = None
             admitted.append(lease.session)
         return admitted
 
     def choose_moves(self, now_s: float) -> Sequence[SessionId]:
         """The sessions that have to leave since others wait, each once. They hold their KV until they are removed."""
         chosen: list[SessionId] = []
-        coming, shares = self._coming, self._shares()
+        coming, shares = self._standing.coming, self._standing.shares
         for lease in self._in_order(now_s):
             if lease.claim.positions > coming:
                 moves = shares.choose_moves(lease, lease.claim.positions - coming, now_s)
@@ -91,27 +121,30 @@ class AdmissionQueue:
                     each.is_leaving = True
                     coming += each.positions
                     chosen.append(each.session)
-                shares = self._shares()
+                self._known = None
+                shares = self._standing.shares
             coming -= lease.claim.positions
         return chosen
 
     def remove(self, session: SessionId, now_s: float) -> None:
         """It has ended, or waits no longer. An unknown one does nothing."""
-        left = self._leases.pop(session, None)
-        if left is not None and left.is_inside:
-            self._stays_s.append(now_s - left.since_s)
+        if (left := self._leases.pop(session, None)) is not None:
+            self._known = None
+            if left.is_inside:
+                self._stays_s.append(now_s - left.since_s)
 
     def retry_after_s(self, claim: KvClaim, now_s: float) -> float:
         """The time until there may be space for such a session, after those whose turn comes before.
 
         That is when sessions have ended, if they stay as long as they have till now, or when some may be moved.
         """
-        policy, held = self._policy, self._held
+        policy, standing = self._policy, self._standing
         asking = KvLease(NO_SESSION, claim, now_s)
-        order = self._in_order(now_s, asking)
-        missing = sum(each.claim.positions for each in order[: order.index(asking) + 1]) - self._coming
+        turn = self._turn(asking, now_s)
+        before = sum(each.claim.positions for each in standing.line if self._turn(each, now_s) <= turn)
+        missing, held = claim.positions + before - standing.coming, self.positions - standing.free
         # Those that are still here count too, or only short ones would: the likeliest mean of an exponential stay.
-        here_s = sum(now_s - each.since_s for each in self._inside())
+        here_s = len(standing.inside) * now_s - standing.since_s
         stay_s = (sum(self._stays_s) + here_s) / max(1, len(self._stays_s))
         ends_s = stay_s * missing / held if held else 0.0
         moves_s = self._moves_in_s(asking, missing, now_s) if missing > 0 else 0.0
@@ -120,16 +153,23 @@ class AdmissionQueue:
         return max(policy.least_retry_s, min(moves_s, policy.longest_retry_s))
 
     def _moves_in_s(self, lease: KvLease, wanted: int, now_s: float) -> float:
-        """How long it takes until some may be moved for this lease, if nobody uses them till then."""
-        policy, shares = self._policy, self._shares(lease)
-        times = {now_s, *(each.used_s + policy.idle_s for each in self._inside())}
-        times |= {each.since_s + policy.keeps_s for each in self._inside()}
+        """How long it takes until some may be moved for this lease, if nobody uses them till then.
+
+        Infinite if they may not, and if this was worked out too often lately: it is costly.
+        """
+        if not self._forecasts_of_group.take(lease.group, now_s) or not self._forecasts.take("all", now_s):
+            return inf
+        policy, inside, shares = self._policy, self._standing.inside, self._standing.shares_with(lease)
+        times = {now_s, *(each.used_s + policy.idle_s for each in inside)}
+        times |= {each.since_s + policy.keeps_s for each in inside}
         ahead = sorted(each for each in times if now_s <= each <= now_s + policy.longest_retry_s)
         index = bisect_left(ahead, True, key=lambda at_s: bool(shares.choose_moves(lease, wanted, at_s)))
         return ahead[index] - now_s if index < len(ahead) else inf
 
     def _next(self, now_s: float) -> KvLease | None:
         """The next session that comes in. Those before it have been passed over once more."""
+        if self._standing.least > self.free:
+            return None
         passed: list[KvLease] = []
         for lease in self._in_order(now_s):
             if lease.claim.positions <= self.free:
@@ -141,33 +181,17 @@ class AdmissionQueue:
             passed.append(lease)
         return None
 
-    def _in_order(self, now_s: float, *more: KvLease) -> list[KvLease]:
-        """Those that wait, in the order of their turns, and `more` among them."""
-        if not (waiting := [*self._newcomers(), *more]):
-            return []
-        shares = self._shares()
+    def _in_order(self, now_s: float) -> list[KvLease]:
+        """Those that wait, in the order of their turns."""
+        return sorted(self._standing.line, key=lambda lease: self._turn(lease, now_s))
 
-        def turn(lease: KvLease) -> tuple[int, int, int]:
-            aged = int((now_s - lease.since_s) / self._policy.ageing_s)
-            return max(0, lease.claim.priority - aged), shares.of_group[lease.group], shares.of_peer[lease.peer]
-
-        return sorted(waiting, key=turn)
-
-    def _shares(self, *more: KvLease) -> KvShares:
-        return KvShares([*self._leases.values(), *more], self.positions, self._policy)
+    def _turn(self, lease: KvLease, now_s: float) -> tuple[int, int, int]:
+        """A lower one comes first."""
+        aged, shares = int((now_s - lease.since_s) / self._policy.ageing_s), self._standing.shares
+        return max(0, lease.claim.priority - aged), shares.of_group[lease.group], shares.of_peer[lease.peer]
 
     @property
-    def _held(self) -> int:
-        return sum(each.positions for each in self._leases.values())
-
-    @property
-    def _coming(self) -> int:
-        """The positions that are free, and those of sessions that leave."""
-        return self.positions - sum(each.positions for each in self._inside())
-
-    def _inside(self) -> list[KvLease]:
-        """Those that have KV, and do not leave."""
-        return [each for each in self._leases.values() if each.is_inside and not each.is_leaving]
-
-    def _newcomers(self) -> list[KvLease]:
-        return [each for each in self._leases.values() if not each.is_inside]
+    def _standing(self) -> _Standing:
+        if self._known is None:
+            self._known = _Standing(self._leases.values(), self.positions, self._policy)
+        return self._known

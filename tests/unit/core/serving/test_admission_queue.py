@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -12,7 +15,10 @@ from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.policy import AdmissionPolicy
 from llmnode.core.priority import Priority
 from llmnode.core.serving.admission_queue import AdmissionQueue
-from llmnode.core.serving.kv_shares import KvClaim
+from llmnode.core.serving.kv_shares import KvClaim, KvLease
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 POSITIONS = 100
 POLICY = AdmissionPolicy(passed_over=3, line=20, line_per_client=15)
@@ -211,3 +217,62 @@ def test_before_any_session_has_ended_those_that_are_here_tell_how_long_one_stay
     assert hall.retry_after_s(10) == pytest.approx(10.0)
     hall.now_s = 10_000.0
     assert hall.retry_after_s(10) == POLICY.longest_retry_s
+
+
+@contextmanager
+def calls_counted() -> Iterator[list[int]]:
+    """The calls of functions meanwhile, those of Python and of C."""
+    calls = [0]
+
+    def note(_frame: object, event: str, _about: object) -> None:
+        calls[0] += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+def a_full_server(sessions: int, policy: AdmissionPolicy) -> AdmissionQueue:
+    """They hold all its positions, and belong to 40 clients. None of them is in use any more."""
+    room = AdmissionQueue(sessions, policy)
+    for number in range(sessions):  # one by one they would come in slowly
+        lease = KvLease(name(number), claim(1, client=number % 40), 0.0, is_inside=True, used_s=number / sessions)
+        room._leases[lease.session] = lease
+    assert room.free == 0
+    return room
+
+
+@pytest.mark.parametrize("clients", [1, 20])
+def test_a_refused_open_costs_little_however_many_sessions_there_are(clients: int) -> None:
+    """A client may send them in a loop, each for another number of positions. One group or many may do so."""
+    sessions, opens, now_s = 4000, 1000, 5.0
+    policy = AdmissionPolicy(line_per_client=32 // clients, line=64)
+    room = a_full_server(sessions, policy)
+    for number in range(32 // clients * clients):
+        room.add(name(sessions + number), claim(1, client=100 + number % clients), now_s)
+    spread_s: set[float] = set()
+    with calls_counted() as calls:
+        for number in range(opens):
+            now_s += 0.001
+            asked = claim(1 + number % 50, client=100 + number % clients)
+            assert room.place_for(asked) == (False, None)
+            spread_s.add(room.retry_after_s(asked, now_s))
+            room.remove(name(9999), now_s)
+            assert not room.admit(now_s)
+    assert calls[0] / opens < sessions / 4, "less than a look at each session"
+    assert all(policy.least_retry_s <= each <= policy.longest_retry_s for each in spread_s)
+
+
+def test_a_flood_of_refused_opens_leaves_other_groups_their_forecasts() -> None:
+    room = a_full_server(40, policy := AdmissionPolicy(stays_kept=1))
+    room.remove(name(0), 1000.0)  # a stay that lasted very long
+    room.add(name(50), claim(1, client=0), 1000.0)
+    room.admit(1000.0)
+    for number in range(1, 40):
+        room.use(name(number), 1000.0, ends=True)
+    told_s = [room.retry_after_s(claim(1, client=100), 1000.0) for _ in range(100)]
+    assert told_s[0] == policy.idle_s, "then one may be moved"
+    assert told_s[-1] > policy.idle_s, "it is told when sessions end"
+    assert room.retry_after_s(claim(1, client=101), 1000.0) == policy.idle_s
