@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llmnode.core.span import Span
     from llmnode.ports import Worker
 
-    Part = Callable[[PeerRefused], None]
+    Evict = Callable[[PeerRefused], None]
     """Ends a session, and says why. It returns at once."""
 
 MOVED = "this session was not in use, and others wait for its KV: go on elsewhere, or here, by a replay"
@@ -51,28 +51,28 @@ class Admission:
         self._policy = policy
         self._room = AdmissionQueue(worker.kv_tokens, policy)
         self._waiting: dict[SessionId, _Waiting] = {}
-        self._part: dict[SessionId, tuple[KvClaim, Part]] = {}
+        self._evict: dict[SessionId, tuple[KvClaim, Evict]] = {}
         self._looked_s = -inf
         self._closed_because = ""
 
     async def enter(
-        self, session: SessionId, span: Span, claim: KvClaim, part: Part, adapter: AdapterId | None = None
+        self, session: SessionId, span: Span, claim: KvClaim, evict: Evict, adapter: AdapterId | None = None
     ) -> None:
         """Reserve KV, when it is the session's turn. Raises PeerRefused. `leave` is due in any case.
 
-        From then on, `part` may be called once, if the session has to go for others.
+        From then on, `evict` may be called once, if the session has to go for others.
         """
         self._check(claim)
         waiting = self._waiting[session] = _Waiting(claim)
         self._room.add(session, claim, trio.current_time())
-        self._part[session] = claim, part
+        self._evict[session] = claim, evict
         try:
             with trio.move_on_after(self._policy.wait_s):
                 await self._wait(waiting)
         finally:
             del self._waiting[session]
             if self._closed_because or not waiting.has_kv:
-                self._part.pop(session, None)
+                self._evict.pop(session, None)
                 self._forget(session)
         self._check_open()
         if not waiting.has_kv:
@@ -95,7 +95,7 @@ class Admission:
         try:
             await self._worker.do(Close(session))
         finally:
-            self._part.pop(session, None)
+            self._evict.pop(session, None)
             self._forget(session)
 
     def close(self, reason: str) -> None:
@@ -117,12 +117,12 @@ class Admission:
         if now_s < self._looked_s + self._policy.look_every_s / 2:
             return
         self._looked_s = now_s
-        moved = [self._part.pop(session) for session in self._room.choose_moves(now_s)]
+        moved = [self._evict.pop(session) for session in self._room.choose_moves(now_s)]
         if moved:  # working it out takes long with thousands of sessions, so the largest claim is that of all
             largest = max((claim for claim, _ in moved), key=lambda claim: claim.positions)
             retry_after_s = self._room.retry_after_s(largest, now_s)
-            for _, part in moved:
-                part(PeerRefused(RefusalCode.UNKNOWN_SESSION, MOVED, retry_after_s=retry_after_s))
+            for _, evict in moved:
+                evict(PeerRefused(RefusalCode.UNKNOWN_SESSION, MOVED, retry_after_s=retry_after_s))
 
     def _forget(self, session: SessionId) -> None:
         self._room.remove(session, trio.current_time())

@@ -110,7 +110,7 @@ class ServerSession:
         """Its KV, if it has any, is there."""
         self._adapter = served.use(asked.profile.adapter, asked.span)
         self._beside = beside
-        self._parting: PeerRefused | None = None
+        self._evicted_because: PeerRefused | None = None
         """Why others need its KV."""
         self._worker = served.worker
         profile = profile_digest(asked.profile, asked.form.codec)
@@ -132,20 +132,20 @@ class ServerSession:
         if not self.has_kv:
             self._scope.cancel()
 
-    def part(self, why: PeerRefused) -> None:
+    def evict(self, why: PeerRefused) -> None:
         """End now, since others need the KV. `say_farewell` tells the client."""
-        self._parting = why
+        self._evicted_because = why
         self._scope.cancel()
 
     async def say_farewell(self, link: Link | None) -> None:
         """Tell the client why the session had to end, if it had to: in answer to its last frame, and to those that
         wait.
         """
-        if self._parting is None or link is None:
+        if self._evicted_because is None or link is None:
             return
         with trio.move_on_after(FAREWELL_S), suppress(PeerError):
             for frame in [self._doing, *self.inbox.rest()]:
-                await link.send(refusal_for(frame, self._parting))
+                await link.send(refusal_for(frame, self._evicted_because))
 
     def end(self) -> None:
         """Called when `run` is over: nothing of it is left for anybody."""
@@ -201,7 +201,7 @@ class ServerSession:
         try:
             adapter = None if self._adapter is None else self._adapter.digest
             claim = KvClaim(self.client, self._group, self._asked.priority, self.stage.max_length)
-            await self.served.admission.enter(self.stage.session, self._span, claim, self.part, adapter)
+            await self.served.admission.enter(self.stage.session, self._span, claim, self.evict, adapter)
         except PeerRefused as refusal:
             return await self._send(refusal_for(self._doing, refusal))
         self.has_kv = True
