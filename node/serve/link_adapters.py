@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.budget import Account, Kind, Resource
+from llmnode.core.account import Account
+from llmnode.core.budget import Kind, Resource
 from llmnode.core.ids import AdapterId
 from llmnode.core.span import Span
 from llmnode.errors import PeerError, PeerRefused, RemoteProtocolError

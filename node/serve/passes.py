@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.budget import Account, Kind, Resource
+from llmnode.core.account import Account
+from llmnode.core.budget import Kind, Resource
 from llmnode.core.model import FP32_BYTES
 from llmnode.core.operations import Backward, Evaluate
 from llmnode.core.priority import PRIORITIES, Priority

@@ -8,7 +8,6 @@ arrives, and a push for which there is none is dropped.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -19,12 +18,13 @@ from llmnode.core.budget import Kind, Resource
 from llmnode.core.ids import Epoch, SessionId, Step
 from llmnode.core.links.push_grants import PushGrant
 from llmnode.errors import PeerError
+from llmnode.node.serve.freed_memory import freed
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import pack
 from llmnode.wire.push_messages import PUSHED_BYTES, PushLimit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Awaitable, Callable, Collection
 
     from llmnode.core.budget import Budget, Scope
     from llmnode.core.ids import PeerId
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 MOST_ASKED = 1024
 """The sessions for which one link may have asked. The oldest ones are forgotten."""
-LOOK_EVERY_S = 0.05
-"""How often a sender that waits for memory is looked after."""
 
 
 class PushDesk:
@@ -75,7 +73,7 @@ class PushDesk:
 
 
 class LinkGrants:
-    """The peer of one link, which may push to sessions here. Its task in `nursery` tells it what it is granted."""
+    """The peer of one link, which may push to sessions here. Tasks in `nursery` tell it what it is granted."""
 
     def __init__(
         self, link: Link, desk: PushDesk, nursery: trio.Nursery, on_bug: Callable[[PeerId, Exception], None]
@@ -88,10 +86,9 @@ class LinkGrants:
         self.inlets: dict[PushInlet, None] = {}
         self._short: dict[PushInlet, None] = {}  # those for which there is not enough memory now
         self._untold: dict[SessionId, Frame] = {}
-        self._news = trio.Event()
         self._nursery = nursery
         self._on_bug = on_bug
-        self._scope: trio.CancelScope | None = None
+        self._tasks: dict[Callable[[], Awaitable[None]], trio.CancelScope] = {}
         desk.add(self)
 
     def note(self, frame: Frame, limit_bytes: int) -> None:
@@ -104,12 +101,12 @@ class LinkGrants:
     def tell(self, session: SessionId, epoch: Epoch, number: Step, limit_bytes: int) -> None:
         """Tell the peer its limit, soon. A later limit for the same session replaces one that is not told yet."""
         self._untold[session] = Frame(FrameType.GRANT, session, epoch, number, meta=pack(PushLimit(limit_bytes)))
-        self._wake()
+        self._start(self._tell_all)
 
     def look_after(self, inlet: PushInlet) -> None:
         """Have more granted when there is memory."""
         self._short[inlet] = None
-        self._wake()
+        self._start(self._extend_short)
 
     def forget(self, inlet: PushInlet) -> None:
         self.inlets.pop(inlet, None)
@@ -120,32 +117,33 @@ class LinkGrants:
         self.desk.remove(self)
         for inlet in list(self.inlets):
             inlet.leave(self)
-        if self._scope is not None:
-            self._scope.cancel()
+        for scope in self._tasks.values():
+            scope.cancel()
 
-    def _wake(self) -> None:
-        self._news.set()
-        if self._scope is None:
-            self._scope = trio.CancelScope()
-            self._nursery.start_soon(self._run, self._scope)
+    def _start(self, task: Callable[[], Awaitable[None]]) -> None:
+        if task not in self._tasks:
+            self._tasks[task] = scope = trio.CancelScope()
+            self._nursery.start_soon(self._run, task, scope)
 
-    async def _run(self, scope: trio.CancelScope) -> None:
+    async def _run(self, task: Callable[[], Awaitable[None]], scope: trio.CancelScope) -> None:
         try:
             with scope, suppress(PeerError):  # the link's loop hears of its end too
-                while True:
-                    await self._tell_all()
-                    with trio.move_on_after(LOOK_EVERY_S if self._short else math.inf):
-                        await self._news.wait()
-                    short, self._short = self._short, {}
-                    for inlet in short:
-                        inlet.extend()
+                await task()
         except Exception as error:  # noqa: BLE001  it costs this peer its grants, and nobody else anything
             self._on_bug(self.link.peer, error)
+        finally:
+            del self._tasks[task]
 
     async def _tell_all(self) -> None:
-        self._news = trio.Event()
         while self._untold:
             await self.link.send(self._untold.pop(next(iter(self._untold))))
+
+    async def _extend_short(self) -> None:
+        while self._short:
+            await freed(self.link.scope)
+            short, self._short = self._short, {}
+            for inlet in short:
+                inlet.extend()
 
 
 class PushInlet:
@@ -161,6 +159,7 @@ class PushInlet:
         # Each position may be pushed, and be pushed again out of a log.
         self._most_bytes = policy.pushed_times * max_length * (row_bytes + PUSHED_BYTES)
         self._window_bytes = max(policy.push_window_bytes, 2 * (row_bytes + PUSHED_BYTES))
+        self._first_bytes = max(policy.push_first_bytes, self._window_bytes)
         self._spent_bytes = 0  # in this epoch, before the sender began anew
         self._grant = self._new_grant()
         self._way: LinkGrants | None = None  # over which the sender has asked
@@ -200,7 +199,7 @@ class PushInlet:
             self._count_at(way)
         if epoch == self._epoch:
             self._grant.wanted_bytes = wanted_bytes
-        self._extend(self._desk.policy.push_first_bytes if begins else self._window_bytes)
+        self._extend(self._first_bytes if begins else self._window_bytes)
         self._tell()
 
     def follow(self, epoch: Epoch) -> None:
@@ -211,7 +210,7 @@ class PushInlet:
         self._epoch, self._spent_bytes = epoch, 0
         self._grant = self._new_grant()
         if self._way is not None:
-            self._extend(self._desk.policy.push_first_bytes)
+            self._extend(self._first_bytes)
             self._tell()
 
     def extend(self) -> None:

@@ -53,7 +53,7 @@ class PushRight:
             return
         if self._way is None:
             self._way = self.connection.best
-            self._way.listen(self.session, self._hear)
+            self._way.listen(self.session, self._hear, self._wake)
         await self._say_wanted(epoch, limit_bytes)
 
     async def get(self, epoch: Epoch, size_bytes: int) -> bool:
@@ -110,5 +110,8 @@ class PushRight:
                 self._is_needed = False
             else:
                 self._is_refused = True
+        self._wake()
+
+    def _wake(self) -> None:
         self._news.set()
         self._news = trio.Event()

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.budget import Account, Kind, Resource
+from llmnode.core.account import Account
+from llmnode.core.budget import Kind, Resource
 from llmnode.errors import PeerRefused
+from llmnode.node.serve.freed_memory import freed
 from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
     from llmnode.core.budget import Scope
     from llmnode.node.serve.work_turns import WorkTurns
 
-LOOK_EVERY_S = 0.05
-"""How often a session that waits for memory looks whether there is some."""
 RETRY_S = 1.0
 MOST_TIMES_WAITING = 4
 """A step may be given and pushed, and be given again: all positions of a session may wait this many times."""
@@ -97,7 +97,7 @@ class SessionMemory:
         self._check_could_hold(account.resource, more_bytes)
         with trio.move_on_after(self._patience_s):
             while not self._scope.is_closed:
-                await trio.sleep(LOOK_EVERY_S)
+                await freed(self._scope)
                 if account.resize(account.amount + more_bytes):
                     return
         raise _no_memory()

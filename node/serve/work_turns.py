@@ -15,7 +15,8 @@ from llmnode.core.budget import Kind
 from llmnode.core.fair_turns import FairTurns
 
 if TYPE_CHECKING:
-    from llmnode.core.budget import Account, Scope
+    from llmnode.core.account import Account
+    from llmnode.core.budget import Scope
 
 
 @dataclass(slots=True, eq=False)

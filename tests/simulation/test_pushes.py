@@ -280,6 +280,27 @@ async def test_a_session_that_is_full_keeps_no_other_session_of_the_link_waiting
             assert not one.recoveries and not two.recoveries
 
 
+@simulated
+async def test_a_session_that_is_busy_takes_a_few_pushed_steps_ahead() -> None:
+    async with a_session() as (swarm, session, dialogue):
+        first, victim = (swarm.node(session.route[number].peer) for number in (0, 1))
+        (served,) = sessions_of(victim)
+        pushes, link = served.inbox.pushes, _link(first, victim)
+        victim.worker.gate = trio.Event()
+        due = pushed_step(served, served.stage.epoch)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(dialogue.step, 1)
+            await trio.sleep(1)
+            assert len(pushes._queued) == 1, "it is computed"
+            for _ in range(4 * POLICY.pushed_ahead):
+                await link.send(replace(due, step=Step(due.step + 1), start=due.start + 1))
+            await trio.sleep(1)
+            assert len(pushes._queued) + len(pushes._held) == POLICY.pushed_ahead
+            assert held(victim, Resource.PUSHES) == pushes._waiting_bytes + pushes._grant.left_bytes
+            victim.worker.open_gate()
+        assert not session.recoveries
+
+
 # Peers without grants
 
 

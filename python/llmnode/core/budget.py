@@ -9,7 +9,6 @@ connection of least worth is evicted, or the newcomer goes without. Knows neithe
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from itertools import count
 from typing import TYPE_CHECKING
@@ -77,6 +76,7 @@ class Scope:
         "_limits",
         "_parent",
         "_shared",
+        "_watchers",
         "held",
         "is_closed",
         "is_shared",
@@ -104,6 +104,7 @@ class Scope:
         self._limits = limits
         self._children: dict[Scope, None] = {}
         self._shared: dict[str, Scope] = {}
+        self._watchers: dict[Callable[[], None], None] = {}
 
     def __repr__(self) -> str:
         return f"<{self.kind.value} {self.name}>"
@@ -165,6 +166,16 @@ class Scope:
             raise LocalProtocolError(f"{self!r} gives back {amount} {resource.value}, and holds {self.held[resource]}")
         for scope in self.around:
             scope.held[resource] -= amount
+        scope._note_release()
+
+    def watch(self, note: Callable[[], None]) -> None:
+        """Have `note` called once, when something of the process has been given back. It returns at once."""
+        *_, widest = self.around
+        widest._watchers[note] = None
+
+    def unwatch(self, note: Callable[[], None]) -> None:
+        *_, widest = self.around
+        widest._watchers.pop(note, None)
 
     def take(self, resource: Resource, amount: int) -> bool:
         """Reserve, and evict others for it if that is fair. False if the asker goes without."""
@@ -220,6 +231,7 @@ class Scope:
             return
         for scope in parent.around:
             scope.held.subtract(held)
+        scope._note_release()
         parent._children.pop(self, None)
         if parent._shared.get(self.name) is self:
             del parent._shared[self.name]
@@ -232,6 +244,11 @@ class Scope:
         if self.worth < Worth.USED and any(True for _ in self.within(Kind.SESSION)):
             return Worth.USED
         return self.worth
+
+    def _note_release(self) -> None:
+        watchers, self._watchers = self._watchers, {}
+        for note in watchers:
+            note()
 
     def _mark_closed(self) -> None:
         self.is_closed = True
@@ -275,33 +292,6 @@ class Budget:
             if kind in names:
                 around = around.share(kind, names[kind], limits_of(self._policy, kind))
         return around
-
-
-@dataclass(slots=True)
-class Account:
-    """An amount of one resource in a scope, which rises and falls."""
-
-    scope: Scope
-    resource: Resource
-    amount: int = field(default=0, init=False)
-
-    def resize(self, amount: int) -> bool:
-        """Hold `amount` from now on. False if there is no room: it then holds what it held."""
-        if amount > self.amount and not self.scope.take(self.resource, amount - self.amount):
-            return False
-        if amount < self.amount:
-            self.scope.release(self.resource, self.amount - amount)
-        self.amount = amount
-        return True
-
-    def move(self, scope: Scope) -> bool:
-        """Hold the amount in another scope from now on. False if there is no room: it then holds nothing."""
-        self.scope.release(self.resource, self.amount)
-        self.scope = scope
-        if scope.take(self.resource, self.amount):
-            return True
-        self.amount = 0
-        return False
 
 
 def choose_victim(full: Scope, asker: Scope, resource: Resource) -> Scope | None:

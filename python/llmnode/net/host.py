@@ -16,7 +16,8 @@ from libp2p.network.stream.exceptions import StreamError
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
-from llmnode.core.budget import Account, Kind, Resource, Worth
+from llmnode.core.account import Account
+from llmnode.core.budget import Kind, Resource, Worth
 from llmnode.core.ids import PeerId
 from llmnode.core.peers.nat import judge
 from llmnode.core.policy import CircuitPolicy, ReachPolicy

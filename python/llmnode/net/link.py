@@ -37,7 +37,8 @@ from llmnode.wire.frame import Frame, FrameDecoder, FrameType
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from llmnode.core.budget import Account, Scope
+    from llmnode.core.account import Account
+    from llmnode.core.budget import Scope
     from llmnode.core.ids import PeerId
     from llmnode.core.policy import LinkPolicy
     from llmnode.net.negotiated import NegotiatedStream

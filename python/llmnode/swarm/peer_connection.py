@@ -50,7 +50,7 @@ class PeerConnection:
         self.sessions: set[SessionId] = set()
         """The sessions whose answers come over it. It stays open for them."""
         self.adapters = BroughtAdapters(self.ask_peer, link.peer)
-        self._listeners: dict[SessionId, Callable[[Frame], None]] = {}
+        self._listeners: dict[SessionId, tuple[Callable[[Frame], None], Callable[[], None]]] = {}
         self._gone: dict[SessionId, PeerRefused] = {}
         """The sessions that the peer has ended unasked, and why."""
         self._better: PeerConnection | None = None
@@ -191,13 +191,16 @@ class PeerConnection:
         """The answer is not expected any more."""
         self._waiting.pop(question, None)
 
-    def listen(self, session: SessionId, hear: Callable[[Frame], None]) -> None:
-        """Have `hear` called with what the peer says about a session, other than answers. It may raise PeerError."""
-        self._listeners[session] = hear
+    def listen(self, session: SessionId, hear: Callable[[Frame], None], end: Callable[[], None]) -> None:
+        """Have `hear` called with what the peer says about a session, other than answers. It may raise PeerError.
+
+        `end` is called when the connection has ended.
+        """
+        self._listeners[session] = hear, end
 
     def mute(self, session: SessionId, hear: Callable[[Frame], None]) -> None:
         """`hear` is called no more."""
-        if self._listeners.get(session) == hear:
+        if (listener := self._listeners.get(session)) is not None and listener[0] == hear:
             del self._listeners[session]
 
     async def tell(self, frame: Frame) -> None:
@@ -217,8 +220,8 @@ class PeerConnection:
                 frame = await self._link.receive()
                 if (waiter := self._waiting.get(_question(frame))) is not None:
                     waiter.arrive(frame)
-                elif (hear := self._listeners.get(frame.session)) is not None:
-                    hear(frame)
+                elif (listener := self._listeners.get(frame.session)) is not None:
+                    listener[0](frame)
                 else:
                     self._note_gone(frame)
         except PeerError as error:
@@ -229,6 +232,8 @@ class PeerConnection:
             self._has_ended.set()
             for waiter in self._waiting.values():
                 waiter.arrive(None)
+            for _, end in self._listeners.values():
+                end()
 
     def _note_gone(self, frame: Frame) -> None:
         """Nobody waits for the frame: it comes too late, or says that the peer has a session no more."""

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import trio
 
+from llmnode.core.account import Account
 from llmnode.core.address_groups import address_groups
-from llmnode.core.budget import Account, Kind, Resource
+from llmnode.core.budget import Kind, Resource
 from llmnode.core.ids import NO_SESSION
 from llmnode.core.traffic import Traffic
 from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError

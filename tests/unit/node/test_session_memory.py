@@ -12,11 +12,13 @@ import trio
 import trio.lowlevel
 import trio.testing
 
+from llmnode.core.account import Account
 from llmnode.core.budget import Budget, Kind, Resource, Worth
 from llmnode.core.ids import Epoch, PeerId, Step
 from llmnode.core.policy import BudgetPolicy, LinkPolicy, ServePolicy
 from llmnode.errors import PeerRefused, PeerUnreachable
 from llmnode.net.host import open_network
+from llmnode.node.serve.freed_memory import LEAST_S
 from llmnode.node.serve.session_memory import OTHER_FRAMES_BYTES, SessionMemory
 from llmnode.node.serve.work_turns import WorkTurns
 from llmnode.testing import simulated
@@ -58,6 +60,33 @@ async def test_a_frame_waits_for_memory_that_is_given_back() -> None:
         nursery.start_soon(memory.queue, MIB)
         await trio.testing.wait_all_tasks_blocked()
         memory.settle(2 * MIB, 0, 0)
+
+
+@simulated
+async def test_a_frame_waits_for_what_is_given_back_and_not_by_a_timer() -> None:
+    budget = Budget(SMALL)
+    memory = SessionMemory(budget.connection("8.8.8.8", PeerId("somebody")), 16 * MIB, 1000.0, WorkTurns())
+    other = budget.process.open(Kind.SESSION, "another")
+    assert other.take(Resource.MEMORY, budget.process.limit(Resource.MEMORY) or 0)
+    tries = 0
+    resize = Account.resize
+
+    def counted(self: Account, amount: int) -> bool:
+        nonlocal tries
+        tries += 1
+        return resize(self, amount)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Account, "resize", counted)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(memory.queue, MIB)
+            await trio.sleep(100)
+            assert tries == 1
+            other.release(Resource.MEMORY, MIB)
+            await trio.sleep(LEAST_S)
+            assert tries == 2
+            assert memory._waiting.amount == MIB
+    assert not budget.process._watchers
 
 
 @in_trio

@@ -1,0 +1,101 @@
+"""The right to push to a session of another server: it is waited for, and not longer than is of use."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import TYPE_CHECKING
+
+import trio
+import trio.testing
+
+from llmnode.core.ids import Epoch, SessionId
+from llmnode.node.serve.push_right import PushRight
+from llmnode.swarm.peer_connection import open_connection
+from llmnode.testing import Conditions, open_internet, simulated
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import pack, unpack
+from llmnode.wire.push_messages import PushLimit
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from llmnode.testing.link import MemoryLink
+
+SESSION = SessionId(b"s" * 16)
+DELAY_S = 0.05
+PATIENCE_S = 100.0
+EPOCH = Epoch(3)
+
+
+@asynccontextmanager
+async def a_right() -> AsyncIterator[tuple[PushRight, MemoryLink]]:
+    """The right, and the link of the next hop, which the test answers for."""
+    async with open_internet(Conditions(delay_s=DELAY_S)) as internet:
+        near, far = internet.network("near"), internet.network("far")
+        link = await near.dial(far.addresses[0])
+        async with far.accept() as hop, open_connection(link) as connection:
+            yield PushRight(connection, SESSION, count(1), PATIENCE_S), hop
+
+
+def grant(want: Frame, limit_bytes: int) -> Frame:
+    return Frame(FrameType.GRANT, want.session, want.epoch, want.step, meta=pack(PushLimit(limit_bytes)))
+
+
+class Getting:
+    """Has asked for a push of 500 bytes; then it knows whether it may make it, and since when."""
+
+    is_allowed: bool | None = None
+    took_s = 0.0
+
+    async def run(self, right: PushRight) -> None:
+        began_s = trio.current_time()
+        self.is_allowed = await right.get(EPOCH, 500)
+        self.took_s = trio.current_time() - began_s
+
+
+@simulated
+async def test_a_push_waits_until_it_is_granted_and_for_all_of_its_bytes() -> None:
+    async with a_right() as (right, hop), trio.open_nursery() as nursery:
+        nursery.start_soon((getting := Getting()).run, right)
+        want = await hop.receive()
+        assert (want.type, want.session, want.epoch) == (FrameType.WANT, SESSION, EPOCH)
+        assert unpack(PushLimit, want.meta).limit_bytes == 500
+        for limit_bytes in (499, 500):
+            assert getting.is_allowed is None
+            await hop.send(grant(want, limit_bytes))
+            await trio.sleep(1)
+        assert getting.is_allowed
+        assert right._allows(EPOCH, 1) is None, "what is granted is used up"
+
+
+@simulated
+async def test_a_push_that_is_not_granted_gives_up_after_its_patience() -> None:
+    async with a_right() as (right, hop), trio.open_nursery() as nursery:
+        nursery.start_soon((getting := Getting()).run, right)
+        want = await hop.receive()
+        await trio.sleep(PATIENCE_S + 1)
+        assert getting.is_allowed is False and getting.took_s >= PATIENCE_S
+        assert unpack(PushLimit, (await hop.receive()).meta).limit_bytes == 0, "it takes back what it has asked for"
+        await hop.send(grant(want, 500))
+        await trio.sleep(1)
+        assert await right.get(EPOCH, 500), "a grant that comes late is of use to the next one"
+
+
+@simulated
+async def test_a_push_wakes_when_its_right_is_taken_away() -> None:
+    async with a_right() as (right, hop), trio.open_nursery() as nursery:
+        nursery.start_soon((getting := Getting()).run, right)
+        await hop.send(grant(await hop.receive(), 0))
+        await trio.sleep(1)
+        assert getting.is_allowed is False and getting.took_s < 1
+
+
+@simulated
+async def test_a_push_wakes_when_its_connection_ends() -> None:
+    async with a_right() as (right, hop), trio.open_nursery() as nursery:
+        nursery.start_soon((getting := Getting()).run, right)
+        await hop.receive()
+        await hop.end("gone")
+        await trio.sleep(1)
+        assert getting.is_allowed is False and getting.took_s < 1, "it does not wait for what cannot come"
