@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 MOST_HEADER_BYTES = 1 << 17
 """The most that a part has besides its numbers."""
+IN_THREAD_BYTES = 1 << 20
+"""The digest of a larger part takes a third of a millisecond or more, and is made in a thread."""
 _RETRY_S = 1.0
 
 
@@ -67,6 +69,7 @@ class AdapterStore:
         self._shelf = AdapterShelf(policy.adapter_idle_s)
         self._manifests: dict[AdapterId, Manifest] = {}
         self._one_change = trio.Lock()
+        self._one_digest = trio.CapacityLimiter(1)
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -112,10 +115,10 @@ class AdapterStore:
         shelved, manifest = self._shelf.find(adapter), self._manifests.get(adapter)
         if shelved is None or manifest is None or (name := manifest.part(block)) is None:
             raise PeerRefused(RefusalCode.UNKNOWN_ADAPTER, "no such part is expected: send the manifest first")
-        if len(part) > FP32_BYTES * name.values + MOST_HEADER_BYTES or _native.blake3_digest(part) != name.digest:
-            raise RemoteProtocolError(f"{len(part)} bytes that are not the part of block {block}")
-        shelved.users += 1
+        shelved.users += 1  # it is not dropped meanwhile
         try:
+            if len(part) > FP32_BYTES * name.values + MOST_HEADER_BYTES or await self._digest(part) != name.digest:
+                raise RemoteProtocolError(f"{len(part)} bytes that are not the part of block {block}")
             async with self._one_change:
                 if block not in shelved.blocks:
                     await self._adopt(shelved, Adopt(adapter, block, name.values, part))
@@ -134,6 +137,11 @@ class AdapterStore:
             if (shelved := self._shelf.find(adapter)) is not None:
                 self._shelf.remove(shelved)
         self._manifests.clear()
+
+    async def _digest(self, part: Buffer) -> bytes:
+        if len(part) < IN_THREAD_BYTES:
+            return _native.blake3_digest(part)
+        return await trio.to_thread.run_sync(_native.blake3_digest, part, limiter=self._one_digest)
 
     async def _put(self, link: Link, manifest: Manifest) -> Shelved:
         if (shelved := self._shelf.find(manifest.digest)) is not None:  # another task was faster

@@ -8,21 +8,17 @@ section 3.3.
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from math import inf
 from typing import TYPE_CHECKING
 
-import trio
-
-from llmnode.core.account import Account
-from llmnode.core.budget import Kind, Resource
 from llmnode.core.model import FP32_BYTES
 from llmnode.core.operations import Backward, Evaluate
 from llmnode.core.priority import PRIORITIES, Priority
 from llmnode.core.sequences import grouped, split_rows
 from llmnode.core.serving.forward_cost import mixed
 from llmnode.core.span import Span
-from llmnode.errors import ConfigError, PeerError, PeerRefused, RemoteProtocolError, WorkerLost
+from llmnode.errors import ConfigError, PeerRefused, RemoteProtocolError, WorkerLost
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Pass, Passed, RefusalCode, pack, unpack
 from llmnode.wire.pass_deadline import deadline_s
@@ -34,42 +30,38 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from llmnode.core.ids import PeerId, Step
+    from llmnode.core.ids import PeerId
     from llmnode.core.operations import Buffer, Computed
     from llmnode.node.serve.adapter_store import AdapterInUse
+    from llmnode.node.serve.link_requests import LinkRequests
     from llmnode.node.serve.served_span import ServedSpan
-    from llmnode.ports import Link
 
 log = logging.getLogger(__name__)
 
 REQUESTS = frozenset({FrameType.EVALUATE, FrameType.BACKWARD})
 _ANSWERS = {FrameType.EVALUATE: FrameType.EVALUATED, FrameType.BACKWARD: FrameType.GRADIENT}
 _OVERFLOW = "the blocks put out numbers that are not finite, or too large: of a smaller learning rate or loss scale?"
-_RETRY_S = 0.5
 _KEPT_BYTES = 16 << 20
 """A backward takes fewer sequences at once if it would keep more than this between its parts."""
 
 
 class LinkPasses:
-    """The passes that one link asks for. Each is a task in `nursery`, and holds memory in the scope of the link."""
+    """The passes that one link asks for, as `requests`."""
 
     def __init__(
         self,
-        link: Link,
-        nursery: trio.Nursery,
+        requests: LinkRequests,
+        peer: PeerId,
         served_for: Callable[[Pass], ServedSpan],
         count: Callable[[int], None],
-        on_bug: Callable[[PeerId, Exception], None],
     ) -> None:
-        """`served_for` gives the blocks for a pass, or raises PeerRefused. `count` is told of passes that begin and
-        end, as 1 and -1. `on_bug` is that of the server.
+        """`served_for` gives the blocks for a pass of `peer`, or raises PeerRefused. `count` is told of passes that
+        begin and end, as 1 and -1.
         """
-        self._link = link
-        self._nursery = nursery
+        self._requests = requests
+        self._peer = peer
         self._served_for = served_for
         self._count = count
-        self._on_bug = on_bug
-        self._under_way: dict[trio.CancelScope, Step] = {}
 
     def begin(self, frame: Frame) -> None:
         """Compute a pass and answer it, in a task. Raises RemoteProtocolError or PeerRefused for what cannot be."""
@@ -77,65 +69,35 @@ class LinkPasses:
         if request.span_start >= request.span_end:
             raise RemoteProtocolError(f"[{request.span_start}, {request.span_end}) is no span")
         served, span = self._served_for(request), Span(request.span_start, request.span_end)
-        patience_s = min(deadline_s(request) or inf, served.policy.longest_pass_s)
         positions, form = sum(request.lengths), _form(request, served)
         if len(frame.payload) != (expected := _halves(frame) * form.bytes_of(positions)):
             what = f"{frame.type.name}: {len(frame.payload)} bytes for {positions} positions, expected {expected}"
             raise RemoteProtocolError(what)
-        if len(self._under_way) >= served.policy.passes_per_link:
-            raise PeerRefused(RefusalCode.BUSY, "too many passes are under way", retry_after_s=_RETRY_S)
         priority = max(PRIORITIES.get(request.priority, Priority.TRAINING), Priority.TRAINING)
         with ExitStack() as refused:
             if (adapter := served.use(request.adapter, span)) is not None:
                 refused.callback(adapter.release)
-            parts = _Parts(served, span, request.lengths, self._link.peer, priority, adapter)
-            kept_bytes = parts.kept_bytes(frame)
-            size_bytes = len(frame.payload) + form.work_bytes(positions) * (1 + _halves(frame)) + kept_bytes
-            account = Account(self._link.scope.open(Kind.SESSION, "a pass"), Resource.PASSES)
-            refused.callback(account.scope.close)
-            if not account.resize(size_bytes):
-                if not account.scope.could_hold(Resource.PASSES, size_bytes):
-                    why = f"a pass takes {size_bytes >> 20} MiB here, more than there is for one: send fewer positions"
-                    raise PeerRefused(RefusalCode.NO_ROOM, why)
-                raise PeerRefused(RefusalCode.BUSY, "no memory is left for this pass now", retry_after_s=_RETRY_S)
+            parts = _Parts(served, span, request.lengths, self._peer, priority, adapter)
+            work_bytes = form.work_bytes(positions) * (1 + _halves(frame)) + parts.kept_bytes(frame)
+
+            def end() -> None:
+                parts.release()
+                self._count(-1)
+
+            self._requests.begin(
+                frame,
+                len(frame.payload) + work_bytes,
+                lambda: self._computed(frame, parts, form),
+                end,
+                min(deadline_s(request) or inf, served.policy.longest_pass_s),
+            )
             refused.pop_all()
-        scope = trio.CancelScope(deadline=trio.current_time() + patience_s)
-        self._under_way[scope] = frame.step
         self._count(1)
-        self._nursery.start_soon(self._run, frame, parts, form, account, scope)
         served.tally.positions += positions
 
     def cancel(self, frame: Frame) -> None:
         """The client waits no more for the pass that it asked for in the step of this CLOSE. It has no answer."""
-        for scope, step in self._under_way.items():
-            if step == frame.step:
-                scope.cancel()
-
-    def close(self) -> None:
-        """The link has ended: nobody waits for what is under way."""
-        for scope in self._under_way:
-            scope.cancel()
-
-    async def _run(
-        self, frame: Frame, parts: _Parts, form: HiddenForm, account: Account, scope: trio.CancelScope
-    ) -> None:
-        try:
-            with scope:
-                await self._link.send(await self._computed(frame, parts, form))
-            if scope.cancelled_caught and scope.deadline <= trio.current_time():
-                await self._link.send(refusal_of(frame, RefusalCode.BUSY, "the time for this pass is over"))
-        except PeerError as error:
-            log.debug("not answered: %s", error)
-        except Exception as error:  # noqa: BLE001  one pass that nobody foresaw is not to end the server
-            reason = f"this server failed in a way that nobody foresaw: {type(error).__name__}"
-            with suppress(PeerError):
-                await self._link.send(refusal_of(frame, RefusalCode.COMPUTE_FAILED, reason))
-            self._on_bug(self._link.peer, error)
-        finally:
-            del self._under_way[scope]
-            account.scope.close()
-            parts.release()
-            self._count(-1)
+        self._requests.cancel(frame.step)
 
     async def _computed(self, frame: Frame, parts: _Parts, form: HiddenForm) -> Frame:
         """The answer to a pass, be it a refusal."""

@@ -27,6 +27,7 @@ from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.link_adapters import REQUESTS as ADAPTERS
 from llmnode.node.serve.link_adapters import LinkAdapters
 from llmnode.node.serve.link_pushes import LinkPushes
+from llmnode.node.serve.link_requests import LinkRequests
 from llmnode.node.serve.links import accept_links, answer_about_swarm, log_bug
 from llmnode.node.serve.next_hops import NextHops
 from llmnode.node.serve.passes import REQUESTS as PASSES
@@ -241,8 +242,12 @@ class ServerLink:
         self._server = server
         self._link = link
         self._nursery = nursery
-        self._passes = LinkPasses(link, nursery, self._served_for, server.count_passes, server.on_bug)
-        self._adapters = LinkAdapters(link, nursery, server.policy, server.holder_of, server.on_bug)
+        mine, policy = (link, nursery, server.conduct, server.on_bug), server.policy
+        passes = LinkRequests(*mine, policy.passes_per_link, "pass")
+        parts = LinkRequests(*mine, policy.adapter_parts_per_link, "part of an adapter")
+        self._requests = passes, parts
+        self._passes = LinkPasses(passes, link.peer, self._served_for, server.count_passes)
+        self._adapters = LinkAdapters(link, parts, server.holder_of)
         shared = server.sessions, server.desk, server.conduct, server.tally, server.on_bug
         self._pushes = LinkPushes(link, nursery, *shared)
         self._named: dict[SessionId, None] = {}
@@ -253,8 +258,8 @@ class ServerLink:
             while True:
                 await self._handle(await self._link.receive())
         finally:
-            self._passes.close()
-            self._adapters.close()
+            for requests in self._requests:
+                requests.close()
             self._pushes.close()
             for session in self._sessions():
                 self._server.leave_link(session)

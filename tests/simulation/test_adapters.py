@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,7 +16,7 @@ from llmnode.core.model import FP32_BYTES as FP32
 from llmnode.core.policy import BudgetPolicy, ClientPolicy, LinkPolicy, RecoveryPolicy
 from llmnode.core.serving.adapter_shelf import ENTRY_BYTES
 from llmnode.core.span import Span
-from llmnode.errors import NoRoute, PeerError, PeerRefused, SessionLost
+from llmnode.errors import NoRoute, PeerError, PeerRefused, PeerUnreachable, SessionLost
 from llmnode.session.passes import SwarmPasses
 from llmnode.testing import Cast, Conditions, FaultPlan, Odds, exact_output, open_world, seeds
 from llmnode.testing.faults import FailForwards, Freeze, Kill, Stop
@@ -311,6 +312,70 @@ async def test_malformed_frames_about_adapters_are_refused() -> None:
             await bring(adapter.parts[0])
             await bring(adapter.parts[0])
             assert node.worker.executor.adapters == {manifest.digest: {0: adapter.parts[0]}}
+
+
+@simulated
+async def test_parts_with_other_bytes_than_named_cost_their_link() -> None:
+    policy = replace(GENEROUS, malformed_burst=4, malformed_per_s=0.01)
+    async with open_world(serve_policy=policy) as swarm:
+        await swarm.start("one", ALL_BLOCKS)
+        async with swarm.client() as (router, _):
+            connection = await connection_to(router, ALL_BLOCKS)
+            adapter = drawn_adapter(random.Random(7))
+            use, part = AdapterUse(adapter.digest, 0, MODEL.blocks), AdapterPart(adapter.digest, 0)
+            ask = partial(connection.ask_peer, timeout_s=10.0)
+            await ask(FrameType.ADAPTER, FrameType.LACKING, meta=pack(use), payload=adapter.manifest.packed)
+            for _ in range(policy.malformed_burst + 1):
+                with pytest.raises(PeerRefused, match="not the part of block 0"):
+                    await ask(FrameType.PART, FrameType.HELD, meta=pack(part), payload=b"other bytes")
+            with pytest.raises(PeerUnreachable):
+                await ask(FrameType.PART, FrameType.HELD, meta=pack(part), payload=adapter.parts[0])
+
+
+@simulated
+async def test_a_link_brings_a_few_parts_at_a_time_and_is_told_to_come_again() -> None:
+    most = GENEROUS.adapter_parts_per_link
+    async with world() as swarm:
+        node = await swarm.start("one", ALL_BLOCKS)
+        async with swarm.client() as (router, _):
+            connection = await connection_to(router, ALL_BLOCKS)
+            adapter = drawn_adapter(random.Random(7))
+            use = pack(AdapterUse(adapter.digest, 0, MODEL.blocks))
+            await connection.ask_peer(FrameType.ADAPTER, FrameType.LACKING, 10.0, use, adapter.manifest.packed)
+
+            async def bring(block: int) -> None:
+                meta = pack(AdapterPart(adapter.digest, block))
+                await connection.ask_peer(FrameType.PART, FrameType.HELD, 10.0, meta, adapter.parts[block])
+
+            assert node.server.served is not None
+            busy = node.server.served.adapters._one_change  # as if its worker took a part
+            async with trio.open_nursery() as nursery, busy:
+                for block in range(most):
+                    nursery.start_soon(bring, block)
+                await trio.sleep(1)
+                with pytest.raises(PeerRefused) as refused:
+                    await bring(most)
+                assert refused.value.code == "busy" and refused.value.retry_after_s
+            await bring(most)
+            assert node.worker.executor.adapters[adapter.digest].keys() == set(range(most + 1))
+
+
+@simulated
+async def test_a_backward_whose_adapter_gradients_exceed_an_answer_is_refused_and_a_forward_is_not() -> None:
+    adapter = drawn_adapter(random.Random(9))
+    most_bytes = FP32 * adapter.manifest.values(ALL_BLOCKS) - 1
+    policy = ClientPolicy(recovery=RecoveryPolicy(timeout_s=5.0))
+    for allowed_bytes in (most_bytes + 1, most_bytes):
+        async with open_world(serve_policy=replace(GENEROUS, adapter_gradient_bytes=allowed_bytes)) as swarm:
+            await swarm.start("one", ALL_BLOCKS)
+            async with swarm.client(policy) as (router, _):
+                client = SwarmPasses(router.finder, Codec.RAW)
+                if allowed_bytes > most_bytes:
+                    await there_and_back(client, 1, LENGTHS, adapter)
+                    continue
+                await client.outputs(ALL_BLOCKS, [3], exact_input(random.Random(1), 3), adapter)
+                with pytest.raises((NoRoute, SessionLost), match="gradients are too large"):
+                    await there_and_back(client, 1, LENGTHS, adapter)
 
 
 @simulated

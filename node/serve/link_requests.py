@@ -1,0 +1,126 @@
+"""Requests of one link that a server answers in tasks of their own, so many at a time as it may have under way."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from math import inf
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.account import Account
+from llmnode.core.budget import Kind, Resource
+from llmnode.errors import PeerError, PeerRefused, RemoteProtocolError
+from llmnode.wire.messages import RefusalCode
+from llmnode.wire.refusal import refusal_for, refusal_of
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from llmnode.core.ids import PeerId, Step
+    from llmnode.node.serve.conduct import Conduct
+    from llmnode.ports import Link
+    from llmnode.wire.frame import Frame
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+
+
+class LinkRequests:
+    """Each is a task in `nursery`, and holds memory (`Resource.PASSES`) in the scope of the link."""
+
+    def __init__(
+        self,
+        link: Link,
+        nursery: trio.Nursery,
+        conduct: Conduct,
+        on_bug: Callable[[PeerId, Exception], None],
+        most: int,
+        what: str,
+    ) -> None:
+        """`most` may be under way, and each is a `what`, for the client to read. The others are the server's."""
+        self._link = link
+        self._nursery = nursery
+        self._conduct = conduct
+        self._on_bug = on_bug
+        self._most = most
+        self._what = what
+        self._under_way: dict[trio.CancelScope, Step] = {}
+
+    def begin(
+        self,
+        frame: Frame,
+        size_bytes: int,
+        answer: Callable[[], Awaitable[Frame]],
+        end: Callable[[], None] = lambda: None,
+        patience_s: float = inf,
+    ) -> None:
+        """Send what `answer` gives for a request. It holds `size_bytes` until then, and `end` is called after it.
+
+        `answer` may raise PeerRefused, or RemoteProtocolError for what is malformed: the link pays for that. If this
+        raises PeerRefused, the request has not begun, and `end` is not called.
+        """
+        if len(self._under_way) >= self._most:
+            why = f"{self._most} are under way over this link: no further {self._what} is taken now"
+            raise PeerRefused(RefusalCode.BUSY, why, retry_after_s=RETRY_S)
+        account = Account(self._link.scope.open(Kind.SESSION, self._what), Resource.PASSES)
+        if not account.resize(size_bytes):
+            could_hold = account.scope.could_hold(Resource.PASSES, size_bytes)
+            account.scope.close()
+            if not could_hold:
+                why = f"a {self._what} takes {size_bytes >> 20} MiB here, more than there is for one: send less at once"
+                raise PeerRefused(RefusalCode.NO_ROOM, why)
+            why = f"no memory is left for this {self._what} now"
+            raise PeerRefused(RefusalCode.BUSY, why, retry_after_s=RETRY_S)
+        scope = trio.CancelScope(deadline=trio.current_time() + patience_s)
+        self._under_way[scope] = frame.step
+        self._nursery.start_soon(self._run, frame, answer, end, account, scope)
+
+    def cancel(self, step: Step) -> None:
+        """Nobody waits any more for the answer to the request of this step."""
+        for scope, each in self._under_way.items():
+            if each == step:
+                scope.cancel()
+
+    def close(self) -> None:
+        """The link has ended: nobody waits for what is under way."""
+        for scope in self._under_way:
+            scope.cancel()
+
+    async def _run(
+        self,
+        frame: Frame,
+        answer: Callable[[], Awaitable[Frame]],
+        end: Callable[[], None],
+        account: Account,
+        scope: trio.CancelScope,
+    ) -> None:
+        try:
+            with scope:
+                await self._answer(frame, answer)
+            if scope.cancelled_caught and scope.deadline <= trio.current_time():
+                await self._link.send(refusal_of(frame, RefusalCode.BUSY, f"the time for this {self._what} is over"))
+        except PeerError as error:
+            log.debug("not answered: %s", error)
+        except Exception as error:  # noqa: BLE001  one request that nobody foresaw is not to end the server
+            reason = f"this server failed in a way that nobody foresaw: {type(error).__name__}"
+            with suppress(PeerError):
+                await self._link.send(refusal_of(frame, RefusalCode.COMPUTE_FAILED, reason))
+            self._on_bug(self._link.peer, error)
+        finally:
+            del self._under_way[scope]
+            account.scope.close()
+            end()
+
+    async def _answer(self, frame: Frame, answer: Callable[[], Awaitable[Frame]]) -> None:
+        try:
+            answered = await answer()
+        except PeerRefused as error:
+            answered = refusal_for(frame, error)
+        except RemoteProtocolError as error:
+            await self._link.send(refusal_for(frame, error))
+            await self._conduct.note_malformed(self._link)
+            return
+        await self._link.send(answered)
