@@ -55,7 +55,9 @@ class LinkPushes:
     async def take(self, frame: Frame) -> None:
         """A step from the hop before, on the client's behalf. Its faults are not blamed on the client.
 
-        One that was not granted costs its peer. Raises PeerRefused for it, and RemoteProtocolError for a malformed one.
+        One that was not granted costs its peer, if that knows grants. An older one pushes where its client says, until
+        it is refused, and its client may be hostile. Raises PeerRefused for such a step, and RemoteProtocolError for a
+        malformed one.
         """
         if frame.meta:  # out of a log it comes without
             unpack(Pushed, frame.meta)
@@ -71,7 +73,8 @@ class LinkPushes:
         if self._desk.is_late(peer, frame.size_bytes):
             log.debug("dropped a late step of peer=%s", peer)
             return
-        await self._conduct.note_unasked(self._link)
+        if self._grants.has_asked:
+            await self._conduct.note_unasked(self._link)
         raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "no session takes this step over this link")
 
     def close(self) -> None:

@@ -83,6 +83,8 @@ class LinkGrants:
         self.desk = desk
         self.asked: dict[SessionId, tuple[Step, Epoch, int]] = {}
         """The last WANT for each session: its number, its epoch, and the limit that it asks for."""
+        self.has_asked = False
+        """Whether it has sent any WANT: a peer that is older than those cannot know what is granted."""
         self.inlets: dict[PushInlet, None] = {}
         self._short: dict[PushInlet, None] = {}  # those for which there is not enough memory now
         self._untold: dict[SessionId, Frame] = {}
@@ -93,6 +95,7 @@ class LinkGrants:
 
     def note(self, frame: Frame, limit_bytes: int) -> None:
         """The peer would push to a session."""
+        self.has_asked = True
         self.asked.pop(frame.session, None)
         self.asked[frame.session] = frame.step, frame.epoch, limit_bytes
         if len(self.asked) > MOST_ASKED:

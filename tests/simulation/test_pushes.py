@@ -27,7 +27,7 @@ from llmnode.wire.push_messages import PushLimit
 from simulation.world import MODEL, ROW, SPANS, Dialogue, pairs_of_servers, simulated
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Collection
 
     from llmnode.core.ids import PeerId
     from llmnode.node.serve.session import ServerSession
@@ -304,11 +304,10 @@ async def test_a_session_that_is_busy_takes_a_few_pushed_steps_ahead() -> None:
 # Peers without grants
 
 
-@pytest.mark.parametrize("old", ["0a 0b", "1a 1b", "0a 0b 2a 2b"])
-@simulated
-async def test_peers_that_know_no_grants_push_and_are_pushed_to(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They speak protocol 2, and refuse the frame as unknown."""
-    peers = {peer_named(name) for name in old.split()}
+def know_no_grants(
+    peers: Collection[PeerId], monkeypatch: pytest.MonkeyPatch
+) -> Counter[tuple[FrameType, PeerId, PeerId]]:
+    """From now on these are as old. Counts the frames that are sent, with the senders and the receivers."""
     handle, send = ServerLink._handle, MemoryLink.send
     told: Counter[tuple[FrameType, PeerId, PeerId]] = Counter()
 
@@ -325,6 +324,15 @@ async def test_peers_that_know_no_grants_push_and_are_pushed_to(old: str, monkey
 
     monkeypatch.setattr(ServerLink, "_handle", handle_as_old)
     monkeypatch.setattr(MemoryLink, "send", send_as_old)
+    return told
+
+
+@pytest.mark.parametrize("old", ["0a 0b", "1a 1b", "0a 0b 2a 2b"])
+@simulated
+async def test_peers_that_know_no_grants_push_and_are_pushed_to(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They speak protocol 2, and refuse the frame as unknown."""
+    peers = {peer_named(name) for name in old.split()}
+    told = know_no_grants(peers, monkeypatch)
     async with pairs_of_servers() as swarm, swarm.session(max_length=60) as (session, _):
         dialogue = Dialogue(session, random.Random(1))
         for _ in range(5):
@@ -335,6 +343,38 @@ async def test_peers_that_know_no_grants_push_and_are_pushed_to(old: str, monkey
         assert [each.direct for each in session.timings] == [False, True, True]
         assert not session.recoveries
     assert not any(sender in peers for kind, sender, _ in told if kind is FrameType.GRANT)
+
+
+@pytest.mark.parametrize("epoch", [0, 7], ids=["an unknown session", "another epoch"])
+@simulated
+async def test_a_client_cannot_cost_an_old_server_its_link_to_the_next_hop(
+    epoch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the old server push to a session that is not there, or that is in another epoch, again and again."""
+    target = SessionId(b"t" * 16)
+    told = know_no_grants([peer_named("0a"), peer_named("0b")], monkeypatch)
+    async with a_session() as (swarm, session, dialogue):
+        first, victim = (swarm.node(session.route[number].peer) for number in (0, 1))
+        link, hostile = _link(first, victim), swarm.internet.network("hostile")
+        asked, lured = [await hostile.dial(each.network.addresses[0]) for each in (victim, first)]
+        if epoch:
+            await asked.send(open_frame(target, 1, 1))
+            await asked.send(neighbours(target, 1, sender=first.name))
+            await answers(asked, 2)
+        before = told[FrameType.STEP, first.peer, victim.peer]
+        for number in range(AT_ONCE + 10):
+            name = SessionId(number.to_bytes(16, "big"))
+            await lured.send(replace(open_frame(name, 0, 1), epoch=Epoch(epoch)))
+            await lured.send(replace(neighbours(name, 1, receiver=victim.name, session=target), epoch=Epoch(epoch)))
+            await lured.send(Frame(FrameType.STEP, name, Epoch(epoch), length=1, payload=bytes(ROW)))
+            await answers(lured, 3)
+            await lured.send(Frame(FrameType.CLOSE, name))
+        assert told[FrameType.STEP, first.peer, victim.peer] - before > AT_ONCE, "it does as it is told"
+        await trio.sleep(1)
+        assert not link._error
+        await dialogue.step(1)
+        assert [each.direct for each in session.timings] == [False, True, True]
+        assert not session.recoveries
 
 
 @simulated
