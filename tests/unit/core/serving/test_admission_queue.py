@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.policy import AdmissionPolicy
 from llmnode.core.priority import Priority
-from llmnode.core.serving.admission_queue import AdmissionQueue
+from llmnode.core.serving.admission_queue import AdmissionQueue, _Standing
 from llmnode.core.serving.kv_shares import KvClaim, KvLease
 
 if TYPE_CHECKING:
@@ -74,6 +75,15 @@ class Hall:
         return sum(self.asked[number] for number in self.inside)
 
 
+def check_what_is_kept(room: AdmissionQueue) -> None:
+    """It is what would be worked out anew, whatever has changed."""
+    kept, anew = room._standing, _Standing(room._leases.values(), room.positions, room._policy)
+    for what in ("line", "inside", "free", "coming", "since_s", "least"):
+        assert getattr(kept, what) == getattr(anew, what), what
+    assert (kept.shares.of_group, kept.shares.of_peer) == (anew.shares.of_group, anew.shares.of_peer)
+    assert kept.shares.share == anew.shares.share
+
+
 EVENTS = st.one_of(
     st.tuples(st.just("ask"), st.integers(1, POSITIONS), st.integers(0, 3), st.sampled_from(Priority)),
     st.tuples(st.just("leave"), st.integers(0, 99), st.just(0), st.just(Priority.BATCH)),
@@ -97,6 +107,7 @@ def test_there_is_never_more_held_than_there_is_and_in_the_end_all_is_free(
         assert hall.held <= POSITIONS
         assert hall.room.free == POSITIONS - hall.held
         assert hall.room.line == len(hall.waiting)
+        check_what_is_kept(hall.room)
         assert POLICY.least_retry_s <= hall.retry_after_s(50) <= POLICY.longest_retry_s
     for _ in hall.asked:
         for number in list(hall.inside):
@@ -276,3 +287,40 @@ def test_a_flood_of_refused_opens_leaves_other_groups_their_forecasts() -> None:
     assert told_s[0] == policy.idle_s, "then one may be moved"
     assert told_s[-1] > policy.idle_s, "it is told when sessions end"
     assert room.retry_after_s(claim(1, client=101), 1000.0) == policy.idle_s
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_laws_hold_with_hundreds_of_sessions_of_which_some_leave_for_others(seed: int) -> None:
+    rng, positions = random.Random(seed), 3000
+    policy = AdmissionPolicy(line=60, line_per_client=20)
+    room, open_sessions, now_s = AdmissionQueue(positions, policy), dict[int, int](), 0.0
+    most = moved = 0
+    for number in range(900):
+        now_s += rng.expovariate(5)
+        asked = claim(rng.randint(1, 20), client=rng.choice((0, 0, 0, rng.randrange(30))))
+        has_place, makes_way = room.place_for(asked)
+        if makes_way is not None:
+            room.remove(makes_way, now_s)
+            del open_sessions[int.from_bytes(makes_way, "big")]
+        if has_place:
+            room.add(name(number), asked, now_s)
+            open_sessions[number] = asked.positions
+        leaving = room.choose_moves(now_s) if number % 10 == 0 else []
+        moved += len(leaving)
+        for each in leaving:
+            check_what_is_kept(room)
+            room.remove(each, now_s)
+            del open_sessions[int.from_bytes(each, "big")]
+        for each in room.admit(now_s):
+            room.use(each, now_s, ends=True)
+        if rng.random() < 0.1:
+            room.remove(name(ended := rng.choice(list(open_sessions))), now_s)
+            del open_sessions[ended]
+        if number % 20 == 0:
+            check_what_is_kept(room)
+        held = positions - room.free
+        assert 0 <= held <= positions
+        assert held <= sum(open_sessions.values())
+        assert room.line <= policy.line
+        most = max(most, len(open_sessions))
+    assert most > 250 and moved, "there were many, and some had to go"
