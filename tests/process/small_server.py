@@ -40,17 +40,21 @@ if TYPE_CHECKING:
 STOP_S = 20.0
 ANSWER_S = 30.0
 
-# `llmnode serve`, that tells on SIGUSR2 which trio tasks live. Malformed frames cost no link here, so that floods
-# of them reach everything behind the parsers.
-WATCHED_SERVE = """
-import collections, json, os, signal, trio
-from llmnode.node.cli import run
+# Malformed frames cost no link then, so that floods of them reach everything behind the parsers.
+FORGIVING = """
+import trio
 from llmnode.node.serve.conduct import Conduct
 
 async def forgive(*_):
     await trio.lowlevel.checkpoint()
 
 Conduct.note_malformed = forgive
+"""
+
+# `llmnode serve`, that tells on SIGUSR2 which trio tasks live.
+WATCHED_SERVE = """
+import collections, json, os, signal, trio
+from llmnode.node.cli import run
 
 def names(task):
     yield task.name
@@ -111,11 +115,12 @@ class SmallServer:
 
 @contextmanager
 def serve_small(
-    folder: Path, span: Span, kv_tokens: int, errors: Path, memory_bytes: int | None = None
+    folder: Path, span: Span, kv_tokens: int, errors: Path, memory_bytes: int | None = None, *, forgives: bool = True
 ) -> Iterator[SmallServer]:
     """It must end well, and without having said anything of a traceback. `memory_bytes` is its budget for peers."""
     budget = {} if memory_bytes is None else {"BudgetPolicy.memory_bytes": memory_bytes}
-    command = [*with_policies(budget, WATCHED_SERVE), "serve", str(folder), "--blocks", f"{span.start}:{span.end}"]
+    program = FORGIVING * forgives + WATCHED_SERVE
+    command = [*with_policies(budget, program), "serve", str(folder), "--blocks", f"{span.start}:{span.end}"]
     command += ["--kv-tokens", str(kv_tokens), "--threads", "1", "--json", "--verbose", "--until-stdin-closes"]
     pipe = subprocess.PIPE
     with (

@@ -1,0 +1,354 @@
+"""The attacks of one stranger (`SECURITY.md`), each small, against one real server, whose other clients go on."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+import trio
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.custom_types import TProtocol
+from libp2p.kad_dht.pb.kademlia_pb2 import Message
+from libp2p.peer.id import ID
+
+from llmnode.core.announcement import Announcement, Offer, PeerState
+from llmnode.core.ids import Epoch, PeerId, SessionId, Step
+from llmnode.core.policy import DialPolicy, LinkPolicy, ServePolicy, SwarmPolicy
+from llmnode.core.span import Span
+from llmnode.errors import PeerError, PeerRefused, PeerUnreachable
+from llmnode.models.open_model import open_model
+from llmnode.net.addresses import parse_peer
+from llmnode.net.circuit_wire import receive, send
+from llmnode.net.host import open_network
+from llmnode.net.select import open_unanswered
+from llmnode.swarm.membership import wall_clock_ms
+from llmnode.swarm.peer_connection import open_connection
+from llmnode.wire.adapter import make_adapter
+from llmnode.wire.announcement import pack_news, sign_announcement
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import (
+    AdapterPart,
+    AdapterUse,
+    Clock,
+    Neighbours,
+    Opened,
+    OpenRequest,
+    Refusal,
+    RefusalCode,
+    Replay,
+    pack,
+    unpack,
+)
+from llmnode.wire.push_messages import PushLimit
+from process.small_server import connected, expected_tokens, serve_small
+from reference.small import BLOCKS, make_model
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+    from libp2p.network.swarm import Swarm
+
+    from llmnode.models.sources.folder import ModelFolder
+    from llmnode.ports import Link
+    from process.small_server import SmallClient
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(120)]
+
+POLICY = ServePolicy()
+KV_TOKENS, CONTEXT = 400, 256
+ANSWER_S = 30.0
+PROMPT, NEW_TOKENS = [3, 1, 4, 1, 5], 4
+STRANGER = "127.0.7.1"
+"""In private networks each address is a group of its own. Honest clients come from another one."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """The server, and what it should answer."""
+
+    address: str
+    folder: ModelFolder
+    model: Any  # as transformers types it
+
+    async def check(self, client: SmallClient) -> None:
+        """Over a link that was there before."""
+        assert await client.generate([PROMPT], NEW_TOKENS) == [expected_tokens(self.model, PROMPT, NEW_TOKENS)]
+
+    def bystander(self) -> Any:
+        return connected([self.address], self.folder)
+
+    def open_frame(self, name: SessionId, max_length: int = 16) -> Frame:
+        model = self.folder.info
+        span, precision = (0, model.blocks), model.precision.name
+        request = OpenRequest(model.digest, *span, max_length, precision, "raw", "interactive", keep_outputs=True)
+        return Frame(FrameType.OPEN, name, meta=pack(request))
+
+    def step_frame(self, name: SessionId, step: int, length: int = 1) -> Frame:
+        rows = bytes(length * self.folder.info.row_bytes)
+        return Frame(FrameType.STEP, name, Epoch(0), Step(step), step, length, payload=rows)
+
+    def news(self, *announced: tuple[PeerId, str, Callable[[bytes], bytes]]) -> Frame:
+        """Peers that say that they hold all blocks, with their addresses and their keys."""
+        model, now_ms = self.folder.info, wall_clock_ms()
+        state = PeerState.ONLINE, 1, KV_TOKENS, KV_TOKENS
+        offer = Offer(model.name, model.profile, model.blocks, Span(0, model.blocks), *state)
+        signed = [
+            sign_announcement(Announcement(peer, (address,), now_ms, now_ms + 45_000, "llmnode/0", offer), sign)
+            for peer, address, sign in announced
+        ]
+        payload = pack_news([each.signed for each in signed], [], SwarmPolicy())
+        return Frame(FrameType.NEWS, meta=pack(Clock(now_ms)), payload=payload)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp("model") / "small"
+    model = make_model("llama", tied=False, max_position_embeddings=CONTEXT)
+    model.save_pretrained(path)
+    errors = tmp_path_factory.mktemp("said") / "stderr"
+    with serve_small(path, Span(0, BLOCKS), KV_TOKENS, errors, forgives=False) as server:
+        yield Served(server.address, open_model(str(path)), model)
+
+
+@asynccontextmanager
+async def stranger(served: Served, source: str = STRANGER, listen: list[str] | None = None) -> AsyncIterator[Any]:
+    """A network that is connected to the server from this address."""
+    dials = DialPolicy(burst=10**6, per_s=1e6, contact_burst=10**6, contact_per_s=1e6)
+    async with open_network(listen or [], LinkPolicy(dials=dials)) as network:
+        network.vouch([served.address])
+        info = parse_peer(served.address)
+        await cast("Swarm", network.host.get_network()).dial_addr(info.addrs[0], info.peer_id, (source, 0))
+        yield network
+
+
+def name(number: int) -> SessionId:
+    return SessionId(number.to_bytes(16, "big"))
+
+
+def identity() -> tuple[PeerId, Callable[[bytes], bytes]]:
+    keys = create_new_key_pair()
+    return PeerId(ID.from_pubkey(keys.public_key).to_base58()), keys.private_key.sign
+
+
+async def answer(link: Link) -> Frame:
+    with trio.fail_after(ANSWER_S):
+        return await link.receive()
+
+
+async def refusal(link: Link) -> Refusal:
+    frame = await answer(link)
+    assert frame.type is FrameType.REFUSAL, frame
+    return unpack(Refusal, frame.meta)
+
+
+async def refusals_until_the_end(link: Link) -> int:
+    """The server may answer, and then it ends the link."""
+    for number in count():
+        try:
+            await refusal(link)
+        except PeerUnreachable:
+            return number
+    raise AssertionError("unreachable")
+
+
+def test_malformed_frames_cost_the_link_of_their_sender_alone(served: Served) -> None:
+    async def check() -> None:
+        async with served.bystander() as client, stranger(served) as network:
+            link = await network.dial(served.address)
+            with suppress(PeerError):
+                for number in range(2 * POLICY.malformed_burst):
+                    await link.send(Frame(FrameType.OPEN, name(number), meta=b"no fields"))
+            assert await refusals_until_the_end(link) <= POLICY.malformed_burst + 1
+            await served.check(client)
+
+    trio.run(check)
+
+
+def test_parts_of_an_adapter_with_other_bytes_count_as_malformed(served: Served) -> None:
+    async def check() -> None:
+        async with (
+            stranger(served, "127.0.7.2") as network,
+            open_connection(await network.dial(served.address)) as connection,
+        ):
+            adapter = make_adapter(served.folder.info.digest, {0: (bytes(8), 2)})
+            use, part = pack(AdapterUse(adapter.digest, 0, 1)), pack(AdapterPart(adapter.digest, 0))
+            ask = partial(connection.ask_peer, timeout_s=ANSWER_S)
+            await ask(FrameType.ADAPTER, FrameType.LACKING, meta=use, payload=adapter.manifest.packed)
+            for _ in range(POLICY.malformed_burst + 1):
+                with pytest.raises(PeerRefused, match="not the part"):
+                    await ask(FrameType.PART, FrameType.HELD, meta=part, payload=bytes(7))
+            with pytest.raises(PeerUnreachable):
+                await ask(FrameType.PART, FrameType.HELD, meta=part, payload=adapter.parts[0])
+
+    trio.run(check)
+
+
+def test_steps_that_nobody_asked_for_cost_their_link_and_not_the_session(served: Served) -> None:
+    async def check() -> None:
+        async with served.bystander() as client, stranger(served) as network, client.session(32) as session:
+            link = await network.dial(served.address)
+            victim = session._hops.hops[0].session
+            await link.send(Frame(FrameType.WANT, victim, meta=pack(PushLimit(1 << 20))))
+            rows = bytes(served.folder.info.row_bytes)
+            before = bytes(await session.step(rows))
+            with suppress(PeerError):
+                for _ in range(2 * POLICY.unasked_burst):
+                    await link.send(replace(served.step_frame(victim, 1), payload=b"\x01" * len(rows)))
+            assert await refusals_until_the_end(link) <= POLICY.unasked_burst + 1, "nothing is granted to it either"
+            session.position = 0
+            assert bytes(await session.step(rows)) == before, "it goes on as if nothing had been"
+
+    trio.run(check)
+
+
+def test_a_log_is_not_pushed_to_a_server_that_does_not_want_it(served: Served) -> None:
+    """A few bytes, again and again, would have one server send much to another. The other one is ours."""
+    heard: list[FrameType] = []
+
+    async def serve(network: Any) -> None:
+        async with network.accept() as link:
+            while True:
+                heard.append((frame := await link.receive()).type)
+                if frame.type is FrameType.DESCRIBE:
+                    await link.send(Frame(FrameType.DESCRIPTION, step=frame.step, meta=described))
+
+    async def check() -> None:
+        nonlocal described
+        async with stranger(served, listen=["/ip4/127.0.0.1/tcp/0"]) as network, trio.open_nursery() as nursery:
+            link, target = await network.dial(served.address), name(2)
+            await link.send(Frame(FrameType.DESCRIBE))
+            described = (await answer(link)).meta
+            nursery.start_soon(serve, network)
+            await link.send(served.news((network.peer, network.addresses[0], network.sign)))
+            await link.send(served.open_frame(name(1)))
+            assert (await answer(link)).type is FrameType.OPENED
+            neighbours = Neighbours("", network.peer, target, quiet=False, again=False)
+            await link.send(Frame(FrameType.NEIGHBOURS, name(1), step=Step(0), meta=pack(neighbours)))
+            assert (await answer(link)).type is FrameType.FORWARDED
+            await link.send(served.step_frame(name(1), 0, 8))
+            assert (await answer(link)).type is FrameType.RESULT
+            for number in range(4):
+                replay = pack(Replay(push=True))
+                await link.send(Frame(FrameType.REPLAY, name(1), Epoch(0), Step(number), 0, 8, replay))
+                assert len((await answer(link)).payload) == 8 * served.folder.info.row_bytes, "it comes to us"
+            assert FrameType.WANT in heard and FrameType.STEP not in heard
+            nursery.cancel_scope.cancel()
+
+    described = b""
+    trio.run(check)
+
+
+@asynccontextmanager
+async def listening(host: str) -> AsyncIterator[tuple[int, list[object]]]:
+    """A port of a victim, and the connections to it. It says nothing."""
+    listeners = await trio.open_tcp_listeners(0, host=host)
+    connections: list[object] = []
+
+    async def note(stream: trio.SocketStream) -> None:
+        connections.append(stream)
+        await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.serve_listeners, note, listeners)
+        yield listeners[0].socket.getsockname()[1], connections
+        nursery.cancel_scope.cancel()
+
+
+def test_a_server_tells_nobody_what_is_at_an_address_and_dials_it_a_few_times(served: Served) -> None:
+    """40 peers are announced at the address of a victim, and one at a port that is closed."""
+    identities = 40
+
+    async def check() -> None:
+        async with stranger(served) as network, listening("127.0.8.1") as (port, connections):
+            link = await network.dial(served.address)
+            await link.send(served.open_frame(name(3)))
+            assert (await answer(link)).type is FrameType.OPENED
+            baits = [identity() for _ in range(identities + 1)]
+            places = ["/ip4/127.0.8.2/tcp/1", *[f"/ip4/127.0.8.1/tcp/{port}"] * identities]
+            told = [(peer, f"{place}/p2p/{peer}", sign) for place, (peer, sign) in zip(places, baits, strict=True)]
+            for each in told:
+                await link.send(served.news(each))
+            words = set()
+            for number, (peer, _) in enumerate(baits):
+                meta = pack(Neighbours("", peer, name(4), quiet=False, again=number > 1))  # the first two wait
+                began_s = trio.current_time()
+                await link.send(Frame(FrameType.NEIGHBOURS, name(3), step=Step(number), meta=meta))
+                refused = await refusal(link)
+                words.add((refused.code, refused.message))
+                if number < 2:
+                    assert trio.current_time() - began_s > 0.9 * POLICY.dial_patience_s, "whatever is there"
+            assert words == {(RefusalCode.CANNOT_FORWARD, "no connection to the next hop")}
+            assert len(connections) <= DialPolicy().place_burst + 2
+
+    trio.run(check)
+
+
+def test_silent_streams_do_not_close_the_dht(served: Served) -> None:
+    protocol, peer = TProtocol("/ipfs/kad/1.0.0"), parse_peer(served.address).peer_id
+
+    async def check() -> None:
+        async with stranger(served) as network, stranger(served, "127.0.9.1") as honest:
+            for _ in range(12):
+                await open_unanswered(network.host, peer, protocol)
+            stream = await open_unanswered(honest.host, peer, protocol)
+            with trio.fail_after(SwarmPolicy().dht.request_s / 2):
+                request = Message(type=Message.FIND_NODE, key=honest.host.get_id().to_bytes())
+                await send(stream.muxed_stream, request)
+                assert (await receive(stream.muxed_stream, Message())).type == Message.FIND_NODE
+
+    trio.run(check)
+
+
+def test_links_of_many_identities_at_one_address_leave_places_for_another(served: Served) -> None:
+    most = LinkPolicy().budget.links // 2
+
+    async def check() -> None:
+        held = 0
+
+        async def hold(task_status: trio.TaskStatus[None]) -> None:
+            nonlocal held
+            with suppress(PeerError):
+                async with stranger(served) as network:
+                    link = await network.dial(served.address)
+                    await link.send(Frame(FrameType.DESCRIBE))
+                    await answer(link)
+                    held += 1
+                    task_status.started()
+                    await trio.sleep_forever()
+            task_status.started()
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(most + 4):
+                await nursery.start(hold)
+            assert most / 2 < held <= most
+            with trio.fail_after(ANSWER_S):
+                async with served.bystander() as client:
+                    await served.check(client)
+            nursery.cancel_scope.cancel()
+
+    trio.run(check)
+
+
+def test_a_name_that_is_used_twice_has_another_nonce_under_its_receipts(served: Served) -> None:
+    """Else two receipts of an honest server would seem to contradict each other."""
+
+    async def check() -> None:
+        async with stranger(served) as network:
+            link = await network.dial(served.address)
+            nonces = set()
+            for _ in range(3):
+                await link.send(served.open_frame(name(5)))
+                nonces.add(unpack(Opened, (await answer(link)).meta).nonce)
+                await link.send(Frame(FrameType.CLOSE, name(5)))
+                await link.send(Frame(FrameType.DESCRIBE))
+                while (await answer(link)).type is not FrameType.DESCRIPTION:
+                    pass
+            assert len(nonces) == 3 and b"" not in nonces
+
+    trio.run(check)
