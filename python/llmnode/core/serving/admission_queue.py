@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, deque
 from functools import cached_property
-from math import inf
+from math import ceil, inf
 from typing import TYPE_CHECKING
 
 from llmnode.core.ids import NO_SESSION
@@ -162,9 +162,10 @@ class AdmissionQueue:
         policy, inside, shares = self._policy, self._standing.inside, self._standing.shares_with(lease)
         times = {now_s, *(each.used_s + policy.idle_s for each in inside)}
         times |= {each.since_s + policy.keeps_s for each in inside}
-        ahead = sorted(each for each in times if now_s <= each <= now_s + policy.longest_retry_s)
-        index = bisect_left(ahead, True, key=lambda at_s: bool(shares.choose_moves(lease, wanted, at_s)))
-        return ahead[index] - now_s if index < len(ahead) else inf
+        until_s, every_s = now_s + policy.longest_retry_s, policy.least_retry_s  # more exactly it need not be
+        ahead = sorted({every_s * ceil((each - now_s) / every_s) for each in times if now_s <= each <= until_s})
+        index = bisect_left(ahead, True, key=lambda in_s: bool(shares.choose_moves(lease, wanted, now_s + in_s)))
+        return ahead[index] if index < len(ahead) else inf
 
     def _next(self, now_s: float) -> KvLease | None:
         """The next session that comes in. Those before it have been passed over once more."""
