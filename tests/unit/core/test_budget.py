@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from llmnode.core.address_groups import address_groups
 from llmnode.core.account import Account
+from llmnode.core.address_groups import address_groups
 from llmnode.core.budget import (
     Budget,
     Kind,
