@@ -38,6 +38,7 @@ from llmnode.wire.messages import (
     Opened,
     OpenRequest,
     Refusal,
+    RefusalCode,
     pack,
     unpack,
 )
@@ -230,7 +231,8 @@ def test_a_name_that_is_used_twice_has_another_nonce_under_its_receipts(served: 
             while len(nonces) < 3:
                 await link.send(served.open_frame(name(5)))
                 if (opened := await answer(link)).type is FrameType.OPENED:
-                    assert (nonce := unpack(Opened, opened.meta).nonce) not in nonces
+                    nonce = unpack(Opened, opened.meta).nonce
+                    assert nonce not in nonces
                     nonces.add(nonce)
                     await link.send(Frame(FrameType.CLOSE, name(5)))
                 else:  # the server still ends the last one
