@@ -1,4 +1,4 @@
-"""Requests of one link that a server answers in tasks of their own, so many at a time as it may have under way."""
+"""Requests of one link that a server answers in tasks of their own. A limited number of them are under way at once."""
 
 from __future__ import annotations
 

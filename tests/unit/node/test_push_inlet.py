@@ -1,4 +1,4 @@
-"""What a server grants to those that push to its sessions: enough for many sessions, more when there is memory."""
+"""A server grants pushes to many sessions at once, each enough to begin with, and more when there is memory."""
 
 from __future__ import annotations
 
