@@ -116,6 +116,8 @@ class RunningNode:
     server: Server
     role: Role
     source: WorkerSource
+    is_private: bool
+    """Its swarm has a key."""
 
     @property
     def peer(self) -> PeerId:
@@ -203,7 +205,7 @@ async def open_node(
                 span = await choose_blocks(config.blocks, model, source, swarm)
                 server = Server(network, model, ServePolicy(), swarm, pushes)
                 role = Role(source, model, span, server, swarm, report_worker=report_worker)
-                node = RunningNode(network, model, swarm, server, role, source)
+                node = RunningNode(network, model, swarm, server, role, source, way_in.key is not None)
                 async with trio.open_nursery() as nursery:
                     report(f"reading blocks {span} of {model.name}")
                     await nursery.start(role.run)

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from llmnode.errors import ConfigError
-from llmnode.node.commands.joining import check_peers
+from llmnode.node.commands.joining import check_peers, ways_with_model
 from llmnode.node.commands.options import add_command
 from llmnode.node.terminal import say, show, show_json
 from llmnode.node.values import model, path
@@ -39,8 +39,9 @@ def add(commands: Commands) -> None:
         "--model",
         type=model,
         metavar="NAME",
-        help="the model of the swarm: org/name or org/name@revision on the Hugging Face hub (default: none, so "
-        "that each one who joins names it, or uses the embedded one)",
+        help="the model of the swarm: org/name or org/name@revision on the Hugging Face hub (default: none: "
+        "then chat and generate take --model MODEL INVITE, and serve takes MODEL --swarm-key INVITE; without a MODEL "
+        "they use the embedded one)",
     )
     parser.add_argument(
         "--swarm-key", type=path, metavar="FILE", help="the key of a private swarm; made if there is none"
@@ -90,7 +91,7 @@ def _name_elsewhere(asked: str) -> str:
     if (name := name_elsewhere(folder.name, folder.digest)) is None:
         raise ConfigError(
             f"--model {asked}: only this machine has these files: leave it out, and give the files to those whom you "
-            "invite; they name them by MODEL or --model"
+            f"invite; {'; '.join(ways_with_model('INVITE'))}"
         )
     return name
 

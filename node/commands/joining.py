@@ -93,6 +93,14 @@ def _entry(arguments: argparse.Namespace, dest: str, invite: str | None) -> Invi
     return replace(added, model=found.model or added.model)
 
 
+def ways_with_model(invite: str) -> tuple[str, str]:
+    """How to use and how to join a swarm by an `invite` without a model, as lines for its reader."""
+    return (
+        f"to use it: llmnode chat --model MODEL {invite}",
+        f"to join it: llmnode serve MODEL --swarm-key {invite}",
+    )
+
+
 def check_peers(peers: Sequence[str]) -> None:
     """Raises ConfigError."""
     from llmnode.net.addresses import parse_peer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from llmnode.core.texts.visible import printable
 from llmnode.errors import ConfigError
-from llmnode.node.commands.joining import add_peers
+from llmnode.node.commands.joining import add_peers, ways_with_model
 from llmnode.node.commands.options import (
     add_announce,
     add_blocks,
@@ -26,6 +26,7 @@ from llmnode.node.terminal import show, show_json, tell
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from llmnode.net.invite import Invite
     from llmnode.node.app import NodeConfig, RunningNode
     from llmnode.node.commands.options import Commands
 
@@ -123,7 +124,7 @@ async def _serve(config: NodeConfig, drain_s: float, as_json: bool, until_stdin_
             await nursery.start(partial(introspect_when_signalled, node, as_json=as_json))
             stop.in_order()
             telling.stop()
-            (_ready_json if as_json else _ready)(node, _invite(node, config))
+            (_ready_json if as_json else _ready)(node)
             if not config.relays:
                 nursery.start_soon(_warn_if_unreached, node, as_json)
             await stop.requested.wait()
@@ -181,26 +182,38 @@ def _left(sessions: int) -> str:
     return f"draining: {sessions} session{'s' * (sessions > 1)} left; again to leave at once"
 
 
-def _invite(node: RunningNode, config: NodeConfig) -> str | None:
-    """An invite for others; None for a private swarm, since its key belongs in no log."""
+def _invite(node: RunningNode) -> Invite | None:
+    """An invite for others; None for a private swarm, since its key belongs in no log, and for a node that announces
+    no address. It names no model of which only this machine has the files.
+    """
     from llmnode.models.names import name_elsewhere
-    from llmnode.net.invite import INVITED_PEERS, Invite, write_invite
-    from llmnode.net.swarm_key import entry
+    from llmnode.net.invite import INVITED_PEERS, Invite
 
-    if entry(config.peers, config.swarm_key).key is not None or not node.addresses:
+    if node.is_private or not node.addresses:
         return None
     model = name_elsewhere(node.model.name, node.model.digest)
-    return write_invite(Invite(tuple(node.addresses)[:INVITED_PEERS], model=model))
+    return Invite(tuple(node.addresses)[:INVITED_PEERS], model=model)
 
 
-def _ready(node: RunningNode, invite: str | None) -> None:
+def _ready(node: RunningNode) -> None:
+    from llmnode.net.invite import write_invite
+
     behind = "" if node.addresses == node.listening else f", listening at {' '.join(node.listening)}"
     show(printable(f"ready: blocks {node.span} of {node.model.name} at {' '.join(node.addresses)}{behind}"))
-    if invite is not None:
-        show(f"to use or join it: llmnode chat|generate|status|serve {invite}")
+    if (invite := _invite(node)) is None:
+        return
+    if invite.model is not None:
+        show(f"to use or join it: llmnode chat|generate|status|serve {write_invite(invite)}")
+        return
+    show("its files are on this machine alone: others need them too, and name them as MODEL")
+    for line in ways_with_model(write_invite(invite)):
+        show(line)
 
 
-def _ready_json(node: RunningNode, invite: str | None) -> None:
+def _ready_json(node: RunningNode) -> None:
+    from llmnode.net.invite import write_invite
+
+    invite = _invite(node)
     event = {
         "event": "ready",
         "peer": node.peer,
@@ -210,6 +223,6 @@ def _ready_json(node: RunningNode, invite: str | None) -> None:
         "blocks": [node.span.start, node.span.end],
         "dtype": node.model.precision.name,
         "tensor_bytes": node.tensor_bytes,
-        "invite": invite,
+        "invite": invite and write_invite(invite),
     }
     show_json(event)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
+import pytest
+
 from llmnode.core.announcement import PeerState
-from llmnode.net.invite import Invite, write_invite
-from llmnode.node import Node
+from llmnode.net.invite import Invite, read_invite, write_invite
+from llmnode.net.swarm_key import make_key
+from llmnode.node import Node, cli
 from llmnode.node.app import RunningNode
+from llmnode.node.commands import serve
+from llmnode.node.commands.options import access, worker_config
+from llmnode.node.settings import parse
 from unit.exact_nodes import ExactLoader, exact_node
 from unit.in_trio import in_trio
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from llmnode.compute.loading import Wanted
+
+NO_SETTINGS = {"LLMNODE_CONFIG": "/dev/null"}
 
 
 def invite_of(node: RunningNode) -> str:
@@ -47,6 +57,37 @@ async def test_an_invite_is_enough_for_a_node() -> None:
         await until_online(first)
         async with Node(invite_of(first), worker="thread", make_loader=ExactLoader, blocks="3") as second:
             assert second.blocks == (3, 6), "those that the swarm lacks"
+
+
+@in_trio
+async def test_a_model_of_this_machine_alone_is_named_by_those_who_are_invited(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with exact_node(blocks="0:3") as node:
+        serve._ready(node)
+        _, _, use, join = capsys.readouterr().out.splitlines()
+        line = use.removeprefix("to use it: llmnode ")
+        used = access(parse(*cli._parser(), line.replace("MODEL", "folder").split(), NO_SETTINGS))
+        assert (used.model, used.way_in) == ("folder", Invite(tuple(node.addresses)))
+        line = join.removeprefix("to join it: llmnode ")
+        joined = worker_config(parse(*cli._parser(), line.replace("MODEL", "folder").split(), NO_SETTINGS))
+        assert (joined.model, joined.way_in()) == ("folder", Invite(tuple(node.addresses)))
+        serve._ready_json(node)
+        ready = json.loads(capsys.readouterr().out)
+        assert read_invite(ready["invite"]) == Invite(tuple(node.addresses)), "no model, and above all no other one"
+
+
+@in_trio
+async def test_a_private_node_goes_on_when_its_key_file_has_moved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_key(path := tmp_path / "swarm.key")
+    async with exact_node(blocks="0:3", swarm_key=path) as node:
+        path.unlink()
+        serve._ready_json(node)
+        assert json.loads(capsys.readouterr().out)["invite"] is None, "it would have the key in it"
+        serve._ready(node)
+        assert "llmnode-invite-" not in capsys.readouterr().out
 
 
 @in_trio
