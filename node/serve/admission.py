@@ -19,10 +19,9 @@ from llmnode.wire.messages import RefusalCode
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from llmnode.core.ids import AdapterId, SessionId
+    from llmnode.core.ids import SessionId
     from llmnode.core.policy import AdmissionPolicy
     from llmnode.core.serving.kv_shares import KvClaim
-    from llmnode.core.span import Span
     from llmnode.ports import Worker
 
     Evict = Callable[[PeerRefused], None]
@@ -55,14 +54,13 @@ class Admission:
         self._looked_s = -inf
         self._closed_because = ""
 
-    async def enter(
-        self, session: SessionId, span: Span, claim: KvClaim, evict: Evict, adapter: AdapterId | None = None
-    ) -> None:
-        """Reserve KV, when it is the session's turn. Raises PeerRefused. `leave` is due in any case.
+    async def enter(self, opening: Open, claim: KvClaim, evict: Evict) -> None:
+        """Do `opening`, when it is the session's turn. Raises PeerRefused. `leave` is due in any case.
 
         From then on, `evict` may be called once, if the session has to go for others.
         """
         self._check(claim)
+        session = opening.session
         waiting = self._waiting[session] = _Waiting(claim)
         self._room.add(session, claim, trio.current_time())
         self._evict[session] = claim, evict
@@ -79,7 +77,6 @@ class Admission:
             why = "others come first" if waiting.makes_way else f"not free within {self._policy.wait_s:g} s"
             raise self._refusal(claim, why)
         try:
-            opening = Open(session, span, claim.positions, claim.client, claim.priority, adapter)
             is_open = await self._worker.do(opening)
         except WorkerLost as error:
             raise PeerRefused(RefusalCode.BUSY, str(error)) from error

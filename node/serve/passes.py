@@ -1,8 +1,6 @@
 """Passes: whole sequences through blocks, or gradients back through them, for clients that train. No session is open.
 
-The worker computes a pass in parts, so that decodes of others go between. A part has some of the sequences, and goes
-through some blocks: those that there is time for. A backward keeps what goes into the blocks of each part. See Petals,
-section 3.3.
+See Petals, section 3.3. The worker computes a pass in parts (`pass_parts.py`).
 """
 
 from __future__ import annotations
@@ -12,13 +10,11 @@ from contextlib import ExitStack
 from math import inf
 from typing import TYPE_CHECKING
 
-from llmnode.core.model import FP32_BYTES
-from llmnode.core.operations import Backward, Evaluate
 from llmnode.core.priority import PRIORITIES, Priority
-from llmnode.core.sequences import grouped, split_rows
-from llmnode.core.serving.forward_cost import mixed
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, PeerRefused, RemoteProtocolError, WorkerLost
+from llmnode.node.serve.pass_parts import PassParts
+from llmnode.wire.deep_prompts import PromptsForm
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Pass, Passed, RefusalCode, pack, unpack
 from llmnode.wire.pass_deadline import deadline_s
@@ -26,13 +22,10 @@ from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
 from llmnode.wire.refusal import refusal_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import numpy as np
+    from collections.abc import Callable
 
     from llmnode.core.ids import PeerId
-    from llmnode.core.operations import Buffer, Computed
-    from llmnode.node.serve.adapter_store import AdapterInUse
+    from llmnode.core.operations import Buffer
     from llmnode.node.serve.link_requests import LinkRequests
     from llmnode.node.serve.served_span import ServedSpan
 
@@ -41,8 +34,6 @@ log = logging.getLogger(__name__)
 REQUESTS = frozenset({FrameType.EVALUATE, FrameType.BACKWARD})
 _ANSWERS = {FrameType.EVALUATE: FrameType.EVALUATED, FrameType.BACKWARD: FrameType.GRADIENT}
 _OVERFLOW = "the blocks put out numbers that are not finite, or too large: of a smaller learning rate or loss scale?"
-_KEPT_BYTES = 16 << 20
-"""A backward takes fewer sequences at once if it would keep more than this between its parts."""
 
 
 class LinkPasses:
@@ -70,15 +61,23 @@ class LinkPasses:
             raise RemoteProtocolError(f"[{request.span_start}, {request.span_end}) is no span")
         served, span = self._served_for(request), Span(request.span_start, request.span_end)
         positions, form = sum(request.lengths), _form(request, served)
-        if len(frame.payload) != (expected := _halves(frame) * form.bytes_of(positions)):
+        prompts = PromptsForm.of(request, form.hidden_size)
+        if len(frame.payload) != (expected := _halves(frame) * form.bytes_of(positions) + prompts.size_bytes):
             what = f"{frame.type.name}: {len(frame.payload)} bytes for {positions} positions, expected {expected}"
             raise RemoteProtocolError(what)
+        if prompts.size_bytes > served.policy.pass_prompt_bytes:
+            why = f"deep prompts have at most {served.policy.pass_prompt_bytes >> 20} MiB: ask for fewer blocks"
+            raise PeerRefused(RefusalCode.NO_ROOM, why)
         priority = max(PRIORITIES.get(request.priority, Priority.TRAINING), Priority.TRAINING)
         with ExitStack() as refused:
             if (adapter := served.use(request.adapter, span)) is not None:
                 refused.callback(adapter.release)
-            parts = _Parts(served, span, request.lengths, self._peer, priority, adapter)
-            work_bytes = form.work_bytes(positions) * (1 + _halves(frame)) + parts.kept_bytes(frame)
+            parts = PassParts(served, span, request.lengths, self._peer, priority, adapter)
+            work_bytes = form.work_bytes(positions) * (1 + _halves(frame))
+            # Prompts are held as they came, and by part; their gradients as they come, summed, and in the answer.
+            work_bytes += prompts.size_bytes * (5 if frame.type is FrameType.BACKWARD else 2)
+            if frame.type is FrameType.BACKWARD:
+                work_bytes += parts.kept_bytes
 
             def end() -> None:
                 parts.release()
@@ -87,7 +86,7 @@ class LinkPasses:
             self._requests.begin(
                 frame,
                 len(frame.payload) + work_bytes,
-                lambda: self._computed(frame, parts, form),
+                lambda: self._computed(frame, parts, form, prompts),
                 end,
                 min(deadline_s(request) or inf, served.policy.longest_pass_s),
             )
@@ -99,16 +98,17 @@ class LinkPasses:
         """The client waits no more for the pass that it asked for in the step of this CLOSE. It has no answer."""
         self._requests.cancel(frame.step)
 
-    async def _computed(self, frame: Frame, parts: _Parts, form: HiddenForm) -> Frame:
+    async def _computed(self, frame: Frame, parts: PassParts, form: HiddenForm, of_prompts: PromptsForm) -> Frame:
         """The answer to a pass, be it a refusal."""
         try:
             numbers = _decoded(frame, form, parts.positions)
+            parts.prompts = of_prompts.read(frame.payload)
             output = await (parts.gradients(*numbers) if len(numbers) > 1 else parts.outputs(*numbers))
             payload = form.encode(output)
             if not form.is_sound(payload, parts.positions):  # the client would take it for our fault
                 return refusal_of(frame, RefusalCode.COMPUTE_FAILED, _OVERFLOW)
             if frame.type is FrameType.BACKWARD:
-                payload = b"".join([payload, parts.adapter_gradient()])
+                payload = b"".join([payload, *parts.trained_gradients()])
         except RemoteProtocolError as error:
             return refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message)
         except (WorkerLost, ConfigError) as error:  # the latter: the codec cannot carry what we computed
@@ -151,123 +151,3 @@ def _decoded(frame: Frame, form: HiddenForm, positions: int) -> list[Buffer]:
     if not all(form.is_sound(half, positions) for half in halves):
         raise RemoteProtocolError(f"{frame.type.name}: numbers that are not finite, or too large")
     return [decode_hidden(half, form.codec, values) for half in halves]
-
-
-class _Parts:
-    """One pass, given to the worker of `served` in parts."""
-
-    def __init__(
-        self,
-        served: ServedSpan,
-        span: Span,
-        lengths: Sequence[int],
-        client: PeerId,
-        priority: Priority,
-        adapter: AdapterInUse | None,
-    ) -> None:
-        self._adapter = adapter
-        self._adapter_values = 0 if adapter is None else adapter.manifest.values(span)
-        self._most_adapter_bytes = served.policy.adapter_gradient_bytes
-        self._of_adapter: np.ndarray | None = None
-        self.span = span
-        self.positions = sum(lengths)
-        self.queue_us = 0
-        self.compute_us = 0
-        self._worker = served.worker
-        self._account = client, priority, None if adapter is None else adapter.digest
-        self._kept_bytes = len(span) * served.model.row_bytes
-        """A backward keeps this for each position that goes together."""
-        self._groups = grouped(lengths, min(self._worker.pass_positions, _KEPT_BYTES // self._kept_bytes))
-        self._sizes = [sum(group) for group in self._groups]
-        self._block_s: dict[type, float] = {}  # the time of a position in a block, by the kind of operation
-
-    def kept_bytes(self, frame: Frame) -> int:
-        """The memory for what goes into the blocks of each part, and for the gradients of the adapter.
-
-        Raises PeerRefused if those do not fit into an answer.
-        """
-        if frame.type is not FrameType.BACKWARD:
-            return 0
-        if (adapter_bytes := FP32_BYTES * self._adapter_values) > self._most_adapter_bytes:
-            raise PeerRefused(RefusalCode.NO_ROOM, "the adapter's gradients are too large: ask for fewer blocks")
-        return self._kept_bytes * max(self._sizes) + 3 * adapter_bytes  # as they come, their sum, and the answer
-
-    def release(self) -> None:
-        """The pass is over."""
-        if self._adapter is not None:
-            self._adapter.release()
-
-    def adapter_gradient(self) -> Buffer:
-        """The sums of the adapter's gradients over all sequences. Raises ConfigError if some are not finite."""
-        if self._of_adapter is None:
-            return b""
-        import numpy as np
-
-        if not np.isfinite(self._of_adapter).all():
-            raise ConfigError("gradients of the adapter that are not finite")
-        return self._of_adapter.data.cast("B")
-
-    async def outputs(self, hidden: Buffer) -> Buffer:
-        parts = zip(self._groups, split_rows(hidden, self._sizes), strict=True)
-        return b"".join([await self._output(*part) for part in parts])
-
-    async def gradients(self, hidden: Buffer, gradient: Buffer) -> Buffer:
-        rows = (split_rows(each, self._sizes) for each in (hidden, gradient))
-        return b"".join([await self._gradient(*part) for part in zip(self._groups, *rows, strict=True)])
-
-    async def _output(self, lengths: tuple[int, ...], hidden: Buffer) -> Buffer:
-        start = self.span.start
-        while start < self.span.end:
-            blocks = self._next(start, lengths, Evaluate)
-            hidden = await self._do(Evaluate(blocks, lengths, hidden, *self._account, waited_s=self._waited_s))
-            start = blocks.end
-        return hidden
-
-    async def _gradient(self, lengths: tuple[int, ...], hidden: Buffer, gradient: Buffer) -> Buffer:
-        entering: list[tuple[Span, Buffer]] = []
-        start = self.span.start
-        while start < self.span.end:
-            blocks = self._next(start, lengths, Backward)
-            entering.append((blocks, hidden))
-            if blocks.end < self.span.end:
-                hidden = await self._do(Evaluate(blocks, lengths, hidden, *self._account, waited_s=self._waited_s))
-            start = blocks.end
-        while entering:
-            blocks, hidden = entering.pop()
-            values = 0 if self._adapter is None else self._adapter.manifest.values(blocks)
-            backward = Backward(blocks, lengths, hidden, gradient, *self._account, values, self._waited_s)
-            both = await self._do(backward)
-            gradient_bytes = memoryview(gradient).nbytes
-            gradient = memoryview(both)[:gradient_bytes]
-            self._add(blocks, memoryview(both)[gradient_bytes:])
-        return gradient
-
-    def _add(self, blocks: Span, of_adapter: memoryview) -> None:
-        """Add the gradients for the adapter in some blocks."""
-        if self._adapter is None:
-            return
-        import numpy as np
-
-        if self._of_adapter is None:
-            self._of_adapter = np.zeros(self._adapter_values, np.float32)
-        values = np.frombuffer(of_adapter, np.float32)
-        first = self._adapter_values - self._adapter.manifest.values(Span(blocks.start, self.span.end))
-        self._of_adapter[first : first + len(values)] += values
-
-    @property
-    def _waited_s(self) -> float:
-        return self.queue_us / 1e6
-
-    async def _do(self, operation: Evaluate | Backward) -> Buffer:
-        computed: Computed = await self._worker.do(operation)
-        self.queue_us += computed.queue_us
-        self.compute_us += computed.compute_us
-        took_s = 1e-6 * computed.compute_us / (operation.positions * len(operation.span))
-        self._block_s[type(operation)] = mixed(self._block_s.get(type(operation), 0.0), took_s)
-        return computed.hidden
-
-    def _next(self, start: int, lengths: Sequence[int], kind: type) -> Span:
-        """The blocks from `start` on that there is time for; one while it is not known how long it takes."""
-        room_s, block_s = self._worker.pass_s, self._block_s.get(kind)
-        most = 1 if room_s is None or not block_s else max(1, int(room_s / (block_s * sum(lengths))))
-        return Span(start, min(start + most, self.span.end))

@@ -38,6 +38,7 @@ from llmnode.node.serve.session import REQUESTS, Asked, ServerSession
 from llmnode.node.serve.work_turns import WorkTurns
 from llmnode.swarm.membership import software
 from llmnode.wire import version_1
+from llmnode.wire.deep_prompts import prompts_of_session
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import (
     Description,
@@ -317,7 +318,8 @@ class ServerLink:
         form = HiddenForm(self._server.model.hidden_size, Codec(request.codec))
         # A priority of a newer client keeps no session out, and gains it nothing either.
         sessions, priority = self._server.sessions, PRIORITIES.get(request.priority, max(Priority))
-        asked = Asked(span, form, profile_of(request), priority, request.keep_outputs)
+        prompts = prompts_of_session(frame, request, form.hidden_size, self._server.policy.session_prompt_bytes)
+        asked = Asked(span, form, profile_of(request), priority, request.keep_outputs, prompts)
         sessions[frame.session] = session = ServerSession(stage, asked, self._link, served, sessions)
         self._nursery.start_soon(self._run_session, session)
 

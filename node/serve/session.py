@@ -20,7 +20,7 @@ from llmnode import _native
 from llmnode.core import operations
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.links.push_grants import ReplayBudget
-from llmnode.core.operations import Forward, Truncate
+from llmnode.core.operations import NO_PROMPTS, DeepPrompts, Forward, Open, Truncate
 from llmnode.core.serving.kv_shares import KvClaim
 from llmnode.errors import ConfigError, PeerError, PeerRefused, RemoteProtocolError, WorkerLost
 from llmnode.node.serve.receipt_signer import ReceiptSigner
@@ -76,11 +76,12 @@ class Asked:
     profile: Profile
     priority: Priority
     keep_outputs: bool
+    prompts: DeepPrompts = NO_PROMPTS
 
     @property
-    def kind(self) -> tuple[Span, HiddenForm, Profile, bool]:
+    def kind(self) -> tuple[Span, HiddenForm, Profile, bool, DeepPrompts]:
         """A session becomes a copy only of one that has the same kind."""
-        return self.span, self.form, self.profile, self.keep_outputs
+        return self.span, self.form, self.profile, self.keep_outputs, self.prompts
 
 
 class ServerSession:
@@ -124,6 +125,7 @@ class ServerSession:
         self._doing = Frame(FrameType.OPENED, stage.session, stage.epoch, meta=opened)
         self.inbox = SessionInbox(stage, asked.form, link.scope, served)
         self._memory = self.inbox.memory
+        self._memory.hold_prompts(2 * asked.prompts.size_bytes)  # here, and at the worker
         self._replays = ReplayBudget(served.policy.replayed_times, served.policy.replayed_every_s)
 
     def close(self) -> None:
@@ -199,9 +201,12 @@ class ServerSession:
 
     async def _serve(self) -> None:
         try:
+            asked, stage = self._asked, self.stage
             adapter = None if self._adapter is None else self._adapter.digest
-            claim = KvClaim(self.client, self._group, self._asked.priority, self.stage.max_length)
-            await self.served.admission.enter(self.stage.session, self._span, claim, self.evict, adapter)
+            claim = KvClaim(self.client, self._group, asked.priority, stage.max_length)
+            account = stage.max_length, self.client, asked.priority
+            opening = Open(stage.session, self._span, *account, adapter, asked.prompts)
+            await self.served.admission.enter(opening, claim, self.evict)
         except PeerRefused as refusal:
             return await self._send(refusal_for(self._doing, refusal))
         self.has_kv = True

@@ -42,6 +42,7 @@ class SessionMemory:
         self._queued_bytes = 0
         self._work = Account(self._scope, Resource.WORK)
         self._log = Account(self._scope, Resource.LOGS)
+        self._prompts = Account(self._scope, Resource.MEMORY)
 
     async def queue(self, size_bytes: int) -> None:
         """Hold a frame that waits, or an answer."""
@@ -73,6 +74,11 @@ class SessionMemory:
         self._work.resize(0)
         self._turns.pass_on()
 
+    def hold_prompts(self, size_bytes: int) -> None:
+        """Hold deep prompts for as long as the session lives."""
+        if not self._prompts.resize(size_bytes):
+            raise _no_memory()
+
     def log(self, size_bytes: int) -> None:
         """Hold results of this size, in all."""
         if not self._log.resize(size_bytes):
@@ -81,7 +87,7 @@ class SessionMemory:
     def move(self, around: Scope) -> None:
         """Count within another scope from now on. If that fails, nothing counts any more: the session is to end."""
         former, self._scope = self._scope, around.open(Kind.SESSION, "a session")
-        moved = [each.move(self._scope) for each in (self._waiting, self._work, self._log)]
+        moved = [each.move(self._scope) for each in (self._waiting, self._work, self._log, self._prompts)]
         former.close()
         self._turns.pass_on()
         if not all(moved):

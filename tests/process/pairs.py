@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 import llmnode
 from llmnode.client.adopted import sessions_behind
 from llmnode.errors import ConfigError
+from llmnode.models.families import family_of
 from llmnode.node import Node
 from reference.small import BLOCKS, make_model
 
@@ -28,6 +30,8 @@ class Pair:
     alone: Any
     served: Any
     draft: Any
+    folder: str
+    peers: list[str]
     caches: tuple[Any, Any] | None = None
     masks: torch.Tensor | None = None
     said: list[str] = field(default_factory=list)
@@ -78,4 +82,24 @@ def open_pair(family: str, folder: Path) -> Iterator[Pair]:
         first = stack.enter_context(Node(str(folder), blocks="0:2", **config))
         stack.enter_context(Node(str(folder), blocks=f"2:{BLOCKS}", peers=first.addresses, **config))
         served = stack.enter_context(llmnode.connect(str(folder), peers=first.addresses))
-        yield Pair(model, served, make_model(family, tied=False, seed=1, num_hidden_layers=1))
+        draft = make_model(family, tied=False, seed=1, num_hidden_layers=1)
+        yield Pair(model, served, draft, str(folder), list(first.addresses))
+
+
+@contextmanager
+def prompted(model: Any, prompts: torch.Tensor) -> Iterator[None]:
+    """Deep prompts, (blocks, rows, positions, hidden_size), in a model of transformers. Pad on the right."""
+    family = family_of(model.config)
+    blocks = getattr(model.get_submodule(family.decoder), family.blocks)
+
+    def added(index: int, _block: object, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        states = args[0] if args else kwargs["hidden_states"]
+        rows = prompts[index].expand(len(states), -1, -1)
+        states = torch.cat([states[:, : rows.shape[1]] + rows, states[:, rows.shape[1] :]], dim=1)
+        return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})
+
+    with ExitStack() as stack:
+        for index, block in enumerate(blocks):
+            handle = block.register_forward_pre_hook(partial(added, index), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield

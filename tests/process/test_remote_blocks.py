@@ -27,19 +27,31 @@ def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours - theirs).norm() / theirs.norm()).item()
 
 
-def _theirs(whole: Any, span: Span, hidden: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The gradient of a weighted sum of what blocks of transformers put out, row by row without padding."""
+def _theirs(
+    whole: Any,
+    span: Span,
+    hidden: torch.Tensor,
+    mask: torch.Tensor,
+    weights: torch.Tensor,
+    prompts: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of a weighted sum of what blocks of transformers put out, row by row without padding.
+
+    They are for `hidden`, and for deep prompts (blocks, 1, positions, hidden_size).
+    """
     losses = []
     for row, seen, weight in zip(hidden, mask.bool(), weights, strict=True):
         states, positions = row[seen][None], torch.arange(int(seen.sum()))[None]
         turns = whole.model.rotary_emb(states, positions)
         causal = torch.full((1, 1, positions.shape[1], positions.shape[1]), float("-inf")).triu(1)
-        for block in whole.model.layers[span.start : span.end]:
+        for index, block in enumerate(whole.model.layers[span.start : span.end]):
+            if prompts is not None:
+                count = prompts.shape[2]
+                states = torch.cat([states[:, :count] + prompts[index], states[:, count:]], dim=1)
             states = block(states, attention_mask=causal, position_embeddings=turns, position_ids=positions)
             states = states[0] if isinstance(states, tuple) else states
         losses.append((states[0] * weight[seen]).sum())
-    (gradient,) = torch.autograd.grad(torch.stack(losses).sum(), hidden)
-    return gradient
+    return torch.autograd.grad(torch.stack(losses).sum(), [hidden] if prompts is None else [hidden, prompts])
 
 
 def _embedded(whole: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -59,7 +71,8 @@ def test_gradients_are_those_of_one_process(
     blocks = model.remote_blocks[span.start : span.end]
     assert len(blocks) == len(span)
     (ours,) = torch.autograd.grad((blocks(hidden, mask) * weights)[mask.bool()].sum(), hidden)
-    assert _error(ours, _theirs(transformers_model, span, hidden, mask, weights)) < FURTHEST
+    (theirs,) = _theirs(transformers_model, span, hidden, mask, weights)
+    assert _error(ours, theirs) < FURTHEST
     assert not ours[~mask.bool()].any()
 
 
@@ -71,15 +84,17 @@ def test_a_backward_goes_through_another_server_if_that_of_its_forward_is_gone(
     tokens = tokenizer(TEXTS[:1], return_tensors="pt")
     hidden = _embedded(transformers_model, tokens.input_ids)
     weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2))
+    prompts = torch.randn(3, 1, 2, hidden.shape[2], generator=torch.Generator().manual_seed(3)).requires_grad_()
     with llmnode.connect(peers=[rest.address]) as model:
         (used,) = {hop.peer for hop in model.route} - {rest.ready["peer"]}
-        output = model.remote_blocks[:3](hidden, tokens.attention_mask)
+        output = model.remote_blocks[:3](hidden, tokens.attention_mask, prompts)
         (gone,) = [node for node in twins if node.ready["peer"] == used]
         gone.process.kill()
         gone.process.wait()
-        (ours,) = torch.autograd.grad((output * weights).sum(), hidden)
-    theirs = _theirs(transformers_model, Span(0, 3), hidden, tokens.attention_mask, weights)
-    assert _error(ours, theirs) < FURTHEST
+        ours = torch.autograd.grad((output * weights).sum(), [hidden, prompts])
+    theirs = _theirs(transformers_model, Span(0, 3), hidden, tokens.attention_mask, weights, prompts)
+    for one, other in zip(ours, theirs, strict=True):
+        assert _error(one, other) < FURTHEST
 
 
 def test_prompts_of_peft_have_the_losses_and_gradients_of_one_process(
@@ -128,6 +143,9 @@ def test_what_does_not_fit_is_refused_before_it_is_sent(model: Any) -> None:
         blocks(torch.zeros(1, 2, 576), torch.ones(1, 3))
     with pytest.raises(ConfigError, match="context"):
         blocks(torch.zeros(1, 9000, 576))
+    for wrong in ((29, 1, 2, 576), (30, 1, 2, 575), (30, 2, 576), (30, 2, 2, 576), (30, 1, 4, 576), (30, 1, 0, 576)):
+        with pytest.raises(ConfigError, match="prompts"):
+            blocks(torch.zeros(3, 5, 576), torch.ones(3, 5).tril(2), torch.zeros(wrong))
     for empty in (slice(3, 3), slice(0, 10, 2)):
         with pytest.raises(ConfigError, match="blocks"):
             blocks[empty]

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import peft
 import pytest
+import safetensors.torch
 import torch
 
+from llmnode.client.prompt_tuning import MODULES
 from llmnode.client.versions import CACHE
 from llmnode.errors import ConfigError
-from process.pairs import open_pair
+from process.pairs import open_pair, prompted
 from process.test_training import FURTHEST, _batch, _error, _with_head
+from process.tuned import greedy, logits_of, weights_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +33,7 @@ PROMPTS = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "bloom"])
+@pytest.fixture(scope="module", params=["llama", "gpt2", "bloom"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with open_pair(request.param, tmp_path_factory.mktemp(request.param)) as opened:
         yield opened
@@ -105,3 +108,107 @@ def test_prefix_tuning_is_refused_with_the_reason(pair: Pair) -> None:
         pytest.raises(ConfigError, match="prefix tuning makes keys and values"),
     ):
         model(**_batch("right"))
+
+
+@pytest.fixture(params=["ptune", "deep_ptune"])
+def tuned(request: pytest.FixtureRequest, pair: Pair) -> Iterator[Any]:
+    """The served model with trainable prompts of Petals, which are large enough to matter."""
+    torch.manual_seed(2)
+    pair.served.tune_prompts(request.param, TOKENS)
+    for name, each in pair.served.named_parameters():
+        if each.requires_grad:
+            torch.nn.init.normal_(each, std=0.3)
+            assert "prompt_embeddings" in name
+    yield pair.served
+    pair.served.tune_prompts(None)
+    assert not any(each.requires_grad for each in pair.served.parameters())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_trained_prompts_have_the_loss_and_gradients_of_one_process(pair: Pair, tuned: Any, side: str) -> None:
+    batch = _batch(side)
+    prompts, deep = weights_of(tuned)
+    trained = [each.requires_grad_() for each in (prompts, deep) if each is not None]
+    rows = [row[seen] for row, seen in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)]
+    logits = [logits_of(pair.alone, row, prompts, deep) for row in rows]
+    predicted = torch.cat([each[:-1] for each in logits])
+    loss = torch.nn.functional.cross_entropy(predicted, torch.cat([row[1:] for row in rows]))
+    theirs = torch.autograd.grad(loss, trained)
+    batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    output = tuned(**batch)
+    output.loss.backward()
+    ours = [each for each in tuned.parameters() if each.requires_grad]
+    real = batch["attention_mask"].bool()
+    assert _error(output.loss, loss) < FURTHEST
+    assert _error(output.logits[real], torch.cat(logits)) < FURTHEST
+    assert output.logits.shape[:2] == batch["input_ids"].shape
+    assert _error(ours[0].grad, theirs[0]) < FURTHEST
+    if deep is not None:
+        by_block = ours[1].grad.unflatten(1, (-1, tuned.info.hidden_size)).transpose(0, 1)[:, None]
+        assert _error(by_block, theirs[1]) < FURTHEST
+    with torch.no_grad():
+        assert _error(tuned(**batch).logits[real], torch.cat(logits)) < FURTHEST  # in sessions
+
+
+def test_texts_after_trained_prompts_are_those_of_one_process_and_prompts_are_saved(
+    pair: Pair, tuned: Any, tmp_path: Path
+) -> None:
+    prompts, deep = weights_of(tuned)
+    texts = [[5, 17, 99], [3, 42, 7, 11, 60]]
+    ids = torch.tensor([[0, 0, *texts[0]], texts[1]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
+    options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 6}
+    expected = [greedy(pair.alone, text, 6, prompts, deep) for text in texts]
+    assert tuned.generate(ids, attention_mask=mask, **options)[:, 5:].tolist() == expected
+    tuned.save_pretrained(tmp_path)
+    one = torch.tensor([texts[1]])
+    with torch.no_grad():
+        scores = tuned(one).logits
+    with tuned.open_cache(12) as cache:
+        first = tuned.generate(one, cache=cache, **{**options, "max_new_tokens": 3})
+        with torch.no_grad():
+            for each in tuned.parameters():
+                if each.requires_grad:
+                    each.mul_(-2)  # the cache keeps what it was opened with
+        again = tuned.generate(first, cache=cache, **{**options, "max_new_tokens": 3})
+        assert again[0, 5:].tolist() == expected[1]
+        with pytest.raises(ConfigError, match="cannot be exported"):
+            cache.export(tmp_path / "session", [])
+    with torch.no_grad():
+        assert _error(tuned(one).logits, scores) > 0.01
+    saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert {name.split(".")[-2] for name in saved} == {
+        name for name, each in zip(MODULES, (prompts, deep), strict=True) if each is not None
+    }
+    tuned.load_state_dict(saved, strict=False)
+    assert tuned.generate(one, **options)[0, 5:].tolist() == expected[1]
+    beams = tuned.generate(one, num_beams=2, num_return_sequences=2, **options)
+    assert len({*map(tuple, beams.tolist())}) == 2
+
+
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_a_head_reads_a_text_after_its_prompts(pair: Pair) -> None:
+    theirs, ours = _with_head(pair, "sequence-classification", num_labels=3)
+    ours.tune_prompts("deep_ptune", TOKENS)
+    batch = _batch("left")
+    with torch.no_grad():
+        logits = ours(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    prompts, deep = weights_of(ours)
+    assert deep is not None
+    for row, (ids, seen) in enumerate(zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)):
+        embedded = torch.cat([prompts, theirs.get_input_embeddings()(ids[seen])])[None]
+        with prompted(theirs, deep):
+            assert _error(logits[row], theirs(inputs_embeds=embedded).logits[0]) < FURTHEST
+
+
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_prompts_that_do_not_fit_are_refused(pair: Pair) -> None:
+    for mode, length in (("lora", 3), ("ptune", 0), ("ptune", 128), ("deep_ptune", 2.5), ("deep_ptune", -1)):
+        with pytest.raises(ConfigError, match=r"tuning_mode|pre_seq_len"):
+            pair.served.tune_prompts(mode, length)
+    pair.served.tune_prompts("ptune", 120)
+    embeds = torch.zeros(1, 9, 64)
+    for given in (embeds, embeds.clone().requires_grad_()):
+        with pytest.raises(ConfigError, match="context"), torch.set_grad_enabled(given.requires_grad):
+            pair.served(inputs_embeds=given)
+    pair.served.tune_prompts(None)

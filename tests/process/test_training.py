@@ -13,8 +13,8 @@ from transformers import DynamicCache
 from llmnode.client.heads import HEADS
 from llmnode.client.versions import cache_of
 from llmnode.errors import ConfigError
-from process.pairs import open_pair
-from reference.small import VOCABULARY
+from process.pairs import open_pair, prompted
+from reference.small import BLOCKS, VOCABULARY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,6 +132,30 @@ def test_a_forward_of_ones_own_has_modules_between_spans(pair: Pair) -> None:
     scores.sum().backward()
     assert module.bias.grad is not None
     assert module.bias.grad.norm() > 0
+
+
+@pytest.mark.parametrize("rows", [1, len(LENGTHS)], ids=["one for all", "each"])
+def test_deep_prompts_have_the_outputs_and_gradients_of_one_process(
+    pair: Pair, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through uneven spans, and as microbatches."""
+    monkeypatch.setattr("llmnode.session.passes.MOST_POSITIONS", 12)
+    batch = _batch("right")
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    real = mask.bool()
+    generator = torch.Generator().manual_seed(4)
+    drawn = torch.randn(BLOCKS, rows, min(LENGTHS), pair.served.info.hidden_size, generator=generator)
+    weights = torch.randn(*ids.shape, VOCABULARY, generator=generator)
+    prompts = [drawn.clone().requires_grad_() for _ in range(2)]
+    with prompted(pair.alone, prompts[0]):
+        theirs = pair.alone(ids, attention_mask=mask).logits
+    ours = pair.served.score(pair.served.remote_blocks(pair.served.embed(ids), mask, prompts[1]))
+    assert _error(ours[real], theirs[real]) < FURTHEST
+    for scores in (theirs, ours):
+        (scores * weights)[real].sum().backward()
+    assert prompts[0].grad is not None
+    assert prompts[1].grad is not None
+    assert _error(prompts[1].grad, prompts[0].grad) < FURTHEST
 
 
 def test_the_states_before_and_after_all_blocks_are_there(pair: Pair) -> None:

@@ -48,7 +48,7 @@ class Remote(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (hidden,) = ctx.saved_tensors
         split = hidden.split(LENGTHS), gradient.split(LENGTHS)
-        return torch.cat(gradients_of(ctx.executor.model, ctx.executor.span, *split)[0]), None
+        return torch.cat(gradients_of(ctx.executor.model, ctx.executor.span, *split).states), None
 
 
 def _drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -109,7 +109,7 @@ def test_to_compute_blocks_again_changes_no_bit(case: str, held: dict[str, Any],
         segments_of_forward.reset(token)
     (expected,) = torch.autograd.grad(output, row, torch.cat(wanted))
     outputs = outputs_of(executor.model, executor.span, sequences)
-    gradients, _ = gradients_of(executor.model, executor.span, sequences, wanted)
+    gradients = gradients_of(executor.model, executor.span, sequences, wanted).states
     assert torch.equal(torch.cat(outputs), output)
     assert torch.equal(torch.cat(gradients), expected)
     assert expected.isfinite().all()
@@ -121,9 +121,9 @@ def test_sequences_do_not_change_each_other(case: str, tmp_path: Path) -> None:
     make_model(case, tied=True).save_pretrained(tmp_path)
     executor = load_executor(open_saved(tmp_path), Span(0, 2), KV_TOKENS)
     sequences = [_drawn(length, HIDDEN_SIZE, seed=length) for length in LENGTHS]
-    together, _ = gradients_of(executor.model, executor.span, sequences, sequences)
+    together = gradients_of(executor.model, executor.span, sequences, sequences).states
     for sequence, gradient in zip(sequences, together, strict=True):
-        (alone,), _ = gradients_of(executor.model, executor.span, [sequence], [sequence])
+        (alone,) = gradients_of(executor.model, executor.span, [sequence], [sequence]).states
         assert _error(gradient, alone) < FURTHEST
 
 
@@ -162,7 +162,7 @@ def test_an_executor_does_passes_of_several_clients_together(tmp_path: Path) -> 
     back = [Backward(span, each.lengths, each.hidden, b"") for each in passes]
     back = [replace(back[0], gradient=b"".join(gradient[:2])), replace(back[1], gradient=gradient[2])]
     gradients = torch.cat([from_bytes(each, HIDDEN_SIZE) for each in executor.run(back)])
-    assert torch.equal(gradients, torch.cat(gradients_of(executor.model, span, sequences, wanted)[0]))
+    assert torch.equal(gradients, torch.cat(gradients_of(executor.model, span, sequences, wanted).states))
     for wrong in (replace(back[0], gradient=gradient[0]), replace(back[0], span=Span(2, 4))):
         with pytest.raises(LocalProtocolError):
             executor.run([wrong])

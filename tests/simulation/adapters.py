@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llmnode.core.model import FP32_BYTES
+from llmnode.core.operations import NO_PROMPTS, DeepPrompts
 from llmnode.core.span import Span
-from llmnode.testing.worker import exact_adapter_gradient, exact_gradient, exact_input, exact_output
+from llmnode.testing.exact_blocks import (
+    exact_adapter_gradient,
+    exact_gradient,
+    exact_input,
+    exact_output,
+    exact_prompt_gradient,
+    exact_prompts,
+)
 from llmnode.wire.adapter import make_adapter
 from simulation.world import ALL_BLOCKS, MODEL, ROW
 
@@ -42,14 +50,21 @@ def by_sequence(numbers: bytes, lengths: Sequence[int]) -> list[bytes]:
 async def there_and_back(
     client: SwarmPasses, seed: int, lengths: Sequence[int], adapter: Adapter | None, span: Span = ALL_BLOCKS
 ) -> None:
-    """A forward and a backward with `adapter`, which are right to the bit, and so are the gradients for its numbers."""
+    """A forward and a backward with `adapter`, which are right to the bit, and so are the gradients for its numbers.
+
+    Half of them have deep prompts too.
+    """
     hidden, gradient = drawn(seed, sum(lengths)), drawn(~seed, sum(lengths))
     parts = {} if adapter is None else adapter.parts
+    prompts = DeepPrompts(len(span), 1, 1, drawn(seed, len(span))) if seed % 2 else NO_PROMPTS
+    own = exact_prompts(prompts, len(lengths))
     entering, coming = by_sequence(hidden, lengths), by_sequence(gradient, lengths)
-    output, crossed = await client.outputs(span, lengths, hidden, adapter)
-    assert output == b"".join(exact_output(each, span, parts) for each in entering)
-    of_hidden, of_adapter = await client.all_gradients(crossed, gradient)
-    assert of_hidden == b"".join(exact_gradient(each, span, parts) for each in coming)
+    output, crossed = await client.outputs(span, lengths, hidden, adapter, prompts)
+    expected = [exact_output(each, span, parts, prompt) for each, prompt in zip(entering, own, strict=True)]
+    assert output == b"".join(expected)
+    found = await client.all_gradients(crossed, gradient)
+    assert found.hidden == b"".join(exact_gradient(each, span, parts) for each in coming)
     pairs = list(zip(entering, coming, strict=True))
-    expected = np.frombuffer(exact_adapter_gradient(pairs, span, parts), np.float32)
-    assert of_adapter.tolist() == expected.tolist()
+    of_adapter = np.frombuffer(exact_adapter_gradient(pairs, span, parts, own), np.float32)
+    assert found.adapter.tolist() == of_adapter.tolist()
+    assert found.prompts.tobytes() == exact_prompt_gradient(coming, span, prompts, parts)

@@ -196,6 +196,10 @@ class Sequence:
         )
         numbers = [exact_input(rng, sum(lengths)) for _ in range(halves)]
         payload = b"".join(bytes(encode_hidden(each, session.codec)) for each in numbers)
+        if rng.random() < 0.3:
+            rows, positions = rng.choice((1, 1, len(lengths), 2)), rng.choice((1, 1, min(lengths), 3))
+            message = replace(message, extensions={"prompts": [rows, positions]}, required=["prompts"])
+            payload += exact_input(rng, max(0, message.span_end - message.span_start) * rows * positions)
         return Frame(kind, NO_SESSION, step=Step(rng.randrange(2**16)), meta=pack(message), payload=payload)
 
     def _adapter(self, _session: _Session) -> Frame:

@@ -13,15 +13,16 @@ import trio
 
 from llmnode.core.budget import Resource
 from llmnode.core.model import FP32_BYTES as FP32
+from llmnode.core.operations import NO_PROMPTS, DeepPrompts
 from llmnode.core.policy import BudgetPolicy, ClientPolicy, LinkPolicy, RecoveryPolicy
 from llmnode.core.serving.adapter_shelf import ENTRY_BYTES
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute, PeerError, PeerRefused, PeerUnreachable, SessionLost
 from llmnode.session.passes import SwarmPasses
 from llmnode.testing import Cast, Conditions, FaultPlan, Odds, exact_output, open_world, seeds
+from llmnode.testing.exact_blocks import exact_input, exact_prompts
 from llmnode.testing.faults import FailForwards, Freeze, Kill, Stop
 from llmnode.testing.network import peer_named
-from llmnode.testing.worker import exact_input
 from llmnode.testing.world import GENEROUS
 from llmnode.wire.adapter import Manifest, PartName, make_adapter
 from llmnode.wire.frame import FrameType
@@ -79,15 +80,18 @@ async def connection_to(router: Router, span: Span) -> PeerConnection:
 
 
 async def steps(router: Router, adapter: Adapter | None, rng: random.Random, count: int = 4) -> None:
-    """A session with `adapter`, whose every step is right to the bit."""
+    """A session with `adapter`, and perhaps with deep prompts, whose every step is right to the bit."""
     parts = {} if adapter is None else adapter.parts
-    async with router.open_session(64, Codec.RAW, adapter=adapter) as session:
+    own_rng = random.Random(0 if adapter is None else adapter.digest)
+    prompts = own_rng.choice((NO_PROMPTS, DeepPrompts(MODEL.blocks, 1, 3, exact_input(own_rng, 3 * MODEL.blocks))))
+    async with router.open_session(64, Codec.RAW, adapter=adapter, prompts=prompts) as session:
         given = b""
         for _ in range(count):
             hidden = exact_input(rng, rng.choice([1, 1, 5]))
             output = bytes(await session.step(hidden))
             given += hidden
-            assert output == exact_output(given, ALL_BLOCKS, parts)[len(given) - len(hidden) :]
+            own = [each[: len(given)] for each in exact_prompts(prompts, 1)[0]]
+            assert output == exact_output(given, ALL_BLOCKS, parts, own)[len(given) - len(hidden) :]
             await trio.sleep(rng.choice([0, 0.1, 1]))
 
 

@@ -13,7 +13,7 @@ from llmnode.core.policy import ClientPolicy, PassPolicy, RecoveryPolicy, ServeP
 from llmnode.errors import NoRoute, PeerRefused, PeerTimeout, SessionLost
 from llmnode.session.passes import SwarmPasses
 from llmnode.testing import exact_output, open_world
-from llmnode.testing.worker import exact_input
+from llmnode.testing.exact_blocks import exact_input
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Pass, RefusalCode, pack
 from llmnode.wire.payload import Codec

@@ -12,18 +12,21 @@ import numpy as np
 import pytest
 import trio
 
-from llmnode.core.policy import ClientPolicy, RecoveryPolicy
+from llmnode.core.operations import NO_PROMPTS, DeepPrompts
+from llmnode.core.policy import ClientPolicy, RecoveryPolicy, ServePolicy
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, NoRoute, PeerRefused, SessionLost
 from llmnode.session import passes
 from llmnode.session.passes import SwarmPasses
-from llmnode.testing import Cast, FaultPlan, Odds, exact_output, seeds
+from llmnode.testing import Cast, FaultPlan, Odds, exact_output, open_world, seeds
+from llmnode.testing.exact_blocks import exact_gradient, exact_input, exact_prompt_gradient, exact_prompts
 from llmnode.testing.faults import FailForwards, Freeze, Kill, Stop
-from llmnode.testing.worker import ExactExecutor, exact_gradient, exact_input
+from llmnode.testing.worker import ExactExecutor
 from llmnode.wire.frame import FrameType
-from llmnode.wire.messages import Pass, pack
+from llmnode.wire.messages import Pass, RefusalCode, pack
 from llmnode.wire.payload import Codec
 from llmnode.wire.profile import profile_fields
+from llmnode.wire.refusal import refusal_of
 from simulation.world import (
     ALL_BLOCKS,
     DELAY_S,
@@ -62,20 +65,39 @@ def by_sequence(numbers: bytes, lengths: Sequence[int]) -> list[bytes]:
     return [numbers[start:end] for start, end in pairwise(edges)]
 
 
-def expected_output(hidden: bytes, lengths: Sequence[int], span: Span = ALL_BLOCKS) -> bytes:
-    return b"".join(exact_output(each, span) for each in by_sequence(hidden, lengths))
+def expected_output(
+    hidden: bytes, lengths: Sequence[int], span: Span = ALL_BLOCKS, prompts: DeepPrompts = NO_PROMPTS
+) -> bytes:
+    sequences = zip(by_sequence(hidden, lengths), exact_prompts(prompts, len(lengths)), strict=True)
+    return b"".join(exact_output(each, span, prompts=own) for each, own in sequences)
 
 
 def expected_gradient(gradient: bytes, lengths: Sequence[int], span: Span = ALL_BLOCKS) -> bytes:
     return b"".join(exact_gradient(each, span) for each in by_sequence(gradient, lengths))
 
 
-async def there_and_back(client: SwarmPasses, seed: int, lengths: Sequence[int], span: Span = ALL_BLOCKS) -> None:
+def drawn_prompts(rng: random.Random, lengths: Sequence[int], span: Span = ALL_BLOCKS) -> DeepPrompts:
+    """None, or deep prompts for all of the sequences or for each."""
+    if rng.random() < 0.3:
+        return NO_PROMPTS
+    rows, positions = rng.choice((1, len(lengths))), rng.randint(1, min(3, *lengths))
+    return DeepPrompts(len(span), rows, positions, exact_input(rng, len(span) * rows * positions))
+
+
+async def there_and_back(
+    client: SwarmPasses,
+    seed: int,
+    lengths: Sequence[int],
+    span: Span = ALL_BLOCKS,
+    prompts: DeepPrompts = NO_PROMPTS,
+) -> None:
     """A forward and a backward, which are right to the bit."""
     hidden, gradient = drawn(seed, sum(lengths)), drawn(~seed, sum(lengths))
-    output, crossed = await client.outputs(span, lengths, hidden)
-    assert output == expected_output(hidden, lengths, span)
-    assert await client.gradients(crossed, gradient) == expected_gradient(gradient, lengths, span)
+    output, crossed = await client.outputs(span, lengths, hidden, prompts=prompts)
+    assert output == expected_output(hidden, lengths, span, prompts)
+    found = await client.all_gradients(crossed, gradient)
+    assert found.hidden == expected_gradient(gradient, lengths, span)
+    assert found.prompts.tobytes() == exact_prompt_gradient(by_sequence(gradient, lengths), span, prompts)
 
 
 def nothing_is_left(swarm: World) -> None:
@@ -90,6 +112,7 @@ async def test_outputs_and_gradients_come_through_several_servers_and_any_part_o
         client = SwarmPasses(router.finder, Codec.RAW)
         for seed, span in enumerate((ALL_BLOCKS, Span(1, 5), Span(3, 4), Span(0, 2))):
             await there_and_back(client, seed, LENGTHS, span)
+            await there_and_back(client, seed, LENGTHS, span, drawn_prompts(random.Random(3), LENGTHS, span))
         nothing_is_left(swarm)
 
 
@@ -101,7 +124,33 @@ async def test_a_large_batch_goes_as_microbatches(monkeypatch: pytest.MonkeyPatc
         _, crossed = await client.outputs(ALL_BLOCKS, LENGTHS, drawn(1, sum(LENGTHS)))
         assert [each.lengths for each in crossed] == [(5, 1), (30,), (2, 12)]
         await there_and_back(client, 2, [1] * 100)
+        for rows in (1, len(LENGTHS)):
+            prompts = DeepPrompts(6, rows, 1, exact_input(random.Random(rows), 6 * rows))
+            await there_and_back(client, 3, LENGTHS, prompts=prompts)
         nothing_is_left(swarm)
+
+
+@simulated
+async def test_deep_prompts_that_are_large_go_in_several_parts_and_larger_ones_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By sequences, and by blocks."""
+    monkeypatch.setattr(passes, "MOST_PROMPT_BYTES", 4 * ROW)
+    async with open_world(serve_policy=ServePolicy(pass_prompt_bytes=4 * ROW)) as swarm:
+        await swarm.start("whole", ALL_BLOCKS)
+        async with swarm.client() as (router, _):
+            client = SwarmPasses(router.finder, Codec.RAW)
+            for rows, positions in ((1, 3), (1, 4), (5, 1), (5, 2)):
+                prompts = DeepPrompts(6, rows, positions, exact_input(random.Random(7), 6 * rows * positions))
+                await there_and_back(client, rows, [4] * 5, prompts=prompts)
+            too_long = DeepPrompts(6, 1, 5, exact_input(random.Random(7), 6 * 5))
+            with pytest.raises(ConfigError, match="servers take 4"):
+                await client.outputs(ALL_BLOCKS, [8], drawn(1, 8), prompts=too_long)
+            with pytest.raises(ConfigError, match="for a sequence of 3"):
+                await client.outputs(ALL_BLOCKS, [8, 3], drawn(1, 11), prompts=too_long)
+            with pytest.raises(ConfigError, match="not finite"):
+                await client.outputs(ALL_BLOCKS, [8], drawn(1, 8), prompts=DeepPrompts(6, 1, 1, b"\xff" * 6 * ROW))
+            nothing_is_left(swarm)
 
 
 @pytest.mark.parametrize("seed", seeds(60))
@@ -116,7 +165,7 @@ async def test_they_are_right_to_the_bit_whatever_fails(seed: int) -> None:
         async with plan.upon(swarm):
             for step in range(8):
                 lengths = rng.choices([1, 3, 20], k=rng.randint(1, 6))
-                await there_and_back(client, 100 * seed + step, lengths)
+                await there_and_back(client, 100 * seed + step, lengths, prompts=drawn_prompts(rng, lengths))
                 await trio.sleep(rng.choice([0, 0.2, 2]))
 
 
@@ -206,6 +255,9 @@ async def test_what_is_wrong_with_a_pass_is_refused_and_the_link_goes_on() -> No
             ("unknown-codec", numbers, {"codec": "morse"}),
             ("unknown-adapter", numbers, {"adapter": bytes(32)}),
             ("unknown-extension", numbers, {"extensions": {"x": 1}, "required": ["x"]}),
+            ("bad-message", numbers, {"extensions": {"prompts": [1, 1]}, "required": ["prompts"]}),
+            ("bad-message", numbers, {"extensions": {"prompts": [1, 4]}}),
+            ("bad-message", numbers, {"extensions": {"prompts": "soon"}}),
         ):
             for kind in (FrameType.EVALUATE, FrameType.BACKWARD):
                 with pytest.raises(PeerRefused) as refused:
@@ -215,6 +267,10 @@ async def test_what_is_wrong_with_a_pass_is_refused_and_the_link_goes_on() -> No
             await ask(FrameType.BACKWARD, numbers)
         await ask(FrameType.EVALUATE, numbers)
         await ask(FrameType.BACKWARD, 2 * numbers, priority="unheard-of")
+        prompted = {"extensions": {"prompts": [1, 2]}, "required": ["prompts"]}
+        await ask(FrameType.EVALUATE, numbers + bytes(2 * 2 * ROW), **prompted)
+        with pytest.raises(PeerRefused, match="not finite"):
+            await ask(FrameType.EVALUATE, numbers + b"\xff" * 2 * 2 * ROW, **prompted)
         nothing_is_left(swarm)
 
 
@@ -290,3 +346,27 @@ async def test_a_server_that_answers_with_no_numbers_is_replaced() -> None:
 def _without_numbers(_peer: PeerId, frame: Frame) -> list[Frame]:
     is_answer = frame.type in (FrameType.EVALUATED, FrameType.GRADIENT)
     return [replace(frame, payload=b"\xff" * len(frame.payload)) if is_answer else frame]
+
+
+@simulated
+async def test_servers_of_before_deep_prompts_refuse_them_and_others_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Pass] = []
+    monkeypatch.setattr(passes, "pack", lambda message: asked.append(message) or pack(message))
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        refused: list[Frame] = []
+
+        def of_before(_peer: PeerId, frame: Frame) -> list[Frame]:
+            if frame.type not in (FrameType.EVALUATED, FrameType.GRADIENT):
+                return [frame]
+            refused.append(refusal_of(frame, RefusalCode.UNKNOWN_EXTENSION, "prompts"))
+            return refused[-1:]
+
+        for index in range(3):
+            swarm.nodes[f"{index}a"].network.tamper = of_before
+        client = SwarmPasses(router.finder, Codec.RAW)
+        began_s = trio.current_time()
+        for seed in range(6):
+            await there_and_back(client, seed, [3, 2], prompts=DeepPrompts(6, 1, 1, drawn(seed, 6)))
+        assert refused
+        assert all(each.required == ["prompts"] for each in asked)
+        assert trio.current_time() - began_s < 5

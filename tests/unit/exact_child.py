@@ -14,7 +14,7 @@ from llmnode.core.span import Span
 from llmnode.errors import ConfigError
 from llmnode.ports import Loaded
 from llmnode.testing import ExactExecutor
-from llmnode.testing.worker import EXACT_MODEL
+from llmnode.testing.exact_blocks import EXACT_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,7 +9,7 @@ from llmnode.core.model import AUTO, EXACT, Precision
 from llmnode.node.app import NodeConfig, open_node
 from llmnode.ports import Loaded
 from llmnode.testing import ExactExecutor
-from llmnode.testing.worker import EXACT_MODEL
+from llmnode.testing.exact_blocks import EXACT_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,6 +17,7 @@ import torch
 from transformers import DynamicCache
 
 from llmnode.client.batch import Past
+from llmnode.client.cache_terms import CacheTerms
 from llmnode.client.rows import fork_rows, refused_row, rows_alike, run_rows, truncate_rows
 from llmnode.client.session_layers import session_layers
 from llmnode.core.texts.beams import sessions_of_rows
@@ -28,25 +29,8 @@ if TYPE_CHECKING:
     from llmnode.client.connect import Client, ResumedSession
     from llmnode.client.portal import Entered, Portal
     from llmnode.client.session_layers import Layers
-    from llmnode.core.priority import Priority
     from llmnode.core.route import Route
     from llmnode.session.session import InferenceSession
-    from llmnode.wire.adapter import Adapter
-
-
-@dataclass(frozen=True, slots=True)
-class CacheTerms:
-    """How the sessions of a cache are opened: with KV for `max_length` positions each.
-
-    If a server has no room, a cache that `waits` asks again for some time. One that `grows` moves to longer sessions
-    when it is full; any other refuses what exceeds `max_length`. The blocks have `adapter`, which stays as it is.
-    """
-
-    max_length: int
-    priority: Priority | None = None
-    waits: bool = True
-    grows: bool = False
-    adapter: Adapter | None = None
 
 
 class SessionCache(DynamicCache):
@@ -76,6 +60,8 @@ class SessionCache(DynamicCache):
         self.offsets: list[int | None] = [None] * rows
         self.token_ids: tuple[int, ...] = ()
         """The tokens that a resumed cache was exported with."""
+        self.prefix = 0
+        """Positions of each session before those of the columns: trainable prompts."""
         self._portal = portal
         self._client = client
         self._terms = terms
@@ -119,7 +105,7 @@ class SessionCache(DynamicCache):
         `run_rows`.
         """
         self._copy(list(zip(source._sessions, self._sessions, strict=True)))
-        self.real, self.offsets = source.real, list(source.offsets)
+        self.real, self.offsets, self.prefix = source.real, list(source.offsets), source.prefix
 
     def __enter__(self) -> SessionCache:
         return self
@@ -171,7 +157,7 @@ class SessionCache(DynamicCache):
 
     @property
     def is_empty(self) -> bool:
-        return not any(session.position for session in self._sessions)
+        return not any(session.position > self.prefix for session in self._sessions)
 
     @property
     def hidden_size(self) -> int:
@@ -183,11 +169,12 @@ class SessionCache(DynamicCache):
         Raises SessionClosed if a copy of rows has failed: it is unknown then which tokens they hold.
         """
         positions: list[int] = self.real.sum(dim=1).tolist()
-        ahead = [session.position - position for session, position in zip(self._sessions, positions, strict=True)]
+        ends = [self.prefix + position for position in positions]
+        ahead = [session.position - end for session, end in zip(self._sessions, ends, strict=True)]
         if self._is_copying or min(ahead, default=0) < 0:
             raise SessionClosed("the rows of this cache were being changed when that failed: open another one")
         if any(ahead):
-            self._portal.call(partial(truncate_rows, self._sessions, positions))
+            self._portal.call(partial(truncate_rows, self._sessions, ends))
         return Past(self.real, positions, self.offsets)
 
     @property
@@ -202,6 +189,16 @@ class SessionCache(DynamicCache):
     def transcripts(self) -> list[dict[str, Any]]:  # Any: JSON
         """The transcript of each row, as of `Client.transcript`."""
         return [self._portal.call(partial(self._client.transcript, session)) for session in self._sessions]
+
+    @property
+    def prefix_due(self) -> torch.Tensor | None:
+        """The prompts, (positions, embedding size), that `begin` is still to run before the first column."""
+        return None if self.columns or self.prefix else self._terms.prefix
+
+    def begin(self, prefix: torch.Tensor) -> None:
+        """Run the prompts, as hidden states (positions, hidden_size), in each row. Raises SessionLost."""
+        self.run_rows([prefix] * self.rows)
+        self.prefix = len(prefix)
 
     def run_rows(self, hidden: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Run new hidden states (tokens, hidden_size) of each row through the blocks, all rows at once.
@@ -242,6 +239,8 @@ class SessionCache(DynamicCache):
 
         Raises ConfigError for a batch, and if the file cannot be written.
         """
+        if self.prefix:
+            raise ConfigError("a cache that begins with trainable prompts cannot be exported")
         if self.rows != 1:
             raise ConfigError(f"{self.rows} rows cannot be exported: export a cache of one row")
         (session,) = self._sessions
@@ -253,6 +252,7 @@ class SessionCache(DynamicCache):
         Raises ConfigError beyond the greatest length, and the errors of `open_beside` and `run_rows` if longer sessions
         are needed and cannot be had.
         """
+        positions += self.prefix if self._terms.prefix is None else len(self._terms.prefix)
         if positions > self._client.model.context_tokens:
             raise ConfigError(
                 f"{positions} positions do not fit the model's context of {self._client.model.context_text}"
@@ -279,7 +279,7 @@ class SessionCache(DynamicCache):
         return self.columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1 if self._terms.grows else self._terms.max_length
+        return -1 if self._terms.grows else self._terms.max_length - self.prefix
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.columns + query_length, 0
@@ -302,7 +302,7 @@ class SessionCache(DynamicCache):
             return
         real = self.real[:, :columns]
         positions = real.sum(dim=1).tolist()
-        self._portal.call(partial(truncate_rows, self._sessions, positions))
+        self._portal.call(partial(truncate_rows, self._sessions, [self.prefix + each for each in positions]))
         self.real = real
         self.offsets = [offset if left else None for offset, left in zip(self.offsets, positions, strict=True)]
 
@@ -350,7 +350,7 @@ class SessionCache(DynamicCache):
 
     def _open(self, terms: CacheTerms, beside: InferenceSession | None, *, waits: bool) -> InferenceSession:
         opening = self._client.inference_session(
-            terms.max_length, beside, priority=terms.priority, waits=waits, adapter=terms.adapter
+            terms.max_length, beside, priority=terms.priority, waits=waits, adapter=terms.adapter, prompts=terms.prompts
         )
         entered = self._portal.enter(opening)
         session = entered.opened.result()

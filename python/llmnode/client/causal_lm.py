@@ -6,6 +6,7 @@ import copy
 import warnings
 import weakref
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,9 @@ from transformers.utils.generic import can_return_tuple
 
 from llmnode.client.adopted import adopt, check_adoptable, sessions_behind
 from llmnode.client.batch import Past, check_ends_real, check_labels, kept_columns, read_batch
-from llmnode.client.cache import CacheTerms, SessionCache
+from llmnode.client.cache import SessionCache
+from llmnode.client.cache_terms import CacheTerms
+from llmnode.client.changes import state_of
 from llmnode.client.decoder import check_cacheless
 from llmnode.client.distributed import Distributed
 from llmnode.client.ends import SharedEnds
@@ -36,6 +39,7 @@ from llmnode.client.forward import (
 from llmnode.client.generate_call import check_options, current_call, run_call
 from llmnode.client.heads import make_head
 from llmnode.client.hidden_session import HiddenSession
+from llmnode.client.prompt_tuning import MODULES
 from llmnode.client.released import releasing
 from llmnode.client.versions import CACHE, named_for_generate, takes_cache_of_generate
 from llmnode.core.priority import PRIORITIES
@@ -43,7 +47,6 @@ from llmnode.core.texts.beams import first_alike
 from llmnode.errors import ConfigError
 from llmnode.models.generation_config import generation_config
 from llmnode.models.load import cut_ends, entry_of, exit_of, replace_decoder, shallow_copy
-from llmnode.models.tensors import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -217,9 +220,9 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
                 adopt(cache, opened)
             else:
                 length = max(2 * batch.longest, FIRST_POSITIONS) if use_cache else batch.longest
-                self._check_context(batch.longest)
-                most = max(1, min(length, self.info.context_tokens))
-                terms = CacheTerms(most, grows=bool(is_kept), adapter=self.remote_blocks.adapter)
+                self._check_context(batch.longest + self._prompts)
+                most = max(1, min(length + self._prompts, self.info.context_tokens))
+                terms = self._cache_terms(most, grows=bool(is_kept))
                 alike = first_alike(given.flatten(1).tolist())
                 opened = stack.enter_context(SessionCache(self._portal, self._client, rows, terms, alike))
                 output = run_in(opened, opened if is_kept else None)
@@ -227,6 +230,11 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
                 stack.pop_all()
                 current_call().failed.callback(_close, weakref.ref(opened))
             return output
+
+    @property
+    def _prompts(self) -> int:
+        """The positions of trainable prompts before every text."""
+        return self.decoder.prompt_positions
 
     def _wants_gradients(self, inputs_embeds: torch.Tensor | None) -> bool:
         if not torch.is_grad_enabled():
@@ -262,17 +270,8 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
         return output
 
     def _ends_now(self) -> list[tuple[int, int, int]]:
-        """Another value when parameters of the ends have been changed, added or replaced; see `version_of`.
-
-        It is asked for at every token, so the blocks' hundreds of modules are left out.
-        """
-        blocks, waiting, state = self.remote_blocks, [self._modules], []
-        while waiting:
-            for module in waiting.pop().values():
-                if module is not None and module is not blocks:
-                    state += [version_of(each) for each in module._parameters.values() if each is not None]
-                    waiting.append(module._modules)
-        return state
+        """Another value when parameters of the ends have been changed, added or replaced; prompts are none."""
+        return state_of(self._modules, self.remote_blocks, MODULES)
 
     def _current_ends(self) -> SharedEnds:
         """The ends as they are now: a trainer, or a method of PEFT, may have changed them."""
@@ -339,7 +338,7 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
             sessions.make_room(max_cache_length)
             return
         call = current_call()
-        self._check_context(max_cache_length + 1)
+        self._check_context(max_cache_length + 1 + self._prompts)
         if (made := model_kwargs.get(CACHE)) is not None:  # the caller's, or of the class that was asked for
             opened = self._opened_for(made, rows, max_cache_length + 1, alike)
             call.failed.callback(setattr, made, "layers", made.layers)
@@ -366,18 +365,25 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
     def _opened_for(self, cache: Cache, rows: int, max_length: int, alike: int = 1) -> SessionCache:
         """Sessions for an empty cache, which are as long as it is made for."""
         most = check_adoptable(cache)
-        return self._open_cache(min(most or max_length, self.info.context_tokens), rows, alike, grows=most is None)
+        most_text = self.info.context_tokens - self._prompts
+        return self._open_cache(min(most or max_length, most_text), rows, alike, grows=most is None)
 
     def _open_cache(
         self, max_length: int, rows: int, alike: int = 1, priority: str | None = None, **terms: bool
     ) -> SessionCache:
         if priority is not None and priority not in PRIORITIES:
             raise ConfigError(f"there is no priority {priority!r}: choose one of {', '.join(PRIORITIES)}")
+        max_length += self._prompts
         self._check_context(max_length)
         firsts = [row - row % alike for row in range(rows)]
         of_priority = None if priority is None else PRIORITIES[priority]
-        made = CacheTerms(max_length, of_priority, adapter=self.remote_blocks.adapter, **terms)
+        made = self._cache_terms(max_length, priority=of_priority, **terms)
         return SessionCache(self._portal, self._client, rows, made, firsts)
+
+    def _cache_terms(self, max_length: int, **terms: Any) -> CacheTerms:
+        """With the adapter and the prompts as they are now."""
+        made, prefix = CacheTerms(max_length, adapter=self.remote_blocks.adapter, **terms), self.decoder.prefix
+        return made if prefix is None else replace(made, prefix=prefix.embedded.detach(), prompts=prefix.deep_now())
 
     def _check_context(self, positions: int) -> None:
         if not 0 <= positions <= self.info.context_tokens:

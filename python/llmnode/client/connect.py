@@ -15,6 +15,7 @@ from llmnode.client.sampling import ChoiceTerms, Sampling
 from llmnode.client.stopping import Limits
 from llmnode.core.identity import how_other
 from llmnode.core.model import AUTO, wish_named
+from llmnode.core.operations import NO_PROMPTS, DeepPrompts
 from llmnode.core.policy import ClientPolicy, LinkPolicy
 from llmnode.errors import ConfigError, single_error
 from llmnode.models.embedded import open_embedded
@@ -108,17 +109,19 @@ class Client:
         priority: Priority | None = None,
         waits: bool = True,
         adapter: Adapter | None = None,
+        prompts: DeepPrompts = NO_PROMPTS,
     ) -> AsyncIterator[InferenceSession]:
         """A session with KV for `max_length` positions: `async with client.inference_session(64) as session`.
 
         It goes through the peers of `beside` if they have room: to become a copy of it costs least then. `priority` is
         what it is for, None as the policy has it. If servers have no room, it `waits` for some, as long as the policy
-        says: not for room that the caller's other sessions hold. The blocks have `adapter`, if there is one. Raises
-        NoRoute, or the PeerError of a peer without which there is no route.
+        says: not for room that the caller's other sessions hold. The blocks have `adapter`, if there is one, and
+        add the deep `prompts` of all blocks to the first positions. Raises NoRoute, or the PeerError of a peer without
+        which there is no route.
         """
         policy = self.policy if priority is None else replace(self.policy, priority=priority)
         policy = policy if waits else replace(policy, route=replace(policy.route, room_patience_s=0))
-        async with self.router.open_session(max_length, self.codec, beside, policy, adapter) as session:
+        async with self.router.open_session(max_length, self.codec, beside, policy, adapter, prompts) as session:
             yield session
 
     async def transcript(self, session: InferenceSession) -> dict[str, Any]:  # Any: JSON

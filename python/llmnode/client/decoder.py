@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from llmnode.client.adopted import PREFIXES
 from llmnode.client.batch import Past, read_batch
 from llmnode.client.forward import all_states, are_last_normed, chosen_states, given_states
+from llmnode.client.prompt_tuning import DEEP_PROMPTS, MODULES, PROMPTS, Prefix, Prefixed, Sizes, make_prompts
 from llmnode.client.versions import CACHE
 from llmnode.errors import ConfigError
 from llmnode.models.load import entry_of, exit_of, shallow_copy
@@ -97,15 +98,47 @@ class DistributedDecoder(PreTrainedModel):
         entry, leaving = entry_of(plain, self._family), exit_of(plain, self._family)
         chosen = chosen_states(asked, entry, len(self.blocks))
         name = "inputs_embeds" if input_ids is None else "input_ids"
-        ids = _position_ids(batch)
+        ids, real, prefix, prefixed = _position_ids(batch), batch.real, self.prefix, None
+        if prefix is not None:
+            if (longest := prefix.positions + batch.longest) > (most := self.blocks.context_tokens):
+                raise ConfigError(f"{longest} positions in a row with its prompts: the model's context is {most}")
+            embedded = given if input_ids is None else self.get_input_embeddings()(given)
+            prefixed = Prefixed.of(prefix, embedded, real, ids)
+            given, real, ids, name = prefixed.embedded, prefixed.real, prefixed.position_ids, "inputs_embeds"
         entered = entry(**{name: given}, position_ids=ids, use_cache=False).last_hidden_state
-        left = self.blocks(entered, batch.real)
+        left = self.blocks(entered, real, None if prefix is None else prefix.deep)
         output = leaving(inputs_embeds=left, position_ids=ids, use_cache=False)
-        output.last_hidden_state = output.last_hidden_state * batch.real[..., None]
+        output.last_hidden_state = output.last_hidden_state * real[..., None]
+        if prefixed is not None:
+            entered, left = prefixed.columns_of(entered), prefixed.columns_of(left)
+            output.last_hidden_state = prefixed.columns_of(output.last_hidden_state)
         if chosen is not None:
             last = output.last_hidden_state if are_last_normed(self.config.get_text_config(), entry) else left
             output.hidden_states = all_states(entered, last, len(self.blocks), chosen)
         return output
+
+    def tune_prompts(self, tuning_mode: str | None, pre_seq_len: int) -> None:
+        """See `Distributed.tune_prompts`."""
+        blocks, deviation = self.blocks, float(getattr(self.config, "initializer_range", 0.02))
+        sizes = Sizes(self.embedding_size, blocks.hidden_size, len(blocks), blocks.context_tokens, deviation)
+        made = {} if tuning_mode is None else make_prompts(tuning_mode, pre_seq_len, sizes)
+        for name in MODULES:
+            self._modules.pop(name, None)
+        for name, module in made.items():
+            self.add_module(name, module)
+
+    @property
+    def prefix(self) -> Prefix | None:
+        """The trainable prompts as they are now, if there are any."""
+        if (prompts := self._modules.get(PROMPTS)) is None:
+            return None
+        return Prefix.of(prompts, self._modules.get(DEEP_PROMPTS), self.blocks.hidden_size)
+
+    @property
+    def prompt_positions(self) -> int:
+        """How many trainable prompts there are before every text."""
+        prompts: Any = self._modules.get(PROMPTS)  # Any: torch types attributes of modules widely
+        return 0 if prompts is None else int(prompts.num_embeddings)
 
     def without_blocks(self) -> Any:  # Any: likewise
         """The decoder of transformers, with the modules that are here now: a method of PEFT may have replaced some."""

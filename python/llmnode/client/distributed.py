@@ -106,6 +106,17 @@ class Distributed(PreTrainedModel):
         """The blocks as a module of torch, through which gradients flow: `model.remote_blocks[3:7](hidden)`."""
         return self.decoder.blocks
 
+    def tune_prompts(self, tuning_mode: str | None, pre_seq_len: int = 0) -> None:
+        """Put `pre_seq_len` trainable prompts before every text, as Petals' models do. They are new; None removes them.
+
+        With `tuning_mode` "ptune" they stand for embeddings of tokens. With "deep_ptune" more of them are added to the
+        hidden states at their positions, before each block. They are the parameters `prompt_embeddings` and
+        `intermediate_prompt_embeddings` of the decoder; scores and states of outputs are those of the text alone.
+        Raises ConfigError for another mode, and for prompts that the model's context has no room for.
+        """
+        self.decoder.tune_prompts(tuning_mode, pre_seq_len)
+        self.config.tuning_mode, self.config.pre_seq_len = tuning_mode, pre_seq_len
+
     def __enter__(self) -> Self:
         return self
 

@@ -83,6 +83,8 @@ def run(ends: SharedEnds, cache: SessionCache, batch: PaddedBatch, given: torch.
 
     Rows that are equal and have nothing before them are run once. Raises as `SessionCache.run_rows`.
     """
+    if (prefix := cache.prefix_due) is not None:
+        cache.begin(ends.enter(prefix, torch.arange(len(prefix))))
     rows = [row[kept] for row, kept in zip(given, batch.real, strict=True)]
     are_tokens = given.ndim == 2
     names = [row.flatten().tolist() for row in rows]
@@ -90,7 +92,7 @@ def run(ends: SharedEnds, cache: SessionCache, batch: PaddedBatch, given: torch.
     firsts = first_alike(names) if are_alike else list(range(len(rows)))
     embed = ends.embed_at if are_tokens else ends.enter
     entered = [
-        embed(row, ids) if len(row) and first == index else None
+        embed(row, ids + cache.prefix) if len(row) and first == index else None
         for index, (row, ids, first) in enumerate(zip(rows, batch.position_ids, firsts, strict=True))
     ]
     left = cache.run_first(entered, names) if are_alike and are_tokens else cache.run_rows(entered)

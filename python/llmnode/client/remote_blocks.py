@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from llmnode.client.block_adapters import trained_matrices
+from llmnode.core.operations import NO_PROMPTS, DeepPrompts
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
 from llmnode.models.tensors import from_bytes, to_bytes
@@ -52,6 +53,15 @@ class RemoteBlocks(torch.nn.Module):
         return RemoteBlocks(self._portal, self._passes, Span(chosen.start, chosen.stop), self._adapters)
 
     @property
+    def hidden_size(self) -> int:
+        return self._passes.model.hidden_size
+
+    @property
+    def context_tokens(self) -> int:
+        """The model's context, in positions."""
+        return self._passes.model.context_tokens
+
+    @property
     def adapter(self) -> Adapter | None:
         """The adapter that is active in all blocks of the model now. Raises ConfigError if servers cannot take it."""
         return self._adapters.adapter(self._adapters.parts())
@@ -59,12 +69,19 @@ class RemoteBlocks(torch.nn.Module):
     def extra_repr(self) -> str:
         return str(self.span)
 
-    def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        prompts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The output of the last of the blocks, of the shape, dtype and device of `hidden`.
 
         - `hidden`: (rows, tokens, hidden_size), the input of the first of the blocks. Gradients flow back to it.
         - `attention_mask`: (rows, tokens), nonzero for the tokens that are there. A row's tokens are at the positions 0
           and on. Others are not sent, and come out as 0.
+        - `prompts`: deep prompts, (blocks, rows, positions, hidden_size), or one row for all. Before each block they
+          are added to the hidden states at the first positions of a row, and no row is shorter. Gradients flow back.
 
         Raises ConfigError for other shapes, NoRoute if nobody holds some of the blocks, and SessionLost if servers
         failed for too long. Source: Petals (Borzunov et al. 2023), section 3.3.
@@ -82,17 +99,31 @@ class RemoteBlocks(torch.nn.Module):
             return torch.zeros_like(hidden)
         if (longest := max(lengths)) > self._passes.model.context_tokens:
             raise ConfigError(f"{longest} positions in a row: the model's context is {self._passes.model.context_text}")
+        own_prompts = None if prompts is None else self._prompts(prompts, real.any(1), min(lengths))
         parts = self._adapters.parts()
         adapter, trained = self._adapters.adapter(parts), trained_matrices(parts, self.span)
-        output = _Crossing.apply(hidden[real].float().cpu(), self, lengths, adapter, *trained)
+        output = _Crossing.apply(hidden[real].float().cpu(), self, lengths, adapter, own_prompts, *trained)
         whole = torch.zeros(hidden.shape, dtype=torch.float32)
         return whole.masked_scatter(real.cpu()[..., None], output).to(hidden)
+
+    def _prompts(self, prompts: torch.Tensor, are_sent: torch.Tensor, shortest: int) -> torch.Tensor:
+        """Those of the rows that are sent. Raises ConfigError if they do not fit the blocks or the rows."""
+        size, rows = self._passes.model.hidden_size, len(are_sent)
+        if prompts.dim() != 4 or (len(prompts), prompts.shape[3]) != (len(self), size):
+            raise ConfigError(
+                f"prompts of shape {tuple(prompts.shape)}: expected ({len(self)}, rows, positions, {size})"
+            )
+        if prompts.shape[1] not in {1, rows} or not 1 <= prompts.shape[2] <= shortest:
+            what = f"{prompts.shape[1]} rows of {prompts.shape[2]} prompts for {rows} rows"
+            raise ConfigError(f"{what}: expected 1 or {rows} rows, of 1 to {shortest} prompts, as the shortest row is")
+        own = prompts if prompts.shape[1] == 1 else prompts[:, are_sent.to(prompts.device)]
+        return own.float().cpu()
 
 
 class _Crossing(torch.autograd.Function):
     """Sequences that lie end to end, (positions, hidden_size), through `blocks`, which have `adapter`.
 
-    `trained` are the matrices of the adapter in these blocks.
+    `prompts` and `trained` are the deep prompts and the matrices of the adapter, in these blocks.
     """
 
     @staticmethod
@@ -102,12 +133,17 @@ class _Crossing(torch.autograd.Function):
         blocks: RemoteBlocks,
         lengths: list[int],
         adapter: Adapter | None,
+        prompts: torch.Tensor | None,
         *trained: torch.Tensor,
     ) -> torch.Tensor:
         passes = blocks._passes
-        given = to_bytes(hidden)
-        output, ctx.crossed = blocks._portal.call(lambda: passes.outputs(blocks.span, lengths, given, adapter))
+        given, own = to_bytes(hidden), NO_PROMPTS
+        if prompts is not None:  # copied, since the backward needs them as they are now
+            count, rows, positions, _ = prompts.shape
+            own = DeepPrompts(count, rows, positions, to_bytes(prompts.clone()))
+        output, ctx.crossed = blocks._portal.call(lambda: passes.outputs(blocks.span, lengths, given, adapter, own))
         ctx.blocks = blocks
+        ctx.prompts = None if prompts is None else prompts.shape
         ctx.matrices = [(each.shape, each.dtype, each.device) for each in trained]
         return from_bytes(output, hidden.shape[1])
 
@@ -116,9 +152,12 @@ class _Crossing(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         blocks: RemoteBlocks = ctx.blocks
         wanted = to_bytes(gradients[0].float())
-        gradient, values = blocks._portal.call(lambda: blocks._passes.all_gradients(ctx.crossed, wanted))
-        flat = torch.from_numpy(values).split([shape.numel() for shape, _, _ in ctx.matrices]) if ctx.matrices else ()
+        found = blocks._portal.call(lambda: blocks._passes.all_gradients(ctx.crossed, wanted))
+        matrices = torch.from_numpy(found.adapter)
+        flat = matrices.split([shape.numel() for shape, _, _ in ctx.matrices]) if ctx.matrices else ()
         of_adapter = [
             each.view(shape).to(device, dtype) for each, (shape, dtype, device) in zip(flat, ctx.matrices, strict=True)
         ]
-        return from_bytes(gradient, gradients[0].shape[1]), None, None, None, *of_adapter
+        of_prompts = None if ctx.prompts is None else torch.from_numpy(found.prompts).view(ctx.prompts)
+        of_hidden = from_bytes(found.hidden, gradients[0].shape[1])
+        return of_hidden, None, None, None, of_prompts, *of_adapter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, assert_never
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from llmnode._native import SequenceSlabs
 from llmnode.compute.adapted import adapted
 from llmnode.compute.attention import Segment, segments_of_forward
+from llmnode.compute.deep_prompts import PromptedSequences, prompted, read_prompts
 from llmnode.compute.gradients import gradients_of, outputs_of
 from llmnode.compute.held_adapters import HeldAdapters
 from llmnode.compute.kv import KVForm, SequenceKV
@@ -39,6 +41,7 @@ class _Sequence:
     kv: KV
     span: Span
     adapter: AdapterId | None = None
+    prompts: torch.Tensor | None = None  # (blocks, 1, positions, hidden_size)
     slabs: SequenceSlabs | None = None  # of its `kv`, once a few positions have come
     half_way: Buffer = b""  # of the forward that has been through `passed` of its blocks
     passed: int = 0
@@ -102,7 +105,8 @@ class SpanExecutor:
         give_back()
         kv = self._take_kv(opened.session, opened.max_length)
         self._kv_tokens_free -= kv.capacity
-        self._sequences[opened.session] = _Sequence(kv, opened.span, opened.adapter)
+        prompts = read_prompts(opened.prompts, self._hidden_size, torch.device("cpu")) if opened.prompts else None
+        self._sequences[opened.session] = _Sequence(kv, opened.span, opened.adapter, prompts)
         return True
 
     @torch.inference_mode()
@@ -112,7 +116,8 @@ class SpanExecutor:
         together: dict[tuple[Span, bool], list[int]] = {}
         for index in sorted(range(len(slices)), key=lambda index: self._adapter_of(slices[index]) or b""):
             each = slices[index]
-            in_rust = few and self._adapter_of(each) is None  # which knows no adapters
+            # Rust knows neither adapters nor prompts.
+            in_rust = few and self._adapter_of(each) is None and not self._is_prompted(each)
             together.setdefault((each.blocks(self._sequences[each.session].span), in_rust), []).append(index)
         computed: dict[int, Buffer] = {}
         for (span, _), indices in together.items():
@@ -136,21 +141,36 @@ class SpanExecutor:
         lengths = [length for each in passes for length in each.lengths]
         hidden = self._sequences_of([each.hidden for each in passes], lengths)
         gradients = [each.gradient for each in passes if isinstance(each, Backward)]
-        of_adapters: Sequence[torch.Tensor] = ()
         adapters = [(each.adapter, each.positions) for each in passes]
+        prompts = self._prompts_of(passes)
+        of_adapters: Sequence[torch.Tensor] = ()
+        of_prompts: Sequence[torch.Tensor] = ()
         if gradients:
             rows, wanted = self._adapters.rows(adapters, together=False), self._sequences_of(gradients, lengths)
-            computed, of_adapters = gradients_of(self.model, span, hidden, wanted, rows)
+            computed, of_adapters, of_prompts = gradients_of(self.model, span, hidden, wanted, rows, prompts)
         else:
-            computed = outputs_of(self.model, span, hidden, self._adapters.rows(adapters, together=True))
+            computed = outputs_of(self.model, span, hidden, self._adapters.rows(adapters, together=True), prompts)
         row = torch.cat(computed).cpu()
         if len(row) >= _LARGE_TOKENS:
             give_back()
-        outputs = [to_bytes(part) for part in row.split([each.positions for each in passes])]
-        adapted_passes = (index for index, each in enumerate(passes) if each.adapter is not None)
-        for index, of_adapter in zip(adapted_passes, of_adapters, strict=False):
-            outputs[index] = b"".join([outputs[index], to_bytes(of_adapter.cpu())])
-        return outputs
+        outputs = [[to_bytes(part)] for part in row.split([each.positions for each in passes])]
+        having_adapter = [index for index, each in enumerate(passes) if each.adapter is not None]
+        having_prompts = [index for index, each in enumerate(passes) if each.prompts]
+        for indices, found in ((having_adapter, of_adapters), (having_prompts, of_prompts)):
+            for index, each in zip(indices, found, strict=bool(gradients)):
+                outputs[index].append(to_bytes(each.cpu()))
+        return [parts[0] if len(parts) == 1 else b"".join(parts) for parts in outputs]
+
+    def _prompts_of(self, passes: Sequence[Pass]) -> Sequence[PromptedSequences]:
+        """The deep prompts of those passes that have some, whose sequences lie end to end."""
+        found, start = [], 0
+        for each in passes:
+            if each.prompts:
+                starts = [*accumulate(each.lengths[:-1], initial=start)]
+                values = read_prompts(each.prompts, self._hidden_size, self._device)
+                found.append(PromptedSequences(values, each.span.start, starts))
+            start += each.positions
+        return found
 
     def _sequences_of(self, buffers: Sequence[Buffer], lengths: Sequence[int]) -> Sequence[torch.Tensor]:
         row = torch.cat([from_bytes(each, self._hidden_size) for each in buffers])
@@ -216,13 +236,18 @@ class SpanExecutor:
         """Run the slices through the blocks of `span`, which are all those of their sessions, or some."""
         native = self.model.native
         rows = self._adapters.rows(((self._adapter_of(each), each.length) for each in slices), together=True)
-        if native is not None and not rows and are_few([each.length for each in slices]):
+        prompts = self._prompts_in(slices)
+        if native is not None and not rows and not prompts and are_few([each.length for each in slices]):
             few = [(self._slabs(each.session, native.no_kv), each.first, each.start, each.hidden) for each in slices]
             return native.blocks.forward(span.start - self.span.start, span.end - self.span.start, few)
         row = torch.cat([from_bytes(each.hidden, self._hidden_size) for each in slices])
         with adapted(rows):
-            hidden = self._compute(span, slices, row)
-        return [to_bytes(part) for part in hidden.split([each.length for each in slices])]
+            if not prompts:
+                row = self._compute(span, slices, row)
+            else:
+                for block in range(span.start, span.end):
+                    row = self._compute(Span(block, block + 1), slices, prompted(prompts, block, row))
+        return [to_bytes(part) for part in row.split([each.length for each in slices])]
 
     def _compute(self, span: Span, slices: Sequence[Slice], row: torch.Tensor) -> torch.Tensor:
         """Compute by torch. `row` and the result have the states of all slices end to end, (tokens, hidden_size)."""
@@ -234,6 +259,22 @@ class SpanExecutor:
             return hidden
         finally:
             segments_of_forward.reset(token)
+
+    def _is_prompted(self, each: Slice) -> bool:
+        """Whether the session has deep prompts for some of its positions."""
+        prompts = self._sequences[each.session].prompts
+        return prompts is not None and each.start < prompts.shape[2]
+
+    def _prompts_in(self, slices: Sequence[Slice]) -> Sequence[PromptedSequences]:
+        """The deep prompts of those slices that have some, which lie end to end."""
+        found, row = [], 0
+        for each in slices:
+            sequence = self._sequences[each.session]
+            if sequence.prompts is not None and self._is_prompted(each):
+                values = sequence.prompts[:, :, each.start : each.start + each.length]
+                found.append(PromptedSequences(values, sequence.span.start, [row]))
+            row += each.length
+        return found
 
     def _adapter_of(self, each: Slice) -> AdapterId | None:
         return self._sequences[each.session].adapter

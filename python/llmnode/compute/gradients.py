@@ -9,12 +9,13 @@ of one row of hidden states for each block.
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from llmnode.compute.adapted import adapted
 from llmnode.compute.attention import Segment, segments_of_forward
+from llmnode.compute.deep_prompts import prompted
 from llmnode.core.span import Span
 from llmnode.models.lora import matrices
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from llmnode.compute.adapted import AdaptedRows
+    from llmnode.compute.deep_prompts import PromptedSequences
     from llmnode.compute.kv import KVPair
     from llmnode.models.fused import FusedSpan
     from llmnode.models.load import SpanModel
@@ -41,17 +43,35 @@ class NoKV:
         """There is nothing to copy."""
 
 
+class Gradients(NamedTuple):
+    """Gradients for the sequences that go in, for the adapter of each of the rows, and for the prompts."""
+
+    states: list[torch.Tensor]
+    adapters: list[torch.Tensor]
+    """The matrices one after another, those of each block in the order of `models/lora.py: matrices`."""
+    prompts: list[torch.Tensor]
+    """In the form of `DeepPrompts.values`, flat."""
+
+
 def outputs_of(
-    model: SpanModel | FusedSpan, span: Span, sequences: Sequence[torch.Tensor], rows: Sequence[AdaptedRows] = ()
+    model: SpanModel | FusedSpan,
+    span: Span,
+    sequences: Sequence[torch.Tensor],
+    rows: Sequence[AdaptedRows] = (),
+    prompts: Sequence[PromptedSequences] = (),
 ) -> list[torch.Tensor]:
     """Put whole `sequences`, each (tokens, hidden_size) in fp32, through the blocks of `span`.
 
     Sequences of unequal lengths go through the blocks together, without padding. Their `rows`, end to end, may have
-    adapters.
+    adapters. Some sequences may have `prompts` before each block.
     """
     with torch.no_grad(), adapted(rows):
-        row = _Row(model, sequences)
-        return row.split(row.through(span, torch.cat([*sequences])))
+        row, states = _Row(model, sequences), torch.cat([*sequences])
+        if not prompts:
+            return row.split(row.through(span, states))
+        for block in range(span.start, span.end):
+            states = row.through(Span(block, block + 1), prompted(prompts, block, states))
+        return row.split(states)
 
 
 def gradients_of(
@@ -60,20 +80,21 @@ def gradients_of(
     sequences: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
     rows: Sequence[AdaptedRows] = (),
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    prompts: Sequence[PromptedSequences] = (),
+) -> Gradients:
     """Gradients for `sequences`, which go into the blocks of `span`, from `gradients` for what comes out; all in fp32.
 
-    Weights in 8 bits are differentiated as bitsandbytes does: the gradient goes through the weights, and straight
-    through the rounding of inputs. The second result has, for each of the `rows`, the gradients for its adapter in
-    these blocks: one after another, those of each block in the order of `models/lora.py: matrices`.
+    `rows` and `prompts` are those of `outputs_of`, and get gradients too. Weights in 8 bits are differentiated as
+    bitsandbytes does: the gradient goes through the weights, and straight through the rounding of inputs.
     """
     row = _Row(model, sequences)
-    states = [torch.cat([*sequences])]
+    states = [prompted(prompts, span.start, torch.cat([*sequences]))]
     with torch.no_grad(), adapted(rows):
-        for block in range(span.start, span.end - 1):
-            states.append(row.through(Span(block, block + 1), states[-1]))
+        for block in range(span.start + 1, span.end):
+            states.append(prompted(prompts, block, row.through(Span(block - 1, block), states[-1])))
     gradient = torch.cat([*gradients])
     of_adapters: list[list[torch.Tensor]] = [[] for _ in rows]
+    of_prompts: list[list[torch.Tensor]] = [[] for _ in prompts]
     for block in reversed(range(span.start, span.end)):
         entering = states.pop().detach().requires_grad_()
         leaves = [each.leaves(block) for each in rows]
@@ -84,7 +105,10 @@ def gradients_of(
         for own, names in zip(of_adapters, wanted, strict=True):
             own[:0] = [each.flatten() for each in found[: len(names)]]
             del found[: len(names)]
-    return row.split(gradient), [torch.cat([gradient.new_empty(0), *own]) for own in of_adapters]
+        for own, each in zip(of_prompts, prompts, strict=True):
+            own.insert(0, each.gradient(gradient))
+    of_rows = [torch.cat([gradient.new_empty(0), *own]) for own in of_adapters]
+    return Gradients(row.split(gradient), of_rows, [torch.cat(own) for own in of_prompts])
 
 
 class _Row:

@@ -13,7 +13,7 @@ import msgpack
 from llmnode.compute.packed_fields import pack_fields, unpack_fields
 from llmnode.compute.work import Done, Work
 from llmnode.core.model import FP32_BYTES
-from llmnode.core.operations import Adopt, Backward, Control, Pass, Slice
+from llmnode.core.operations import Adopt, Backward, Control, Open, Pass, Slice
 from llmnode.errors import AdapterError, ConfigError, LocalProtocolError, ModelError
 
 if TYPE_CHECKING:
@@ -78,14 +78,17 @@ def input_bytes(work: Work) -> int:
     hidden = [each.hidden for each in (*work.slices, *work.passes)]
     gradients = [each.gradient for each in work.passes if isinstance(each, Backward)]
     weights = [each.weights for each in work.operations if isinstance(each, Adopt)]
-    return sum(memoryview(each).nbytes for each in (*hidden, *gradients, *weights))
+    opened = [each for each in work.operations if isinstance(each, Open)]
+    prompts = [each.prompts.values for each in (*opened, *work.passes)]
+    return sum(memoryview(each).nbytes for each in (*hidden, *gradients, *weights, *prompts))
 
 
 def output_bytes(work: Work, row_bytes: int) -> int:
     """The size of the numbers that come back; `row_bytes` is that of one position."""
     positions = sum(each.length for each in work.slices if each.end is None)
-    values = sum(each.adapter_values for each in work.passes if isinstance(each, Backward))
-    return row_bytes * (positions + sum(each.positions for each in work.passes)) + FP32_BYTES * values
+    backwards = [each for each in work.passes if isinstance(each, Backward)]
+    trained_bytes = sum(FP32_BYTES * each.adapter_values + each.prompts.size_bytes for each in backwards)
+    return row_bytes * (positions + sum(each.positions for each in work.passes)) + trained_bytes
 
 
 def put_work(work: Work, memory: memoryview) -> Message:

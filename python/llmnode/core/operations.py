@@ -42,6 +42,47 @@ class SessionOperation(Operation[Result_co]):
 
 
 @dataclass(frozen=True, slots=True)
+class DeepPrompts:
+    """Numbers that are added to the first `positions` of each sequence before each block. Source: Petals, section 3.3.
+
+    `values` is (blocks, rows, positions, hidden_size) in fp32. There is one row for all sequences, or one for each.
+    """
+
+    blocks: int
+    rows: int
+    positions: int
+    values: Buffer
+
+    def __bool__(self) -> bool:
+        return self.blocks > 0
+
+    @property
+    def size_bytes(self) -> int:
+        return memoryview(self.values).nbytes
+
+    def of_blocks(self, first: int, end: int) -> DeepPrompts:
+        """Those of the blocks [`first`, `end`), counted from their own first one. Copies nothing."""
+        if not self:
+            return self
+        block_bytes = self.size_bytes // self.blocks
+        values = memoryview(self.values).cast("B")[first * block_bytes : end * block_bytes]
+        return DeepPrompts(end - first, self.rows, self.positions, values)
+
+    def of_sequences(self, start: int, end: int) -> DeepPrompts:
+        """Those of the sequences [`start`, `end`)."""
+        if self.rows <= 1 or (start, end) == (0, self.rows):
+            return self
+        row_bytes = self.size_bytes // (self.blocks * self.rows)
+        values = memoryview(self.values).cast("B")
+        firsts = range(start, self.blocks * self.rows, self.rows)
+        parts = [values[first * row_bytes : (first + end - start) * row_bytes] for first in firsts]
+        return DeepPrompts(self.blocks, end - start, self.positions, b"".join(parts))
+
+
+NO_PROMPTS = DeepPrompts(0, 0, 0, b"")
+
+
+@dataclass(frozen=True, slots=True)
 class Open(SessionOperation[bool]):
     """Reserve KV for `max_length` positions in the blocks of `span`. False if there is no room for them."""
 
@@ -53,6 +94,8 @@ class Open(SessionOperation[bool]):
     priority: Priority = Priority.INTERACTIVE
     adapter: AdapterId | None = None
     """The adapter that its forwards go through. All parts of it in the blocks of `span` are adopted."""
+    prompts: DeepPrompts = NO_PROMPTS
+    """One row, for the blocks of `span`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +202,8 @@ class Evaluate(Operation[Computed]):
     """The adapter that the blocks have for these sequences; see `Open`."""
     waited_s: float = 0.0
     """How long the parts of the same pass before it have waited for their turns."""
+    prompts: DeepPrompts = NO_PROMPTS
+    """Those of the blocks of `span`."""
 
     @property
     def positions(self) -> int:
@@ -170,7 +215,8 @@ class Backward(Operation[Computed]):
     """Gradients for `hidden`, which goes into the blocks of `span`, from `gradient` for what comes out.
 
     Both are of one shape, as in `Evaluate`. The blocks are computed again. Petals' `rpc_backward`. The result also has
-    gradients for the adapter's matrices, in the order of `models/lora.py`, after those for `hidden`.
+    gradients for the adapter's matrices, in the order of `models/lora.py`, after those for `hidden`; and then those for
+    `prompts`, in their form.
     """
 
     span: Span
@@ -183,6 +229,7 @@ class Backward(Operation[Computed]):
     adapter_values: int = 0
     """How many numbers the adapter's matrices have in the blocks of `span`."""
     waited_s: float = 0.0
+    prompts: DeepPrompts = NO_PROMPTS
 
     @property
     def positions(self) -> int:

@@ -6,16 +6,17 @@ whose server is gone runs on another one (Petals, section 3.3). Large batches go
 
 from __future__ import annotations
 
-import logging
 import struct
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 import trio
 
 from llmnode.core.model import FP32_BYTES
+from llmnode.core.operations import NO_PROMPTS, DeepPrompts
 from llmnode.core.peers.pass_patience import PassPatience, PassSize
 from llmnode.core.priority import Priority
 from llmnode.core.sequences import grouped, split_rows
@@ -23,17 +24,15 @@ from llmnode.core.serving.pass_queue import BACKWARD_COST
 from llmnode.core.span import Span
 from llmnode.errors import (
     ConfigError,
-    NoRoute,
     PeerError,
-    PeerRefused,
     RemoteProtocolError,
-    SessionLost,
     single_error,
 )
-from llmnode.session.failures import StepFailures
+from llmnode.session.pass_tries import PassTries
+from llmnode.wire.deep_prompts import are_sound, prompts_extension
 from llmnode.wire.fields import MOST_SEQUENCES
 from llmnode.wire.frame import FrameType
-from llmnode.wire.messages import Pass, Passed, RefusalCode, pack, unpack
+from llmnode.wire.messages import PROMPTS, Pass, Passed, pack, unpack
 from llmnode.wire.pass_deadline import deadline_extension
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
 from llmnode.wire.profile import profile_fields
@@ -41,14 +40,11 @@ from llmnode.wire.profile import profile_fields
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from llmnode.core.ids import PeerId
     from llmnode.core.operations import Buffer
     from llmnode.session.peer_finder import PeerFinder
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.wire.adapter import Adapter
     from llmnode.wire.frame import Frame
-
-log = logging.getLogger(__name__)
 
 MOST_POSITIONS = 1024
 """Positions of a microbatch, unless one sequence has more."""
@@ -56,6 +52,8 @@ MOST_BYTES = 4 << 20
 """Hidden states of a microbatch, unless one sequence has more: a server keeps some multiples of it."""
 LONGEST_BYTES = 24 << 20
 """Hidden states of one sequence. With its gradients it has to fit into a frame."""
+MOST_PROMPT_BYTES = 8 << 20
+"""Deep prompts of one pass: servers allow this much."""
 MOST_ADAPTER_BYTES = 32 << 20
 """Gradients for an adapter in one answer, unless one block has more: servers allow this much."""
 _NAN = struct.pack("<f", float("nan"))
@@ -64,12 +62,61 @@ AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Crossed:
-    """A microbatch after its way through blocks: its `lengths`, and what went into the blocks of each hop."""
+class Batch:
+    """Whole sequences of these `lengths` that go through the blocks of `span` together, and what blocks add to them."""
 
+    span: Span
     lengths: tuple[int, ...]
-    borders: tuple[tuple[Span, Buffer], ...]
     adapter: Adapter | None = None
+    prompts: DeepPrompts = NO_PROMPTS
+    """Those of the blocks of `span`."""
+    first_prompt: int = 0
+    """The place of its first row of prompts, among those of all batches."""
+
+    @property
+    def positions(self) -> int:
+        return sum(self.lengths)
+
+    def prompts_of(self, blocks: Span) -> DeepPrompts:
+        return self.prompts.of_blocks(blocks.start - self.span.start, blocks.end - self.span.start)
+
+    def adapter_within(self, blocks: Span) -> Adapter | None:
+        """None if it has no part in these blocks."""
+        return None if self.adapter is None or not self.adapter.manifest.within(blocks) else self.adapter
+
+    def first_of(self, span: Span) -> Span:
+        """The first blocks of `span`, so that what is trained in them fits into one frame."""
+        end = span.start + 1
+        while end < span.end and self._fits(Span(span.start, end + 1)):
+            end += 1
+        return Span(span.start, end)
+
+    def _fits(self, blocks: Span) -> bool:
+        values = 0 if self.adapter is None else self.adapter.manifest.values(blocks)
+        return FP32_BYTES * values <= MOST_ADAPTER_BYTES and self.prompts_of(blocks).size_bytes <= MOST_PROMPT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Crossed:
+    """A microbatch after its way through blocks, and what went into the blocks of each hop."""
+
+    batch: Batch
+    borders: tuple[tuple[Span, Buffer], ...]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self.batch.lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Gradients for the hidden states that went in, and for adapters and prompts in blocks."""
+
+    hidden: Buffer
+    adapter: np.ndarray
+    """Those of its matrices, (values,) in fp32, in the order of blocks and of `models/lora.py: matrices`."""
+    prompts: np.ndarray
+    """(blocks, rows, positions times hidden_size), in fp32."""
 
 
 class SwarmPasses:
@@ -84,59 +131,87 @@ class SwarmPasses:
         self._slots = trio.CapacityLimiter(AT_ONCE)
 
     async def outputs(
-        self, span: Span, lengths: Sequence[int], hidden: Buffer, adapter: Adapter | None = None
+        self,
+        span: Span,
+        lengths: Sequence[int],
+        hidden: Buffer,
+        adapter: Adapter | None = None,
+        prompts: DeepPrompts = NO_PROMPTS,
     ) -> tuple[Buffer, Sequence[Crossed]]:
         """Put whole sequences, which lie end to end in `hidden`, through the blocks of `span`, which have `adapter`.
 
-        `gradients` needs the second result. Raises NoRoute if nobody holds some of the blocks, and SessionLost if peers
-        failed for too long.
+        `prompts` are those of the blocks of `span`, and the sequences are longer than they. `gradients` needs the
+        second result. Raises ConfigError for what no server can take, NoRoute if nobody holds some of the blocks, and
+        SessionLost if peers failed for too long.
         """
         row_bytes = self.model.row_bytes
         if (longest := max(lengths)) * row_bytes > LONGEST_BYTES:
             raise ConfigError(f"{longest} positions in a row: a pass has at most {LONGEST_BYTES // row_bytes}")
-        groups = grouped(lengths, min(MOST_POSITIONS, MOST_BYTES // row_bytes), MOST_SEQUENCES)
+        most_positions = min(MOST_POSITIONS, MOST_BYTES // row_bytes)
+        groups = grouped(lengths, most_positions, self._most_sequences(lengths, prompts))
         parts = split_rows(hidden, [sum(group) for group in groups])
         found: list[tuple[Buffer, Crossed] | None] = [None] * len(groups)
 
-        async def cross(number: int) -> None:
-            borders, output = await self._cross(span, groups[number], parts[number], adapter)
-            found[number] = output, Crossed(groups[number], tuple(borders), adapter)
+        async def cross(number: int, first: int) -> None:
+            own = prompts.of_sequences(first, first + len(groups[number]))
+            batch = Batch(span, groups[number], adapter, own, first if prompts.rows > 1 else 0)
+            borders, output = await self._cross(batch, parts[number])
+            found[number] = output, Crossed(batch, tuple(borders))
 
-        await self._all([partial(cross, number) for number in range(len(groups))])
+        firsts = [*accumulate(map(len, groups), initial=0)]
+        await self._all([partial(cross, number, firsts[number]) for number in range(len(groups))])
         done = [each for each in found if each is not None]
         return b"".join(output for output, _ in done), [crossed for _, crossed in done]
+
+    def _most_sequences(self, lengths: Sequence[int], prompts: DeepPrompts) -> int:
+        """The sequences that go together, so that the prompts of one block fit. Raises ConfigError if none do."""
+        if not prompts:
+            return MOST_SEQUENCES
+        if prompts.positions > min(lengths):
+            raise ConfigError(f"{prompts.positions} prompts for a sequence of {min(lengths)} positions")
+        if not are_sound(prompts.values, self.model.hidden_size):
+            raise ConfigError("prompts that are not finite, or too large: they are not sent")
+        row_bytes = prompts.positions * self.model.row_bytes
+        if row_bytes > MOST_PROMPT_BYTES:
+            most = MOST_PROMPT_BYTES // self.model.row_bytes
+            raise ConfigError(f"{prompts.positions} prompts before a block: servers take {most} of this model")
+        return min(MOST_SEQUENCES, MOST_PROMPT_BYTES // row_bytes) if prompts.rows > 1 else MOST_SEQUENCES
 
     async def gradients(self, crossed: Sequence[Crossed], gradient: Buffer) -> Buffer:
         """Gradients for what went in, from those for what came out. Raises as `outputs`.
 
         If some of those are not finite, as a scaler of losses tries out, all that is returned are NaNs.
         """
-        found, _ = await self.all_gradients(crossed, gradient)
-        return found
+        return (await self.all_gradients(crossed, gradient)).hidden
 
-    async def all_gradients(self, crossed: Sequence[Crossed], gradient: Buffer) -> tuple[Buffer, np.ndarray]:
-        """Like `gradients`, and the gradients for the adapter's matrices in these blocks, summed over microbatches.
-
-        Those are in fp32, and in the order of blocks and of `models/lora.py: matrices`.
-        """
-        adapter = crossed[0].adapter
-        spans = [border for border, _ in crossed[0].borders]
-        values = 0 if adapter is None else adapter.manifest.values(Span(spans[0].start, spans[-1].end))
-        positions = [sum(each.lengths) for each in crossed]
-        if not HiddenForm(self.model.hidden_size, Codec.RAW).is_sound(gradient, sum(positions)):
-            return _NAN * (memoryview(gradient).nbytes // len(_NAN)), np.full(values, np.nan, np.float32)
-        parts = split_rows(gradient, positions)
+    async def all_gradients(self, crossed: Sequence[Crossed], gradient: Buffer) -> Gradients:
+        """Like `gradients`, and those for the adapter's matrices and for prompts, summed over microbatches."""
+        batches = [each.batch for each in crossed]
+        span, adapter, prompts = batches[0].span, batches[0].adapter, batches[0].prompts
+        values = 0 if adapter is None else adapter.manifest.values(span)
+        rows = max(each.first_prompt + each.prompts.rows for each in batches)
+        shape = prompts.blocks, rows, prompts.positions * self.model.hidden_size
+        if not HiddenForm(self.model.hidden_size, Codec.RAW).is_sound(
+            gradient, sum(each.positions for each in batches)
+        ):
+            nans = _NAN * (memoryview(gradient).nbytes // len(_NAN))
+            return Gradients(nans, np.full(values, np.nan, np.float32), np.full(shape, np.nan, np.float32))
+        parts = split_rows(gradient, [each.positions for each in batches])
         found: list[Buffer] = [b""] * len(crossed)
-        of_adapter: list[Mapping[int, np.ndarray]] = [{}] * len(crossed)
+        of_blocks: list[Mapping[int, _Answer]] = [{}] * len(crossed)
 
         async def go_back(number: int) -> None:
-            found[number], of_adapter[number] = await self._go_back(crossed[number], parts[number])
+            found[number], of_blocks[number] = await self._go_back(crossed[number], parts[number])
 
         await self._all([partial(go_back, number) for number in range(len(crossed))])
-        total = np.zeros(values, np.float32)
-        for each in of_adapter:
-            total += np.concatenate([total[:0], *(each[block] for block in sorted(each))])
-        return b"".join(found), total
+        of_adapter, of_prompts = np.zeros(values, np.float32), np.zeros(shape, np.float32)
+        for batch, answers in zip(batches, of_blocks, strict=True):
+            in_order = [answers[block] for block in sorted(answers)]
+            of_adapter += np.concatenate([each.of_adapter for each in in_order])
+            if prompts:
+                place = of_prompts[:, batch.first_prompt : batch.first_prompt + batch.prompts.rows]
+                place += np.concatenate([each.of_prompts for each in in_order]).reshape(place.shape)
+        return Gradients(b"".join(found), of_adapter, of_prompts)
 
     async def _all(self, calls: Sequence[Callable[[], Awaitable[None]]]) -> None:
         async def run(call: Callable[[], Awaitable[None]]) -> None:
@@ -148,87 +223,77 @@ class SwarmPasses:
                 for call in calls:
                     nursery.start_soon(run, call)
 
-    async def _cross(
-        self, span: Span, lengths: tuple[int, ...], hidden: Buffer, adapter: Adapter | None
-    ) -> tuple[list[tuple[Span, Buffer]], Buffer]:
-        """Through the blocks of `span`, hop by hop. Returns what went into each, and what came out."""
-        tries = _Tries(self._finder, adapter)
+    async def _cross(self, batch: Batch, hidden: Buffer) -> tuple[list[tuple[Span, Buffer]], Buffer]:
+        """Through the blocks, hop by hop. Returns what went into each, and what came out."""
+        tries = PassTries(self._finder, batch.adapter)
         borders: list[tuple[Span, Buffer]] = []
-        start = span.start
-        while start < span.end:
-            blocks, connection = await tries.next_hop(_first_of(Span(start, span.end), adapter))
+        start, end = batch.span.start, batch.span.end
+        while start < end:
+            blocks, connection = await tries.next_hop(batch.first_of(Span(start, end)))
             began_s = trio.current_time()
             try:
-                output, _ = await self._ask(FrameType.EVALUATE, blocks, lengths, [hidden], connection, adapter)
+                answer = await self._ask(FrameType.EVALUATE, blocks, batch, [hidden], connection)
             except PeerError as error:
                 tries.failed(error.blame(connection.peer), trio.current_time() - began_s)
                 continue
             tries.worked()
             borders.append((blocks, hidden))
-            hidden, start = output, blocks.end
+            hidden, start = answer.rows, blocks.end
         return borders, hidden
 
-    async def _go_back(self, crossed: Crossed, gradient: Buffer) -> tuple[Buffer, Mapping[int, np.ndarray]]:
-        """The second result has the gradients for the adapter, by the first block that they are of."""
-        borders, lengths, adapter = list(crossed.borders), crossed.lengths, crossed.adapter
-        tries = _Tries(self._finder, adapter)
-        of_adapter: dict[int, np.ndarray] = {}
+    async def _go_back(self, crossed: Crossed, gradient: Buffer) -> tuple[Buffer, Mapping[int, _Answer]]:
+        """The second result has the answers by the first block that they are of."""
+        borders, batch = list(crossed.borders), crossed.batch
+        tries = PassTries(self._finder, batch.adapter)
+        answers: dict[int, _Answer] = {}
         while borders:
             span, hidden = borders.pop()
             blocks, connection = await tries.next_hop(span)
             began_s = trio.current_time()
             try:
                 if blocks != span:  # nobody holds all of these blocks any more
-                    output, _ = await self._ask(FrameType.EVALUATE, blocks, lengths, [hidden], connection, adapter)
-                    borders += [(blocks, hidden), (Span(blocks.end, span.end), output)]
+                    answer = await self._ask(FrameType.EVALUATE, blocks, batch, [hidden], connection)
+                    borders += [(blocks, hidden), (Span(blocks.end, span.end), answer.rows)]
                 else:
-                    numbers = [hidden, gradient]
-                    gradient, of_adapter[span.start] = await self._ask(
-                        FrameType.BACKWARD, span, lengths, numbers, connection, adapter
-                    )
+                    answer = await self._ask(FrameType.BACKWARD, span, batch, [hidden, gradient], connection)
+                    gradient, answers[span.start] = answer.rows, answer
             except PeerError as error:
                 borders.append((span, hidden))
                 tries.failed(error.blame(connection.peer), trio.current_time() - began_s)
             else:
                 tries.worked()
-        return gradient, of_adapter
+        return gradient, answers
 
     async def _ask(
-        self,
-        question: FrameType,
-        blocks: Span,
-        lengths: tuple[int, ...],
-        numbers: Sequence[Buffer],
-        connection: PeerConnection,
-        adapter: Adapter | None,
-    ) -> tuple[Buffer, np.ndarray]:
-        """Have one server do a pass. A backward gives gradients for the adapter's matrices too. Raises PeerError."""
+        self, question: FrameType, blocks: Span, batch: Batch, numbers: Sequence[Buffer], connection: PeerConnection
+    ) -> _Answer:
+        """Have one server do a pass. Raises PeerError."""
         form = self._form
-        if adapter is not None and not adapter.manifest.within(blocks):
-            adapter = None
-        digest = None if adapter is None else adapter.digest
-        is_forward, positions = question is FrameType.EVALUATE, sum(lengths)
+        adapter, prompts = batch.adapter_within(blocks), batch.prompts_of(blocks)
+        is_forward, positions = question is FrameType.EVALUATE, batch.positions
         values = 0 if adapter is None or is_forward else adapter.manifest.values(blocks)
         rows_bytes = form.bytes_of(positions)
-        answer_bytes = rows_bytes + FP32_BYTES * values
+        trained = values, 0 if is_forward else prompts.size_bytes // FP32_BYTES
+        answer_bytes = rows_bytes + FP32_BYTES * sum(trained)
         halves = [form.encode(each) for each in numbers]
         if not all(form.is_sound(half, positions) for half in halves):
             raise ConfigError("hidden states that are not finite, or too large: they are not sent")
         cost = (1 if is_forward else BACKWARD_COST) * positions * len(blocks)
-        size = PassSize(cost, len(halves) * rows_bytes + answer_bytes)
+        size = PassSize(cost, len(halves) * rows_bytes + prompts.size_bytes + answer_bytes)
         timeout_s = self._patience.timeout_s(connection.peer, size)
         meta = pack(
             Pass(
-                **profile_fields(replace(self.model.profile, adapter=digest)),
+                **profile_fields(replace(self.model.profile, adapter=None if adapter is None else adapter.digest)),
                 span_start=blocks.start,
                 span_end=blocks.end,
                 codec=form.codec,
                 priority=self._priority.name.lower(),
-                lengths=list(lengths),
-                extensions=deadline_extension(timeout_s),
+                lengths=list(batch.lengths),
+                extensions=deadline_extension(timeout_s) | prompts_extension(prompts),
+                required=[PROMPTS] if prompts else None,  # a server that does not know them is not to ignore them
             )
         )
-        payload = b"".join(halves)
+        payload = b"".join([*halves, prompts.values])
 
         async def ask() -> Frame:
             expected = FrameType.EVALUATED if is_forward else FrameType.GRADIENT
@@ -240,96 +305,29 @@ class SwarmPasses:
         using = ask() if adapter is None else connection.adapters.using(adapter, blocks, timeout_s, ask)
         answer = await using
         try:
-            return self._read(answer, positions, answer_bytes)
+            return self._read(answer, positions, trained)
         except RemoteProtocolError as error:
             raise error.blame(connection.peer, blocks) from None
 
-    def _read(self, answer: Frame, positions: int, answer_bytes: int) -> tuple[Buffer, np.ndarray]:
-        """Raises RemoteProtocolError for an answer that is not what it should be."""
+    def _read(self, answer: Frame, positions: int, trained: tuple[int, int]) -> _Answer:
+        """`trained` are the numbers of the adapter and of prompts. Raises RemoteProtocolError for a wrong answer."""
         form = self._form
         unpack(Passed, answer.meta)
-        if len(answer.payload) != answer_bytes:
-            what = f"{len(answer.payload)} bytes for {positions} positions, expected {answer_bytes}"
-            raise RemoteProtocolError(what)
         rows_bytes = form.bytes_of(positions)
-        rows, of_adapter = answer.payload[:rows_bytes], np.frombuffer(answer.payload[rows_bytes:], np.float32)
-        if not form.is_sound(rows, positions) or not np.isfinite(of_adapter).all():
+        if len(answer.payload) != (expected := rows_bytes + FP32_BYTES * sum(trained)):
+            what = f"{len(answer.payload)} bytes for {positions} positions, expected {expected}"
+            raise RemoteProtocolError(what)
+        rows, of_trained = answer.payload[:rows_bytes], np.frombuffer(answer.payload[rows_bytes:], np.float32)
+        if not form.is_sound(rows, positions) or not np.isfinite(of_trained).all():
             raise RemoteProtocolError("answers a pass with numbers that are not finite, or too large")
-        return decode_hidden(rows, form.codec, positions * form.hidden_size), of_adapter
+        hidden = decode_hidden(rows, form.codec, positions * form.hidden_size)
+        return _Answer(hidden, of_trained[: trained[0]], of_trained[trained[0] :])
 
 
-class _Tries:
-    """Finds the next hop of one way through the swarm. Peers that have failed are asked again after all others.
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """One server's numbers: hidden states or gradients for them, and gradients for adapters and prompts."""
 
-    A peer that never has memory for a pass is asked once for each hop.
-    """
-
-    def __init__(self, finder: PeerFinder, adapter: Adapter | None = None) -> None:
-        self._finder = finder
-        self._needs_adapters = adapter is not None
-        self._policy = finder.policy
-        self._failures = StepFailures(finder.policy.recovery)
-        self._too_small: set[PeerId] = set()
-
-    async def next_hop(self, span: Span) -> tuple[Span, PeerConnection]:
-        """The first hop of the best route through `span`. Raises NoRoute or SessionLost after too long."""
-        hurry = False
-        while True:
-            try:
-                avoided = self._failures.avoided(hurry=hurry) | self._too_small
-                if self._needs_adapters:
-                    avoided = avoided | {each.peer for each in self._finder.pool.living() if each.adapters.is_unable}
-                route, connections = await self._finder.find(span, 0, avoided, hurry=hurry)
-            except NoRoute as absence:
-                self._begin_deadline()
-                if hurry:  # every peer has been asked
-                    self._failures.check_agreement()
-                    await self._wait_changed(absence)
-                hurry = not hurry
-            except PeerError as error:
-                self.failed(error)
-            else:
-                return route[0].span, connections[route[0].peer]
-
-    def failed(self, error: PeerError, took_s: float = 0.0) -> None:
-        """A peer has failed, after this time: others are asked. Raises SessionLost after too long."""
-        log.info("a pass failed: %s", error)
-        self._failures.note(error, self._finder)
-        if error.peer is not None and _never_fits(error):
-            self._too_small.add(error.peer)
-        self._failures.add_try(took_s, failed=True)
-        self._begin_deadline()
-        if trio.current_time() >= self._failures.deadline_s:
-            raise SessionLost(self._failures.causes) from error
-
-    def worked(self) -> None:
-        """A server has answered."""
-        self._failures = StepFailures(self._policy.recovery)
-        self._too_small.clear()
-
-    def _begin_deadline(self) -> None:
-        latest_s = trio.current_time() + self._policy.recovery.timeout_s
-        self._failures.deadline_s = min(self._failures.deadline_s, latest_s)
-
-    async def _wait_changed(self, absence: NoRoute) -> None:
-        """Those that have failed may be back in a moment, or others."""
-        if trio.current_time() >= self._failures.deadline_s:
-            raise SessionLost(self._failures.causes) if self._failures.causes else absence
-        with trio.move_on_after(max(self._policy.route.retry_s, self._failures.room_in_s)):
-            await self._finder.wait_changed()
-        self._failures.ask_all_again()
-
-
-def _never_fits(error: PeerError) -> bool:
-    """Whether a peer says that it never has memory for the pass."""
-    return isinstance(error, PeerRefused) and error.code == RefusalCode.NO_ROOM and error.retry_after_s is None
-
-
-def _first_of(span: Span, adapter: Adapter | None) -> Span:
-    """The first of these blocks, so that gradients for the adapter in them fit into one answer."""
-    if adapter is None:
-        return span
-    end = span.start + 1
-    while end < span.end and FP32_BYTES * adapter.manifest.values(Span(span.start, end + 1)) <= MOST_ADAPTER_BYTES:
-        end += 1
-    return Span(span.start, end)
+    rows: Buffer
+    of_adapter: np.ndarray
+    of_prompts: np.ndarray

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.errors import NoRoute, PeerError, PeerRefused
+from llmnode.core.operations import NO_PROMPTS, DeepPrompts
+from llmnode.errors import ConfigError, NoRoute, PeerError, PeerRefused
 from llmnode.receipts.book import ReceiptBook
 from llmnode.session.session import open_session, resume_session
 from llmnode.session.spot_checks import SpotChecks
 from llmnode.session.tools import SessionTools
+from llmnode.wire.deep_prompts import are_sound
 from llmnode.wire.session_terms import SessionTerms
 
 if TYPE_CHECKING:
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from llmnode.wire.payload import Codec
 
 log = logging.getLogger(__name__)
+
+MOST_PROMPT_BYTES = 32 << 20
+"""Deep prompts of a session: a server takes this much for its blocks, which may be all."""
 
 
 class Router:
@@ -60,14 +65,18 @@ class Router:
         beside: InferenceSession | None = None,
         policy: ClientPolicy | None = None,
         adapter: Adapter | None = None,
+        prompts: DeepPrompts = NO_PROMPTS,
     ) -> AsyncIterator[InferenceSession]:
         """A session over the best route of peers that take it, or over that of `beside` if its peers do.
 
-        `policy` is for it alone, instead of the router's. Its peers get the `adapter`, and compute with it. Raises
-        NoRoute or the PeerError that leaves none.
+        `policy` is for it alone, instead of the router's. Its peers get the `adapter`, and the deep `prompts` of
+        all blocks, and compute with them. Raises NoRoute or the PeerError that leaves none, and ConfigError for prompts
+        that no server takes.
         """
+        if prompts.size_bytes > MOST_PROMPT_BYTES or not are_sound(prompts.values, self.finder.model.hidden_size):
+            raise ConfigError(f"deep prompts have at most {MOST_PROMPT_BYTES >> 20} MiB, all of them finite")
         model = self.finder.model if adapter is None else replace(self.finder.model, adapter=adapter.digest)
-        terms = SessionTerms(model, max_length, codec, policy or self.finder.policy, adapter)
+        terms = SessionTerms(model, max_length, codec, policy or self.finder.policy, adapter, prompts)
         async with AsyncExitStack() as stack:
             yield await self._open(stack, terms, beside)
 

@@ -188,6 +188,8 @@ class InferenceSession:
         self._hops.check_open()
         if self._hops.terms.adapter is not None:
             raise ConfigError("a session with an adapter cannot be saved: the file would not have the adapter")
+        if self._hops.terms.prompts:
+            raise ConfigError("a session with deep prompts cannot be saved: the file would not have them")
         if self._finder is None:
             raise LocalProtocolError("a session that knows no other peers cannot be saved")
         lease_s = await handover.lease(self._hops)

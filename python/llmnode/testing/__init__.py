@@ -15,11 +15,12 @@ from llmnode.testing.checks import (
 )
 from llmnode.testing.conditions import Conditions
 from llmnode.testing.directory import MemoryDirectory
+from llmnode.testing.exact_blocks import EXACT_MODEL, exact_input, exact_output
 from llmnode.testing.faults import Cast, Fault, FaultPlan, Odds, shrunk
 from llmnode.testing.network import MemoryInternet, MemoryNetwork, open_internet, peer_named
 from llmnode.testing.simulate import inline, seeds, simulate, simulated, simulated_ms
 from llmnode.testing.watched_finder import WatchedFinder
-from llmnode.testing.worker import EXACT_MODEL, ExactExecutor, ExactWorker, exact_input, exact_output
+from llmnode.testing.worker import ExactExecutor, ExactWorker
 from llmnode.testing.world import ServingNode, SimulatedClient, SimulatedNode, World, open_world
 
 __all__ = [

@@ -10,8 +10,8 @@ import trio
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute
+from llmnode.testing.exact_blocks import EXACT_MODEL, exact_input, exact_output
 from llmnode.testing.simulate import simulated_ms
-from llmnode.testing.worker import EXACT_MODEL, exact_input, exact_output
 
 if TYPE_CHECKING:
     import random

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import zlib
 from typing import TYPE_CHECKING, TypeVar, assert_never
 
-import numpy as np
 import trio
 
 from llmnode.compute.batching import BatchingWorker
@@ -16,9 +14,15 @@ from llmnode.core.model import FP32_BYTES, ModelInfo
 from llmnode.core.operations import Adopt, Backward, Close, Forget, Fork, Open, Truncate
 from llmnode.core.span import Span
 from llmnode.errors import AdapterError, ConfigError, WorkerLost
+from llmnode.testing.exact_blocks import (
+    exact_adapter_gradient,
+    exact_gradient,
+    exact_output,
+    exact_prompt_gradient,
+    exact_prompts,
+)
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Mapping, Sequence
 
     from llmnode.compute.work import Done, Work
@@ -27,9 +31,6 @@ if TYPE_CHECKING:
     from llmnode.core.priority import Priority
 
 Result = TypeVar("Result")
-
-EXACT_MODEL = ModelInfo("exact", b"d" * 32, blocks=6, hidden_size=2, context_tokens=200)
-"""Small, and right to the bit."""
 
 _STRANGER = SessionId(b"s" * SESSION_ID_BYTES)
 
@@ -194,6 +195,7 @@ class ExactExecutor:
         self._spans: dict[SessionId, Span] = {}
         self._adapters: dict[AdapterId, dict[int, bytes]] = {}
         self._adapter_of: dict[SessionId, AdapterId | None] = {}
+        self._prompts: dict[SessionId, list[bytes]] = {}  # before each block
         self._kept: dict[SessionId, bytes] = {}
         self._half_way: dict[SessionId, tuple[int, bytes]] = {}  # blocks that were passed, and what came in
 
@@ -215,7 +217,14 @@ class ExactExecutor:
             case Fork():
                 self._fork(operation)
             case Close(session):
-                for of_session in (self._reserved, self._spans, self._kept, self._half_way, self._adapter_of):
+                for of_session in (
+                    self._reserved,
+                    self._spans,
+                    self._kept,
+                    self._half_way,
+                    self._adapter_of,
+                    self._prompts,
+                ):
                     of_session.pop(session, None)
             case Adopt():
                 self._adopt(operation)
@@ -270,15 +279,18 @@ class ExactExecutor:
     def _passed(self, each: Pass) -> bytes:
         edges = [0, *itertools.accumulate(length * self._row_bytes for length in each.lengths)]
         parts = [slice(*edge) for edge in itertools.pairwise(edges)]
-        adapter = self._parts(each.adapter)
+        adapter, prompts = self._parts(each.adapter), exact_prompts(each.prompts, len(parts))
         if isinstance(each, Backward):
             assert len(each.gradient) == len(each.hidden) == edges[-1]
             pairs = [(bytes(each.hidden[part]), bytes(each.gradient[part])) for part in parts]
-            of_adapter = exact_adapter_gradient(pairs, each.span, adapter)
+            of_adapter = exact_adapter_gradient(pairs, each.span, adapter, prompts)
             assert len(of_adapter) == FP32_BYTES * each.adapter_values
-            return b"".join([*(exact_gradient(gradient, each.span, adapter) for _, gradient in pairs), of_adapter])
+            coming = [gradient for _, gradient in pairs]
+            of_prompts = exact_prompt_gradient(coming, each.span, each.prompts, adapter)
+            return b"".join([*(exact_gradient(one, each.span, adapter) for one in coming), of_adapter, of_prompts])
         assert len(each.hidden) == edges[-1]
-        return b"".join(exact_output(bytes(each.hidden[part]), each.span, adapter) for part in parts)
+        sequences = zip(parts, prompts, strict=True)
+        return b"".join(exact_output(bytes(each.hidden[part]), each.span, adapter, own) for part, own in sequences)
 
     def _open(self, opened: Open) -> bool:
         session = opened.session
@@ -290,6 +302,7 @@ class ExactExecutor:
         self._reserved[session] = opened.max_length
         self._spans[session] = opened.span
         self._adapter_of[session] = opened.adapter
+        self._prompts[session] = exact_prompts(opened.prompts, 1)[0]
         self._kept[session] = b""
         return True
 
@@ -299,6 +312,7 @@ class ExactExecutor:
         own, other = self._kept[fork.session], self._kept[fork.source]
         assert self._spans[fork.session] == self._spans[fork.source]
         assert self._adapter_of[fork.session] == self._adapter_of[fork.source]
+        assert self._prompts[fork.session] == self._prompts[fork.source]
         edge, end = fork.shared * self._row_bytes, fork.length * self._row_bytes
         assert edge <= len(own)
         assert end <= len(other)
@@ -319,66 +333,10 @@ class ExactExecutor:
         kept = self._kept[each.session] + came_in
         self._kept[each.session] = kept
         adapter = self._parts(self._adapter_of[each.session])
-        return exact_output(kept, self._spans[each.session], adapter)[each.start * self._row_bytes :]
+        prompts = [prompt[: len(kept)] for prompt in self._prompts[each.session]]
+        return exact_output(kept, self._spans[each.session], adapter, prompts)[each.start * self._row_bytes :]
 
     def _fail_if_told(self) -> None:
         if self.fails > 0:
             self.fails -= 1
             raise RuntimeError("out of memory, as told")
-
-
-def exact_output(hidden: bytes, span: Span, adapter: Mapping[int, bytes] | None = None) -> bytes:
-    """The output of the blocks of `span`, each an `ExactExecutor`'s, for the hidden states of a whole session.
-
-    `adapter` has the parts of an adapter by block.
-    """
-    values = np.frombuffer(hidden, np.uint8)
-    for block in range(span.start, span.end):
-        shift = (block + _key(adapter, block)) % 256
-        values = _small(np.cumsum(values, dtype=np.uint8) + np.uint8(shift))
-    return values.tobytes()
-
-
-def exact_gradient(gradient: bytes, span: Span, adapter: Mapping[int, bytes] | None = None) -> bytes:
-    """The gradients that an `ExactExecutor` gives for one sequence: sums from its end, made small likewise."""
-    values = np.frombuffer(gradient, np.uint8)
-    for block in reversed(range(span.start, span.end)):
-        values = _small(np.cumsum(values[::-1], dtype=np.uint8)[::-1] + np.uint8(_key(adapter, block)))
-    return values.tobytes()
-
-
-def exact_adapter_gradient(sequences: Sequence[tuple[bytes, bytes]], span: Span, adapter: Mapping[int, bytes]) -> bytes:
-    """The gradients for the numbers of `adapter` in `span`: sums over sequences, whole numbers that fp32 holds exactly.
-
-    A sequence is what goes into the blocks, and the gradient for what comes out.
-    """
-    blocks = [block for block in range(span.start, span.end) if block in adapter]
-    found = []
-    for block in blocks:
-        total = np.zeros(len(adapter[block]) // FP32_BYTES, np.float32)
-        for hidden, gradient in sequences:
-            before = Span(span.start, block) if block > span.start else None
-            after = Span(block + 1, span.end) if block + 1 < span.end else None
-            entering = hidden if before is None else exact_output(hidden, before, adapter)
-            coming = gradient if after is None else exact_gradient(gradient, after, adapter)
-            seed = sum(entering) + sum(coming) + _key(adapter, block)
-            total += (seed + np.arange(len(total))) % 1000
-        found.append(total.tobytes())
-    return b"".join(found)
-
-
-def _key(adapter: Mapping[int, bytes] | None, block: int) -> int:
-    """A number that depends on all of a block's part; 0 without one."""
-    return zlib.crc32(adapter[block]) % 256 if adapter and block in adapter else 0
-
-
-def exact_input(rng: random.Random, positions: int, model: ModelInfo = EXACT_MODEL) -> bytes:
-    """Random hidden states, as they leave an embedding."""
-    return _small(np.frombuffer(rng.randbytes(positions * model.row_bytes), np.uint8)).tobytes()
-
-
-def _small(values: np.ndarray) -> np.ndarray:
-    """The same bytes, but for two bits of each number, so that it is a finite number below 2."""
-    values = values.copy()
-    values[3::4] &= 0x3F
-    return values

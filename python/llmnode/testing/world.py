@@ -22,10 +22,11 @@ from llmnode.swarm.membership import Swarm
 from llmnode.swarm.pool import open_pool
 from llmnode.testing.conditions import Conditions
 from llmnode.testing.directory import MemoryDirectory
+from llmnode.testing.exact_blocks import EXACT_MODEL
 from llmnode.testing.network import open_internet
 from llmnode.testing.simulate import inline, simulated_ms
 from llmnode.testing.watched_finder import WatchedFinder
-from llmnode.testing.worker import EXACT_MODEL, ExactSource
+from llmnode.testing.worker import ExactSource
 from llmnode.wire.payload import Codec
 
 if TYPE_CHECKING:

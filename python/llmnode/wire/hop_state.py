@@ -13,9 +13,11 @@ from llmnode.core.ids import NO_SESSION, Epoch, PeerId, SessionId, Step
 from llmnode.core.peers.peer_speed import PeerSpeed
 from llmnode.errors import PeerError, PeerRefused, RemoteProtocolError
 from llmnode.wire.chunk import Hidden
+from llmnode.wire.deep_prompts import prompts_extension
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.log import PayloadLog
 from llmnode.wire.messages import (
+    PROMPTS,
     ForkRequest,
     Lease,
     Leased,
@@ -82,18 +84,22 @@ class HopState:
     # Requests
 
     def open(self, epoch: Epoch) -> Request:
-        terms = self.terms
+        terms, span = self.terms, self.hop.span
+        prompts = terms.prompts.of_blocks(span.start, span.end)
         message = OpenRequest(
             **profile_fields(terms.model.profile),
-            span_start=self.hop.span.start,
-            span_end=self.hop.span.end,
+            span_start=span.start,
+            span_end=span.end,
             max_length=terms.max_length,
             codec=terms.codec,
             priority=terms.policy.priority.word,
             keep_outputs=self.keeps_outputs,
+            extensions=prompts_extension(prompts) or None,
+            required=[PROMPTS] if prompts else None,
         )
-        frame = Frame(FrameType.OPEN, self.session, epoch, meta=pack(message))
-        return Request(frame, FrameType.OPENED, terms.policy.open_timeout_s)
+        frame = Frame(FrameType.OPEN, self.session, epoch, meta=pack(message), payload=prompts.values)
+        timeout_s = terms.policy.open_timeout_s + prompts.size_bytes / terms.policy.passes.bytes_per_s
+        return Request(frame, FrameType.OPENED, timeout_s)
 
     def resume(self, epoch: Epoch, step: Step = _FIRST) -> Request:
         """Moves the session to the connection that this is sent over."""

@@ -156,7 +156,8 @@ class Pass:
     """Put whole sequences of these `lengths` through the blocks of a span, or gradients back through them.
 
     The payload of EVALUATE is their hidden states in `codec`. That of BACKWARD has gradients for the output after them,
-    likewise. Nothing is kept. With an `adapter`, GRADIENT also has fp32 gradients for its matrices in the span.
+    likewise. Nothing is kept. With an `adapter`, GRADIENT also has fp32 gradients for its matrices in the span. Deep
+    prompts are an extension (`deep_prompts.py`).
     """
 
     model_digest: Digest
@@ -313,7 +314,12 @@ class AnnouncementBody:
 Extended: TypeAlias = Description | OpenRequest | Neighbours | Pass
 """The messages that have extensions."""
 DEADLINE_MS = "deadline_ms"
-EXTENSIONS: Mapping[type[Any], Set[str]] = {kind: frozenset() for kind in get_args(Extended)} | {Pass: {DEADLINE_MS}}
+PROMPTS = "prompts"
+EXTENSIONS: Mapping[type[Any], Set[str]] = {
+    **{kind: frozenset() for kind in get_args(Extended)},
+    OpenRequest: {PROMPTS},
+    Pass: {DEADLINE_MS, PROMPTS},
+}
 """The names that are known here. Others are ignored, unless the message requires them."""
 
 AnyMessage = (

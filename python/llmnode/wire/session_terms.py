@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llmnode.core.operations import NO_PROMPTS, DeepPrompts
 from llmnode.wire.payload import HiddenForm
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ class SessionTerms:
     codec: Codec
     policy: ClientPolicy
     adapter: Adapter | None = None
+    prompts: DeepPrompts = NO_PROMPTS
+    """They are those of all blocks of the model, for the first positions."""
 
     @property
     def form(self) -> HiddenForm:

@@ -14,7 +14,7 @@ from llmnode.compute.process_loader import ProcessLoader
 from llmnode.compute.worker_process import can_start
 from llmnode.core.policy import WorkerPolicy
 from llmnode.errors import ConfigError, WorkerLost
-from llmnode.testing.worker import EXACT_MODEL
+from llmnode.testing.exact_blocks import EXACT_MODEL
 from unit.exact_child import ABORT, LONG, LONG_S, ROOM_BESIDE_PID, SHORT, STUCK, TOO_LARGE, UNKNOWN
 from unit.started_worker import LENGTH, SPAN, Told, open_loader
 

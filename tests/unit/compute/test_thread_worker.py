@@ -22,7 +22,7 @@ from llmnode.core.span import Span
 from llmnode.errors import WorkerLost
 from llmnode.ports import Loaded
 from llmnode.testing import ExactExecutor, exact_output
-from llmnode.testing.worker import EXACT_MODEL, exact_gradient
+from llmnode.testing.exact_blocks import EXACT_MODEL, exact_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -23,10 +23,12 @@ from llmnode.compute.worker_messages import (
 )
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.operations import (
+    NO_PROMPTS,
     Adopt,
     Backward,
     Close,
     Control,
+    DeepPrompts,
     Evaluate,
     Forget,
     Fork,
@@ -45,8 +47,10 @@ COUNTS = st.integers(0, 2**31)
 SPANS = st.tuples(st.integers(0, 100), st.integers(1, 100)).map(lambda each: Span(each[0], sum(each)))
 ACCOUNTS = st.text(CHARACTERS, max_size=60).map(PeerId), st.sampled_from(Priority)
 ADAPTERS = st.binary(min_size=32, max_size=32)
+NUMBERS = st.binary(max_size=200)
+PROMPTS = st.just(NO_PROMPTS) | st.builds(DeepPrompts, COUNTS, COUNTS, COUNTS, NUMBERS)
 CONTROLS = st.one_of(
-    st.builds(Open, SESSIONS, SPANS, COUNTS, *ACCOUNTS, st.none() | ADAPTERS),
+    st.builds(Open, SESSIONS, SPANS, COUNTS, *ACCOUNTS, st.none() | ADAPTERS, PROMPTS),
     st.builds(Truncate, SESSIONS, COUNTS),
     st.builds(Fork, SESSIONS, SESSIONS, COUNTS, COUNTS),
     st.builds(Close, SESSIONS),
@@ -56,8 +60,8 @@ CONTROLS = st.one_of(
 SLICES = st.builds(Slice, SESSIONS, COUNTS, COUNTS, st.binary(max_size=200), COUNTS, st.none() | COUNTS)
 LENGTHS = st.lists(COUNTS, max_size=5).map(tuple)
 PASSES = st.one_of(
-    st.builds(Evaluate, SPANS, LENGTHS, st.binary(max_size=200), *ACCOUNTS, st.none() | ADAPTERS),
-    st.builds(Backward, SPANS, LENGTHS, *[st.binary(max_size=200)] * 2, *ACCOUNTS, st.none() | ADAPTERS, COUNTS),
+    st.builds(Evaluate, SPANS, LENGTHS, NUMBERS, *ACCOUNTS, st.none() | ADAPTERS, prompts=PROMPTS),
+    st.builds(Backward, SPANS, LENGTHS, NUMBERS, NUMBERS, *ACCOUNTS, st.none() | ADAPTERS, COUNTS, prompts=PROMPTS),
 )
 WORK = st.builds(Work, *(st.lists(each, max_size=5) for each in (CONTROLS, SLICES, PASSES)))
 ERRORS = st.builds(RuntimeError, st.text(max_size=50))
@@ -98,12 +102,13 @@ def test_every_operation_crosses() -> None:
 
 
 GOOD: dict[type[object], list[object]] = {
-    Open: [bytes(16), [0, 3], 100, "client", 1, None],
+    Open: [bytes(16), [0, 3], 100, "client", 1, None, [1, 1, 2, 16]],
     Truncate: [bytes(16), 5],
     Fork: [bytes(16), bytes(16), 0, 5],
     Close: [bytes(16)],
     Slice: [bytes(16), 0, 1, 8, 0, None],
-    Backward: [[0, 3], [5, 2], 8, 8, "client", 1, None, 3, 0.5],
+    Backward: [[0, 3], [5, 2], 8, 8, "client", 1, None, 3, 0.5, [1, 1, 2, 16]],
+    DeepPrompts: [2, 1, 3, 16],
     Adopt: [bytes(32), 2, 3, 8],
     Forget: [bytes(32)],
 }

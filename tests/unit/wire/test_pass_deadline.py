@@ -17,7 +17,7 @@ def asked(extensions: dict[str, object] | None) -> Pass:
 @pytest.mark.parametrize("timeout_s", [0.001, 1.5, 900.0])
 def test_a_deadline_comes_as_it_was_said(timeout_s: float) -> None:
     assert deadline_s(asked(deadline_extension(timeout_s))) == timeout_s
-    assert EXTENSIONS[Pass] == {DEADLINE_MS}
+    assert DEADLINE_MS in EXTENSIONS[Pass]
 
 
 def test_a_deadline_is_at_least_a_millisecond() -> None:

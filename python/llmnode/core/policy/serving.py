@@ -144,6 +144,10 @@ class ServePolicy:
     """A pass is given up after this time, or after the time that its client waits (`PassPolicy`)."""
     pass_sequence: int = 2048
     """The longest sequence of a pass. It goes through a block in one part, and decodes wait for that."""
+    session_prompt_bytes: int = 32 << 20
+    """The most bytes of a session's deep prompts in the blocks of its span. They are held until it ends."""
+    pass_prompt_bytes: int = 8 << 20
+    """The most bytes of a pass's deep prompts. Its frames have this much left beside the longest sequence."""
     adapter_part_bytes: int = 32 << 20
     """The most bytes of one block's part of an adapter, in fp32: rank 48 for all layers of a model of 70 billion
     weights. It crosses in one frame."""

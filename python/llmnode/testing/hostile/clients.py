@@ -16,10 +16,10 @@ from llmnode.core.priority import Priority
 from llmnode.core.span import Span
 from llmnode.errors import PeerError, single_error
 from llmnode.testing.conditions import Conditions
+from llmnode.testing.exact_blocks import exact_input
 from llmnode.testing.hostile.role import HostileRole
 from llmnode.testing.network import MemoryNetwork, peer_named
 from llmnode.testing.simulate import simulated_ms
-from llmnode.testing.worker import exact_input
 from llmnode.wire.announcement import pack_news, sign_announcement
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Clock, Neighbours, OpenRequest, Replay, pack

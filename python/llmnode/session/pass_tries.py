@@ -1,0 +1,92 @@
+"""The servers of one pass: which is asked next, and for how long others are when one has failed."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.errors import NoRoute, PeerError, PeerRefused, SessionLost
+from llmnode.session.failures import StepFailures
+from llmnode.wire.messages import RefusalCode
+
+if TYPE_CHECKING:
+    from llmnode.core.ids import PeerId
+    from llmnode.core.span import Span
+    from llmnode.session.peer_finder import PeerFinder
+    from llmnode.swarm.peer_connection import PeerConnection
+    from llmnode.wire.adapter import Adapter
+
+log = logging.getLogger(__name__)
+
+
+class PassTries:
+    """Finds the next hop of one way through the swarm. Peers that have failed are asked again after all others.
+
+    A peer that never has memory for a pass, or does not know what the pass requires, is asked once for each hop.
+    """
+
+    def __init__(self, finder: PeerFinder, adapter: Adapter | None = None) -> None:
+        self._finder = finder
+        self._needs_adapters = adapter is not None
+        self._policy = finder.policy
+        self._failures = StepFailures(finder.policy.recovery)
+        self._unable: set[PeerId] = set()
+
+    async def next_hop(self, span: Span) -> tuple[Span, PeerConnection]:
+        """The first hop of the best route through `span`. Raises NoRoute or SessionLost after too long."""
+        hurry = False
+        while True:
+            try:
+                avoided = self._failures.avoided(hurry=hurry) | self._unable
+                if self._needs_adapters:
+                    avoided = avoided | {each.peer for each in self._finder.pool.living() if each.adapters.is_unable}
+                route, connections = await self._finder.find(span, 0, avoided, hurry=hurry)
+            except NoRoute as absence:
+                self._begin_deadline()
+                if hurry:  # every peer has been asked
+                    self._failures.check_agreement()
+                    await self._wait_changed(absence)
+                hurry = not hurry
+            except PeerError as error:
+                self.failed(error)
+            else:
+                return route[0].span, connections[route[0].peer]
+
+    def failed(self, error: PeerError, took_s: float = 0.0) -> None:
+        """A peer has failed, after this time: others are asked. Raises SessionLost after too long."""
+        log.info("a pass failed: %s", error)
+        self._failures.note(error, self._finder)
+        if error.peer is not None and _never_will(error):
+            self._unable.add(error.peer)
+        self._failures.add_try(took_s, failed=True)
+        self._begin_deadline()
+        if trio.current_time() >= self._failures.deadline_s:
+            raise SessionLost(self._failures.causes) from error
+
+    def worked(self) -> None:
+        """A server has answered."""
+        self._failures = StepFailures(self._policy.recovery)
+        self._unable.clear()
+
+    def _begin_deadline(self) -> None:
+        latest_s = trio.current_time() + self._policy.recovery.timeout_s
+        self._failures.deadline_s = min(self._failures.deadline_s, latest_s)
+
+    async def _wait_changed(self, absence: NoRoute) -> None:
+        """Those that have failed may be back in a moment, or others."""
+        if trio.current_time() >= self._failures.deadline_s:
+            raise SessionLost(self._failures.causes) if self._failures.causes else absence
+        with trio.move_on_after(max(self._policy.route.retry_s, self._failures.room_in_s)):
+            await self._finder.wait_changed()
+        self._failures.ask_all_again()
+
+
+def _never_will(error: PeerError) -> bool:
+    """Whether a peer says that it never has memory for the pass, or that it is too old for it."""
+    if not isinstance(error, PeerRefused):
+        return False
+    return error.code == RefusalCode.UNKNOWN_EXTENSION or (
+        error.code == RefusalCode.NO_ROOM and error.retry_after_s is None
+    )
