@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from llmnode.client.cache import SessionCache
 from llmnode.client.causal_lm import DistributedModelForCausalLM
@@ -19,6 +19,8 @@ from llmnode.net.swarm_key import entry
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
+
+Model = TypeVar("Model", bound=DistributedModelForCausalLM)
 
 
 def connect(
@@ -48,7 +50,21 @@ def connect(
     ConfigError, PeerError or NoRoute.
     """
     policy = ClientPolicy(spot_checks=SpotCheckPolicy(spot_check), relayed=RelayedPolicy(prefill=relayed_prefill))
-    name, way_in = _model_and_way_in(name, peers, swarm_key)
+    name, way_in = model_and_way_in(name, peers, swarm_key)
+    return open_as(DistributedModelForCausalLM, name, way_in, codec=codec, dtype=dtype, policy=policy, report=report)
+
+
+def open_as(
+    kind: type[Model],
+    name: str | None,
+    way_in: Invite,
+    *,
+    codec: str,
+    dtype: str,
+    policy: ClientPolicy,
+    report: Callable[[str], None] = lambda _line: None,
+) -> Model:
+    """Connect as `connect` does, with any `policy`, to a model of a class of ours. Raises as `connect` does."""
     check_way_in(way_in)  # before the seconds that loading takes
     folder = open_model(name, report)
     parts = load_parts(folder)
@@ -57,7 +73,7 @@ def connect(
         client = stack.enter_context(
             portal.enter(aconnect(way_in, parts=parts, codec=codec, dtype=dtype, policy=policy))
         )
-        return DistributedModelForCausalLM(Connection(folder, parts.ends, client, portal, stack.pop_all()))
+        return kind(Connection(folder, parts.ends, client, portal, stack.pop_all()))
 
 
 def resume(
@@ -74,7 +90,7 @@ def resume(
     the file, and `peers`; `swarm_key` is as for `connect`. Raises as `connect`, ConfigError if the file is no session
     of this model, and SessionLost.
     """
-    name, way_in = _model_and_way_in(name, peers, swarm_key)
+    name, way_in = model_and_way_in(name, peers, swarm_key)
     folder = open_model(name, report)
     parts = load_parts(folder)
     with ExitStack() as stack:
@@ -86,7 +102,7 @@ def resume(
     return model
 
 
-def _model_and_way_in(
+def model_and_way_in(
     name: str | None, peers: str | Sequence[str] | Invite, swarm_key: str | Path | None
 ) -> tuple[str | None, Invite]:
     """`name` is a model's, or an invite. Raises ConfigError."""

@@ -316,7 +316,7 @@ class PeerFinder:
 
     def _candidates(self, positions: int = 0) -> list[Announcement]:
         """Peers whose KV is large enough for `positions` when all of it is free."""
-        model = self.model
+        model, route = self.model, self.policy.route
         holders = online(self.swarm.view.of_model(model.digest))
         now_s = trio.current_time()
         usable = [
@@ -324,6 +324,8 @@ class PeerFinder:
             for each in holders
             if each.offer.profile == model.profile
             and each.offer.kv_tokens >= positions
+            and (route.allowed is None or each.peer in route.allowed)
+            and each.peer not in route.blocked
             and not self._suspicion.is_excluded(each.peer, now_s)
         ]
         self.rng.shuffle(usable)  # clients take different ones of equal peers
@@ -342,7 +344,9 @@ class PeerFinder:
             excluded=excluded,
             failed=failed,
         )
-        return str(why)
+        route = self.policy.route
+        is_told = route.allowed is not None or route.blocked
+        return f"{why}. This client was told to leave out some servers" if is_told else str(why)
 
 
 def _held(announcements: Sequence[Announcement]) -> list[Hop]:

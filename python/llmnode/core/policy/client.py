@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from llmnode.core.ids import PeerId
 from llmnode.core.policy.reaching import RelayedPolicy
 from llmnode.core.priority import Priority
 
@@ -61,6 +62,10 @@ class RoutePolicy:
     ban_s: float = 2.0
     """The first ban of a peer that failed; each further ban lasts twice the one before."""
     longest_ban_s: float = 30.0
+    allowed: frozenset[PeerId] | None = None
+    """The only servers that the client uses; None for all."""
+    blocked: frozenset[PeerId] = frozenset()
+    """Servers that the client does not use."""
     standbys: bool = True
     """The client keeps connections to peers that could take the place of a lost one."""
 

@@ -1,0 +1,350 @@
+"""Petals' names and arguments over ours, for programs that were written for Petals.
+
+`client/PETALS.md` maps the names. An argument that has no counterpart raises ConfigError, which names what to do here.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import torch
+
+from llmnode.client.causal_lm import DistributedModelForCausalLM as _Model
+from llmnode.client.hidden_session import HiddenSession
+from llmnode.client.model import model_and_way_in, open_as
+from llmnode.client.remote_blocks import RemoteBlocks
+from llmnode.core.ids import PeerId
+from llmnode.core.model import AUTO
+from llmnode.core.policy import ClientPolicy
+from llmnode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from llmnode.client.cache import SessionCache
+
+__all__ = [
+    "AutoDistributedModel",
+    "AutoDistributedModelForCausalLM",
+    "AutoDistributedModelForSequenceClassification",
+    "AutoDistributedSpeculativeModel",
+    "DistributedModelForCausalLM",
+    "InferenceSession",
+    "RemoteSequential",
+]
+
+ELSEWHERE = {
+    "dht_prefix": "a model is named by the digest of its weights: leave it out",
+    "daemon_startup_timeout": "there is no daemon: leave it out",
+    "show_route": "read model.route",
+    "update_period": "news of servers come as they are: leave it out",
+    "min_backoff": "set RoutePolicy.retry_s in a ClientPolicy for llmnode.aconnect",
+    "max_backoff": "set RoutePolicy.longest_pause_s in a ClientPolicy for llmnode.aconnect",
+    "max_pinged": "set StandingPolicy in a ClientPolicy for llmnode.aconnect",
+    "ping_timeout": "set LinkPolicy.silence_s for llmnode.aconnect",
+    "use_auth_token": "log in with `hf auth login`, or set HF_TOKEN",
+    "token": "log in with `hf auth login`, or set HF_TOKEN",
+    "revision": "write it after the name: org/name@REVISION",
+    "trust_remote_code": "no code of the hub is run: leave it out",
+    "quantization_config": 'servers choose the form of their weights: say dtype="float32+int8"',
+    "device_map": "the client's part of the model stays on the CPU: leave it out",
+    "low_cpu_mem_usage": "only the ends of the model are read: leave it out",
+}
+"""Arguments of Petals, and of transformers, that have no counterpart, and what there is instead."""
+
+_active: ContextVar[InferenceSession | None] = ContextVar("_active", default=None)
+
+
+class AutoDistributedModelForCausalLM:
+    """A causal LM whose blocks are in the swarm."""
+
+    @staticmethod
+    def from_pretrained(name: str | None = None, **options: Any) -> DistributedModelForCausalLM:
+        """The model `name`, as `llmnode.connect` gives it, with the sessions of Petals.
+
+        - `initial_peers`: addresses of peers of the swarm.
+        - `allowed_servers`, `blocked_servers`: ids of the only servers to use, and of those not to use.
+        - `active_adapter`: a LoRA adapter that PEFT has saved; servers compute with it.
+        - `max_retries`: how many servers a step may lose. `request_timeout`: the longest time for an answer.
+          `connect_timeout`, `ban_timeout`: those of peers. All in seconds.
+        - `use_server_to_server`: whether servers push to each other.
+        - `tuning_mode`, `pre_seq_len`: trainable prompts, see `DistributedModelForCausalLM.tune_prompts`.
+        - `torch_dtype`, or `dtype` and `codec` as `llmnode.connect` has them.
+
+        Raises ConfigError for any other argument, and the errors of `llmnode.connect`.
+        """
+        return _open(name, options)
+
+
+class AutoDistributedModelForSequenceClassification:
+    """A model with a head for sequences, whose blocks are in the swarm. The head is new."""
+
+    @staticmethod
+    def from_pretrained(name: str | None = None, **options: Any) -> Any:  # Any: transformers' class of the family
+        """The options are those of `AutoDistributedModelForCausalLM`, and attributes of the config, as `num_labels`.
+
+        Raises ConfigError as `DistributedModelForCausalLM.with_head` does too.
+        """
+        ours = {option: options.pop(option) for option in [*options] if option in {*_OURS, *ELSEWHERE}}
+        tuning = {option: ours.pop(option) for option in ("tuning_mode", "pre_seq_len") if option in ours}
+        model = _open(name, ours)
+        try:
+            head = model.with_head("sequence-classification", **options)
+            head.tune_prompts(tuning.get("tuning_mode"), tuning.get("pre_seq_len", 0))
+        except BaseException:
+            model.close()
+            raise
+        return head
+
+
+class _Absent:
+    """A class of Petals that is not here."""
+
+    instead: str
+
+    @classmethod
+    def from_pretrained(cls, *_args: object, **_options: object) -> NoReturn:
+        """Raises ConfigError."""
+        raise ConfigError(f"there is no {cls.__name__}: {cls.instead}")
+
+
+class AutoDistributedModel(_Absent):
+    """Not here: `from_pretrained` raises ConfigError."""
+
+    instead = "use AutoDistributedModelForCausalLM, whose `decoder` is the model without its head"
+
+
+class AutoDistributedSpeculativeModel(_Absent):
+    """Not here: `from_pretrained` raises ConfigError."""
+
+    instead = "use AutoDistributedModelForCausalLM, and give its `generate` an `assistant_model`"
+
+
+class InferenceSession:
+    """Rows of a batch that go on. Its sessions open with the first rows that it is given; then it has a cache.
+
+    A context manager. `output_ids` are all tokens of `generate` until now, (rows, tokens), or None.
+    """
+
+    def __init__(self, model: DistributedModelForCausalLM, max_length: int) -> None:
+        self.max_length = max_length
+        self.output_ids: torch.Tensor | None = None
+        self._model = model
+        self._cache: SessionCache | None = None
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the sessions. Safe to call twice."""
+        self._is_closed = True
+        if self._cache is not None:
+            self._cache.close()
+
+    def cache(self, rows: int) -> SessionCache:
+        """The cache of our models that it is. Raises ConfigError for another number of rows, or if it is closed."""
+        if self._is_closed:
+            raise ConfigError("this session is closed: open another one")
+        if self._cache is None:
+            self._cache = self._model.open_cache(self.max_length, rows)
+        if self._cache.rows != rows:
+            raise ConfigError(f"{rows} rows for a session of {self._cache.rows}")
+        return self._cache
+
+    @property
+    def position(self) -> int:
+        """Positions behind us. Set a lower one to roll back to it."""
+        return 0 if self._cache is None else self._cache.columns
+
+    @position.setter
+    def position(self, position: int) -> None:
+        if position != self.position:
+            if self._cache is None:
+                raise ConfigError(f"cannot go to position {position}: nothing was run")
+            self._cache.truncate(position)
+        if self.output_ids is not None:
+            self.output_ids = self.output_ids[:, :position]
+
+    def step(
+        self, inputs: torch.Tensor, prompts: torch.Tensor | None = None, hypo_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Hidden states (rows, tokens, hidden_size) through all blocks. `hypo_ids` reorders the rows before.
+
+        Raises ConfigError for `prompts`: a session has those that its model has when it opens.
+        """
+        if prompts is not None:
+            raise ConfigError('a step takes no prompts: call model.tune_prompts("deep_ptune", ...) and use generate')
+        cache = self.cache(len(inputs))
+        if hypo_ids is not None:
+            cache.reorder(hypo_ids.tolist())
+        return HiddenSession(cache).step(inputs)
+
+
+class DistributedModelForCausalLM(_Model):
+    """Our model with the sessions of Petals: `generate(session=)`, `inference_session`, `use_session`."""
+
+    @property
+    def active_session(self) -> InferenceSession | None:
+        """The session of the `with` around us."""
+        return _active.get()
+
+    @contextmanager
+    def inference_session(  # type: ignore[override]  # Petals opens it with the first rows
+        self, max_length: int
+    ) -> Iterator[InferenceSession]:
+        """A session of `max_length` positions, which is active within the `with`."""
+        with InferenceSession(self, max_length) as session, self.use_session(session):
+            yield session
+
+    @contextmanager
+    def use_session(self, session: InferenceSession | None) -> Iterator[InferenceSession | None]:
+        """Have `session` be active within the `with`."""
+        token = _active.set(session)
+        try:
+            yield session
+        finally:
+            _active.reset(token)
+
+    def generate(
+        self, inputs: torch.Tensor | None = None, *args: Any, session: InferenceSession | None = None, **options: Any
+    ) -> Any:
+        """transformers' `generate`. In a session, `inputs` are the tokens that follow those before; it needs none.
+
+        Then it returns the tokens after those of former calls, `inputs` and new ones, as Petals does.
+        """
+        inputs = options.pop("input_ids", None) if inputs is None else inputs
+        if (session := session or self.active_session) is None:
+            return super().generate(inputs, *args, **options)
+        before = 0 if session.output_ids is None else session.output_ids.shape[1]
+        parts = [each for each in (session.output_ids, inputs) if each is not None]
+        if not parts:
+            raise ConfigError("a session without tokens has nothing to go on from: give inputs")
+        cache = session.cache(len(parts[-1]))
+        with self.use_session(None):
+            result = super().generate(torch.cat(parts, dim=1), *args, cache=cache, **options)
+        is_plain = isinstance(result, torch.Tensor)
+        session.output_ids = sequences = result if is_plain else result.sequences
+        new = sequences[:, before:].clone()
+        if is_plain:
+            return new
+        result.sequences = new
+        return result
+
+
+class RemoteSequential(torch.nn.Module):
+    """Blocks of a model as a module of torch, called as Petals' are: `blocks(hidden, prompts)`."""
+
+    def __init__(self, model: Any, start_block: int = 0, end_block: int | None = None) -> None:
+        """`model` is one of ours, or its `remote_blocks`. Raises ConfigError for anything else."""
+        super().__init__()
+        blocks = model if isinstance(model, RemoteBlocks) else getattr(model, "remote_blocks", None)
+        if not isinstance(blocks, RemoteBlocks):
+            raise ConfigError("RemoteSequential takes a model of llmnode, which is connected: RemoteSequential(model)")
+        self.blocks = blocks[start_block:end_block]
+
+    def forward(self, inputs: torch.Tensor, prompts: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states (rows, tokens, hidden_size), and deep prompts; see `RemoteBlocks.forward`."""
+        output: torch.Tensor = self.blocks(inputs, prompts=prompts)
+        return output
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, which: int | slice) -> RemoteSequential:
+        return RemoteSequential(self.blocks[which])
+
+    def inference_session(self, **_options: object) -> NoReturn:
+        """Raises ConfigError: sessions are those of a model."""
+        raise ConfigError("sessions go through all blocks: use model.inference_session(max_length=...)")
+
+
+_OURS = frozenset(
+    {
+        "initial_peers",
+        "allowed_servers",
+        "blocked_servers",
+        "active_adapter",
+        "max_retries",
+        "request_timeout",
+        "connect_timeout",
+        "ban_timeout",
+        "use_server_to_server",
+        "tuning_mode",
+        "pre_seq_len",
+        "torch_dtype",
+        "dtype",
+        "codec",
+    }
+)
+
+
+def _open(name: str | None, options: dict[str, Any]) -> DistributedModelForCausalLM:
+    for option in options:
+        if option in ELSEWHERE:
+            raise ConfigError(f"{option} has no counterpart: {ELSEWHERE[option]}")
+        if option not in _OURS:
+            raise ConfigError(f"there is no argument {option!r}: there are {', '.join(sorted(_OURS))}")
+    policy, dtype, codec = _policy(options), _dtype(options), options.get("codec", "raw")
+    name, way_in = model_and_way_in(name, options.get("initial_peers", ()), None)
+    model = open_as(DistributedModelForCausalLM, name, way_in, codec=codec, dtype=dtype, policy=policy)
+    try:
+        if (adapter := options.get("active_adapter")) is not None:
+            model.load_adapter(adapter)
+        model.tune_prompts(options.get("tuning_mode"), options.get("pre_seq_len", 0))
+    except BaseException:
+        model.close()
+        raise
+    return model
+
+
+def _policy(options: dict[str, Any]) -> ClientPolicy:
+    """Petals' limits as ours. Raises ConfigError."""
+    policy = ClientPolicy()
+    route, recovery, passes, push = policy.route, policy.recovery, policy.passes, policy.push
+    if (allowed := options.get("allowed_servers")) is not None:
+        route = replace(route, allowed=_peers("allowed_servers", allowed))
+    if (blocked := options.get("blocked_servers")) is not None:
+        route = replace(route, blocked=_peers("blocked_servers", blocked))
+    if (connect_s := _seconds(options, "connect_timeout")) is not None:
+        route = replace(route, connect_timeout_s=connect_s)
+    if (ban_s := _seconds(options, "ban_timeout")) is not None:
+        route = replace(route, ban_s=ban_s, longest_ban_s=max(ban_s, route.longest_ban_s))
+    if (retries := options.get("max_retries")) is not None:
+        if type(retries) is not int or retries < 0:
+            raise ConfigError(f"max_retries is {retries!r}: give a number of servers that a step may lose, or None")
+        recovery = replace(recovery, replacements=retries)
+    if (request_s := _seconds(options, "request_timeout")) is not None:
+        passes, policy = replace(passes, longest_s=request_s), replace(policy, step_timeout_s=request_s)
+    if not options.get("use_server_to_server", True):
+        push = replace(push, enabled=False)
+    return replace(policy, route=route, recovery=recovery, passes=passes, push=push)
+
+
+def _peers(name: str, given: Iterable[str]) -> frozenset[PeerId]:
+    if isinstance(given, str):
+        raise ConfigError(f"{name} is one text: give a list of peer ids")
+    return frozenset(PeerId(str(each)) for each in given)
+
+
+def _seconds(options: dict[str, Any], name: str) -> float | None:
+    if (given := options.get(name)) is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < float("inf"):
+        raise ConfigError(f"{name} is {given!r}: give seconds")
+    return float(given)
+
+
+def _dtype(options: dict[str, Any]) -> str:
+    """`dtype`, or the name of a `torch_dtype`."""
+    if (given := options.get("torch_dtype")) is None:
+        return str(options.get("dtype", AUTO))
+    if "dtype" in options:
+        raise ConfigError("torch_dtype and dtype: leave out one of them")
+    return str(given).removeprefix("torch.")
