@@ -35,10 +35,12 @@ from llmnode.wire.messages import (
     AdapterPart,
     AdapterUse,
     Clock,
+    Neighbours,
     Opened,
     OpenRequest,
     Refusal,
     RefusalCode,
+    Replay,
     pack,
     unpack,
 )
@@ -155,6 +157,17 @@ async def refusals_until_the_end(link: Link) -> int:
     raise AssertionError("unreachable")
 
 
+async def until_forwarded(link: Link, session: SessionId, request: Neighbours) -> None:
+    """Ask again, as clients do, until the server has reached the next hop."""
+    with trio.fail_after(ANSWER_S):
+        for step in count():
+            await link.send(Frame(FrameType.NEIGHBOURS, session, step=Step(step), meta=pack(request)))
+            if (await answer(link)).type is FrameType.FORWARDED:
+                return
+            request = replace(request, again=True)
+            await trio.sleep(0.1)  # another process has no event for us
+
+
 def test_malformed_frames_cost_the_link_of_their_sender_alone(served: Served) -> None:
     async def check() -> None:
         async with served.bystander() as client, stranger(served) as network:
@@ -201,6 +214,93 @@ def test_steps_that_nobody_asked_for_cost_their_link_and_not_the_session(served:
             assert await refusals_until_the_end(link) <= POLICY.unasked_burst + 1, "nothing is granted to it either"
             await session.truncate(0)
             assert bytes(await session.step(rows)) == before, "it goes on as if nothing had been"
+
+    trio.run(check)
+
+
+def test_a_log_is_not_pushed_to_a_server_that_does_not_want_it(served: Served) -> None:
+    """A few bytes, again and again, would have one server send much to another. The other one is ours."""
+    heard: list[FrameType] = []
+
+    async def serve(network: Any, task_status: trio.TaskStatus[None]) -> None:
+        with suppress(PeerError):
+            async with network.accept() as link:
+                task_status.started()
+                while True:
+                    heard.append((frame := await link.receive()).type)
+                    if frame.type is FrameType.DESCRIBE:
+                        await link.send(Frame(FrameType.DESCRIPTION, step=frame.step, meta=described))
+
+    async def serve_all(network: Any) -> None:
+        async with trio.open_nursery() as nursery:
+            while True:
+                await nursery.start(serve, network)
+
+    async def check() -> None:
+        nonlocal described
+        async with stranger(served, listen=["/ip4/127.0.0.1/tcp/0"]) as network, trio.open_nursery() as nursery:
+            link, target = await network.dial(served.address), name(2)
+            await link.send(Frame(FrameType.DESCRIBE))
+            described = (await answer(link)).meta
+            nursery.start_soon(serve_all, network)
+            await link.send(served.news((network.peer, network.addresses[0], network.sign)))
+            await link.send(served.open_frame(name(1)))
+            assert (await answer(link)).type is FrameType.OPENED
+            await until_forwarded(link, name(1), Neighbours("", network.peer, target, quiet=False, again=False))
+            await link.send(served.step_frame(name(1), 0, 8))
+            assert (await answer(link)).type is FrameType.RESULT
+            for number in range(2):  # each waits a second for a grant
+                replay = pack(Replay(push=True))
+                await link.send(Frame(FrameType.REPLAY, name(1), Epoch(0), Step(number), 0, 8, replay))
+                assert len((await answer(link)).payload) == 8 * served.folder.info.row_bytes, "it comes to us"
+            assert FrameType.WANT in heard and FrameType.STEP not in heard
+            nursery.cancel_scope.cancel()
+
+    described = b""
+    trio.run(check)
+
+
+@asynccontextmanager
+async def listening(host: str) -> AsyncIterator[tuple[int, list[object]]]:
+    """A port of a victim, and the connections to it. It says nothing."""
+    listeners = await trio.open_tcp_listeners(0, host=host)
+    connections: list[object] = []
+
+    async def note(stream: trio.SocketStream) -> None:
+        connections.append(stream)
+        await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.serve_listeners, note, listeners)
+        yield listeners[0].socket.getsockname()[1], connections
+        nursery.cancel_scope.cancel()
+
+
+def test_a_server_tells_nobody_what_is_at_an_address_and_dials_it_a_few_times(served: Served) -> None:
+    """40 peers are announced at the address of a victim, and one at a port that is closed."""
+    identities = 40
+
+    async def check() -> None:
+        async with stranger(served) as network, listening("127.0.8.1") as (port, connections):
+            link = await network.dial(served.address)
+            await link.send(served.open_frame(name(3)))
+            assert (await answer(link)).type is FrameType.OPENED
+            baits = [identity() for _ in range(identities + 1)]
+            places = ["/ip4/127.0.8.2/tcp/1", *[f"/ip4/127.0.8.1/tcp/{port}"] * identities]
+            told = [(peer, f"{place}/p2p/{peer}", sign) for place, (peer, sign) in zip(places, baits, strict=True)]
+            for each in told:
+                await link.send(served.news(each))
+            words = set()
+            for number, (peer, _) in enumerate(baits):
+                meta = pack(Neighbours("", peer, name(4), quiet=False, again=number > 1))  # the first two wait
+                began_s = trio.current_time()
+                await link.send(Frame(FrameType.NEIGHBOURS, name(3), step=Step(number), meta=meta))
+                refused = await refusal(link)
+                words.add((refused.code, refused.message))
+                if number < 2:
+                    assert trio.current_time() - began_s > 0.9 * POLICY.dial_patience_s, "whatever is there"
+            assert words == {(RefusalCode.CANNOT_FORWARD, "no connection to the next hop")}
+            assert 1 <= len(connections) <= DialPolicy().place_burst + 2
 
     trio.run(check)
 
