@@ -15,11 +15,13 @@ import pytest
 import torch
 import trio
 
+import llmnode
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.core.policy import LinkPolicy, SwarmPolicy
 from llmnode.core.route import uncovered
 from llmnode.core.view import online
 from llmnode.errors import NoRoute, PeerUnreachable
+from llmnode.models.names import EMBEDDED_MODEL
 from llmnode.swarm.join import join_swarm
 from process.other_policies import with_policies
 
@@ -175,7 +177,7 @@ def test_a_private_swarm_is_for_those_who_are_invited(start: Callable[..., Child
     assert "makes one" in run("relay", "--swarm-key", key).stderr
     assert run("invite", "--swarm-key", key).returncode == 0
     relay = start("relay", "--swarm-key", key)
-    made = run("invite", "--swarm-key", key, "--peers", relay.address, "--json")
+    made = run("invite", "--swarm-key", key, "--peers", relay.address, "--model", EMBEDDED_MODEL, "--json")
     invite = json.loads(made.stdout)["invite"]
     server = start("serve", invite, "--blocks", "0:30", "--threads", "1")
     assert server.ready["invite"] is None, "it would have the key in it"
@@ -184,6 +186,14 @@ def test_a_private_swarm_is_for_those_who_are_invited(start: Callable[..., Child
     prompt = ("--max-new-tokens", "4", "--prompt", "1, 2, 3,")
     done = run("generate", "--swarm-key", key, "--peers", relay.address, *prompt)
     assert done.returncode == 0, done.stderr
+    invited = run("generate", invite, "--json", "--temperature", "0", *prompt)
+    assert invited.returncode == 0, invited.stderr
+    answer = json.loads(invited.stdout)
+    assert answer["model"] == EMBEDDED_MODEL
+    with llmnode.connect(invite) as model:
+        input_ids = torch.tensor([model.tokenizer.encode("1, 2, 3,")])
+        made_here = model.generate(input_ids, max_new_tokens=4, do_sample=False)
+        assert made_here[0, -4:].tolist() == answer["token_ids"]
     refused = run("generate", "--peers", server.address, *prompt)
     assert refused.returncode == 1
     assert "swarm key" in refused.stderr
