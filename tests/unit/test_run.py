@@ -1,0 +1,46 @@
+"""The script `tests/run`: all groups of tests are run, each once; or it fails."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "tests" / "run"
+FUNCTIONS = SCRIPT.read_text().partition("\nnode/llmnode setup")[0]
+GROUPS = re.findall(r"^\s+for group in (.+); do$", FUNCTIONS, re.MULTILINE)[0].split()
+
+
+def all_tests(mktemp: str, failing: str = "") -> subprocess.CompletedProcess[str]:
+    """The script's own loop, over groups that print their names. `mktemp` answers for the folder of what is taken."""
+    groups = "\n".join(f"{each}() {{ echo ran {each}; {'false' if each == failing else 'true'}; }}" for each in GROUPS)
+    instead = f'mktemp() {{ if [ "${{1-}}" = -d ]; then {mktemp}; else command mktemp; fi; }}'
+    script = f"{FUNCTIONS}\n{groups}\n{instead}\nall_tests || exit 3\n"
+    return subprocess.run(["bash", "-c", script, str(SCRIPT)], capture_output=True, text=True, check=False, timeout=60)
+
+
+def ran(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return sorted(re.findall(r"^ran (\w+)$", done.stdout, re.MULTILINE))
+
+
+def test_each_group_is_run_once() -> None:
+    done = all_tests("command mktemp -d")
+    assert done.returncode == 0, done.stderr
+    assert ran(done) == sorted(GROUPS)
+
+
+def test_a_group_that_fails_fails_all_and_the_others_run() -> None:
+    done = all_tests("command mktemp -d", failing=GROUPS[0])
+    assert done.returncode == 3
+    assert ran(done) == sorted(GROUPS)
+
+
+@pytest.mark.parametrize(
+    "mktemp", ["return 1", "echo /dev/null/taken"], ids=["no folder", "a folder that cannot be written"]
+)
+def test_groups_that_cannot_be_taken_are_no_success(mktemp: str) -> None:
+    done = all_tests(mktemp)
+    assert done.returncode == 3
+    assert ran(done) == []
