@@ -25,6 +25,7 @@ from llmnode.net.directory import open_directory
 from llmnode.net.host import open_network
 from llmnode.net.invite import Invite, is_invite
 from llmnode.net.swarm_key import entry
+from llmnode.node.nearby import describe, living_nearby
 from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.links import accept_links, answer_as_relay
 from llmnode.node.serve.placing import choose_blocks, choose_precision
@@ -39,6 +40,7 @@ from llmnode.swarm.remembering import remember
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
     from llmnode.compute.child import MakeLoader
@@ -65,6 +67,8 @@ class NodeConfig:
     - `swarm_key`: an invite to a private swarm, which names peers too, as text or read; or the file of its key.
     - `announce`: the addresses at which others reach the node, if it does not listen there itself, for example behind
       a port forward.
+    - `mdns`: nodes of the local network find this one where it listens. Without `peers` it finds them, too. A private
+      swarm is told to nobody.
     - `relays`: others reach the node through these, if nowhere else. Its own addresses are then announced only by
       `announce`.
     - `kv_tokens`: KV for this number of positions; None for 32,768, or fewer if memory is short.
@@ -86,6 +90,7 @@ class NodeConfig:
     peers: Sequence[str] = ()
     listen: Sequence[str] = (LISTEN_ANY_LOOPBACK,)
     announce: Sequence[str] = ()
+    mdns: bool = False
     relays: Sequence[str] = ()
     swarm_key: str | Path | Invite | None = None
     kv_tokens: int | None = None
@@ -194,28 +199,29 @@ async def open_node(
         way_in = config.way_in()
         named = None if is_invite(config.model) else config.model
         config = replace(config, model=named or way_in.hub_model)
-        async with _joined(
-            config.listen, config.announce, way_in, config.identity, report_notice, relays=config.relays
-        ) as (network, swarm):
-            report("loading torch")
-            async with (
-                _source_for(swarm, config, report, report_worker) as (source, model),
-                open_pool(network) as pushes,
-            ):
-                span = await choose_blocks(config.blocks, model, source, swarm)
-                server = Server(network, model, ServePolicy(), swarm, pushes)
-                role = Role(source, model, span, server, swarm, report_worker=report_worker)
-                node = RunningNode(network, model, swarm, server, role, source, way_in.key is not None)
-                async with trio.open_nursery() as nursery:
-                    report(f"reading blocks {span} of {model.name}")
-                    await nursery.start(role.run)
-                    nursery.start_soon(server.run)
-                    nursery.start_soon(node.follow_addresses, report_addresses)
-                    if config.rebalance and ":" not in config.blocks:
-                        nursery.start_soon(rebalance, network.peer, role, swarm, report)
-                    yield node
-                    await role.leave()
-                    nursery.cancel_scope.cancel()
+        async with (
+            _joined(config.listen, config.announce, way_in, config.identity, report_notice, relays=config.relays) as (
+                network,
+                swarm,
+            ),
+            _found_by_mdns(config, way_in, network, swarm, report),
+            _source_for(swarm, config, report, report_worker) as (source, model),
+            open_pool(network) as pushes,
+        ):
+            span = await choose_blocks(config.blocks, model, source, swarm)
+            server = Server(network, model, ServePolicy(), swarm, pushes)
+            role = Role(source, model, span, server, swarm, report_worker=report_worker)
+            node = RunningNode(network, model, swarm, server, role, source, way_in.key is not None)
+            async with trio.open_nursery() as nursery:
+                report(f"reading blocks {span} of {model.name}")
+                await nursery.start(role.run)
+                nursery.start_soon(server.run)
+                nursery.start_soon(node.follow_addresses, report_addresses)
+                if config.rebalance and ":" not in config.blocks:
+                    nursery.start_soon(rebalance, network.peer, role, swarm, report)
+                yield node
+                await role.leave()
+                nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager
@@ -284,15 +290,24 @@ async def _joined(
             nursery.cancel_scope.cancel()
 
 
+def _found_by_mdns(
+    config: NodeConfig, way_in: Invite, network: Libp2pNetwork, swarm: Swarm, report: Callable[[str], None]
+) -> AbstractAsyncContextManager[None]:
+    if not config.mdns or way_in.key is not None:
+        return nullcontext()
+    return living_nearby(network, swarm, report, looks=not (way_in.peers or config.relays))
+
+
 @asynccontextmanager
 async def _source_for(
     swarm: Swarm, config: NodeConfig, report: Callable[[str], None], report_worker: Callable[[str, bool], None]
 ) -> AsyncIterator[tuple[WorkerSource, ModelInfo]]:
     """A source in a precision that suits the swarm, and its model: which precisions there are depends on the model."""
     wish = PrecisionWish.of(config.dtype, config.quant, config.kv_dtype)
+    report("loading torch")
     async with AsyncExitStack() as stack:
         source = await stack.enter_async_context(open_source(config, report, report_worker))
-        model = await source.open_model()
+        model = await (source.open_model() if config.model else _open_default(source, swarm, report))
         precision = await choose_precision(wish, model, swarm) if wish.is_open else model.precision
         if precision != model.precision:
             report(f"the swarm has {model.name} in {precision.name}, and this node joins it in that")
@@ -301,6 +316,20 @@ async def _source_for(
             source = await stack.enter_async_context(open_source(named, report, report_worker))
             model = await source.open_model()
         yield source, model
+
+
+async def _open_default(source: WorkerSource, swarm: Swarm, report: Callable[[str], None]) -> ModelInfo:
+    """The model of a server that is told none. `report` is told which, and what else the swarm serves."""
+    others = swarm.view.announcements()
+    theirs = f"; the swarm has {describe(others)}" if others else ""
+    try:
+        model = await source.open_model()
+    except ConfigError as error:
+        raise ConfigError(f"no model is named: name one, as in `llmnode serve org/name`{theirs}; or {error}") from error
+    is_alone = others and model.digest not in {each.offer.profile.model_digest for each in others}
+    joins = f"{theirs}: name a model of these to join its servers" if is_alone else ""
+    report(f"serving {model.name}, the embedded model, since none is named{joins}")
+    return model
 
 
 @asynccontextmanager

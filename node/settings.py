@@ -94,9 +94,12 @@ def variable_of(option: str) -> str:
 
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` for a child that is told all on its command line, whatever the user has set for their own commands."""
+    """`environ` for a child that is told all on its command line, whatever the user has set for their own commands.
+
+    Others of the network do not find it.
+    """
     kept = {key: value for key, value in environ.items() if not key.startswith("LLMNODE_") or key in NO_OPTIONS}
-    return {**kept, FILE_VARIABLE: "/dev/null"}
+    return {**kept, FILE_VARIABLE: "/dev/null", variable_of("mdns"): "no"}
 
 
 def parse(

@@ -1,7 +1,8 @@
-"""The options by which a command gets into a swarm: an invite, peers, the key of a private swarm."""
+"""The options by which a command gets into a swarm: an invite, peers, the key of a private swarm, or mDNS."""
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,10 +12,15 @@ from llmnode.node import values
 from llmnode.node.terminal import say
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
 
     from llmnode.net.invite import Invite
+
+FIND = "find a public swarm in this network, if no peers are named (mDNS; default: on)"
+
+
+def add_mdns(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--mdns", action=argparse.BooleanOptionalAction, help=what)
 
 
 def add_peers(parser: argparse.ArgumentParser, what: str, *, invite: bool = True) -> None:
@@ -42,7 +48,8 @@ def add_peers(parser: argparse.ArgumentParser, what: str, *, invite: bool = True
 def way_in(arguments: argparse.Namespace, *, needs_peers: bool = True) -> Invite:
     """From the options of `add_peers`: a typing error is told before the seconds that loading takes.
 
-    Raises ConfigError, also if no peers are named and it `needs_peers`.
+    If no peers are named and it `needs_peers`, those of this network are looked for, unless the swarm is private.
+    Raises ConfigError, also if there are none.
     """
     from llmnode.net.invite import INVITE, is_invite
 
@@ -53,7 +60,7 @@ def way_in(arguments: argparse.Namespace, *, needs_peers: bool = True) -> Invite
         )
     found = _entry(arguments, "invite", invite)
     if needs_peers and not found.peers:
-        raise ConfigError("no peers are named: give an INVITE, or --peers ADDRESS as `llmnode serve` prints it")
+        return _nearby(arguments, found)
     check_peers(found.peers)
     return found
 
@@ -99,6 +106,14 @@ def ways_with_model(invite: str) -> tuple[str, str]:
         f"to use it: llmnode chat --model MODEL {invite}",
         f"to join it: llmnode serve MODEL --swarm-key {invite}",
     )
+
+
+def _nearby(arguments: argparse.Namespace, named: Invite) -> Invite:
+    from llmnode.node.nearby import GIVE, find_swarm
+
+    if named.key is not None or arguments.mdns is False:
+        raise ConfigError(f"no peers are named: {GIVE}")
+    return replace(find_swarm(say), model=named.model)
 
 
 def check_peers(peers: Sequence[str]) -> None:

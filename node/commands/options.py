@@ -11,7 +11,7 @@ from llmnode.core.model import AUTO, DTYPES, EXACT, KV_DTYPES, QUANTS, Precision
 from llmnode.core.texts.log_lines import log_to
 from llmnode.errors import ConfigError
 from llmnode.node import values
-from llmnode.node.commands.joining import add_peers, model_and_way_in, way_in
+from llmnode.node.commands.joining import FIND, add_mdns, add_peers, model_and_way_in, way_in
 from llmnode.node.generate import DEFAULT_NEW_TOKENS
 from llmnode.node.terminal import note, tell
 
@@ -167,6 +167,7 @@ def worker_config(arguments: argparse.Namespace) -> NodeConfig:
 def add_swarm(parser: Parser) -> None:
     parser.add_argument("--model", type=values.model, metavar="NAME", help=MODEL_HELP)
     add_peers(parser, "servers or relays: one that knows the others is enough")
+    add_mdns(parser, FIND)
     add_precision(
         parser,
         "use only servers that compute in this: float32 is exact (default auto: exact if the swarm has it, else what "
@@ -219,12 +220,12 @@ def add_identity(parser: Parser) -> None:
     )
 
 
-def add_listen(parser: Parser) -> None:
+def add_listen(parser: Parser, default: str = "/ip4/127.0.0.1/tcp/0: this machine alone, any free port") -> None:
     parser.add_argument(
         "--listen",
         action="append",
         metavar="MULTIADDR",
-        help="where to listen; may be repeated (default /ip4/127.0.0.1/tcp/0: this machine alone, any free port)",
+        help=f"where to listen, as /ip4/0.0.0.0/tcp/4001; may be repeated (default {default})",
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from llmnode.core.texts.visible import printable
 from llmnode.errors import ConfigError
-from llmnode.node.commands.joining import add_peers, ways_with_model
+from llmnode.node.commands.joining import add_mdns, add_peers, ways_with_model
 from llmnode.node.commands.options import (
     add_announce,
     add_blocks,
@@ -37,6 +37,7 @@ def add(commands: Commands) -> None:
         "serve",
         run,
         "serve a span of the model's blocks until stopped",
+        "  llmnode serve                                    (joins the swarm of this network, or begins one)\n"
         "  llmnode serve INVITE                             (as `llmnode invite` or `llmnode serve` printed it)\n"
         "  llmnode serve --blocks 0:15 --listen /ip4/127.0.0.1/tcp/4001\n"
         "  llmnode serve --blocks auto --peers ADDRESS      (as `llmnode serve` or `llmnode relay` printed it)\n"
@@ -52,7 +53,16 @@ def add(commands: Commands) -> None:
         "(default: on for --blocks N and --blocks auto)",
     )
     add_peers(parser, "servers or relays of the swarm to join", invite=False)
-    add_listen(parser)
+    add_mdns(
+        parser,
+        "tell nodes in the networks of this machine, and without --peers find theirs (mDNS; default: on where other "
+        "machines reach this node, and never for a private swarm)",
+    )
+    add_listen(
+        parser,
+        "every interface with --mdns, or if peers, an INVITE or a relay beyond this machine are named; without any of "
+        "these the private networks of this machine, and with --no-mdns or for a private swarm this machine alone",
+    )
     add_announce(parser)
     add_relay(parser)
     add_identity(parser)
@@ -76,7 +86,8 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import trio
 
-    from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
+    from llmnode.net.addresses import own_ips
+    from llmnode.node.listening import choose_listening
 
     if arguments.rebalance and ":" in (arguments.blocks or ""):
         raise ConfigError(
@@ -84,10 +95,20 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.verbose:
         log_to_stderr()
+    config = worker_config(arguments)
+    to = config.way_in()
+    listening = choose_listening(
+        arguments.listen or [],
+        [*to.peers, *arguments.relay],
+        map(str, own_ips()),
+        is_private=to.key is not None,
+        mdns=arguments.mdns,
+    )
     config = replace(
-        worker_config(arguments),
+        config,
         rebalance=arguments.rebalance is not False,
-        listen=arguments.listen or [LISTEN_ANY_LOOPBACK],
+        listen=listening.listen,
+        mdns=listening.mdns,
         announce=arguments.announce or [],
         relays=arguments.relay,
         identity=arguments.identity,
@@ -97,11 +118,12 @@ def run(arguments: argparse.Namespace) -> int:
     drain_s = arguments.drain_s
     if not 0 <= drain_s < float("inf"):
         raise ConfigError(f"--drain-s {drain_s:g}: give 0 or more seconds")
-    trio.run(_serve, config, drain_s, arguments.json, arguments.until_stdin_closes)
+    serve = partial(_serve, config, drain_s, listening.warning, until_stdin_closes=arguments.until_stdin_closes)
+    trio.run(partial(serve, as_json=arguments.json))
     return 0
 
 
-async def _serve(config: NodeConfig, drain_s: float, as_json: bool, until_stdin_closes: bool) -> None:
+async def _serve(config: NodeConfig, drain_s: float, warning: str, *, until_stdin_closes: bool, as_json: bool) -> None:
     import trio
 
     from llmnode.node.app import open_node
@@ -110,6 +132,8 @@ async def _serve(config: NodeConfig, drain_s: float, as_json: bool, until_stdin_
     from llmnode.node.stopping import stopped_by_signals
 
     with Telling(None if as_json else terminal()) as telling:
+        if warning:
+            (_report_json if as_json else telling.tell)(f"warning: {warning}")
         async with (
             stopped_by_signals(until_stdin_closes=until_stdin_closes) as stop,
             open_node(

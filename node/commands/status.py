@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from llmnode.core.texts.visible import printable
-from llmnode.node.commands.joining import add_peers, way_in
+from llmnode.node.commands.joining import FIND, add_mdns, add_peers, way_in
 from llmnode.node.commands.options import add_command
 from llmnode.node.terminal import open_console, show_json, tell
 from llmnode.node.watching import DOUBLE_FIX, UNREAD, UPDATE
@@ -41,6 +41,7 @@ def add(commands: Commands) -> None:
         "  (exit status 1 if no model is served whole)",
     )
     add_peers(parser, "servers or relays to ask")
+    add_mdns(parser, FIND)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 

@@ -114,15 +114,14 @@ class Internet:
     def add(self, name: str, kind: Kind | None = None, *, delay_s: float = 0.0) -> Place:
         """A place with a public address, or behind a NAT of `kind`. `name` has letters and digits, and is new."""
         number = next(self._numbers)
-        namespace = f"{_PREFIX}{os.getpid()}-{name}"
         outside = self._fresh_address()
         inside = f"10.{number >> 8}.{number & 255}.2" if kind else outside
-        _ip("netns", "add", namespace)
+        namespace = make_namespace(name)
         place = Place(name, namespace, inside, -1, delay_s, Nat(kind, outside, self._rng) if kind else None)
         self._places.append(place)
         place.tun = _inside(namespace, _open_tun)
         commands = ["link set lo up", f"addr add {inside}/32 dev {DEVICE}", f"link set {DEVICE} up"]
-        _ip("-n", namespace, "-batch", "-", batch=[*commands, f"route add default dev {DEVICE}"])
+        run_ip("-n", namespace, "-batch", "-", batch=[*commands, f"route add default dev {DEVICE}"])
         self._by_address[outside] = place
         self._selector.register(place.tun, selectors.EVENT_READ, place)
         return place
@@ -150,7 +149,7 @@ class Internet:
         for place in self._places:
             if place.tun >= 0:
                 os.close(place.tun)
-            _ip("netns", "delete", place.namespace)
+            remove_namespace(place.namespace)
 
     def _fresh_address(self) -> str:
         """Never used before, and one that software takes for public (the ranges for documentation are not)."""
@@ -207,7 +206,7 @@ class Internet:
 @contextmanager
 def open_internet() -> Iterator[Internet]:
     """Removes first anything that a killed run has left."""
-    _remove_leftovers()
+    remove_leftovers()
     internet = Internet()
     try:
         internet.start()
@@ -226,24 +225,35 @@ def why_not() -> str:
         return "the command `ip` is missing (iproute2)"
     if not Path(TUN).exists():
         return f"{TUN} is missing"
-    name = f"{_PREFIX}{os.getpid()}-probe"
     try:
-        _ip("netns", "add", name)
+        remove_namespace(make_namespace("probe"))
     except subprocess.CalledProcessError as error:
         return f"no network namespace can be made here: {error.stderr.strip()}"
-    _ip("netns", "delete", name)
     return ""
 
 
-def _remove_leftovers() -> None:
-    for line in _ip("netns", "list").splitlines():
+def make_namespace(name: str) -> str:
+    """The whole name of a new one. `name` is new in this process."""
+    namespace = f"{_PREFIX}{os.getpid()}-{name}"
+    run_ip("netns", "add", namespace)
+    return namespace
+
+
+def remove_namespace(namespace: str) -> None:
+    run_ip("netns", "delete", namespace)
+
+
+def remove_leftovers() -> None:
+    """Remove the namespaces of runs that were killed."""
+    for line in run_ip("netns", "list").splitlines():
         name = line.split()[0]
         pid = name.removeprefix(_PREFIX).partition("-")[0]
         if name.startswith(_PREFIX) and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
-            _ip("netns", "delete", name)
+            remove_namespace(name)
 
 
-def _ip(*arguments: str, batch: Sequence[str] = ()) -> str:
+def run_ip(*arguments: str, batch: Sequence[str] = ()) -> str:
+    """The output of `ip`, which reads `batch` on stdin."""
     done = subprocess.run(["ip", *arguments], input="\n".join(batch), capture_output=True, text=True, check=True)
     return done.stdout
 

@@ -52,6 +52,10 @@ class Gate:
         """The user has named this address."""
         self._gate.vouch(*_place(address))
 
+    def note_near(self, address: Multiaddr) -> None:
+        """A peer in our own network says that it is there."""
+        self._gate.note_near(*_place(address))
+
     def live_at(self, addresses: Iterable[Multiaddr]) -> None:
         """The host says that it is at these addresses."""
         self._gate.live_at([_place(each)[0] for each in addresses])

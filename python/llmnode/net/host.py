@@ -184,9 +184,8 @@ class Libp2pNetwork:
     @property
     def listening(self) -> list[str]:
         """Where it listens, whatever it announces: multiaddrs that end in `/p2p/ID`."""
-        if not self._listens:
-            return []
-        return all_reachable([with_peer(each, self.peer) for each in self.host.get_transport_addrs()])
+        here = self.host.get_transport_addrs() if self._listens else ()
+        return all_reachable([with_peer(each, self.peer) for each in here])
 
     def count_open(self) -> OpenCounts:
         connections = cast("Swarm", self.host.get_network()).get_connections()
@@ -218,6 +217,10 @@ class Libp2pNetwork:
     def vouch(self, addresses: Iterable[str]) -> None:
         for info in map(parse_peer, addresses):
             self._gate.vouch((relay_of(info) or info).addrs[0])
+
+    def note_near(self, address: str) -> None:
+        """A peer in our own network says that it is there: see `mdns.py`. Raises ConfigError."""
+        self._gate.note_near(parse_peer(address).addrs[0])
 
     async def dial(self, address: str, *, is_heard: bool = False) -> Libp2pLink:
         info = parse_peer(address)
@@ -256,8 +259,7 @@ class Libp2pNetwork:
 
         Raises PeerUnreachable, or an error of libp2p.
         """
-        relay = relay_of(info)
-        if relay is not None:
+        if (relay := relay_of(info)) is not None:
             if not self._held.living(info.peer_id):
                 await self._circuits.connect(relay, info.peer_id)
             return

@@ -95,7 +95,11 @@ OPENS = {"open_tcp_stream", "open_ssl_over_tcp_stream", "create_connection", "op
 """Functions of these modules open a connection."""
 MODULES = {"trio", "asyncio", "anyio", "socket", "socks"}
 GATE = "dialling.py"
-OTHER_SOCKETS = {"addresses.py": "one that is bound only", "child.py": "one that it has inherited"}
+OTHER_SOCKETS = {
+    "addresses.py": "one that is bound only",
+    "mdns.py": "one of UDP, for the group of mDNS alone",
+    "child.py": "one that it has inherited",
+}
 WITHIN_THE_GATE = {"punch.py", "reach.py"}
 """These files call `connect_from` within `Gate.dialling`."""
 

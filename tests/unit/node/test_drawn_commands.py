@@ -162,6 +162,10 @@ class Drawn(random.Random):
         return {name: value.replace("\0", "") for name, value in drawn.items()}
 
 
+def nobody_near(*_args: Any, **_kwargs: Any) -> Any:
+    raise ConfigError("nobody is near")
+
+
 def unreachable(*_args: Any, **_kwargs: Any) -> Any:
     raise PeerUnreachable("there is no network here")
 
@@ -194,6 +198,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         enter(patch.object(app, "_joined", no_network))
         enter(patch.object(app, "open_source", no_blocks))
         enter(patch("llmnode.swarm.join.join_swarm", no_network))
+        enter(patch("llmnode.node.nearby.find_swarm", nobody_near))
         enter(patch("llmnode.node.demo.private_swarm", no_network))
         enter(patch("llmnode.node.demo._load_parts", lambda _threads: None))
         enter(patch.object(doctor, "diagnose", diagnose_nothing))

@@ -38,6 +38,7 @@ class DialGate:
         self._policy = policy
         self._scopes = {PUBLIC}
         self._vouched: set[tuple[str, int]] = set()
+        self._near: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._all = Rates(policy.burst, policy.per_s)
         self._places = Rates(policy.place_burst, policy.place_per_s)
         self._contacts = Rates(policy.contact_burst, policy.contact_per_s)
@@ -52,6 +53,13 @@ class DialGate:
 
     def is_vouched(self, host: str, port: int) -> bool:
         return (host, port) in self._vouched
+
+    def note_near(self, host: str, port: int) -> None:
+        """A peer said, from this host and to our own network, that it is there. It may be dialled as any stranger."""
+        self._near[host, port] = None
+        self._near.move_to_end((host, port))
+        if len(self._near) > KEYS:
+            self._near.popitem(last=False)
 
     def live_at(self, hosts: list[str]) -> None:
         """The node announces these addresses. If all are private, peers in these private networks may be dialled."""
@@ -71,7 +79,7 @@ class DialGate:
         if place not in self._vouched:
             if (scope := scope_of(host)) is None:
                 return "strangers name addresses of IP, and none of other kinds"
-            if (scope not in self._scopes and not is_seen) or port <= 0:
+            if (scope not in self._scopes and not is_seen and place not in self._near) or port <= 0:
                 return "it is in a private network that this node is not in"
             failure = self._failures.get(place)
             if failure is not None and now_s < failure.until_s and not is_repeated:
@@ -127,3 +135,8 @@ def scope_of(host: str) -> str | None:
         if ip in each:
             return str(each)
     return None if ip.is_reserved else "other"
+
+
+def is_local(host: str) -> bool:
+    """Whether it is an IPv4 address of a private network, as homes and offices have (RFC 1918)."""
+    return scope_of(host) in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")

@@ -28,7 +28,7 @@ from llmnode.core.policy.reaching import (
     RelayPolicy,
 )
 from llmnode.core.policy.serving import AdmissionPolicy, BatchPolicy, LifePolicy, ServePolicy, WorkerPolicy
-from llmnode.core.policy.swarm import DhtPolicy, JoinPolicy, SwarmPolicy
+from llmnode.core.policy.swarm import DhtPolicy, JoinPolicy, MdnsPolicy, SwarmPolicy
 
 __all__ = [
     "AdmissionPolicy",
@@ -41,6 +41,7 @@ __all__ = [
     "JoinPolicy",
     "LifePolicy",
     "LinkPolicy",
+    "MdnsPolicy",
     "PackPolicy",
     "PassPolicy",
     "PoolPolicy",

@@ -63,6 +63,43 @@ class JoinPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class MdnsPolicy:
+    """How nodes of one local network find each other, see `net/mdns.py`. Anybody there may send anything."""
+
+    find_s: float = 2.0
+    """A node that looks for others waits this long for the first answer."""
+    more_s: float = 0.5
+    """After the first answer, others have this long."""
+    ask_again_s: tuple[float, ...] = (0.0, 0.5, 1.0)
+    """A node that looks asks after these times: a datagram may be lost."""
+    look_every_s: float = 60.0
+    """A server asks again this often, for nodes and networks that came later."""
+    answer_delay_s: float = 0.1
+    """Answers wait for a part of this, so that they do not all come at once (RFC 6762, section 6)."""
+    answer_every_s: float = 1.0
+    """An answer is sent this often at most (likewise)."""
+    lifetime_s: int = 120
+    """Others may keep an answer for this long."""
+    datagram_bytes: int = 1500
+    """A longer one is not read."""
+    burst: int = 100
+    """Datagrams that are read at once."""
+    per_s: float = 100.0
+    """Those that come faster stay in the kernel's buffer, which drops what is too much."""
+    host_burst: int = 10
+    """Datagrams about llmnode that are parsed of one host, at once. Each takes a tenth of a millisecond."""
+    host_per_s: float = 2.0
+    peers_per_host: int = 8
+    """The peers that one host may have, as a machine with several GPUs."""
+    peers: int = 32
+    """The peers that are kept until they have been met."""
+    addresses: int = 4
+    """The addresses of each."""
+    at_once: int = 4
+    """Peers that are met at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
 class SwarmPolicy:
     """How nodes hear of each other."""
 

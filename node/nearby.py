@@ -1,0 +1,94 @@
+"""Swarms of the local network, by mDNS: a server is found and finds others; a command without peers finds servers.
+
+A private swarm is never told of, nor looked for.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.texts.visible import printable
+from llmnode.core.view import online
+from llmnode.errors import ConfigError, single_error
+from llmnode.net.mdns import open_mdns
+from llmnode.swarm.nearby import Neighbours, find
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from llmnode.core.announcement import Announcement
+    from llmnode.core.policy import MdnsPolicy
+    from llmnode.net.host import Libp2pNetwork
+    from llmnode.net.invite import Invite
+    from llmnode.swarm.membership import Swarm
+
+MODELS_TOLD = 5
+"""The models of a swarm that one line names."""
+NOBODY = "no node of llmnode answers in this network (mDNS)"
+
+
+@asynccontextmanager
+async def living_nearby(
+    network: Libp2pNetwork, swarm: Swarm, report: Callable[[str], None], *, looks: bool
+) -> AsyncIterator[None]:
+    """Be found in the local network for as long as the context lasts. A node that `looks` has met others before."""
+    async with AsyncExitStack() as stack:
+        try:
+            mdns = await stack.enter_async_context(open_mdns())
+        except OSError as error:
+            report(f"mDNS does not work here ({error.strerror}): other machines need --peers to find this node")
+            yield
+            return
+        neighbours = Neighbours(mdns, network, swarm, looks=looks)
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        stack.callback(nursery.cancel_scope.cancel)
+        if looks:
+            report("looking for other nodes in this network (mDNS)")
+            await neighbours.meet_first(await find(mdns))
+            found = swarm.view.announcements()
+            joined = f"joining the swarm that mDNS has found in this network: {describe(found)}"
+            report(joined if found else f"{NOBODY}: this one begins a swarm that others there find without flags")
+        nursery.start_soon(neighbours.run)
+        yield
+
+
+def find_swarm(report: Callable[[str], None], policy: MdnsPolicy | None = None) -> Invite:
+    """The peers of a public swarm in the local network; `report` is told which. Raises ConfigError if there is none."""
+    with single_error():
+        return trio.run(_find_swarm, report, policy)
+
+
+async def _find_swarm(report: Callable[[str], None], policy: MdnsPolicy | None) -> Invite:
+    from llmnode.core.policy import LinkPolicy
+    from llmnode.net.invite import Invite
+    from llmnode.swarm.join import join_swarm
+
+    report("no peers are named: looking for a swarm in this network (mDNS)")
+    try:
+        async with open_mdns(policy) as mdns:
+            found = await find(mdns)
+    except OSError as error:
+        raise ConfigError(f"no peers are named, and mDNS does not work here ({error.strerror}): {GIVE}") from error
+    if not found:
+        raise ConfigError(f"no peers are named, and {NOBODY}: {GIVE}; or begin a swarm: `llmnode serve`")
+    peers = tuple(address for addresses in found for address in addresses)
+    async with join_swarm(peers, LinkPolicy()) as (_, swarm):
+        report(f"found by mDNS: {describe(swarm.view.announcements())}")
+    return Invite(peers)
+
+
+GIVE = "give an INVITE, or --peers ADDRESS as `llmnode serve` prints it"
+
+
+def describe(announcements: Sequence[Announcement]) -> str:
+    """The number of servers, the models that they serve, and the blocks."""
+    spans: dict[str, dict[str, None]] = {}
+    for each in sorted(online(announcements), key=lambda each: each.offer.span):
+        spans.setdefault(each.offer.model, {})[str(each.offer.span)] = None
+    models = [f"{printable(model)} (blocks {', '.join(of)})" for model, of in sorted(spans.items())]
+    more = f" and {len(models) - MODELS_TOLD} other models" if len(models) > MODELS_TOLD else ""
+    servers = f"{len(announcements)} server{'s' * (len(announcements) != 1)}"
+    return f"{servers} of {', '.join(models[:MODELS_TOLD])}{more}" if models else f"{servers}, none of which serves yet"
