@@ -122,6 +122,7 @@ def parse(
         _leave_out_rest(of, options[command], settings[command])
     arguments = parser.parse_args(argv)
     chosen, given = arguments.command, set(vars(arguments))
+    assert not given & {"settings", "given"}, "they would be lost below"
     for option in options[chosen].values():
         if option.action.dest not in given:
             outdone = any(options[chosen][rival].action.dest in given for rival in option.rivals)

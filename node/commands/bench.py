@@ -28,7 +28,7 @@ def add(commands: Commands) -> None:
         "  llmnode bench\n  llmnode bench swarm --repeats 9 --json\n  llmnode bench quality --help",
     )
     parser.add_argument(
-        "given",
+        "words",
         nargs=argparse.REMAINDER,
         metavar="NAME ...",
         help="the benchmark and its options; without a name, a list of all benchmarks",
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
             "the benchmarks are in the repository, in tests/bench, and not in an installed llmnode: "
             "clone it, and run tests/bench/run there"
         )
-    start(arguments.given or ["--help"])
+    start(arguments.words or ["--help"])
 
 
 def start(argv: Sequence[str]) -> NoReturn:

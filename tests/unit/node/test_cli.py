@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llmnode.node.cli import main
+from llmnode.node.commands import bench
 from llmnode.node.settings import NO_OPTIONS, variable_of
 
 if TYPE_CHECKING:
@@ -41,6 +42,15 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     listed = capsys.readouterr().out
     assert all(f"\n    {command} " in listed for command in COMMANDS)
+
+
+def test_a_benchmark_gets_every_word_after_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(words: list[str]) -> None:
+        raise SystemExit(" ".join(words))
+
+    monkeypatch.setattr(bench, "start", start)
+    with pytest.raises(SystemExit, match=r"^memory --thin --json$"):
+        main(["bench", "memory", "--thin", "--json"])
 
 
 @pytest.mark.parametrize(
