@@ -111,6 +111,8 @@ class AdmissionPolicy:
     """A session that is used is not moved before it had its KV for this long: the replay costs a prefill."""
     look_every_s: float = 0.2
     """While a session waits, the server looks this often whether others may be moved."""
+    tried_per_look: int = 16
+    """It looks whether others may be moved for this many that wait, and for the next ones at the next look."""
     stays_kept: int = 64
     """The durations of this many recent sessions are kept, to estimate how long one stays."""
     forecasts: int = 8

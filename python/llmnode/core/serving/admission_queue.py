@@ -21,7 +21,7 @@ from llmnode.core.serving.kv_shares import KvLease, KvShares
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from llmnode.core.ids import SessionId
+    from llmnode.core.ids import PeerId, SessionId
     from llmnode.core.policy import AdmissionPolicy
     from llmnode.core.serving.kv_shares import KvClaim
 
@@ -60,6 +60,8 @@ class AdmissionQueue:
         self._leases: dict[SessionId, KvLease] = {}
         self._stays_s: deque[float] = deque(maxlen=policy.stays_kept)
         self._known: _Standing | None = None
+        self._first_tried = 0
+        """Those that wait before this place in the line were tried at the last look."""
         self._forecasts = Rates(policy.forecasts, policy.forecasts_per_s)
         self._forecasts_of_group = Rates(policy.forecasts / 4, policy.forecasts_per_s / 4)
 
@@ -112,10 +114,18 @@ class AdmissionQueue:
         """The sessions that have to leave since others wait, each once. They hold their KV until they are removed."""
         chosen: list[SessionId] = []
         coming, shares = self._standing.coming, self._standing.shares
-        for lease in self._in_order(now_s):
-            if lease.claim.positions > coming:
-                moves = shares.choose_moves(lease, lease.claim.positions - coming, now_s)
-                if not moves:
+        movable = shares.movable(now_s)
+        failed: dict[tuple[str, PeerId], int] = {}
+        tried: list[int] = []
+        for number, lease in enumerate(self._in_order(now_s)):
+            positions = lease.claim.positions
+            if positions > coming:
+                is_due = number >= self._first_tried and len(tried) < self._policy.tried_per_look
+                if not is_due or positions >= failed.get(lease.peer, inf):
+                    continue
+                tried.append(number)
+                if not (moves := shares.choose_moves(lease, positions - coming, now_s, movable)):
+                    failed[lease.peer] = positions
                     continue
                 for each in moves:
                     each.is_leaving = True
@@ -123,7 +133,9 @@ class AdmissionQueue:
                     chosen.append(each.session)
                 self._known = None
                 shares = self._standing.shares
-            coming -= lease.claim.positions
+                movable = shares.movable(now_s)
+            coming -= positions
+        self._first_tried = tried[-1] + 1 if len(tried) == self._policy.tried_per_look else 0
         return chosen
 
     def remove(self, session: SessionId, now_s: float) -> None:

@@ -15,7 +15,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from llmnode.core.ids import PeerId, SessionId
     from llmnode.core.policy import AdmissionPolicy
@@ -107,23 +107,41 @@ class KvShares:
         """The share of a peer of this group."""
         return self._within.get(group, inf)
 
-    def choose_moves(self, lease: KvLease, wanted: int, now_s: float) -> Sequence[KvLease]:
+    def movable(self, now_s: float) -> dict[tuple[str, PeerId], list[KvLease]]:
+        """By peer, the sessions that may have to leave for anybody. Those that go first come last."""
+        of_peers: defaultdict[tuple[str, PeerId], list[KvLease]] = defaultdict(list)
+        for each in self._leases:
+            is_above = each.is_inside and self.of_peer[each.peer] > self.share_within(each.group)
+            if is_above and (self._is_idle(each, now_s) or now_s >= each.since_s + self._policy.keeps_s):
+                of_peers[each.peer].append(each)
+        for own in of_peers.values():
+            own.sort(key=lambda each: (self._is_idle(each, now_s), -each.used_s))
+        return of_peers
+
+    def choose_moves(
+        self,
+        lease: KvLease,
+        wanted: int,
+        now_s: float,
+        movable: Mapping[tuple[str, PeerId], Sequence[KvLease]] | None = None,
+    ) -> Sequence[KvLease]:
         """The leases that go, so that `lease`, which waits, gets `wanted` more than is free.
 
         There are none if that is not possible, or if it is not fair: with it, its peer would have more than its share,
         or its group would have it from another group. A peer that has nothing may always have `first_positions`.
+        `movable` are those of now, if the caller has them.
         """
         positions = lease.claim.positions
         if not self._is_within(self.of_peer[lease.peer], positions, self.share_within(lease.group)):
             return []
-        left = [each for each in self._leases if each.is_inside and each.peer != lease.peer]
-        if not self._is_within(self.of_group[lease.group], positions, self.share):
-            left = [each for each in left if each.group == lease.group]
+        of_all = self._is_within(self.of_group[lease.group], positions, self.share)
         held = _Held(Counter(self.of_group), Counter(self.of_peer))
         # Within a peer the order never changes, and one that does not give way now does not later, when less is held.
-        of_peers: defaultdict[tuple[str, PeerId], list[KvLease]] = defaultdict(list)
-        for each in sorted(left, key=lambda each: (self._is_idle(each, now_s), -each.used_s)):
-            of_peers[each.peer].append(each)
+        of_peers = {
+            peer: list(own)
+            for peer, own in (self.movable(now_s) if movable is None else movable).items()
+            if peer != lease.peer and (of_all or peer[0] == lease.group)
+        }
         chosen: list[KvLease] = []
         missing = wanted
         while missing > 0:

@@ -276,6 +276,36 @@ def test_a_refused_open_costs_little_however_many_sessions_there_are(clients: in
     assert all(policy.least_retry_s <= each <= policy.longest_retry_s for each in spread_s)
 
 
+@pytest.mark.parametrize("clients", [1, 60])
+def test_sessions_that_wait_in_vain_cost_little_at_each_look(clients: int) -> None:
+    """Nobody may be moved for them: those that are here have not had their KV for long."""
+    sessions, policy = 4000, AdmissionPolicy()
+    room = a_full_server(sessions, policy)
+    now_s = policy.keeps_s / 2
+    for number in range(sessions):
+        room.use(name(number), now_s, ends=False)
+    for number in range(60):
+        room.add(name(sessions + number), claim(50, client=100 + number % clients), now_s)
+    with calls_counted() as calls:
+        for _ in range(10):
+            assert not room.choose_moves(now_s)
+    assert calls[0] / 10 < 10 * sessions, "a few looks at each session, however many wait"
+
+
+def test_each_that_waits_has_its_look_though_those_before_it_wait_in_vain() -> None:
+    """Those before it ask for too much. It came last, of a peer that holds nothing."""
+    policy = AdmissionPolicy(tried_per_look=4, first_positions=1)
+    room, now_s = a_full_server(100, policy), 1000.0
+    for number in range(30):
+        room.add(name(1000 + number), claim(90, client=1000 + number), now_s)
+    room.add(name(2000), claim(1, client=2000), now_s)
+    moved: list[SessionId] = []
+    for _ in range(30 // policy.tried_per_look + 1):
+        assert not moved
+        moved += room.choose_moves(now_s)
+    assert len(moved) == 1
+
+
 def test_a_flood_of_refused_opens_leaves_other_groups_their_forecasts() -> None:
     room = a_full_server(40, policy := AdmissionPolicy(stays_kept=1))
     room.remove(name(0), 1000.0)  # a stay that lasted very long
