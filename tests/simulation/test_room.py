@@ -14,6 +14,7 @@ import pytest
 import trio
 
 from llmnode.core.ids import PeerId, SessionId
+from llmnode.core.operations import Open
 from llmnode.core.policy import AdmissionPolicy, ClientPolicy, RoutePolicy, ServePolicy
 from llmnode.core.priority import Priority
 from llmnode.core.serving.kv_shares import KvClaim
@@ -279,7 +280,8 @@ async def contend(seed: int) -> None:
                     ended = trio.Event()
                     try:
                         claim = KvClaim(PeerId(client), client, Priority.INTERACTIVE, positions)
-                        await admission.enter(name, ALL_BLOCKS, claim, lambda _why, ended=ended: ended.set())
+                        opening = Open(name, ALL_BLOCKS, positions)
+                        await admission.enter(opening, claim, lambda _why, ended=ended: ended.set())
                         waiting.append(name)
                         while not ended.is_set():
                             admission.use(name, ends=True)
@@ -382,11 +384,11 @@ def let_it_be(_refusal: PeerRefused) -> None:
 async def test_who_has_stopped_waiting_is_let_in_no_more_though_it_has_not_left_yet(why: str) -> None:
     worker = ExactWorker(ALL_BLOCKS, ROW, KV_TOKENS)
     admission, whole, other = Admission(worker, AdmissionPolicy()), SessionId(b"w" * 16), SessionId(b"o" * 16)
-    await admission.enter(whole, ALL_BLOCKS, claim_of("client", KV_TOKENS), let_it_be)
+    await admission.enter(Open(whole, ALL_BLOCKS, KV_TOKENS), claim_of("client", KV_TOKENS), let_it_be)
 
     async def wait_in_vain() -> None:
         with suppress(PeerRefused):
-            await admission.enter(other, ALL_BLOCKS, claim_of("other", FIFTH), let_it_be)
+            await admission.enter(Open(other, ALL_BLOCKS, FIFTH), claim_of("other", FIFTH), let_it_be)
             raise AssertionError("it came in")
 
     async with trio.open_nursery() as nursery:
