@@ -68,7 +68,7 @@ def test_the_library_is_imported_and_the_program_runs(installed: EmptyRoot) -> N
 
 def test_a_server_and_a_chat_run_with_the_embedded_model(installed: EmptyRoot) -> None:
     server = subprocess.Popen(
-        installed.command("llmnode", "serve", "--json", "--until-stdin-closes"),
+        installed.command("llmnode", "serve", "--no-mdns", "--json", "--until-stdin-closes"),
         env=installed.environment(HF_HUB_OFFLINE="1"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
