@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from llmnode.client.generate import Token as Token
     from llmnode.client.generate import TokenTiming as TokenTiming
     from llmnode.client.generate import Usage as Usage
-    from llmnode.client.model import AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM
     from llmnode.client.model import connect as connect
     from llmnode.client.model import resume as resume
     from llmnode.client.sampling import Sampling as Sampling
     from llmnode.client.stopping import FinishReason as FinishReason
     from llmnode.core.policy import ClientPolicy as ClientPolicy
     from llmnode.core.policy import LinkPolicy as LinkPolicy
+    from llmnode.petals import AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM
     from llmnode.session.session import InferenceSession as InferenceSession
 
 _HOMES = {
     "Answer": "llmnode.client.generate",
-    "AutoDistributedModelForCausalLM": "llmnode.client.model",
+    "AutoDistributedModelForCausalLM": "llmnode.petals",
     "Client": "llmnode.client.connect",
     "ClientParts": "llmnode.client.connect",
     "ClientPolicy": "llmnode.core.policy",

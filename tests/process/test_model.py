@@ -197,7 +197,7 @@ def test_of_a_batch_of_long_rows_few_are_under_way_together(model: Any, monkeypa
 
 def test_a_token_looks_at_the_parameters_of_the_ends_and_not_at_those_of_the_blocks(model: Any) -> None:
     blocks = {id(each) for each in model.remote_blocks.parameters()}
-    looked_at = {number for number, _ in model._ends_now()}
+    looked_at = {number for number, *_ in model._ends_now()}
     assert blocks and looked_at == {id(each) for each in model.parameters()} - blocks
 
 

@@ -10,12 +10,15 @@ from torch.nn.functional import pad
 
 from llmnode.compute.gradients import _Row
 from llmnode.compute.load_executor import load_executor
-from llmnode.core.operations import NO_PROMPTS, Backward, DeepPrompts, Evaluate
+from llmnode.core.ids import SessionId
+from llmnode.core.operations import NO_PROMPTS, Backward, DeepPrompts, Evaluate, Fork, Open, Slice, Truncate
 from llmnode.core.span import Span
 from llmnode.models.tensors import from_bytes, to_bytes
+from reference.paged import load_paged
 from reference.small import HIDDEN_SIZE, KV_TOKENS, make_model, open_saved
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from llmnode.compute.executor import SpanExecutor
@@ -71,3 +74,37 @@ def test_a_batch_with_and_without_prompts_gives_what_autograd_gives(
         for theirs, ours in zip(expected, found, strict=True):
             error = (from_bytes(ours, 1).flatten() - theirs.flatten()).norm() / theirs.norm()
             assert error < furthest
+
+
+@pytest.mark.parametrize("load", [load_executor, load_paged], ids=["plain", "pages"])
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+def test_a_session_adds_its_prompts_whatever_its_slices_are(
+    case: str, load: Callable[..., SpanExecutor], tmp_path: Path
+) -> None:
+    """Beside one without prompts, through some blocks at a time, and after a rollback and a copy."""
+    make_model(case, tied=True).save_pretrained(tmp_path)
+    folder = open_saved(tmp_path)
+    executor = load(folder, Span(0, 5), **({"kv_tokens": KV_TOKENS} if load is load_executor else {}))
+    prompted, plain, copy = (SessionId(bytes([number]) * 16) for number in range(3))
+    values = _drawn(len(SPAN), 1, POSITIONS, HIDDEN_SIZE, seed=1)
+    prompts = DeepPrompts(len(SPAN), 1, POSITIONS, to_bytes(values))
+    for session, own in ((prompted, prompts), (plain, NO_PROMPTS), (copy, prompts)):
+        executor.apply(Open(session, SPAN, 32, prompts=own))
+    hidden = _drawn(10, HIDDEN_SIZE, seed=2)
+    whole = [_plain(executor, hidden, (10,), own) for own in (values, None)]
+
+    def run(session: SessionId, start: int, stop: int, **part: int) -> Slice:
+        return Slice(session, start, stop - start, b"" if part.get("first") else to_bytes(hidden[start:stop]), **part)
+
+    found = []
+    for start, end in ((0, 1), (1, 3), (3, 9)):
+        both = executor.forward([run(prompted, start, end), run(plain, start, end)])
+        found.append([from_bytes(each, HIDDEN_SIZE) for each in both])
+    for theirs, ours in zip(whole, zip(*found, strict=True), strict=True):
+        assert (torch.cat(ours) - theirs[:9]).norm() / theirs.norm() < 1e-5
+    executor.apply(Truncate(prompted, 2))
+    executor.apply(Fork(copy, prompted, 0, 2))
+    for session in (prompted, copy):
+        assert not len(executor.forward([run(session, 2, 6, end=1)])[0])
+        (rest,) = executor.forward([run(session, 2, 6, first=1)])
+        assert (from_bytes(rest, HIDDEN_SIZE) - whole[0][2:6]).norm() / whole[0].norm() < 1e-5

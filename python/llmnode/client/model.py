@@ -109,17 +109,3 @@ def model_and_way_in(
     invite, name = (name, None) if is_invite(name) else (None, name)
     way_in = entry(peers, swarm_key, invite)
     return name or way_in.hub_model, way_in
-
-
-class AutoDistributedModelForCausalLM:
-    """Petals' name for `connect`."""
-
-    @staticmethod
-    def from_pretrained(
-        name: str | None = None, *, initial_peers: Sequence[str], codec: str = "raw", dtype: str = AUTO
-    ) -> DistributedModelForCausalLM:
-        """`name`, `codec` and `dtype` are those of `llmnode.connect`, and so are the errors.
-
-        `initial_peers` are its `peers`.
-        """
-        return connect(name, peers=initial_peers, codec=codec, dtype=dtype)

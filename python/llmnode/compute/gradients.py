@@ -43,7 +43,7 @@ class NoKV:
         """There is nothing to copy."""
 
 
-class Gradients(NamedTuple):
+class SpanGradients(NamedTuple):
     """Gradients for the sequences that go in, for the adapter of each of the rows, and for the prompts."""
 
     states: list[torch.Tensor]
@@ -81,7 +81,7 @@ def gradients_of(
     gradients: Sequence[torch.Tensor],
     rows: Sequence[AdaptedRows] = (),
     prompts: Sequence[PromptedSequences] = (),
-) -> Gradients:
+) -> SpanGradients:
     """Gradients for `sequences`, which go into the blocks of `span`, from `gradients` for what comes out; all in fp32.
 
     `rows` and `prompts` are those of `outputs_of`, and get gradients too. Weights in 8 bits are differentiated as
@@ -108,7 +108,7 @@ def gradients_of(
         for own, each in zip(of_prompts, prompts, strict=True):
             own.insert(0, each.gradient(gradient))
     of_rows = [torch.cat([gradient.new_empty(0), *own]) for own in of_adapters]
-    return Gradients(row.split(gradient), of_rows, [torch.cat(own) for own in of_prompts])
+    return SpanGradients(row.split(gradient), of_rows, [torch.cat(own) for own in of_prompts])
 
 
 class _Row:

@@ -109,7 +109,7 @@ class Crossed:
 
 
 @dataclass(frozen=True, slots=True)
-class Gradients:
+class PassGradients:
     """Gradients for the hidden states that went in, and for adapters and prompts in blocks."""
 
     hidden: Buffer
@@ -184,7 +184,7 @@ class SwarmPasses:
         """
         return (await self.all_gradients(crossed, gradient)).hidden
 
-    async def all_gradients(self, crossed: Sequence[Crossed], gradient: Buffer) -> Gradients:
+    async def all_gradients(self, crossed: Sequence[Crossed], gradient: Buffer) -> PassGradients:
         """Like `gradients`, and those for the adapter's matrices and for prompts, summed over microbatches."""
         batches = [each.batch for each in crossed]
         span, adapter, prompts = batches[0].span, batches[0].adapter, batches[0].prompts
@@ -195,7 +195,7 @@ class SwarmPasses:
             gradient, sum(each.positions for each in batches)
         ):
             nans = _NAN * (memoryview(gradient).nbytes // len(_NAN))
-            return Gradients(nans, np.full(values, np.nan, np.float32), np.full(shape, np.nan, np.float32))
+            return PassGradients(nans, np.full(values, np.nan, np.float32), np.full(shape, np.nan, np.float32))
         parts = split_rows(gradient, [each.positions for each in batches])
         found: list[Buffer] = [b""] * len(crossed)
         of_blocks: list[Mapping[int, _Answer]] = [{}] * len(crossed)
@@ -211,7 +211,7 @@ class SwarmPasses:
             if prompts:
                 place = of_prompts[:, batch.first_prompt : batch.first_prompt + batch.prompts.rows]
                 place += np.concatenate([each.of_prompts for each in in_order]).reshape(place.shape)
-        return Gradients(b"".join(found), of_adapter, of_prompts)
+        return PassGradients(b"".join(found), of_adapter, of_prompts)
 
     async def _all(self, calls: Sequence[Callable[[], Awaitable[None]]]) -> None:
         async def run(call: Callable[[], Awaitable[None]]) -> None:
