@@ -1,6 +1,6 @@
 """The blockwise codec as Python sees it: error bounds against NumPy, the published map, what is refused.
 
-That all instruction sets give the same bits as the specification is proved in `transport_rs/tests/codec.rs`.
+That all instruction sets give the same bits as the specification is proved in `transport_rs/tests/codec/`.
 """
 
 from __future__ import annotations
