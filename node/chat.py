@@ -99,15 +99,15 @@ class Chat:
         client = self.opened.client
         prompt = client.tokenizer.encode_dialogue([*self.turns, ("user", message)])
         client.ends.check(prompt)
-        room = self.max_length - len(prompt)
-        if room < 1:
+        left = self.max_length - len(prompt)
+        if left < 1:
             raise ConfigError(self._full(len(prompt)))
         screen = ScreenText(Pieces())
         try:
             session = self._session_up_to(prompt)
 
             async def run(give: Callable[[Token], None]) -> None:
-                asked = min(self.max_new_tokens, room)
+                asked = min(self.max_new_tokens, left)
                 async with client.generate(prompt, asked, sampling=self.sampling, session=session) as answer:
                     async for token in answer:
                         give(token)

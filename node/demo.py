@@ -124,10 +124,10 @@ def _encode(tokenizer: Tokenizer, config: DemoConfig) -> list[int]:
 
 def _new_tokens(client: Client, config: DemoConfig, prompt: list[int]) -> int:
     """Raises ConfigError if nothing can follow this prompt, or fewer tokens than are asked for."""
-    from llmnode.client.generate import check_length, room_for
+    from llmnode.client.generate import check_length, most_new_tokens
 
     try:
-        asked = config.max_new_tokens or min(DEFAULT_NEW_TOKENS, room_for(len(prompt), client.model))
+        asked = config.max_new_tokens or min(DEFAULT_NEW_TOKENS, most_new_tokens(len(prompt), client.model))
         check_length(len(prompt), asked, client.model)
     except ConfigError as error:
         raise ConfigError(f"--prompt: {error}") from error

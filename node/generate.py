@@ -135,13 +135,13 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 def _encode(client: Client, config: GenerateConfig, prompt: Prompt) -> Encoded:
     """Raises ConfigError, which names the prompt's source, if the model cannot go on from it."""
-    from llmnode.client.generate import check_length, room_for
+    from llmnode.client.generate import check_length, most_new_tokens
 
     tokenizer = client.tokenizer
     try:
         token_ids = tokenizer.encode_dialogue([("user", prompt.text)]) if config.chat else tokenizer.encode(prompt.text)
         if (asked := config.max_new_tokens) is None:
-            asked = min(DEFAULT_NEW_TOKENS, room_for(len(token_ids), client.model))
+            asked = min(DEFAULT_NEW_TOKENS, most_new_tokens(len(token_ids), client.model))
         check_length(len(token_ids), asked, client.model)
         client.ends.check(token_ids)
     except ConfigError as error:

@@ -151,7 +151,7 @@ class AdapterStore:
         shelved = self._shelf.put(manifest.digest, self._budget.of_peer(link.scope), trio.current_time())
         self._manifests[manifest.digest] = manifest
         try:
-            await self._make_room(shelved, ENTRY_BYTES + len(manifest.packed))
+            await self._free_memory(shelved, ENTRY_BYTES + len(manifest.packed))
         except PeerRefused:
             await self._drop([shelved])
             raise
@@ -159,7 +159,7 @@ class AdapterStore:
 
     async def _adopt(self, shelved: Shelved, operation: Adopt) -> None:
         size_bytes = FP32_BYTES * operation.values
-        await self._make_room(shelved, size_bytes)
+        await self._free_memory(shelved, size_bytes)
         try:
             with trio.CancelScope(shield=True):  # or nobody would know whether the worker has it
                 await self._worker.do(operation)
@@ -173,10 +173,10 @@ class AdapterStore:
             raise PeerRefused(RefusalCode.BUSY, why, retry_after_s=_RETRY_S) from error
         shelved.blocks.add(operation.block)
 
-    async def _make_room(self, shelved: Shelved, size_bytes: int) -> None:
-        has_room, gone = self._shelf.make_room(shelved, size_bytes)
+    async def _free_memory(self, shelved: Shelved, size_bytes: int) -> None:
+        is_free, gone = self._shelf.free_memory(shelved, size_bytes)
         await self._drop(gone)
-        if not has_room:
+        if not is_free:
             why = "no memory is left for this adapter: use one of lower rank, or one at a time"
             raise PeerRefused(RefusalCode.NO_ROOM, why, retry_after_s=_RETRY_S)
 

@@ -48,7 +48,7 @@ class Admission:
     def __init__(self, worker: Worker, policy: AdmissionPolicy) -> None:
         self._worker = worker
         self._policy = policy
-        self._room = AdmissionQueue(worker.kv_tokens, policy)
+        self._queue = AdmissionQueue(worker.kv_tokens, policy)
         self._waiting: dict[SessionId, _Waiting] = {}
         self._evict: dict[SessionId, tuple[KvClaim, Evict]] = {}
         self._looked_s = -inf
@@ -62,7 +62,7 @@ class Admission:
         self._check(claim)
         session = opening.session
         waiting = self._waiting[session] = _Waiting(claim)
-        self._room.add(session, claim, trio.current_time())
+        self._queue.add(session, claim, trio.current_time())
         self._evict[session] = claim, evict
         try:
             with trio.move_on_after(self._policy.wait_s):
@@ -85,7 +85,7 @@ class Admission:
 
     def use(self, session: SessionId, *, ends: bool = False) -> None:
         """A step of the session begins, or ends."""
-        self._room.use(session, trio.current_time(), ends=ends)
+        self._queue.use(session, trio.current_time(), ends=ends)
 
     async def leave(self, session: SessionId) -> None:
         """Free its KV, if it has any, and let others in."""
@@ -114,33 +114,33 @@ class Admission:
         if now_s < self._looked_s + self._policy.look_every_s / 2:
             return
         self._looked_s = now_s
-        moved = [self._evict.pop(session) for session in self._room.choose_moves(now_s)]
+        moved = [self._evict.pop(session) for session in self._queue.choose_moves(now_s)]
         if moved:  # working it out takes long with thousands of sessions, so the largest claim is that of all
             largest = max((claim for claim, _ in moved), key=lambda claim: claim.positions)
-            retry_after_s = self._room.retry_after_s(largest, now_s)
+            retry_after_s = self._queue.retry_after_s(largest, now_s)
             for _, evict in moved:
                 evict(PeerRefused(RefusalCode.UNKNOWN_SESSION, MOVED, retry_after_s=retry_after_s))
 
     def _forget(self, session: SessionId) -> None:
-        self._room.remove(session, trio.current_time())
+        self._queue.remove(session, trio.current_time())
         self._admit()
 
     def _admit(self) -> None:
-        for session in self._room.admit(trio.current_time()):
+        for session in self._queue.admit(trio.current_time()):
             self._waiting[session].end(has_kv=True)
 
     def _check(self, claim: KvClaim) -> None:
         """Raises PeerRefused if waiting is of no use, or too many do already."""
         self._check_open()
-        if claim.positions > self._room.positions:
-            reason = f"{claim.positions} positions asked for, and this server has {self._room.positions} in all"
+        if claim.positions > self._queue.positions:
+            reason = f"{claim.positions} positions asked for, and this server has {self._queue.positions} in all"
             raise PeerRefused(RefusalCode.NO_ROOM, reason)
-        has_place, makes_way = self._room.place_for(claim)
+        has_place, makes_way = self._queue.place_for(claim)
         if not has_place:
-            raise self._refusal(claim, f"{self._room.line} sessions wait already")
+            raise self._refusal(claim, f"{self._queue.waiting} sessions wait already")
         if makes_way is not None:
             self._waiting[makes_way].end(makes_way=True)
-            self._room.remove(makes_way, trio.current_time())
+            self._queue.remove(makes_way, trio.current_time())
 
     def _check_open(self) -> None:
         if self._closed_because:
@@ -148,5 +148,5 @@ class Admission:
 
     def _refusal(self, claim: KvClaim, why: str) -> PeerRefused:
         reason = f"{claim.positions} positions asked for, {self._worker.kv_tokens_free} free: {why}"
-        retry_after_s = self._room.retry_after_s(claim, trio.current_time())
+        retry_after_s = self._queue.retry_after_s(claim, trio.current_time())
         return PeerRefused(RefusalCode.NO_ROOM, reason, retry_after_s=retry_after_s)

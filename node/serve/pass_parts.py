@@ -179,6 +179,6 @@ class PassParts:
 
     def _next(self, start: int, lengths: Sequence[int], kind: type) -> Span:
         """The blocks from `start` on that there is time for; one while it is not known how long it takes."""
-        room_s, block_s = self._worker.pass_s, self._block_s.get(kind)
-        most = 1 if room_s is None or not block_s else max(1, int(room_s / (block_s * sum(lengths))))
+        time_s, block_s = self._worker.pass_s, self._block_s.get(kind)
+        most = 1 if time_s is None or not block_s else max(1, int(time_s / (block_s * sum(lengths))))
         return Span(start, min(start + most, self.span.end))

@@ -123,7 +123,7 @@ class Server:
     def serve(self, worker: Worker) -> None:
         """Open sessions with this worker from now on."""
         assert self.served is None, "the former worker is ended first"
-        admission = Admission(worker, self.policy.room)
+        admission = Admission(worker, self.policy.admission)
         adapters = AdapterStore(worker, self.model, self.policy, self.network.budget)
         self.network.budget.process.set_limit(Resource.LOGS, worker.kv_tokens * self.model.row_bytes)
         shared = self.network, self.next_hops, self.desk, self.tally, self.work_turns
@@ -338,7 +338,7 @@ class ServerLink:
         served = self._server.holder_of(span)
         if request.max_length > self._server.model.context_tokens:
             raise PeerRefused(RefusalCode.NO_ROOM, f"the model's context is {self._server.model.context_tokens} tokens")
-        self._check_room()
+        self._check_limits()
         return span, request, served
 
     def _served_for(self, request: Pass) -> ServedSpan:
@@ -348,7 +348,7 @@ class ServerLink:
             raise PeerRefused(RefusalCode.BUSY, DRAINING)
         return self._server.holder_of(Span(request.span_start, request.span_end))
 
-    def _check_room(self) -> None:
+    def _check_limits(self) -> None:
         if self._server.is_draining:
             raise PeerRefused(RefusalCode.BUSY, DRAINING)
         if (sessions := len(self._sessions())) >= self._server.policy.sessions_per_link:
@@ -375,7 +375,7 @@ class ServerLink:
         if session is None or session.client != self._link.peer:
             raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "you have opened no such session")
         if session.link is not self._link:
-            self._check_room()
+            self._check_limits()
         await session.move(self._link, frame)
 
     async def _run_session(self, session: ServerSession) -> None:

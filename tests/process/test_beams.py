@@ -84,7 +84,7 @@ def test_a_cache_of_ones_own_is_filled_with_the_beams(model: Any, transformers_m
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "room"),
+    ("options", "code", "reason"),
     [
         ({"num_beams": 65, "max_new_tokens": 1}, RefusalCode.BUSY, "there was room for 64 of 65 rows"),
         ({"num_beams": 5, "max_new_tokens": 8000}, RefusalCode.NO_ROOM, "there was room for 4 of 5 rows"),
@@ -95,10 +95,10 @@ def test_beams_for_which_there_is_no_room_are_refused_before_any_work(
     tokenizer: Any,
     options: dict[str, Any],
     code: RefusalCode,
-    room: str,
+    reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(SessionCache, "run_rows", lambda *_arguments: pytest.fail("it worked"))
-    with pytest.raises(PeerRefused, match=room) as refused:
+    with pytest.raises(PeerRefused, match=reason) as refused:
         model.generate(**tokenizer(TEXTS[0], return_tensors="pt"), do_sample=False, **options)
     assert refused.value.code == code

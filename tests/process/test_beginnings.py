@@ -95,8 +95,8 @@ def test_texts_share_nothing_where_there_is_no_room_for_what_they_share(
 ) -> None:
     prompts = tokenizer(PROMPTS).input_ids
     shared, (first, second, _) = shared_tokens(prompts), map(len, prompts)
-    room = first + second + shared - 1
-    (server,) = start_servers([Span(0, 30)], more=["--kv-tokens", str(room)])
+    kv_tokens = first + second + shared - 1
+    (server,) = start_servers([Span(0, 30)], more=["--kv-tokens", str(kv_tokens)])
 
     async def use() -> None:
         async with aconnect([server.address]) as client:
@@ -109,7 +109,7 @@ def test_texts_share_nothing_where_there_is_no_room_for_what_they_share(
                 given_up = "the first one's was given up for the second"
                 assert [session.position for session in sessions] == [shared, 0], given_up
             async with (
-                client.inference_session(room - shared + 1),
+                client.inference_session(kv_tokens - shared + 1),
                 beginnings(client, prompts, 1) as begun,
                 begun[0].session(shared - 1) as session,
             ):

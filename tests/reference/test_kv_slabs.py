@@ -21,7 +21,7 @@ HEADS, HEAD_DIM, LAYERS = 8, 64, 2
 CAPACITY = 8192
 POSITION_BYTES = {SAME: LAYERS * 2 * HEADS * HEAD_DIM * 4, "int8": LAYERS * 2 * HEADS * (HEAD_DIM + 4)}
 SLACK_BYTES = 2 << 20
-"""Room for other allocations of the process meanwhile."""
+"""Memory for other allocations of the process meanwhile."""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems count memory otherwise")
 

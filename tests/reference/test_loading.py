@@ -75,8 +75,8 @@ def test_kv_that_nobody_asked_for_is_as_much_as_fits(tmp_path: Path, monkeypatch
     size, said = measure_size(open_saved(tmp_path)), list[str]()
     weights = len(SPAN) * size.block_bytes
 
-    def positions(room_for: int) -> int:
-        needed = weights + room_for * (len(SPAN) * size.kv_token_bytes + size.log_token_bytes)
+    def positions(kv_tokens: int) -> int:
+        needed = weights + kv_tokens * (len(SPAN) * size.kv_token_bytes + size.log_token_bytes)
         free = int(needed / MEMORY_SHARE) + 1
         return loader_of(tmp_path, monkeypatch, free, said.append, kv_tokens=None).load(SPAN).executor.kv_tokens_free()
 

@@ -166,13 +166,13 @@ async def test_who_refuses_is_passed_over_though_the_hop_before_may_push_to_it_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refusals = []
-    check = ServerLink._check_room
+    check = ServerLink._check_limits
 
     def noted(link: ServerLink) -> None:
         refusals.extend([link] * link._server.is_draining)
         check(link)
 
-    monkeypatch.setattr(ServerLink, "_check_room", noted)
+    monkeypatch.setattr(ServerLink, "_check_limits", noted)
     for seed in range(6):  # which of the two is asked first is chance
         async with world(seed) as swarm:
             await swarm.start("before", SPANS[0])

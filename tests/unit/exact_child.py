@@ -32,7 +32,7 @@ SHORT = "short"
 TOO_LARGE = "too large"
 """`TOO_LARGE:FILE`: crash while loading, if there is no FILE yet; else do not fit."""
 LONG_S = 0.5
-ROOM_BESIDE_PID = 100_000
+TOKENS_BESIDE_PID = 100_000
 """KV tokens of a process that takes a share of the memory: these and its process id, which a test can tell apart."""
 
 
@@ -84,7 +84,7 @@ class TroubledLoader:
             raise ConfigError("blocks do not fit, as told")
         if self._is_short():
             raise ConfigError("blocks do not fit, as told")
-        kv_tokens = self._wanted.kv_tokens if self._wanted.kv_memory is None else ROOM_BESIDE_PID + os.getpid()
+        kv_tokens = self._wanted.kv_tokens if self._wanted.kv_memory is None else TOKENS_BESIDE_PID + os.getpid()
         executor: Any = TroubledExecutor(span, EXACT_ROW, kv_tokens)
         return Loaded(executor, tensor_bytes=12)
 

@@ -47,7 +47,7 @@ class Beginning:
         """
         async with AsyncExitStack() as stack:
             try:
-                session = await self._open(stack, max_length, waits=not self._takes_room())
+                session = await self._open(stack, max_length, waits=not self._holds_kv())
             except PeerRefused:
                 await self._give_up()
                 session = await self._open(stack, max_length, waits=True)
@@ -96,8 +96,8 @@ class Beginning:
             self._sources[route] = source, stack.pop_all()
         return source
 
-    def _takes_room(self) -> bool:
-        return bool(self._sources) or (self._within is not None and self._within._takes_room())
+    def _holds_kv(self) -> bool:
+        return bool(self._sources) or (self._within is not None and self._within._holds_kv())
 
     async def _give_up(self) -> None:
         async with self._lock:

@@ -246,7 +246,7 @@ class SessionCache(DynamicCache):
         (session,) = self._sessions
         return self._portal.call(lambda: session.export(Path(path), token_ids))
 
-    def make_room(self, positions: int) -> None:
+    def grow_to(self, positions: int) -> None:
         """See to it that each row may have this many positions; called before they are run.
 
         Raises ConfigError beyond the greatest length, and the errors of `open_beside` and `run_rows` if longer sessions

@@ -209,13 +209,13 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
             return made
 
         if sessions is not None:
-            sessions.make_room(batch.longest)
+            sessions.grow_to(batch.longest)
             return run_in(sessions, cache)
         is_kept = cache is not None or (getattr(self.config, "use_cache", True) if use_cache is None else use_cache)
         with ExitStack() as stack:
             if cache is not None:
                 opened = stack.enter_context(self._opened_for(cache, rows, max(batch.longest, FIRST_POSITIONS)))
-                opened.make_room(batch.longest)
+                opened.grow_to(batch.longest)
                 output = run_in(opened, cache)
                 adopt(cache, opened)
             else:
@@ -335,7 +335,7 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
         generation_config.use_cache = True
         sessions = self._sessions_of(given, rows)
         if sessions is not None:
-            sessions.make_room(max_cache_length)
+            sessions.grow_to(max_cache_length)
             return
         call = current_call()
         self._check_context(max_cache_length + 1 + self._prompts)
@@ -346,7 +346,7 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
         else:
             opened = model_kwargs[CACHE] = self._open_cache(max_cache_length + 1, rows, alike, grows=True)
         call.failed.callback(opened.close)
-        opened.make_room(max_cache_length)
+        opened.grow_to(max_cache_length)
         if given is None:
             call.opened.append(opened)
         call.returns_cache = not cacheless

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from llmnode.client.ends import SharedEnds
-from llmnode.client.generate import Answer, TextRequest, check_length, room_for
+from llmnode.client.generate import Answer, TextRequest, check_length, most_new_tokens
 from llmnode.client.sampling import ChoiceTerms, Sampling
 from llmnode.client.stopping import Limits
 from llmnode.core.identity import how_other
@@ -120,7 +120,7 @@ class Client:
         which there is no route.
         """
         policy = self.policy if priority is None else replace(self.policy, priority=priority)
-        policy = policy if waits else replace(policy, route=replace(policy.route, room_patience_s=0))
+        policy = policy if waits else replace(policy, route=replace(policy.route, kv_patience_s=0))
         async with self.router.open_session(max_length, self.codec, beside, policy, adapter, prompts) as session:
             yield session
 
@@ -167,8 +167,8 @@ class Client:
         self.ends.check(prompt)
         if logprobs is not None and not 0 <= logprobs <= MOST_LOGPROBS:
             raise ConfigError(f"logprobs={logprobs}: ask for 0 to {MOST_LOGPROBS}")
-        room = room_for(len(prompt), self.model)
-        length = check_length(len(prompt), room if max_new_tokens is None else max_new_tokens, self.model)
+        most = most_new_tokens(len(prompt), self.model)
+        length = check_length(len(prompt), most if max_new_tokens is None else max_new_tokens, self.model)
         if session is not None:
             length = _length_within(session, len(prompt), length, is_fixed=max_new_tokens is not None)
         sampler = (sampling or Sampling()).of(self.generation_config)

@@ -199,18 +199,18 @@ class Answer:
 
 def check_length(prompt_tokens: int, max_new_tokens: int, model: ModelInfo) -> int:
     """The session length for this generation. Raises ConfigError before any work is done."""
-    room = room_for(prompt_tokens, model)
+    most = most_new_tokens(prompt_tokens, model)
     if max_new_tokens < 1:
         raise ConfigError(f"{max_new_tokens} new tokens asked for: at least 1 is needed")
-    if max_new_tokens > room:
+    if max_new_tokens > most:
         raise ConfigError(
             f"{prompt_tokens} prompt tokens and {max_new_tokens} new ones exceed the model's context of "
-            f"{model.context_text}: shorten the prompt or ask for at most {room}"
+            f"{model.context_text}: shorten the prompt or ask for at most {most}"
         )
     return prompt_tokens + max_new_tokens
 
 
-def room_for(prompt_tokens: int, model: ModelInfo) -> int:
+def most_new_tokens(prompt_tokens: int, model: ModelInfo) -> int:
     """How many new tokens fit the model's context after the prompt, at least one. Raises ConfigError."""
     if prompt_tokens < 1:
         raise ConfigError(

@@ -34,7 +34,7 @@ class HiddenSession:
             raise ConfigError(f"hidden states of shape {tuple(hidden.shape)}: expected ({rows}, tokens, {size})")
         self._cache.settled()
         columns = hidden.shape[1]
-        self._cache.make_room(self.position + columns)
+        self._cache.grow_to(self.position + columns)
         outputs = self._cache.run_rows([row.detach().float() for row in hidden])
         self._cache.add_columns(torch.ones(len(hidden), columns, dtype=torch.bool))
         return torch.stack([output for output in outputs if output is not None])

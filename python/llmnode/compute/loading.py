@@ -101,7 +101,7 @@ class SpanLoader:
             from llmnode.compute.load_executor import load_executor
 
             wanted, folder, dtype = self._wanted, self._opened, getattr(torch, self._wanted.dtype)
-            kv_tokens = self._require_room(span)
+            kv_tokens = self._check_memory(span)
             kv = KVForm(wanted.kv_dtype, None if wanted.kv_device is None else torch.device(wanted.kv_device))
             try:
                 executor = load_executor(folder, span, kv_tokens, dtype, wanted.device, wanted.quant, kv, self._report)
@@ -112,7 +112,7 @@ class SpanLoader:
                 ) from error
         return Loaded(executor, executor.tensor_bytes)
 
-    def _require_room(self, span: Span) -> int:
+    def _check_memory(self, span: Span) -> int:
         """The number of positions to have KV for. Raises ConfigError if `span` does not fit with it."""
         from llmnode.models.size import KV, MEMORY_SHARE, find_places
 
@@ -124,14 +124,14 @@ class SpanLoader:
         is_lazy = wanted.is_announced and all(place.device == "cpu" for place in places if KV in place.holds)
         if self._is_kv_asked_for:
             if not size.fits(places, span, 0 if is_lazy else kv_tokens):
-                self._size().require_room(places, span, 0 if is_lazy else kv_tokens, name)
+                self._size().check_memory(places, span, 0 if is_lazy else kv_tokens, name)
             return kv_tokens
         within = [replace(place, free_bytes=int(MEMORY_SHARE * place.free_bytes)) for place in places]
         if size.fits(within, span, kv_tokens):
             return kv_tokens
         size, fewer = self._size(), range(kv_tokens, _KV_STEP, -_KV_STEP)
         kv_tokens = next((each for each in fewer if size.fits(within, span, each)), _KV_STEP)
-        size.require_room(places, span, kv_tokens, name)
+        size.check_memory(places, span, kv_tokens, name)
         if kv_tokens < USUAL_KV_TOKENS:
             self._report(f"KV for {kv_tokens} positions, as there is no room for the usual {USUAL_KV_TOKENS}")
         return kv_tokens

@@ -106,7 +106,7 @@ class View:
         elif before is None and peer not in self._kept:
             self._heard.put(peer, (source.group, source.peer, offer.profile.model_digest))
         is_new = before is None or is_news(before.announcement, announcement)
-        return self._make_room(peer) and is_new
+        return self._free_place(peer) and is_new
 
     def meet(self, met: Source) -> None:
         """We exchange with this peer ourselves. It may be one that nobody has announced."""
@@ -165,7 +165,7 @@ class View:
     def of_model(self, digest: bytes) -> list[Announcement]:
         return [each for each in self.announcements() if each.offer.profile.model_digest == digest]
 
-    def _make_room(self, newcomer: PeerId) -> bool:
+    def _free_place(self, newcomer: PeerId) -> bool:
         """Whether `newcomer` is not the one that goes."""
         while len(self._newest) > self._policy.view_peers:
             of_met = int(self._policy.met_share * self._policy.view_peers)

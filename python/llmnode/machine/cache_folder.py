@@ -64,7 +64,7 @@ def write_whole(file: Path, text: str, mode: int = 0o644) -> None:
         partly.unlink(missing_ok=True)
 
 
-def require_room(folder: Path, needed_bytes: int, variable: str = CACHE) -> None:
+def check_disk_space(folder: Path, needed_bytes: int, variable: str = CACHE) -> None:
     """Make `folder`, which the environment `variable` moves elsewhere. Raises ConfigError if the disk is too full."""
     try:
         if variable == CACHE:

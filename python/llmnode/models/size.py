@@ -97,7 +97,7 @@ class ModelSize:
         """Whether there is so much as a server of `span` takes, with all its KV in use."""
         return self._short_place(places, span, kv_tokens) is None
 
-    def require_room(self, places: Sequence[Place], span: Span, kv_tokens: int, name: str) -> None:
+    def check_memory(self, places: Sequence[Place], span: Span, kv_tokens: int, name: str) -> None:
         """Raises ConfigError, with the numbers, unless it `fits`. `name` is the model's."""
         if (short := self._short_place(places, span, kv_tokens)) is None:
             return

@@ -105,7 +105,7 @@ class Libp2pLink:
         self._received_bytes = self._received_frames = 0
         self._arriving_bytes = 0
         self._waiting_bytes = 0  # of frames for which the outbox has no room yet
-        self._room = trio.lowlevel.ParkingLot()  # in the outbox
+        self._space = trio.lowlevel.ParkingLot()  # in the outbox
         self._ended = trio.Event()
         self._closed = trio.Event()
         self._end_error: PeerError | None = None
@@ -139,7 +139,7 @@ class Libp2pLink:
         if not self.has_ended and not self._charge(frame.size_bytes):
             await self._wait_for_memory(frame.size_bytes)
         if self._is_full:
-            await self._wait_for_room(frame.size_bytes)
+            await self._wait_for_space(frame.size_bytes)
         if self.has_ended:
             raise self._end_reason()
         self._put(frame)
@@ -199,7 +199,7 @@ class Libp2pLink:
         self._ended.set()
         self._stream.settled.set()
         self._received.close()
-        self._room.unpark_all()
+        self._space.unpark_all()
         log.debug("link to %s ends: %s", self.peer, error.message)
 
     def _end_reason(self) -> PeerError:
@@ -282,12 +282,12 @@ class Libp2pLink:
             return True
         return self._memory.resize(-(-held_bytes // CHARGE_BYTES) * CHARGE_BYTES)
 
-    async def _wait_for_room(self, more_bytes: int) -> None:
+    async def _wait_for_space(self, more_bytes: int) -> None:
         """In the outbox. A frame that waits for it is in our memory already."""
         self._waiting_bytes += more_bytes
         try:
             while not self.has_ended and self._is_full:
-                await self._room.park()
+                await self._space.park()
         finally:
             self._waiting_bytes -= more_bytes
 
@@ -346,7 +346,7 @@ class Libp2pLink:
                 self._written_bytes += len(data)
                 self._charge()
                 if not self._is_full:
-                    self._room.unpark_all()
+                    self._space.unpark_all()
 
     async def _write_some(self, data: Buffer) -> bool:
         self._wrote_since_heartbeat = True

@@ -70,7 +70,7 @@ class StepFailures:
     """The hops for which others were looked for."""
     failed_tries: int = 0
     """The replays or passes that a peer began, and did not end."""
-    room_in_s: float = 0.0
+    retry_in_s: float = 0.0
     """The shortest wait for room that a peer named since every peer was asked; 0 if none did."""
 
     def begin_search(self, now_s: float) -> None:
@@ -97,7 +97,7 @@ class StepFailures:
     def ask_all_again(self) -> None:
         self.failed = set(self.silent) if self.failed - self.silent else set()
         self.cut_off.clear()
-        self.room_in_s = 0.0
+        self.retry_in_s = 0.0
 
     def check_agreement(self) -> None:
         """To be called when there is no other peer to ask. Raises SessionLost if all of them blame the session.
@@ -123,7 +123,7 @@ class StepFailures:
         self.causes = [*self.causes[: CAUSES_KEPT - 1], error]
         if isinstance(error, PeerRefused):
             if error.retry_after_s is not None:
-                self.room_in_s = min(self.room_in_s or math.inf, error.retry_after_s)
+                self.retry_in_s = min(self.retry_in_s or math.inf, error.retry_after_s)
             self.failed_computations[error.peer] += error.code == RefusalCode.COMPUTE_FAILED
         if error.peer is not None:
             self.failed.add(error.peer)

@@ -78,7 +78,7 @@ class PassTries:
         """Those that have failed may be back in a moment, or others."""
         if trio.current_time() >= self._failures.deadline_s:
             raise SessionLost(self._failures.causes) if self._failures.causes else absence
-        with trio.move_on_after(max(self._policy.route.retry_s, self._failures.room_in_s)):
+        with trio.move_on_after(max(self._policy.route.retry_s, self._failures.retry_in_s)):
             await self._finder.wait_changed()
         self._failures.ask_all_again()
 

@@ -310,7 +310,7 @@ class PeerFinder:
             penalty, cost = self._suspicion.penalty(each.peer, now_s), believed[each.peer]
             penalty *= self.policy.route.second_hop_cost if each.peer in beside else 1.0
             is_full = each.offer.kv_tokens_free < positions or self._full_until_s.get(each.peer, 0.0) > now_s
-            wait_s = self.policy.route.room_cost_s if is_full else 0.0
+            wait_s = self.policy.route.full_cost_s if is_full else 0.0
             costs[each.peer] = HopCost(penalty * cost.hop_s + wait_s, penalty * cost.block_s)
         return costs
 

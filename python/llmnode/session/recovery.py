@@ -92,7 +92,7 @@ class Recoverer:
                 if hurry:  # every peer has been asked
                     failures.check_agreement()
                     log.warning("%s; trying again for %.0f s", missing, failures.deadline_s - trio.current_time())
-                    pause_s = min(max(policy.route.retry_s, failures.room_in_s), policy.route.longest_pause_s)
+                    pause_s = min(max(policy.route.retry_s, failures.retry_in_s), policy.route.longest_pause_s)
                     with trio.move_on_at(min(trio.current_time() + pause_s, failures.deadline_s)):
                         await finder.wait_changed()
                     failures.ask_all_again()  # they may be back, or have room, by now

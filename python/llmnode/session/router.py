@@ -170,7 +170,7 @@ class Router:
         """How long to wait before those that have `failed` are asked again; None if that is of no use."""
         refusals = [each.retry_after_s for each in failed.values() if isinstance(each, PeerRefused)]
         if retries_s := [each for each in refusals if each]:
-            left_s = policy.route.room_patience_s - waited_s
+            left_s = policy.route.kv_patience_s - waited_s
             all_named_it = len(retries_s) == len(failed)  # else one that lies would keep us from those that do not
             retry_s = min(retries_s) if all_named_it else min(*retries_s, policy.route.longest_pause_s)
             pause_s = retry_s * self.finder.rng.uniform(1, 1.5)  # clients that were refused together come apart

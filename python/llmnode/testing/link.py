@@ -83,7 +83,7 @@ class MemoryLink:
         self._due = 0  # of those under way
         self._busy_until_s = 0.0
         self._last_due_s = 0.0
-        self._room = trio.Event()
+        self._space = trio.Event()
         self._silent_since_s: float | None = None
         self._keeps_alive = False
         self._wrote = False
@@ -102,8 +102,8 @@ class MemoryLink:
     async def send(self, frame: Frame) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
         while self._error is None and len(self._under_way) + len(self._unsent) >= self._frames:
-            self._room = trio.Event()
-            await self._room.wait()
+            self._space = trio.Event()
+            await self._space.wait()
         if self._error is None and not self._hold(frame.size_bytes):
             await self._wait_for_memory(frame.size_bytes)
         if self._error is not None:
@@ -140,7 +140,7 @@ class MemoryLink:
             self._medium.note(f"end {self.own.peer} -> {self.peer}: {error.message}")
             self.connection.close()
             self._delivered.close()
-            self._room.set()
+            self._space.set()
             if not self.own.frozen:
                 self.own.links.remove(self)
             last_s = trio.current_time() + self._medium.policy.farewell_s
@@ -215,7 +215,7 @@ class MemoryLink:
             _, frame, held_bytes = self._under_way.popleft()
             self._hold(-held_bytes)
             self.far._take(frame)
-            self._room.set()
+            self._space.set()
 
     def wake(self) -> None:
         """Thawed: take what has arrived, find out whether the far side was silent for too long, send what was held."""

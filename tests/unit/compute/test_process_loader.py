@@ -15,7 +15,7 @@ from llmnode.compute.worker_process import can_start
 from llmnode.core.policy import WorkerPolicy
 from llmnode.errors import ConfigError, WorkerLost
 from llmnode.testing.exact_blocks import EXACT_MODEL
-from unit.exact_child import ABORT, LONG, LONG_S, ROOM_BESIDE_PID, SHORT, STUCK, TOO_LARGE, UNKNOWN
+from unit.exact_child import ABORT, LONG, LONG_S, SHORT, STUCK, TOKENS_BESIDE_PID, TOO_LARGE, UNKNOWN
 from unit.started_worker import LENGTH, SPAN, Told, open_loader
 
 if TYPE_CHECKING:
@@ -41,12 +41,12 @@ def test_another_process_has_room_for_as_many_whatever_is_free_by_then() -> None
     async def main() -> None:
         async with open_loader(kv_memory="20%") as loader:
             await loader.open_model()
-            room = (await loader.load(SPAN)).kv_tokens_free
-            assert room == ROOM_BESIDE_PID + loader.pid
+            kv_tokens = (await loader.load(SPAN)).kv_tokens_free
+            assert kv_tokens == TOKENS_BESIDE_PID + loader.pid
             psutil.Process(loader.pid).kill()
             await loader.wait_lost()
-            assert (await loader.load(SPAN)).kv_tokens_free == room
-            assert room != ROOM_BESIDE_PID + loader.pid
+            assert (await loader.load(SPAN)).kv_tokens_free == kv_tokens
+            assert kv_tokens != TOKENS_BESIDE_PID + loader.pid
 
     trio.run(main)
 

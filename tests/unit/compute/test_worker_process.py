@@ -22,7 +22,7 @@ from llmnode.core.operations import Close, Fork, Forward, Open, Truncate
 from llmnode.core.span import Span
 from llmnode.errors import LocalProtocolError, WorkerLost
 from llmnode.testing import exact_output
-from unit.exact_child import DIE, EXACT_ROW, FAIL, HANG, ROOM_BESIDE_PID, SEIZE, STUMBLE
+from unit.exact_child import DIE, EXACT_ROW, FAIL, HANG, SEIZE, STUMBLE, TOKENS_BESIDE_PID
 from unit.started_worker import DEADLINE_S, LENGTH, SPAN, Told, open_loader, open_worker
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def test_a_process_for_another_span_is_another_one_with_all_that_the_user_wants(
             other = await loader.load(OTHER_SPAN)
             assert other.span == OTHER_SPAN
             assert loader.pid != pid
-            assert other.kv_tokens == ROOM_BESIDE_PID + loader.pid
+            assert other.kv_tokens == TOKENS_BESIDE_PID + loader.pid
             assert await other.do(Open(name(0), OTHER_SPAN, LENGTH, PeerId("client")))
             await other.do(piece(0, 0, 1))
         assert told.lost == [], "it was not lost"

@@ -13,7 +13,7 @@ import pytest
 
 from llmnode.errors import ConfigError
 from llmnode.machine import private_folder
-from llmnode.machine.cache_folder import cache_folder, make_in_cache, require_room, write_in_cache
+from llmnode.machine.cache_folder import cache_folder, check_disk_space, make_in_cache, write_in_cache
 from llmnode.machine.private_folder import find_stranger
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def test_what_is_made_in_it_is_for_its_user_to_write(place: Path) -> None:
     before = os.umask(0)
     try:
         make_in_cache(place / "a" / "b")
-        require_room(place / "c" / "d", 0)
+        check_disk_space(place / "c" / "d", 0)
         write_in_cache(place / "e" / "f.json", "{}")
     finally:
         os.umask(before)

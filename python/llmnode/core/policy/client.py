@@ -47,9 +47,9 @@ class RoutePolicy:
     cannot be reached are then found at the same time."""
     open_patience_s: float = 10.0
     """A session that cannot open tries again for this long, while the view says that its peers are there."""
-    room_patience_s: float = 60.0
+    kv_patience_s: float = 60.0
     """A session tries for this long while servers have no KV memory for it, and say when they may."""
-    room_cost_s: float = 4.0
+    full_cost_s: float = 4.0
     """This is added to the cost of a peer that has no KV memory for the session: the wait for admission
     (`AdmissionPolicy`)."""
     second_hop_cost: float = 4.0

@@ -93,9 +93,9 @@ class AdmissionPolicy:
     wait_s: float = 4.0
     """A session waits at most this long for KV memory. Clients wait longer for an answer
     (`ClientPolicy.open_timeout_s`)."""
-    line: int = 256
+    most_waiting: int = 256
     """The most sessions that wait: each is a task and some kilobytes."""
-    line_per_client: int = 64
+    most_waiting_per_client: int = 64
     passed_over: int = 8
     """This many smaller sessions may overtake a large one that does not fit yet. Then memory is kept free until it
     fits."""
@@ -207,4 +207,4 @@ class ServePolicy:
     """Sessions without a link may hold this share of the server's KV together: their clients may never return."""
     leased_client_share: float = 0.5
     """The sessions of one client may hold this share of `leased_share`."""
-    room: AdmissionPolicy = field(default_factory=AdmissionPolicy)
+    admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)

@@ -56,7 +56,7 @@ class AdapterShelf:
         self._shelved[adapter] = shelved
         return shelved
 
-    def make_room(self, shelved: Shelved, size_bytes: int) -> tuple[bool, list[Shelved]]:
+    def free_memory(self, shelved: Shelved, size_bytes: int) -> tuple[bool, list[Shelved]]:
         """Whether it holds this much more now, and the adapters that have made way."""
         gone: list[Shelved] = []
         if not shelved.scope.could_hold(Resource.ADAPTERS, size_bytes):

@@ -31,14 +31,14 @@ class _Standing:
 
     def __init__(self, leases: Collection[KvLease], positions: int, policy: AdmissionPolicy) -> None:
         self._leases, self._positions, self._policy = leases, positions, policy
-        self.line = [each for each in leases if not each.is_inside]
+        self.waiting = [each for each in leases if not each.is_inside]
         self.inside = [each for each in leases if each.is_inside and not each.is_leaving]
         """Those that have KV, and do not leave."""
         self.free = positions - sum(each.positions for each in leases)
         self.coming = positions - sum(each.positions for each in self.inside)
         """The positions that are free, and those of sessions that leave."""
         self.since_s = sum(each.since_s for each in self.inside)
-        self.least = min((each.claim.positions for each in self.line), default=inf)
+        self.least = min((each.claim.positions for each in self.waiting), default=inf)
         """The positions of the smallest claim that waits."""
 
     @cached_property
@@ -50,7 +50,7 @@ class _Standing:
 
 
 class AdmissionQueue:
-    """A server's KV memory of `positions`. A session is put in line with `add`, comes in with `admit`, may have to
+    """A server's KV memory of `positions`. A session is queued with `add`, comes in with `admit`, may have to
     leave by `choose_moves`, and goes with `remove`.
     """
 
@@ -70,28 +70,28 @@ class AdmissionQueue:
         return self._standing.free
 
     @property
-    def line(self) -> int:
+    def waiting(self) -> int:
         """How many wait to come in."""
-        return len(self._standing.line)
+        return len(self._standing.waiting)
 
     def place_for(self, claim: KvClaim) -> tuple[bool, SessionId | None]:
         """Whether one more session of this peer may wait, and the one that makes way for it, if one has to.
 
         That is the newest of the group with the most that wait, if it has more than the peer's own.
         """
-        line = self._standing.line
-        if sum(each.claim.client == claim.client for each in line) >= self._policy.line_per_client:
+        waiting = self._standing.waiting
+        if sum(each.claim.client == claim.client for each in waiting) >= self._policy.most_waiting_per_client:
             return False, None
-        if len(line) < self._policy.line:
+        if len(waiting) < self._policy.most_waiting:
             return True, None
-        waiting = Counter(each.group for each in line)
-        group, most = max(waiting.items(), key=lambda each: each[1])
-        if most <= waiting[claim.group] + 1:
+        of_group = Counter(each.group for each in waiting)
+        group, most = max(of_group.items(), key=lambda each: each[1])
+        if most <= of_group[claim.group] + 1:
             return False, None
-        return True, next(each.session for each in reversed(line) if each.group == group)
+        return True, next(each.session for each in reversed(waiting) if each.group == group)
 
     def add(self, session: SessionId, claim: KvClaim, now_s: float) -> None:
-        """Put it in line. With a claim to more positions than there are, it would wait for ever."""
+        """Queue it. With a claim to more positions than there are, it would wait for ever."""
         assert claim.positions <= self.positions
         self._leases[session] = KvLease(session, claim, now_s)
         self._known = None
@@ -153,7 +153,7 @@ class AdmissionQueue:
         policy, standing = self._policy, self._standing
         asking = KvLease(NO_SESSION, claim, now_s)
         turn = self._turn(asking, now_s)
-        before = sum(each.claim.positions for each in standing.line if self._turn(each, now_s) <= turn)
+        before = sum(each.claim.positions for each in standing.waiting if self._turn(each, now_s) <= turn)
         missing, held = claim.positions + before - standing.coming, self.positions - standing.free
         # Those that are still here count too, or only short ones would: the likeliest mean of an exponential stay.
         here_s = len(standing.inside) * now_s - standing.since_s
@@ -196,7 +196,7 @@ class AdmissionQueue:
 
     def _in_order(self, now_s: float) -> list[KvLease]:
         """Those that wait, in the order of their turns."""
-        return sorted(self._standing.line, key=lambda lease: self._turn(lease, now_s))
+        return sorted(self._standing.waiting, key=lambda lease: self._turn(lease, now_s))
 
     def _turn(self, lease: KvLease, now_s: float) -> tuple[int, int, int]:
         """A lower one comes first."""

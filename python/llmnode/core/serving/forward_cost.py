@@ -43,15 +43,15 @@ class ForwardCost:
             added_s = max(took_s - through * self.decode_s, took_s / (100 if decodes else 2))
             self._position_s = mixed(self._position_s, added_s / prefill)
 
-    def blocks(self, positions: int, of: int, room: int) -> int:
-        """The number of blocks, out of `of`, that there is time for. `room` is in positions times blocks.
+    def blocks(self, positions: int, of: int, budget: int) -> int:
+        """The number of blocks, out of `of`, that there is time for. `budget` is in positions times blocks.
 
         Reading the weights of each block takes time, too.
         """
         weights = int(self.decode_s / of / self._position_s) if self._position_s else 0
-        return room // (positions + weights)
+        return budget // (positions + weights)
 
-    def room(self, *, beside_decodes: bool) -> int | None:
+    def budget(self, *, beside_decodes: bool) -> int | None:
         """The positions times blocks that there is time for. None if that is not known yet."""
         policy = self._policy
         if not self._position_s or (beside_decodes and not self.decode_s):

@@ -325,7 +325,7 @@ class Scheduler:
             return {}
         beside_decodes = len(prefills) < len(ready) or self._is_decoding(now_s)
         blocks, ahead = len(next_up.span), next_up.ahead
-        budget = self._cost.room(beside_decodes=beside_decodes)
+        budget = self._cost.budget(beside_decodes=beside_decodes)
         waiting = sum(each.left for each in prefills if each.ahead == ahead)
         most = next_up.chunk or self._layered_positions(waiting, blocks, budget, beside_decodes=beside_decodes)
         if not most:

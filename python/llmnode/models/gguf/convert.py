@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from llmnode.errors import ConfigError, LlmnodeError, ModelError
-from llmnode.machine.cache_folder import cache_folder, require_room, show_bytes
+from llmnode.machine.cache_folder import cache_folder, check_disk_space, show_bytes
 from llmnode.machine.memory import free_bytes
 from llmnode.models.families import family_of
 from llmnode.models.sources.checkpoint import CONFIG_FILE, SINGLE_FILE
@@ -75,7 +75,7 @@ def open_converted(gguf: Path, name: str, sha256: str, report: Callable[[str], N
     """Like `open_gguf`, for a file whose SHA-256 (in hex) the caller knows. By it the weights are known."""
     folder = _folder_of(name, sha256)
     if not _is_converted(folder, report):
-        require_room(folder.parent, 0)
+        check_disk_space(folder.parent, 0)
         with _alone(FileLock(f"{folder}.lock"), name, report):
             if not _is_converted(folder, report):
                 _remove_left_behind(folder)
@@ -169,7 +169,7 @@ def _convert_file(path: Path, name: str, folder: Path, report: Callable[[str], N
             )
         _check_tensors(file, config)
         size_bytes = 4 * file.elements
-        require_room(folder.parent, size_bytes + _EXTRA_BYTES)
+        check_disk_space(folder.parent, size_bytes + _EXTRA_BYTES)
         _require_memory(path, size_bytes)
         report(f"converting {name} from GGUF to safetensors, once ({show_bytes(size_bytes)})")
         _convert(file, config, tokenizer, folder, notes)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from filelock import FileLock
 
 from llmnode.errors import ModelError
-from llmnode.machine.cache_folder import require_room, show_bytes
+from llmnode.machine.cache_folder import check_disk_space, show_bytes
 from llmnode.models.sources.file_digests import SHA256, keep
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def download(shards: Sequence[Shard], repository: Path, report: Callable[[str], 
 
     blobs = repository / "blobs"
     left_bytes = sum(_left_bytes(blobs, shard) for shard in shards)
-    require_room(blobs, left_bytes, "HF_HUB_CACHE")
+    check_disk_space(blobs, left_bytes, "HF_HUB_CACHE")
     progress = DownloadProgress(report, shards[0].repo, left_bytes)
     names = ", ".join(shard.file for shard in shards[:3]) + (f" and {len(shards) - 3} more" if len(shards) > 3 else "")
     report(f"downloading {show_bytes(left_bytes)} of {shards[0].repo}: {names}")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmnode.core.hub_names import split_hub_name
 from llmnode.errors import ConfigError, ModelError
-from llmnode.machine.cache_folder import cache_folder, require_room, write_in_cache, write_whole
+from llmnode.machine.cache_folder import cache_folder, check_disk_space, write_in_cache, write_whole
 from llmnode.models.sources.checkpoint import (
     ADAPTER_FILE,
     CONFIG_FILE,
@@ -252,7 +252,7 @@ def _headers(snapshot: _Snapshot, shards: Sequence[str]) -> dict[str, Header]:
             known |= dict(zip(missing, pool.map(partial(_fetch_header, snapshot), missing), strict=True))
     headers = {shard: known[shard] for shard in shards}
     if missing or here or not snapshot.headers_file.exists():
-        require_room(snapshot.headers_file.parent, 0)
+        check_disk_space(snapshot.headers_file.parent, 0)
         write_in_cache(snapshot.headers_file, json.dumps(headers))
     return headers
 

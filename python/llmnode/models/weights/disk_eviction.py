@@ -24,7 +24,7 @@ class CachedFile:
     used_s: float
 
 
-def room_for(
+def files_to_remove(
     needed_bytes: int, name: str, kept: Sequence[CachedFile], free_bytes: int, now_s: float, policy: EvictionPolicy
 ) -> list[CachedFile] | None:
     """The files to remove before `needed_bytes` more are kept under `name`: the longest unused. None if that is not

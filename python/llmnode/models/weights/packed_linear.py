@@ -42,7 +42,7 @@ class HalfLinear(torch.nn.Module):
         self.outputs, self.inputs = weight.shape
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _in_parts(x, self, lambda some, room: room.copy_(self.weight[some]))
+        return _in_parts(x, self, lambda some, out: out.copy_(self.weight[some]))
 
     def rows(self, which: torch.Tensor) -> torch.Tensor:
         """Weights of the outputs `which`, of any shape: (*which.shape, inputs)."""
@@ -80,10 +80,10 @@ class Q4Linear(torch.nn.Module):
         weights: torch.Tensor = torch.cat((pairs & 15, pairs >> 4), dim=-1) * step + least
         return weights.flatten(-2)
 
-    def _widened(self, some: slice, room: torch.Tensor) -> torch.Tensor:
+    def _widened(self, some: slice, out: torch.Tensor) -> torch.Tensor:
         # By this thread: torch's, which wait for work, hold the other cores.
-        _native.widen(("q4", self.codes[some].numpy(), self.levels[some].numpy()), room.numpy())
-        return room
+        _native.widen(("q4", self.codes[some].numpy(), self.levels[some].numpy()), out.numpy())
+        return out
 
 
 class Q8Linear(torch.nn.Module):
@@ -114,9 +114,9 @@ class Q8Linear(torch.nn.Module):
         weights: torch.Tensor = self.codes[which].unflatten(-1, (-1, _GROUP)) * self.steps[which].unsqueeze(-1)
         return weights.flatten(-2)
 
-    def _widened(self, some: slice, room: torch.Tensor) -> torch.Tensor:
-        _native.widen(("q8", self.codes[some].numpy(), self.steps[some].numpy()), room.numpy())
-        return room
+    def _widened(self, some: slice, out: torch.Tensor) -> torch.Tensor:
+        _native.widen(("q8", self.codes[some].numpy(), self.steps[some].numpy()), out.numpy())
+        return out
 
 
 Narrow: TypeAlias = HalfLinear | Q4Linear | Q8Linear
@@ -144,19 +144,20 @@ def _is_in_groups(weight: torch.Tensor) -> bool:
 def _in_parts(x: torch.Tensor, layer: Narrow, widened: _Widened) -> torch.Tensor:
     """The product of `x` with the weights of `layer`. `widened` gives the weights of some outputs at a time."""
     outputs, inputs, bias = layer.outputs, layer.inputs, layer.bias
-    room = torch.empty if torch.is_grad_enabled() and x.requires_grad else _room  # a gradient needs the weights again
+    needs_gradient = torch.is_grad_enabled() and x.requires_grad  # which needs the weights again
+    allocate = torch.empty if needs_gradient else _scratch
     part = max(1, _MOST_WIDENED // inputs)
     if part >= outputs:
-        return linear(x, widened(slice(None), room(outputs, inputs)), bias)
+        return linear(x, widened(slice(None), allocate(outputs, inputs)), bias)
     product = x.new_empty(*x.shape[:-1], outputs)
     for first in range(0, outputs, part):
         some = slice(first, min(first + part, outputs))
-        weight = widened(some, room(some.stop - first, inputs))
+        weight = widened(some, allocate(some.stop - first, inputs))
         product[..., some] = linear(x, weight, None if bias is None else bias[some])
     return product
 
 
-def _room(*shape: int) -> torch.Tensor:
+def _scratch(*shape: int) -> torch.Tensor:
     """The same memory for whatever this thread widens next, which finds it in a cache."""
     floats: torch.Tensor | None = getattr(_kept, "floats", None)
     if floats is None or len(floats) < math.prod(shape):

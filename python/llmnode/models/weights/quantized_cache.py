@@ -28,7 +28,7 @@ from llmnode.errors import ModelError
 from llmnode.machine.cache_folder import cache_folder, make_in_cache, show_bytes
 from llmnode.models.sources.damage import one_line
 from llmnode.models.sources.folder import read_tensors
-from llmnode.models.weights.disk_eviction import CachedFile, EvictionPolicy, room_for
+from llmnode.models.weights.disk_eviction import CachedFile, EvictionPolicy, files_to_remove
 from llmnode.models.weights.quantized import fill_block, quantized_state
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class KeptBlocks:
             precision = [_STORED[dtype], quant, torch.device(device).type]  # a GPU may round otherwise than a CPU
             self._place = _place_of(folder, precision)
             self._made_from = _made_from(folder, precision)
-        self._has_room: bool | None = None  # until it is asked
+        self._has_space: bool | None = None  # until it is asked
 
     def fill(self, index: int, block: torch.nn.Module) -> bool:
         """Give `block`, which is without storage, its quantized weights, if they are kept; else leave it as it is."""
@@ -104,14 +104,14 @@ class KeptBlocks:
 
     def keep(self, index: int, block: torch.nn.Module) -> None:
         """`block` is quantized. It is kept whole or not at all, even if another process keeps it too."""
-        if self._place is None or self._has_room is False:
+        if self._place is None or self._has_space is False:
             return
         state = {name: each.detach().cpu().contiguous() for name, each in block.state_dict().items()}
         partly = self._place / f"{_name_of(index)}.{secrets.token_hex(8)}"
         try:
             make_in_cache(self._place)
-            if self._has_room is None:
-                self._make_room(self._place, index, sum(each.nbytes for each in state.values()))
+            if self._has_space is None:
+                self._free_space(self._place, index, sum(each.nbytes for each in state.values()))
             try:
                 save_file(state, partly, {_MADE_FROM: self._made_from_block(index), _CHECKSUM: _checksum(state)})
                 partly.chmod(0o644)
@@ -119,10 +119,10 @@ class KeptBlocks:
             finally:
                 partly.unlink(missing_ok=True)
         except (OSError, SafetensorError) as error:
-            self._has_room = False
+            self._has_space = False
             log.info("quantized blocks of %s are not kept: %s", self._model, one_line(error))
 
-    def _make_room(self, place: Path, index: int, block_bytes: int) -> None:
+    def _free_space(self, place: Path, index: int, block_bytes: int) -> None:
         """Make space for the rest of the span, once. If the span is too large, nothing is removed and nothing kept.
 
         Raises OSError then.
@@ -130,7 +130,7 @@ class KeptBlocks:
         left = [place / _name_of(each) for each in range(index, self._span.end)]
         needed_bytes = sum(block_bytes - (each.stat().st_size if each.exists() else 0) for each in left)
         free_bytes = shutil.disk_usage(place).free
-        going = room_for(needed_bytes, place.name, _kept_in(place.parent), free_bytes, time.time(), self._policy)
+        going = files_to_remove(needed_bytes, place.name, _kept_in(place.parent), free_bytes, time.time(), self._policy)
         if going is None:
             raise OSError(
                 f"{show_bytes(needed_bytes)} are too much for {place.parent}, which is to take no more than "
@@ -139,7 +139,7 @@ class KeptBlocks:
         for each in going:
             log.info("quantized blocks in %s are removed, to make room for others", place.parent / each.name)
             _remove(place.parent / each.name)
-        self._has_room = True
+        self._has_space = True
         log.info("quantized blocks of %s are kept in %s", self._model, place)
 
     def _read(self, file: Path, index: int, block: torch.nn.Module) -> dict[str, torch.Tensor] | None:

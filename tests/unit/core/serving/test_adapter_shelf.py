@@ -44,7 +44,7 @@ class Server:
         unused = {each: each.holding(Kind.GROUP) for each in self.kept if not each.users}
         own = self.clients[client % len(self.clients)]
         shelved = self.shelf.put(name, self.budget.of_peer(own), self.now_s)
-        taken, gone = self.shelf.make_room(shelved, size)
+        taken, gone = self.shelf.free_memory(shelved, size)
         for each in gone:
             assert each in unused, "one in use stays"
             self.kept.remove(each)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 POSITIONS = 100
-POLICY = AdmissionPolicy(passed_over=3, line=20, line_per_client=15)
+POLICY = AdmissionPolicy(passed_over=3, most_waiting=20, most_waiting_per_client=15)
 
 
 def name(number: int) -> SessionId:
@@ -35,9 +35,9 @@ def claim(positions: int, client: int = 0, priority: Priority = Priority.INTERAC
 
 @dataclass
 class Hall:
-    """A room, and what has come of all that asked for some of it."""
+    """A queue, and what has come of all that asked for some of it."""
 
-    room: AdmissionQueue = field(default_factory=lambda: AdmissionQueue(POSITIONS, POLICY))
+    queue: AdmissionQueue = field(default_factory=lambda: AdmissionQueue(POSITIONS, POLICY))
     now_s: float = 0.0
     asked: dict[int, int] = field(default_factory=dict)
     waiting: list[int] = field(default_factory=list)
@@ -47,18 +47,18 @@ class Hall:
         number = len(self.asked)
         self.asked[number] = positions
         self.waiting.append(number)
-        self.room.add(name(number), claim(positions, client, priority), self.now_s)
+        self.queue.add(name(number), claim(positions, client, priority), self.now_s)
         return number
 
     def has_place(self, client: int) -> bool:
         """Without anybody who makes way: here each client is a group of its own, of one peer."""
-        return self.room.place_for(claim(1, client)) == (True, None)
+        return self.queue.place_for(claim(1, client)) == (True, None)
 
     def retry_after_s(self, positions: int, client: int = 0) -> float:
-        return self.room.retry_after_s(claim(positions, client), self.now_s)
+        return self.queue.retry_after_s(claim(positions, client), self.now_s)
 
     def admit(self) -> list[int]:
-        admitted = [int.from_bytes(each, "big") for each in self.room.admit(self.now_s)]
+        admitted = [int.from_bytes(each, "big") for each in self.queue.admit(self.now_s)]
         for number in admitted:
             self.waiting.remove(number)
             self.inside.append(number)
@@ -68,17 +68,17 @@ class Hall:
         for where in (self.waiting, self.inside):
             if number in where:
                 where.remove(number)
-        self.room.remove(name(number), self.now_s)
+        self.queue.remove(name(number), self.now_s)
 
     @property
     def held(self) -> int:
         return sum(self.asked[number] for number in self.inside)
 
 
-def check_what_is_kept(room: AdmissionQueue) -> None:
+def check_what_is_kept(queue: AdmissionQueue) -> None:
     """It is what would be worked out anew, whatever has changed."""
-    kept, anew = room._standing, _Standing(room._leases.values(), room.positions, room._policy)
-    for what in ("line", "inside", "free", "coming", "since_s", "least"):
+    kept, anew = queue._standing, _Standing(queue._leases.values(), queue.positions, queue._policy)
+    for what in ("waiting", "inside", "free", "coming", "since_s", "least"):
         assert getattr(kept, what) == getattr(anew, what), what
     assert (kept.shares.of_group, kept.shares.of_peer) == (anew.shares.of_group, anew.shares.of_peer)
     assert kept.shares.share == anew.shares.share
@@ -105,9 +105,9 @@ def test_there_is_never_more_held_than_there_is_and_in_the_end_all_is_free(
             hall.leave(here[number % len(here)])
         hall.admit()
         assert hall.held <= POSITIONS
-        assert hall.room.free == POSITIONS - hall.held
-        assert hall.room.line == len(hall.waiting)
-        check_what_is_kept(hall.room)
+        assert hall.queue.free == POSITIONS - hall.held
+        assert hall.queue.waiting == len(hall.waiting)
+        check_what_is_kept(hall.queue)
         assert POLICY.least_retry_s <= hall.retry_after_s(50) <= POLICY.longest_retry_s
     for _ in hall.asked:
         for number in list(hall.inside):
@@ -115,16 +115,16 @@ def test_there_is_never_more_held_than_there_is_and_in_the_end_all_is_free(
         hall.admit()
     assert not hall.waiting, "everybody has come in at last"
     assert not hall.inside
-    assert hall.room.free == POSITIONS
+    assert hall.queue.free == POSITIONS
 
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12))
 def test_who_fits_does_not_wait_unless_room_is_kept_for_another(sizes: list[int]) -> None:
-    hall = Hall(room=AdmissionQueue(POSITIONS, AdmissionPolicy(passed_over=1000)))
+    hall = Hall(queue=AdmissionQueue(POSITIONS, AdmissionPolicy(passed_over=1000)))
     for size in sizes:
         hall.ask(size)
         hall.admit()
-        assert all(hall.asked[number] > hall.room.free for number in hall.waiting)
+        assert all(hall.asked[number] > hall.queue.free for number in hall.waiting)
 
 
 def test_the_client_that_holds_least_comes_first_and_then_who_came_first() -> None:
@@ -141,7 +141,7 @@ def test_the_client_that_holds_least_comes_first_and_then_who_came_first() -> No
 
 @given(st.lists(st.integers(0, 4), min_size=5, max_size=30))
 def test_of_equal_sessions_no_client_has_two_more_inside_than_another_that_waits(clients: list[int]) -> None:
-    hall = Hall(room=AdmissionQueue(POSITIONS, AdmissionPolicy(line_per_client=100)))
+    hall = Hall(queue=AdmissionQueue(POSITIONS, AdmissionPolicy(most_waiting_per_client=100)))
     whole = hall.ask(POSITIONS, client=9)
     hall.admit()
     of = {hall.ask(20, client=client): client for client in clients}
@@ -189,13 +189,13 @@ def test_nobody_fills_the_line_alone_nor_all_together_without_end() -> None:
     hall = Hall()
     hall.ask(POSITIONS)
     hall.admit()
-    for _ in range(POLICY.line_per_client):
+    for _ in range(POLICY.most_waiting_per_client):
         assert hall.has_place(1)
         hall.ask(1, client=1)
     assert not hall.has_place(1)
     while hall.has_place(2):
         hall.ask(1, client=2)
-    assert hall.room.line == POLICY.line
+    assert hall.queue.waiting == POLICY.most_waiting
 
 
 @pytest.mark.parametrize("stay_s", [5.0, 20.0])
@@ -212,7 +212,7 @@ def test_when_to_come_again_is_when_so_much_has_ended_at_the_pace_till_now(stay_
             hall.now_s = number * stay_s / 4
         begun.append((hall.now_s, hall.ask(25)))
         hall.admit()
-    assert hall.room.free == 0
+    assert hall.queue.free == 0
     assert hall.retry_after_s(25) == pytest.approx(stay_s / 4, rel=0.2)
     hall.ask(25)
     hall.admit()
@@ -247,31 +247,31 @@ def calls_counted() -> Iterator[list[int]]:
 
 def a_full_server(sessions: int, policy: AdmissionPolicy) -> AdmissionQueue:
     """They hold all its positions, and belong to 40 clients. None of them is in use any more."""
-    room = AdmissionQueue(sessions, policy)
+    queue = AdmissionQueue(sessions, policy)
     for number in range(sessions):  # one by one they would come in slowly
         lease = KvLease(name(number), claim(1, client=number % 40), 0.0, is_inside=True, used_s=number / sessions)
-        room._leases[lease.session] = lease
-    assert room.free == 0
-    return room
+        queue._leases[lease.session] = lease
+    assert queue.free == 0
+    return queue
 
 
 @pytest.mark.parametrize("clients", [1, 20])
 def test_a_refused_open_costs_little_however_many_sessions_there_are(clients: int) -> None:
     """A client may send them in a loop, each for another number of positions. One group or many may do so."""
     sessions, opens, now_s = 4000, 1000, 5.0
-    policy = AdmissionPolicy(line_per_client=32 // clients, line=64)
-    room = a_full_server(sessions, policy)
+    policy = AdmissionPolicy(most_waiting_per_client=32 // clients, most_waiting=64)
+    queue = a_full_server(sessions, policy)
     for number in range(32 // clients * clients):
-        room.add(name(sessions + number), claim(1, client=100 + number % clients), now_s)
+        queue.add(name(sessions + number), claim(1, client=100 + number % clients), now_s)
     spread_s: set[float] = set()
     with calls_counted() as calls:
         for number in range(opens):
             now_s += 0.001
             asked = claim(1 + number % 50, client=100 + number % clients)
-            assert room.place_for(asked) == (False, None)
-            spread_s.add(room.retry_after_s(asked, now_s))
-            room.remove(name(9999), now_s)
-            assert not room.admit(now_s)
+            assert queue.place_for(asked) == (False, None)
+            spread_s.add(queue.retry_after_s(asked, now_s))
+            queue.remove(name(9999), now_s)
+            assert not queue.admit(now_s)
     assert calls[0] / opens < sessions, "less than a look at each session"
     assert all(policy.least_retry_s <= each <= policy.longest_retry_s for each in spread_s)
 
@@ -307,50 +307,50 @@ def test_each_that_waits_has_its_look_though_those_before_it_wait_in_vain() -> N
 
 
 def test_a_flood_of_refused_opens_leaves_other_groups_their_forecasts() -> None:
-    room = a_full_server(40, policy := AdmissionPolicy(stays_kept=1))
-    room.remove(name(0), 1000.0)  # a stay that lasted very long
-    room.add(name(50), claim(1, client=0), 1000.0)
-    room.admit(1000.0)
+    queue = a_full_server(40, policy := AdmissionPolicy(stays_kept=1))
+    queue.remove(name(0), 1000.0)  # a stay that lasted very long
+    queue.add(name(50), claim(1, client=0), 1000.0)
+    queue.admit(1000.0)
     for number in range(1, 40):
-        room.use(name(number), 1000.0, ends=True)
-    told_s = [room.retry_after_s(claim(1, client=100), 1000.0) for _ in range(100)]
+        queue.use(name(number), 1000.0, ends=True)
+    told_s = [queue.retry_after_s(claim(1, client=100), 1000.0) for _ in range(100)]
     assert told_s[0] == policy.idle_s, "then one may be moved"
     assert told_s[-1] > policy.idle_s, "it is told when sessions end"
-    assert room.retry_after_s(claim(1, client=101), 1000.0) == policy.idle_s
+    assert queue.retry_after_s(claim(1, client=101), 1000.0) == policy.idle_s
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_laws_hold_with_hundreds_of_sessions_of_which_some_leave_for_others(seed: int) -> None:
     rng, positions = random.Random(seed), 3000
-    policy = AdmissionPolicy(line=60, line_per_client=20)
-    room, open_sessions, now_s = AdmissionQueue(positions, policy), dict[int, int](), 0.0
+    policy = AdmissionPolicy(most_waiting=60, most_waiting_per_client=20)
+    queue, open_sessions, now_s = AdmissionQueue(positions, policy), dict[int, int](), 0.0
     most = moved = 0
     for number in range(900):
         now_s += rng.expovariate(5)
         asked = claim(rng.randint(1, 20), client=rng.choice((0, 0, 0, rng.randrange(30))))
-        has_place, makes_way = room.place_for(asked)
+        has_place, makes_way = queue.place_for(asked)
         if makes_way is not None:
-            room.remove(makes_way, now_s)
+            queue.remove(makes_way, now_s)
             del open_sessions[int.from_bytes(makes_way, "big")]
         if has_place:
-            room.add(name(number), asked, now_s)
+            queue.add(name(number), asked, now_s)
             open_sessions[number] = asked.positions
-        leaving = room.choose_moves(now_s) if number % 10 == 0 else []
+        leaving = queue.choose_moves(now_s) if number % 10 == 0 else []
         moved += len(leaving)
         for each in leaving:
-            check_what_is_kept(room)
-            room.remove(each, now_s)
+            check_what_is_kept(queue)
+            queue.remove(each, now_s)
             del open_sessions[int.from_bytes(each, "big")]
-        for each in room.admit(now_s):
-            room.use(each, now_s, ends=True)
+        for each in queue.admit(now_s):
+            queue.use(each, now_s, ends=True)
         if rng.random() < 0.1:
-            room.remove(name(ended := rng.choice(list(open_sessions))), now_s)
+            queue.remove(name(ended := rng.choice(list(open_sessions))), now_s)
             del open_sessions[ended]
         if number % 20 == 0:
-            check_what_is_kept(room)
-        held = positions - room.free
+            check_what_is_kept(queue)
+        held = positions - queue.free
         assert 0 <= held <= positions
         assert held <= sum(open_sessions.values())
-        assert room.line <= policy.line
+        assert queue.waiting <= policy.most_waiting
         most = max(most, len(open_sessions))
     assert most > 250 and moved, "there were many, and some had to go"

@@ -100,10 +100,10 @@ def test_what_is_more_than_is_free_where_it_is_to_be_is_refused_with_numbers(
     enough: list[Place], short: list[Place], numbers: str
 ) -> None:
     assert LOGGING.fits(enough, ALL, 1024)
-    LOGGING.require_room(enough, ALL, 1024, "small")
+    LOGGING.check_memory(enough, ALL, 1024, "small")
     assert not LOGGING.fits(short, ALL, 1024)
     with pytest.raises(ConfigError, match=rf"^blocks \[0, 30\) of small do not fit: {numbers}"):
-        LOGGING.require_room(short, ALL, 1024, "small")
+        LOGGING.check_memory(short, ALL, 1024, "small")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_what_is_more_than_is_free_where_it_is_to_be_is_refused_with_numbers(
 )
 def test_only_what_helps_is_told(places: list[Place], span: Span, fix: str) -> None:
     with pytest.raises(ConfigError, match=f": {fix}"):
-        LOGGING.require_room(places, span, 1024, "small")
+        LOGGING.check_memory(places, span, 1024, "small")
 
 
 def test_blocks_that_are_not_alike_are_counted_as_they_are() -> None:

@@ -15,7 +15,7 @@ import trio
 
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.operations import Open
-from llmnode.core.policy import AdmissionPolicy, ClientPolicy, RoutePolicy, ServePolicy
+from llmnode.core.policy import AdmissionPolicy, ClientPolicy, ServePolicy
 from llmnode.core.priority import Priority
 from llmnode.core.serving.kv_shares import KvClaim
 from llmnode.core.span import Span
@@ -28,27 +28,16 @@ from llmnode.testing.world import GENEROUS
 from llmnode.wire.messages import RefusalCode
 from llmnode.wire.payload import Codec
 from llmnode.wire.session_terms import SessionTerms
+from simulation.scarce import FIFTH, IMPATIENT, PATIENT, fill, world
 from simulation.world import ALL_BLOCKS, DELAY_S, KV_TOKENS, ROW
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
-    from llmnode.session.session import InferenceSession
-    from llmnode.testing import World
     from llmnode.testing.world import SimulatedClient
 
-FIFTH = KV_TOKENS // 5
 HALVES = [Span(0, 3), Span(3, 6)]
 WAIT_S = AdmissionPolicy().wait_s
-IDLE_S = AdmissionPolicy().idle_s
-PATIENT = ClientPolicy(chunk_tokens=8, route=RoutePolicy(room_patience_s=600))
-IMPATIENT = replace(PATIENT, route=RoutePolicy(room_patience_s=0))
-
-
-def world(seed: int = 0) -> AbstractAsyncContextManager[World]:
-    return open_world(seed, conditions=Conditions(delay_s=DELAY_S))
 
 
 @simulated
@@ -60,12 +49,6 @@ async def test_a_session_beside_another_may_be_told_to_wait_at_the_server_alone(
             with trio.fail_after(WAIT_S + 1), pytest.raises(PeerRefused, match="not free"):
                 async with client.router.open_session(FIFTH, Codec.RAW, beside=first, policy=IMPATIENT):
                     pass
-
-
-async def fill(stack: AsyncExitStack, client: SimulatedClient, sessions: int = 5) -> list[InferenceSession]:
-    """Sessions of a fifth each; the servers have no more room after five."""
-    opening = [client.router.open_session(FIFTH, Codec.RAW) for _ in range(sessions)]
-    return [await stack.enter_async_context(each) for each in opening]
 
 
 @pytest.mark.parametrize("seed", seeds(20))
@@ -109,12 +92,12 @@ async def test_a_session_that_does_not_fit_is_opened_as_soon_as_another_ends() -
             async with swarm.client(IMPATIENT, name="other") as other, trio.open_nursery() as nursery:
                 opened = trio.Event()
 
-                async def wait_for_room() -> None:
+                async def wait_for_kv() -> None:
                     async with other.router.open_session(FIFTH, Codec.RAW) as session:
                         opened.set()
                         await Dialogue(session, random.Random(1)).step(3)
 
-                nursery.start_soon(wait_for_room)
+                nursery.start_soon(wait_for_kv)
                 await trio.sleep(WAIT_S / 2)
                 assert not opened.is_set()
                 await first.close()
@@ -126,7 +109,7 @@ async def test_a_session_that_does_not_fit_is_opened_as_soon_as_another_ends() -
 @simulated
 async def test_who_has_waited_in_vain_is_told_when_to_come_again_and_comes_no_sooner() -> None:
     """No ban either: with room it is served by the same peer. Here nobody has to go for others."""
-    kept = replace(GENEROUS, room=AdmissionPolicy(idle_s=math.inf, keeps_s=math.inf))
+    kept = replace(GENEROUS, admission=AdmissionPolicy(idle_s=math.inf, keeps_s=math.inf))
     async with open_world(conditions=Conditions(delay_s=DELAY_S), serve_policy=kept) as swarm:
         node = await swarm.start("0", ALL_BLOCKS)
         asked_s: list[float] = []
@@ -161,146 +144,6 @@ async def test_who_has_waited_in_vain_is_told_when_to_come_again_and_comes_no_so
             assert len(asked_s) == 2
             assert WAIT_S + 60 <= asked_s[1] - asked_s[0] <= WAIT_S + 1.5 * 60 + 1
         await check_kv_is_free(swarm)
-
-
-@simulated
-async def test_idle_sessions_above_their_share_make_way_and_go_on_elsewhere_or_here() -> None:
-    """A client holds all KV of a server, and its sessions are idle. Another client is let in, and both stay exact."""
-    async with world() as swarm:
-        node = await swarm.start("0", ALL_BLOCKS)
-        async with swarm.client(PATIENT) as client, swarm.client(IMPATIENT, name="other") as other:
-            async with AsyncExitStack() as stack:
-                dialogues = [Dialogue(each, random.Random(1)) for each in await fill(stack, client)]
-                for each in dialogues:
-                    await each.step(3)
-                await trio.sleep(IDLE_S + 1)
-                with trio.fail_after(1):
-                    opened = await stack.enter_async_context(other.router.open_session(FIFTH, Codec.RAW))
-                await Dialogue(opened, random.Random(2)).step(3)
-                left = [each for each in dialogues if each.session.connections[node.peer]._gone]
-                assert left, "its client was told at once"
-                assert len(node.server.sessions) == 5
-                twin = await swarm.start("1", ALL_BLOCKS)
-                await trio.sleep(2)
-                for each in dialogues:
-                    await each.step(1)
-                moved = [each for each in dialogues if each.session.recoveries]
-                assert len(moved) == 1
-                assert moved[0].session.route[0].peer == twin.peer
-                await opened.close()
-            assert not client.router.finder.banned and not other.router.finder.banned
-        await check_kv_is_free(swarm)
-
-
-@simulated
-async def test_a_session_that_was_moved_comes_back_when_there_is_space() -> None:
-    async with world() as swarm:
-        node = await swarm.start("0", ALL_BLOCKS)
-        async with (
-            swarm.client(PATIENT) as client,
-            swarm.client(IMPATIENT, name="other") as other,
-            AsyncExitStack() as stack,
-        ):
-            dialogues = [Dialogue(each, random.Random(1)) for each in await fill(stack, client)]
-            await trio.sleep(IDLE_S + 1)
-            async with other.router.open_session(FIFTH, Codec.RAW) as opened:
-                await Dialogue(opened, random.Random(2)).step(3)
-            began_s = trio.current_time()
-            for each in dialogues:
-                await each.step(3)
-            assert trio.current_time() - began_s < 2, "there is space again: nobody has to wait for it"
-            assert sum(len(each.session.recoveries) for each in dialogues) == 1
-            assert {hop.peer for each in dialogues for hop in each.session.route} == {node.peer}
-        await check_kv_is_free(swarm)
-
-
-@simulated
-async def test_busy_sessions_make_way_only_down_to_the_share_of_their_holder_and_stay_exact() -> None:
-    """One client uses five sessions all the time. Others take half of the KV, and no more."""
-    async with world() as swarm:
-        node = await swarm.start("0", ALL_BLOCKS)
-        async with (
-            swarm.client(PATIENT) as client,
-            swarm.client(PATIENT, name="other") as other,
-            AsyncExitStack() as stack,
-        ):
-
-            async def use(session: InferenceSession, rng: random.Random) -> None:
-                dialogue = Dialogue(session, rng)
-                with suppress(NoRoute):  # without space for it
-                    while session.position < FIFTH - 1:
-                        await dialogue.step(1)
-                        await trio.sleep(2)
-
-            held = await fill(stack, client)
-            async with trio.open_nursery() as nursery:
-                for each in held:
-                    nursery.start_soon(use, each, random.Random(1))
-                opened: list[InferenceSession] = []
-
-                async def open_more() -> None:
-                    for _ in range(3):
-                        opened.append(await stack.enter_async_context(other.router.open_session(FIFTH, Codec.RAW)))
-                        nursery.start_soon(use, opened[-1], random.Random(2))
-
-                nursery.start_soon(open_more)
-                await trio.sleep(60)
-                clients = [each.client for each in node.server.sessions.values() if each.has_kv]
-                assert len(opened) == 2 and clients.count(other.peer) == 2
-                assert clients.count(client.peer) == 3, "it keeps what is left above its share, in whole sessions"
-                nursery.cancel_scope.cancel()
-
-
-@pytest.mark.parametrize("seed", seeds(10))
-def test_clients_that_want_more_than_there_is_do_not_move_each_other_in_turn(seed: int) -> None:
-    simulate(partial(contend, seed), seed=seed)
-
-
-async def contend(seed: int) -> None:
-    """Clients use all sessions that they can get, all the time. After a while nobody is moved any more."""
-    rng, moves = random.Random(seed), 0
-    async with world(seed) as swarm:
-        node = await swarm.start("0", ALL_BLOCKS)
-        admission = node.server.served.admission
-        choose = admission._room.choose_moves
-
-        def counted(now_s: float) -> Sequence[SessionId]:
-            nonlocal moves
-            chosen = choose(now_s)
-            moves += len(chosen)
-            return chosen
-
-        admission._room.choose_moves = counted  # type: ignore[method-assign]  # to count them
-        waiting: list[SessionId] = []
-        async with trio.open_nursery() as nursery:
-
-            async def insist(client: str, positions: int) -> None:
-                while True:
-                    name = SessionId(rng.randbytes(16))
-                    ended = trio.Event()
-                    try:
-                        claim = KvClaim(PeerId(client), client, Priority.INTERACTIVE, positions)
-                        opening = Open(name, ALL_BLOCKS, positions)
-                        await admission.enter(opening, claim, lambda _why, ended=ended: ended.set())
-                        waiting.append(name)
-                        while not ended.is_set():
-                            admission.use(name, ends=True)
-                            with trio.move_on_after(3):
-                                await ended.wait()
-                    except PeerRefused:
-                        pass
-                    await admission.leave(name)
-                    await trio.sleep(1)
-
-            for client in ["a", "b", "c"][: rng.randint(2, 3)]:
-                for _ in range(rng.randint(3, 8)):
-                    nursery.start_soon(insist, client, rng.randint(10, 100))
-                await trio.sleep(rng.uniform(0, 30))
-            await trio.sleep(300)
-            settled = moves
-            await trio.sleep(300)
-            assert moves == settled
-            nursery.cancel_scope.cancel()
 
 
 @simulated
@@ -359,14 +202,14 @@ async def test_those_that_wait_at_a_server_that_drains_are_told_at_once() -> Non
         async with swarm.client() as client, swarm.client(name="other") as other, AsyncExitStack() as stack:
             await fill(stack, client)
 
-            async def wait_for_room() -> None:
+            async def wait_for_kv() -> None:
                 with trio.fail_after(2), pytest.raises(PeerRefused, match="draining"):
                     async with other.router.open_session(FIFTH, Codec.RAW):
                         pass
                 await stack.aclose()
 
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(wait_for_room)
+                nursery.start_soon(wait_for_kv)
                 await trio.sleep(1)
                 await swarm.drain("0", 100)
 
