@@ -148,7 +148,7 @@ class NextHop:
     def best(self) -> NextHop:
         return self
 
-    def listen(self, session: SessionId, hear: Callable[[Frame], None]) -> None:
+    def listen(self, session: SessionId, hear: Callable[[Frame], None], _end: Callable[[], None]) -> None:
         self._listeners[session] = hear
 
     def mute(self, session: SessionId, hear: Callable[[Frame], None]) -> None:
