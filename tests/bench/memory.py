@@ -47,9 +47,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 PETALS_MIB = 0.81e9 / MIB
 """Petals' server with all blocks of S. `tests/bench/FIGURES.md` says how it was measured."""
-KV_TOKENS = 16_384
 SESSION = 1024
-LONGEST = 8192
 USED = 20
 SETTLE_S = 60.0
 POLL_S = 0.05
@@ -72,6 +70,27 @@ class Shape:
 
 
 S, M = Shape("S", 8, 512), Shape("M", 16, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The positions of a server's KV, and of the longest session."""
+
+    kv_tokens: int
+    longest: int
+
+    @property
+    def sessions(self) -> int:
+        """This many sessions of `SESSION` positions fill the KV."""
+        return self.kv_tokens // SESSION
+
+    @property
+    def full(self) -> str:
+        return f"{self.sessions} sessions, all KV used"
+
+
+FULL, THIN = Extent(16_384, 8192), Extent(8192, 4096)
+"""Attention over half of the positions is a quarter of the work."""
 
 MAKE = """
 import sys
@@ -126,12 +145,13 @@ async def run(options: Options) -> Report:
         raise ConfigError("bench memory reads /proc/PID/smaps_rollup: run it on Linux")
     with single_error(), TemporaryDirectory(prefix="llmnode-") as folder:
         small = await _make(S, Path(folder))
-        measured = [await _measure(S, small, blocks, options) for blocks in (1, 4, 8)]
+        extent = THIN if options.thin else FULL
+        measured = [await _measure(S, small, blocks, extent, options) for blocks in (1, 4, 8)]
         if not options.thin:
-            measured.append(await _measure(M, await _make(M, Path(folder)), M.blocks, options))
+            measured.append(await _measure(M, await _make(M, Path(folder)), M.blocks, extent, options))
     base = measured[0].ready.resident - measured[0].tensors
     rows = [_row_of_nothing(measured[0]), *(row for each in measured for row in _rows(each, base))]
-    return Report(rows, _aims(measured, base), legend="MiB, of all of a server's processes")
+    return Report(rows, _aims(measured, base, extent), legend="MiB, of all of a server's processes")
 
 
 async def _make(shape: Shape, folder: Path) -> Path:
@@ -141,43 +161,40 @@ async def _make(shape: Shape, folder: Path) -> Path:
     return path
 
 
-async def _measure(shape: Shape, model: Path, blocks: int, options: Options) -> Measured:
-    spans, flags = [Span(0, blocks)], ["--kv-tokens", str(KV_TOKENS)]
+async def _measure(shape: Shape, model: Path, blocks: int, extent: Extent, options: Options) -> Measured:
+    spans, flags = [Span(0, blocks)], ["--kv-tokens", str(extent.kv_tokens)]
     async with private_swarm(spans, threads=options.threads, model=str(model), options=flags) as servers:
         await all_ready(servers)
         (server,) = servers
         measured = Measured(shape, blocks, server.tensor_bytes / MIB, _memory(server))
         if shape is S and blocks > 1:
-            await _use(server, measured)
+            await _use(server, measured, extent)
         return measured
 
 
-async def _use(server: ServerProcess, measured: Measured) -> None:
+async def _use(server: ServerProcess, measured: Measured, extent: Extent) -> None:
     """Open a session that reserves much and uses little, let it use more, and then fill all of the KV."""
-    position_mib = _position_bytes(measured) / MIB
+    position_mib, longest = _position_bytes(measured) / MIB, extent.longest
 
     def note(what: str, positions: int) -> None:
         measured.later[what] = position_mib * positions, _memory(server).resident
 
     async with _connected(server) as (connection, model):
-        async with _session(connection, model, measured, LONGEST) as session:
-            note(f"one session, {LONGEST} reserved, none used", 0)
+        async with _session(connection, model, measured, longest) as session:
+            note(f"one session, {longest} reserved, none used", 0)
             await session.step(_states(USED, model))
-            note(f"one session, {LONGEST} reserved, {USED} used", USED)
-            await session.step(_states(LONGEST - USED, model))
-            note(f"one session, {LONGEST} reserved, all used", LONGEST)
+            note(f"one session, {longest} reserved, {USED} used", USED)
+            await session.step(_states(longest - USED, model))
+            note(f"one session, {longest} reserved, all used", longest)
         async with AsyncExitStack() as stack:
-            for _ in range(KV_TOKENS // SESSION):
+            for _ in range(extent.sessions):
                 session = await stack.enter_async_context(_session(connection, model, measured, SESSION))
                 await session.step(_states(SESSION, model))
-            note(FULL, KV_TOKENS)
+            note(extent.full, extent.kv_tokens)
         with trio.fail_after(SETTLE_S):
             while (await connection.describe(SETTLE_S)).sessions:  # noqa: ASYNC110 - another process has no event for us
                 await trio.sleep(POLL_S)
         note("sessions closed", 0)
-
-
-FULL = f"{KV_TOKENS // SESSION} sessions, all KV used"
 
 
 def _position_bytes(measured: Measured) -> int:
@@ -247,9 +264,9 @@ def _rows(measured: Measured, base: float) -> list[Row]:
     return rows
 
 
-def _aims(measured: list[Measured], base: float) -> Iterator[Aim]:
+def _aims(measured: list[Measured], base: float, extent: Extent) -> Iterator[Aim]:
     off = max(abs(each.ready.resident / (base + each.tensors) - 1) for each in measured[1:])
-    full = [(each.later[FULL], base + each.tensors) for each in measured if FULL in each.later]
+    full = [(each.later[extent.full], base + each.tensors) for each in measured if extent.full in each.later]
     off_full = max(abs(resident / (without + added) - 1) for (added, resident), without in full)
     peak = max(each.ready.peak / each.ready.resident for each in measured)
     whole = next(each for each in measured if each.blocks == S.blocks).ready.pss

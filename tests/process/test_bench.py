@@ -273,11 +273,11 @@ def test_memory_is_accounted_for() -> None:
     tensors = [rows[f"S, {blocks} blocks"]["tensors"] for blocks in (1, 4, 8)]
     assert tensors[2] == pytest.approx(2 * tensors[1]) == pytest.approx(8 * tensors[0])
     reserved, used = (
-        rows[f"S, 8 blocks: one session, 8192 reserved, {used} used"]["resident"] for used in ("none", "20")
+        rows[f"S, 8 blocks: one session, 4096 reserved, {used} used"]["resident"] for used in ("none", "20")
     )
-    assert used - reserved < 20, "256 MiB are reserved"
+    assert used - reserved < 20, "128 MiB are reserved"
     ready, full, closed = (
-        rows[f"S, 8 blocks{what}"]["resident"] for what in ("", ": 16 sessions, all KV used", ": sessions closed")
+        rows[f"S, 8 blocks{what}"]["resident"] for what in ("", ": 8 sessions, all KV used", ": sessions closed")
     )
     assert closed - ready < 0.3 * (full - ready), "KV that is freed is given back"
     *ours, _petals = report["aims"]
