@@ -43,6 +43,9 @@ class Resource(Enum):
     DIALS = "dials"
     HEAVY_ANSWERS = "heavy answers"
 
+    __hash__ = object.__hash__
+    """Enum's own hashes the name, in Python: twenty times for each frame."""
+
 
 class Kind(Enum):
     """The kinds of scopes, from the widest to the narrowest."""
