@@ -181,11 +181,10 @@ def test_a_private_swarm_is_for_those_who_are_invited(start: Callable[..., Child
     invite = json.loads(made.stdout)["invite"]
     server = start("serve", invite, "--blocks", "0:30", "--threads", "1")
     assert server.ready["invite"] is None, "it would have the key in it"
-    shown = run("status", invite, "--json")
-    assert [model["holes"] for model in json.loads(shown.stdout)["models"]] == [[]]
+    for way_in in ((invite,), ("--swarm-key", key, "--peers", relay.address)):
+        shown = run("status", *way_in, "--json")
+        assert [model["holes"] for model in json.loads(shown.stdout)["models"]] == [[]]
     prompt = ("--max-new-tokens", "4", "--prompt", "1, 2, 3,")
-    done = run("generate", "--swarm-key", key, "--peers", relay.address, *prompt)
-    assert done.returncode == 0, done.stderr
     invited = run("generate", invite, "--json", "--temperature", "0", *prompt)
     assert invited.returncode == 0, invited.stderr
     answer = json.loads(invited.stdout)
@@ -194,7 +193,7 @@ def test_a_private_swarm_is_for_those_who_are_invited(start: Callable[..., Child
         input_ids = torch.tensor([model.tokenizer.encode("1, 2, 3,")])
         made_here = model.generate(input_ids, max_new_tokens=4, do_sample=False)
         assert made_here[0, -4:].tolist() == answer["token_ids"]
-    refused = run("generate", "--peers", server.address, *prompt)
+    refused = run("status", "--peers", server.address)
     assert refused.returncode == 1
     assert "swarm key" in refused.stderr
     damaged = run("status", invite[:-1])
