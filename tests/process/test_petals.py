@@ -133,6 +133,8 @@ def test_prompts_are_tuned_under_the_names_of_petals(pair: Pair) -> None:
             with model.inference_session(max_length=16) as session:
                 assert model.generate(TEXT, max_new_tokens=4, session=session, **PLAIN)[0, 5:].tolist() == text
                 assert session.position == 8
+                with pytest.raises(ConfigError, match="use generate"):
+                    session.step(model.embed(TEXT))
 
 
 def test_a_head_for_sequences_has_its_options_and_prompts(pair: Pair) -> None:

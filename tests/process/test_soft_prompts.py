@@ -148,6 +148,9 @@ def test_trained_prompts_have_the_loss_and_gradients_of_one_process(pair: Pair, 
         assert _error(by_block, theirs[1]) < FURTHEST
     with torch.no_grad():
         assert _error(tuned(**batch).logits[real], torch.cat(logits)) < FURTHEST  # in sessions
+        hidden = tuned.embed(batch["input_ids"])
+        with tuned.inference_session(16, rows=len(hidden)) as session:  # hidden states alone have no prompts
+            assert _error(session.step(hidden), tuned.remote_blocks(hidden)) < FURTHEST
 
 
 def test_texts_after_trained_prompts_are_those_of_one_process_and_prompts_are_saved(

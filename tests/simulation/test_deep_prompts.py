@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from llmnode.core.operations import DeepPrompts
-from llmnode.core.policy import ServePolicy
+from llmnode.core.policy import ClientPolicy, ServePolicy, SpotCheckPolicy
 from llmnode.errors import ConfigError, PeerRefused
 from llmnode.session import router as routing
 from llmnode.testing import exact_output, open_world
@@ -122,3 +122,17 @@ async def test_prompts_that_are_too_large_or_of_another_form_are_refused(monkeyp
 async def _open(router: routing.Router, prompts: DeepPrompts) -> None:
     async with router.open_session(16, Codec.RAW, prompts=prompts):
         pass
+
+
+@simulated
+async def test_what_is_computed_again_has_the_prompts_too() -> None:
+    """Each chunk, by another peer: honest ones agree."""
+    rng, prompts, given = random.Random(5), drawn(6), b""
+    policy = ClientPolicy(spot_checks=SpotCheckPolicy(1.0))
+    async with pairs_of_servers() as swarm, swarm.client(policy) as (router, _):
+        forwards = sum(node.worker.executor.forwards for node in swarm.nodes.values())
+        async with router.open_session(64, Codec.RAW, prompts=prompts) as session:
+            for length in (5, 1, 2, 1):
+                given = await check_step(session, given, exact_input(rng, length), prompts)
+                await trio.sleep(5)
+        assert sum(node.worker.executor.forwards for node in swarm.nodes.values()) > forwards + 4 * 3

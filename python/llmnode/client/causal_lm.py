@@ -112,9 +112,9 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
     def inference_session(self, max_length: int, rows: int = 1, priority: str | None = None) -> Iterator[HiddenSession]:
         """Petals' primitive: `session.step(hidden)` runs hidden states through all blocks.
 
-        `max_length`, `rows` and `priority` are those of `open_cache`, and so are the errors.
+        `max_length`, `rows` and `priority` are those of `open_cache`, and so are the errors. It has no trained prompts.
         """
-        with self.open_cache(max_length, rows, priority=priority) as cache:
+        with self._open_cache(max_length, rows, priority=priority, has_prompts=False) as cache:
             yield HiddenSession(cache)
 
     __call__ = releasing(PreTrainedModel.__call__)
@@ -380,9 +380,10 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
         made = self._cache_terms(max_length, priority=of_priority, **terms)
         return SessionCache(self._portal, self._client, rows, made, firsts)
 
-    def _cache_terms(self, max_length: int, **terms: Any) -> CacheTerms:
+    def _cache_terms(self, max_length: int, *, has_prompts: bool = True, **terms: Any) -> CacheTerms:
         """With the adapter and the prompts as they are now."""
-        made, prefix = CacheTerms(max_length, adapter=self.remote_blocks.adapter, **terms), self.decoder.prefix
+        made = CacheTerms(max_length, adapter=self.remote_blocks.adapter, **terms)
+        prefix = self.decoder.prefix if has_prompts else None
         return made if prefix is None else replace(made, prefix=prefix.embedded.detach(), prompts=prefix.deep_now())
 
     def _check_context(self, positions: int) -> None:

@@ -32,6 +32,8 @@ class HiddenSession:
         rows, size = self._cache.rows, self._cache.hidden_size
         if hidden.dim() != 3 or (hidden.shape[0], hidden.shape[2]) != (rows, size) or not hidden.shape[1]:
             raise ConfigError(f"hidden states of shape {tuple(hidden.shape)}: expected ({rows}, tokens, {size})")
+        if self._cache.prefix or self._cache.prefix_due is not None:
+            raise ConfigError("this session begins with trained prompts, and takes tokens: use generate")
         self._cache.settled()
         columns = hidden.shape[1]
         self._cache.grow_to(self.position + columns)
