@@ -49,8 +49,13 @@ def choose_listening(
         warning = f"listening at every interface, since this node joins a swarm of other machines: {_RISK}"
         return Listening([EVERYWHERE], mdns is not False and not is_private, warning)
     private = sorted({each for each in own_ips if is_local(each)})
-    if named or is_private or mdns is False or not private:
+    if named or is_private or mdns is False:
         return Listening([HERE], mdns=False)
+    if not private:
+        warning = (
+            f"listening on this machine alone, since it is in no private network; for others: --listen {EVERYWHERE}"
+        )
+        return Listening([HERE], mdns=False, warning=warning)
     warning = f"listening at {' '.join(private)}, and found there by mDNS (--no-mdns to be neither): {_RISK}"
     return Listening([f"/ip4/{each}/tcp/0" for each in private], mdns=True, warning=warning)
 

@@ -13,7 +13,7 @@ import trio
 from llmnode.core.texts.visible import printable
 from llmnode.core.view import online
 from llmnode.errors import ConfigError, single_error
-from llmnode.net.mdns import open_mdns
+from llmnode.net.mdns import local_networks, open_mdns
 from llmnode.swarm.nearby import Neighbours, find
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 MODELS_TOLD = 5
 """The models of a swarm that one line names."""
 NOBODY = "no node of llmnode answers in this network (mDNS)"
+NOWHERE = "this machine is in no private IPv4 network, where mDNS could find nodes"
 
 
 @asynccontextmanager
@@ -45,7 +46,9 @@ async def living_nearby(
         neighbours = Neighbours(mdns, network, swarm, looks=looks)
         nursery = await stack.enter_async_context(trio.open_nursery())
         stack.callback(nursery.cancel_scope.cancel)
-        if looks:
+        if not local_networks():
+            report(NOWHERE)
+        elif looks:
             report("looking for other nodes in this network (mDNS)")
             await neighbours.meet_first(await find(mdns))
             found = swarm.view.announcements()
@@ -66,6 +69,8 @@ async def _find_swarm(report: Callable[[str], None], policy: MdnsPolicy | None) 
     from llmnode.net.invite import Invite
     from llmnode.swarm.join import join_swarm
 
+    if not local_networks():
+        raise ConfigError(f"no peers are named, and {NOWHERE}: {GIVE}")
     report("no peers are named: looking for a swarm in this network (mDNS)")
     try:
         async with open_mdns(policy) as mdns:
