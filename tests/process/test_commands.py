@@ -175,6 +175,16 @@ def test_the_example_of_a_module_between_spans_makes_the_target_likelier(nodes: 
     assert after > before + 0.5
 
 
+def test_the_example_of_deep_prompts_learns_a_corpus(nodes: list[Any], tmp_path: Path) -> None:
+    options = ["--steps", "3", "--batch", "3", "--new-tokens", "3", "--save", str(tmp_path)]
+    peers = [node.address for node in nodes]
+    done = _run(sys.executable, str(EXAMPLES / "deep_prompts.py"), *options, *peers)
+    assert done.returncode == 0, done.stderr
+    after, before = map(float, re.findall(r"\d+\.\d\d", done.stdout.splitlines()[-2]))
+    assert after < before - 0.05
+    assert (tmp_path / "model.safetensors").exists()
+
+
 def test_a_file_of_prompts_gives_a_json_line_each(nodes: list[Any], tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("One\n\nTwo\n")

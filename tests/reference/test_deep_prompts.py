@@ -47,8 +47,15 @@ def _plain(executor: SpanExecutor, states: torch.Tensor, lengths: tuple[int, ...
     return states
 
 
-@pytest.mark.parametrize("held", [{}, {"dtype": torch.bfloat16}, {"quant": "int8"}], ids=["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("case", ["llama", "gpt2", "bloom", "gemma2"])
+@pytest.mark.parametrize(
+    ("case", "held"),
+    [
+        *((case, {}) for case in ("llama", "gpt2", "bloom", "gemma2")),
+        ("llama", {"dtype": torch.bfloat16}),
+        ("llama", {"quant": "int8"}),
+    ],
+    ids=str,
+)
 def test_a_batch_with_and_without_prompts_gives_what_autograd_gives(
     case: str, held: dict[str, Any], tmp_path: Path
 ) -> None:
