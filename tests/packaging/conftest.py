@@ -11,6 +11,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
+def unoptimized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target folder of builds without optimization, which compile their dependencies once for all of them."""
+    return tmp_path_factory.mktemp("target")
+
+
+@pytest.fixture(scope="session")
 def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that `.ci/release` fills."""
     folder = tmp_path_factory.mktemp("release")

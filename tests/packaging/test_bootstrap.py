@@ -45,10 +45,10 @@ def launch(checkout: Path, *arguments: str, **changes: str) -> subprocess.Comple
     )
 
 
-def begin(checkout: Path, *arguments: str) -> subprocess.Popen[str]:
+def begin(checkout: Path, *arguments: str, **changes: str) -> subprocess.Popen[str]:
     command = [checkout / "node" / "llmnode", *arguments]
     return subprocess.Popen(
-        command, env=user_environment(), cwd="/", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, env=user_environment(**changes), cwd="/", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -231,10 +231,10 @@ def test_ctrl_c_while_a_tool_is_being_started_ends_that_tool(monkeypatch: pytest
 
 
 @pytest.fixture(scope="module")
-def set_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def set_up(tmp_path_factory: pytest.TempPathFactory, unoptimized: Path) -> Path:
     """A checkout set up the hard way: interrupted once, then by two launches at the same moment."""
     checkout = copy_checkout(tmp_path_factory.mktemp("set-up"))
-    interrupted = begin(checkout, "--version")
+    interrupted = begin(checkout, "--version", CARGO_TARGET_DIR=str(unoptimized))
     assert interrupted.stderr is not None
     for line in interrupted.stderr:
         if line.startswith("llmnode: dependencies"):
@@ -243,7 +243,7 @@ def set_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "interrupted" in interrupted.communicate(timeout=60)[1]
     assert interrupted.returncode == 130
 
-    launches = [begin(checkout, "--version") for _ in range(2)]
+    launches = [begin(checkout, "--version", CARGO_TARGET_DIR=str(unoptimized)) for _ in range(2)]
     outputs = [launch.communicate(timeout=600) for launch in launches]
     assert [launch.returncode for launch in launches] == [0, 0], outputs
     assert all("0.1.0" in stdout for stdout, _ in outputs)
@@ -273,10 +273,10 @@ def test_the_launcher_works_through_a_link(set_up: Path, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_changed_rust_source_rebuilds_the_extension_alone(set_up: Path) -> None:
+def test_a_changed_rust_source_rebuilds_the_extension_alone(set_up: Path, unoptimized: Path) -> None:
     with open(set_up / "transport_rs" / "src" / "lib.rs", "a") as source:
         source.write("// changed\n")
-    answer = launch(set_up, "--version")
+    answer = launch(set_up, "--version", CARGO_TARGET_DIR=str(unoptimized))
     assert answer.returncode == 0, answer.stderr
     assert {line.rstrip(".0123456789 s") for line in answer.stderr.splitlines()} == {
         f"llmnode: {EXTENSION_STEP}",
