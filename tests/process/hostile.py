@@ -1,49 +1,47 @@
-"""The bytes of a hostile client: mutated frames of sessions. This module knows neither socket nor clock.
+"""The bytes of a hostile client: sessions whose frames are mutated. This module knows neither socket nor clock.
 
-Mutations come in three depths. Sequences have frames repeated, swapped or left out. Single frames are mutated before
-they are encoded, so that the checksum is right and the parsers behind it are reached: fields out of range, metadata and
-payload that lie. Bytes have bits flipped, lengths that lie, or noise: then the framing is lost, and the server must end
-the link.
+Sequences have frames repeated, swapped or left out. `mutations.py` has what becomes of single frames and of bytes.
 """
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-import msgpack
 import numpy as np
 
-from llmnode import _native
 from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.ids import SESSION_ID_BYTES, Epoch, PeerId, SessionId, Step
-from llmnode.core.policy import LinkPolicy, SwarmPolicy
+from llmnode.core.policy import SwarmPolicy
 from llmnode.core.priority import PRIORITIES
 from llmnode.core.span import Span
-from llmnode.errors import RemoteProtocolError
 from llmnode.wire.announcement import pack_news, pack_sequences, sign_announcement
-from llmnode.wire.frame import HEADER_BYTES, Frame, FrameDecoder, FrameType, encode
+from llmnode.wire.frame import Frame, FrameType, encode
 from llmnode.wire.messages import Clock, Description, ForkRequest, Lease, Neighbours, OpenRequest, Pass, Replay, pack
 from llmnode.wire.payload import Codec, encode_hidden
 from llmnode.wire.profile import profile_of
+from process.mutations import (
+    PASSES,
+    POLICY,
+    bit_flipped,
+    boundary_moved,
+    broken,
+    in_pieces,
+    is_refused,
+    mutated,
+    shuffled_a_little,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from random import Random
 
-POLICY = LinkPolicy()
 BATCH_FRAMES = 100
 """The frames of one write. They are fewer than a link may hold, so that the server's answers are tested, not its
 limit."""
 NOW_MS = 1_800_000_000_000
-PASSES = (FrameType.EVALUATE, FrameType.BACKWARD)
 SESSION_LENGTHS = (1, 8, 16, 48)
-EDGES = (0, 1, 2, 127, 128, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1)
-_CHECKSUM_AT = HEADER_BYTES - 4
-_META_BYTES_AT = HEADER_BYTES - 12
-_PAYLOAD_BYTES_AT = HEADER_BYTES - 8
 
 
 class Ending(Enum):
@@ -91,18 +89,18 @@ class Attacker:
         while len(frames) < BATCH_FRAMES:
             session = self._session()
             spoils = chance.choice((0.25, 0.8, 1.0))  # of the few, most of the session comes to run
-            sent = [self._mutate(frame) if chance.random() < spoils else frame for frame in session]
+            sent = [mutated(chance, frame) if chance.random() < spoils else frame for frame in session]
             spoiled += sum(each is not frame for each, frame in zip(sent, session, strict=True))
-            frames += _shuffled_a_little(chance, sent)
+            frames += shuffled_a_little(chance, sent)
             # Or its KV would be reserved for as long as the link lives, and the next session refused before any depth.
             frames += [frame for frame in session if frame.type is FrameType.CLOSE]
         frames.append(Frame(FrameType.CLOSE, fence))
         encoded = [encode(frame, POLICY) for frame in frames]
         moved = chance.sample(range(len(encoded) - 1), 5)
         for index in moved:
-            encoded[index] = _boundary_moved(chance, encoded[index])
+            encoded[index] = boundary_moved(chance, encoded[index])
         spoiled += 5
-        encoded = [_in_pieces(chance, frame) if chance.random() < 0.1 else frame for frame in encoded]
+        encoded = [in_pieces(chance, frame) if chance.random() < 0.1 else frame for frame in encoded]
         end = {Ending.ANSWERED: lambda: b"", Ending.REFUSED: self._no_frame, Ending.CUT: self._part_of_a_frame}
         return Batch(
             b"".join(encoded) + end[ending](),
@@ -215,7 +213,7 @@ class Attacker:
         announcement = Announcement(peer, (address,), NOW_MS, NOW_MS + 40_000, "llmnode/0", offer)
         signed = sign_announcement(announcement, lambda _body: self.chance.randbytes(64)).signed
         if self.chance.random() < 0.5:
-            signed = replace(signed, body=_bit_flipped(self.chance, signed.body))
+            signed = replace(signed, body=bit_flipped(self.chance, signed.body))
         payload = pack_news([signed], [PeerId("12D3KooW")], SwarmPolicy())
         return Frame(FrameType.NEWS, meta=pack(Clock(NOW_MS)), payload=payload)
 
@@ -225,203 +223,16 @@ class Attacker:
         start = self.chance.randrange(len(self._rows) // row_bytes - length) * row_bytes
         return bytes(encode_hidden(self._rows[start : start + length * row_bytes], codec))
 
-    def _mutate(self, frame: Frame) -> Frame:
-        """Mutates a frame that still gets a right checksum: the parsers and the session behind it must find the
-        fault.
-        """
-        kinds = [
-            _of_another_type,
-            _field_flipped,
-            _field_at_an_edge,
-            _field_off_by_one,
-            _payload_changed,
-            _meta_changed,
-        ]
-        if frame.type in (FrameType.OPEN, *PASSES):
-            kinds += [_request_changed] * 6
-        return self.chance.choice(kinds)(self.chance, frame)
-
     def _no_frame(self) -> bytes:
         """Bytes at which a decoder must give up, whatever comes next."""
-        makers: list[Callable[[Random, bytes], bytes]] = [
-            _bit_flipped,
-            _oversized,
-            _header_spoiled,
-            _noise,
-            _lengths_lie,
-        ]
         while True:
-            frame = encode(self.chance.choice(self._session()), POLICY)
-            data = self.chance.choice(makers)(self.chance, frame)
-            if _is_refused(data):  # a flipped length may only make the decoder wait
+            data = broken(self.chance, encode(self.chance.choice(self._session()), POLICY))
+            if is_refused(data):  # a flipped length may only make the decoder wait
                 return data
 
     def _part_of_a_frame(self) -> bytes:
         frame = encode(self.chance.choice(self._session()), POLICY)
         return frame[: self.chance.randrange(1, len(frame))]
-
-
-# Mutations of a sequence
-
-
-def _shuffled_a_little(chance: Random, frames: list[Frame]) -> list[Frame]:
-    frames = list(frames)
-    for _ in range(chance.randrange(3)):
-        at, other = chance.randrange(len(frames)), chance.randrange(len(frames))
-        match chance.randrange(4):
-            case 0:
-                frames[at], frames[other] = frames[other], frames[at]
-            case 1:
-                frames.insert(other, frames[at])
-            case 2:
-                frames[at:at] = [frames[at]] * chance.choice(
-                    (2, 2, 3, 3, 5, 5, 8, 8, 24)
-                )  # some overrun a session's queue
-            case 3:
-                del frames[at]
-    return frames
-
-
-# Mutations of a frame
-
-
-def _in_pieces(chance: Random, encoded: bytes) -> bytes:
-    """Cuts an encoded frame into PIECE frames, like a large one."""
-    at = chance.randrange(len(encoded))
-    return b"".join(encode(Frame(FrameType.PIECE, payload=part), POLICY) for part in (encoded[:at], encoded[at:]))
-
-
-# Mutations of a frame, before it is encoded
-
-
-def _of_another_type(chance: Random, frame: Frame) -> Frame:
-    """A piece of a frame would be none, and end the link: see `_in_pieces`. One type is not known yet."""
-    kinds = [*FrameType, FrameType(max(FrameType) + 1)]
-    return replace(frame, type=chance.choice([kind for kind in kinds if kind not in (frame.type, FrameType.PIECE)]))
-
-
-def _field_flipped(chance: Random, frame: Frame) -> Frame:
-    if chance.random() < 0.2:
-        return replace(frame, session=SessionId(_bit_flipped(chance, frame.session)))
-    name = _some_field(chance)
-    return replace(frame, **{name: getattr(frame, name) ^ 1 << chance.randrange(32)})
-
-
-def _field_at_an_edge(chance: Random, frame: Frame) -> Frame:
-    return replace(frame, **{_some_field(chance): chance.choice(EDGES)})
-
-
-def _field_off_by_one(chance: Random, frame: Frame) -> Frame:
-    name = _some_field(chance)
-    return replace(frame, **{name: (getattr(frame, name) + chance.choice((-1, 1))) % 2**32})
-
-
-def _some_field(chance: Random) -> str:
-    return chance.choice(("epoch", "step", "start", "length"))
-
-
-def _payload_changed(chance: Random, frame: Frame) -> Frame:
-    return replace(frame, payload=_bytes_changed(chance, bytes(frame.payload)))
-
-
-def _meta_changed(chance: Random, frame: Frame) -> Frame:
-    return replace(frame, meta=_bytes_changed(chance, bytes(frame.meta)))
-
-
-def _request_changed(chance: Random, frame: Frame) -> Frame:
-    """Metadata that is msgpack, of fields that are not right."""
-    fields = msgpack.unpackb(frame.meta)
-    name = chance.choice(sorted(fields))
-    odd: list[object] = [None, True, -1, 0, 2**32, 2**63, 1.5, "", "x" * 3000, b"", bytes(32), [], {}, [[[]]], *EDGES]
-    match chance.randrange(6):
-        case 0:
-            del fields[name]
-        case 1:
-            fields.update(chance.choice(({"codec": "zip"}, {"adapter": chance.randbytes(32)}, {"required": ["x"]})))
-        case 2:
-            fields[chance.choice(("x", "", "codec ", 7, None))] = 1
-        case 3 if isinstance(fields[name], int):
-            fields[name] = max(0, fields[name] + chance.choice((-1, 1)))
-        case 4 if isinstance(fields[name], bytes):
-            fields[name] = _bit_flipped(chance, fields[name])
-        case _:
-            fields[name] = chance.choice(odd)
-    return replace(frame, meta=msgpack.packb(fields))
-
-
-def _bytes_changed(chance: Random, content: bytes) -> bytes:
-    kind = chance.randrange(5) if content else 4
-    at = chance.randrange(len(content) + 1)
-    match kind:
-        case 0:
-            return _bit_flipped(chance, content)
-        case 1:
-            return content[:at]
-        case 2:
-            return content[:at] + chance.randbytes(chance.randrange(1, 64)) + content[at:]
-        case 3:
-            return chance.randbytes(len(content))
-        case _:
-            return content + chance.choice((b"\x00", b"\x91" * 500, b"\xdf\xff\xff\xff\xff", b"\xc1", b"\x80", content))
-
-
-# Mutations of the bytes
-
-
-def _boundary_moved(chance: Random, encoded: bytes) -> bytes:
-    """Metadata is taken for payload, or payload for metadata; the frame is as long as before, its checksum right."""
-    meta_bytes, payload_bytes = struct.unpack_from("<II", encoded, _META_BYTES_AT)
-    moved = chance.randrange(min(meta_bytes + payload_bytes, POLICY.max_meta_bytes) + 1)
-    return _with_checksum(_patched(encoded, _META_BYTES_AT, "<II", moved, meta_bytes + payload_bytes - moved))
-
-
-def _bit_flipped(chance: Random, content: bytes) -> bytes:
-    at = chance.randrange(len(content))
-    return content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :]
-
-
-def _oversized(chance: Random, encoded: bytes) -> bytes:
-    at, limit = chance.choice(((_META_BYTES_AT, POLICY.max_meta_bytes), (_PAYLOAD_BYTES_AT, POLICY.max_payload_bytes)))
-    return _with_checksum(_patched(encoded, at, "<I", chance.choice((limit + 1, 2**31, 2**32 - 1))))
-
-
-def _lengths_lie(chance: Random, encoded: bytes) -> bytes:
-    """A payload some bytes shorter or longer than it is, its checksum right; then comes what is left over, or noise."""
-    (payload_bytes,) = struct.unpack_from("<I", encoded, _PAYLOAD_BYTES_AT)
-    lied = max(0, payload_bytes + chance.choice((-7, -1, 1, 30)))
-    frame_bytes = len(encoded) - payload_bytes + lied
-    lying = _patched(encoded, _PAYLOAD_BYTES_AT, "<I", lied) + chance.randbytes(2 * HEADER_BYTES)
-    return _with_checksum(lying[:frame_bytes]) + lying[frame_bytes:]
-
-
-def _header_spoiled(chance: Random, encoded: bytes) -> bytes:
-    """Magic, version or type that are not ours, under a right checksum."""
-    at = chance.randrange(4)
-    return _with_checksum(_patched(encoded, at, "<B", chance.choice((11, 99, 255))))
-
-
-def _noise(chance: Random, _encoded: bytes) -> bytes:
-    return chance.randbytes(chance.randrange(HEADER_BYTES, 2000))
-
-
-def _patched(encoded: bytes, at: int, form: str, *values: int) -> bytes:
-    patched = bytearray(encoded)
-    struct.pack_into(form, patched, at, *values)
-    return bytes(patched)
-
-
-def _with_checksum(encoded: bytes) -> bytes:
-    checksum = _native.frame_crc32c([encoded[:_CHECKSUM_AT], encoded[HEADER_BYTES:]])
-    return _patched(encoded, _CHECKSUM_AT, "<I", checksum)
-
-
-def _is_refused(data: bytes) -> bool:
-    try:
-        for _ in FrameDecoder(POLICY).feed(data):
-            pass
-    except RemoteProtocolError:
-        return True
-    return False
 
 
 def _question(frame: Frame) -> tuple[SessionId, Epoch, Step]:
