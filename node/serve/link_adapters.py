@@ -9,8 +9,9 @@ from llmnode.core.ids import AdapterId
 from llmnode.core.span import Span
 from llmnode.errors import RemoteProtocolError
 from llmnode.wire.adapter import unpack_manifest
+from llmnode.wire.adapter_messages import AdapterPart, AdapterUse
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import AdapterPart, AdapterUse, unpack
+from llmnode.wire.messages import unpack
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

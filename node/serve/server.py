@@ -40,17 +40,8 @@ from llmnode.swarm.membership import software
 from llmnode.wire import version_1
 from llmnode.wire.deep_prompts import prompts_of_session
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import (
-    Description,
-    Lease,
-    Leased,
-    OpenRequest,
-    Pass,
-    RefusalCode,
-    check_empty,
-    pack,
-    unpack,
-)
+from llmnode.wire.messages import Description, Lease, Leased, OpenRequest, RefusalCode, check_empty, pack, unpack
+from llmnode.wire.pass_messages import Pass
 from llmnode.wire.payload import Codec, HiddenForm
 from llmnode.wire.profile import profile_fields, profile_of
 from llmnode.wire.refusal import refusal_for

@@ -18,7 +18,8 @@ from llmnode.core.priority import PRIORITIES
 from llmnode.core.span import Span
 from llmnode.wire.announcement import pack_news, pack_sequences, sign_announcement
 from llmnode.wire.frame import Frame, FrameType, encode
-from llmnode.wire.messages import Clock, Description, ForkRequest, Lease, Neighbours, OpenRequest, Pass, Replay, pack
+from llmnode.wire.messages import Clock, Description, ForkRequest, Lease, Neighbours, OpenRequest, Replay, pack
+from llmnode.wire.pass_messages import Pass
 from llmnode.wire.payload import Codec, encode_hidden
 from llmnode.wire.profile import profile_of
 from process.mutations import (

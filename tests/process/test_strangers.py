@@ -29,21 +29,10 @@ from llmnode.net.select import open_unanswered
 from llmnode.swarm.membership import wall_clock_ms
 from llmnode.swarm.peer_connection import open_connection
 from llmnode.wire.adapter import make_adapter
+from llmnode.wire.adapter_messages import AdapterPart, AdapterUse
 from llmnode.wire.announcement import pack_news, sign_announcement
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import (
-    AdapterPart,
-    AdapterUse,
-    Clock,
-    Neighbours,
-    Opened,
-    OpenRequest,
-    Refusal,
-    RefusalCode,
-    Replay,
-    pack,
-    unpack,
-)
+from llmnode.wire.messages import Clock, Neighbours, Opened, OpenRequest, Refusal, RefusalCode, Replay, pack, unpack
 from llmnode.wire.push_messages import PushLimit
 from process.small_server import connected, expected_tokens, serve_small
 from reference.small import BLOCKS, make_model

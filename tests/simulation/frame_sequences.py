@@ -13,18 +13,10 @@ from typing import TYPE_CHECKING, Any
 from llmnode.core.ids import NO_SESSION, SESSION_ID_BYTES, Epoch, SessionId, Step
 from llmnode.core.priority import Priority
 from llmnode.testing import EXACT_MODEL, exact_input
+from llmnode.wire.adapter_messages import AdapterPart, AdapterUse
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import (
-    AdapterPart,
-    AdapterUse,
-    ForkRequest,
-    Lease,
-    Neighbours,
-    OpenRequest,
-    Pass,
-    Replay,
-    pack,
-)
+from llmnode.wire.messages import ForkRequest, Lease, Neighbours, OpenRequest, Replay, pack
+from llmnode.wire.pass_messages import Pass
 from llmnode.wire.payload import Codec, encode_hidden
 from llmnode.wire.profile import profile_fields
 from llmnode.wire.push_messages import Pushed, PushLimit

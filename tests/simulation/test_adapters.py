@@ -25,8 +25,9 @@ from llmnode.testing.faults import FailForwards, Freeze, Kill, Stop
 from llmnode.testing.network import peer_named
 from llmnode.testing.world import GENEROUS
 from llmnode.wire.adapter import Manifest, PartName, make_adapter
+from llmnode.wire.adapter_messages import AdapterPart, AdapterUse
 from llmnode.wire.frame import FrameType
-from llmnode.wire.messages import AdapterPart, AdapterUse, pack, unpack
+from llmnode.wire.messages import pack, unpack
 from llmnode.wire.payload import Codec
 from simulation.adapters import drawn_adapter, there_and_back
 from simulation.world import ALL_BLOCKS, DELAY_S, MODEL, SPANS, pairs_of_servers, simulated, world

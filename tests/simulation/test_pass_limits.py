@@ -15,7 +15,8 @@ from llmnode.session.passes import SwarmPasses
 from llmnode.testing import exact_output, open_world
 from llmnode.testing.exact_blocks import exact_input
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Pass, RefusalCode, pack
+from llmnode.wire.messages import RefusalCode, pack
+from llmnode.wire.pass_messages import Pass
 from llmnode.wire.payload import Codec
 from llmnode.wire.profile import profile_fields
 from llmnode.wire.refusal import refusal_of

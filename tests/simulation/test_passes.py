@@ -23,7 +23,8 @@ from llmnode.testing.exact_blocks import exact_gradient, exact_input, exact_prom
 from llmnode.testing.faults import FailForwards, Freeze, Kill, Stop
 from llmnode.testing.worker import ExactExecutor
 from llmnode.wire.frame import FrameType
-from llmnode.wire.messages import Pass, RefusalCode, pack
+from llmnode.wire.messages import RefusalCode, pack
+from llmnode.wire.pass_messages import Pass
 from llmnode.wire.payload import Codec
 from llmnode.wire.profile import profile_fields
 from llmnode.wire.refusal import refusal_of

@@ -19,8 +19,6 @@ from llmnode.wire.messages import (
     Neighbours,
     Opened,
     OpenRequest,
-    Pass,
-    Passed,
     Refusal,
     Replay,
     Replayed,
@@ -29,6 +27,7 @@ from llmnode.wire.messages import (
     pack,
     unpack,
 )
+from llmnode.wire.pass_messages import Pass, Passed
 from llmnode.wire.push_messages import Pushed, PushLimit
 
 Kind: TypeAlias = Any  # one of KINDS: the union of their types says no more

@@ -32,8 +32,9 @@ from llmnode.session.pass_tries import PassTries
 from llmnode.wire.deep_prompts import are_sound, prompts_extension
 from llmnode.wire.fields import MOST_SEQUENCES
 from llmnode.wire.frame import FrameType
-from llmnode.wire.messages import PROMPTS, Pass, Passed, pack, unpack
+from llmnode.wire.messages import PROMPTS, pack, unpack
 from llmnode.wire.pass_deadline import deadline_extension
+from llmnode.wire.pass_messages import Pass, Passed
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
 from llmnode.wire.profile import profile_fields
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, TypeVar
 import trio
 
 from llmnode.errors import PeerRefused, PeerTimeout, RemoteProtocolError
+from llmnode.wire.adapter_messages import AdapterPart, AdapterUse
 from llmnode.wire.frame import FrameType
-from llmnode.wire.messages import AdapterPart, AdapterUse, RefusalCode, pack
+from llmnode.wire.messages import RefusalCode, pack
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

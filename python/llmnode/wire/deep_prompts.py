@@ -20,7 +20,7 @@ from llmnode.wire.payload import Codec, HiddenForm
 if TYPE_CHECKING:
     from llmnode.core.operations import Buffer
     from llmnode.wire.frame import Frame
-    from llmnode.wire.messages import Pass
+    from llmnode.wire.pass_messages import Pass
 
 _is_number = check_of(U32)
 

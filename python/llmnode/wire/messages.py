@@ -1,4 +1,5 @@
-"""The metadata of each frame type, as strict frozen dataclasses. `fields.py` has the types and bounds of their fields.
+"""The metadata of each frame type, as strict frozen dataclasses. `fields.py` has the types and bounds of their fields;
+`pass_messages.py`, `adapter_messages.py` and `push_messages.py` have those of passes, adapters and pushes.
 
 A message can be read only if every field is there, none is unknown, and each has its type and range: what a peer may
 send is exactly what is declared here. Everything else raises RemoteProtocolError. Optional fields, extensions and
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, get_args, 
 import msgpack
 
 from llmnode.errors import PeerRefused, RemoteProtocolError
+from llmnode.wire.adapter_messages import AdapterPart, AdapterUse
 from llmnode.wire.fields import (
     U32,
     Addresses,
@@ -23,7 +25,6 @@ from llmnode.wire.fields import (
     ExtensionNames,
     Extensions,
     Flag,
-    Lengths,
     Microseconds,
     Milliseconds,
     Name,
@@ -39,6 +40,7 @@ from llmnode.wire.fields import (
     check_of,
     read_map,
 )
+from llmnode.wire.pass_messages import Pass, Passed
 from llmnode.wire.push_messages import Pushed, PushLimit
 
 if TYPE_CHECKING:
@@ -149,55 +151,6 @@ class Result:
     pushed: Flag
     shown_input: Annotated[bytes, Sized(0, 32)]
     shown_signature: Annotated[bytes, Sized(0, 64)]
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """Put whole sequences of these `lengths` through the blocks of a span, or gradients back through them.
-
-    The payload of EVALUATE is their hidden states in `codec`. That of BACKWARD has gradients for the output after them,
-    likewise. Nothing is kept. With an `adapter`, GRADIENT also has fp32 gradients for its matrices in the span. Deep
-    prompts are an extension (`deep_prompts.py`).
-    """
-
-    model_digest: Digest
-    span_start: U32
-    span_end: Count
-    dtype: Name
-    codec: Name
-    priority: Name
-    lengths: Lengths
-    adapter: OptionalDigest = None
-    extensions: Extensions = None
-    required: ExtensionNames = None
-
-
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """The result of a pass. The payload is the output of the blocks, or gradients for their input, in its codec."""
-
-    queue_us: Microseconds
-    compute_us: Microseconds
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterUse:
-    """Tell a server of an adapter, whose manifest is the payload, for the blocks of a span.
-
-    The answer says which parts of it the server lacks there.
-    """
-
-    adapter: Digest
-    span_start: U32
-    span_end: Count
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterPart:
-    """The part of an adapter that belongs to one block: the payload. The manifest came before."""
-
-    adapter: Digest
-    block: U32
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from llmnode.wire.fields import Count, check_of
 from llmnode.wire.messages import DEADLINE_MS
 
 if TYPE_CHECKING:
-    from llmnode.wire.messages import Pass
+    from llmnode.wire.pass_messages import Pass
 
 _is_deadline = check_of(Count)
 

@@ -9,7 +9,8 @@ import pytest
 from llmnode.core.operations import NO_PROMPTS, DeepPrompts
 from llmnode.errors import RemoteProtocolError
 from llmnode.wire.deep_prompts import PromptsForm, prompts_extension
-from llmnode.wire.messages import EXTENSIONS, PROMPTS, Pass, pack, unpack
+from llmnode.wire.messages import EXTENSIONS, PROMPTS, pack, unpack
+from llmnode.wire.pass_messages import Pass
 
 SIZE = 3
 """The numbers of a hidden state."""

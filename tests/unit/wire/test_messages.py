@@ -13,17 +13,8 @@ from llmnode.errors import PeerRefused, RemoteProtocolError
 from llmnode.wire import messages as messages_module
 from llmnode.wire import version_1
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import (
-    Description,
-    Neighbours,
-    OpenRequest,
-    Pass,
-    Refusal,
-    RefusalCode,
-    check_empty,
-    pack,
-    unpack,
-)
+from llmnode.wire.messages import Description, Neighbours, OpenRequest, Refusal, RefusalCode, check_empty, pack, unpack
+from llmnode.wire.pass_messages import Pass
 from unit.message_rules import (
     FIELDS,
     KINDS,

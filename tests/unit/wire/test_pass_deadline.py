@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from llmnode.errors import RemoteProtocolError
-from llmnode.wire.messages import DEADLINE_MS, EXTENSIONS, Pass, pack, unpack
+from llmnode.wire.messages import DEADLINE_MS, EXTENSIONS, pack, unpack
 from llmnode.wire.pass_deadline import deadline_extension, deadline_s
+from llmnode.wire.pass_messages import Pass
 
 
 def asked(extensions: dict[str, object] | None) -> Pass:
