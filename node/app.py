@@ -32,6 +32,7 @@ from llmnode.node.serve.placing import choose_blocks, choose_precision
 from llmnode.node.serve.rebalance import rebalance
 from llmnode.node.serve.role import Role
 from llmnode.node.serve.server import Server
+from llmnode.node.serve.server_link import serve_links
 from llmnode.node.watching import Notice, log_notice, watch
 from llmnode.swarm.former_peers import FormerPeers
 from llmnode.swarm.membership import Swarm
@@ -215,7 +216,7 @@ async def open_node(
             async with trio.open_nursery() as nursery:
                 report(f"reading blocks {span} of {model.name}")
                 await nursery.start(role.run)
-                nursery.start_soon(server.run)
+                nursery.start_soon(serve_links, server)
                 nursery.start_soon(node.follow_addresses, report_addresses)
                 if config.rebalance and ":" not in config.blocks:
                     nursery.start_soon(rebalance, network.peer, role, swarm, report)

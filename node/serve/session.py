@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import trio
@@ -20,9 +19,10 @@ from llmnode import _native
 from llmnode.core import operations
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.links.push_grants import ReplayBudget
-from llmnode.core.operations import NO_PROMPTS, DeepPrompts, Forward, Open, Truncate
+from llmnode.core.operations import Forward, Open, Truncate
 from llmnode.core.serving.kv_shares import KvClaim
 from llmnode.errors import ConfigError, PeerError, PeerRefused, RemoteProtocolError, WorkerLost
+from llmnode.node.serve.asked import Asked
 from llmnode.node.serve.receipt_signer import ReceiptSigner
 from llmnode.node.serve.receiver import Receiver
 from llmnode.node.serve.session_inbox import SessionInbox
@@ -49,13 +49,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from llmnode.core.budget import Scope
-    from llmnode.core.model import Profile
-    from llmnode.core.priority import Priority
-    from llmnode.core.span import Span
     from llmnode.node.serve.served_span import ServedSpan
     from llmnode.ports import Link
     from llmnode.wire.frame import Buffer
-    from llmnode.wire.payload import HiddenForm
     from llmnode.wire.stage import Action, Stage
 
 log = logging.getLogger(__name__)
@@ -65,23 +61,6 @@ FAREWELL_S = 5.0
 
 REQUESTS = {FrameType.NEIGHBOURS: Neighbours, FrameType.REPLAY: Replay, FrameType.FORK: ForkRequest}
 """The frames with metadata that a session takes, and what the metadata is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The terms that a client has opened a session with."""
-
-    span: Span
-    form: HiddenForm
-    profile: Profile
-    priority: Priority
-    keep_outputs: bool
-    prompts: DeepPrompts = NO_PROMPTS
-
-    @property
-    def kind(self) -> tuple[Span, HiddenForm, Profile, bool, DeepPrompts]:
-        """A session becomes a copy only of one that has the same kind."""
-        return self.span, self.form, self.profile, self.keep_outputs, self.prompts
 
 
 class ServerSession:

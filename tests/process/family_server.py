@@ -22,6 +22,7 @@ from llmnode.models.open_model import open_model
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.host import open_network
 from llmnode.node.serve.server import Server
+from llmnode.node.serve.server_link import serve_links
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -45,7 +46,7 @@ async def _serve(wanted: dict[str, Any]) -> None:  # Any: JSON
         print(json.dumps({**wanted, "address": network.addresses[0]}), flush=True)
         server = Server(network, folder.info, ServePolicy())
         server.serve(ThreadWorker(executor))
-        await server.run()
+        await serve_links(server)
 
 
 async def _lines_of_stdin() -> AsyncIterator[bytes]:

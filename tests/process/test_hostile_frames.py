@@ -21,7 +21,7 @@ from multiaddr import Multiaddr
 from llmnode.core.ids import SessionId
 from llmnode.errors import PeerUnreachable
 from llmnode.net.host import LINK_PROTOCOL, open_network
-from llmnode.node.serve.server import MOST_NAMED
+from llmnode.node.serve.server_link import MOST_NAMED
 from llmnode.wire.frame import Frame, FrameDecoder, FrameType
 from llmnode.wire.messages import Refusal, RefusalCode, unpack
 from process.attacked import (

@@ -27,7 +27,8 @@ from llmnode.core.policy import ServePolicy
 from llmnode.core.span import Span
 from llmnode.errors import PeerUnreachable
 from llmnode.node.serve.next_hops import no_next_hop
-from llmnode.node.serve.server import Server, ServerLink
+from llmnode.node.serve.server import Server
+from llmnode.node.serve.server_link import ServerLink
 from llmnode.testing import EXACT_MODEL, ExactWorker, open_internet, simulated
 from llmnode.testing.world import raise_bug
 from llmnode.wire.frame import Frame, FrameType

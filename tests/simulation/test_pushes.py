@@ -16,7 +16,7 @@ from llmnode.core.ids import NO_SESSION, Epoch, SessionId, Step
 from llmnode.core.policy import ServePolicy
 from llmnode.core.priority import Priority
 from llmnode.errors import PeerRefused, PeerUnreachable
-from llmnode.node.serve.server import ServerLink
+from llmnode.node.serve.server_link import ServerLink
 from llmnode.testing import peer_named
 from llmnode.testing.link import MemoryLink
 from llmnode.wire.frame import Frame, FrameType

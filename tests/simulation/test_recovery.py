@@ -14,7 +14,7 @@ import trio
 from llmnode.core.policy import ClientPolicy, RoutePolicy
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute, SessionLost
-from llmnode.node.serve.server import ServerLink
+from llmnode.node.serve.server_link import ServerLink
 from llmnode.testing import MemoryNetwork, exact_input, exact_output
 from llmnode.wire.payload import Codec
 from simulation.chaos import MAX_LENGTH, POLICY

@@ -24,6 +24,7 @@ from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.host import LINK_PROTOCOL, Libp2pNetwork, open_network
 from llmnode.net.link import Libp2pLink
 from llmnode.node.serve.server import Server
+from llmnode.node.serve.server_link import serve_links
 from llmnode.session.session import InferenceSession, open_session
 from llmnode.swarm.peer_connection import PeerConnection, open_connection
 from llmnode.testing import exact_output
@@ -70,7 +71,7 @@ async def served(worker: Any, *, link: LinkPolicy = POLICY, serve: ServePolicy |
     async with open_network([LISTEN_ANY_LOOPBACK], link) as network, trio.open_nursery() as nursery:
         server = Server(network, MODEL, serve or ServePolicy(), on_bug=raise_bug)
         server.serve(worker)
-        nursery.start_soon(server.run)
+        nursery.start_soon(serve_links, server)
         try:
             yield Served(server, network, worker)
         finally:  # what is computed is not cut short, so nothing may hold it back for ever

@@ -17,6 +17,7 @@ from llmnode.node.serve.links import accept_links, answer_as_relay
 from llmnode.node.serve.rebalance import rebalance
 from llmnode.node.serve.role import Role
 from llmnode.node.serve.server import Server
+from llmnode.node.serve.server_link import serve_links
 from llmnode.session.router import Router
 from llmnode.swarm.membership import Swarm
 from llmnode.swarm.pool import open_pool
@@ -294,7 +295,7 @@ class World:
             node = ServingNode(name, life.network, life.pool, life.swarm, life.scope, source, server, role)
             await nursery.start(role.run)
             self.nodes[name] = node
-            nursery.start_soon(server.run)
+            nursery.start_soon(serve_links, server)
             if report_move is not None:
                 nursery.start_soon(rebalance, node.peer, role, life.swarm, report_move, None, self._rng(name))
             task_status.started(node)

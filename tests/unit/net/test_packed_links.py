@@ -22,6 +22,7 @@ from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.host import Libp2pNetwork, open_network
 from llmnode.net.link import Libp2pLink
 from llmnode.node.serve.server import Server
+from llmnode.node.serve.server_link import serve_links
 from llmnode.session.session import open_session
 from llmnode.swarm.peer_connection import open_connection
 from llmnode.testing import ExactWorker, exact_output
@@ -154,7 +155,7 @@ async def test_a_session_over_packed_links_is_right_to_the_bit() -> None:
     async with line(SLOW_BYTES_PER_S) as over, trio.open_nursery() as nursery:
         server = Server(over.other, MODEL, ServePolicy())
         server.serve(worker)
-        nursery.start_soon(server.run)
+        nursery.start_soon(serve_links, server)
         async with open_connection(await over.one.dial(over.address)) as connection:
             route, links = (Hop(connection.peer, worker.span),), {connection.peer: connection}
             policy = ClientPolicy(chunk_tokens=ROWS)

@@ -1,4 +1,4 @@
-"""What a hop shows of the hop before it: echoes that agree, that convict, or that prove nothing."""
+"""Echoes, by which a hop shows the receipt of the hop before it: they agree, convict, or prove nothing."""
 
 from __future__ import annotations
 

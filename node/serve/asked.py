@@ -1,0 +1,31 @@
+"""The terms that a client has opened a session with, which decide what it may become a copy of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmnode.core.operations import NO_PROMPTS, DeepPrompts
+
+if TYPE_CHECKING:
+    from llmnode.core.model import Profile
+    from llmnode.core.priority import Priority
+    from llmnode.core.span import Span
+    from llmnode.wire.payload import HiddenForm
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The terms that a client has opened a session with."""
+
+    span: Span
+    form: HiddenForm
+    profile: Profile
+    priority: Priority
+    keep_outputs: bool
+    prompts: DeepPrompts = NO_PROMPTS
+
+    @property
+    def kind(self) -> tuple[Span, HiddenForm, Profile, bool, DeepPrompts]:
+        """A session becomes a copy only of one that has the same kind."""
+        return self.span, self.form, self.profile, self.keep_outputs, self.prompts
