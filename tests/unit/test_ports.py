@@ -14,7 +14,7 @@ from llmnode.core.ids import PeerId, SessionId, Step
 from llmnode.core.model import Precision, Profile
 from llmnode.core.policy import LinkPolicy
 from llmnode.core.span import Span
-from llmnode.errors import ConfigError, PeerError, PeerUnreachable, RemoteProtocolError
+from llmnode.errors import ConfigError, PeerError, PeerUnreachable
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.host import open_network
 from llmnode.testing import MemoryDirectory, open_internet
@@ -164,14 +164,14 @@ async def test_an_accepted_link_ends_with_its_context(twin: str) -> None:
 
 
 @on_twins("real", "memory")
-async def test_a_sender_is_taken_for_broken_if_it_sends_more_than_may_wait(twin: str) -> None:
+async def test_a_link_ends_if_more_comes_than_may_wait_and_nobody_takes_it(twin: str) -> None:
     async with linked(twin) as (near, far):
         with suppress(PeerUnreachable):
             for number in count():
                 await near.send(step(number))
         frames, error = await end_of(far)
         assert same(frames, [step(number) for number in range(POLICY.queue_frames)])
-        assert isinstance(error, RemoteProtocolError)
+        assert isinstance(error, PeerUnreachable)
 
 
 @on_twins("real", "memory")

@@ -12,7 +12,7 @@ from llmnode.core.address_groups import address_groups
 from llmnode.core.budget import Kind, Resource
 from llmnode.core.ids import NO_SESSION
 from llmnode.core.traffic import Traffic
-from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError
+from llmnode.errors import PeerError, PeerUnreachable
 from llmnode.wire.frame import Frame, FrameType
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ class MemoryLink:
             try:
                 self._delivered.send_nowait(frame)
             except trio.WouldBlock:
-                return self.fail(RemoteProtocolError("sent more than a link may hold ahead of our reading"))
+                return self.fail(PeerUnreachable("what came was not taken in time"))
         return None
 
     def notice_silence(self) -> None:
