@@ -337,6 +337,15 @@ async def test_gradients_that_are_not_finite_come_back_as_such_and_are_not_sent(
 
 
 @simulated
+async def test_gradients_that_the_codec_cannot_carry_come_back_as_no_numbers() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        client = SwarmPasses(router.finder, Codec.FP16)
+        _, crossed = await client.outputs(ALL_BLOCKS, [3], drawn(1, 3))
+        gradient = np.full(3 * MODEL.hidden_size, 1e6, "<f4")
+        assert np.isnan(np.frombuffer(await client.gradients(crossed, gradient), "<f4")).all()
+
+
+@simulated
 async def test_a_server_that_answers_with_no_numbers_is_replaced() -> None:
     async with pairs_of_servers() as swarm, swarm.client() as (router, _):
         for name in ("0a", "1a"):

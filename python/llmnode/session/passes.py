@@ -181,9 +181,19 @@ class SwarmPasses:
     async def gradients(self, crossed: Sequence[Crossed], gradient: Buffer) -> Buffer:
         """Gradients for what went in, from those for what came out. Raises as `outputs`.
 
-        If some of those are not finite, as a scaler of losses tries out, all that is returned are NaNs.
+        If some of those are not finite, or too large for the codec, as a scaler of losses tries out, all that is
+        returned are NaNs.
         """
         return (await self.all_gradients(crossed, gradient)).hidden
+
+    def _can_carry(self, gradient: Buffer, positions: int) -> bool:
+        if not HiddenForm(self.model.hidden_size, Codec.RAW).is_sound(gradient, positions):
+            return False
+        try:
+            self._form.encode(gradient)
+        except ConfigError:  # too large for the codec: a scaler of losses is to see that
+            return False
+        return True
 
     async def all_gradients(self, crossed: Sequence[Crossed], gradient: Buffer) -> PassGradients:
         """Like `gradients`, and those for the adapter's matrices and for prompts, summed over microbatches."""
@@ -192,9 +202,7 @@ class SwarmPasses:
         values = 0 if adapter is None else adapter.manifest.values(span)
         rows = max(each.first_prompt + each.prompts.rows for each in batches)
         shape = prompts.blocks, rows, prompts.positions * self.model.hidden_size
-        if not HiddenForm(self.model.hidden_size, Codec.RAW).is_sound(
-            gradient, sum(each.positions for each in batches)
-        ):
+        if not self._can_carry(gradient, sum(each.positions for each in batches)):
             nans = _NAN * (memoryview(gradient).nbytes // len(_NAN))
             return PassGradients(nans, np.full(values, np.nan, np.float32), np.full(shape, np.nan, np.float32))
         parts = split_rows(gradient, [each.positions for each in batches])
