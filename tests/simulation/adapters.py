@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from llmnode.core.budget import Resource
 from llmnode.core.model import FP32_BYTES
 from llmnode.core.operations import NO_PROMPTS, DeepPrompts
 from llmnode.core.span import Span
@@ -19,6 +21,7 @@ from llmnode.testing.exact_blocks import (
     exact_prompt_gradient,
     exact_prompts,
 )
+from llmnode.testing.world import GENEROUS
 from llmnode.wire.adapter import make_adapter
 from simulation.world import ALL_BLOCKS, MODEL, ROW
 
@@ -26,7 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llmnode.session.passes import SwarmPasses
+    from llmnode.session.router import Router
+    from llmnode.swarm.peer_connection import PeerConnection
+    from llmnode.testing import World
     from llmnode.wire.adapter import Adapter
+BRIEF = replace(GENEROUS, adapter_idle_s=10.0)
+"""Adapters that nothing uses are dropped soon."""
 
 
 def drawn_adapter(rng: random.Random, blocks: Sequence[int] = range(MODEL.blocks), values: int = 5) -> Adapter:
@@ -68,3 +76,19 @@ async def there_and_back(
     of_adapter = np.frombuffer(exact_adapter_gradient(pairs, span, parts, own), np.float32)
     assert found.adapter.tolist() == of_adapter.tolist()
     assert found.prompts.tobytes() == exact_prompt_gradient(coming, span, prompts, parts)
+
+
+def parts_held(swarm: World) -> int:
+    """The parts that workers hold."""
+    return sum(len(parts) for node in swarm.nodes.values() for parts in node.worker.executor.adapters.values())
+
+
+def nothing_is_left(swarm: World) -> None:
+    for node in swarm.nodes.values():
+        assert not node.worker.executor.adapters
+        assert not node.network.budget.process.held[Resource.ADAPTERS]
+
+
+async def connection_to(router: Router, span: Span) -> PeerConnection:
+    route, connections = await router.finder.find(span, 0, (), hurry=False)
+    return connections[route[0].peer]

@@ -3,95 +3,30 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import trio
 
-from llmnode.core.budget import Kind, Resource, Worth
-from llmnode.core.ids import NO_SESSION, Epoch, SessionId, Step
+from llmnode.core.budget import Resource
+from llmnode.core.ids import Epoch, SessionId, Step
 from llmnode.core.policy import ServePolicy
-from llmnode.core.priority import Priority
-from llmnode.errors import PeerRefused, PeerUnreachable
-from llmnode.node.serve.server_link import ServerLink
+from llmnode.errors import PeerUnreachable
 from llmnode.testing import peer_named
-from llmnode.testing.link import MemoryLink
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Neighbours, OpenRequest, Refusal, RefusalCode, Replay, pack, unpack
+from llmnode.wire.messages import Refusal, RefusalCode, Replay, pack, unpack
 from llmnode.wire.payload import Codec
-from llmnode.wire.profile import profile_fields
 from llmnode.wire.push_messages import PushLimit
-from simulation.world import MODEL, ROW, SPANS, Dialogue, pairs_of_servers, simulated
+from simulation.pushes import a_session, answers, held, link_between, neighbours, open_frame, pushed_step, sessions_of
+from simulation.world import ROW, Dialogue, pairs_of_servers, simulated
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection
-
-    from llmnode.core.ids import PeerId
-    from llmnode.node.serve.session import ServerSession
     from llmnode.session.session import InferenceSession
-    from llmnode.testing.world import ServingNode, World
 
 POLICY = ServePolicy()
 AT_ONCE = POLICY.unasked_burst
-
-
-def sessions_of(node: ServingNode) -> list[ServerSession]:
-    return list(node.server.sessions.values())
-
-
-def held(node: ServingNode, resource: Resource, peer: PeerId | None = None) -> int:
-    """By all peers, or by one."""
-    process = node.network.budget.process
-    scopes = [process] if peer is None else [each for each in process.within(Kind.PEER) if each.name == peer]
-    return sum(each.held[resource] for each in scopes)
-
-
-def pushed_step(served: ServerSession, epoch: int = 0, number: int | None = None, length: int = 1) -> Frame:
-    """A step for this session, of zeros, which is due unless another `number` is given."""
-    stage = served.stage
-    at = Epoch(epoch), stage._due if number is None else Step(number)
-    return Frame(FrameType.STEP, stage.session, *at, stage.position, length, b"", bytes(length * ROW))
-
-
-@asynccontextmanager
-async def a_session(steps: int = 1) -> AsyncIterator[tuple[World, InferenceSession, Dialogue]]:
-    async with pairs_of_servers() as swarm, swarm.session(max_length=120) as (session, _):
-        dialogue = Dialogue(session, random.Random(1))
-        for _ in range(steps):
-            await dialogue.step(3)
-        yield swarm, session, dialogue
-
-
-def open_frame(name: SessionId, number: int, max_length: int = 100) -> Frame:
-    """An OPEN for one of the spans."""
-    span = SPANS[number]
-    fields = profile_fields(MODEL.profile)
-    codec, word = Codec.RAW, Priority.INTERACTIVE.word
-    request = OpenRequest(
-        **fields,
-        span_start=span.start,
-        span_end=span.end,
-        max_length=max_length,
-        codec=codec,
-        priority=word,
-        keep_outputs=True,
-    )
-    return Frame(FrameType.OPEN, name, meta=pack(request))
-
-
-def neighbours(
-    name: SessionId, step: int, sender: str = "", receiver: str = "", session: SessionId | None = None
-) -> Frame:
-    names = sender and peer_named(sender), receiver and peer_named(receiver)
-    request = Neighbours(*names, session or NO_SESSION, quiet=False, again=False)
-    return Frame(FrameType.NEIGHBOURS, name, step=Step(step), meta=pack(request))
-
-
-async def answers(link: MemoryLink, count: int) -> list[Frame]:
-    return [await link.receive() for _ in range(count)]
 
 
 @simulated
@@ -150,7 +85,7 @@ async def test_a_former_sender_s_pushes_cost_its_link_and_not_the_session() -> N
         await session._hops.hops[1].carry_out(*_revoked(session))
         assert served.inbox.pushes.sender is None
         before = held(victim, Resource.MEMORY, served.client)
-        link = _link(first, victim)
+        link = link_between(first, victim)
         granted = victim.server.desk._late_bytes[first.peer]
         step = pushed_step(served, number=7)
         late = granted // step.size_bytes
@@ -175,11 +110,6 @@ def _revoked(session: InferenceSession):  # type: ignore[no-untyped-def]  # requ
     return [hops[1].set_neighbours(hops[0], hops[2], state.epoch, Step(state.step + 1), 0.0, quiet=False)]
 
 
-def _link(near: ServingNode, far: ServingNode) -> MemoryLink:
-    """One that the former has opened."""
-    return next(each for each in near.network.links if each.peer == far.peer and each.connection.worth is Worth.OURS)
-
-
 @pytest.mark.parametrize("epoch", [0, 50], ids=["over", "to come"])
 @simulated
 async def test_pushes_of_epochs_that_are_over_or_to_come_cost_their_peer(epoch: int) -> None:
@@ -189,7 +119,7 @@ async def test_pushes_of_epochs_that_are_over_or_to_come_cost_their_peer(epoch: 
         first, victim = (swarm.node(session.route[number].peer) for number in (0, 1))
         (served,) = sessions_of(victim)
         assert served.stage.epoch == 1
-        link = _link(first, victim)
+        link = link_between(first, victim)
         before = held(victim, Resource.MEMORY, served.client)
         taken = served.inbox.pushes
         step = pushed_step(served, epoch)
@@ -270,7 +200,7 @@ async def test_a_session_that_is_full_keeps_no_other_session_of_the_link_waiting
                 await each.step(3)
             first, victim = swarm.nodes["0a"], swarm.nodes["1a"]
             (served,) = [each for each in sessions_of(victim) if each.stage.session == one._hops.hops[1].session]
-            link = _link(first, victim)
+            link = link_between(first, victim)
             for number in range(100):
                 await link.send(replace(pushed_step(served, served.stage.epoch, number=40 + number), start=3))
             began_s = trio.current_time()
@@ -285,7 +215,7 @@ async def test_a_session_that_is_busy_takes_a_few_pushed_steps_ahead() -> None:
     async with a_session() as (swarm, session, dialogue):
         first, victim = (swarm.node(session.route[number].peer) for number in (0, 1))
         (served,) = sessions_of(victim)
-        pushes, link = served.inbox.pushes, _link(first, victim)
+        pushes, link = served.inbox.pushes, link_between(first, victim)
         victim.worker.gate = trio.Event()
         due = pushed_step(served, served.stage.epoch)
         async with trio.open_nursery() as nursery:
@@ -299,101 +229,6 @@ async def test_a_session_that_is_busy_takes_a_few_pushed_steps_ahead() -> None:
             assert held(victim, Resource.PUSHES) == pushes._waiting_bytes + pushes._grant.left_bytes
             victim.worker.open_gate()
         assert not session.recoveries
-
-
-# Peers without grants
-
-
-def know_no_grants(
-    peers: Collection[PeerId], monkeypatch: pytest.MonkeyPatch
-) -> Counter[tuple[FrameType, PeerId, PeerId]]:
-    """From now on these are as old. Counts the frames that are sent, with the senders and the receivers."""
-    handle, send = ServerLink._handle, MemoryLink.send
-    told: Counter[tuple[FrameType, PeerId, PeerId]] = Counter()
-
-    async def handle_as_old(self: ServerLink, frame: Frame) -> None:
-        if frame.type is FrameType.WANT and self._server.network.peer in peers:
-            frame = replace(frame, type=FrameType(99))
-        await handle(self, frame)
-
-    async def send_as_old(self: MemoryLink, frame: Frame) -> None:
-        told[frame.type, self.own.peer, self.peer] += 1
-        if frame.type is FrameType.WANT and self.own.peer in peers:
-            raise PeerRefused(RefusalCode.UNKNOWN_FRAME, "as a peer of protocol 1")
-        await send(self, frame)
-
-    monkeypatch.setattr(ServerLink, "_handle", handle_as_old)
-    monkeypatch.setattr(MemoryLink, "send", send_as_old)
-    return told
-
-
-@pytest.mark.parametrize("old", ["0a 0b", "1a 1b", "0a 0b 2a 2b"])
-@simulated
-async def test_peers_that_know_no_grants_push_and_are_pushed_to(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They speak protocol 2, and refuse the frame as unknown."""
-    peers = {peer_named(name) for name in old.split()}
-    told = know_no_grants(peers, monkeypatch)
-    async with pairs_of_servers() as swarm, swarm.session(max_length=60) as (session, _):
-        dialogue = Dialogue(session, random.Random(1))
-        for _ in range(5):
-            await dialogue.step(2)
-            assert [each.direct for each in session.timings] == [False, True, True]
-        await dialogue.go_back(4)
-        await dialogue.step(1)
-        assert [each.direct for each in session.timings] == [False, True, True]
-        assert not session.recoveries
-    assert not any(sender in peers for kind, sender, _ in told if kind is FrameType.GRANT)
-
-
-@pytest.mark.parametrize("epoch", [0, 7], ids=["an unknown session", "another epoch"])
-@simulated
-async def test_a_client_cannot_cost_an_old_server_its_link_to_the_next_hop(
-    epoch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has the old server push to a session that is not there, or that is in another epoch, again and again."""
-    target = SessionId(b"t" * 16)
-    told = know_no_grants([peer_named("0a"), peer_named("0b")], monkeypatch)
-    async with a_session() as (swarm, session, dialogue):
-        first, victim = (swarm.node(session.route[number].peer) for number in (0, 1))
-        link, hostile = _link(first, victim), swarm.internet.network("hostile")
-        asked, lured = [await hostile.dial(each.network.addresses[0]) for each in (victim, first)]
-        if epoch:
-            await asked.send(open_frame(target, 1, 1))
-            await asked.send(neighbours(target, 1, sender=first.name))
-            await answers(asked, 2)
-        before = told[FrameType.STEP, first.peer, victim.peer]
-        for number in range(AT_ONCE + 10):
-            name = SessionId(number.to_bytes(16, "big"))
-            await lured.send(replace(open_frame(name, 0, 1), epoch=Epoch(epoch)))
-            await lured.send(replace(neighbours(name, 1, receiver=victim.name, session=target), epoch=Epoch(epoch)))
-            await lured.send(Frame(FrameType.STEP, name, Epoch(epoch), length=1, payload=bytes(ROW)))
-            await answers(lured, 3)
-            await lured.send(Frame(FrameType.CLOSE, name))
-        assert told[FrameType.STEP, first.peer, victim.peer] - before > AT_ONCE, "it does as it is told"
-        await trio.sleep(1)
-        assert not link._error
-        await dialogue.step(1)
-        assert [each.direct for each in session.timings] == [False, True, True]
-        assert not session.recoveries
-
-
-@simulated
-async def test_a_next_hop_without_grants_that_refuses_a_push_gets_no_further_one() -> None:
-    name, unknown = SessionId(b"a" * 16), SessionId(b"u" * 16)
-    async with pairs_of_servers() as swarm:
-        swarm.internet.old = {peer_named("1a")}
-        near, far = swarm.nodes["0a"], swarm.nodes["1a"]
-        await trio.sleep(30)
-        link = await swarm.internet.network("hostile").dial(near.network.addresses[0])
-        await link.send(open_frame(name, 0))
-        await link.send(neighbours(name, 1, receiver="1a", session=unknown))
-        await link.send(Frame(FrameType.STEP, name, length=50, payload=bytes(50 * ROW)))
-        await answers(link, 3)
-        before = far.network.traffic.received_bytes
-        for number in range(1, 50):
-            await link.send(Frame(FrameType.REPLAY, name, Epoch(0), Step(number), 0, 50, pack(Replay(push=True))))
-            await answers(link, 1)
-        assert far.network.traffic.received_bytes <= before + 50 * ROW
 
 
 @simulated
