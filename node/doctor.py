@@ -125,13 +125,13 @@ def check_rust() -> Finding:
 def check_disk(cache: Path) -> Finding:
     """The disk of the cache, which need not be there yet."""
     existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
-    elsewhere = "set LLMNODE_CACHE to a folder of yours on a disk with room"
+    elsewhere = "set LLMNODE_CACHE to a folder of yours on a disk with free space"
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         return Finding(
             "disk", BLOCKER, f"the cache {cache} cannot be written: {existing} is not yours to write", elsewhere
         )
     free = shutil.disk_usage(existing).free
-    text = f"the cache {cache} has {show_bytes(free)} of room"
+    text = f"the cache {cache} has {show_bytes(free)} free"
     return Finding("disk", WARNING, text, elsewhere) if free < SPARE_DISK_BYTES else Finding("disk", OK, text)
 
 

@@ -115,7 +115,7 @@ def add_worker(parser: Parser) -> None:
     parser.add_argument(
         "--kv-device",
         metavar="DEVICE",
-        help="where keys and values are: cpu has room for longer sessions than a GPU beside the blocks, but is slower, "
+        help="where keys and values are: cpu holds longer sessions than a GPU beside the blocks, but is slower, "
         "as they go there at every step (default: where the blocks are)",
     )
     add_precision(

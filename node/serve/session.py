@@ -108,7 +108,7 @@ class ServerSession:
         self._replays = ReplayBudget(served.policy.replayed_times, served.policy.replayed_every_s)
 
     def close(self) -> None:
-        """End the session after the frames that are queued; at once if it waits for room."""
+        """End the session after the frames that are queued; at once if it waits for KV."""
         self.inbox.close()
         if not self.has_kv:
             self._scope.cancel()
@@ -161,7 +161,7 @@ class ServerSession:
         await self.inbox.put(frame)
 
     def _count_within(self, around: Scope) -> None:
-        """From now on the memory of the session counts there. Without room it ends: raises PeerRefused."""
+        """From now on the memory of the session counts there. Beyond its limit the session ends: raises PeerRefused."""
         try:
             self._memory.move(around)
         except PeerRefused:

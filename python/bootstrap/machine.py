@@ -74,7 +74,7 @@ def check_disk(venv: Path, *, full: bool) -> None:
     free_gib = shutil.disk_usage(existing).free / 2**30
     if free_gib < needed_gib:
         raise SetupError(
-            f"the disk of {venv} has {free_gib:.1f} GiB free and set-up needs {needed_gib:g}: make room, "
+            f"the disk of {venv} has {free_gib:.1f} GiB free and set-up needs {needed_gib:g}: free some space, "
             "or name a place on another disk in LLMNODE_VENV, and run again"
         )
 

@@ -36,7 +36,10 @@ FIXES = (
     # uv's words, and pip's.
     (r"hash mismatch for `([^`]+)`", OTHER_PACKAGE),
     (r"do not match the hashes[^\0]*?\n\s+(\S+==\S+)", OTHER_PACKAGE),
-    (r"no space left on device|disk quota exceeded|os error (28|122)\b", "the disk is full: make room and run again"),
+    (
+        r"no space left on device|disk quota exceeded|os error (28|122)\b",
+        "the disk is full: free some space and run again",
+    ),
     (r"python\.h: no such file", "Python's headers are missing: `apt install python3-dev` and run again"),
     (r"gmp\.h: no such file", "GMP's headers are missing: `apt install libgmp-dev` and run again"),
     (
@@ -59,7 +62,7 @@ FIXES = (
 
 def explain_os_error(error: OSError, venv: Path) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk of {venv} is full: make room and run again"
+        return f"the disk of {venv} is full: free some space and run again"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"cannot write {error.filename or venv}: check its owner, or name another place in LLMNODE_VENV"
     return f"set-up failed: {error}"

@@ -54,7 +54,7 @@ class Tools:
             if process.returncode != 0:
                 log_path = self.setup.venv / LOG
                 output = log_path.read_bytes()[start_offset:].decode(errors="replace")
-                if shutil.disk_usage(self.setup.venv).free < 2**24:  # the tool may have had no room to say so
+                if shutil.disk_usage(self.setup.venv).free < 2**24:  # a full disk may have kept the tool from saying so
                     output += os.strerror(errno.ENOSPC)
                 raise SetupError(f"{step.partition(' (')[0]}: {explain(output)}; details in {log_path}")
 

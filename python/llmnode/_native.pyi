@@ -266,7 +266,7 @@ def pack_q4(weights: _Floats, codes: NDArray[np.uint8], levels: _Floats) -> bool
     As GGUF's Q4_1 and Q4_0 have them, whose steps are of `binary16`. Of each 32 are written 16 bytes of `codes`, the
     first 16 weights in their lower halves, and step and least into `levels`; what, if this is False, is not specified.
 
-    Raises `ValueError` if there is not room for just as many, or if any two of the three overlap.
+    Raises `ValueError` if `out` is not exactly as long, or if any two of the three overlap.
     """
 
 def pack_q8(weights: _Floats, codes: NDArray[np.int8], steps: _Floats) -> bool:
@@ -275,7 +275,7 @@ def pack_q8(weights: _Floats, codes: NDArray[np.int8], steps: _Floats) -> bool:
 def widen(weight: _Q4 | _Q8, out: _Floats) -> None:
     """Write the weights that `pack_q4` or `pack_q8` was given into `out`, exactly. The GIL is released.
 
-    Raises `ValueError` if they are not as many as `out` has room for, or if that overlaps them.
+    Raises `ValueError` if they are not as many as `out` holds, or if that overlaps them.
     """
 
 @final
@@ -329,7 +329,7 @@ class LlamaBlocks:
         A piece is `(slabs, passed, start, hidden states before those blocks)`: the first `passed` of its slabs are of
         blocks before. The GIL is released.
 
-        Raises `ValueError` for a piece that its slabs have no room for, that is no whole number of positions, or goes
+        Raises `ValueError` for a piece that does not fit its slabs, that is no whole number of positions, or goes
         through blocks that are not here; `RuntimeError` if a sequence is given twice.
         """
 

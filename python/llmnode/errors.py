@@ -98,7 +98,7 @@ class PeerTimeout(PeerError):
 
 
 class PeerRefused(PeerError):
-    """The peer said no: busy, no room, another model. It is a fault only if the refusal `breaks_promise`.
+    """The peer said no: busy, no KV free, another model. It is a fault only if the refusal `breaks_promise`.
 
     `code` is one of `llmnode.wire.messages.RefusalCode`; `retry_after_s` is the peer's own estimate, if it gave one.
     """

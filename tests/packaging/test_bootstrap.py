@@ -177,7 +177,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_fills_up_during_set_up_is_named(checkout: Path, small_disk: Path) -> None:
     for _ in range(2):  # the second time it starts from what the first has left
         answer = launch(checkout, LLMNODE_VENV=str(small_disk), LLMNODE_SETUP_GIB="0")
-        assert_fails_in_one_line(answer, "the disk", "full", "make room")
+        assert_fails_in_one_line(answer, "the disk", "full", "free some space")
 
 
 @pytest.mark.parametrize(

@@ -86,11 +86,11 @@ def test_a_cache_of_ones_own_is_filled_with_the_beams(model: Any, transformers_m
 @pytest.mark.parametrize(
     ("options", "code", "reason"),
     [
-        ({"num_beams": 65, "max_new_tokens": 1}, RefusalCode.BUSY, "there was room for 64 of 65 rows"),
-        ({"num_beams": 5, "max_new_tokens": 8000}, RefusalCode.NO_ROOM, "there was room for 4 of 5 rows"),
+        ({"num_beams": 65, "max_new_tokens": 1}, RefusalCode.BUSY, "only 64 of 65 rows fit"),
+        ({"num_beams": 5, "max_new_tokens": 8000}, RefusalCode.NO_ROOM, "only 4 of 5 rows fit"),
     ],
 )
-def test_beams_for_which_there_is_no_room_are_refused_before_any_work(
+def test_beams_for_which_there_is_no_kv_are_refused_before_any_work(
     model: Any,
     tokenizer: Any,
     options: dict[str, Any],

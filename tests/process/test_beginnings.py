@@ -90,7 +90,7 @@ def test_samples_go_on_from_their_prompt_and_that_from_what_prompts_share(peers:
     assert answers == generated(peers, file, *options, "--at-once", "1")
 
 
-def test_texts_share_nothing_where_there_is_no_room_for_what_they_share(
+def test_texts_share_nothing_where_no_kv_is_free_for_what_they_share(
     start_servers: Callable[..., list[Any]], tokenizer: Any
 ) -> None:
     prompts = tokenizer(PROMPTS).input_ids

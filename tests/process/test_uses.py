@@ -151,7 +151,7 @@ def test_a_cache_that_nobody_has_any_more_ends_its_sessions(pair: Pair) -> None:
 
 
 def test_a_cache_grows_as_it_is_used(pair: Pair) -> None:
-    """Past what it has room for at first, which the servers copy."""
+    """Past its capacity at first, which the servers copy."""
     tokens = torch.arange(1, 101)[None]
     grown = None
     for part in tokens.split((60, 30, 10), dim=1):

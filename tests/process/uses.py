@@ -111,7 +111,7 @@ class Forward:
                 return model(inputs_embeds=pair.alone.get_input_embeddings()(ids), **options)
             return model(ids, **options)
 
-        # A static cache has room for padding, of which a session keeps nothing; BLOOM cannot use one with a mask.
+        # A static cache has places for padding, of which a session keeps nothing; BLOOM cannot use one with a mask.
         is_static = self.cache == "static" or (pair.caches is not None and isinstance(pair.caches[0], StaticCache))
         if (answers := pair.both(call, may_exceed=is_static)) is None:
             return

@@ -255,7 +255,7 @@ def test_a_file_that_is_written_while_it_is_converted_is_told(llama: Path, monke
     load_span(open_model(str(llama)), Span(0, 1), "sdpa")
 
 
-def test_room_is_asked_for_by_the_size_of_the_model(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_space_is_asked_for_by_the_size_of_the_model(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")
     with monkeypatch.context() as patched:
         patched.setattr("shutil.disk_usage", lambda _path: usage._replace(free=16 << 20))

@@ -326,7 +326,7 @@ def test_what_does_not_fit_is_not_kept(
     assert "are too much for" in line and "set LLMNODE_CACHE to another disk" in line
 
 
-def test_the_longest_unused_makes_room_and_what_is_not_ours_stays(
+def test_the_longest_unused_goes_first_and_what_is_not_ours_stays(
     folder: ModelFolder, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, forbid: Callable[[], None]
 ) -> None:
     _state(folder)

@@ -325,9 +325,7 @@ def test_a_row_is_gathered_into_no_more_than_all_pages_and_is_right_beyond(tmp_p
 
 
 @torch.inference_mode()
-def test_what_was_not_used_for_longest_makes_room_for_new_recordings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_not_used_for_longest_goes_for_new_recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "MOST_RECORDINGS", 2)
     executor = load_paged(_llama(tmp_path), Span(0, BLOCKS), record=record_by_tracing)
     rows = torch.randn(40, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))

@@ -27,6 +27,6 @@ def world(seed: int = 0) -> AbstractAsyncContextManager[World]:
 
 
 async def fill(stack: AsyncExitStack, client: SimulatedClient, sessions: int = 5) -> list[InferenceSession]:
-    """Sessions of a fifth each; the servers have no more room after five."""
+    """Sessions of a fifth each; the servers have no more KV after five."""
     opening = [client.router.open_session(FIFTH, Codec.RAW) for _ in range(sessions)]
     return [await stack.enter_async_context(each) for each in opening]

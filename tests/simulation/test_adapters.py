@@ -150,7 +150,7 @@ async def test_they_are_right_to_the_bit_whatever_fails(seed: int) -> None:
 
 @simulated
 async def test_eight_clients_with_adapters_of_their_own_get_what_each_gets_alone() -> None:
-    """Adapters come, change and go all the time, in a memory that has room for a few of them."""
+    """Adapters come, change and go all the time, in a memory that holds a few of them."""
     budget = BudgetPolicy(adapter_bytes=8 * (ENTRY_BYTES + 2048), group_share=0.5, peer_share=0.5)
     async with open_world(
         7, conditions=Conditions(delay_s=DELAY_S), link_policy=LinkPolicy(budget=budget), serve_policy=BRIEF

@@ -127,7 +127,7 @@ async def test_a_peer_that_cannot_copy_is_passed_over() -> None:
 
 
 @simulated
-async def test_a_copy_goes_elsewhere_if_there_is_no_room_beside_its_source() -> None:
+async def test_a_copy_goes_elsewhere_if_there_is_no_kv_beside_its_source() -> None:
     async with pairs_of_servers() as swarm, swarm.client() as (router, _), opened(router, 1) as (source,):
         await source.step(20)
         full = swarm.node(source.session.route[1].peer).worker

@@ -90,7 +90,7 @@ async def test_a_server_whose_worker_is_lost_takes_no_sessions_and_then_takes_th
 
 
 @simulated
-async def test_what_idle_sessions_have_lost_is_room_for_others() -> None:
+async def test_what_idle_sessions_have_lost_is_free_for_others() -> None:
     async with pairs_of_servers() as swarm, AsyncExitStack() as stack:
         longest = MODEL.context_tokens
         for _ in range(2 * (KV_TOKENS // longest)):  # two servers hold each span
@@ -101,5 +101,5 @@ async def test_what_idle_sessions_have_lost_is_room_for_others() -> None:
             await begin(node)
         began_s = trio.current_time()
         async with swarm.session(max_length=longest) as (session, _):
-            assert trio.current_time() - began_s < 1.0, "it need not wait for room"
+            assert trio.current_time() - began_s < 1.0, "it need not wait for KV"
             await Dialogue(session, random.Random(1)).step(20)

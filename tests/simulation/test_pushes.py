@@ -97,7 +97,7 @@ async def test_a_former_sender_s_pushes_cost_its_link_and_not_the_session() -> N
         for _ in range(5):
             await link.send(step)
         await trio.sleep(1)
-        assert link._error, "nobody has asked for so many"
+        assert link._error, "the link ends: more late pushes than were granted"
         assert held(victim, Resource.MEMORY, served.client) == before, "the client does not pay for it"
         await dialogue.step(1)
         assert not session.recoveries

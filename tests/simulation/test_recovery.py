@@ -263,7 +263,7 @@ async def test_a_step_that_no_peer_can_compute_ends_the_session_with_all_causes(
 
 
 @simulated
-async def test_a_server_takes_its_own_place_though_it_has_no_room_for_two() -> None:
+async def test_a_server_takes_its_own_place_though_it_has_no_kv_for_two() -> None:
     async with world() as swarm:
         node = await swarm.start("only", ALL_BLOCKS)
         await trio.sleep(10)

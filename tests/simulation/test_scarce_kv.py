@@ -52,12 +52,12 @@ async def test_a_session_beside_another_may_be_told_to_wait_at_the_server_alone(
 
 
 @pytest.mark.parametrize("seed", seeds(20))
-def test_thirty_sessions_for_the_room_of_five_are_all_served(seed: int) -> None:
+def test_thirty_sessions_for_the_kv_of_five_are_all_served(seed: int) -> None:
     simulate(partial(crowd, seed), seed=seed)
 
 
 async def crowd(seed: int) -> None:
-    """Six clients use two servers: a session may have room at one and wait at the other."""
+    """Six clients use two servers: a session may have KV at one and wait at the other."""
     rng = random.Random(seed)
     served: list[int] = []
     async with world(seed) as swarm:
@@ -108,7 +108,7 @@ async def test_a_session_that_does_not_fit_is_opened_as_soon_as_another_ends() -
 
 @simulated
 async def test_who_has_waited_in_vain_is_told_when_to_come_again_and_comes_no_sooner() -> None:
-    """No ban either: with room it is served by the same peer. Here nobody has to go for others."""
+    """No ban either: with free KV it is served by the same peer. Here nobody has to go for others."""
     kept = replace(GENEROUS, admission=AdmissionPolicy(idle_s=math.inf, keeps_s=math.inf))
     async with open_world(conditions=Conditions(delay_s=DELAY_S), serve_policy=kept) as swarm:
         node = await swarm.start("0", ALL_BLOCKS)
@@ -163,7 +163,7 @@ async def test_a_session_longer_than_all_kv_is_refused_before_it_is_asked_for() 
 
 
 @simulated
-async def test_a_server_refuses_at_once_what_it_will_never_have_room_for() -> None:
+async def test_a_server_refuses_at_once_what_it_will_never_have_kv_for() -> None:
     """A client that has not read its announcement may ask."""
     async with world() as swarm:
         swarm.model = replace(swarm.model, context_tokens=2 * KV_TOKENS)
@@ -180,7 +180,7 @@ async def test_a_server_refuses_at_once_what_it_will_never_have_room_for() -> No
 
 
 @simulated
-async def test_who_gives_up_waiting_is_not_waited_for() -> None:
+async def test_a_client_that_gives_up_waiting_is_not_waited_for() -> None:
     async with world() as swarm:
         node = await swarm.start("0", ALL_BLOCKS)
         async with swarm.client() as client, AsyncExitStack() as stack:
@@ -274,7 +274,7 @@ async def hurry(seed: int) -> None:
 
 
 @simulated
-async def test_a_peer_that_has_no_room_is_not_the_first_choice() -> None:
+async def test_a_peer_that_has_no_kv_free_is_not_the_first_choice() -> None:
     """Its announcement decides that, and after a refusal the time that the peer named."""
     async with world() as swarm:
         await swarm.start("a", ALL_BLOCKS)
@@ -291,7 +291,7 @@ async def test_a_peer_that_has_no_room_is_not_the_first_choice() -> None:
 
 
 @simulated
-async def test_who_has_refused_for_want_of_room_is_asked_last_for_a_while() -> None:
+async def test_a_server_that_has_refused_for_full_kv_is_asked_last_for_a_while() -> None:
     async with world() as swarm:
         full, other = await swarm.start("full", ALL_BLOCKS), await swarm.start("other", ALL_BLOCKS)
         async with swarm.client(PATIENT) as (router, _):

@@ -170,7 +170,7 @@ class StagePeer:
         assert request.span_start < request.span_end <= self._model.blocks
         span = Span(request.span_start, request.span_end)
         operation = Open(frame.session, span, request.max_length, client)
-        if self._wires.strikes("no room") or not self.executor.apply(operation):
+        if self._wires.strikes("no space") or not self.executor.apply(operation):
             raise PeerRefused(RefusalCode.NO_ROOM, "as told")
         stage = Stage(frame.session, request.max_length, POLICY.steps_ahead, frame.epoch)
         outputs = PayloadLog(self._form) if request.keep_outputs else None

@@ -73,7 +73,7 @@ async def test_a_worker_computes_and_keeps_what_it_is_told(twin: str) -> None:
         assert await worker.do(opening(one))
         assert await worker.do(opening(other))
         assert worker.kv_tokens_free == free - 100
-        assert not await worker.do(opening(third, free)), "there is no room for it"
+        assert not await worker.do(opening(third, free)), "it does not fit"
         for start, length in ((0, 3), (3, 1)):
             computed = await worker.do(forward(worker, one, start, length))
             assert bytes(computed.hidden) == expected(worker, start, length)

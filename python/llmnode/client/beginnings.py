@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Beginning:
     """Tokens that several texts begin with. They are run once for all texts of a route, whose servers copy their KV.
 
-    The session that holds that KV takes room beside the texts. If there is none, each text runs all of it.
+    The session that holds that KV takes memory beside the texts. If none is free, each text runs all of it.
     """
 
     def __init__(self, client: Client, token_ids: Sequence[int], takers: int, within: Beginning | None = None) -> None:
@@ -78,7 +78,7 @@ class Beginning:
                 await self._within._fill(session)
 
     async def _source_for(self, session: InferenceSession) -> InferenceSession | None:
-        """The session that holds them at the peers of `session`. The first one there runs them; None without room."""
+        """The session that holds them at the peers of `session`. The first one there runs them; None without KV."""
         route = session.route
         if route in self._sources:
             return self._sources[route][0]

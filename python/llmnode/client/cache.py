@@ -261,7 +261,7 @@ class SessionCache(DynamicCache):
             return
         if not self._terms.grows:
             raise ConfigError(
-                f"{positions} positions do not fit the cache, which has room for {self._terms.max_length}: "
+                f"{positions} positions do not fit the cache, which holds {self._terms.max_length}: "
                 f"open it with max_length={positions}"
             )
         self._grow(min(2 * positions, self._client.model.context_tokens))

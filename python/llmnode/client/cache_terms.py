@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class CacheTerms:
     """How the sessions of a cache are opened: with KV for `max_length` positions each.
 
-    If a server has no room, a cache that `waits` asks again for some time. One that `grows` moves to longer sessions
+    If a server has no KV free, a cache that `waits` asks again for some time. One that `grows` moves to longer sessions
     when it is full; any other refuses what exceeds `max_length`. The blocks have `adapter`. That and the prompts stay
     as they are.
     """

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from llmnode.client.distributed import Connection
 
 FIRST_POSITIONS = 64
-"""Room of a cache that will grow, at first: a prompt and an answer of a few lines."""
+"""Positions of a cache that will grow, at first: a prompt and an answer of a few lines."""
 
 
 class DistributedModelForCausalLM(Distributed, GenerationMixin):
@@ -99,10 +99,10 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
     ) -> SessionCache:
         """A cache to pass as `cache`, kept between calls of `generate`; close it when done.
 
-        It has room for `max_length` positions, from the start. `rows` are as many as there are prompts times beams or
+        It holds `max_length` positions, from the start. `rows` are as many as there are prompts times beams or
         answers of each, and `alike` are those of one prompt. `priority` tells servers what they are for: "interactive"
         (default), "batch" or "training". Raises ConfigError if `max_length` exceeds the model's context, PeerRefused if
-        a server has no room, also after some time; without `waits` sooner.
+        a server has no KV free, also after some time; without `waits` sooner.
         """
         if max_length < 1:
             raise ConfigError(f"a cache of {max_length} positions: ask for 1 to {self.info.context_text}")

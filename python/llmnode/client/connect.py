@@ -113,11 +113,11 @@ class Client:
     ) -> AsyncIterator[InferenceSession]:
         """A session with KV for `max_length` positions: `async with client.inference_session(64) as session`.
 
-        It goes through the peers of `beside` if they have room: to become a copy of it costs least then. `priority` is
-        what it is for, None as the policy has it. If servers have no room, it `waits` for some, as long as the policy
-        says: not for room that the caller's other sessions hold. The blocks have `adapter`, if there is one, and
-        add the deep `prompts` of all blocks to the first positions. Raises NoRoute, or the PeerError of a peer without
-        which there is no route.
+        It goes through the peers of `beside` if they have free KV: to become a copy of it costs least then. `priority`
+        is what it is for, None as the policy has it. If servers have no free KV, it `waits` for some, as long as the
+        policy says: not for KV that the caller's other sessions hold. The blocks have `adapter`, if there is one,
+        and add the deep `prompts` of all blocks to the first positions. Raises NoRoute, or the PeerError of a peer
+        without which there is no route.
         """
         policy = self.policy if priority is None else replace(self.policy, priority=priority)
         policy = policy if waits else replace(policy, route=replace(policy.route, kv_patience_s=0))

@@ -112,7 +112,7 @@ class Distributed(PreTrainedModel):
         With `tuning_mode` "ptune" they stand for embeddings of tokens. With "deep_ptune" more of them are added to the
         hidden states at their positions, before each block. They are the parameters `prompt_embeddings` and
         `intermediate_prompt_embeddings` of the decoder; scores and states of outputs are those of the text alone.
-        Raises ConfigError for another mode, and for prompts that the model's context has no room for.
+        Raises ConfigError for another mode, and for prompts that do not fit the model's context.
         """
         self.decoder.tune_prompts(tuning_mode, pre_seq_len)
         self.config.tuning_mode, self.config.pre_seq_len = tuning_mode, pre_seq_len

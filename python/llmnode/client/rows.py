@@ -86,7 +86,7 @@ def refused_row(row: int, rows: int) -> Iterator[None]:
     except PeerRefused as error:
         if rows == 1:
             raise
-        reason = f"{error.reason}; there was room for {row} of {rows} rows"
+        reason = f"{error.reason}; only {row} of {rows} rows fit"
         raise PeerRefused(
             error.code, reason, retry_after_s=error.retry_after_s, peer=error.peer, span=error.span
         ) from error

@@ -34,7 +34,7 @@ def use_what_works(forwards: RecordedForwards, pool: PagePool, span: Span, hidde
     flash, record = pool.flash, forwards.record
     pool.flash, forwards.record = False, None
     if pool.tokens < sum(in_pages(each + STEPS, pool.page) * pool.page for each in _lengths(pool)):
-        log.warning("so little KV leaves no room to try flash attention and recorded steps in: they are not used")
+        log.warning("so little KV does not suffice to try flash attention and recorded steps in: they are not used")
         return
     expected = _try_out(forwards, pool, span, hidden_size)
 

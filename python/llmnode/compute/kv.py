@@ -32,7 +32,7 @@ class KVForm:
 
 
 class KV(Protocol):
-    """Keys and values of one sequence, per block: room for `capacity` positions, of which `length` are filled."""
+    """Keys and values of one sequence, per block: memory for `capacity` positions, of which `length` are filled."""
 
     length: int
 

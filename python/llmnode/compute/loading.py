@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llmnode.models.sources.folder import ModelFolder
 
 USUAL_KV_TOKENS = 32_768
-"""The default. If there is no room for it, fewer in steps of `_KV_STEP`."""
+"""The default. If it does not fit, fewer in steps of `_KV_STEP`."""
 _KV_STEP = 1024
 
 
@@ -133,7 +133,7 @@ class SpanLoader:
         kv_tokens = next((each for each in fewer if size.fits(within, span, each)), _KV_STEP)
         size.check_memory(places, span, kv_tokens, name)
         if kv_tokens < USUAL_KV_TOKENS:
-            self._report(f"KV for {kv_tokens} positions, as there is no room for the usual {USUAL_KV_TOKENS}")
+            self._report(f"KV for {kv_tokens} positions, as the usual {USUAL_KV_TOKENS} do not fit")
         return kv_tokens
 
     @property

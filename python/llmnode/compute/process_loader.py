@@ -87,7 +87,7 @@ class ProcessLoader:
             except ConfigError as error:
                 if not self._asked.is_announced:
                     raise
-                # The lost process had room. Its memory may not be free yet, or other programs have it for a while.
+                # The lost process had the memory. It may not be free yet, or other programs have it for a while.
                 raise WorkerLost(f"the worker process did not load its blocks again: {error}") from error
             self.tensor_bytes, kv_tokens_free = loaded
             assert self._model is not None

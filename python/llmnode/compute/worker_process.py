@@ -243,7 +243,7 @@ def can_start() -> bool:
 
 
 async def start_process(command: Sequence[str], policy: WorkerPolicy) -> WorkerProcess:
-    """It has yet to `say_hello`. Raises WorkerLost if the system has no room for one more process."""
+    """It has yet to `say_hello`. Raises WorkerLost if the system has no memory for one more process."""
     ours, theirs = socket.socketpair()
     memory = make_shared_memory(), make_shared_memory()
     try:

@@ -18,7 +18,7 @@ class Account:
     amount: int = field(default=0, init=False)
 
     def resize(self, amount: int) -> bool:
-        """Hold `amount` from now on. False if there is no room: it then holds what it held."""
+        """Hold `amount` from now on. False if it exceeds a limit: it then holds what it held."""
         if amount > self.amount and not self.scope.take(self.resource, amount - self.amount):
             return False
         if amount < self.amount:
@@ -27,7 +27,7 @@ class Account:
         return True
 
     def move(self, scope: Scope) -> bool:
-        """Hold the amount in another scope from now on. False if there is no room: it then holds nothing."""
+        """Hold the amount in another scope from now on. False if it exceeds a limit: it then holds nothing."""
         self.scope.release(self.resource, self.amount)
         self.scope = scope
         if scope.take(self.resource, self.amount):

@@ -50,7 +50,7 @@ class Offer:
     state: PeerState
     block_us: int
     kv_tokens: int
-    """Positions that all its sessions together may hold: a longer one will never have room. 0 while it is joining."""
+    """Positions that all its sessions together may hold: a longer one will never fit. 0 while it is joining."""
     kv_tokens_free: int
 
     @property

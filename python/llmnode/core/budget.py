@@ -2,7 +2,7 @@
 
 A process contains address groups, a group addresses, an address peers; then come connections, links and sessions. The
 holdings of a scope count in each scope around it too, and each has limits. So the limit of the process holds, whatever
-the number of peers, links and sessions. The resource manager of go-libp2p has such scopes. When there is no room, a
+the number of peers, links and sessions. The resource manager of go-libp2p has such scopes. When a limit is reached, a
 connection of least worth is evicted, or the newcomer goes without. Knows neither sockets nor clocks.
 """
 
@@ -32,7 +32,7 @@ class Resource(Enum):
     PUSHES = "bytes of memory that other servers may push"
     WORK = "bytes of steps that are computed"
     PASSES = "bytes of passes, which train"
-    """Apart from the work, so that passes that wait take no room from steps."""
+    """Apart from the work, so that passes that wait take no memory from steps."""
     LOGS = "bytes of results that are kept"
     ADAPTERS = "bytes of adapters"
     """They are in the worker, beside its KV."""
@@ -60,7 +60,7 @@ class Kind(Enum):
 
 
 class Worth(IntEnum):
-    """How much a connection is worth to us when there is no room for all.
+    """How much a connection is worth to us when there are too many.
 
     A connection is OURS if we have opened it: then it is never dropped for another one.
     """
@@ -219,7 +219,7 @@ class Scope:
         self._limits = {**self._limits, resource: amount}
 
     def evict(self) -> None:
-        """Another one needs the room."""
+        """Another one needs the place."""
         end, self.on_evict = self.on_evict, _do_nothing
         end()
         self.close()

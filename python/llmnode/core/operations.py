@@ -84,7 +84,7 @@ NO_PROMPTS = DeepPrompts(0, 0, 0, b"")
 
 @dataclass(frozen=True, slots=True)
 class Open(SessionOperation[bool]):
-    """Reserve KV for `max_length` positions in the blocks of `span`. False if there is no room for them."""
+    """Reserve KV for `max_length` positions in the blocks of `span`. False if they do not fit."""
 
     session: SessionId
     span: Span

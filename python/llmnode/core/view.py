@@ -1,7 +1,7 @@
 """A view: the newest announcement of every peer that one node has heard of. It is told the time, and verifies nothing.
 
-Merging is commutative and idempotent while there is room and nobody announces too often: nodes that exchange what is
-newer end up with one view, in any order.
+Merging is commutative and idempotent while the view is not full and nobody announces too often: nodes that exchange
+what is newer end up with one view, in any order.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ class _Accounts(NamedTuple):
 
     limit: str
     used: str
-    unread: str  # in memory.stat: files that nobody has read of late, which make room when it is needed
+    unread: str  # in memory.stat: files that nobody has read of late, which are dropped when memory is needed
     read: str  # files that are read time and again, which do too
     mapped: str  # files that are in use, as libraries are: at most this much of them is among those that are read
 
@@ -40,7 +40,7 @@ def free_bytes(device: str = "cpu", root: Path = Path("/")) -> int:
     import psutil
 
     left = (_left_to_group(folder, _V2 if is_unified else _V1) for folder, is_unified in groups("memory", root))
-    return min([psutil.virtual_memory().available, *(room for room in left if room is not None)])
+    return min([psutil.virtual_memory().available, *(each for each in left if each is not None)])
 
 
 def _left_to_group(folder: Path, accounts: _Accounts) -> int | None:

@@ -64,7 +64,7 @@ def kept_blueprint(config: Path) -> Blueprint | None:
 
 
 def keep_blueprint(config: Path, drawn: Blueprint) -> None:
-    """Keep `drawn` for the file `config`, whole or not at all. Without room for it, the next start draws it again."""
+    """Keep `drawn` for the file `config`, whole or not at all. If the disk is full, the next start draws it again."""
     try:
         write_in_cache(_file_of(config), json.dumps(asdict(drawn)))
     except OSError as error:

@@ -64,7 +64,7 @@ class ConnectionAdmission:
 
     @contextlib.contextmanager
     def stream(self, scope: Scope) -> Iterator[bool]:
-        """Whether there is room for one more stream over a connection, which is then taken meanwhile."""
+        """Whether one more stream is within the limits of a connection, which is then taken meanwhile."""
         stream = scope.open(Kind.LINK, "a stream")
         try:
             yield stream.take_all({Resource.STREAMS: 1, Resource.MEMORY: self.policy.stream_bytes})

@@ -86,7 +86,7 @@ class HeldConnections:
     async def end_unused(self, admission: ConnectionAdmission) -> None:
         """Until cancelled, end connections that nothing uses for a while; sooner if there are many connections.
 
-        Says for all of them how much they are worth when there is no room.
+        Says for all of them how much they are worth when there are too many.
         """
         policy = admission.policy
         unused_since: dict[IMuxedConn, float] = {}

@@ -113,7 +113,7 @@ class DhtServer:
                 return None
 
     async def _note_peer(self, peer: ID) -> None:
-        """It may be led to, if the routing table has room: to make room py-libp2p would dial another peer and wait."""
+        """It may be led to, unless its bucket is full: then py-libp2p would dial another peer and wait."""
         table = self._dht.routing_table
         bucket = table.find_bucket(peer)
         if bucket.has_peer(peer) or bucket.size() < bucket.bucket_size or table._should_split_bucket(bucket):

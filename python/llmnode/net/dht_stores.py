@@ -1,7 +1,7 @@
 """The records that a node keeps for others in the DHT: for minutes, within a number of bytes, fair among addresses.
 
 py-libp2p's own stores keep records for one or two days, providers without a limit in bytes, and read through all of
-them to make room for one more.
+them to drop one for a new one.
 """
 
 from __future__ import annotations

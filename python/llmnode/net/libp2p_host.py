@@ -123,7 +123,7 @@ def _admit_inbound(swarm: Swarm, admission: ConnectionAdmission) -> None:
 def _outlive_streams(swarm: Swarm, admission: ConnectionAdmission) -> None:
     """It ends with the first unforeseen error in any of its streams, whichever side has opened the stream.
 
-    A stream that there is no room for is reset.
+    A stream beyond a limit is reset.
     """
     handle = swarm.common_stream_handler
 

@@ -104,7 +104,7 @@ class Libp2pLink:
         self._queue_bytes = policy.most_queued_bytes
         self._received_bytes = self._received_frames = 0
         self._arriving_bytes = 0
-        self._waiting_bytes = 0  # of frames for which the outbox has no room yet
+        self._waiting_bytes = 0  # of frames that do not fit the outbox yet
         self._space = trio.lowlevel.ParkingLot()  # in the outbox
         self._ended = trio.Event()
         self._closed = trio.Event()

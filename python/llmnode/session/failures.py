@@ -71,7 +71,7 @@ class StepFailures:
     failed_tries: int = 0
     """The replays or passes that a peer began, and did not end."""
     retry_in_s: float = 0.0
-    """The shortest wait for room that a peer named since every peer was asked; 0 if none did."""
+    """The shortest wait for free KV that a peer named since every peer was asked; 0 if none did."""
 
     def begin_search(self, now_s: float) -> None:
         """A hop is lost, and others are to be found. After too many searches there is no time for another one."""

@@ -121,7 +121,7 @@ class SessionHop(HopState):
     async def take_better_connection(self, epoch: Epoch, step: Step, position: int) -> None:
         """Go on over the better connection. Nothing is under way: the session stands at `position` of `epoch`.
 
-        A peer that refuses, for want of room for example, is asked no more. Raises PeerError if the session is not as
+        A peer that refuses, for example as its KV is full, is asked no more. Raises PeerError if the session is not as
         it was.
         """
         former, better = self.connection, self.connection.best

@@ -69,7 +69,7 @@ class PeerFinder:
         self._bans = Bans(policy.route.ban_s, policy.route.longest_ban_s)
         self._suspicion = Suspicion(policy.trust)
         self._standing = Standing(policy.standing)
-        self._full_until_s: dict[PeerId, float] = {}  # peers without room for a session, by their own estimate
+        self._full_until_s: dict[PeerId, float] = {}  # peers without free KV for a session, by their own estimate
 
     async def look_up(self) -> None:
         """Ask the directory for peers of the model. The view has them then."""
@@ -80,7 +80,7 @@ class PeerFinder:
         return all(each.addresses for each in self._candidates())
 
     def report(self, error: PeerError) -> None:
-        """A peer failed: others are preferred to it for a while. A refusal for want of room only lasts as it says."""
+        """A peer failed: others are preferred to it for a while. A refusal for full KV only lasts as it says."""
         if error.peer is None:
             return
         now_s = trio.current_time()
@@ -118,7 +118,7 @@ class PeerFinder:
     ) -> tuple[Route, Mapping[PeerId, PeerConnection]]:
         """Hops that cover `span`, over peers not in `avoid`; in a `hurry` also over peers that have failed lately.
 
-        If possible they have room for that number of `positions`, and are not at the peers `beside`, which have other
+        If possible they have KV for that number of `positions`, and are not at the peers `beside`, which have other
         hops of the session. Raises NoRoute, or the PeerError of a peer that could not be reached.
         """
         usable = [
@@ -296,7 +296,7 @@ class PeerFinder:
     ) -> dict[PeerId, HopCost]:
         """Costs by what peers say of themselves, as far as it is believed, and by what we have seen of them.
 
-        Suspected peers, those without room for `positions`, and those that have a hop `beside` are dearer.
+        Suspected peers, those without KV for `positions`, and those that have a hop `beside` are dearer.
         """
         default, now_s = HopCost(), trio.current_time()
         sessions = {each.peer: len(each.sessions) for each in self.pool.living()}

@@ -78,7 +78,7 @@ class Recoverer:
         assert lost.failure is not None
         lost.inputs.truncate(self._state.position)
         failures.note_lost(lost.failure, finder)
-        await hops.abandon([lost])  # if it lives it may be asked to take its own place, and has no room for both
+        await hops.abandon([lost])  # if it lives it may be asked to take its own place, and has no KV for both
         beside = {each.hop.peer for each in hops.hops if each.failure is None}
         missing: NoRoute | None = None
         hurry = False
@@ -95,7 +95,7 @@ class Recoverer:
                     pause_s = min(max(policy.route.retry_s, failures.retry_in_s), policy.route.longest_pause_s)
                     with trio.move_on_at(min(trio.current_time() + pause_s, failures.deadline_s)):
                         await finder.wait_changed()
-                    failures.ask_all_again()  # they may be back, or have room, by now
+                    failures.ask_all_again()  # they may be back, or have free KV, by now
                 hurry = not hurry
             except PeerError as failure:
                 if before is not None and before.failure is not None:

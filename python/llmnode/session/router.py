@@ -133,7 +133,7 @@ class Router:
                 if pause_s is None:
                     raise
                 log.info("asking again in %.1f s: %s", pause_s, error)
-                failed.clear()  # those that the view still counts on may be back, or have room
+                failed.clear()  # those that the view still counts on may be back, or have free KV
                 await trio.sleep(pause_s)
                 continue
             try:

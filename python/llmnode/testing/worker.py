@@ -186,7 +186,7 @@ class ExactExecutor:
         self.batches: list[list[SessionId]] = []
         """The sessions of the slices that went through the blocks together."""
         self.refused = 0
-        """Sessions that there was no room for."""
+        """Sessions that did not fit its KV."""
         self.forks: list[tuple[int, int]] = []
         self.forward_began = trio.Event()
         self._row_bytes = row_bytes

@@ -47,7 +47,7 @@ FORWARD_S = 0.01
 KV_TOKENS = 400
 SAID_BLOCK_US = 1000
 GENEROUS = ServePolicy(leased_share=1.0, leased_client_share=1.0)
-"""A small world has room for few sessions: clients that come back find theirs."""
+"""A small world has KV for few sessions: clients that come back find theirs."""
 
 
 @asynccontextmanager

@@ -186,7 +186,7 @@ class SessionState(Generic[HopT]):
         if (source.terms.model, source.terms.codec) != (self.terms.model, self.terms.codec):
             raise LocalProtocolError("no copy of a session of another model, or in another form")
         if source.position > self.terms.max_length:
-            raise LocalProtocolError(f"no room for {source.position} positions of another session")
+            raise LocalProtocolError(f"no space for {source.position} positions of another session")
         return min(self.position, source.position, self.hops[0].inputs.shared_with(source.hops[0].inputs))
 
     def is_copy(self, source: SessionState[HopT], hops: Sequence[HopT], shared: int) -> bool:

@@ -37,7 +37,7 @@ def test_it_says_what_it_opens_and_holds() -> None:
     trio.run(main)
 
 
-def test_another_process_has_room_for_as_many_whatever_is_free_by_then() -> None:
+def test_another_process_has_memory_for_as_many_whatever_is_free_by_then() -> None:
     async def main() -> None:
         async with open_loader(kv_memory="20%") as loader:
             await loader.open_model()

@@ -159,7 +159,7 @@ def test_an_error_keeps_its_kind_and_one_of_an_unknown_kind_names_it() -> None:
         (ConfigError("mend it"), ConfigError, "mend it"),
         (AdapterError("too wide"), AdapterError, "too wide"),
         (MemoryError(), MemoryError, ""),
-        (TorchError("no room"), RuntimeError, "no room"),
+        (TorchError("no memory"), RuntimeError, "no memory"),
         (KeyError("odd"), RuntimeError, "KeyError: 'odd'"),
         (RuntimeError("\ud800" + "x" * 100_000), RuntimeError, "?" + "x" * 3999),
     ):

@@ -73,7 +73,7 @@ def test_all_that_a_worker_does_comes_out_as_in_this_process() -> None:
         async with open_worker() as (_, worker):
             await open_sessions(worker, 0, 1)
             assert worker.kv_tokens_free == 8 * LENGTH
-            assert not await worker.do(Open(name(2), SPAN, 9 * LENGTH, PeerId("client 2"))), "there is no room for it"
+            assert not await worker.do(Open(name(2), SPAN, 9 * LENGTH, PeerId("client 2"))), "it does not fit"
             whole = exact_output(bytes([1] * 3 + [2]) * EXACT_ROW, SPAN)
             for start, length in ((0, 3), (3, 1)):
                 await worker.do(piece(0, start, length))
@@ -130,14 +130,14 @@ def test_shared_memory_grows_to_what_is_sent(monkeypatch: pytest.MonkeyPatch) ->
 def test_where_there_is_no_memory_to_hand_work_over_in_that_fails_and_what_comes_after_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def no_room(_memory: shared.SharedMemory, _size: int) -> None:
+    def no_memory(_memory: shared.SharedMemory, _size: int) -> None:
         raise OSError(errno.ENOSPC, "as told")
 
     async def main() -> None:
         async with open_worker() as (_, worker):
             await open_sessions(worker, 0)
             with monkeypatch.context() as patched:
-                patched.setattr(shared.SharedMemory, "grow", no_room)
+                patched.setattr(shared.SharedMemory, "grow", no_memory)
                 with pytest.raises(MemoryError, match="as told"):
                     await worker.do(piece(0, 0, 1, 9))
             assert (await worker.do(piece(0, 0, 1, 9))).hidden == exact_output(bytes([9] * EXACT_ROW), SPAN)

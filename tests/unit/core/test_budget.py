@@ -149,7 +149,7 @@ def _connections(budget: Budget, address: str, amount: int, worth: Worth = Worth
 
 
 def _full(budget: Budget, address: str, worth: Worth = Worth.NOTHING) -> tuple[Scope, Scope]:
-    """A connection for which there is no room, and the scope that is full."""
+    """A connection that exceeds a limit, and the scope that is full."""
     asker = budget.connection(address, PeerId(f"{address} asker"))
     asker.worth = worth
     full = asker.reserve(Resource.INBOUND, 1)
@@ -293,7 +293,7 @@ def test_a_closed_scope_takes_nothing_and_gives_back_nothing() -> None:
     assert not any(budget.process.held.values())
 
 
-def test_an_account_holds_its_last_size_that_there_was_room_for() -> None:
+def test_an_account_holds_its_last_size_within_the_limits() -> None:
     budget = Budget(POLICY)
     (scope,) = _connections(budget, "127.0.0.1", 1)
     account = Account(scope, Resource.MEMORY)

@@ -118,7 +118,7 @@ def test_peers_that_we_have_met_are_not_driven_out_by_those_that_are_only_named(
     assert honest_of(view) == 20
 
 
-def test_of_those_that_we_have_met_the_largest_address_group_makes_room() -> None:
+def test_of_those_that_we_have_met_the_largest_address_group_goes_first() -> None:
     view = View(replace(POLICY, view_peers=64), rng=random.Random(1))
     for number in range(10):
         view.accept(announced(f"honest {number}"), NOW_MS, Source(PeerId(f"honest {number}"), f"192.0.{number}.0/24"))

@@ -15,7 +15,7 @@ def _kept(*entries: tuple[int, float]) -> list[CachedFile]:
     return [CachedFile(str(number), size_bytes, used_s) for number, (size_bytes, used_s) in enumerate(entries)]
 
 
-def test_nothing_goes_while_there_is_room() -> None:
+def test_nothing_goes_while_space_is_free() -> None:
     assert files_to_remove(50, "new", _kept((100, 0), (100, 10)), 800, NOW_S, POLICY) == []
 
 

@@ -77,9 +77,9 @@ def test_a_weight_of_other_sizes_than_it_says_is_refused(sizes: tuple[int, int])
 
 def test_rows_that_do_not_fit_a_product_are_refused() -> None:
     product, out = _native.Product(("q8", CODES, STEPS), 2, 32, 1), np.zeros(2, dtype=np.float32)
-    for rows, room in ((31, 2), (32, 1), (64, 2), (0, 1)):
+    for rows, values in ((31, 2), (32, 1), (64, 2), (0, 1)):
         with pytest.raises(ValueError, match="not as many"):
-            product.into(np.zeros(rows, dtype=np.float32), out[:room])
+            product.into(np.zeros(rows, dtype=np.float32), out[:values])
     assert not out.any()
 
 
@@ -102,7 +102,7 @@ def test_what_would_be_written_while_it_is_read_is_refused() -> None:
     assert (memory == 1).all()
 
 
-def test_numbers_are_packed_into_room_for_just_as_many() -> None:
+def test_numbers_are_packed_into_an_array_of_just_as_many() -> None:
     weights, codes, levels = np.ones(64, np.float32), np.empty(32, np.uint8), np.empty(4, np.float32)
     assert _native.pack_q4(weights, codes, levels)
     for others in ((weights[:33], codes, levels), (weights, codes[:16], levels), (weights, codes, levels[:2])):

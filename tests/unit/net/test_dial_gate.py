@@ -142,7 +142,7 @@ async def test_dial_backs_and_punches_have_the_rates_of_all_dials() -> None:
 
 
 @in_trio
-async def test_strangers_addresses_leave_room_for_the_users() -> None:
+async def test_strangers_addresses_leave_dials_for_the_users() -> None:
     """Dials that are under way are limited: later ones wait for the end of one."""
     async with open_network([LISTEN_ANY_LOOPBACK], POLICY) as network, trio.open_nursery() as nursery:
         gate, most = network._gate, POLICY.budget.dials

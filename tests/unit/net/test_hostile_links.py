@@ -218,5 +218,5 @@ async def test_a_link_beyond_the_server_s_limit_is_refused_not_left_hanging(exac
         waiting = [await link_of_a_newcomer() for _ in range(ACCEPT_QUEUE)]
         with pytest.raises(PeerUnreachable):
             await (await link_of_a_newcomer()).receive()
-        await first.end("makes room")
+        await first.end("is evicted")
         assert (await answer_to(waiting[0], DESCRIBE)).type is FrameType.DESCRIPTION

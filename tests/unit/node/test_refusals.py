@@ -175,7 +175,7 @@ def fork_frame(session: SessionId, source: SessionId, keep: int, shared: int = 0
 
 
 @in_trio
-async def test_a_session_that_waits_for_room_is_no_source_and_ends_when_it_is_closed(exact_worker: Any) -> None:
+async def test_a_session_that_waits_for_kv_is_no_source_and_ends_when_it_is_closed(exact_worker: Any) -> None:
     async with served(exact_worker) as swarm, open_network([], POLICY) as network:
         link = await network.dial(swarm.address)
         session, waiting = session_id(), session_id()
@@ -270,7 +270,7 @@ async def test_a_session_that_computes_is_no_source_yet(exact_worker: Any) -> No
 
 
 @in_trio
-async def test_a_source_without_room_that_is_about_to_be_closed_can_be_named(exact_worker: Any) -> None:
+async def test_a_source_without_kv_that_is_about_to_be_closed_can_be_named(exact_worker: Any) -> None:
     async with served(exact_worker) as swarm, open_network([], POLICY) as network:
         link = await network.dial(swarm.address)
         session, source = session_id(), session_id()

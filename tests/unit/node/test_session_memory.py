@@ -191,7 +191,7 @@ async def test_a_session_that_outlives_its_link_keeps_its_memory_within_the_shar
 
 
 @in_trio
-async def test_without_room_for_a_session_where_it_moves_it_holds_nothing() -> None:
+async def test_a_session_that_does_not_fit_where_it_moves_holds_nothing() -> None:
     budget, memory = session_memory()
     await memory.queue(2 * MIB)
     full = budget.connection("9.9.9.9", PeerId("another"))

@@ -28,7 +28,7 @@ def worker_with(kv_tokens: int) -> ThreadWorker:
     ("kv_tokens", "context", "sessions", "prompt"),
     [(32_768, 4096, SESSIONS, PROMPT), (3 * STEPS, 4096, 3, 3 * STEPS), (5, 4096, 1, 5), (32_768, 8, SESSIONS, 8)],
 )
-def test_it_measures_as_many_sessions_and_as_long_a_prompt_as_there_is_room_for(
+def test_it_measures_as_many_sessions_and_as_long_a_prompt_as_fit(
     kv_tokens: int, context: int, sessions: int, prompt: int
 ) -> None:
     async def main() -> None:

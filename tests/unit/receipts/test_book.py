@@ -221,7 +221,7 @@ def test_the_oldest_receipts_go_and_what_is_not_checked_yet_stays() -> None:
     assert (audited(session).positions, audited(session).problems) == ((9, 10), [])
 
 
-def test_what_was_rolled_back_takes_no_room() -> None:
+def test_what_was_rolled_back_takes_no_memory() -> None:
     session = Session(policy=TrustPolicy(receipts_kept=12))
     for _ in range(5):
         session.truncate(0)

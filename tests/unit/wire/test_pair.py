@@ -40,7 +40,7 @@ FAULTS = {
     "push changed": 4,
     "push denied": 2,
     "push ahead": 1,
-    "no room": 2,
+    "no space": 2,
     "no memory": 2,
     "cannot push": 3,
     "is dialling": 2,

@@ -98,7 +98,7 @@ def test_a_step_that_comes_again_while_it_is_computed_is_computed_once(change: C
     assert bytes(server.kv) == b"abc"
 
 
-def test_repeats_during_a_computation_take_no_room_from_steps_ahead() -> None:
+def test_repeats_during_a_computation_take_no_place_from_steps_ahead() -> None:
     server = Server()
     for number in range(5):
         server.receive(step(number, number, b"a"))
@@ -208,7 +208,7 @@ def test_steps_that_wait_in_an_epoch_that_ends_are_forgotten() -> None:
     assert bytes(server.kv) == b"wxxx"
 
 
-def test_steps_that_are_over_when_their_epoch_begins_take_no_room_from_steps_ahead() -> None:
+def test_steps_that_are_over_when_their_epoch_begins_take_no_place_from_steps_ahead() -> None:
     early = [step(number, number, b"x", epoch=1) for number in range(STEPS_AHEAD)]
     server = after(*early, truncate(keep=0, epoch=1, next_step=STEPS_AHEAD))
     for number in range(STEPS_AHEAD):

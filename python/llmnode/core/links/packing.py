@@ -21,8 +21,8 @@ RISES = 1.25
 class ArrivalRate:
     """How fast a link brings large frames, by when their parts come.
 
-    Only the receiver can tell: a write returns when windows, proxies and kernels have room, megabytes before its bytes
-    are through. It says so to the sender.
+    Only the receiver can tell: a write returns when windows, proxies and kernels have free buffers, megabytes before
+    its bytes are through. It says so to the sender.
     """
 
     def __init__(self, policy: PackPolicy) -> None:

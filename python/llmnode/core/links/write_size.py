@@ -21,7 +21,7 @@ MOMENT_S = 0.004
 """The time that sending one part may take. Less, and the socket would run dry whenever the event loop is late by a
 little."""
 LEAST_BYTES = 1 << 13
-"""However slow the line is: each part is a call, and a piece of a frame has a header."""
+"""However slow the connection is: each part is a call, and a piece of a frame has a header."""
 COUNTED_S = 0.1
 """The rate of a socket is measured over about this time."""
 

@@ -58,7 +58,7 @@ class RoutePolicy:
     retry_s: float = 1.0
     """The pause between two looks for peers, unless the swarm changes before."""
     longest_pause_s: float = 5.0
-    """The same pause is not longer than this, whatever time peers name until they have room."""
+    """The same pause is not longer than this, whatever time peers name until they have free KV."""
     ban_s: float = 2.0
     """The first ban of a peer that failed; each further ban lasts twice the one before."""
     longest_ban_s: float = 30.0

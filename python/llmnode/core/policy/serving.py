@@ -141,7 +141,7 @@ class ServePolicy:
     passes_per_link: int = 4
     """Passes, which train, that a client may ask for at the same time."""
     pass_positions: int = 8192
-    """The most positions of one pass: a frame has room for that many of a small model."""
+    """The most positions of one pass: a frame can hold that many of a small model."""
     longest_pass_s: float = 900.0
     """A pass is given up after this time, or after the time that its client waits (`PassPolicy`)."""
     pass_sequence: int = 2048

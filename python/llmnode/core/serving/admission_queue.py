@@ -61,7 +61,7 @@ class AdmissionQueue:
         self._stays_s: deque[float] = deque(maxlen=policy.stays_kept)
         self._known: _Standing | None = None
         self._first_tried = 0
-        """Those that wait before this place in the line were tried at the last look."""
+        """Those that wait before this place in the queue were tried at the last look."""
         self._forecasts = Rates(policy.forecasts, policy.forecasts_per_s)
         self._forecasts_of_group = Rates(policy.forecasts / 4, policy.forecasts_per_s / 4)
 

@@ -24,7 +24,7 @@ BACKWARD_COST = 3
 class _Queued:
     operation: Pass
     since_s: float
-    """As if its pass had waited at once for all turns of its parts. So it is not overtaken anew before each part."""
+    """When it was added, less the time that earlier parts of its pass have waited: a part is not overtaken anew."""
 
     @property
     def cost(self) -> int:

@@ -1,4 +1,4 @@
-"""Chooses among files on disk that can be made again: which of them go to make room for a new one."""
+"""Chooses among files on disk that can be made again: which of them to remove for a new one."""
 
 from __future__ import annotations
 

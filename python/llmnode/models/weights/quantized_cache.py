@@ -2,7 +2,7 @@
 
 A file a block, in a folder of its model and precision. Each says all that its numbers follow from, so that none is read
 for another, and has a checksum: one that is damaged, or of another time, is made anew. Files are of safetensors, which
-hold numbers alone. Without room, or where nothing may be written, nodes serve all the same.
+hold numbers alone. If the disk is full, or where nothing may be written, nodes serve all the same.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class KeptBlocks:
                 f"{self._policy.disk_share:.0%} of what is free: free some space, or set LLMNODE_CACHE to another disk"
             )
         for each in going:
-            log.info("quantized blocks in %s are removed, to make room for others", place.parent / each.name)
+            log.info("quantized blocks in %s are removed, to free space for others", place.parent / each.name)
             _remove(place.parent / each.name)
         self._has_space = True
         log.info("quantized blocks of %s are kept in %s", self._model, place)

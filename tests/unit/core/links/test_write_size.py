@@ -44,7 +44,7 @@ def test_a_socket_that_is_always_full_says_how_fast_it_is(bytes_per_s: float, ta
     assert rate.bytes_per_s == pytest.approx(bytes_per_s)
 
 
-def test_what_was_written_after_it_had_room_counts_until_it_is_full_again() -> None:
+def test_what_was_written_after_it_was_writable_counts_until_it_is_full_again() -> None:
     rate = DrainRate()
     rate.note(FULL_BYTES, 0.0, is_full=True)
     rate.note(10_000, 0.010, is_full=False)

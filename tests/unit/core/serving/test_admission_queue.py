@@ -119,7 +119,7 @@ def test_there_is_never_more_held_than_there_is_and_in_the_end_all_is_free(
 
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12))
-def test_who_fits_does_not_wait_unless_room_is_kept_for_another(sizes: list[int]) -> None:
+def test_who_fits_does_not_wait_unless_kv_is_kept_for_another(sizes: list[int]) -> None:
     hall = Hall(queue=AdmissionQueue(POSITIONS, AdmissionPolicy(passed_over=1000)))
     for size in sizes:
         hall.ask(size)
@@ -167,7 +167,7 @@ def test_a_higher_priority_comes_first_until_the_lower_one_has_waited_as_long_as
     assert hall.admit() == [training], "it has aged twice"
 
 
-def test_smaller_sessions_go_before_a_large_one_a_few_times_and_then_room_is_kept_for_it() -> None:
+def test_smaller_sessions_go_before_a_large_one_a_few_times_and_then_kv_is_kept_for_it() -> None:
     hall = Hall()
     hall.ask(60)
     hall.admit()
@@ -280,29 +280,29 @@ def test_a_refused_open_costs_little_however_many_sessions_there_are(clients: in
 def test_sessions_that_wait_in_vain_cost_little_at_each_look(clients: int) -> None:
     """Nobody may be moved for them: those that are here have not had their KV for long."""
     sessions, policy = 4000, AdmissionPolicy()
-    room = a_full_server(sessions, policy)
+    queue = a_full_server(sessions, policy)
     now_s = policy.keeps_s / 2
     for number in range(sessions):
-        room.use(name(number), now_s, ends=False)
+        queue.use(name(number), now_s, ends=False)
     for number in range(60):
-        room.add(name(sessions + number), claim(50, client=100 + number % clients), now_s)
+        queue.add(name(sessions + number), claim(50, client=100 + number % clients), now_s)
     with calls_counted() as calls:
         for _ in range(10):
-            assert not room.choose_moves(now_s)
+            assert not queue.choose_moves(now_s)
     assert calls[0] / 10 < 10 * sessions, "a few looks at each session, however many wait"
 
 
 def test_each_that_waits_has_its_look_though_those_before_it_wait_in_vain() -> None:
     """Those before it ask for too much. It came last, of a peer that holds nothing."""
     policy = AdmissionPolicy(tried_per_look=4, first_positions=1)
-    room, now_s = a_full_server(100, policy), 1000.0
+    queue, now_s = a_full_server(100, policy), 1000.0
     for number in range(30):
-        room.add(name(1000 + number), claim(90, client=1000 + number), now_s)
-    room.add(name(2000), claim(1, client=2000), now_s)
+        queue.add(name(1000 + number), claim(90, client=1000 + number), now_s)
+    queue.add(name(2000), claim(1, client=2000), now_s)
     moved: list[SessionId] = []
     for _ in range(30 // policy.tried_per_look + 1):
         assert not moved
-        moved += room.choose_moves(now_s)
+        moved += queue.choose_moves(now_s)
     assert len(moved) == 1
 
 
