@@ -63,7 +63,7 @@ class AutoDistributedModelForCausalLM:
 
     @staticmethod
     def from_pretrained(name: str | None = None, **options: Any) -> DistributedModelForCausalLM:
-        """The model `name`, as `llmnode.connect` gives it, with the sessions of Petals.
+        """The model `name`, as `llmnode.connect` gives it, with the sessions of Petals. The `options` are:
 
         - `initial_peers`: addresses of peers of the swarm.
         - `allowed_servers`, `blocked_servers`: ids of the only servers to use, and of those not to use.

@@ -213,15 +213,18 @@ async def test_steps_that_wait_are_in_the_budget_until_they_are_computed(exact_w
         session = session_id()
         await answer_to(link, open_frame(session, keep_outputs=True))
         steps = [step_frame(session, number, number) for number in range(6)]
-        before = held[Resource.MEMORY]
+
+        def held_by_sessions() -> int:
+            return sum(each.held[Resource.MEMORY] for each in swarm.network.budget.process.within(Kind.SESSION))
+
         for each in steps:
             await link.send(each)
-        await until(lambda: held[Resource.MEMORY] - before == sum(each.size_bytes for each in steps))
+        await until(lambda: held_by_sessions() == sum(each.size_bytes for each in steps))
         await until(lambda: held[Resource.WORK] == ROW)
         exact_worker.gate.set()
         for _ in steps:
             await link.receive()
-        await until(lambda: held[Resource.MEMORY] == before)
+        await until(lambda: not held_by_sessions())
         assert (held[Resource.WORK], held[Resource.LOGS]) == (0, 6 * ROW)
         await answer_to(link, Frame(FrameType.TRUNCATE, session, Epoch(1), Step(6), start=2))
         await until(lambda: held[Resource.LOGS] == 2 * ROW)
