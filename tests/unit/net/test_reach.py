@@ -113,6 +113,8 @@ async def test_of_what_strangers_announce_only_ip_addresses_are_asked() -> None:
 
 @in_trio
 async def test_who_does_not_answer_in_time_is_left_with_nothing_open(recwarn: pytest.WarningsRecorder) -> None:
+    gc.collect()
+    recwarn.clear()  # of other tests
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
