@@ -139,7 +139,14 @@ class ServerLink:
         sessions, priority = self._server.sessions, PRIORITIES.get(request.priority, max(Priority))
         prompts = prompts_of_session(frame, request, form.hidden_size, self._server.policy.session_prompt_bytes)
         asked = Asked(span, form, profile_of(request), priority, request.keep_outputs, prompts)
-        sessions[frame.session] = session = ServerSession(stage, asked, self._link, served, sessions)
+        session = ServerSession(stage, asked, self._link, served, sessions)
+        try:
+            session.inbox.memory.hold_prompts(2 * prompts.size_bytes)  # here, and at the worker
+        except PeerRefused:
+            session.end()
+            session.release()
+            raise
+        sessions[frame.session] = session
         self._nursery.start_soon(self._run_session, session)
 
     def _check_open(self, frame: Frame) -> tuple[Span, OpenRequest, ServedSpan]:

@@ -104,7 +104,6 @@ class ServerSession:
         self._doing = Frame(FrameType.OPENED, stage.session, stage.epoch, meta=opened)
         self.inbox = SessionInbox(stage, asked.form, link.scope, served)
         self._memory = self.inbox.memory
-        self._memory.hold_prompts(2 * asked.prompts.size_bytes)  # here, and at the worker
         self._replays = ReplayBudget(served.policy.replayed_times, served.policy.replayed_every_s)
 
     def close(self) -> None:
