@@ -182,7 +182,8 @@ class ServerLink:
 
     def _lease(self, frame: Frame) -> Frame:
         request, session = unpack(Lease, frame.meta), self._session(frame)
-        session.lease_s = min(request.lease_ms / 1000, self._server.policy.lease_s)
+        most_s = 0.0 if session.inbox.memory.holds_prompts else self._server.policy.lease_s
+        session.lease_s = min(request.lease_ms / 1000, most_s)
         if request.leaves:
             self._server.leave_link(session)
         meta = pack(Leased(int(1000 * session.lease_s)))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from llmnode.core.budget import Scope
     from llmnode.node.serve.work_turns import WorkTurns
 
+A_STEP = "a step takes", "send fewer positions at once"
 RETRY_S = 1.0
 MOST_TIMES_WAITING = 4
 """A step may be given and pushed, and be given again: all positions of a session may wait this many times."""
@@ -66,7 +67,7 @@ class SessionMemory:
         """Hold the hidden states of the step that is to be computed, when it is its turn."""
         if self._turns.take_now(self._work, size_bytes):
             return
-        self._check_could_hold(Resource.WORK, size_bytes)
+        self._check_could_hold(Resource.WORK, size_bytes, *A_STEP)
         if not await self._turns.take(self._work, size_bytes, self._patience_s):
             raise _no_memory()
 
@@ -74,9 +75,15 @@ class SessionMemory:
         self._work.resize(0)
         self._turns.pass_on()
 
+    @property
+    def holds_prompts(self) -> bool:
+        """Nobody could evict them while the session is without a link."""
+        return self._prompts.amount > 0
+
     def hold_prompts(self, size_bytes: int) -> None:
         """Hold deep prompts for as long as the session lives."""
         if not self._prompts.resize(size_bytes):
+            self._check_could_hold(Resource.MEMORY, size_bytes, "these deep prompts take", "use fewer")
             raise _no_memory()
 
     def log(self, size_bytes: int) -> None:
@@ -100,7 +107,7 @@ class SessionMemory:
     async def _grow(self, account: Account, more_bytes: int) -> None:
         if account.resize(account.amount + more_bytes):
             return
-        self._check_could_hold(account.resource, more_bytes)
+        self._check_could_hold(account.resource, more_bytes, *A_STEP)
         with trio.move_on_after(self._patience_s):
             while not self._scope.is_closed:
                 await freed(self._scope)
@@ -108,9 +115,9 @@ class SessionMemory:
                     return
         raise _no_memory()
 
-    def _check_could_hold(self, resource: Resource, size_bytes: int) -> None:
+    def _check_could_hold(self, resource: Resource, size_bytes: int, what: str, advice: str) -> None:
         if not self._scope.could_hold(resource, size_bytes):
-            why = f"a step takes {size_bytes >> 20} MiB here, more than there is for one: send fewer positions at once"
+            why = f"{what} {size_bytes >> 20} MiB here, more than there is for one: {advice}"
             raise PeerRefused(RefusalCode.NO_ROOM, why)
 
 

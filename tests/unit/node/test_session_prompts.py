@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from llmnode.core.budget import Kind, Resource
 from llmnode.core.ids import AdapterId, SessionId
 from llmnode.core.model import FP32_BYTES
+from llmnode.core.policy import ServePolicy
 from llmnode.net.host import open_network
 from llmnode.net.link import Libp2pLink
 from llmnode.wire.adapter import make_adapter
 from llmnode.wire.adapter_messages import AdapterPart, AdapterUse
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import PROMPTS, RefusalCode, pack
+from llmnode.wire.messages import PROMPTS, Lease, Leased, RefusalCode, pack, unpack
 from unit.in_trio import in_trio
-from unit.links import MODEL, POLICY, ROW, answer_to, open_frame, refusal_to, served, session_id
+from unit.links import DESCRIBE, MODEL, POLICY, ROW, answer_to, open_frame, refusal_to, served, session_id, step_frame
 
 SIZE = MODEL.blocks * ROW
 """The bytes of one prompt before each block."""
@@ -54,3 +56,49 @@ async def test_a_session_without_memory_for_its_prompts_leaves_its_adapter_and_n
         assert limit is not None
         process.set_limit(Resource.MEMORY, limit)
         await swarm.check_serves_and_is_empty()
+
+
+@in_trio
+async def test_prompts_that_could_never_be_held_are_refused_for_good(exact_worker: Any) -> None:
+    """The client is not told to come again: no other session has to end for them."""
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        process = swarm.network.budget.process
+        link = await network.dial(swarm.address)
+        await answer_to(link, DESCRIBE)
+        process.set_limit(Resource.MEMORY, 2 * 3 * SIZE - 1)
+        refusal = await refusal_to(link, open_with_prompts(session_id(), 3))
+        assert (refusal.code, refusal.retry_after_ms) == (RefusalCode.NO_ROOM, 0)
+        assert "deep prompts" in refusal.message
+
+
+@in_trio
+async def test_prompts_are_held_until_their_session_ends_also_over_another_link(exact_worker: Any) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        process = swarm.network.budget.process
+
+        def held_by_sessions() -> list[int]:
+            return [each.held[Resource.MEMORY] for each in process.within(Kind.SESSION)]
+
+        links = [await network.dial(swarm.address) for _ in range(2)]
+        session = session_id()
+        await answer_to(links[0], open_with_prompts(session, 3))
+        assert held_by_sessions() == [2 * 3 * SIZE], "here, and at the worker"
+        assert (await answer_to(links[1], Frame(FrameType.RESUME, session))).type is FrameType.RESUMED
+        await links[0].end("not needed any more")
+        assert (await answer_to(links[1], step_frame(session, 0, 0))).type is FrameType.RESULT
+        assert held_by_sessions() == [2 * 3 * SIZE]
+        await links[1].end("done")
+        await swarm.check_serves_and_is_empty()
+        assert not held_by_sessions()
+
+
+@in_trio
+async def test_a_session_with_prompts_is_not_leased_since_nothing_could_evict_them(exact_worker: Any) -> None:
+    generous = ServePolicy(leased_share=1.0, leased_client_share=1.0)
+    async with served(exact_worker, serve=generous) as swarm, open_network([], POLICY) as network:
+        link = await network.dial(swarm.address)
+        for frame, lease_ms in ((open_frame, 30_000), (partial(open_with_prompts, positions=3), 0)):
+            await answer_to(link, frame(session := session_id()))
+            lease = pack(Lease(lease_ms=30_000, leaves=False))
+            leased = await answer_to(link, Frame(FrameType.LEASE, session, meta=lease))
+            assert unpack(Leased, leased.meta).lease_ms == lease_ms
