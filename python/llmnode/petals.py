@@ -89,11 +89,11 @@ class AutoDistributedModelForSequenceClassification:
         Raises ConfigError as `DistributedModelForCausalLM.with_head` does too.
         """
         ours = {option: options.pop(option) for option in [*options] if option in {*_OURS, *ELSEWHERE}}
-        tuning = {option: ours.pop(option) for option in ("tuning_mode", "pre_seq_len") if option in ours}
+        of_head = {option: ours.pop(option) for option in _OF_MODELS if option in ours}
         model = _open(name, ours)
         try:
             head = model.with_head("sequence-classification", **options)
-            head.tune_prompts(tuning.get("tuning_mode"), tuning.get("pre_seq_len", 0))
+            _equip(head, of_head)
         except BaseException:
             model.close()
             raise
@@ -265,19 +265,20 @@ class RemoteSequential(torch.nn.Module):
         raise ConfigError("sessions go through all blocks: use model.inference_session(max_length=...)")
 
 
+_OF_MODELS = "active_adapter", "tuning_mode", "pre_seq_len"
+"""Arguments that are about one model of a connection, with its head."""
+
 _OURS = frozenset(
     {
         "initial_peers",
         "allowed_servers",
         "blocked_servers",
-        "active_adapter",
         "max_retries",
         "request_timeout",
         "connect_timeout",
         "ban_timeout",
         "use_server_to_server",
-        "tuning_mode",
-        "pre_seq_len",
+        *_OF_MODELS,
         "torch_dtype",
         "dtype",
         "codec",
@@ -295,13 +296,21 @@ def _open(name: str | None, options: dict[str, Any]) -> DistributedModelForCausa
     name, way_in = model_and_way_in(name, options.get("initial_peers", ()), None)
     model = open_as(DistributedModelForCausalLM, name, way_in, codec=codec, dtype=dtype, policy=policy)
     try:
-        if (adapter := options.get("active_adapter")) is not None:
-            model.load_adapter(adapter)
-        model.tune_prompts(options.get("tuning_mode"), options.get("pre_seq_len", 0))
+        _equip(model, options)
     except BaseException:
         model.close()
         raise
     return model
+
+
+def _equip(model: Any, options: dict[str, Any]) -> None:  # Any: with any head
+    """Give a model its adapter, which stays as it is, and its prompts. A head goes on being trained."""
+    if (adapter := options.get("active_adapter")) is not None:
+        trained = [each for each in model.parameters() if each.requires_grad]
+        model.load_adapter(adapter)
+        for each in trained:  # PEFT freezes all but adapters
+            each.requires_grad_()
+    model.tune_prompts(options.get("tuning_mode"), options.get("pre_seq_len", 0))
 
 
 def _policy(options: dict[str, Any]) -> ClientPolicy:

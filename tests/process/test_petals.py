@@ -168,13 +168,22 @@ def test_servers_are_chosen_and_limits_are_ours(pair: Pair, model: petals.Distri
             _opened(pair, **wrong).__enter__()
 
 
-def test_an_active_adapter_is_computed_by_servers(pair: Pair, tmp_path: Path) -> None:
+def test_an_active_adapter_is_computed_by_servers_whatever_the_head(pair: Pair, tmp_path: Path) -> None:
     torch.manual_seed(1)
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     theirs = peft.get_peft_model(copy.deepcopy(pair.alone), config).eval()
     theirs.save_pretrained(tmp_path)
     with _opened(pair, active_adapter=str(tmp_path)) as model, torch.no_grad():
         assert _error(model(TEXT).logits, theirs(TEXT).logits) < FURTHEST
+    kind = petals.AutoDistributedModelForSequenceClassification
+    options = {"active_adapter": str(tmp_path), "tuning_mode": "ptune", "pre_seq_len": 2, "pad_token_id": 0}
+    with kind.from_pretrained(pair.folder, initial_peers=pair.peers, num_labels=3, **options) as classifier:
+        trained = {name for name, each in classifier.named_parameters() if each.requires_grad}
+        assert trained == {"score.weight", "model.prompt_embeddings.weight"}
+        classifier.tune_prompts(None)
+        with torch.no_grad():
+            states = theirs(TEXT, output_hidden_states=True).hidden_states[-1]
+            assert _error(classifier(TEXT).logits, classifier.score(states[:, -1])) < FURTHEST
 
 
 def test_what_has_no_counterpart_says_what_there_is(pair: Pair) -> None:
