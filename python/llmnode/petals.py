@@ -8,14 +8,14 @@ from __future__ import annotations
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from llmnode.client.causal_lm import DistributedModelForCausalLM as _Model
-from llmnode.client.hidden_session import HiddenSession
 from llmnode.client.model import model_and_way_in, open_as
 from llmnode.client.remote_blocks import RemoteBlocks
+from llmnode.client.token_session import InferenceSession
 from llmnode.core.ids import PeerId
 from llmnode.core.model import AUTO
 from llmnode.core.policy import ClientPolicy
@@ -23,8 +23,6 @@ from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-    from llmnode.client.cache import SessionCache
 
 __all__ = [
     "AutoDistributedModel",
@@ -123,70 +121,6 @@ class AutoDistributedSpeculativeModel(_Absent):
     instead = "use AutoDistributedModelForCausalLM, and give its `generate` an `assistant_model`"
 
 
-class InferenceSession:
-    """Rows of a batch that go on. Its sessions open with the first rows that it is given; then it has a cache.
-
-    A context manager. `output_ids` are all tokens of `generate` until now, (rows, tokens), or None.
-    """
-
-    def __init__(self, model: DistributedModelForCausalLM, max_length: int) -> None:
-        self.max_length = max_length
-        self.output_ids: torch.Tensor | None = None
-        self._model = model
-        self._cache: SessionCache | None = None
-        self._is_closed = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exc_info: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the sessions. Safe to call twice."""
-        self._is_closed = True
-        if self._cache is not None:
-            self._cache.close()
-
-    def cache(self, rows: int) -> SessionCache:
-        """The cache of our models that it is. Raises ConfigError for another number of rows, or if it is closed."""
-        if self._is_closed:
-            raise ConfigError("this session is closed: open another one")
-        if self._cache is None:
-            self._cache = self._model.open_cache(self.max_length, rows)
-        if self._cache.rows != rows:
-            raise ConfigError(f"{rows} rows for a session of {self._cache.rows}")
-        return self._cache
-
-    @property
-    def position(self) -> int:
-        """Positions behind us. Set a lower one to roll back to it."""
-        return 0 if self._cache is None else self._cache.columns
-
-    @position.setter
-    def position(self, position: int) -> None:
-        if position != self.position:
-            if self._cache is None:
-                raise ConfigError(f"cannot go to position {position}: nothing was run")
-            self._cache.truncate(position)
-        if self.output_ids is not None:
-            self.output_ids = self.output_ids[:, :position]
-
-    def step(
-        self, inputs: torch.Tensor, prompts: torch.Tensor | None = None, hypo_ids: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Hidden states (rows, tokens, hidden_size) through all blocks. `hypo_ids` reorders the rows before.
-
-        Raises ConfigError for `prompts`: a session has those that its model has when it opens.
-        """
-        if prompts is not None:
-            raise ConfigError('a step takes no prompts: call model.tune_prompts("deep_ptune", ...) and use generate')
-        cache = self.cache(len(inputs))
-        if hypo_ids is not None:
-            cache.reorder(hypo_ids.tolist())
-        return HiddenSession(cache).step(inputs)
-
-
 class DistributedModelForCausalLM(_Model):
     """Our model with the sessions of Petals: `generate(session=)`, `inference_session`, `use_session`."""
 
@@ -223,12 +157,9 @@ class DistributedModelForCausalLM(_Model):
         if (session := session or self.active_session) is None:
             return super().generate(inputs, *args, **options)
         before = 0 if session.output_ids is None else session.output_ids.shape[1]
-        parts = [each for each in (session.output_ids, inputs) if each is not None]
-        if not parts:
-            raise ConfigError("a session without tokens has nothing to go on from: give inputs")
-        cache = session.cache(len(parts[-1]))
+        whole, cache = session.tokens_with(inputs)
         with self.use_session(None):
-            result = super().generate(torch.cat(parts, dim=1), *args, cache=cache, **options)
+            result = super().generate(whole, *args, cache=cache, **options)
         is_plain = isinstance(result, torch.Tensor)
         session.output_ids = sequences = result if is_plain else result.sequences
         new = sequences[:, before:].clone()

@@ -90,6 +90,59 @@ def test_a_text_goes_on_in_a_session(pair: Pair, model: petals.DistributedModelF
     assert model.generate(input_ids=TEXT, max_new_tokens=3, **PLAIN).tolist() == first.tolist()
 
 
+class _Interrupted:
+    """A streamer that the user interrupts after some calls."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
+    def put(self, _tokens: torch.Tensor) -> None:
+        self.calls -= 1
+        if not self.calls:
+            raise KeyboardInterrupt
+
+    def end(self) -> None: ...
+
+
+def test_a_text_goes_on_after_interrupts_and_rollbacks_from_the_tokens_that_are_known(
+    pair: Pair, model: petals.DistributedModelForCausalLM
+) -> None:
+    options = {"max_new_tokens": 4, **PLAIN}
+    whole = pair.alone.generate(TEXT, **options)
+    other = torch.tensor([[9, 8, 7]])
+    with model.inference_session(max_length=32) as session:
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(other, streamer=_Interrupted(4), **options)
+        assert session.position > other.shape[1]
+        assert session.output_ids is None
+        assert model.generate(TEXT, **options).tolist() == whole.tolist()
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(other, streamer=_Interrupted(4), **options)
+        expected = pair.alone.generate(torch.cat([whole, TEXT], dim=1), **options)
+        assert model.generate(TEXT, **options).tolist() == expected[:, whole.shape[1] :].tolist()
+        session.position = 5
+        assert model.generate(None, **options).tolist() == whole[:, 5:].tolist()
+        assert session.output_ids is not None
+        assert session.output_ids.tolist() == whole.tolist()
+
+
+def test_a_session_of_hidden_states_is_none_of_tokens(pair: Pair, model: petals.DistributedModelForCausalLM) -> None:
+    whole = pair.alone.generate(TEXT, max_new_tokens=4, **PLAIN)
+    with model.inference_session(max_length=32) as session, torch.no_grad():
+        session.step(model.embed(TEXT))
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="hidden states from position 0"):
+                model.generate(TEXT, max_new_tokens=4, **PLAIN)
+        session.position = 0
+        assert model.generate(TEXT, max_new_tokens=2, **PLAIN).tolist() == whole[:, :7].tolist()
+        session.step(model.embed(TEXT))
+        session.position = 7
+        with pytest.raises(ConfigError, match="hidden states from position 6"):
+            model.generate(max_new_tokens=2, **PLAIN)
+        session.position = 6
+        assert model.generate(whole[:, 6:7], max_new_tokens=2, **PLAIN).tolist() == whole[:, 6:].tolist()
+
+
 def test_hidden_states_go_through_a_session_and_through_blocks(
     pair: Pair, model: petals.DistributedModelForCausalLM
 ) -> None:

@@ -1,0 +1,104 @@
+"""Petals' session: rows of tokens that go on from one `generate` to the next, or of hidden states, step by step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from llmnode.client.hidden_session import HiddenSession
+from llmnode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from llmnode.client.cache import SessionCache
+    from llmnode.client.causal_lm import DistributedModelForCausalLM
+
+
+class InferenceSession:
+    """Rows of a batch that go on. Its sessions open with the first rows that it is given; then it has a cache.
+
+    A context manager. `output_ids` are all tokens of `generate` until now, (rows, tokens), or None.
+    """
+
+    def __init__(self, model: DistributedModelForCausalLM, max_length: int) -> None:
+        self.max_length = max_length
+        self.model = model
+        self.output_ids: torch.Tensor | None = None
+        self._cache: SessionCache | None = None
+        self._states_from: int | None = None  # the first position that `step` has run
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the sessions. Safe to call twice."""
+        self._is_closed = True
+        if self._cache is not None:
+            self._cache.close()
+
+    def cache(self, rows: int) -> SessionCache:
+        """The cache of our models that it is. Raises ConfigError for another number of rows, or if it is closed."""
+        if self._is_closed:
+            raise ConfigError("this session is closed: open another one")
+        if self._cache is None:
+            self._cache = self.model.open_cache(self.max_length, rows)
+        if self._cache.rows != rows:
+            raise ConfigError(f"{rows} rows for a session of {self._cache.rows}")
+        return self._cache
+
+    @property
+    def position(self) -> int:
+        """Positions behind us. Set a lower one to roll back to it."""
+        return 0 if self._cache is None else self._cache.columns
+
+    @position.setter
+    def position(self, position: int) -> None:
+        if position != self.position:
+            if self._cache is None:
+                raise ConfigError(f"cannot go to position {position}: nothing was run")
+            self._cache.truncate(position)
+        if self.output_ids is not None:
+            self.output_ids = self.output_ids[:, :position]
+        if self._states_from is not None and position <= self._states_from:
+            self._states_from = None
+
+    def tokens_with(self, inputs: torch.Tensor | None) -> tuple[torch.Tensor, SessionCache]:
+        """All tokens with `inputs` (rows, tokens) after them, and the cache that is to run those that it lacks.
+
+        The cache forgets what a call that failed or was interrupted has run beyond the known tokens. Raises ConfigError
+        without any token, and if the cache holds hidden states that `step` has run.
+        """
+        parts = [each for each in (self.output_ids, inputs) if each is not None]
+        if not parts:
+            raise ConfigError("a session without tokens has nothing to go on from: give inputs")
+        if self._states_from is not None:
+            raise ConfigError(
+                f"this session holds hidden states from position {self._states_from} on, and no tokens: set its "
+                "position to that or less, or open another session"
+            )
+        cache, known = self.cache(len(parts[-1])), 0 if self.output_ids is None else self.output_ids.shape[1]
+        whole = torch.cat(parts, dim=1)
+        cache.truncate(min(cache.columns, known, whole.shape[1] - 1))
+        return whole, cache
+
+    def step(
+        self, inputs: torch.Tensor, prompts: torch.Tensor | None = None, hypo_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Hidden states (rows, tokens, hidden_size) through all blocks. `hypo_ids` reorders the rows before.
+
+        Raises ConfigError for `prompts`: a session has those that its model has when it opens.
+        """
+        if prompts is not None:
+            raise ConfigError('a step takes no prompts: call model.tune_prompts("deep_ptune", ...) and use generate')
+        cache = self.cache(len(inputs))
+        if hypo_ids is not None:
+            cache.reorder(hypo_ids.tolist())
+            self.output_ids = None if self.output_ids is None else self.output_ids[hypo_ids]
+        began = cache.columns
+        outputs = HiddenSession(cache).step(inputs)
+        self._states_from = began if self._states_from is None else self._states_from
+        return outputs
