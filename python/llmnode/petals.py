@@ -14,6 +14,7 @@ import torch
 
 from llmnode.client.causal_lm import DistributedModelForCausalLM as _Model
 from llmnode.client.model import model_and_way_in, open_as
+from llmnode.client.released import releasing
 from llmnode.client.remote_blocks import RemoteBlocks
 from llmnode.client.token_session import InferenceSession
 from llmnode.core.ids import PeerId
@@ -53,7 +54,8 @@ ELSEWHERE = {
 }
 """Arguments of Petals, and of transformers, that have no counterpart, and what there is instead."""
 
-_active: ContextVar[InferenceSession | None] = ContextVar("_active", default=None)
+_active: ContextVar[tuple[tuple[object, InferenceSession | None], ...]] = ContextVar("_active", default=())
+"""Models and their active sessions; the last one of a model counts."""
 
 
 class AutoDistributedModelForCausalLM:
@@ -126,8 +128,8 @@ class DistributedModelForCausalLM(_Model):
 
     @property
     def active_session(self) -> InferenceSession | None:
-        """The session of the `with` around us."""
-        return _active.get()
+        """The session of this model of the `with` around us."""
+        return next((session for model, session in reversed(_active.get()) if model is self), None)
 
     @contextmanager
     def inference_session(  # type: ignore[override]  # Petals opens it with the first rows
@@ -139,12 +141,20 @@ class DistributedModelForCausalLM(_Model):
 
     @contextmanager
     def use_session(self, session: InferenceSession | None) -> Iterator[InferenceSession | None]:
-        """Have `session` be active within the `with`."""
-        token = _active.set(session)
+        """Have `session` be active within the `with`, or none. Raises ConfigError for a session of another model."""
+        if session is not None and session.model is not self:
+            raise ConfigError("this session is of another model: open one with this model's inference_session")
+        token = _active.set((*_active.get(), (self, session)))
         try:
             yield session
         finally:
             _active.reset(token)
+
+    @releasing
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """transformers' forward. Raises ConfigError within a session, which takes `generate` and `step`."""
+        _check_outside(self)
+        return super().__call__(*args, **options)
 
     def generate(
         self, inputs: torch.Tensor | None = None, *args: Any, session: InferenceSession | None = None, **options: Any
@@ -154,7 +164,10 @@ class DistributedModelForCausalLM(_Model):
         Then it returns the tokens after those of former calls, `inputs` and new ones, as Petals does.
         """
         inputs = options.pop("input_ids", None) if inputs is None else inputs
-        if (session := session or self.active_session) is None:
+        if session is not None:
+            with self.use_session(session):
+                return self.generate(inputs, *args, **options)
+        if (session := self.active_session) is None:
             return super().generate(inputs, *args, **options)
         before = 0 if session.output_ids is None else session.output_ids.shape[1]
         whole, cache = session.tokens_with(inputs)
@@ -175,13 +188,18 @@ class RemoteSequential(torch.nn.Module):
     def __init__(self, model: Any, start_block: int = 0, end_block: int | None = None) -> None:
         """`model` is one of ours, or its `remote_blocks`. Raises ConfigError for anything else."""
         super().__init__()
+        self._of = (model,)  # in a tuple it is no child of ours
         blocks = model if isinstance(model, RemoteBlocks) else getattr(model, "remote_blocks", None)
         if not isinstance(blocks, RemoteBlocks):
             raise ConfigError("RemoteSequential takes a model of llmnode, which is connected: RemoteSequential(model)")
         self.blocks = blocks[start_block:end_block]
 
     def forward(self, inputs: torch.Tensor, prompts: torch.Tensor | None = None) -> torch.Tensor:
-        """Hidden states (rows, tokens, hidden_size), and deep prompts; see `RemoteBlocks.forward`."""
+        """Hidden states (rows, tokens, hidden_size), and deep prompts; see `RemoteBlocks.forward`.
+
+        Raises ConfigError within a session of its model, which takes `step`.
+        """
+        _check_outside(self._of[0])
         output: torch.Tensor = self.blocks(inputs, prompts=prompts)
         return output
 
@@ -189,11 +207,22 @@ class RemoteSequential(torch.nn.Module):
         return len(self.blocks)
 
     def __getitem__(self, which: int | slice) -> RemoteSequential:
-        return RemoteSequential(self.blocks[which])
+        made = RemoteSequential(*self._of)
+        made.blocks = self.blocks[which]
+        return made
 
     def inference_session(self, **_options: object) -> NoReturn:
         """Raises ConfigError: sessions are those of a model."""
         raise ConfigError("sessions go through all blocks: use model.inference_session(max_length=...)")
+
+
+def _check_outside(model: object) -> None:
+    """Raises ConfigError within a `with` of one of its sessions."""
+    if getattr(model, "active_session", None) is not None:
+        raise ConfigError(
+            "a forward does not go on in the active session: call generate, or session.step; or put the forward "
+            "within `with model.use_session(None):`"
+        )
 
 
 _OF_MODELS = "active_adapter", "tuning_mode", "pre_seq_len"

@@ -90,6 +90,37 @@ def test_a_text_goes_on_in_a_session(pair: Pair, model: petals.DistributedModelF
     assert model.generate(input_ids=TEXT, max_new_tokens=3, **PLAIN).tolist() == first.tolist()
 
 
+def test_a_forward_within_a_session_is_refused_and_not_run_beside_it(
+    pair: Pair, model: petals.DistributedModelForCausalLM
+) -> None:
+    blocks, hidden = petals.RemoteSequential(model), model.embed(TEXT)
+    with torch.no_grad(), model.inference_session(max_length=16) as session:
+        expected = pair.alone(TEXT).logits
+        for call in (lambda: model(TEXT), lambda: blocks(hidden), lambda: blocks[2:3](hidden)):
+            with pytest.raises(ConfigError, match=r"use_session\(None\)"):
+                call()
+        with model.use_session(None):
+            assert model.active_session is None
+            assert _error(model(TEXT).logits, expected) < FURTHEST
+            assert blocks(hidden).shape == hidden.shape
+        assert model.active_session is session
+        assert session.position == 0
+
+
+def test_each_model_has_an_active_session_of_its_own(pair: Pair, model: petals.DistributedModelForCausalLM) -> None:
+    whole = pair.alone.generate(TEXT, max_new_tokens=2, **PLAIN)
+    with _opened(pair) as other, model.inference_session(max_length=16) as session:
+        assert other.active_session is None
+        assert other.generate(TEXT, max_new_tokens=2, **PLAIN).tolist() == whole.tolist()
+        for use in (other.use_session(session).__enter__, lambda: other.generate(TEXT, session=session, **PLAIN)):
+            with pytest.raises(ConfigError, match="of another model"):
+                use()
+        with other.inference_session(max_length=16) as inner:
+            assert (model.active_session, other.active_session) == (session, inner)
+            assert model.generate(TEXT, max_new_tokens=2, **PLAIN).tolist() == whole.tolist()
+            assert (session.position, inner.position) == (6, 0)
+
+
 class _Interrupted:
     """A streamer that the user interrupts after some calls."""
 
