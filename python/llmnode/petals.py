@@ -169,6 +169,7 @@ class DistributedModelForCausalLM(_Model):
                 return self.generate(inputs, *args, **options)
         if (session := self.active_session) is None:
             return super().generate(inputs, *args, **options)
+        _check_one_text(options.get("generation_config") or (args[0] if args else self.generation_config), options)
         before = 0 if session.output_ids is None else session.output_ids.shape[1]
         whole, cache = session.tokens_with(inputs)
         with self.use_session(None):
@@ -223,6 +224,18 @@ def _check_outside(model: object) -> None:
             "a forward does not go on in the active session: call generate, or session.step; or put the forward "
             "within `with model.use_session(None):`"
         )
+
+
+def _check_one_text(config: Any, options: dict[str, Any]) -> None:  # Any: whatever a caller gives
+    """Raises ConfigError for a call whose rows are not one text each."""
+    for name in ("num_beams", "num_return_sequences"):
+        if (number := options.get(name) or getattr(config, name, None) or 1) > 1:
+            raise ConfigError(
+                f"{name}={number}: each row of a session goes on as one text. Leave it out, or put the call within "
+                "`with model.use_session(None):`"
+            )
+    if options.get("inputs_embeds") is not None:
+        raise ConfigError("a session goes on from tokens: give inputs, and no inputs_embeds")
 
 
 _OF_MODELS = "active_adapter", "tuning_mode", "pre_seq_len"

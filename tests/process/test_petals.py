@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import peft
 import pytest
 import torch
+import transformers
 
 import llmnode
 from llmnode import petals
@@ -119,6 +120,25 @@ def test_each_model_has_an_active_session_of_its_own(pair: Pair, model: petals.D
             assert (model.active_session, other.active_session) == (session, inner)
             assert model.generate(TEXT, max_new_tokens=2, **PLAIN).tolist() == whole.tolist()
             assert (session.position, inner.position) == (6, 0)
+
+
+def test_a_session_has_one_text_for_each_row(model: petals.DistributedModelForCausalLM) -> None:
+    several = transformers.GenerationConfig(num_beams=2, **PLAIN)
+    with model.inference_session(max_length=16) as session:
+        wrong: list[dict[str, Any]] = [
+            {"num_beams": 2},
+            {"num_return_sequences": 2, "do_sample": True},
+            {"generation_config": several},
+            {"inputs_embeds": model.embed(TEXT)},
+        ]
+        for options in wrong:
+            with pytest.raises(ConfigError, match=r"session goes on"):
+                model.generate(TEXT, max_new_tokens=1, **{"pad_token_id": 0, **options})
+        with pytest.raises(ConfigError, match="num_beams=2"):
+            model.generate(TEXT, several, max_new_tokens=1)
+        assert session._cache is None
+        with model.use_session(None):
+            assert model.generate(TEXT, num_beams=2, max_new_tokens=1, **PLAIN).shape == (1, 6)
 
 
 class _Interrupted:
