@@ -171,9 +171,9 @@ class DistributedModelForCausalLM(_Model):
             return super().generate(inputs, *args, **options)
         _check_one_text(options.get("generation_config") or (args[0] if args else self.generation_config), options)
         before = 0 if session.output_ids is None else session.output_ids.shape[1]
-        whole, cache = session.tokens_with(inputs)
+        whole, mask, cache = session.tokens_with(inputs, options.get("attention_mask"))
         with self.use_session(None):
-            result = super().generate(whole, *args, cache=cache, **options)
+            result = super().generate(whole, *args, **{**options, "attention_mask": mask, "cache": cache})
         is_plain = isinstance(result, torch.Tensor)
         session.output_ids = sequences = result if is_plain else result.sequences
         new = sequences[:, before:].clone()

@@ -141,6 +141,29 @@ def test_a_session_has_one_text_for_each_row(model: petals.DistributedModelForCa
             assert model.generate(TEXT, num_beams=2, max_new_tokens=1, **PLAIN).shape == (1, 6)
 
 
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_rows_with_padding_go_on_with_a_mask_of_what_is_new_or_none(
+    pair: Pair, model: petals.DistributedModelForCausalLM, *, is_masked: bool
+) -> None:
+    ids = torch.tensor([[0, 0, 5, 17, 99], [3, 42, 7, 11, 60]])
+    more = torch.tensor([[8, 9], [0, 9]])
+    first = torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
+    then = torch.tensor([[1, 1], [0, 1]]) if is_masked else torch.ones_like(more)
+    options = {"max_new_tokens": 3, **PLAIN}
+    whole = pair.alone.generate(ids, attention_mask=first, **options)
+    with model.inference_session(max_length=32) as session:
+        assert model.generate(ids, attention_mask=first, **options).tolist() == whole.tolist()
+        mask = torch.cat([first, torch.ones_like(whole[:, 5:]), then], dim=1)
+        expected = pair.alone.generate(torch.cat([whole, more], dim=1), attention_mask=mask, **options)
+        answer = model.generate(more, **({"attention_mask": then} if is_masked else {}), **options)
+        assert answer.tolist() == expected[:, whole.shape[1] :].tolist()
+        mask = torch.cat([mask, torch.ones_like(expected[:, mask.shape[1] :])], dim=1)
+        longer = pair.alone.generate(expected, attention_mask=mask, **options)
+        assert session.position == expected.shape[1] - 1
+        given = {"attention_mask": mask} if is_masked else {}
+        assert model.generate(None, **given, **options).tolist() == longer[:, expected.shape[1] :].tolist()
+
+
 class _Interrupted:
     """A streamer that the user interrupts after some calls."""
 

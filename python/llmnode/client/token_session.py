@@ -66,11 +66,14 @@ class InferenceSession:
         if self._states_from is not None and position <= self._states_from:
             self._states_from = None
 
-    def tokens_with(self, inputs: torch.Tensor | None) -> tuple[torch.Tensor, SessionCache]:
-        """All tokens with `inputs` (rows, tokens) after them, and the cache that is to run those that it lacks.
+    def tokens_with(
+        self, inputs: torch.Tensor | None, attention_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, SessionCache]:
+        """All tokens with `inputs` (rows, tokens) after them, their mask, and the cache that is to run what it lacks.
 
-        The cache forgets what a call that failed or was interrupted has run beyond the known tokens. Raises ConfigError
-        without any token, and if the cache holds hidden states that `step` has run.
+        `attention_mask` is that of `inputs`, or of all tokens. The cache forgets what a call that failed or was
+        interrupted has run beyond the known tokens. Raises ConfigError without any token, and if the cache holds hidden
+        states that `step` has run.
         """
         parts = [each for each in (self.output_ids, inputs) if each is not None]
         if not parts:
@@ -80,10 +83,17 @@ class InferenceSession:
                 f"this session holds hidden states from position {self._states_from} on, and no tokens: set its "
                 "position to that or less, or open another session"
             )
-        cache, known = self.cache(len(parts[-1])), 0 if self.output_ids is None else self.output_ids.shape[1]
-        whole = torch.cat(parts, dim=1)
+        cache, whole = self.cache(len(parts[-1])), torch.cat(parts, dim=1)
+        known = whole.shape[1] - (0 if inputs is None else inputs.shape[1])
+        if known and (attention_mask is None or attention_mask.shape[1] < whole.shape[1]):
+            seen, new = cache.real[:, :known], attention_mask
+            if new is None:
+                new = torch.ones_like(whole[:, known:])
+            # The last token before is not in the cache yet.
+            between = torch.ones_like(whole[:, seen.shape[1] : known])
+            attention_mask = torch.cat([seen.to(new), between.to(new), new], dim=1)
         cache.truncate(min(cache.columns, known, whole.shape[1] - 1))
-        return whole, cache
+        return whole, attention_mask, cache
 
     def step(
         self, inputs: torch.Tensor, prompts: torch.Tensor | None = None, hypo_ids: torch.Tensor | None = None
