@@ -14,6 +14,7 @@ import torch
 from llmnode.client.prompt_tuning import MODULES
 from llmnode.client.versions import CACHE
 from llmnode.errors import ConfigError
+from llmnode.wire import deep_prompts
 from process.pairs import open_pair, prompted
 from process.test_training import FURTHEST, _batch, _error, _with_head
 from process.tuned import greedy, logits_of, weights_of
@@ -205,10 +206,14 @@ def test_a_head_reads_a_text_after_its_prompts(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("pair", ["llama"], indirect=True)
-def test_prompts_that_do_not_fit_are_refused(pair: Pair) -> None:
+def test_prompts_that_do_not_fit_are_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     for mode, length in (("lora", 3), ("ptune", 0), ("ptune", 128), ("deep_ptune", 2.5), ("deep_ptune", -1)):
         with pytest.raises(ConfigError, match=r"tuning_mode|pre_seq_len"):
             pair.served.tune_prompts(mode, length)
+    monkeypatch.setattr(deep_prompts, "MOST_PASS_BYTES", 10 * 4 * pair.served.info.hidden_size)
+    with pytest.raises(ConfigError, match="servers take 10 prompts"):
+        pair.served.tune_prompts("deep_ptune", 11)
+    pair.served.tune_prompts("deep_ptune", 10)
     pair.served.tune_prompts("ptune", 120)
     embeds = torch.zeros(1, 9, 64)
     for given in (embeds, embeds.clone().requires_grad_()):

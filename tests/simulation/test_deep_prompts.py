@@ -11,10 +11,11 @@ import trio
 
 from llmnode.core.operations import DeepPrompts
 from llmnode.core.policy import ClientPolicy, ServePolicy, SpotCheckPolicy
+from llmnode.core.span import Span
 from llmnode.errors import ConfigError, PeerRefused
-from llmnode.session import router as routing
 from llmnode.testing import exact_output, open_world
 from llmnode.testing.exact_blocks import exact_input, exact_prompts
+from llmnode.wire import deep_prompts
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import OpenRequest, RefusalCode, pack
 from llmnode.wire.payload import Codec
@@ -22,6 +23,7 @@ from llmnode.wire.profile import profile_fields
 from simulation.world import ALL_BLOCKS, MODEL, ROW, pairs_of_servers, simulated, world
 
 if TYPE_CHECKING:
+    from llmnode.session.router import Router
     from llmnode.session.session import InferenceSession
 
 POSITIONS = 4
@@ -89,17 +91,15 @@ async def test_sessions_with_different_prompts_and_none_are_computed_together() 
 
 
 @simulated
-async def test_prompts_that_are_too_large_or_of_another_form_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prompts_that_are_too_large_or_of_another_form_are_refused() -> None:
     async with open_world(serve_policy=ServePolicy(session_prompt_bytes=6 * 2 * ROW)) as swarm:
         await swarm.start("whole", ALL_BLOCKS)
         async with swarm.client() as (router, _):
             with pytest.raises(PeerRefused, match="at most"):
                 await _open(router, drawn(1))
             await _open(router, drawn(1, 2))
-            monkeypatch.setattr(routing, "MOST_PROMPT_BYTES", 6 * ROW)
-            for wrong in (drawn(1, 2), DeepPrompts(6, 1, 1, b"\xff" * 6 * ROW)):
-                with pytest.raises(ConfigError, match="deep prompts"):
-                    await _open(router, wrong)
+            with pytest.raises(ConfigError, match="not finite"):
+                await _open(router, DeepPrompts(6, 1, 1, b"\xff" * 6 * ROW))
             _, connections = await router.finder.find(ALL_BLOCKS, 0, (), hurry=False)
             (connection,) = connections.values()
             for asked, payload in (([1, 1], b""), ([1, 1], b"\xff" * 6 * ROW), ([2, 1], bytes(12 * ROW)), (None, b"x")):
@@ -119,7 +119,29 @@ async def test_prompts_that_are_too_large_or_of_another_form_are_refused(monkeyp
                 assert refused.value.code == RefusalCode.BAD_MESSAGE
 
 
-async def _open(router: routing.Router, prompts: DeepPrompts) -> None:
+@simulated
+async def test_prompts_that_are_too_large_for_all_blocks_together_fit_several_servers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deep_prompts, "MOST_SESSION_BYTES", 6 * ROW)
+    monkeypatch.setattr(deep_prompts, "MOST_PASS_BYTES", 4 * ROW)
+    prompts, halves = drawn(1, 2), [Span(0, 3), Span(3, 6)]
+    async with world() as swarm:
+        await swarm.start("whole", ALL_BLOCKS)
+        async with swarm.client() as (router, _):
+            with pytest.raises(PeerRefused, match="servers of fewer blocks"):
+                await _open(router, prompts)
+            for half in halves:
+                await swarm.start(str(half), half)
+            await trio.sleep(5)  # they are heard of
+            async with router.open_session(16, Codec.RAW, prompts=prompts) as session:
+                await check_step(session, b"", exact_input(random.Random(3), 5), prompts)
+                assert [hop.span for hop in session.route] == halves
+            with pytest.raises(ConfigError, match="servers take 4"):
+                await _open(router, drawn(1, 5))
+
+
+async def _open(router: Router, prompts: DeepPrompts) -> None:
     async with router.open_session(16, Codec.RAW, prompts=prompts):
         pass
 

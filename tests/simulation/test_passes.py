@@ -22,6 +22,7 @@ from llmnode.testing import Cast, FaultPlan, Odds, exact_output, open_world, see
 from llmnode.testing.exact_blocks import exact_gradient, exact_input, exact_prompt_gradient, exact_prompts
 from llmnode.testing.faults import FailForwards, Freeze, Kill, Stop
 from llmnode.testing.worker import ExactExecutor
+from llmnode.wire import deep_prompts
 from llmnode.wire.frame import FrameType
 from llmnode.wire.messages import RefusalCode, pack
 from llmnode.wire.pass_messages import Pass
@@ -136,7 +137,7 @@ async def test_deep_prompts_that_are_large_go_in_several_parts_and_larger_ones_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By sequences, and by blocks."""
-    monkeypatch.setattr(passes, "MOST_PROMPT_BYTES", 4 * ROW)
+    monkeypatch.setattr(deep_prompts, "MOST_PASS_BYTES", 4 * ROW)
     async with open_world(serve_policy=ServePolicy(pass_prompt_bytes=4 * ROW)) as swarm:
         await swarm.start("whole", ALL_BLOCKS)
         async with swarm.client() as (router, _):

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
+from llmnode.core.model import FP32_BYTES
 from llmnode.core.operations import NO_PROMPTS, DeepPrompts
 from llmnode.errors import ConfigError
 from llmnode.models.tensors import to_bytes
+from llmnode.wire.deep_prompts import most_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,6 +43,8 @@ def make_prompts(tuning_mode: str, pre_seq_len: int, sizes: Sizes) -> Mapping[st
         raise ConfigError(f"pre_seq_len is {pre_seq_len!r}: with {tuning_mode} give 1 to {sizes.context - 1}")
     widths = {PROMPTS: sizes.embedding}
     if tuning_mode == DEEP_PTUNE:
+        if (most := most_prompts(FP32_BYTES * sizes.hidden)) < pre_seq_len:
+            raise ConfigError(f"pre_seq_len is {pre_seq_len}: servers take {most} prompts before a block of this model")
         widths[DEEP_PROMPTS] = sizes.blocks * sizes.hidden
     made = {name: torch.nn.Embedding(pre_seq_len, width, dtype=torch.float32) for name, width in widths.items()}
     for module in made.values():

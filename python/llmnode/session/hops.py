@@ -214,6 +214,7 @@ class SessionHops:
         """
         hops = [SessionHop(hop, connections[hop.peer], self.terms) for hop in route]
         for hop in hops:
+            hop.check_prompts()
             hop.pushing.is_trusted = pushing
         try:
             await self._carry_out(self.state.open(hops, before, trio.current_time(), quiet=quiet))

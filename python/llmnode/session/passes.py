@@ -29,7 +29,8 @@ from llmnode.errors import (
     single_error,
 )
 from llmnode.session.pass_tries import PassTries
-from llmnode.wire.deep_prompts import are_sound, prompts_extension
+from llmnode.wire import deep_prompts
+from llmnode.wire.deep_prompts import are_sound, most_prompts, prompts_extension
 from llmnode.wire.fields import MOST_SEQUENCES
 from llmnode.wire.frame import FrameType
 from llmnode.wire.messages import PROMPTS, pack, unpack
@@ -53,8 +54,6 @@ MOST_BYTES = 4 << 20
 """Hidden states of a microbatch, unless one sequence has more: a server keeps some multiples of it."""
 LONGEST_BYTES = 24 << 20
 """Hidden states of one sequence. With its gradients it has to fit into a frame."""
-MOST_PROMPT_BYTES = 8 << 20
-"""Deep prompts of one pass: servers allow this much."""
 MOST_ADAPTER_BYTES = 32 << 20
 """Gradients for an adapter in one answer, unless one block has more: servers allow this much."""
 _NAN = struct.pack("<f", float("nan"))
@@ -94,7 +93,10 @@ class Batch:
 
     def _fits(self, blocks: Span) -> bool:
         values = 0 if self.adapter is None else self.adapter.manifest.values(blocks)
-        return FP32_BYTES * values <= MOST_ADAPTER_BYTES and self.prompts_of(blocks).size_bytes <= MOST_PROMPT_BYTES
+        return (
+            FP32_BYTES * values <= MOST_ADAPTER_BYTES
+            and self.prompts_of(blocks).size_bytes <= deep_prompts.MOST_PASS_BYTES
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +174,9 @@ class SwarmPasses:
             raise ConfigError(f"{prompts.positions} prompts for a sequence of {min(lengths)} positions")
         if not are_sound(prompts.values, self.model.hidden_size):
             raise ConfigError("prompts that are not finite, or too large: they are not sent")
-        row_bytes = prompts.positions * self.model.row_bytes
-        if row_bytes > MOST_PROMPT_BYTES:
-            most = MOST_PROMPT_BYTES // self.model.row_bytes
+        if (most := most_prompts(self.model.row_bytes)) < prompts.positions:
             raise ConfigError(f"{prompts.positions} prompts before a block: servers take {most} of this model")
-        return min(MOST_SEQUENCES, MOST_PROMPT_BYTES // row_bytes) if prompts.rows > 1 else MOST_SEQUENCES
+        return min(MOST_SEQUENCES, most // prompts.positions) if prompts.rows > 1 else MOST_SEQUENCES
 
     async def gradients(self, crossed: Sequence[Crossed], gradient: Buffer) -> Buffer:
         """Gradients for what went in, from those for what came out. Raises as `outputs`.

@@ -15,7 +15,7 @@ from llmnode.receipts.book import ReceiptBook
 from llmnode.session.session import open_session, resume_session
 from llmnode.session.spot_checks import SpotChecks
 from llmnode.session.tools import SessionTools
-from llmnode.wire.deep_prompts import are_sound
+from llmnode.wire.deep_prompts import are_sound, most_prompts
 from llmnode.wire.session_terms import SessionTerms
 
 if TYPE_CHECKING:
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from llmnode.wire.payload import Codec
 
 log = logging.getLogger(__name__)
-
-MOST_PROMPT_BYTES = 32 << 20
-"""Deep prompts of a session: a server takes this much for its blocks, which may be all."""
 
 
 class Router:
@@ -73,8 +70,10 @@ class Router:
         all blocks, and compute with them. Raises NoRoute or the PeerError that leaves none, and ConfigError for prompts
         that no server takes.
         """
-        if prompts.size_bytes > MOST_PROMPT_BYTES or not are_sound(prompts.values, self.finder.model.hidden_size):
-            raise ConfigError(f"deep prompts have at most {MOST_PROMPT_BYTES >> 20} MiB, all of them finite")
+        if not are_sound(prompts.values, self.finder.model.hidden_size):
+            raise ConfigError("deep prompts that are not finite, or too large: they are not sent")
+        if (most := most_prompts(self.finder.model.row_bytes)) < prompts.positions:
+            raise ConfigError(f"{prompts.positions} prompts before a block: servers take {most} of this model")
         model = self.finder.model if adapter is None else replace(self.finder.model, adapter=adapter.digest)
         terms = SessionTerms(model, max_length, codec, policy or self.finder.policy, adapter, prompts)
         async with AsyncExitStack() as stack:

@@ -24,6 +24,16 @@ if TYPE_CHECKING:
 
 _is_number = check_of(U32)
 
+MOST_PASS_BYTES = 8 << 20
+"""Deep prompts of one pass: servers take this much."""
+MOST_SESSION_BYTES = 32 << 20
+"""Those of one hop of a session: servers take this much for their blocks."""
+
+
+def most_prompts(row_bytes: int) -> int:
+    """The most prompts of a sequence before one block that passes carry, for hidden states of `row_bytes`."""
+    return MOST_PASS_BYTES // row_bytes
+
 
 def prompts_extension(prompts: DeepPrompts) -> dict[str, Any]:  # Any: each extension has its own values
     """The extension of a pass with these prompts, for servers to require."""

@@ -12,6 +12,7 @@ from llmnode import _native
 from llmnode.core.ids import NO_SESSION, Epoch, PeerId, SessionId, Step
 from llmnode.core.peers.peer_speed import PeerSpeed
 from llmnode.errors import PeerError, PeerRefused, RemoteProtocolError
+from llmnode.wire import deep_prompts
 from llmnode.wire.chunk import Hidden
 from llmnode.wire.deep_prompts import prompts_extension
 from llmnode.wire.frame import Frame, FrameType
@@ -36,6 +37,7 @@ from llmnode.wire.profile import profile_fields
 from llmnode.wire.push_state import PushState
 
 if TYPE_CHECKING:
+    from llmnode.core.operations import DeepPrompts
     from llmnode.core.route import Hop
     from llmnode.wire.chunk import Chunk
     from llmnode.wire.frame import Buffer
@@ -81,11 +83,20 @@ class HopState:
         self._neighbours: Neighbours | None = None  # as it was told, and does
         self._asked = Neighbours("", "", NO_SESSION, quiet=False, again=False)  # as it was told last
 
+    @property
+    def _prompts(self) -> DeepPrompts:
+        return self.terms.prompts.of_blocks(self.hop.span.start, self.hop.span.end)
+
+    def check_prompts(self) -> None:
+        """Raises PeerRefused for more prompts than servers take: they may fit peers that have fewer blocks."""
+        if (size_bytes := self._prompts.size_bytes) > (most := deep_prompts.MOST_SESSION_BYTES):
+            what = f"the deep prompts of blocks {self.hop.span} have {size_bytes} bytes, and servers take {most}"
+            raise self.blame(PeerRefused(RefusalCode.NO_ROOM, f"{what}: use fewer prompts, or servers of fewer blocks"))
+
     # Requests
 
     def open(self, epoch: Epoch) -> Request:
-        terms, span = self.terms, self.hop.span
-        prompts = terms.prompts.of_blocks(span.start, span.end)
+        terms, span, prompts = self.terms, self.hop.span, self._prompts
         message = OpenRequest(
             **profile_fields(terms.model.profile),
             span_start=span.start,
