@@ -24,12 +24,14 @@ log = logging.getLogger(__name__)
 class PassTries:
     """Finds the next hop of one way through the swarm. Peers that have failed are asked again after all others.
 
-    A peer that never has memory for a pass, or does not know what the pass requires, is asked once for each hop.
+    A peer that never has memory for a pass is asked once for each hop, and one that has said that it does not know what
+    the pass requires is not asked.
     """
 
-    def __init__(self, finder: PeerFinder, adapter: Adapter | None = None) -> None:
+    def __init__(self, finder: PeerFinder, adapter: Adapter | None = None, *, has_prompts: bool = False) -> None:
         self._finder = finder
         self._needs_adapters = adapter is not None
+        self._needs_prompts = has_prompts
         self._policy = finder.policy
         self._failures = StepFailures(finder.policy.recovery)
         self._unable: set[PeerId] = set()
@@ -39,9 +41,8 @@ class PassTries:
         hurry = False
         while True:
             try:
-                avoided = self._failures.avoided(hurry=hurry) | self._unable
-                if self._needs_adapters:
-                    avoided = avoided | {each.peer for each in self._finder.pool.living() if each.adapters.is_unable}
+                unfit = {each.peer for each in self._finder.pool.living() if self._is_too_old(each)}
+                avoided = self._failures.avoided(hurry=hurry) | self._unable | unfit
                 route, connections = await self._finder.find(span, 0, avoided, hurry=hurry)
             except NoRoute as absence:
                 self._begin_deadline()
@@ -69,6 +70,11 @@ class PassTries:
         """A server has answered."""
         self._failures = StepFailures(self._policy.recovery)
         self._unable.clear()
+
+    def _is_too_old(self, connection: PeerConnection) -> bool:
+        """Whether its peer has said so."""
+        lacks_adapters = self._needs_adapters and connection.adapters.is_unable
+        return lacks_adapters or (self._needs_prompts and not connection.knows_prompts)
 
     def _begin_deadline(self) -> None:
         latest_s = trio.current_time() + self._policy.recovery.timeout_s

@@ -25,6 +25,7 @@ from llmnode.core.span import Span
 from llmnode.errors import (
     ConfigError,
     PeerError,
+    PeerRefused,
     RemoteProtocolError,
     single_error,
 )
@@ -33,7 +34,7 @@ from llmnode.wire import deep_prompts
 from llmnode.wire.deep_prompts import are_sound, most_prompts, prompts_extension
 from llmnode.wire.fields import MOST_SEQUENCES
 from llmnode.wire.frame import FrameType
-from llmnode.wire.messages import PROMPTS, pack, unpack
+from llmnode.wire.messages import PROMPTS, RefusalCode, pack, unpack
 from llmnode.wire.pass_deadline import deadline_extension
 from llmnode.wire.pass_messages import Pass, Passed
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
@@ -234,7 +235,7 @@ class SwarmPasses:
 
     async def _cross(self, batch: Batch, hidden: Buffer) -> tuple[list[tuple[Span, Buffer]], Buffer]:
         """Through the blocks, hop by hop. Returns what went into each, and what came out."""
-        tries = PassTries(self._finder, batch.adapter)
+        tries = PassTries(self._finder, batch.adapter, has_prompts=bool(batch.prompts))
         borders: list[tuple[Span, Buffer]] = []
         start, end = batch.span.start, batch.span.end
         while start < end:
@@ -253,7 +254,7 @@ class SwarmPasses:
     async def _go_back(self, crossed: Crossed, gradient: Buffer) -> tuple[Buffer, Mapping[int, _Answer]]:
         """The second result has the answers by the first block that they are of."""
         borders, batch = list(crossed.borders), crossed.batch
-        tries = PassTries(self._finder, batch.adapter)
+        tries = PassTries(self._finder, batch.adapter, has_prompts=bool(batch.prompts))
         answers: dict[int, _Answer] = {}
         while borders:
             span, hidden = borders.pop()
@@ -307,7 +308,12 @@ class SwarmPasses:
         async def ask() -> Frame:
             expected = FrameType.EVALUATED if is_forward else FrameType.GRADIENT
             began_s = trio.current_time()
-            answer = await connection.ask_pass(question, expected, timeout_s, meta, payload, form.value_bytes)
+            try:
+                answer = await connection.ask_pass(question, expected, timeout_s, meta, payload, form.value_bytes)
+            except PeerRefused as refusal:
+                if prompts and refusal.code == RefusalCode.UNKNOWN_EXTENSION:
+                    connection.knows_prompts = False
+                raise
             self._patience.note(connection.peer, size, trio.current_time() - began_s)
             return answer
 

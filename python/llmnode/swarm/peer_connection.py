@@ -50,6 +50,8 @@ class PeerConnection:
         self.sessions: set[SessionId] = set()
         """The sessions whose answers come over it. It stays open for them."""
         self.adapters = BroughtAdapters(self.ask_peer, link.peer)
+        self.knows_prompts = True
+        """False once the peer has said that it knows no deep prompts."""
         self._listeners: dict[SessionId, tuple[Callable[[Frame], None], Callable[[], None]]] = {}
         self._gone: dict[SessionId, PeerRefused] = {}
         """The sessions that the peer has ended unasked, and why."""
