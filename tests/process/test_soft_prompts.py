@@ -220,3 +220,29 @@ def test_prompts_that_do_not_fit_are_refused(pair: Pair, monkeypatch: pytest.Mon
         with pytest.raises(ConfigError, match="context"), torch.set_grad_enabled(given.requires_grad):
             pair.served(inputs_embeds=given)
     pair.served.tune_prompts(None)
+
+
+def test_lengths_count_the_prompts_and_those_of_hidden_states_alone_do_not(pair: Pair) -> None:
+    served, most = pair.served, pair.served.info.context_tokens
+    served.tune_prompts("ptune", most - 28)
+    with served.inference_session(most) as session, torch.no_grad():
+        assert session.step(served.embed(torch.ones(1, most, dtype=torch.long))).shape[1] == most
+    with served.open_cache(8) as cache, torch.no_grad():
+        for _ in range(2):  # before the prompts are run, and after
+            assert cache.get_max_length() == 8
+            with pytest.raises(ConfigError, match="holds 8: open it with max_length=9"):
+                cache.grow_to(9)
+            served(torch.ones(1, 2, dtype=torch.long), cache=cache)
+    longest = served.generation_config.max_length
+    served.generation_config.max_length = 10 * most
+    with pytest.warns(UserWarning, match="texts end at 28 tokens"):
+        text = served.generate(torch.ones(1, 24, dtype=torch.long), do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert text.shape[1] == 28
+    served.generation_config.max_length = longest
+    if pair.alone.config.model_type == "gpt2":
+        for are_learned in (True, False):
+            with torch.set_grad_enabled(are_learned):
+                assert served(torch.ones(1, 2, dtype=torch.long), position_ids=torch.tensor([[26, 27]])).logits.numel()
+                with pytest.raises(ConfigError, match="embeddings for 0 to 27 after"):
+                    served(torch.ones(1, 2, dtype=torch.long), position_ids=torch.tensor([[27, 28]]))
+    served.tune_prompts(None)

@@ -29,10 +29,12 @@ class Past:
     real: torch.Tensor
     positions: Sequence[int]
     offsets: Sequence[int | None]
+    prompts: int = 0
+    """Positions of trainable prompts, which come before those of the columns."""
 
     @classmethod
-    def empty(cls, rows: int) -> Past:
-        return cls(torch.ones(rows, 0, dtype=torch.bool), [0] * rows, [None] * rows)
+    def empty(cls, rows: int, prompts: int = 0) -> Past:
+        return cls(torch.ones(rows, 0, dtype=torch.bool), [0] * rows, [None] * rows, prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ def read_batch(
     offsets: list[int | None] = list(past.offsets)
     for row in range(rows):
         if counts[row]:
-            offsets[row] = _offset(ids[row], past.positions[row], past.offsets[row], kind, row)
+            offsets[row] = _offset(ids[row], past, kind, row)
     if kind.learned is not None and attention_mask is None and not past.real.shape[1] and not _go_on(given):
         raise ConfigError("position_ids that begin anew pack several sequences into a row: give each a row of its own")
     longest = max(position + count for position, count in zip(past.positions, counts, strict=True))
@@ -205,14 +207,16 @@ def _position_ids(seen: torch.Tensor, columns: int, position_ids: torch.Tensor |
     return position_ids.cpu().expand(rows, columns)
 
 
-def _offset(ids: torch.Tensor, position: int, before: int | None, kind: Positions, row: int) -> int:
-    """The constant by which `ids` exceed the session's own positions. The first of these is `position`."""
-    first = int(ids[0])
+def _offset(ids: torch.Tensor, past: Past, kind: Positions, row: int) -> int:
+    """The constant by which `ids` exceed the positions of the row's session."""
+    first, position, before = int(ids[0]), past.positions[row], past.offsets[row]
     if kind.learned is not None:
-        if not 0 <= int(ids.min()) <= int(ids.max()) < kind.learned:
+        most = kind.learned - past.prompts
+        if not 0 <= int(ids.min()) <= int(ids.max()) < most:
+            after = f" after {past.prompts} prompts" if past.prompts else ""
             raise ConfigError(
                 f"the position_ids of row {row} go from {int(ids.min())} to {int(ids.max())}, and the model has "
-                f"embeddings for 0 to {kind.learned - 1}"
+                f"embeddings for 0 to {most - 1}{after}"
             )
         return 0
     offset = first - position

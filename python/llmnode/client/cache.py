@@ -175,7 +175,7 @@ class SessionCache(DynamicCache):
             raise SessionClosed("the rows of this cache were being changed when that failed: open another one")
         if any(ahead):
             self._portal.call(partial(truncate_rows, self._sessions, ends))
-        return Past(self.real, positions, self.offsets)
+        return Past(self.real, positions, self.offsets, self._terms.prefix_positions)
 
     @property
     def routes(self) -> tuple[Route, ...]:
@@ -252,19 +252,17 @@ class SessionCache(DynamicCache):
         Raises ConfigError beyond the greatest length, and the errors of `open_beside` and `run_rows` if longer sessions
         are needed and cannot be had.
         """
-        positions += self.prefix if self._terms.prefix is None else len(self._terms.prefix)
-        if positions > self._client.model.context_tokens:
-            raise ConfigError(
-                f"{positions} positions do not fit the model's context of {self._client.model.context_text}"
-            )
-        if positions <= self._terms.max_length:
+        prefix, model = self._terms.prefix_positions, self._client.model
+        if prefix + positions > model.context_tokens:
+            after = f", after {prefix} prompts" if prefix else ""
+            raise ConfigError(f"{positions} positions do not fit the model's context of {model.context_text}{after}")
+        if positions <= (most := self._terms.max_length - prefix):
             return
         if not self._terms.grows:
             raise ConfigError(
-                f"{positions} positions do not fit the cache, which holds {self._terms.max_length}: "
-                f"open it with max_length={positions}"
+                f"{positions} positions do not fit the cache, which holds {most}: open it with max_length={positions}"
             )
-        self._grow(min(2 * positions, self._client.model.context_tokens))
+        self._grow(min(2 * (prefix + positions), model.context_tokens))
 
     def add_columns(self, real: torch.Tensor, offsets: Sequence[int | None] | None = None) -> None:
         """Record a forward: which of the new columns are real in each row, (rows, new), and the row's offset."""
@@ -279,7 +277,7 @@ class SessionCache(DynamicCache):
         return self.columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1 if self._terms.grows else self._terms.max_length - self.prefix
+        return -1 if self._terms.grows else self._terms.max_length - self._terms.prefix_positions
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.columns + query_length, 0

@@ -32,3 +32,7 @@ class CacheTerms:
     """(positions, embedding size): what each session begins with, before its first column."""
     prompts: DeepPrompts = NO_PROMPTS
     """Those of all blocks, for the first positions."""
+
+    @property
+    def prefix_positions(self) -> int:
+        return 0 if self.prefix is None else len(self.prefix)

@@ -168,7 +168,7 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
         given = given_states(input_ids, inputs_embeds, self.decoder.embedding_size)
         rows, columns = given.shape[:2]
         sessions = self._sessions_of(cache, rows)
-        past = Past.empty(rows) if sessions is None else sessions.settled()
+        past = Past.empty(rows, self._prompts) if sessions is None else sessions.settled()
         batch = read_batch(past, columns, attention_mask, position_ids, self._connection.positions)
         if input_ids is not None:
             self._check_tokens(given, batch.real)
@@ -312,9 +312,9 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
         """Open the sessions that `generate` needs, unless it was given some. Refuse a text that will not fit."""
         check_ends_real(model_kwargs.get("attention_mask"))
         check_options(generation_config, model_kwargs)
-        most = self.info.context_tokens
+        most = self.info.context_tokens - self._prompts
         if most < generation_config.max_length == self.generation_config.max_length:  # it is the model's own file's
-            warnings.warn(f"texts end at the model's context of {most} tokens, and not at its max_length", stacklevel=2)
+            warnings.warn(f"texts end at {most} tokens, the model's context, and not at its max_length", stacklevel=2)
             generation_config.max_length, max_cache_length = most, most - 1
         alike = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         rows = batch_size * alike
@@ -373,7 +373,7 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
     ) -> SessionCache:
         if priority is not None and priority not in PRIORITIES:
             raise ConfigError(f"there is no priority {priority!r}: choose one of {', '.join(PRIORITIES)}")
-        max_length += self._prompts
+        max_length += self._prompts if terms.get("has_prompts", True) else 0
         self._check_context(max_length)
         firsts = [row - row % alike for row in range(rows)]
         of_priority = None if priority is None else PRIORITIES[priority]

@@ -87,7 +87,8 @@ class DistributedDecoder(PreTrainedModel):
         if wrong := [name for name, value in others.items() if value is not None and value is not False]:
             raise ConfigError(f"not supported by a distributed model: {', '.join(wrong)}")
         given = given_states(input_ids, inputs_embeds, self.embedding_size)
-        batch = read_batch(Past.empty(len(given)), given.shape[1], attention_mask, position_ids, self._positions)
+        past = Past.empty(len(given), self.prompt_positions)
+        batch = read_batch(past, given.shape[1], attention_mask, position_ids, self._positions)
         if input_ids is not None:
             self._check_tokens(given[batch.real])
             given = given.masked_fill(~batch.real, 0)  # padding may be any number
