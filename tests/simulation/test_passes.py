@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import trio
 
-from llmnode.core.operations import NO_PROMPTS, DeepPrompts
+from llmnode.core.operations import NO_PROMPTS, Backward, DeepPrompts
 from llmnode.core.policy import ClientPolicy, RecoveryPolicy, ServePolicy
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, NoRoute, PeerRefused, SessionLost
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from llmnode.core.ids import PeerId
+    from llmnode.core.operations import Pass as Operation
     from llmnode.testing import World
     from llmnode.wire.frame import Frame
 
@@ -284,13 +285,13 @@ async def test_a_server_says_that_its_blocks_overflow_and_sends_no_such_numbers(
     async with pairs_of_servers() as swarm, swarm.client() as (router, _):
         _, connections = await router.finder.find(Span(0, 2), 0, (), hurry=False)
         (connection,) = connections.values()
-        for kind, answer, copies in (
-            (FrameType.EVALUATE, FrameType.EVALUATED, 1),
-            (FrameType.BACKWARD, FrameType.GRADIENT, 2),
+        for kind, answer, copies, code in (
+            (FrameType.EVALUATE, FrameType.EVALUATED, 1, "compute-failed"),
+            (FrameType.BACKWARD, FrameType.GRADIENT, 2, "overflow"),
         ):
             with pytest.raises(PeerRefused, match="not finite") as refused:
                 await connection.ask_peer(kind, answer, 10.0, _meta(), bytes(copies * 3 * ROW))
-            assert refused.value.code == "compute-failed"
+            assert refused.value.code == code
 
 
 @simulated
@@ -347,6 +348,30 @@ async def test_gradients_that_the_codec_cannot_carry_come_back_as_no_numbers() -
 
 
 @simulated
+async def test_gradients_that_overflow_at_a_server_come_back_as_no_numbers_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(passes, "MOST_POSITIONS", 3)
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        client, began_s = SwarmPasses(router.finder, Codec.FP16), trio.current_time()
+        prompts = DeepPrompts(6, 1, 1, drawn(4, 6))
+        _, crossed = await client.outputs(ALL_BLOCKS, [3, 2, 3], drawn(1, 8), prompts=prompts)
+        large = np.full(3 * MODEL.hidden_size, 1e6, "<f4").tobytes()
+
+        def overflow(_self: ExactExecutor, some: Sequence[Operation]) -> list[bytes]:
+            trained = [each.prompts.size_bytes if isinstance(each, Backward) else 0 for each in some]
+            return [large[: len(each.hidden)] + bytes(more) for each, more in zip(some, trained, strict=True)]
+
+        monkeypatch.setattr(ExactExecutor, "run", overflow)
+        gradient = np.ones(8 * MODEL.hidden_size, "<f4")
+        found = await client.all_gradients(crossed, gradient)
+        assert np.isnan(np.frombuffer(found.hidden, "<f4")).all()
+        assert len(found.hidden) == gradient.nbytes
+        assert np.isnan(found.prompts).all()
+        assert trio.current_time() - began_s < 5
+
+
+@simulated
 async def test_a_server_that_answers_with_no_numbers_is_replaced() -> None:
     async with pairs_of_servers() as swarm, swarm.client() as (router, _):
         for name in ("0a", "1a"):
@@ -380,7 +405,7 @@ async def test_servers_of_before_deep_prompts_refuse_them_and_others_are_asked(m
             await there_and_back(client, seed, [3, 2], prompts=DeepPrompts(6, 1, 1, drawn(seed, 6)))
         assert 0 < len(refused) <= 3, "each is asked once, and not at each step"
         assert all(each.required == ["prompts"] for each in asked)
+        assert trio.current_time() - began_s < 5
         for seed in range(6):
             await there_and_back(client, seed, [3, 2])
         assert len(refused) > 3, "without prompts they are asked"
-        assert trio.current_time() - began_s < 5

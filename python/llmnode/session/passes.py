@@ -183,18 +183,9 @@ class SwarmPasses:
         """Gradients for what went in, from those for what came out. Raises as `outputs`.
 
         If some of those are not finite, or too large for the codec, as a scaler of losses tries out, all that is
-        returned are NaNs.
+        returned are NaNs; likewise if a server says so of those that it computes.
         """
         return (await self.all_gradients(crossed, gradient)).hidden
-
-    def _can_carry(self, gradient: Buffer, positions: int) -> bool:
-        if not HiddenForm(self.model.hidden_size, Codec.RAW).is_sound(gradient, positions):
-            return False
-        try:
-            self._form.encode(gradient)
-        except ConfigError:  # too large for the codec: a scaler of losses is to see that
-            return False
-        return True
 
     async def all_gradients(self, crossed: Sequence[Crossed], gradient: Buffer) -> PassGradients:
         """Like `gradients`, and those for the adapter's matrices and for prompts, summed over microbatches."""
@@ -203,25 +194,31 @@ class SwarmPasses:
         values = 0 if adapter is None else adapter.manifest.values(span)
         rows = max(each.first_prompt + each.prompts.rows for each in batches)
         shape = prompts.blocks, rows, prompts.positions * self.model.hidden_size
-        if not self._can_carry(gradient, sum(each.positions for each in batches)):
+
+        def overflow() -> PassGradients:
             nans = _NAN * (memoryview(gradient).nbytes // len(_NAN))
             return PassGradients(nans, np.full(values, np.nan, np.float32), np.full(shape, np.nan, np.float32))
+
+        if not self._form.can_carry(gradient):
+            return overflow()
         parts = split_rows(gradient, [each.positions for each in batches])
-        found: list[Buffer] = [b""] * len(crossed)
-        of_blocks: list[Mapping[int, _Answer]] = [{}] * len(crossed)
+        found: list[tuple[Buffer, Mapping[int, _Answer]] | None] = [None] * len(crossed)
 
         async def go_back(number: int) -> None:
-            found[number], of_blocks[number] = await self._go_back(crossed[number], parts[number])
+            found[number] = await self._go_back(crossed[number], parts[number])
 
         await self._all([partial(go_back, number) for number in range(len(crossed))])
+        done = [each for each in found if each is not None]
+        if len(done) < len(found):
+            return overflow()
         of_adapter, of_prompts = np.zeros(values, np.float32), np.zeros(shape, np.float32)
-        for batch, answers in zip(batches, of_blocks, strict=True):
+        for batch, (_, answers) in zip(batches, done, strict=True):
             in_order = [answers[block] for block in sorted(answers)]
             of_adapter += np.concatenate([each.of_adapter for each in in_order])
             if prompts:
                 place = of_prompts[:, batch.first_prompt : batch.first_prompt + batch.prompts.rows]
                 place += np.concatenate([each.of_prompts for each in in_order]).reshape(place.shape)
-        return PassGradients(b"".join(found), of_adapter, of_prompts)
+        return PassGradients(b"".join(hidden for hidden, _ in done), of_adapter, of_prompts)
 
     async def _all(self, calls: Sequence[Callable[[], Awaitable[None]]]) -> None:
         async def run(call: Callable[[], Awaitable[None]]) -> None:
@@ -251,8 +248,12 @@ class SwarmPasses:
             hidden, start = answer.rows, blocks.end
         return borders, hidden
 
-    async def _go_back(self, crossed: Crossed, gradient: Buffer) -> tuple[Buffer, Mapping[int, _Answer]]:
-        """The second result has the answers by the first block that they are of."""
+    async def _go_back(self, crossed: Crossed, gradient: Buffer) -> tuple[Buffer, Mapping[int, _Answer]] | None:
+        """The second result has the answers by the first block that they are of.
+
+        None if a server says that its gradients overflow. Others would say the same, and one that lies could as well
+        send wrong gradients.
+        """
         borders, batch = list(crossed.borders), crossed.batch
         tries = PassTries(self._finder, batch.adapter, has_prompts=bool(batch.prompts))
         answers: dict[int, _Answer] = {}
@@ -268,6 +269,8 @@ class SwarmPasses:
                     answer = await self._ask(FrameType.BACKWARD, span, batch, [hidden, gradient], connection)
                     gradient, answers[span.start] = answer.rows, answer
             except PeerError as error:
+                if isinstance(error, PeerRefused) and error.code == RefusalCode.OVERFLOW:
+                    return None
                 borders.append((span, hidden))
                 tries.failed(error.blame(connection.peer), trio.current_time() - began_s)
             else:

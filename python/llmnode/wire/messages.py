@@ -68,6 +68,7 @@ class RefusalCode(StrEnum):
     CONFLICT = "conflict"
     BAD_MESSAGE = "bad-message"
     COMPUTE_FAILED = "compute-failed"
+    OVERFLOW = "overflow"
     CANNOT_FORWARD = "cannot-forward"
 
 

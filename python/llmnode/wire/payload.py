@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _FP16_MAX = 65504
 _FP16_LARGEST = 0x7BFF
+_FP16_LARGEST_IN_FP32 = 0x477FE000
 _FP32_LARGEST = (127 + 56) << 23
 """2^56, as the bits of fp32. Their upper half is the same number in bf16."""
 _INT8_BLOCK = 64
@@ -128,6 +129,11 @@ class HiddenForm:
                 return _are_within(payload, 2, _FP32_LARGEST >> 16)
             case Codec.FP16:
                 return _are_within(payload, 2, _FP16_LARGEST)
+
+    def can_carry(self, hidden: Buffer) -> bool:
+        """Whether fp32 `hidden` can be encoded, and is sound then. Costs one look at each number."""
+        largest = _FP16_LARGEST_IN_FP32 if self.codec is Codec.FP16 else _FP32_LARGEST
+        return _are_within(hidden, FP32_BYTES, largest)
 
     def bytes_of(self, positions: int) -> int:
         """The size of a payload."""
