@@ -180,7 +180,8 @@ class ServePolicy:
     late_push_bytes: int = 64 << 20
     """A peer is excused this much of pushes that came after its right was over."""
     unasked_burst: int = 64
-    """An address group may send this many steps that nobody has asked for. A further one costs the link."""
+    """An address group may send this many steps that nobody has asked for over links that ask for grants. A further one
+    costs the link."""
     unasked_per_s: float = 1.0
     replayed_times: float = 4.0
     """A session pushes its log to the next hop this many times at once, each time that a hop is lost for example.
