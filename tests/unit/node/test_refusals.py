@@ -15,6 +15,7 @@ from llmnode.errors import PeerRefused
 from llmnode.net.host import open_network
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import ForkRequest, Neighbours, Refusal, RefusalCode, Replay, Replayed, pack, unpack
+from llmnode.wire.push_messages import PushLimit
 from unit.in_trio import in_trio
 from unit.links import (
     DESCRIBE,
@@ -330,6 +331,7 @@ async def test_a_client_that_has_not_heard_of_the_end_of_its_session_keeps_its_l
     async with served(exact_worker) as swarm, open_network([], POLICY) as network:
         link, other = await network.dial(swarm.address), session_id()
         session = session_id()
+        await link.send(Frame(FrameType.WANT, other, meta=pack(PushLimit(1))))  # it pushes to sessions of others too
         await answer_to(link, open_frame(session))
         await link.send(Frame(FrameType.CLOSE, session))
         await swarm.check_serves_and_is_empty()
