@@ -14,12 +14,12 @@ from llmnode.core.ids import NO_SESSION
 from llmnode.core.priority import PRIORITIES, Priority
 from llmnode.core.span import Span
 from llmnode.errors import PeerRefused, RemoteProtocolError
-from llmnode.node.serve.asked import Asked
 from llmnode.node.serve.link_adapters import REQUESTS as ADAPTERS
 from llmnode.node.serve.link_adapters import LinkAdapters
 from llmnode.node.serve.link_pushes import LinkPushes
 from llmnode.node.serve.link_requests import LinkRequests
 from llmnode.node.serve.links import accept_links, answer_about_swarm
+from llmnode.node.serve.opened_terms import OpenedTerms
 from llmnode.node.serve.passes import REQUESTS as PASSES
 from llmnode.node.serve.passes import LinkPasses
 from llmnode.node.serve.server import DRAINING, Server
@@ -138,8 +138,8 @@ class ServerLink:
         # A priority of a newer client keeps no session out, and gains it nothing either.
         sessions, priority = self._server.sessions, PRIORITIES.get(request.priority, max(Priority))
         prompts = prompts_of_session(frame, request, form.hidden_size, self._server.policy.session_prompt_bytes)
-        asked = Asked(span, form, profile_of(request), priority, request.keep_outputs, prompts)
-        session = ServerSession(stage, asked, self._link, served, sessions)
+        terms = OpenedTerms(span, form, profile_of(request), priority, request.keep_outputs, prompts)
+        session = ServerSession(stage, terms, self._link, served, sessions)
         try:
             session.inbox.memory.hold_prompts(2 * prompts.size_bytes)  # here, and at the worker
         except PeerRefused:

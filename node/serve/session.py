@@ -22,7 +22,7 @@ from llmnode.core.links.push_grants import ReplayBudget
 from llmnode.core.operations import Forward, Open, Truncate
 from llmnode.core.serving.kv_shares import KvClaim
 from llmnode.errors import ConfigError, PeerError, PeerRefused, RemoteProtocolError, WorkerLost
-from llmnode.node.serve.asked import Asked
+from llmnode.node.serve.opened_terms import OpenedTerms
 from llmnode.node.serve.receipt_signer import ReceiptSigner
 from llmnode.node.serve.receiver import Receiver
 from llmnode.node.serve.session_inbox import SessionInbox
@@ -69,7 +69,7 @@ class ServerSession:
     def __init__(
         self,
         stage: Stage,
-        asked: Asked,
+        terms: OpenedTerms,
         link: Link,
         served: ServedSpan,
         beside: Mapping[SessionId, ServerSession],
@@ -84,25 +84,25 @@ class ServerSession:
         self.has_kv = False
         """Since it was opened, until it ends."""
         self._scope = trio.CancelScope()
-        self._asked = asked
-        self._span, self._form = asked.span, asked.form
+        self._terms = terms
+        self._span, self._form = terms.span, terms.form
         self.served = served
         """Its KV, if it has any, is there."""
-        self._adapter = served.use(asked.profile.adapter, asked.span)
+        self._adapter = served.use(terms.profile.adapter, terms.span)
         self._beside = beside
         self._evicted_because: PeerRefused | None = None
         """Why others need its KV."""
         self._worker = served.worker
-        profile = profile_digest(asked.profile, asked.form.codec)
-        self._signer = ReceiptSigner(served.network, link, asked.span, profile)
-        self._outputs = PayloadLog(asked.form) if asked.keep_outputs else None
+        profile = profile_digest(terms.profile, terms.form.codec)
+        self._signer = ReceiptSigner(served.network, link, terms.span, profile)
+        self._outputs = PayloadLog(terms.form) if terms.keep_outputs else None
         """The results of all positions in the KV."""
         self._receiver = Receiver(served)
         self._quiet = False
         opened = pack(Opened(self._signer.nonce)) if self._signer.nonce else b""
         # The client waits for an answer to this.
         self._doing = Frame(FrameType.OPENED, stage.session, stage.epoch, meta=opened)
-        self.inbox = SessionInbox(stage, asked.form, link.scope, served)
+        self.inbox = SessionInbox(stage, terms.form, link.scope, served)
         self._memory = self.inbox.memory
         self._replays = ReplayBudget(served.policy.replayed_times, served.policy.replayed_every_s)
 
@@ -179,11 +179,11 @@ class ServerSession:
 
     async def _serve(self) -> None:
         try:
-            asked, stage = self._asked, self.stage
+            terms, stage = self._terms, self.stage
             adapter = None if self._adapter is None else self._adapter.digest
-            claim = KvClaim(self.client, self._group, asked.priority, stage.max_length)
-            account = stage.max_length, self.client, asked.priority
-            opening = Open(stage.session, self._span, *account, adapter, asked.prompts)
+            claim = KvClaim(self.client, self._group, terms.priority, stage.max_length)
+            account = stage.max_length, self.client, terms.priority
+            opening = Open(stage.session, self._span, *account, adapter, terms.prompts)
             await self.served.admission.enter(opening, claim, self.evict)
         except PeerRefused as refusal:
             return await self._send(refusal_for(self._doing, refusal))
@@ -310,7 +310,7 @@ class ServerSession:
         source = self._beside.get(SessionId(request.source))
         if source is not None and (source.client != self.client or not source.has_kv):
             source = None
-        if source is not None and source._asked.kind != self._asked.kind:
+        if source is not None and source._terms.kind != self._terms.kind:
             what = "blocks, adapter, codec or logs"
             return Refuse(frame, RefusalCode.CONFLICT, f"the session to be copied has other {what}")
         return self.stage.fork(frame, source.stage if source is not None else None, request.shared)

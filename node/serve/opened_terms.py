@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OpenedTerms:
     """The terms that a client has opened a session with."""
 
     span: Span
