@@ -6,6 +6,7 @@ A link's loop does nothing but hand frames on, so that a slow session holds up n
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import trio
@@ -13,7 +14,7 @@ import trio
 from llmnode.core.ids import NO_SESSION
 from llmnode.core.priority import PRIORITIES, Priority
 from llmnode.core.span import Span
-from llmnode.errors import PeerRefused, RemoteProtocolError
+from llmnode.errors import PeerError, PeerRefused, RemoteProtocolError
 from llmnode.node.serve.link_adapters import REQUESTS as ADAPTERS
 from llmnode.node.serve.link_adapters import LinkAdapters
 from llmnode.node.serve.link_pushes import LinkPushes
@@ -138,11 +139,12 @@ class ServerLink:
         # A priority of a newer client keeps no session out, and gains it nothing either.
         sessions, priority = self._server.sessions, PRIORITIES.get(request.priority, max(Priority))
         prompts = prompts_of_session(frame, request, form.hidden_size, self._server.policy.session_prompt_bytes)
-        terms = OpenedTerms(span, form, profile_of(request), priority, request.keep_outputs, prompts)
+        terms = OpenedTerms(span, form, profile_of(request), priority, request.keep_outputs)
         session = ServerSession(stage, terms, self._link, served, sessions)
         try:
             session.inbox.memory.hold_prompts(2 * prompts.size_bytes)  # here, and at the worker
-        except PeerRefused:
+            session.terms = replace(terms, prompts=prompts.read(frame.payload))
+        except PeerError:
             session.end()
             session.release()
             raise

@@ -84,7 +84,7 @@ class ServerSession:
         self.has_kv = False
         """Since it was opened, until it ends."""
         self._scope = trio.CancelScope()
-        self._terms = terms
+        self.terms = terms
         self._span, self._form = terms.span, terms.form
         self.served = served
         """Its KV, if it has any, is there."""
@@ -179,7 +179,7 @@ class ServerSession:
 
     async def _serve(self) -> None:
         try:
-            terms, stage = self._terms, self.stage
+            terms, stage = self.terms, self.stage
             adapter = None if self._adapter is None else self._adapter.digest
             claim = KvClaim(self.client, self._group, terms.priority, stage.max_length)
             account = stage.max_length, self.client, terms.priority
@@ -310,7 +310,7 @@ class ServerSession:
         source = self._beside.get(SessionId(request.source))
         if source is not None and (source.client != self.client or not source.has_kv):
             source = None
-        if source is not None and source._terms.kind != self._terms.kind:
+        if source is not None and source.terms.kind != self.terms.kind:
             what = "blocks, adapter, codec or logs"
             return Refuse(frame, RefusalCode.CONFLICT, f"the session to be copied has other {what}")
         return self.stage.fork(frame, source.stage if source is not None else None, request.shared)

@@ -80,14 +80,16 @@ class PromptsForm:
         return DeepPrompts(self.blocks, self.rows, self.positions, values)
 
 
-def prompts_of_session(frame: Frame, request: OpenRequest, hidden_size: int, most_bytes: int) -> DeepPrompts:
-    """Those of an OPEN. Raises RemoteProtocolError for another form, and PeerRefused for more than `most_bytes`."""
+def prompts_of_session(frame: Frame, request: OpenRequest, hidden_size: int, most_bytes: int) -> PromptsForm:
+    """The form of those of an OPEN. Raises RemoteProtocolError for a payload of another size, and PeerRefused for more
+    than `most_bytes`. The numbers are not looked at.
+    """
     form = PromptsForm.of(request, hidden_size)
     if len(frame.payload) != form.size_bytes:
         raise RemoteProtocolError(f"OPEN: {len(frame.payload)} bytes of prompts, expected {form.size_bytes}")
     if form.size_bytes > most_bytes:
         raise PeerRefused(RefusalCode.NO_ROOM, f"deep prompts of a session have at most {most_bytes >> 20} MiB")
-    return form.read(frame.payload)
+    return form
 
 
 def are_sound(values: Buffer, hidden_size: int) -> bool:

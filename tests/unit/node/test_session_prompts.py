@@ -102,3 +102,24 @@ async def test_a_session_with_prompts_is_not_leased_since_nothing_could_evict_th
             lease = pack(Lease(lease_ms=30_000, leaves=False))
             leased = await answer_to(link, Frame(FrameType.LEASE, session, meta=lease))
             assert unpack(Leased, leased.meta).lease_ms == lease_ms
+
+
+@in_trio
+async def test_prompts_are_read_only_when_nothing_else_refuses_their_session(exact_worker: Any) -> None:
+    """To read them takes time: a client without memory for them, or without its adapter, does not cost that."""
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        process = swarm.network.budget.process
+        limit = process.limit(Resource.MEMORY)
+        assert limit is not None
+        link = await network.dial(swarm.address)
+        adapter = await bring_adapter(link)
+        unsound = partial(open_with_prompts, positions=1, payload=b"\xff" * SIZE)
+        assert (await refusal_to(link, unsound(session_id(), adapter=bytes(32)))).code == RefusalCode.UNKNOWN_ADAPTER
+        process.set_limit(Resource.MEMORY, process.held[Resource.MEMORY])
+        assert (await refusal_to(link, unsound(session_id()))).code == RefusalCode.BUSY
+        process.set_limit(Resource.MEMORY, limit)
+        assert (await refusal_to(link, unsound(session_id(), adapter=adapter))).code == RefusalCode.BAD_MESSAGE
+        assert swarm.server.served is not None
+        shelved = swarm.server.served.adapters._shelf.find(AdapterId(adapter))
+        assert shelved is not None and not shelved.users
+        await swarm.check_serves_and_is_empty()
