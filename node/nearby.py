@@ -14,7 +14,7 @@ from llmnode.core.texts.visible import printable
 from llmnode.core.view import online
 from llmnode.errors import ConfigError, single_error
 from llmnode.net.mdns import local_networks, open_mdns
-from llmnode.swarm.nearby import Neighbours, find
+from llmnode.swarm.nearby import LocalPeers, find
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -43,18 +43,18 @@ async def living_nearby(
             report(f"mDNS does not work here ({error.strerror}): other machines need --peers to find this node")
             yield
             return
-        neighbours = Neighbours(mdns, network, swarm, looks=looks)
+        local = LocalPeers(mdns, network, swarm, looks=looks)
         nursery = await stack.enter_async_context(trio.open_nursery())
         stack.callback(nursery.cancel_scope.cancel)
         if not local_networks():
             report(NOWHERE)
         elif looks:
             report("looking for other nodes in this network (mDNS)")
-            await neighbours.meet_first(await find(mdns))
+            await local.meet_first(await find(mdns))
             found = swarm.view.announcements()
             joined = f"joining the swarm that mDNS has found in this network: {describe(found)}"
             report(joined if found else f"{NOBODY}: this one begins a swarm that others there find without flags")
-        nursery.start_soon(neighbours.run)
+        nursery.start_soon(local.run)
         yield
 
 

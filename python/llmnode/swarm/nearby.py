@@ -55,8 +55,8 @@ async def _ask(mdns: Mdns) -> None:
         await mdns.ask()
 
 
-class Neighbours:
-    """Those of one node in its local network. A node that `looks` meets them; others are met by those that look."""
+class LocalPeers:
+    """The peers in one node's local network. A node that `looks` meets them; others are met by those that look."""
 
     def __init__(self, mdns: Mdns, network: Libp2pNetwork, swarm: Swarm, *, looks: bool) -> None:
         self._mdns = mdns

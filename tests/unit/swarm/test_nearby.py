@@ -12,7 +12,7 @@ import trio.testing
 
 from llmnode.core.policy import MdnsPolicy
 from llmnode.net.mdns_messages import Heard
-from llmnode.swarm.nearby import Neighbours, find
+from llmnode.swarm.nearby import LocalPeers, find
 from unit.exact_nodes import exact_node
 from unit.in_trio import in_trio
 
@@ -86,15 +86,15 @@ def test_one_host_has_few_peers_and_all_have_a_limit() -> None:
 async def test_a_peer_that_answers_is_met_though_a_crowd_of_claims_came_before() -> None:
     mdns: Any = Datagrams()
     async with exact_node() as other, exact_node() as ours, trio.open_nursery() as nursery:
-        neighbours = Neighbours(mdns, ours.network, ours.swarm, looks=True)
-        nursery.start_soon(neighbours.run)
+        local = LocalPeers(mdns, ours.network, ours.swarm, looks=True)
+        nursery.start_soon(local.run)
         for number in range(2000):
             mdns.name(f"12D3KooW{number}")
         while other.peer not in ours.swarm.view:
             mdns.say.send_nowait(Heard(HERE, False, {other.peer: tuple(other.addresses)}))
             with trio.move_on_after(0.2):
                 await ours.swarm.wait_changed()
-            assert len(neighbours._waiting) <= POLICY.peers + POLICY.at_once
+            assert len(local._waiting) <= POLICY.peers + POLICY.at_once
         while ours.peer not in other.swarm.view:
             await other.swarm.wait_changed()
         nursery.cancel_scope.cancel()
@@ -110,7 +110,7 @@ def test_questions_are_answered_once_in_a_second() -> None:
         mdns: Any = Datagrams()
         network: Any = Network()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(Neighbours(mdns, network, network, looks=False).run)
+            nursery.start_soon(LocalPeers(mdns, network, network, looks=False).run)
             for _ in range(1000):
                 await trio.sleep(0.01)
                 mdns.say.send_nowait(Heard(HERE, True, {"x": ("/ip4/127.0.0.1/tcp/1/p2p/x",)}))
