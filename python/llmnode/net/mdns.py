@@ -6,10 +6,10 @@ networks alone. IPv4 only. Runs in trio, without a thread or a second event loop
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import secrets
 import socket
+import struct
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -35,10 +35,11 @@ HOPS = 255
 
 @dataclass(frozen=True, slots=True)
 class LocalNetwork:
-    """A private network that this machine is in, and its own address there."""
+    """A private network that this machine is in, its own address there, and the index of the interface."""
 
     address: str
     network: ipaddress.IPv4Network
+    interface: int
 
 
 def local_networks() -> list[LocalNetwork]:
@@ -51,7 +52,8 @@ def local_networks() -> list[LocalNetwork]:
             if each.family != socket.AF_INET or not is_up or not is_local(each.address):
                 continue
             network = ipaddress.IPv4Network(f"{each.address}/{each.netmask or '255.255.255.255'}", strict=False)
-            found.append(LocalNetwork(each.address, network))
+            with suppress(OSError):  # it has gone meanwhile
+                found.append(LocalNetwork(each.address, network, socket.if_nametoindex(name)))
     return found
 
 
@@ -75,7 +77,7 @@ class Mdns:
         self.policy = policy
         self._sock = sock
         self._name = secrets.token_hex(16)
-        self._joined: set[str] = set()
+        self._joined: set[int] = set()
         self._networks: list[LocalNetwork] = []
         self._reads = Rates(policy.burst, policy.per_s)
         self._of_host = Rates(policy.host_burst, policy.host_per_s)
@@ -111,19 +113,18 @@ class Mdns:
                 return heard
 
     def _look_at_networks(self) -> list[LocalNetwork]:
-        """Those that there are now: interfaces come and go."""
+        """Those that there are now: interfaces come and go. One that is made again has another index."""
         self._networks = local_networks()
-        here = {each.address for each in self._networks}
+        here = {each.interface for each in self._networks}
+        for interface in self._joined - here:
+            with suppress(OSError):
+                self._sock.setsockopt(socket.IPPROTO_IP, socket.IP_DROP_MEMBERSHIP, _member(interface))
         self._joined &= here
-        for address in here - self._joined:
-            member = socket.inet_aton(GROUP) + socket.inet_aton(address)
-            try:
-                self._sock.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, member)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:  # it is the second address of an interface
-                    continue  # this one has no multicast
-            self._joined.add(address)
-        return [each for each in self._networks if each.address in self._joined]
+        for interface in here - self._joined:
+            with suppress(OSError):  # it has no multicast
+                self._sock.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, _member(interface))
+                self._joined.add(interface)
+        return [each for each in self._networks if each.interface in self._joined]
 
     def _is_near(self, host: str) -> bool:
         return any(ipaddress.IPv4Address(host) in each.network for each in self._networks)
@@ -132,6 +133,11 @@ class Mdns:
         with suppress(OSError):  # the interface is down, or has no route
             self._sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(network.address))
             await self._sock.sendto(message, (GROUP, PORT))
+
+
+def _member(interface: int) -> bytes:
+    """The `ip_mreqn` of membership in the group at the interface of this index."""
+    return struct.pack("@4s4si", socket.inet_aton(GROUP), socket.inet_aton("0.0.0.0"), interface)
 
 
 def _host(address: str) -> str | None:

@@ -30,7 +30,7 @@ def test_a_machine_without_a_private_network_does_not_look(monkeypatch: pytest.M
 
 
 def test_a_port_that_another_program_keeps_for_itself_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nearby, "local_networks", lambda: [LocalNetwork("10.0.0.1", IPv4Network("10.0.0.0/8"))])
+    monkeypatch.setattr(nearby, "local_networks", lambda: [LocalNetwork("10.0.0.1", IPv4Network("10.0.0.0/8"), 2)])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
         try:
             other.bind(("", PORT))
