@@ -200,12 +200,13 @@ async def open_node(
         way_in = config.way_in()
         named = None if is_invite(config.model) else config.model
         config = replace(config, model=named or way_in.hub_model)
+        serves = trio.Event()
         async with (
             _joined(config.listen, config.announce, way_in, config.identity, report_notice, relays=config.relays) as (
                 network,
                 swarm,
             ),
-            _found_by_mdns(config, way_in, network, swarm, report),
+            _found_by_mdns(config, way_in, network, swarm, report, serves),
             _source_for(swarm, config, report, report_worker) as (source, model),
             open_pool(network) as pushes,
         ):
@@ -217,6 +218,7 @@ async def open_node(
                 report(f"reading blocks {span} of {model.name}")
                 await nursery.start(role.run)
                 nursery.start_soon(serve_links, server)
+                serves.set()
                 nursery.start_soon(node.follow_addresses, report_addresses)
                 if config.rebalance and ":" not in config.blocks:
                     nursery.start_soon(rebalance, network.peer, role, swarm, report)
@@ -292,11 +294,16 @@ async def _joined(
 
 
 def _found_by_mdns(
-    config: NodeConfig, way_in: Invite, network: Libp2pNetwork, swarm: Swarm, report: Callable[[str], None]
+    config: NodeConfig,
+    way_in: Invite,
+    network: Libp2pNetwork,
+    swarm: Swarm,
+    report: Callable[[str], None],
+    serves: trio.Event,
 ) -> AbstractAsyncContextManager[None]:
     if not config.mdns or way_in.key is not None:
         return nullcontext()
-    return living_nearby(network, swarm, report, looks=not (way_in.peers or config.relays))
+    return living_nearby(network, swarm, report, looks=not (way_in.peers or config.relays), serves=serves)
 
 
 @asynccontextmanager

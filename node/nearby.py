@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from llmnode.core.policy import MdnsPolicy
     from llmnode.net.host import Libp2pNetwork
     from llmnode.net.invite import Invite
+    from llmnode.net.mdns import Mdns
     from llmnode.swarm.membership import Swarm
 
 MODELS_TOLD = 5
@@ -33,29 +34,36 @@ NOWHERE = "this machine is in no private IPv4 network, where mDNS could find nod
 
 @asynccontextmanager
 async def living_nearby(
-    network: Libp2pNetwork, swarm: Swarm, report: Callable[[str], None], *, looks: bool
+    network: Libp2pNetwork, swarm: Swarm, report: Callable[[str], None], *, looks: bool, serves: trio.Event
 ) -> AsyncIterator[None]:
-    """Be found in the local network for as long as the context lasts. A node that `looks` has met others before."""
+    """Be found in the local network, once the node `serves`, for as long as the context lasts.
+
+    A node that `looks` has met those that it finds at once before the context begins, and meets others later.
+    """
     async with AsyncExitStack() as stack:
+        mdns = None
         try:
             mdns = await stack.enter_async_context(open_mdns())
         except OSError as error:
             report(f"mDNS does not work here ({error.strerror}): other machines need --peers to find this node")
-            yield
-            return
-        local = LocalPeers(mdns, network, swarm, looks=looks)
-        nursery = await stack.enter_async_context(trio.open_nursery())
-        stack.callback(nursery.cancel_scope.cancel)
-        if not local_networks():
-            report(NOWHERE)
-        elif looks:
-            report("looking for other nodes in this network (mDNS)")
-            await local.meet_first(await find(mdns))
-            found = swarm.view.announcements()
-            joined = f"joining the swarm that mDNS has found in this network: {describe(found)}"
-            report(joined if found else f"{NOBODY}: this one begins a swarm that others there find without flags")
-        nursery.start_soon(local.run)
+        if mdns is not None:
+            local = LocalPeers(mdns, network, swarm, looks=looks, serves=serves)
+            if not local_networks():
+                report(NOWHERE)
+            elif looks:
+                await _join_nearby(mdns, local, swarm, report)
+            nursery = await stack.enter_async_context(trio.open_nursery())
+            stack.callback(nursery.cancel_scope.cancel)
+            nursery.start_soon(local.run)
         yield
+
+
+async def _join_nearby(mdns: Mdns, local: LocalPeers, swarm: Swarm, report: Callable[[str], None]) -> None:
+    report("looking for other nodes in this network (mDNS)")
+    await local.meet_first(await find(mdns))
+    found = swarm.view.announcements()
+    joined = f"joining the swarm that mDNS has found in this network: {describe(found)}"
+    report(joined if found else f"{NOBODY}: this one begins a swarm that others there find without flags")
 
 
 def find_swarm(report: Callable[[str], None], policy: MdnsPolicy | None = None) -> Invite:

@@ -58,14 +58,18 @@ async def _ask(mdns: Mdns) -> None:
 class LocalPeers:
     """The peers in one node's local network. A node that `looks` meets them; others are met by those that look."""
 
-    def __init__(self, mdns: Mdns, network: Libp2pNetwork, swarm: Swarm, *, looks: bool) -> None:
+    def __init__(self, mdns: Mdns, network: Libp2pNetwork, swarm: Swarm, *, looks: bool, serves: trio.Event) -> None:
+        """Others are told of the node once it `serves`: it answers their links."""
         self._mdns = mdns
         self._policy = mdns.policy
         self._network = network
         self._swarm = swarm
         self._looks = looks
+        self._serves = serves
         self._asked = trio.Event()
-        self._waiting: set[str] = set()
+        self._failed = trio.Event()
+        self._waiting: dict[str, str] = {}
+        """The host of each peer that waits to be met, or is being met."""
         self._to_meet, self._next = trio.open_memory_channel[tuple[str, Sequence[str]]](self._policy.peers)
 
     async def run(self) -> NoReturn:
@@ -79,15 +83,17 @@ class LocalPeers:
                         nursery.start_soon(self._meet_all)
                 await self._hear()
         finally:
-            with trio.move_on_after(self._policy.answer_delay_s, shield=True):
-                await self._mdns.answer(self._network.listening, 0)
+            if self._serves.is_set():
+                with trio.move_on_after(self._policy.answer_delay_s, shield=True):
+                    await self._mdns.answer(self._network.listening, 0)
         raise AssertionError("it hears until it is cancelled")
 
     async def meet_first(self, peers: Sequence[Sequence[str]]) -> None:
-        """Exchange views with those of `peers` that are there. Those that are silent hold it up for a moment only."""
+        """Exchange views with those of `peers` that are there. Silent ones hold it up for `MdnsPolicy.meet_s`."""
         for address in (each for addresses in peers for each in addresses):
             self._network.note_near(address)
-        await self._swarm.meet_all([], peers)
+        with trio.move_on_after(self._policy.meet_s):
+            await self._swarm.meet_all([], peers)
 
     async def _hear(self) -> None:
         while True:
@@ -99,29 +105,46 @@ class LocalPeers:
             for peer, addresses in heard.peers.items():
                 if peer in (*self._waiting, self._network.peer) or PeerId(peer) in self._swarm.view:
                     continue
+                if list(self._waiting.values()).count(heard.host) >= self._policy.peers_per_host:
+                    break
                 with suppress(trio.WouldBlock):  # it will be heard again
                     self._to_meet.send_nowait((peer, addresses))
-                    self._waiting.add(peer)
+                    self._waiting[peer] = heard.host
 
     async def _meet_all(self) -> None:
         async for peer, addresses in self._next:
             log.info("mdns peer=%s", peer)
-            with suppress(PeerError, ConfigError):  # a stranger that answers need not be a node
+            try:
                 for address in addresses:
                     self._network.note_near(address)
                 await self._swarm.meet(*addresses)
-            self._waiting.discard(peer)
+            except (PeerError, ConfigError):  # a stranger that answers need not be a node
+                self._failed.set()
+            del self._waiting[peer]
 
     async def _look(self) -> None:
+        """Now and then, and sooner if a peer could not be met: it may be there again."""
+        again_s = self._policy.look_again_s
         while True:
+            self._failed = trio.Event()
             await self._mdns.ask()
-            await trio.sleep(self._policy.look_every_s)
+            with trio.move_on_after(self._policy.look_every_s) as quiet:
+                await self._failed.wait()
+            if quiet.cancelled_caught:
+                again_s = self._policy.look_again_s
+            else:
+                await trio.sleep(again_s)
+                again_s = min(2 * again_s, self._policy.look_every_s)
 
     async def _answer(self) -> None:
-        """At the start without being asked, for those that are there already (RFC 6762, section 8.3)."""
+        """Also without being asked: those that are there already hear of the node (RFC 6762, section 8.3), and so do
+        networks that this machine has come into. To answer is to join these.
+        """
+        await self._serves.wait()
         while True:
             await self._mdns.answer(self._network.listening)
             await trio.sleep(self._policy.answer_every_s)
-            await self._asked.wait()
+            with trio.move_on_after(self._policy.look_every_s):
+                await self._asked.wait()
             self._asked = trio.Event()
             await trio.sleep(random.uniform(0.2, 1) * self._policy.answer_delay_s)

@@ -24,7 +24,7 @@ HOST, OTHER = "192.168.1.7", "192.168.1.8"
 
 
 class Socket:
-    """It receives `datagrams`, of pairs of content and host, and then nothing. It notes memberships and what is sent."""
+    """It receives `datagrams`, each with its host, and then nothing. It notes memberships and counts what is sent."""
 
     def __init__(self, datagrams: Iterable[tuple[bytes, str]] = ()) -> None:
         self._datagrams = list(datagrams)

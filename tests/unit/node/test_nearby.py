@@ -1,20 +1,35 @@
-"""Commands without peers where mDNS cannot help say so at once. Where it does help is tested in `tests/netns`."""
+"""Commands without peers, and servers, where mDNS cannot help or is not asked; when a server is told of.
+
+Where it does help is tested in `tests/netns`.
+"""
 
 from __future__ import annotations
 
 import socket
+from contextlib import asynccontextmanager
 from ipaddress import IPv4Network
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import trio
+import trio.testing
 
+from llmnode.core.policy import MdnsPolicy
 from llmnode.errors import ConfigError
 from llmnode.net.mdns import PORT, LocalNetwork
-from llmnode.node import nearby
-from llmnode.node.nearby import find_swarm
+from llmnode.net.swarm_key import make_key
+from llmnode.node import Node, nearby
+from llmnode.node.nearby import find_swarm, living_nearby
+from unit.exact_nodes import ExactLoader
+from unit.in_trio import in_trio
+from unit.mdns_in_memory import Datagrams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from llmnode.core.span import Span
+    from llmnode.ports import Loaded
 
 
 def failed(report: Callable[[str], None] = lambda _line: None) -> str:
@@ -38,3 +53,58 @@ def test_a_port_that_another_program_keeps_for_itself_is_told(monkeypatch: pytes
             pytest.skip("this machine has a program for mDNS, which shares its port")
         said = failed()
     assert "mDNS does not work here (Address already in use)" in said and "--peers ADDRESS" in said
+
+
+@pytest.fixture
+def mdns(monkeypatch: pytest.MonkeyPatch) -> Datagrams:
+    """The datagrams of all that uses mDNS."""
+    datagrams = Datagrams()
+
+    @asynccontextmanager
+    async def open_datagrams(_policy: MdnsPolicy | None = None) -> AsyncIterator[Datagrams]:
+        yield datagrams
+
+    monkeypatch.setattr(nearby, "open_mdns", open_datagrams)
+    monkeypatch.setattr(nearby, "local_networks", list)
+    return datagrams
+
+
+@in_trio
+async def test_a_server_is_told_of_when_its_blocks_are_loaded_and_one_of_a_private_swarm_never(
+    mdns: Datagrams, tmp_path: Path
+) -> None:
+    answers_at_load: list[int] = []
+
+    class Loader(ExactLoader):
+        def load(self, span: Span) -> Loaded:
+            answers_at_load.append(len(mdns.answers))
+            return super().load(span)
+
+    serving: dict[str, Any] = {"worker": "thread", "make_loader": Loader, "mdns": True}
+    key = tmp_path / "swarm.key"
+    make_key(key)
+    async with Node(swarm_key=key, **serving):
+        await trio.testing.wait_all_tasks_blocked()
+    assert not mdns.answers and not mdns.asked_s
+    async with Node(**serving):
+        await mdns.answered.wait()
+    assert answers_at_load == [0, 0]
+
+
+@in_trio
+async def test_a_node_where_mdns_does_not_work_runs_on_and_its_errors_are_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @asynccontextmanager
+    async def fail(_policy: MdnsPolicy | None = None) -> AsyncIterator[Datagrams]:
+        raise OSError(98, "Address already in use")
+        yield
+
+    monkeypatch.setattr(nearby, "open_mdns", fail)
+    lines: list[str] = []
+    unused: Any = None
+    with pytest.raises(ValueError, match="later") as raised:
+        async with living_nearby(unused, unused, lines.append, looks=True, serves=trio.Event()):
+            raise ValueError("later")
+    assert raised.value.__context__ is None
+    assert lines == ["mDNS does not work here (Address already in use): other machines need --peers to find this node"]

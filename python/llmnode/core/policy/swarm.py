@@ -73,7 +73,11 @@ class MdnsPolicy:
     ask_again_s: tuple[float, ...] = (0.0, 0.5, 1.0)
     """A node that looks asks after these times: a datagram may be lost."""
     look_every_s: float = 60.0
-    """A server asks again this often, for nodes and networks that came later."""
+    """A server asks and answers again this often, for nodes and networks that came later."""
+    look_again_s: float = 5.0
+    """If a peer could not be met, a server asks again after this time, and then after twice as long each time."""
+    meet_s: float = 3.0
+    """A node that begins waits this long for the peers that it has found. Attempts to meet them go on."""
     answer_delay_s: float = 0.1
     """Answers wait for a part of this, so that they do not all come at once (RFC 6762, section 6)."""
     answer_every_s: float = 1.0
@@ -90,9 +94,9 @@ class MdnsPolicy:
     """Datagrams about llmnode that are parsed of one host, at once. Each takes a tenth of a millisecond."""
     host_per_s: float = 2.0
     peers_per_host: int = 8
-    """The peers that one host may have, as a machine with several GPUs."""
+    """The peers that one host may have, as a machine with several GPUs, of those that are found or wait to be met."""
     peers: int = 32
-    """The peers that are kept until they have been met."""
+    """The peers that wait to be met."""
     addresses: int = 4
     """The addresses of each."""
     at_once: int = 4
