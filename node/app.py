@@ -20,11 +20,12 @@ from llmnode.core.policy import LinkPolicy, ReachPolicy, RelayPolicy, ServePolic
 from llmnode.core.serving.kv_memory import parse_memory
 from llmnode.core.span import parse_span
 from llmnode.errors import ConfigError, PeerError, single_error
-from llmnode.net.addresses import CIRCUIT, LISTEN_ANY_LOOPBACK, parse_peer, parse_relay
+from llmnode.net.addresses import CIRCUIT, LISTEN_ANY_LOOPBACK
 from llmnode.net.directory import open_directory
 from llmnode.net.host import open_network
 from llmnode.net.invite import Invite, is_invite
 from llmnode.net.swarm_key import entry
+from llmnode.node.listening import check_places
 from llmnode.node.nearby import describe, living_nearby
 from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.links import accept_links, answer_as_relay
@@ -262,10 +263,7 @@ async def _joined(
     relay_policy: RelayPolicy | None = None,
 ) -> AsyncIterator[tuple[Libp2pNetwork, Swarm]]:
     """A network that listens, and a view that is kept current."""
-    told, most = len(announce) + len(relays), SwarmPolicy().addresses
-    if told > most:
-        also = f" and --relay {len(relays)}" if relays else ""
-        raise ConfigError(f"--announce is given {len(announce)} times{also}: {most} addresses are the most")
+    check_places(listen, announce, way_in, relays)
     async with AsyncExitStack() as stack:
         network = await stack.enter_async_context(
             open_network(
@@ -382,7 +380,4 @@ def check(config: NodeConfig) -> None:
         raise ConfigError(f"--blocks {config.blocks!r}: write START:END (as 0:10), a number of blocks, or {AUTO}")
     if config.kv_memory is not None:
         parse_memory(config.kv_memory, "--kv-memory")
-    for address in config.way_in().peers:
-        parse_peer(address)
-    for address in config.relays:
-        parse_relay(address)
+    check_places(config.listen, config.announce, config.way_in(), config.relays)

@@ -1,4 +1,7 @@
-"""Where a server listens, and whether mDNS tells of it, if its user does not say so: from values to a value."""
+"""Where a server listens, and whether mDNS tells of it, if its user does not say so: from values to a value.
+
+It also checks the addresses that a user gives to a node, before anything is done or said.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmnode.core.peers.dial_gate import is_local, scope_of
+from llmnode.core.policy import SwarmPolicy
 from llmnode.errors import ConfigError
+from llmnode.net.addresses import parse_announced, parse_listen, parse_peer, parse_relay
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from llmnode.net.invite import Invite
+
 HERE = "/ip4/127.0.0.1/tcp/0"
 EVERYWHERE = "/ip4/0.0.0.0/tcp/0"
-_RISK = f"anybody who reaches it there may use it; --listen {HERE} is for this machine alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,36 +36,65 @@ def choose_listening(
 ) -> Listening:
     """`listen` and `mdns` are what the user says, [] and None if nothing; `contacts` are the peers and relays named.
 
-    - A swarm that is joined on purpose, by contacts beyond this machine or by --mdns, has this node at every interface.
-    - Without any of these the node is in the private networks of this machine, for those that mDNS brings. `own_ips`
-      are the addresses of this machine.
-    - A swarm whose contacts are all on this machine stays there, and so does one with --no-mdns, and a private one.
+    - With contacts beyond this machine and its private networks, or with --mdns, the node is at every interface.
+    - With contacts in private networks, or without any, it is in those of this machine. `own_ips` are the addresses of
+      this machine.
+    - A swarm whose contacts are all on this machine stays there. So does one that begins with --no-mdns or a key.
 
-    Raises ConfigError for --mdns where nothing could be told of.
+    The warning says where others reach the node. Raises ConfigError for --mdns where nothing could be told of.
     """
-    named = list(contacts)
     if mdns and is_private:
         raise ConfigError("--mdns: a private swarm is told to nobody; its members need its invite")
+    tells = mdns is not False and not is_private
+    named = list(contacts)
+    beyond = [each for each in map(_host, named) if not _is_here(each)]
+    private = sorted({each for each in own_ips if is_local(each)})
     if listen:
-        reached = any(_scope(each) != "machine" for each in listen)
+        reached = not all(_is_here(_host(each)) for each in listen)
         if mdns and not reached:
             raise ConfigError(f"--mdns: nobody else reaches {' '.join(listen)}; give another --listen, or none")
-        return Listening(listen, mdns is not False and reached and not is_private)
-    if mdns or any(_scope(each) != "machine" for each in named):
-        warning = f"listening at every interface, since this node joins a swarm of other machines: {_RISK}"
-        return Listening([EVERYWHERE], mdns is not False and not is_private, warning)
-    private = sorted({each for each in own_ips if is_local(each)})
-    if named or is_private or mdns is False:
+        tells = tells and reached
+        return Listening(listen, tells, _warning(" ".join(listen), tells, is_private) if reached else "")
+    if mdns or (beyond and not (private and all(map(is_local, beyond)))):
+        why = "--mdns is given" if mdns else "a peer or relay beyond its private networks is named"
+        return Listening([EVERYWHERE], tells, _warning(f"every interface, since {why}", tells, is_private))
+    if not beyond and (named or is_private or mdns is False):
         return Listening([HERE], mdns=False)
     if not private:
         warning = (
             f"listening on this machine alone, since it is in no private network; for others: --listen {EVERYWHERE}"
         )
         return Listening([HERE], mdns=False, warning=warning)
-    warning = f"listening at {' '.join(private)}, and found there by mDNS (--no-mdns to be neither): {_RISK}"
-    return Listening([f"/ip4/{each}/tcp/0" for each in private], mdns=True, warning=warning)
+    at_private = [f"/ip4/{each}/tcp/0" for each in private]
+    return Listening(at_private, tells, _warning(" ".join(private), tells, is_private))
 
 
-def _scope(address: str) -> str | None:
-    """The network of a multiaddr's host: "machine" for the loopback."""
-    return scope_of(address.split("/")[2]) if address.count("/") >= 2 else None
+def check_places(listen: Sequence[str], announce: Sequence[str], way_in: Invite, relays: Sequence[str] = ()) -> None:
+    """Raises ConfigError for an address of a node, or of its peers, that is malformed, and for too many."""
+    told, most = len(announce) + len(relays), SwarmPolicy().addresses
+    if told > most:
+        also = f" and --relay {len(relays)}" if relays else ""
+        raise ConfigError(f"--announce is given {len(announce)} times{also}: {most} addresses are the most")
+    for parse, addresses in (
+        (parse_listen, listen),
+        (parse_announced, announce),
+        (parse_peer, way_in.peers),
+        (parse_relay, relays),
+    ):
+        for address in addresses:
+            parse(address)
+
+
+def _warning(where: str, tells: bool, is_private: bool) -> str:
+    found = ", and found there by mDNS in private networks (--no-mdns switches that off)" if tells else ""
+    users = "members of its private swarm may" if is_private else "anybody who reaches it there may"
+    return f"listening at {where}{found}: {users} use it; --listen {HERE} is for this machine alone"
+
+
+def _host(address: str) -> str:
+    """The host of a multiaddr; "" if it has none."""
+    return address.split("/")[2] if address.count("/") >= 2 else ""
+
+
+def _is_here(host: str) -> bool:
+    return host.lower() == "localhost" or scope_of(host) == "machine"

@@ -34,7 +34,11 @@ def add(commands: Commands) -> None:
         "  llmnode serve --blocks auto --peers ADDRESS --relay ADDRESS     (on one behind a NAT)\n"
         "  llmnode chat --peers ADDRESS",
     )
-    add_listen(parser, "every interface if peers beyond this machine are named, else this machine alone")
+    add_listen(
+        parser,
+        "every interface if peers beyond its private networks are named, these networks if peers there are named, else "
+        "this machine alone",
+    )
     add_announce(parser)
     add_peers(parser, "other relays or servers of the same swarm")
     add_identity(parser)
@@ -55,19 +59,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _relay(arguments: argparse.Namespace, to: Invite) -> None:
+    from llmnode.net.addresses import own_ips
     from llmnode.node.app import open_relay
-    from llmnode.node.listening import choose_listening
+    from llmnode.node.listening import check_places, choose_listening
     from llmnode.node.status_lines import Telling
     from llmnode.node.stopping import stopped_by_signals
 
     notice = partial(Telling(None).notice, as_json=arguments.json)
     is_private = to.key is not None
-    chosen = choose_listening(arguments.listen or [], to.peers, (), is_private=is_private, mdns=False)
+    own, announce = map(str, own_ips()), arguments.announce or []
+    chosen = choose_listening(arguments.listen or [], to.peers, own, is_private=is_private, mdns=False)
+    check_places(chosen.listen, announce, to)  # before the warning
     if chosen.warning:
         tell(f"warning: {chosen.warning}")
     async with (
         stopped_by_signals(until_stdin_closes=arguments.until_stdin_closes) as stop,
-        open_relay(chosen.listen, arguments.announce or [], to, arguments.identity, notice) as network,
+        open_relay(chosen.listen, announce, to, arguments.identity, notice) as network,
     ):
         _ready(network, arguments)
         stop.in_order()

@@ -60,8 +60,9 @@ def add(commands: Commands) -> None:
     )
     add_listen(
         parser,
-        "every interface with --mdns, or if peers, an INVITE or a relay beyond this machine are named; without any of "
-        "these the private networks of this machine, and with --no-mdns or for a private swarm this machine alone",
+        "every interface with --mdns, or if peers, an INVITE or a relay beyond its private networks are named; this "
+        "machine alone if all are on it, or if none is named and the swarm is private or --no-mdns is given; else the "
+        "private networks of this machine",
     )
     add_announce(parser)
     add_relay(parser)
@@ -87,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     import trio
 
     from llmnode.net.addresses import own_ips
+    from llmnode.node.app import check
     from llmnode.node.listening import choose_listening
 
     if arguments.rebalance and ":" in (arguments.blocks or ""):
@@ -115,6 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.make_loader is not None:
         config = replace(config, make_loader=arguments.make_loader)
+    check(config)  # before the warning
     drain_s = arguments.drain_s
     if not 0 <= drain_s < float("inf"):
         raise ConfigError(f"--drain-s {drain_s:g}: give 0 or more seconds")

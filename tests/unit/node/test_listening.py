@@ -7,19 +7,25 @@ from typing import Any
 import pytest
 
 from llmnode.errors import ConfigError
-from llmnode.node.listening import EVERYWHERE, HERE, choose_listening
+from llmnode.node.listening import EVERYWHERE, HERE, Listening, choose_listening
 
 OWN = ["127.0.0.1", "192.168.1.7", "203.0.113.9", "11.22.0.1", "169.254.1.1", "fd00::1", "10.0.0.3"]
 PUBLIC_ONLY = ["127.0.0.1", "11.22.0.1"]
 FAR, NEAR = "/ip4/203.0.113.7/tcp/4001/p2p/x", "/ip4/127.0.0.1/tcp/4001/p2p/x"
+IN_LAN, AT_OURS = "/ip4/192.168.1.8/tcp/4001/p2p/x", "/ip4/10.0.0.3/tcp/4001/p2p/x"
+NAMED_HERE = "/dns4/localhost/tcp/4001/p2p/x"
 LOCAL = ["/ip4/10.0.0.3/tcp/0", "/ip4/192.168.1.7/tcp/0"]
 OWN_CHOICE = "/ip4/192.168.1.7/tcp/4001"
 
 
+def choice(**told: Any) -> Listening:
+    given = {"listen": [], "contacts": [], "own_ips": OWN, "is_private": False, "mdns": None} | told
+    return choose_listening(given.pop("listen"), given.pop("contacts"), given.pop("own_ips"), **given)
+
+
 def chosen(**told: Any) -> tuple[list[str], bool, bool]:
     """Where it listens, whether mDNS tells of it, and whether there is a warning."""
-    given = {"listen": [], "contacts": [], "own_ips": OWN, "is_private": False, "mdns": None} | told
-    found = choose_listening(given.pop("listen"), given.pop("contacts"), given.pop("own_ips"), **given)
+    found = choice(**told)
     return list(found.listen), found.mdns, bool(found.warning)
 
 
@@ -38,12 +44,19 @@ def chosen(**told: Any) -> tuple[list[str], bool, bool]:
         ({"contacts": [NEAR], "mdns": True}, ([EVERYWHERE], True, True)),
         ({"is_private": True}, ([HERE], False, False)),
         ({"is_private": True, "contacts": [FAR]}, ([EVERYWHERE], False, True)),
-        ({"listen": [OWN_CHOICE]}, ([OWN_CHOICE], True, False)),
-        ({"listen": [OWN_CHOICE], "mdns": False}, ([OWN_CHOICE], False, False)),
-        ({"listen": [OWN_CHOICE], "is_private": True}, ([OWN_CHOICE], False, False)),
+        ({"contacts": [IN_LAN]}, (LOCAL, True, True)),
+        ({"contacts": [IN_LAN, NEAR], "mdns": False}, (LOCAL, False, True)),
+        ({"contacts": [IN_LAN], "is_private": True}, (LOCAL, False, True)),
+        ({"contacts": [AT_OURS]}, (LOCAL, True, True)),
+        ({"contacts": [IN_LAN, FAR]}, ([EVERYWHERE], True, True)),
+        ({"contacts": [IN_LAN], "own_ips": PUBLIC_ONLY}, ([EVERYWHERE], True, True)),
+        ({"contacts": [NAMED_HERE]}, ([HERE], False, False)),
+        ({"listen": [OWN_CHOICE]}, ([OWN_CHOICE], True, True)),
+        ({"listen": [OWN_CHOICE], "mdns": False}, ([OWN_CHOICE], False, True)),
+        ({"listen": [OWN_CHOICE], "is_private": True}, ([OWN_CHOICE], False, True)),
         ({"listen": [HERE]}, ([HERE], False, False)),
         ({"listen": [HERE], "contacts": [FAR]}, ([HERE], False, False)),
-        ({"listen": ["nonsense"]}, (["nonsense"], True, False)),
+        ({"listen": ["nonsense"]}, (["nonsense"], True, True)),
     ],
     ids=str,
 )
@@ -55,3 +68,22 @@ def test_where_a_server_listens(told: dict[str, Any], expected: tuple[list[str],
 def test_mdns_that_could_tell_nothing_is_an_error(told: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--mdns"):
         chosen(mdns=True, **told)
+
+
+@pytest.mark.parametrize("mdns", [None, True, False])
+@pytest.mark.parametrize("is_private", [False, True])
+@pytest.mark.parametrize("contacts", [[], [NEAR], [IN_LAN], [FAR]])
+@pytest.mark.parametrize("listen", [[], [HERE], ["/ip4/0.0.0.0/tcp/4001"]])
+def test_the_warning_says_where_others_reach_it_and_find_it_and_who_may_use_it(
+    listen: list[str], contacts: list[str], is_private: bool, mdns: bool | None
+) -> None:
+    try:
+        found = choice(listen=listen, contacts=contacts, is_private=is_private, mdns=mdns)
+    except ConfigError:
+        return
+    said = found.warning
+    assert bool(said) == (list(found.listen) != [HERE])
+    assert ("found there by mDNS" in said) == found.mdns
+    assert ("anybody who reaches it there may use it" in said) == (bool(said) and not is_private)
+    assert all(each in said or each.split("/")[2] in said or "every interface" in said for each in found.listen if said)
+    assert ("--mdns is given" in said) == (bool(mdns) and not listen)
