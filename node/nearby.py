@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from llmnode.net.mdns import Mdns
     from llmnode.swarm.membership import Swarm
 
-MODELS_TOLD = 5
-"""The models of a swarm that one line names."""
+MODELS_TOLD, SPANS_TOLD = 5, 8
+"""The models of a swarm that one line names, and the spans of each."""
 NOBODY = "no node of llmnode answers in this network (mDNS)"
 NOWHERE = "this machine is in no private IPv4 network, where mDNS could find nodes"
 
@@ -101,7 +101,15 @@ def describe(announcements: Sequence[Announcement]) -> str:
     spans: dict[str, dict[str, None]] = {}
     for each in sorted(online(announcements), key=lambda each: each.offer.span):
         spans.setdefault(each.offer.model, {})[str(each.offer.span)] = None
-    models = [f"{printable(model)} (blocks {', '.join(of)})" for model, of in sorted(spans.items())]
-    more = f" and {len(models) - MODELS_TOLD} other models" if len(models) > MODELS_TOLD else ""
+    models = [
+        f"{printable(model)} (blocks {_listed(list(of), SPANS_TOLD, 'spans')})" for model, of in sorted(spans.items())
+    ]
     servers = f"{len(announcements)} server{'s' * (len(announcements) != 1)}"
-    return f"{servers} of {', '.join(models[:MODELS_TOLD])}{more}" if models else f"{servers}, none of which serves yet"
+    return (
+        f"{servers} of {_listed(models, MODELS_TOLD, 'models')}" if models else f"{servers}, none of which serves yet"
+    )
+
+
+def _listed(words: Sequence[str], most: int, kind: str) -> str:
+    more = f" and {len(words) - most} other {kind}" if len(words) > most else ""
+    return f"{', '.join(words[:most])}{more}"

@@ -14,12 +14,16 @@ import pytest
 import trio
 import trio.testing
 
+from llmnode.core.announcement import Announcement, Offer, PeerState
+from llmnode.core.ids import PeerId
 from llmnode.core.policy import MdnsPolicy
+from llmnode.core.span import Span
 from llmnode.errors import ConfigError
 from llmnode.net.mdns import PORT, LocalNetwork
 from llmnode.net.swarm_key import make_key
 from llmnode.node import Node, nearby
-from llmnode.node.nearby import find_swarm, living_nearby
+from llmnode.node.nearby import describe, find_swarm, living_nearby
+from llmnode.testing.exact_blocks import EXACT_MODEL
 from unit.exact_nodes import ExactLoader
 from unit.in_trio import in_trio
 from unit.mdns_in_memory import Datagrams
@@ -28,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
-    from llmnode.core.span import Span
     from llmnode.ports import Loaded
 
 
@@ -53,6 +56,18 @@ def test_a_port_that_another_program_keeps_for_itself_is_told(monkeypatch: pytes
             pytest.skip("this machine has a program for mDNS, which shares its port")
         said = failed()
     assert "mDNS does not work here (Address already in use)" in said and "--peers ADDRESS" in said
+
+
+def test_a_line_tells_few_models_and_few_spans_of_each() -> None:
+    def offer(model: str, start: int) -> Announcement:
+        profile = EXACT_MODEL.profile
+        of = Offer(model, profile, 500, Span(start, start + 1), PeerState.ONLINE, 1, 1, 1)
+        return Announcement(PeerId(f"peer{start}"), (), 0, 1, "llmnode", of)
+
+    assert describe([offer("a", 1), offer("a", 0)]) == "2 servers of a (blocks [0, 1), [1, 2))"
+    crowd = describe([offer("a", start) for start in range(400)])
+    assert crowd.startswith("400 servers of a (blocks [0, 1), ") and crowd.endswith(", [7, 8) and 392 other spans)")
+    assert describe([offer(f"m{number}", 0) for number in range(9)]).endswith(" and 4 other models")
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ class MdnsPolicy:
     look_every_s: float = 60.0
     """A server asks and answers again this often, for nodes and networks that came later."""
     look_again_s: float = 5.0
-    """If a peer could not be met, a server asks again after this time, and waits twice as long at each further failure."""
+    """If a peer could not be met, a server asks again after this time. Each further failure doubles it."""
     meet_s: float = 3.0
     """A node that begins waits this long for the peers that it has found. Attempts to meet them go on."""
     answer_delay_s: float = 0.1
