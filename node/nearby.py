@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 MODELS_TOLD, SPANS_TOLD = 5, 8
 """The models of a swarm that one line names, and the spans of each."""
 NOBODY = "no node of llmnode answers in this network (mDNS)"
+RISK = "anybody in this network may run one, and servers can read text that goes through them; --peers names yours"
 NOWHERE = "this machine is in no private IPv4 network, where mDNS could find nodes"
 
 
@@ -88,9 +89,9 @@ async def _find_swarm(report: Callable[[str], None], policy: MdnsPolicy | None) 
     if not found:
         raise ConfigError(f"no peers are named, and {NOBODY}: {GIVE}; or begin a swarm: `llmnode serve`")
     peers = tuple(address for addresses in found for address in addresses)
-    async with join_swarm(peers, LinkPolicy()) as (_, swarm):
-        report(f"found by mDNS: {describe(swarm.view.announcements())}")
-    return Invite(peers)
+    async with join_swarm(peers, LinkPolicy(), is_near=True) as (_, swarm):
+        report(f"found by mDNS: {describe(swarm.view.announcements())}; {RISK}")
+    return Invite(peers, is_near=True)
 
 
 GIVE = "give an INVITE, or --peers ADDRESS as `llmnode serve` prints it"

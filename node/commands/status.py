@@ -86,7 +86,7 @@ async def _ask(to: Invite) -> tuple[list[Announcement], dict[PeerId, ServerRepor
                 round_trip_us = int((trio.current_time() - asked_s) * 1e6)
                 answers[each.peer] = ServerReport(description, connection.relayed, round_trip_us)
 
-    async with join_swarm(to.peers, LinkPolicy(), swarm_key=to.key) as (pool, swarm):
+    async with join_swarm(to.peers, LinkPolicy(), swarm_key=to.key, is_near=to.is_near) as (pool, swarm):
         announcements = swarm.view.announcements()
         async with trio.open_nursery() as nursery:
             for each in announcements:

@@ -249,7 +249,8 @@ async def aconnect(
     check_choice(policy.relayed.prefill, "relayed_prefill")
     way_in = check_way_in(entry(peers, swarm_key))  # a typing error is told before the seconds that loading takes
     parts = parts or await _load_parts(way_in.hub_model)
-    async with join_swarm(way_in.peers, link_policy or LinkPolicy(), swarm_key=way_in.key) as (pool, swarm):
+    joining = join_swarm(way_in.peers, link_policy or LinkPolicy(), swarm_key=way_in.key, is_near=way_in.is_near)
+    async with joining as (pool, swarm):
         with single_error():
             router = await find_router(parts.model, wish, pool, swarm, policy)
         yield Client(replace(parts, model=router.finder.model), router, Codec(codec), policy)

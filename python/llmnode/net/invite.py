@@ -40,11 +40,14 @@ class Invite:
 
     Without a model, each one that joins names it. It is never a path: the invite of a stranger must not have a folder
     of the reader's machine loaded and served.
+
+    Peers that are only `is_near` are strangers: mDNS has named them. The text of an invite does not say it.
     """
 
     peers: tuple[str, ...]
     key: bytes | None = field(default=None, repr=False)
     model: str | None = None
+    is_near: bool = False
 
     @property
     def hub_model(self) -> str | None:

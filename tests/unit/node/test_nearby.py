@@ -19,14 +19,16 @@ from llmnode.core.ids import PeerId
 from llmnode.core.policy import MdnsPolicy
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
+from llmnode.net.invite import Invite
 from llmnode.net.mdns import PORT, LocalNetwork
-from llmnode.net.swarm_key import make_key
+from llmnode.net.mdns_messages import Heard
+from llmnode.net.swarm_key import entry, make_key
 from llmnode.node import Node, nearby
 from llmnode.node.nearby import describe, find_swarm, living_nearby
 from llmnode.testing.exact_blocks import EXACT_MODEL
 from unit.exact_nodes import ExactLoader
 from unit.in_trio import in_trio
-from unit.mdns_in_memory import Datagrams
+from unit.mdns_in_memory import HERE, Datagrams
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -82,6 +84,18 @@ def mdns(monkeypatch: pytest.MonkeyPatch) -> Datagrams:
     monkeypatch.setattr(nearby, "open_mdns", open_datagrams)
     monkeypatch.setattr(nearby, "local_networks", list)
     return datagrams
+
+
+def test_a_command_without_peers_finds_strangers_and_says_so(mdns: Datagrams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nearby, "local_networks", lambda: [LocalNetwork("10.0.0.1", IPv4Network("10.0.0.0/8"), 2)])
+    lines: list[str] = []
+    with Node(worker="thread", make_loader=ExactLoader) as node:
+        addresses = tuple(node.addresses)
+        mdns.say.send_nowait(Heard(HERE, False, {node.running.peer: addresses}))
+        found = find_swarm(lines.append)
+    assert found == entry(found) == Invite(addresses, is_near=True)
+    (line,) = [each for each in lines if each.startswith("found by mDNS: 1 server of exact (blocks [0, 6))")]
+    assert "anybody in this network may run one" in line and "can read text" in line
 
 
 @in_trio

@@ -221,3 +221,16 @@ async def test_a_second_start_finds_the_swarm_when_the_named_peer_is_dead(
         assert "none of the named peers answers" in caplog.text
         async with exact_node(peers=named) as second:
             assert server.peer in {each.peer for each in second.swarm.view.announcements()}
+
+
+@in_trio
+async def test_peers_that_only_mdns_has_named_are_strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMNODE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(former_peers, "_MACHINE", "no machine")
+    async with exact_node() as server, exact_node() as other:
+        async with join_swarm(server.addresses, LinkPolicy(), is_near=True) as (pool, swarm):
+            assert server.peer in {each.peer for each in swarm.view.announcements()}
+            assert not swarm.contacts
+            with pytest.raises(PeerUnreachable, match="a private network that this node is not in"):
+                await pool.connect(other.addresses)
+        assert not (tmp_path / "cache").exists(), "it remembers nothing of them"
