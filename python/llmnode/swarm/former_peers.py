@@ -1,8 +1,9 @@
 """The peers of former runs, in a file of the cache: a swarm is found again when all peers that one names are gone.
 
 A swarm is remembered by each peer that was named to join it, and by its key. So two swarms that know nothing of each
-other stay apart, and the file names neither contact nor key. It does not ask for the model: any peer knows the servers
-of all models. Its addresses are claims of strangers: it vouches for none.
+other stay apart. The file does not say which peers were named, nor the key. It has the addresses of the peers, those
+of a private swarm too, and named ones are among them if they serve. It does not ask for the model: any peer knows the
+servers of all models. Its addresses are claims of strangers: it vouches for none.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FILE = "peers.json"
+VERSION = 1
 MOST_BYTES = 4 << 20
 """More than a file with all that a `JoinPolicy` allows."""
 _LATEST_S = 1e12
@@ -67,24 +69,36 @@ class FormerPeers:
     def write(self, peers: Iterable[Sequence[str]], now_s: float) -> None:
         """Remember these, instead of those before, unless there are none. A file that cannot be written is logged.
 
-        If two processes write at the same moment, one of them is forgotten. It writes again if it runs on.
+        It is written if they are others than before, or after a day. If two processes write at the same moment, one of
+        them is forgotten. It writes again if it runs on.
         """
         shortened = self._within_limits(peers)
         if not self._keys or not shortened:
             return
-        swarms = self._read_all() | {key: {"s": now_s, "peers": shortened} for key in self._keys}
+        swarms = self._read_all()
+        if all(self._is_fresh(swarms.get(key), shortened, now_s) for key in self._keys):
+            return
+        swarms |= {key: {"s": now_s, "peers": shortened} for key in self._keys}
         latest = sorted(swarms, key=lambda key: -swarms[key]["s"])[: self._policy.former_swarms]
-        text = json.dumps({"version": 1, "swarms": {key: swarms[key] for key in latest}})
+        text = json.dumps({"version": VERSION, "swarms": {key: swarms[key] for key in latest}})
         try:
             write_in_cache(self._path or cache_folder(FILE), text, 0o600)
         except (OSError, ConfigError) as error:
             log.info("the peers of this run are not remembered: %s", error)
 
+    def _is_fresh(self, saved: dict[str, Any] | None, peers: list[list[str]], now_s: float) -> bool:  # Any: JSON
+        """Whether the file has these `peers`, in any order, since less than a day."""
+        if saved is None or not 0 <= now_s - saved["s"] < self._policy.rewrite_after_s:
+            return False
+        return sorted(saved["peers"]) == sorted(peers)
+
     def _read_all(self) -> dict[str, dict[str, Any]]:  # Any: JSON
-        """A damaged file is as if it were not there, and one that somebody else could have written, too."""
+        """A file that is damaged, of another version, or that somebody else could have written counts as none."""
         try:
             content = json.loads(read_file(self._path or cache_folder(FILE), FILE, MOST_BYTES))
             swarms = content["swarms"]
+            if content["version"] != VERSION:
+                return {}
             return {key: self._shortened(swarms[key]) for key in swarms if _is_whole(swarms[key])}
         except (ConfigError, ValueError, TypeError, KeyError, RecursionError):
             return {}

@@ -108,6 +108,11 @@ class Swarm:
         self._offer: Callable[[], Offer] | None = None
 
     @property
+    def peer(self) -> PeerId:
+        """Our own."""
+        return self._network.peer
+
+    @property
     def double(self) -> Announcement | None:
         """The announcement of another node that uses our identity; None if there is none, or it is long ago."""
         return self._own.double(trio.current_time())

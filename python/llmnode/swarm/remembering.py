@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 async def remember(swarm: Swarm, known: FormerPeers, policy: JoinPolicy | None = None) -> NoReturn:
-    """Write the peers of the view into the file of `known`, now and then, and at the end, when this is cancelled."""
+    """Have `known` write the other peers of the view, now and then, and at the end, when this is cancelled."""
     every_s = (policy or JoinPolicy()).remember_every_s
     try:
         while True:
@@ -30,6 +30,6 @@ async def remember(swarm: Swarm, known: FormerPeers, policy: JoinPolicy | None =
 
 
 def _peers(swarm: Swarm) -> list[Sequence[str]]:
-    """Addresses. The peers that we have exchanged with ourselves come first: they were there."""
+    """Addresses of the others. The peers that we have exchanged with ourselves come first: they were there."""
     known = [signed.announcement for signed in swarm.view.newer_than({})]
-    return [each.addresses for each in known if each.offer.state is not PeerState.LEFT]
+    return [each.addresses for each in known if each.offer.state is not PeerState.LEFT and each.peer != swarm.peer]

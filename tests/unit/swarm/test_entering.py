@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 import stat
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,6 +22,7 @@ from llmnode.swarm import former_peers
 from llmnode.swarm.entering import enter
 from llmnode.swarm.former_peers import FormerPeers
 from llmnode.swarm.join import join_swarm
+from llmnode.swarm.remembering import remember
 from unit.exact_nodes import exact_node
 from unit.in_trio import in_trio
 
@@ -130,13 +133,49 @@ def test_peers_are_read_back_by_any_of_the_contacts_and_by_no_other(remembered: 
     assert not remembered([CONTACT], b"key").read(NOW_S + POLICY.forget_after_s + 1)
 
 
-def test_the_file_is_for_its_owner_and_names_neither_contact_nor_key(
+def test_the_file_is_for_its_owner_and_says_neither_who_was_named_nor_the_key(
     remembered: Callable[..., FormerPeers], tmp_path: Path
 ) -> None:
-    remembered([CONTACT], b"key" * 9).write([[address("a")]], NOW_S)
+    keys = [b"k" * 32, b"l" * 32, None]
+    for key in keys:
+        remembered([CONTACT], key).write([[CONTACT], [OTHER]], NOW_S)
     (file,) = (tmp_path / "cache").iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert "contact" not in file.read_text() and "key" not in file.read_text()
+    text = file.read_text()
+    names = set(json.loads(text)["swarms"])
+    assert len(names) == len(keys), "a peer has another name in each swarm"
+    for told in ("contact", b"contact".hex(), hashlib.sha256(b"contact").hexdigest()):
+        assert not any(told in name for name in names)
+    for key in filter(None, keys):
+        assert key.decode() not in text and key.hex() not in text
+    assert CONTACT in text and OTHER in text, "the peers themselves are there"
+
+
+def test_the_file_is_written_when_peers_have_changed_and_once_a_day(
+    remembered: Callable[..., FormerPeers], tmp_path: Path
+) -> None:
+    def wrote(peers: Sequence[Sequence[str]], now_s: float) -> bool:
+        file = tmp_path / "cache" / "peers.json"
+        before = file.stat().st_ino if file.exists() else None
+        remembered([CONTACT], None).write(peers, now_s)
+        return file.stat().st_ino != before
+
+    a, b = [address("a")], [address("b")]
+    assert wrote([a, b], NOW_S)
+    assert not wrote([a, b], NOW_S + 60) and not wrote([b, a], NOW_S + 120)
+    assert wrote([a], NOW_S + 180)
+    assert wrote([a], NOW_S + 180 + POLICY.rewrite_after_s)
+    assert wrote([a], NOW_S), "the clock was wrong"
+    remembered([OTHER], None).write([b], NOW_S)
+    assert not wrote([a], NOW_S)
+
+
+def test_a_file_of_another_version_is_not_read(remembered: Callable[..., FormerPeers], tmp_path: Path) -> None:
+    peers, file = remembered([CONTACT], None), tmp_path / "cache" / "peers.json"
+    peers.write([[address("a")]], NOW_S)
+    assert peers.read(NOW_S)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 2}))
+    assert not peers.read(NOW_S)
 
 
 def test_everything_has_a_limit(remembered: Callable[..., FormerPeers], tmp_path: Path) -> None:
@@ -175,7 +214,7 @@ def test_a_damaged_file_is_as_if_it_were_not_there(tmp_path_factory: pytest.Temp
     (key,) = json.loads((folder / "peers.json").read_text())["swarms"]
     timed = {"s": value, "peers": [[address("a")]]} if value != NOW_S else None
     listed = {"s": NOW_S, "peers": value if isinstance(value, list) else [value, [value]]}
-    wholes = ({"swarms": {key: each}} for each in (value, timed, listed))
+    wholes = ({"version": 1, "swarms": {key: each}} for each in (value, timed, listed))
     for damaged in (json.dumps(value), *map(json.dumps, wholes), "{", "\0"):
         (folder / "peers.json").write_text(damaged)
         assert not peers.read(NOW_S)
@@ -221,6 +260,17 @@ async def test_a_second_start_finds_the_swarm_when_the_named_peer_is_dead(
         assert "none of the named peers answers" in caplog.text
         async with exact_node(peers=named) as second:
             assert server.peer in {each.peer for each in second.swarm.view.announcements()}
+
+
+@in_trio
+async def test_a_node_remembers_the_others_and_not_itself(remembered: Callable[..., FormerPeers]) -> None:
+    known = remembered([CONTACT], None)
+    async with exact_node() as server, exact_node(peers=server.addresses) as second:
+        assert second.peer in second.swarm.view
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await remember(second.swarm, known)
+        assert known.read(time.time()) == [list(server.addresses)]
 
 
 @in_trio

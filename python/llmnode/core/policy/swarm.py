@@ -59,7 +59,9 @@ class JoinPolicy:
     forget_after_s: float = 30 * 86400.0
     """Peers are not remembered for longer than this after the last run."""
     remember_every_s: float = 60.0
-    """A node that runs on remembers its peers this often: it may be killed."""
+    """A node that runs on looks this often whether it has new peers to remember: it may be killed."""
+    rewrite_after_s: float = 86400.0
+    """Peers that have not changed are written again after this time."""
 
 
 @dataclass(frozen=True, slots=True)
