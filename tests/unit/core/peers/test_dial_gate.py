@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from llmnode.core.peers.dial_gate import DialGate, scope_of
 from llmnode.core.policy import DialPolicy
+from llmnode.core.rates import KEYS
 
 POLICY = DialPolicy()
 HOUR_S = 3600
@@ -133,3 +134,25 @@ def test_no_address_is_dialled_more_often_than_its_rate(steps: list[tuple[int, i
                 unanswered[host, port] = unanswered.get((host, port), 0) + 1
     for count in unanswered.values():
         assert count <= POLICY.place_burst + now_s * POLICY.place_per_s + 1e-6
+
+
+def test_a_peer_that_said_that_it_is_near_is_dialled_there_alone_and_as_a_stranger() -> None:
+    gate = DialGate(POLICY)
+    assert gate.why_not("192.168.1.8", 4001, 0.0) is not None
+    gate.note_near("192.168.1.8", 4001)
+    assert gate.why_not("192.168.1.8", 4001, 0.0) is None
+    assert gate.why_not("192.168.1.8", 22, 0.0) is not None, "another port"
+    assert gate.why_not("192.168.1.9", 4001, 0.0) is not None, "another host of its network"
+    assert not gate.is_vouched("192.168.1.8", 4001)
+    assert sum(gate.why_not("192.168.1.8", 4001, 0.0) is None for _ in range(1000)) == POLICY.place_burst - 1
+    gate.note_near("node.example", 4001)
+    assert gate.why_not("node.example", 4001, 0.0) is not None, "a name"
+
+
+def test_a_crowd_of_peers_that_are_near_is_bounded() -> None:
+    gate = DialGate(POLICY)
+    gate.note_near("10.0.0.1", 1)
+    for port in range(2, KEYS + 2):
+        gate.note_near("10.0.0.1", port)
+    assert gate.why_not("10.0.0.1", 1, 0.0) is not None, "it was named the longest time ago"
+    assert gate.why_not("10.0.0.1", KEYS + 1, 0.0) is None
