@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from llmnode import _native
 from llmnode.core.operations import NO_PROMPTS, DeepPrompts
 
 if TYPE_CHECKING:
@@ -24,8 +25,13 @@ class OpenedTerms:
     priority: Priority
     keep_outputs: bool
     prompts: DeepPrompts = NO_PROMPTS
+    prompts_digest: bytes = b""
+    """Made once, and compared in the place of megabytes of prompts."""
+
+    def with_prompts(self, prompts: DeepPrompts) -> OpenedTerms:
+        return replace(self, prompts=prompts, prompts_digest=_native.blake3_digest(prompts.values))
 
     @property
-    def kind(self) -> tuple[Span, HiddenForm, Profile, bool, DeepPrompts]:
+    def kind(self) -> tuple[Span, HiddenForm, Profile, bool, bytes]:
         """A session becomes a copy only of one that has the same kind."""
-        return self.span, self.form, self.profile, self.keep_outputs, self.prompts
+        return self.span, self.form, self.profile, self.keep_outputs, self.prompts_digest

@@ -6,7 +6,6 @@ A link's loop does nothing but hand frames on, so that a slow session holds up n
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import trio
@@ -143,7 +142,7 @@ class ServerLink:
         session = ServerSession(stage, terms, self._link, served, sessions)
         try:
             session.inbox.memory.hold_prompts(2 * prompts.size_bytes)  # here, and at the worker
-            session.terms = replace(terms, prompts=prompts.read(frame.payload))
+            session.terms = terms.with_prompts(prompts.read(frame.payload))
         except PeerError:
             session.end()
             session.release()

@@ -311,7 +311,7 @@ class ServerSession:
         if source is not None and (source.client != self.client or not source.has_kv):
             source = None
         if source is not None and source.terms.kind != self.terms.kind:
-            what = "blocks, adapter, codec or logs"
+            what = "blocks, adapter, codec, logs or prompts"
             return Refuse(frame, RefusalCode.CONFLICT, f"the session to be copied has other {what}")
         return self.stage.fork(frame, source.stage if source is not None else None, request.shared)
 

@@ -7,15 +7,20 @@ from functools import partial
 from typing import Any
 
 from llmnode.core.budget import Kind, Resource
-from llmnode.core.ids import AdapterId, SessionId
+from llmnode.core.ids import AdapterId, Epoch, SessionId, Step
 from llmnode.core.model import FP32_BYTES
+from llmnode.core.operations import NO_PROMPTS, DeepPrompts
 from llmnode.core.policy import ServePolicy
+from llmnode.core.priority import Priority
+from llmnode.core.span import Span
 from llmnode.net.host import open_network
 from llmnode.net.link import Libp2pLink
+from llmnode.node.serve.opened_terms import OpenedTerms
 from llmnode.wire.adapter import make_adapter
 from llmnode.wire.adapter_messages import AdapterPart, AdapterUse
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import PROMPTS, Lease, Leased, RefusalCode, pack, unpack
+from llmnode.wire.messages import PROMPTS, ForkRequest, Lease, Leased, RefusalCode, pack, unpack
+from llmnode.wire.payload import Codec, HiddenForm
 from unit.in_trio import in_trio
 from unit.links import DESCRIBE, MODEL, POLICY, ROW, answer_to, open_frame, refusal_to, served, session_id, step_frame
 
@@ -123,3 +128,40 @@ async def test_prompts_are_read_only_when_nothing_else_refuses_their_session(exa
         shelved = swarm.server.served.adapters._shelf.find(AdapterId(adapter))
         assert shelved is not None and not shelved.users
         await swarm.check_serves_and_is_empty()
+
+
+class Uncompared(bytes):
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("prompts may have megabytes, and a FORK that compares them a few bytes")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_prompts_are_compared_by_a_digest() -> None:
+    form = HiddenForm(MODEL.hidden_size, Codec.RAW)
+    terms = OpenedTerms(Span(0, 1), form, MODEL.profile, Priority.BATCH, keep_outputs=False)
+    ones, again, twos = (
+        terms.with_prompts(DeepPrompts(1, 1, 1, Uncompared(bytes([number]) * ROW))).kind for number in (1, 1, 2)
+    )
+    assert ones == again
+    assert twos != ones
+    assert terms.with_prompts(NO_PROMPTS).kind == terms.with_prompts(DeepPrompts(0, 0, 0, b"")).kind != ones
+
+
+@in_trio
+async def test_a_session_becomes_no_copy_of_one_with_other_prompts(exact_worker: Any) -> None:
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        link = await network.dial(swarm.address)
+        source, alike, other, without = (session_id() for _ in range(4))
+        for session in (source, alike):
+            await answer_to(link, open_with_prompts(session, 1))
+        await answer_to(link, open_with_prompts(other, 1, payload=bytes([1] * SIZE)))
+        await answer_to(link, open_frame(without))
+
+        def copy(session: SessionId) -> Frame:
+            return Frame(FrameType.FORK, session, Epoch(1), Step(1), meta=pack(ForkRequest(source, 0)))
+
+        assert (await answer_to(link, copy(alike))).type is FrameType.FORKED
+        for session in (other, without):
+            refusal = await refusal_to(link, copy(session))
+            assert refusal.code == RefusalCode.CONFLICT and "prompts" in refusal.message
