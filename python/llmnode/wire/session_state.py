@@ -183,8 +183,9 @@ class SessionState(Generic[HopT]):
 
     def shared_with(self, source: SessionState[HopT], hops: Sequence[HopT]) -> int:
         """How many positions this session, and a copy of `source` at `hops`, have in common."""
-        if (source.terms.model, source.terms.codec) != (self.terms.model, self.terms.codec):
-            raise LocalProtocolError("no copy of a session of another model, or in another form")
+        theirs, ours = source.terms, self.terms
+        if (theirs.model, theirs.codec, theirs.prompts) != (ours.model, ours.codec, ours.prompts):
+            raise LocalProtocolError("no copy of a session of another model, adapter or form, or with other prompts")
         if source.position > self.terms.max_length:
             raise LocalProtocolError(f"no space for {source.position} positions of another session")
         return min(self.position, source.position, self.hops[0].inputs.shared_with(source.hops[0].inputs))
