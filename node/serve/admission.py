@@ -84,7 +84,7 @@ class Admission:
             raise self._refusal(claim, "taken by others than sessions")
 
     def use(self, session: SessionId, *, ends: bool = False) -> None:
-        """A step of the session begins, or ends."""
+        """A step of the session begins, or a step or replay ends. Other frames do not count."""
         self._queue.use(session, trio.current_time(), ends=ends)
 
     async def leave(self, session: SessionId) -> None:

@@ -198,13 +198,10 @@ class ServerSession:
             if idle.cancelled_caught:
                 log.info("session idle, closed peer=%s", self.client)
                 return
-            self.served.admission.use(frame.session)
             try:
                 await self._handle(frame)
             except (PeerRefused, RemoteProtocolError) as error:
                 await self._send(refusal_for(frame, error))
-            finally:
-                self.served.admission.use(frame.session, ends=True)
             self.inbox.done(frame, self._logged_bytes)
 
     async def _handle(self, frame: Frame) -> None:
@@ -257,15 +254,17 @@ class ServerSession:
     async def _compute(self, frame: Frame) -> None:
         try:
             self._form.check_values(frame)
-            await self._receiver.prepare(frame.epoch, self._form.bytes_of(frame.length) + PUSHED_BYTES)
-            await self._memory.begin_work(self._form.work_bytes(frame.length))
+            self.served.admission.use(frame.session)
             try:
+                await self._receiver.prepare(frame.epoch, self._form.bytes_of(frame.length) + PUSHED_BYTES)
+                await self._memory.begin_work(self._form.work_bytes(frame.length))
                 self._memory.log(self._logged_bytes + self._form.bytes_of(frame.length))
                 forward = Forward(frame.session, frame.start, frame.length, self._form.decode(frame))
                 computed = await self._worker.do(forward)
                 payload = self._form.encode(computed.hidden)
             finally:
                 self._memory.end_work()
+                self.served.admission.use(frame.session, ends=True)
             if not self._form.is_sound(payload, frame.length):  # the next hop would refuse it
                 raise ConfigError(f"blocks {self._span} put out numbers that are not finite")
         except PeerRefused as refusal:
@@ -349,6 +348,7 @@ class ServerSession:
         if size_bytes > self.served.policy.replay_bytes:
             raise RemoteProtocolError(f"{asked}, more than {self.served.policy.replay_bytes} bytes")
         await self._memory.queue(size_bytes)
+        self.served.admission.use(frame.session, ends=True)
         payload = outputs.read(frame.start, frame.length)
         self.inbox.settle(size_bytes, self._logged_bytes)  # from here on the link holds it
         pushed = request.push and self._may_replay(size_bytes) and await self._push(frame, payload, b"")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.core.ids import PeerId, SessionId
+from llmnode.core.ids import NO_SESSION, Epoch, PeerId, SessionId, Step
 from llmnode.core.operations import Open
 from llmnode.core.policy import AdmissionPolicy
 from llmnode.core.priority import Priority
@@ -18,6 +18,8 @@ from llmnode.core.serving.kv_shares import KvClaim
 from llmnode.errors import NoRoute, PeerRefused
 from llmnode.testing import Dialogue, check_kv_is_free, simulate, simulated
 from llmnode.testing.simulate import seeds
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import Neighbours, Replay, pack
 from llmnode.wire.payload import Codec
 from simulation.scarce import FIFTH, IMPATIENT, PATIENT, fill, world
 from simulation.world import ALL_BLOCKS
@@ -56,6 +58,33 @@ async def test_idle_sessions_above_their_share_make_way_and_go_on_elsewhere_or_h
                 assert moved[0].session.route[0].peer == twin.peer
                 await opened.close()
             assert not client.router.finder.banned and not other.router.finder.banned
+        await check_kv_is_free(swarm)
+
+
+@simulated
+async def test_frames_that_compute_nothing_do_not_keep_a_session_in_use() -> None:
+    """The client has no next hop, asks for results that are not logged, and goes back to where it is."""
+    async with world() as swarm:
+        await swarm.start("0", ALL_BLOCKS)
+        async with (
+            swarm.client(PATIENT) as client,
+            swarm.client(IMPATIENT, name="other") as other,
+            AsyncExitStack() as stack,
+        ):
+            opened = await fill(stack, client)
+            for number in range(1, int(IDLE_S) + 2):
+                await trio.sleep(1)
+                for (hop,) in (each._hops.hops for each in opened):
+                    at = hop.session, Epoch(number), Step(number)
+                    nobody = pack(Neighbours("", "", NO_SESSION, quiet=False, again=False))
+                    for kind, meta in (
+                        (FrameType.NEIGHBOURS, nobody),
+                        (FrameType.REPLAY, pack(Replay(push=False))),
+                        (FrameType.TRUNCATE, b""),
+                    ):
+                        await hop.connection.tell(Frame(kind, *at, length=1, meta=meta))
+            with trio.fail_after(1):
+                await stack.enter_async_context(other.router.open_session(FIFTH, Codec.RAW))
         await check_kv_is_free(swarm)
 
 
