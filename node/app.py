@@ -69,8 +69,8 @@ class NodeConfig:
     - `swarm_key`: an invite to a private swarm, which names peers too, as text or read; or the file of its key.
     - `announce`: the addresses at which others reach the node, if it does not listen there itself, for example behind
       a port forward.
-    - `mdns`: nodes of the local network find this one where it listens. Without `peers` it finds them, too. A private
-      swarm is told to nobody.
+    - `mdns`: nodes of the local network find this one where it listens, once it serves. Without `peers` it finds them,
+      too. A private swarm is told to nobody.
     - `relays`: others reach the node through these, if nowhere else. Its own addresses are then announced only by
       `announce`.
     - `kv_tokens`: KV for this number of positions; None for 32,768, or fewer if memory is short.

@@ -6,7 +6,9 @@ Where it does help is tested in `tests/netns`.
 from __future__ import annotations
 
 import socket
+import threading
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from ipaddress import IPv4Network
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +29,14 @@ from llmnode.node import Node, nearby
 from llmnode.node.nearby import describe, find_swarm, living_nearby
 from llmnode.testing.exact_blocks import EXACT_MODEL
 from unit.exact_nodes import ExactLoader
-from unit.in_trio import in_trio
-from unit.mdns_in_memory import HERE, Datagrams
+from unit.in_trio import DEADLINE_S, in_trio
+from unit.mdns_in_memory import HERE, POLICY, Datagrams
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
+    from llmnode.node.app import RunningNode
     from llmnode.ports import Loaded
 
 
@@ -118,6 +121,74 @@ async def test_a_server_is_told_of_when_its_blocks_are_loaded_and_one_of_a_priva
     async with Node(**serving):
         await mdns.answered.wait()
     assert answers_at_load == [0, 0]
+
+
+class Lan:
+    """A network of `Datagrams`: each hears what the others ask and answer."""
+
+    def __init__(self) -> None:
+        self._members: list[Datagrams] = []
+
+    @asynccontextmanager
+    async def open(self, _policy: MdnsPolicy | None = None) -> AsyncIterator[Datagrams]:
+        member = LanMember(self)
+        self._members.append(member)
+        yield member
+        self._members.remove(member)
+
+    def tell(self, sender: Datagrams, message: Heard) -> None:
+        for each in self._members:
+            if each is not sender:
+                each.say.send_nowait(message)
+
+
+class LanMember(Datagrams):
+    def __init__(self, lan: Lan) -> None:
+        super().__init__()
+        self.policy = replace(POLICY, find_s=0.1)
+        self._lan = lan
+
+    async def ask(self) -> None:
+        self._lan.tell(self, Heard(HERE, True, {}))
+
+    async def answer(self, listening: Sequence[str], lifetime_s: int | None = None) -> None:
+        if lifetime_s is None:
+            self._lan.tell(self, Heard(HERE, False, {listening[0].rpartition("/")[2]: tuple(listening)}))
+
+
+@in_trio
+async def test_two_servers_that_start_together_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nearby, "open_mdns", Lan().open)
+    monkeypatch.setattr(nearby, "local_networks", lambda: [LocalNetwork("10.0.0.1", IPv4Network("10.0.0.0/8"), 2)])
+    both_load = threading.Barrier(2)
+
+    class Loader(ExactLoader):
+        def load(self, span: Span) -> Loaded:
+            both_load.wait(DEADLINE_S)
+            return super().load(span)
+
+    began_s = trio.current_time()
+
+    async def serve(*, task_status: trio.TaskStatus[RunningNode]) -> None:
+        async with Node(worker="thread", make_loader=Loader, mdns=True) as node:
+            task_status.started(node.running)
+            await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        nodes: list[RunningNode] = []
+
+        async def start() -> None:
+            nodes.append(await nursery.start(serve))
+
+        async with trio.open_nursery() as starting:
+            starting.start_soon(start)
+            starting.start_soon(start)
+        one, other = nodes
+        for node, peer in ((one, other.peer), (other, one.peer)):
+            while peer not in node.swarm.view:
+                await node.swarm.wait_changed()
+        nursery.cancel_scope.cancel()
+    assert trio.current_time() - began_s < POLICY.look_every_s / 2, "not at the next look alone"
 
 
 @in_trio
