@@ -6,15 +6,20 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import trio
 
+from llmnode.core.operations import DeepPrompts
 from llmnode.core.peers import dial_gate
 from llmnode.core.peers.dial_gate import PUBLIC, DialGate
 from llmnode.core.rates import Rates
 from llmnode.node.serve.session_memory import SessionMemory
 from llmnode.testing import simulate
 from llmnode.testing.hostile import DialBait, HostilePlan, QueueStuffer, SlowReader
+from llmnode.testing.hostile.laws import held_bytes
 from llmnode.testing.link import MemoryLink
+from llmnode.wire.payload import Codec
 from simulation.test_hostile import survive
+from simulation.world import ALL_BLOCKS, MODEL, ROW, simulated, world
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,3 +68,13 @@ def test_a_law_fails_without_what_upholds_it(name: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("role", [BAIT, READER, STUFFER], ids=lambda role: type(role).__name__)
 def test_the_same_laws_hold_with_it(role: HostileRole) -> None:
     run(role)
+
+
+@simulated
+async def test_the_law_of_memory_counts_prompts() -> None:
+    prompts = DeepPrompts(MODEL.blocks, 1, 4, bytes(MODEL.blocks * 4 * ROW))
+    async with world() as swarm:
+        node = await swarm.start("one", ALL_BLOCKS)
+        async with swarm.client() as (router, _), router.open_session(16, Codec.RAW, prompts=prompts):
+            await trio.sleep(1)
+            assert held_bytes(node) == 2 * prompts.size_bytes

@@ -74,14 +74,11 @@ async def check_memory(world: World, honest: Collection[str]) -> None:
 
 
 def held_bytes(node: ServingNode) -> int:
-    """The bytes of all frames that a node holds for others, counted one by one."""
-    links = sum(link.held_bytes for link in node.network.links)
-    waiting = [
-        frame
-        for session in node.server.sessions.values()
-        for frame in [*session.inbox._frames._state.data, *session.stage.held]
-    ]
-    return links + sum(frame.size_bytes for frame in waiting)
+    """The bytes of all frames and deep prompts that a node holds for others, counted one by one."""
+    links, sessions = sum(link.held_bytes for link in node.network.links), node.server.sessions.values()
+    waiting = [frame for each in sessions for frame in [*each.inbox._frames._state.data, *each.stage.held]]
+    prompts = sum(2 * each.terms.prompts.size_bytes for each in sessions)  # at the worker too
+    return links + sum(frame.size_bytes for frame in waiting) + prompts
 
 
 def check_dials(dials: Collection[Dial], hostile: Collection[PeerId], policy: DialPolicy) -> None:
