@@ -249,6 +249,8 @@ class Scope:
         return self.worth
 
     def _note_release(self) -> None:
+        if not self._watchers:
+            return
         watchers, self._watchers = self._watchers, {}
         for note in watchers:
             note()

@@ -293,6 +293,15 @@ def test_a_closed_scope_takes_nothing_and_gives_back_nothing() -> None:
     assert not any(budget.process.held.values())
 
 
+def test_a_release_that_nobody_waits_for_allocates_nothing() -> None:
+    process = (scope := Budget(POLICY).connection("8.8.8.8", PeerId("somebody"))).of_kind(Kind.PROCESS)
+    assert process is not None and scope.take(Resource.MEMORY, 100)
+    watchers = process._watchers
+    scope.release(Resource.MEMORY, 50)
+    scope.close()
+    assert process._watchers is watchers
+
+
 def test_an_account_holds_its_last_size_within_the_limits() -> None:
     budget = Budget(POLICY)
     (scope,) = _connections(budget, "127.0.0.1", 1)
