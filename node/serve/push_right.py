@@ -40,11 +40,41 @@ class PushRight:
         self._asked = Epoch(-1), 0
         self._is_needed = True
         self._is_refused = False
+        self._is_slow = False  # the link of the next hop has not taken the last question
         self._way: PeerConnection | None = None
         self._news = trio.Event()
 
-    async def ask(self, epoch: Epoch, size_bytes: int = 0) -> None:
-        """Ask to be allowed a push of this size in this epoch, unless it is allowed or asked for already."""
+    async def prepare(self, epoch: Epoch, size_bytes: int) -> None:
+        """Ask to be allowed a push of this size in this epoch, for `get` to have it at once.
+
+        If the link of the next hop has not taken the last question in time, `get` alone tries again.
+        """
+        if not self._is_slow:
+            with trio.move_on_after(self._patience_s):
+                await self._ask(epoch, size_bytes)
+
+    async def get(self, epoch: Epoch, size_bytes: int) -> bool:
+        """Whether a push of this size may be made now. Then it counts."""
+        with trio.move_on_after(self._patience_s):
+            if self._way is not self.connection.best or self._allows(epoch, size_bytes) is None:
+                await self._ask(epoch, size_bytes)
+                while self._allows(epoch, size_bytes) is None:
+                    await self._news.wait()
+        if not (allowed := self._allows(epoch, size_bytes)):
+            if allowed is None and not self._is_slow:  # it is not wanted any more
+                with trio.move_on_after(self._patience_s):
+                    await self._say_wanted(epoch, 0)
+            return False
+        self._credit.spend(size_bytes)
+        return True
+
+    def close(self) -> None:
+        """It is not used any more."""
+        if self._way is not None:
+            self._way.mute(self.session, self._hear)
+
+    async def _ask(self, epoch: Epoch, size_bytes: int) -> None:
+        """Ask for the right, unless it is there or asked for already."""
         if self._way is not None and self._way is not self.connection.best:
             self._leave()
         limit_bytes = size_bytes + (self._credit.sent_bytes if epoch == self._credit.epoch else 0)
@@ -56,37 +86,16 @@ class PushRight:
             self._way.listen(self.session, self._hear, self._wake)
         await self._say_wanted(epoch, limit_bytes)
 
-    async def get(self, epoch: Epoch, size_bytes: int) -> bool:
-        """Whether a push of this size may be made now. Then it counts."""
-        if self._way is not self.connection.best or self._allows(epoch, size_bytes) is None:
-            await self.ask(epoch, size_bytes)
-            with trio.move_on_after(self._patience_s):
-                while self._allows(epoch, size_bytes) is None:
-                    await self._news.wait()
-        if not (allowed := self._allows(epoch, size_bytes)):
-            if allowed is None and self._way is not None:  # it is not wanted any more
-                await self._say_wanted(epoch, 0)
-            return False
-        self._credit.spend(size_bytes)
-        return True
-
-    def close(self) -> None:
-        """It is not used any more."""
-        if self._way is not None:
-            self._way.mute(self.session, self._hear)
-
     async def _say_wanted(self, epoch: Epoch, limit_bytes: int) -> None:
-        """Tell the next hop. If its link takes nothing within the patience, it is told again at the next step."""
+        """Tell the next hop. If that is cancelled, since its link takes nothing, it is told again at the next step."""
         assert self._way is not None
-        self._asked = epoch, limit_bytes
+        self._asked, self._is_slow = (Epoch(-1), 0), True
         want = Frame(FrameType.WANT, self.session, epoch, self._number, meta=pack(PushLimit(limit_bytes)))
-        with trio.move_on_after(self._patience_s) as patience:
-            try:
-                await self._way.tell(want)
-            except PeerRefused:  # the next hop speaks protocol 1
-                self._is_needed = False
-        if patience.cancelled_caught:
-            self._asked = Epoch(-1), 0
+        try:
+            await self._way.tell(want)
+        except PeerRefused:  # the next hop speaks protocol 1
+            self._is_needed = False
+        self._asked, self._is_slow = (epoch, limit_bytes), False
 
     def _allows(self, epoch: Epoch, size_bytes: int) -> bool | None:
         if self._is_refused or self._way is None or self._way.has_ended:
@@ -99,7 +108,7 @@ class PushRight:
         self._way.mute(self.session, self._hear)
         if self._way.has_ended:
             self._number, self._credit = Step(next(self._numbers)), PushCredit()
-        self._way, self._asked = None, (Epoch(-1), 0)
+        self._way, self._asked, self._is_slow = None, (Epoch(-1), 0), False
 
     def _hear(self, frame: Frame) -> None:
         """The next hop says something about the session. Raises RemoteProtocolError."""

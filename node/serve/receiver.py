@@ -52,7 +52,7 @@ class Receiver:
         """A step of this size is about to be pushed: have the right to it by then."""
         if self._right is not None and not (size_bytes and self._right.connection.best.relayed):  # see `push`
             try:
-                await self._right.ask(epoch, size_bytes)
+                await self._right.prepare(epoch, size_bytes)
             except PeerError as error:
                 self._give_up(error)
 

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import TYPE_CHECKING
 
+import pytest
 import trio
 import trio.testing
 
@@ -13,14 +14,13 @@ from llmnode.core.ids import Epoch, SessionId
 from llmnode.node.serve.push_right import PushRight
 from llmnode.swarm.peer_connection import open_connection
 from llmnode.testing import Conditions, open_internet, simulated
+from llmnode.testing.link import MemoryLink
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import pack, unpack
 from llmnode.wire.push_messages import PushLimit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-    from llmnode.testing.link import MemoryLink
 
 SESSION = SessionId(b"s" * 16)
 DELAY_S = 0.05
@@ -99,3 +99,24 @@ async def test_a_push_wakes_when_its_connection_ends() -> None:
         await hop.end("gone")
         await trio.sleep(1)
         assert getting.is_allowed is False and getting.took_s < 1, "it does not wait for what cannot come"
+
+
+@simulated
+async def test_a_link_that_takes_nothing_holds_up_a_push_for_one_patience_and_its_computing_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def stall(_link: MemoryLink, _frame: Frame) -> None:
+        await trio.sleep_forever()
+
+    async with a_right() as (right, hop), trio.open_nursery() as nursery:
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryLink, "send", stall)
+            await (getting := Getting()).run(right)
+            assert getting.is_allowed is False and getting.took_s == pytest.approx(PATIENCE_S)
+            began_s = trio.current_time()
+            await right.prepare(EPOCH, 500)
+            assert trio.current_time() == began_s, "the next step is computed at once"
+        nursery.start_soon((getting := Getting()).run, right)
+        await hop.send(grant(await hop.receive(), 500))
+        await trio.sleep(1)
+        assert getting.is_allowed, "its push tries again"
