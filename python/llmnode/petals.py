@@ -17,13 +17,15 @@ from llmnode.client.model import model_and_way_in, open_as
 from llmnode.client.released import releasing
 from llmnode.client.remote_blocks import RemoteBlocks
 from llmnode.client.token_session import InferenceSession
-from llmnode.core.ids import PeerId
 from llmnode.core.model import AUTO
 from llmnode.core.policy import ClientPolicy
 from llmnode.errors import ConfigError
+from llmnode.net.addresses import parse_peer_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from llmnode.core.ids import PeerId
 
 __all__ = [
     "AutoDistributedModel",
@@ -312,7 +314,10 @@ def _policy(options: dict[str, Any]) -> ClientPolicy:
 def _peers(name: str, given: Iterable[str]) -> frozenset[PeerId]:
     if isinstance(given, str):
         raise ConfigError(f"{name} is one text: give a list of peer ids")
-    return frozenset(PeerId(str(each)) for each in given)
+    try:
+        return frozenset(parse_peer_id(str(each)) for each in given)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
 
 
 def _seconds(options: dict[str, Any], name: str) -> float | None:

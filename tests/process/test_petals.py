@@ -326,6 +326,8 @@ def test_what_has_no_counterpart_says_what_there_is(pair: Pair) -> None:
         {"request_timeout": 0},
         {"connect_timeout": "soon"},
         {"allowed_servers": "one"},
+        {"allowed_servers": ["one"]},
+        {"blocked_servers": pair.peers},
         {"torch_dtype": "float32", "dtype": "float32"},
         {"tuning_mode": "lora", "pre_seq_len": 3},
         {"tuning_mode": "ptune"},

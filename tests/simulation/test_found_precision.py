@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from llmnode.core.model import EXACT, PRECISIONS, PrecisionWish, wish_named
-from llmnode.core.policy import ClientPolicy, LinkPolicy
+from llmnode.core.policy import ClientPolicy, LinkPolicy, RoutePolicy
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute, PeerError, single_error
 from llmnode.session.found_precision import find_router
@@ -44,8 +44,8 @@ async def finder_of(swarm: World) -> AsyncIterator[PeerFinder]:
         yield router.finder
 
 
-async def find(finder: PeerFinder, wish: PrecisionWish) -> Router:
-    return await find_router(finder.model, wish, finder.pool, finder.swarm, ClientPolicy())
+async def find(finder: PeerFinder, wish: PrecisionWish, policy: ClientPolicy | None = None) -> Router:
+    return await find_router(finder.model, wish, finder.pool, finder.swarm, policy or ClientPolicy())
 
 
 async def found(swarm: World, wish: PrecisionWish) -> Router:
@@ -76,6 +76,20 @@ async def test_else_what_there_is_and_a_warning_says_so(caplog: pytest.LogCaptur
         assert "bfloat16: one server has the whole model in it, and float32 lacks blocks [3, 6)" in caplog.text
         with pytest.raises(NoRoute, match=r"some are held in bfloat16, and float32 is asked for"):
             await found(swarm, wish_named("float32"))
+
+
+@simulated
+async def test_servers_that_the_client_was_told_to_leave_out_do_not_count(caplog: pytest.LogCaptureFixture) -> None:
+    async with world() as swarm:
+        for name, dtype in (("stranger", "float32"), ("friend", "bfloat16")):
+            await start(swarm, name, dtype)
+        stranger, friend = (frozenset({swarm.nodes[name].peer}) for name in ("stranger", "friend"))
+        async with finder_of(swarm) as finder:
+            for route in (RoutePolicy(blocked=stranger), RoutePolicy(allowed=friend)):
+                caplog.clear()
+                router = await find(finder, ANY, ClientPolicy(route=route))
+                assert router.finder.model.precision.name == "bfloat16"
+                assert "and nobody serves float32" in caplog.text
 
 
 @simulated

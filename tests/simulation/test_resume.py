@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.core.policy import ClientPolicy, RecoveryPolicy, ServePolicy, SpotCheckPolicy
+from llmnode.core.policy import ClientPolicy, RecoveryPolicy, RoutePolicy, ServePolicy, SpotCheckPolicy
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute, PeerRefused
 from llmnode.session.saved import read
@@ -114,6 +114,19 @@ async def test_what_is_gone_is_replayed_by_what_is_left(lost: tuple[int, ...], f
             await dialogue.go_back(10)
             await dialogue.step(1)
         await kv_is_free(swarm)
+
+
+@simulated
+async def test_a_server_that_the_client_was_told_to_leave_out_has_no_part_though_it_has_the_session(file: Path) -> None:
+    async with pairs_of_servers() as swarm:
+        dialogue, servers = await save(swarm, file)
+        blocked = frozenset({peer_named(servers[1])})
+        policy = replace(POLICY, route=RoutePolicy(blocked=blocked))
+        async with swarm.client(policy) as (router, _), router.resume_session(read(file)) as session:
+            dialogue.session = session
+            await dialogue.step(3)
+            assert not blocked & {hop.peer for hop in session.route}
+            assert [each.span for each in session.recoveries] == [SPANS[1]]
 
 
 @simulated

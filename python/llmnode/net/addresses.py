@@ -16,13 +16,12 @@ from libp2p.peer.peerinfo import InvalidAddrError, PeerInfo, info_from_p2p_addr
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
+from llmnode.core.ids import PeerId
 from llmnode.errors import ConfigError
 from llmnode.wire.fields import ADDRESS_CHARS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    from llmnode.core.ids import PeerId
 
 LISTEN_ANY_LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
@@ -44,6 +43,17 @@ def parse_peer(address: str) -> PeerInfo:
             "as `llmnode serve` prints it"
         ) from error
     return info
+
+
+def parse_peer_id(text: str) -> PeerId:
+    """The peer id that `text` is, as in `/p2p/ID`. Raises ConfigError."""
+    try:
+        (_, found), *rest = Multiaddr(f"/p2p/{text}").items()
+    except (MultiaddrError, ValueError):
+        found, rest = "", []
+    if rest or str(found) != text:
+        raise ConfigError(f"{text!r} is no peer id: give those that `llmnode status` shows, as 12D3KooW...")
+    return PeerId(text)
 
 
 def _check_dialled(addresses: Sequence[Multiaddr]) -> None:

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from llmnode.core.placement.precisions import describe_choice, describe_gaps, served_precisions
+from llmnode.core.placement.precisions import ServedPrecision, describe_choice, describe_gaps, served_precisions
 from llmnode.core.view import online
 from llmnode.errors import NoRoute, PeerError
 from llmnode.session.peer_finder import PeerFinder
@@ -33,14 +33,18 @@ async def find_router(
     def router_in(precision: Precision) -> Router:
         return Router(PeerFinder(replace(model, precision=precision), pool, swarm, policy))
 
+    def served_now() -> list[ServedPrecision]:
+        usable = [each for each in online(swarm.view.announcements()) if policy.route.may_use(each.peer)]
+        return served_precisions(model, usable, wish)
+
     if not wish.is_open:
         router = router_in(wish.nearest)
         await router.find_any()
         return router
-    served = served_precisions(model, online(swarm.view.announcements()), wish)
+    served = served_now()
     if not any(each.is_whole for each in served):
         await swarm.look_up(model.digest)
-        served = served_precisions(model, online(swarm.view.announcements()), wish)
+        served = served_now()
     first_error: NoRoute | PeerError | None = None
     for each in [each for each in served if each.is_whole]:
         router = router_in(each.precision)

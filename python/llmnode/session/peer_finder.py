@@ -185,7 +185,10 @@ class PeerFinder:
         await self.run(lambda: write(path, pack(complete)))
 
     async def reach_hops(self, saved: SavedSession) -> Mapping[PeerId, PeerConnection]:
-        """Connections to the hops that can be reached, at the addresses that they announce or that were saved."""
+        """Connections to the hops that can be reached, at the addresses that they announce or that were saved.
+
+        There are none to peers that this client was told to leave out.
+        """
         known = {each.peer: each.addresses for each in self.swarm.view.of_model(self.model.digest)}
         connections: dict[PeerId, PeerConnection] = {}
 
@@ -200,7 +203,8 @@ class PeerFinder:
 
         async with trio.open_nursery() as nursery:
             for peer in dict.fromkeys(each.peer for each in saved.hops if each.session is not None):
-                nursery.start_soon(reach, peer)
+                if self.policy.route.may_use(peer):
+                    nursery.start_soon(reach, peer)
         return connections
 
     async def connected_route(
@@ -324,8 +328,7 @@ class PeerFinder:
             for each in holders
             if each.offer.profile == model.profile
             and each.offer.kv_tokens >= positions
-            and (route.allowed is None or each.peer in route.allowed)
-            and each.peer not in route.blocked
+            and route.may_use(each.peer)
             and not self._suspicion.is_excluded(each.peer, now_s)
         ]
         self.rng.shuffle(usable)  # clients take different ones of equal peers

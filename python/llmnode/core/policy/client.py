@@ -69,6 +69,10 @@ class RoutePolicy:
     standbys: bool = True
     """The client keeps connections to peers that could take the place of a lost one."""
 
+    def may_use(self, peer: PeerId) -> bool:
+        """Whether the client was not told to leave the peer out."""
+        return (self.allowed is None or peer in self.allowed) and peer not in self.blocked
+
 
 @dataclass(frozen=True, slots=True)
 class PushPolicy:
