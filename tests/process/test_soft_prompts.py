@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from llmnode.client.generate import run_blocks
 from llmnode.client.prompt_tuning import MODULES
 from llmnode.client.versions import CACHE
 from llmnode.errors import ConfigError
@@ -246,3 +247,30 @@ def test_lengths_count_the_prompts_and_those_of_hidden_states_alone_do_not(pair:
                 with pytest.raises(ConfigError, match="embeddings for 0 to 27 after"):
                     served(torch.ones(1, 2, dtype=torch.long), position_ids=torch.tensor([[27, 28]]))
     served.tune_prompts(None)
+
+
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_the_prompts_of_beams_are_run_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(4)
+    pair.served.tune_prompts("deep_ptune", 40)
+    prompts, deep = weights_of(pair.served)
+    run: list[int] = []
+
+    async def counted(session: Any, states: torch.Tensor) -> torch.Tensor:
+        run.append(len(states))
+        return await run_blocks(session, states)
+
+    monkeypatch.setattr("llmnode.client.rows.run_blocks", counted)
+    text, options = [5, 17, 99], {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 3}
+    several = pair.served.generate(torch.tensor([text]), num_beams=3, num_return_sequences=3, **options)
+    assert sum(run) < 2 * 40, "and not for each beam"
+    assert len({*map(tuple, several.tolist())}) == 3
+    best = max(several[:, 3:].tolist(), key=lambda new: _likelihood(pair.alone, text, new, prompts, deep))
+    assert several[0, 3:].tolist() == best
+    pair.served.tune_prompts(None)
+
+
+def _likelihood(alone: Any, text: list[int], new: list[int], prompts: torch.Tensor, deep: torch.Tensor | None) -> float:
+    with torch.no_grad():
+        scores = logits_of(alone, torch.tensor(text + new), prompts, deep).log_softmax(-1)
+    return sum(float(scores[len(text) - 1 + at, token]) for at, token in enumerate(new))

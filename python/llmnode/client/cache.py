@@ -196,8 +196,8 @@ class SessionCache(DynamicCache):
         return None if self.columns or self.prefix else self._terms.prefix
 
     def begin(self, prefix: torch.Tensor) -> None:
-        """Run the prompts, as hidden states (positions, hidden_size), in each row. Raises SessionLost."""
-        self.run_rows([prefix] * self.rows)
+        """Run the prompts, as hidden states (positions, hidden_size), in each row. Raises as `run_first`."""
+        self.run_first([prefix] * self.rows, [range(len(prefix))] * self.rows)
         self.prefix = len(prefix)
 
     def run_rows(self, hidden: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
