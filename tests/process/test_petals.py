@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,15 +52,6 @@ def _opened(pair: Pair, **options: Any) -> Iterator[petals.DistributedModelForCa
     kind = petals.AutoDistributedModelForCausalLM
     with kind.from_pretrained(pair.folder, initial_peers=pair.peers, **options) as opened:
         yield opened
-
-
-def test_every_row_is_tested() -> None:
-    source = Path(__file__).read_text(encoding="utf-8")
-    tests = source[source.index("def test_every_row") :]
-    assert len(ROWS) > 25
-    for row in ROWS:
-        *_, name = re.findall(r"\w+", re.sub(r"\.forward\(inputs, prompts\)|\.from_pretrained", "", row))
-        assert re.search(rf"\b{name}\b", tests[tests.index("def test_a_text") :]), row
 
 
 def test_a_text_goes_on_in_a_session(pair: Pair, model: petals.DistributedModelForCausalLM) -> None:
@@ -120,6 +112,20 @@ def test_each_model_has_an_active_session_of_its_own(pair: Pair, model: petals.D
             assert (model.active_session, other.active_session) == (session, inner)
             assert model.generate(TEXT, max_new_tokens=2, **PLAIN).tolist() == whole.tolist()
             assert (session.position, inner.position) == (6, 0)
+
+
+def test_an_open_session_is_used_again_and_again(pair: Pair, model: petals.DistributedModelForCausalLM) -> None:
+    whole = pair.alone.generate(TEXT, max_new_tokens=6, **PLAIN)
+    with petals.InferenceSession(model, 16) as session:
+        assert model.active_session is None
+        for given, length in ((TEXT, 7), (None, 9)):
+            with model.use_session(session) as used:
+                assert used is model.active_session is session
+                model.generate(given, max_new_tokens=2, **PLAIN)
+                assert session.output_ids is not None
+                assert session.output_ids.tolist() == whole[:, :length].tolist()
+            assert model.active_session is None
+        assert model.generate(max_new_tokens=2, session=session, **PLAIN).tolist() == whole[:, 9:].tolist()
 
 
 def test_a_session_has_one_text_for_each_row(model: petals.DistributedModelForCausalLM) -> None:
@@ -251,7 +257,8 @@ def test_prompts_are_tuned_under_the_names_of_petals(pair: Pair) -> None:
     for mode in ("ptune", "deep_ptune"):
         with _opened(pair, tuning_mode=mode, pre_seq_len=4) as model:
             trained = {name.split(".")[-2] for name, each in model.named_parameters() if each.requires_grad}
-            assert trained == {"prompt_embeddings", "intermediate_prompt_embeddings"} if mode[0] == "d" else trained
+            deep = {"intermediate_prompt_embeddings"} if mode == "deep_ptune" else set()
+            assert trained == {"prompt_embeddings"} | deep
             assert model.config.pre_seq_len == model.decoder.prompt_embeddings.num_embeddings == 4
             with torch.no_grad():
                 for each in model.parameters():
@@ -336,3 +343,59 @@ def test_what_has_no_counterpart_says_what_there_is(pair: Pair) -> None:
     for options in wrong:
         with pytest.raises(ConfigError):
             kind.from_pretrained(pair.folder, initial_peers=pair.peers, **options)
+
+
+TESTS = {
+    test_what_has_no_counterpart_says_what_there_is: [
+        "`AutoDistributedModelForCausalLM.from_pretrained`",
+        "`AutoDistributedModel`",
+        "`AutoDistributedSpeculativeModel`",
+        "`initial_peers`",
+    ],
+    test_a_head_for_sequences_has_its_options_and_prompts: [
+        "`AutoDistributedModelForSequenceClassification.from_pretrained`",
+    ],
+    test_servers_are_chosen_and_limits_are_ours: [
+        "`allowed_servers`",
+        "`blocked_servers`",
+        "`max_retries`",
+        "`request_timeout`",
+        "`connect_timeout`",
+        "`ban_timeout`",
+        "`use_server_to_server`",
+        "`torch_dtype`",
+    ],
+    test_an_active_adapter_is_computed_by_servers_whatever_the_head: ["`active_adapter`"],
+    test_prompts_are_tuned_under_the_names_of_petals: [
+        "`tuning_mode`",
+        "`pre_seq_len`",
+        "`prompt_embeddings`",
+        "`intermediate_prompt_embeddings`",
+    ],
+    test_a_text_goes_on_in_a_session: [
+        "`model.inference_session`",
+        "`model.active_session`",
+        "`model.generate(session=)`",
+        "`session.position`",
+        "`session.output_ids`",
+    ],
+    test_an_open_session_is_used_again_and_again: ["`model.use_session`"],
+    test_hidden_states_go_through_a_session_and_through_blocks: [
+        "`session.step`",
+        "`session.step(prompts=)`",
+        "`session.step(hypo_ids=)`",
+        "`RemoteSequential`",
+        "`RemoteSequential.forward(inputs, prompts)`",
+        "`RemoteSequential.inference_session`",
+    ],
+}
+
+
+def test_every_row_is_tested() -> None:
+    """By a test that names all of it."""
+    assert sorted(row for rows in TESTS.values() for row in rows) == sorted(ROWS)
+    for test, rows in TESTS.items():
+        source = inspect.getsource(test)
+        for row in rows:
+            words = {*re.findall(r"\w+", row)} - {"forward", "inputs"}  # a module is called
+            assert words <= {*re.findall(r"\w+", source)}, row

@@ -207,6 +207,25 @@ def test_a_head_reads_a_text_after_its_prompts(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_prompts_that_are_removed_are_gone(pair: Pair, tmp_path: Path) -> None:
+    served, ids = pair.served, torch.tensor([[5, 17, 99]])
+    names = {name for name, _ in served.named_modules()}
+    served.tune_prompts("deep_ptune", TOKENS)
+    added = {name for name, _ in served.named_modules()} - names
+    assert {name.rpartition(".")[2] for name in added} == {*MODULES}
+    served.tune_prompts("ptune", TOKENS)
+    assert {name for name, _ in served.named_modules()} - names == {name for name in added if MODULES[1] not in name}
+    served.tune_prompts(None)
+    assert {name for name, _ in served.named_modules()} == names
+    assert (served.config.tuning_mode, served.decoder.prefix, served.decoder.prompt_positions) == (None, None, 0)
+    for are_learned in (True, False):
+        with torch.set_grad_enabled(are_learned):
+            assert _error(served(ids).logits, pair.alone(ids).logits) < FURTHEST
+    with pytest.raises(ConfigError, match="nothing here is trained"):
+        served.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
 def test_prompts_that_do_not_fit_are_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     for mode, length in (("lora", 3), ("ptune", 0), ("ptune", 128), ("deep_ptune", 2.5), ("deep_ptune", -1)):
         with pytest.raises(ConfigError, match=r"tuning_mode|pre_seq_len"):

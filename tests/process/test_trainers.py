@@ -110,6 +110,29 @@ def test_a_trainer_saves_the_adapter_of_peft_alone(pair: Pair, tmp_path: Path) -
     assert losses[-1] < losses[0]
 
 
+def test_a_trainer_learns_prompts_before_each_block_and_goes_on_from_them(pair: Pair, tmp_path: Path) -> None:
+    _, ours = _with_head(pair, "sequence-classification", num_labels=2)
+    ours.tune_prompts("deep_ptune", 3)
+    trained = {name: each for name, each in ours.named_parameters() if each.requires_grad}
+    names = {"score", "prompt_embeddings", "intermediate_prompt_embeddings"}
+    assert {name.split(".")[-2] for name in trained} == names
+    start = {name: each.detach().clone() for name, each in trained.items()}
+    options = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1, "learning_rate": 0.01}
+    trainer = _trainer(ours, tmp_path, **options)
+    trainer.train()
+    losses = _losses(trainer)
+    assert losses[-1] < losses[0]
+    learned = load_file(tmp_path / f"checkpoint-{STEPS}" / "model.safetensors")
+    assert learned.keys() == trained.keys()
+    for name, each in learned.items():
+        assert torch.equal(each, trained[name]), name
+        assert _error(each, start[name]) > 0.01, name
+    ours.load_state_dict(start, strict=False)
+    _trainer(ours, tmp_path, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for name, each in learned.items():
+        assert _error(trained[name], each) < FURTHEST, name
+
+
 def test_a_model_in_which_nothing_is_trained_has_nothing_to_save(pair: Pair, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing here is trained"):
         pair.served.save_pretrained(tmp_path)
