@@ -23,7 +23,7 @@ from llmnode.errors import ConfigError
 from llmnode.net.addresses import parse_peer_id
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from llmnode.core.ids import PeerId
 
@@ -171,7 +171,7 @@ class DistributedModelForCausalLM(_Model):
                 return self.generate(inputs, *args, **options)
         if (session := self.active_session) is None:
             return super().generate(inputs, *args, **options)
-        _check_one_text(options.get("generation_config") or (args[0] if args else self.generation_config), options)
+        _check_one_text(options, [options.get("generation_config"), *args[:1], self.generation_config])
         before = 0 if session.output_ids is None else session.output_ids.shape[1]
         whole, mask, cache = session.tokens_with(inputs, options.get("attention_mask"))
         with self.use_session(None):
@@ -228,10 +228,11 @@ def _check_outside(model: object) -> None:
         )
 
 
-def _check_one_text(config: Any, options: dict[str, Any]) -> None:  # Any: whatever a caller gives
-    """Raises ConfigError for a call whose rows are not one text each."""
+def _check_one_text(options: dict[str, Any], configs: Sequence[object]) -> None:  # Any: whatever a caller gives
+    """Raises ConfigError for a call whose rows are not one text each. The first of `configs` that says it counts."""
     for name in ("num_beams", "num_return_sequences"):
-        if (number := options.get(name) or getattr(config, name, None) or 1) > 1:
+        said = [options.get(name), *(getattr(config, name, None) for config in configs)]
+        if (number := next((each for each in said if each), 1)) > 1:
             raise ConfigError(
                 f"{name}={number}: each row of a session goes on as one text. Leave it out, or put the call within "
                 "`with model.use_session(None):`"

@@ -142,6 +142,10 @@ def test_a_session_has_one_text_for_each_row(model: petals.DistributedModelForCa
                 model.generate(TEXT, max_new_tokens=1, **{"pad_token_id": 0, **options})
         with pytest.raises(ConfigError, match="num_beams=2"):
             model.generate(TEXT, several, max_new_tokens=1)
+        usual, model.generation_config = model.generation_config, several
+        with pytest.raises(ConfigError, match="num_beams=2"):
+            model.generate(TEXT, transformers.GenerationConfig(max_new_tokens=1), **PLAIN)
+        model.generation_config = usual
         assert session._cache is None
         with model.use_session(None):
             assert model.generate(TEXT, num_beams=2, max_new_tokens=1, **PLAIN).shape == (1, 6)

@@ -97,6 +97,28 @@ def test_what_a_codec_cannot_carry_names_another_one(codec: Codec, value: float)
         HiddenForm(2, codec).encode(np.array([1, value], dtype="<f4").data.cast("B"))
 
 
+EDGES = [
+    0.0,
+    65504.0,
+    np.nextafter(np.float32(65504), np.float32(1e9)),
+    65519.0,
+    2.0**56,
+    2.0**56 * 1.001,
+    np.inf,
+    np.nan,
+]
+
+
+@given(st.sampled_from(Codec), st.sampled_from(EDGES) | st.floats(width=32), st.sampled_from([1, -1]))
+def test_a_codec_can_carry_what_is_sound_before_and_after_it_is_encoded(codec: Codec, value: float, sign: int) -> None:
+    form, hidden = HiddenForm(64, codec), np.array([1] * 63 + [sign * value], "<f4").tobytes()
+    try:
+        is_sound = HiddenForm(64, Codec.RAW).is_sound(hidden, 1) and form.is_sound(form.encode(hidden), 1)
+    except ConfigError:
+        is_sound = False
+    assert form.can_carry(hidden) == is_sound
+
+
 @given(st.binary(min_size=68, max_size=68))
 def test_any_int8_bytes_are_finite_values_or_refused(payload: bytes) -> None:
     form = HiddenForm(64, Codec.INT8)
