@@ -74,7 +74,7 @@ def providing(peer: str, addresses: list[bytes]) -> Message:
 @in_trio
 async def test_silent_streams_of_one_peer_do_not_close_the_dht_to_others() -> None:
     async with AsyncExitStack() as stack:
-        server, _ = await keeper(stack, request_s=0.5)
+        server, _ = await keeper(stack, request_s=1.0, streams=8, streams_per_group=8)  # all are in one group
         silent, honest = await stranger(stack, server), await stranger(stack, server)
         streams = []
         for _ in range(24):
