@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import trio.testing
 
 from llmnode.core.ids import NO_SESSION, Epoch, SessionId, Step
 from llmnode.core.policy import ServePolicy
-from llmnode.errors import PeerRefused
+from llmnode.errors import PeerRefused, PeerUnreachable
 from llmnode.net.host import open_network
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import ForkRequest, Neighbours, Refusal, RefusalCode, Replay, Replayed, pack, unpack
@@ -339,6 +340,25 @@ async def test_a_client_that_has_not_heard_of_the_end_of_its_session_keeps_its_l
             assert (await refusal_to(link, step_frame(session, step, step))).code == RefusalCode.UNKNOWN_SESSION
         assert (await answer_to(link, open_frame(other))).type is FrameType.OPENED
         await link.end("done")
+
+
+@in_trio
+async def test_steps_that_nobody_asked_for_count_for_the_address_group(exact_worker: Any) -> None:
+    """One peer sends what the group may, and the next step of another peer costs its link."""
+    policy = ServePolicy(unasked_per_s=0.001)
+    async with AsyncExitStack() as stack:
+        swarm = await stack.enter_async_context(served(exact_worker, serve=policy))
+        links = []
+        for _ in range(2):
+            network = await stack.enter_async_context(open_network([], POLICY))
+            links.append(link := await network.dial(swarm.address))
+            await link.send(Frame(FrameType.WANT, session_id(), meta=pack(PushLimit(1))))
+        nobodys = step_frame(session_id(), 0, 0)
+        for _ in range(policy.unasked_burst):
+            assert (await refusal_to(links[0], nobodys)).code == RefusalCode.UNKNOWN_SESSION
+        with pytest.raises(PeerUnreachable):
+            await answer_to(links[1], nobodys)
+        assert (await answer_to(links[0], DESCRIBE)).type is FrameType.DESCRIPTION
 
 
 @in_trio
