@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import psutil
@@ -19,7 +20,8 @@ from libp2p.stream_muxer.exceptions import MuxedStreamError
 
 from llmnode.client.ends import SharedEnds
 from llmnode.client.generate import next_token
-from llmnode.core.ids import SESSION_ID_BYTES, Epoch, SessionId, Step
+from llmnode.core.ids import NO_SESSION, SESSION_ID_BYTES, Epoch, SessionId, Step
+from llmnode.core.model import FP32_BYTES
 from llmnode.core.policy import LinkPolicy
 from llmnode.core.span import Span
 from llmnode.errors import PeerError
@@ -28,8 +30,12 @@ from llmnode.net.addresses import parse_peer
 from llmnode.net.circuit_wire import send
 from llmnode.net.host import LINK_PROTOCOL, open_network
 from llmnode.net.select import open_unanswered
+from llmnode.wire.adapter import make_adapter
+from llmnode.wire.adapter_messages import AdapterPart, AdapterUse
 from llmnode.wire.frame import Frame, FrameType, encode
-from llmnode.wire.messages import Clock, OpenRequest, Replay, pack
+from llmnode.wire.messages import PROMPTS, Clock, OpenRequest, Replay, pack
+from llmnode.wire.pass_messages import Pass
+from llmnode.wire.payload import Codec
 from process.small_server import connected, expected_tokens, serve_small
 from reference.small import BLOCKS, make_model
 
@@ -66,6 +72,7 @@ class Attack:
 
     async def run(self) -> None:
         kinds = [(self.unfinished_frames, 6), (self.unread_results, 6), (self.unread_views, 2), (self.records, 2)]
+        kinds += [(self.prompts, 3), (self.passes, 2), (self.adapters, 2)]
         async with trio.open_nursery() as nursery:
             for attack, count in [*kinds, (self.idle, 3)]:
                 for _ in range(count):
@@ -137,6 +144,36 @@ class Attack:
             request.providerPeers.append(Message.Peer(id=network.host.get_id().to_bytes(), addrs=addresses))
             await send(stream.muxed_stream, request)
 
+    async def prompts(self, network: Any) -> None:
+        """Sessions with deep prompts of 2,048 positions, which wait for KV."""
+        stream, positions = await self._open(network), 2048
+        prompts = bytes(self._model.blocks * positions * FP32_BYTES * self._model.hidden_size)
+        while True:
+            frame = self._open_frame(name(), CONTEXT, {PROMPTS: [1, positions]})
+            await self._send(stream, replace(frame, payload=prompts))
+
+    async def passes(self, network: Any) -> None:
+        stream, model, rows = await self._open(network), self._model, 2048
+        request = Pass(model.digest, 0, model.blocks, model.precision.name, Codec.RAW, "training", [rows])
+        for number in itertools.count():
+            at = NO_SESSION, Epoch(0), Step(number)
+            frame = Frame(FrameType.EVALUATE, *at, meta=pack(request), payload=bytes(rows * model.row_bytes))
+            await self._send(stream, frame)
+
+    async def adapters(self, network: Any) -> None:
+        """Parts of 1 MiB that are named rightly, and that the worker refuses."""
+        stream, model = await self._open(network), self._model
+        for number in itertools.count():
+            adapter = make_adapter(model.digest, {0: (random.Random(number).randbytes(MIB), MIB // FP32_BYTES)})
+            use, part = AdapterUse(adapter.digest, 0, model.blocks), AdapterPart(adapter.digest, 0)
+            at = SessionId(bytes(SESSION_ID_BYTES)), Epoch(0)
+            await self._send(
+                stream, Frame(FrameType.ADAPTER, *at, Step(number), meta=pack(use), payload=adapter.manifest.packed)
+            )
+            await self._send(
+                stream, Frame(FrameType.PART, *at, Step(number), meta=pack(part), payload=adapter.parts[0])
+            )
+
     async def idle(self, network: Any) -> None:
         """Connections and links that do nothing."""
         async with AsyncExitStack() as stack:
@@ -148,7 +185,7 @@ class Attack:
     async def _send(self, stream: Any, frame: Frame) -> None:
         await stream.write(encode(frame, POLICY))
 
-    def _open_frame(self, session: SessionId, max_length: int) -> Frame:
+    def _open_frame(self, session: SessionId, max_length: int, extensions: dict[str, Any] | None = None) -> Frame:
         model = self._model
         request = OpenRequest(
             model.digest,
@@ -159,6 +196,7 @@ class Attack:
             codec="raw",
             priority="interactive",
             keep_outputs=True,
+            extensions=extensions,
         )
         return Frame(FrameType.OPEN, session, meta=pack(request))
 
