@@ -20,9 +20,11 @@ from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import OpenRequest, RefusalCode, pack
 from llmnode.wire.payload import Codec
 from llmnode.wire.profile import profile_fields
+from llmnode.wire.refusal import refusal_of
 from simulation.world import ALL_BLOCKS, MODEL, ROW, pairs_of_servers, simulated, world
 
 if TYPE_CHECKING:
+    from llmnode.core.ids import PeerId
     from llmnode.session.router import Router
     from llmnode.session.session import InferenceSession
 
@@ -139,6 +141,31 @@ async def test_prompts_that_are_too_large_for_all_blocks_together_fit_several_se
                 assert [hop.span for hop in session.route] == halves
             with pytest.raises(ConfigError, match="servers take 4"):
                 await _open(router, drawn(1, 5))
+
+
+@simulated
+async def test_a_server_of_before_deep_prompts_is_sent_none_again() -> None:
+    refused: list[Frame] = []
+
+    def of_before(_peer: PeerId, frame: Frame) -> list[Frame]:
+        if frame.type is not FrameType.OPENED:
+            return [frame]
+        refused.append(refusal_of(frame, RefusalCode.UNKNOWN_EXTENSION, "prompts"))
+        return refused[-1:]
+
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        for index in range(3):
+            swarm.nodes[f"{index}a"].network.tamper = of_before
+        for _ in range(8):
+            await _open(router, drawn(1))
+        assert 0 < len(refused) <= 3
+        for index in range(3):
+            swarm.nodes[f"{index}a"].network.tamper = None
+        used = set()
+        for _ in range(8):
+            async with router.open_session(16, Codec.RAW) as session:
+                used |= {hop.peer for hop in session.route}
+        assert len(used) > 3, "without prompts they are asked"
 
 
 async def _open(router: Router, prompts: DeepPrompts) -> None:

@@ -14,7 +14,7 @@ from llmnode.errors import PeerError, PeerRefused, PeerUnreachable
 from llmnode.session.saved import SavedHop
 from llmnode.wire.frame import FrameType
 from llmnode.wire.hop_state import HopState
-from llmnode.wire.messages import Leased, unpack
+from llmnode.wire.messages import Leased, RefusalCode, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -70,6 +70,12 @@ class SessionHop(HopState):
             return SavedHop(self.hop.peer, self.hop.span, None)
         return SavedHop(self.hop.peer, self.hop.span, self.session, self.nonce)
 
+    def check_prompts(self) -> None:
+        """Raises PeerRefused also if the peer has said before that it knows no prompts: they are not sent again."""
+        super().check_prompts()
+        if self.terms.prompts and not self.connection.knows_prompts:
+            raise self.blame(PeerRefused(RefusalCode.UNKNOWN_EXTENSION, "has said that it knows no deep prompts"))
+
     async def carry_out(self, *requests: Request, introduce: Introduce | None = None) -> None:
         """Send the requests at once, and wait for their answers in the same order.
 
@@ -100,6 +106,8 @@ class SessionHop(HopState):
                 except PeerRefused as refusal:
                     if request.frame.type is FrameType.OPEN:  # refusals that follow do not mean that it has ended
                         self.connection.sessions.discard(self.session)
+                        if self.terms.prompts and refusal.code == RefusalCode.UNKNOWN_EXTENSION:
+                            self.connection.knows_prompts = False
                     self.refused(request, refusal, trio.current_time())
 
     async def take_over(self, asked_in: Epoch, epoch: Epoch, position: int) -> None:
