@@ -70,7 +70,7 @@ class RoutePolicy:
     """The client keeps connections to peers that could take the place of a lost one."""
 
     def may_use(self, peer: PeerId) -> bool:
-        """Whether the client was not told to leave the peer out."""
+        """Whether the client was not told to leave `peer` out."""
         return (self.allowed is None or peer in self.allowed) and peer not in self.blocked
 
 
