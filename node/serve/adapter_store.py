@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode import _native
-from llmnode.core.budget import Resource
 from llmnode.core.model import FP32_BYTES
 from llmnode.core.operations import Adopt, Forget
 from llmnode.core.serving.adapter_shelf import ENTRY_BYTES, AdapterShelf
@@ -83,15 +82,14 @@ class AdapterStore:
         shelved, manifest = self._shelf.find(adapter), self._manifests.get(adapter)
         if shelved is None or manifest is None or not {each.block for each in manifest.within(span)} <= shelved.blocks:
             raise PeerRefused(RefusalCode.UNKNOWN_ADAPTER, "this server does not hold this adapter: bring it first")
-        shelved.used_s = trio.current_time()
         if not manifest.within(span):
+            self._shelf.touch(shelved, trio.current_time())
             return None
-        shelved.users += 1
+        self._shelf.use(shelved, trio.current_time())
         return AdapterInUse(self, shelved, manifest)
 
     def release(self, shelved: Shelved) -> None:
-        shelved.users -= 1
-        shelved.used_s = trio.current_time()
+        self._shelf.release(shelved, trio.current_time())
 
     async def lacking(self, link: Link, manifest: Manifest, span: Span) -> Sequence[int]:
         """The blocks of `span` whose parts a client is to bring. Raises PeerRefused if we do not take the adapter."""
@@ -107,7 +105,7 @@ class AdapterStore:
         if shelved is None:
             async with self._one_change:
                 shelved = await self._put(link, manifest)
-        shelved.used_s = trio.current_time()
+        self._shelf.touch(shelved, trio.current_time())
         return [each.block for each in manifest.within(span) if each.block not in shelved.blocks]
 
     async def bring(self, adapter: AdapterId, block: int, part: Buffer) -> None:
@@ -115,7 +113,7 @@ class AdapterStore:
         shelved, manifest = self._shelf.find(adapter), self._manifests.get(adapter)
         if shelved is None or manifest is None or (name := manifest.part(block)) is None:
             raise PeerRefused(RefusalCode.UNKNOWN_ADAPTER, "no such part is expected: send the manifest first")
-        shelved.users += 1  # it is not dropped meanwhile
+        self._shelf.use(shelved, trio.current_time())  # it is not dropped meanwhile
         try:
             if len(part) > FP32_BYTES * name.values + MOST_HEADER_BYTES or await self._digest(part) != name.digest:
                 raise RemoteProtocolError(f"{len(part)} bytes that are not the part of block {block}")
@@ -164,7 +162,7 @@ class AdapterStore:
             with trio.CancelScope(shield=True):  # or nobody would know whether the worker has it
                 await self._worker.do(operation)
         except (AdapterError, WorkerLost, RuntimeError, MemoryError) as error:
-            shelved.scope.release(Resource.ADAPTERS, size_bytes)
+            self._shelf.give_back(shelved, size_bytes)
             if isinstance(error, AdapterError):
                 if shelved.users == 1:  # we ourselves: nothing is kept of it
                     await self._drop([shelved])

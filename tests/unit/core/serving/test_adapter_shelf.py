@@ -13,6 +13,7 @@ from llmnode.core.budget import Budget, Kind, Resource, Scope
 from llmnode.core.ids import AdapterId, PeerId
 from llmnode.core.policy import BudgetPolicy
 from llmnode.core.serving.adapter_shelf import AdapterShelf, Shelved
+from unit.calls import calls_counted
 
 IDLE_S = 100.0
 POLICY = BudgetPolicy(adapter_bytes=1000, group_share=0.5, peer_share=0.25)
@@ -56,12 +57,21 @@ class Server:
         self.kept.append(shelved)
         return shelved
 
+    def bring_one(self, client: int) -> bool:
+        """Bring a small new adapter, and look at nothing else."""
+        self.made += 1
+        around = self.budget.of_peer(self.clients[client])
+        shelved = self.shelf.put(AdapterId(self.made.to_bytes(32, "big")), around, self.now_s)
+        return self.shelf.free_memory(shelved, 1)[0]
+
     def use(self, number: int, more: int) -> None:
         """A session begins to use one of them, or ends to."""
         if self.kept:
             each = self.kept[number % len(self.kept)]
-            each.users = max(0, each.users + more)
-            each.used_s = self.now_s
+            if more > 0:
+                self.shelf.use(each, self.now_s)
+            elif each.users:
+                self.shelf.release(each, self.now_s)
 
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
@@ -97,7 +107,8 @@ def test_shares_hold_and_what_is_in_use_stays_whatever_clients_bring(script: lis
             server.pass_time(number)
         server.check()
     for each in server.kept:
-        each.users = 0
+        while each.users:
+            server.shelf.release(each, server.now_s)
     server.pass_time(IDLE_S)
     server.check()
     assert not server.budget.process.held[Resource.ADAPTERS], "in the end nothing is left"
@@ -114,6 +125,20 @@ def test_the_same_with_hundreds_of_them(seed: int) -> None:
             server.pass_time(rng.uniform(0, IDLE_S / 20))
             server.check()
     assert len(server.kept) > 200
+
+
+@pytest.mark.parametrize("clients", [1, GROUPS * PEERS])
+def test_the_work_to_find_what_makes_way_does_not_grow_with_the_number_of_adapters(clients: int) -> None:
+    def most_calls(adapters: int) -> int:
+        """The most function calls for one adapter, when all places are taken."""
+        server, most = Server(BudgetPolicy(adapter_bytes=adapters, group_share=1.0, peer_share=1.0)), 0
+        for number in range(2 * adapters):
+            with calls_counted() as calls:
+                assert server.bring_one(number % clients)
+            most = max(most, calls[0])
+        return most
+
+    assert most_calls(2000) < 4 * most_calls(50)
 
 
 def test_one_client_that_fills_its_share_loses_its_own_unused_ones_and_nobody_else_any() -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import random
-import sys
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -17,9 +14,7 @@ from llmnode.core.policy import AdmissionPolicy
 from llmnode.core.priority import Priority
 from llmnode.core.serving.admission_queue import AdmissionQueue, _Standing
 from llmnode.core.serving.kv_shares import KvClaim, KvLease
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from unit.calls import calls_counted
 
 POSITIONS = 100
 POLICY = AdmissionPolicy(passed_over=3, most_waiting=20, most_waiting_per_client=15)
@@ -228,21 +223,6 @@ def test_before_any_session_has_ended_those_that_are_here_tell_how_long_one_stay
     assert hall.retry_after_s(10) == pytest.approx(10.0)
     hall.now_s = 10_000.0
     assert hall.retry_after_s(10) == POLICY.longest_retry_s
-
-
-@contextmanager
-def calls_counted() -> Iterator[list[int]]:
-    """The calls of functions meanwhile, those of Python and of C."""
-    calls = [0]
-
-    def note(_frame: object, event: str, _about: object) -> None:
-        calls[0] += event in ("call", "c_call")
-
-    sys.setprofile(note)
-    try:
-        yield calls
-    finally:
-        sys.setprofile(None)
 
 
 def a_full_server(sessions: int, policy: AdmissionPolicy) -> AdmissionQueue:
