@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from llmnode.core.ids import PeerId
     from llmnode.core.operations import Buffer, Computed, DeepPrompts
     from llmnode.core.priority import Priority
+    from llmnode.core.serving.client_counters import Client
     from llmnode.node.serve.adapter_store import AdapterInUse
     from llmnode.node.serve.served_span import ServedSpan
 
@@ -40,7 +40,7 @@ class PassParts:
         served: ServedSpan,
         span: Span,
         lengths: Sequence[int],
-        client: PeerId,
+        client: Client,
         priority: Priority,
         adapter: AdapterInUse | None,
     ) -> None:
@@ -56,7 +56,8 @@ class PassParts:
         self.queue_us = 0
         self.compute_us = 0
         self._worker = served.worker
-        self._account = client, priority, None if adapter is None else adapter.digest
+        self._account = client.peer, priority, None if adapter is None else adapter.digest
+        self._group = client.group
         self._kept_bytes = len(span) * served.model.row_bytes
         """A backward keeps this for each position that goes together."""
         self._groups = grouped(lengths, min(self._worker.pass_positions, _KEPT_BYTES // self._kept_bytes))
@@ -123,7 +124,8 @@ class PassParts:
             blocks, hidden = entering.pop()
             values = 0 if self._adapter is None else self._adapter.manifest.values(blocks)
             prompts = self._prompts(blocks, rows)
-            backward = Backward(blocks, lengths, hidden, gradient, *self._account, values, self._waited_s, prompts)
+            more = values, self._waited_s, prompts
+            backward = Backward(blocks, lengths, hidden, gradient, *self._account, *more, group=self._group)
             found = memoryview(await self._do(backward))
             gradient_bytes = memoryview(gradient).nbytes
             trained = gradient_bytes + FP32_BYTES * values
@@ -133,7 +135,8 @@ class PassParts:
         return gradient
 
     def _evaluate(self, blocks: Span, lengths: tuple[int, ...], rows: tuple[int, int], hidden: Buffer) -> Evaluate:
-        return Evaluate(blocks, lengths, hidden, *self._account, self._waited_s, self._prompts(blocks, rows))
+        more = self._waited_s, self._prompts(blocks, rows)
+        return Evaluate(blocks, lengths, hidden, *self._account, *more, group=self._group)
 
     def _prompts(self, blocks: Span, rows: tuple[int, int]) -> DeepPrompts:
         own = self.prompts.of_blocks(blocks.start - self.span.start, blocks.end - self.span.start)

@@ -25,8 +25,8 @@ from llmnode.wire.refusal import refusal_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from llmnode.core.ids import PeerId
     from llmnode.core.operations import Buffer
+    from llmnode.core.serving.client_counters import Client
     from llmnode.node.serve.link_requests import LinkRequests
     from llmnode.node.serve.served_span import ServedSpan
 
@@ -43,15 +43,15 @@ class LinkPasses:
     def __init__(
         self,
         requests: LinkRequests,
-        peer: PeerId,
+        client: Client,
         served_for: Callable[[Pass], ServedSpan],
         count: Callable[[int], None],
     ) -> None:
-        """`served_for` gives the blocks for a pass of `peer`, or raises PeerRefused. `count` is told of passes that
+        """`served_for` gives the blocks for a pass of `client`, or raises PeerRefused. `count` is told of passes that
         begin and end, as 1 and -1.
         """
         self._requests = requests
-        self._peer = peer
+        self._client = client
         self._served_for = served_for
         self._count = count
 
@@ -73,7 +73,7 @@ class LinkPasses:
         with ExitStack() as refused:
             if (adapter := served.use(request.adapter, span)) is not None:
                 refused.callback(adapter.release)
-            parts = PassParts(served, span, request.lengths, self._peer, priority, adapter)
+            parts = PassParts(served, span, request.lengths, self._client, priority, adapter)
             work_bytes = form.work_bytes(positions) * (1 + _halves(frame))
             # Prompts are held as they came, and by part; their gradients as they come, summed, and in the answer.
             work_bytes += prompts.size_bytes * (5 if frame.type is FrameType.BACKWARD else 2)

@@ -12,6 +12,7 @@ import trio
 
 from llmnode.core.ids import NO_SESSION
 from llmnode.core.priority import PRIORITIES, Priority
+from llmnode.core.serving.client_counters import Client
 from llmnode.core.span import Span
 from llmnode.errors import PeerError, PeerRefused, RemoteProtocolError
 from llmnode.node.serve.link_adapters import REQUESTS as ADAPTERS
@@ -66,7 +67,7 @@ class ServerLink:
         passes = LinkRequests(*mine, policy.passes_per_link, "pass")
         parts = LinkRequests(*mine, policy.adapter_parts_per_link, "part of an adapter")
         self._requests = passes, parts
-        self._passes = LinkPasses(passes, link.peer, self._served_for, server.count_passes)
+        self._passes = LinkPasses(passes, Client(link.group, link.peer), self._served_for, server.count_passes)
         self._adapters = LinkAdapters(link, parts, server.holder_of)
         shared = server.sessions, server.desk, server.conduct, server.tally, server.on_bug
         self._pushes = LinkPushes(link, nursery, *shared)

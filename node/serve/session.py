@@ -183,7 +183,7 @@ class ServerSession:
             adapter = None if self._adapter is None else self._adapter.digest
             claim = KvClaim(self.client, self._group, terms.priority, stage.max_length)
             account = stage.max_length, self.client, terms.priority
-            opening = Open(stage.session, self._span, *account, adapter, terms.prompts)
+            opening = Open(stage.session, self._span, *account, adapter, terms.prompts, self._group)
             await self.served.admission.enter(opening, claim, self.evict)
         except PeerRefused as refusal:
             return await self._send(refusal_for(self._doing, refusal))

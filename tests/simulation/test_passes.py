@@ -105,7 +105,7 @@ async def there_and_back(
 
 def nothing_is_left(swarm: World) -> None:
     for node in swarm.nodes.values():
-        assert not node.worker._scheduler._counters._queued
+        assert not node.worker._scheduler._counters._groups._queued
         assert not node.server.passes
 
 

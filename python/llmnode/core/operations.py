@@ -96,6 +96,8 @@ class Open(SessionOperation[bool]):
     """The adapter that its forwards go through. All parts of it in the blocks of `span` are adopted."""
     prompts: DeepPrompts = NO_PROMPTS
     """One row, for the blocks of `span`."""
+    group: str = ""
+    """The client's address group: clients of one group share what a single client of another one gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,8 @@ class Evaluate(Operation[Computed]):
     """How long the parts of the same pass before it have waited for their turns."""
     prompts: DeepPrompts = NO_PROMPTS
     """Those of the blocks of `span`."""
+    group: str = ""
+    """The client's address group, as in `Open`."""
 
     @property
     def positions(self) -> int:
@@ -230,6 +234,7 @@ class Backward(Operation[Computed]):
     """How many numbers the adapter's matrices have in the blocks of `span`."""
     waited_s: float = 0.0
     prompts: DeepPrompts = NO_PROMPTS
+    group: str = ""
 
     @property
     def positions(self) -> int:

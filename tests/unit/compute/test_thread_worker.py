@@ -241,7 +241,8 @@ def test_passes_need_no_session_and_only_one_that_fails_fails() -> None:
                     nursery.start_soon(ask)
         assert sorted(failed) == [False] * 4 + [True]
         counters = worker._scheduler._counters
-        assert not counters._queued and set(counters._gone) == set(counters.given), "it may be forgotten"
+        for each in (counters._groups, *counters._within.values()):
+            assert not each._queued and set(each._gone) == set(each.given), "it may be forgotten"
 
     trio.run(main)
 

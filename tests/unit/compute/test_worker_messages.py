@@ -50,7 +50,7 @@ ADAPTERS = st.binary(min_size=32, max_size=32)
 NUMBERS = st.binary(max_size=200)
 PROMPTS = st.just(NO_PROMPTS) | st.builds(DeepPrompts, COUNTS, COUNTS, COUNTS, NUMBERS)
 CONTROLS = st.one_of(
-    st.builds(Open, SESSIONS, SPANS, COUNTS, *ACCOUNTS, st.none() | ADAPTERS, PROMPTS),
+    st.builds(Open, SESSIONS, SPANS, COUNTS, *ACCOUNTS, st.none() | ADAPTERS, PROMPTS, st.text(max_size=9)),
     st.builds(Truncate, SESSIONS, COUNTS),
     st.builds(Fork, SESSIONS, SESSIONS, COUNTS, COUNTS),
     st.builds(Close, SESSIONS),
@@ -102,12 +102,12 @@ def test_every_operation_crosses() -> None:
 
 
 GOOD: dict[type[object], list[object]] = {
-    Open: [bytes(16), [0, 3], 100, "client", 1, None, [1, 1, 2, 16]],
+    Open: [bytes(16), [0, 3], 100, "client", 1, None, [1, 1, 2, 16], "group"],
     Truncate: [bytes(16), 5],
     Fork: [bytes(16), bytes(16), 0, 5],
     Close: [bytes(16)],
     Slice: [bytes(16), 0, 1, 8, 0, None],
-    Backward: [[0, 3], [5, 2], 8, 8, "client", 1, None, 3, 0.5, [1, 1, 2, 16]],
+    Backward: [[0, 3], [5, 2], 8, 8, "client", 1, None, 3, 0.5, [1, 1, 2, 16], "group"],
     DeepPrompts: [2, 1, 3, 16],
     Adopt: [bytes(32), 2, 3, 8],
     Forget: [bytes(32)],

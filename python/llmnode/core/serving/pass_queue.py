@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmnode.core.operations import Backward
+from llmnode.core.serving.client_counters import Client
 
 if TYPE_CHECKING:
     from llmnode.core.operations import Pass
@@ -27,6 +28,10 @@ class _Queued:
     """When it was added, less the time that earlier parts of its pass have waited: a part is not overtaken anew."""
 
     @property
+    def client(self) -> Client:
+        return Client(self.operation.group, self.operation.client)
+
+    @property
     def cost(self) -> int:
         """In positions times blocks of a forward."""
         times = BACKWARD_COST if isinstance(self.operation, Backward) else 1
@@ -37,7 +42,7 @@ class _Queued:
 
 
 class PassQueue:
-    """Keys are tickets, which rise in the order of arrival. Clients take turns by `counters`."""
+    """Keys are tickets, which rise in the order of arrival. Address groups and clients take turns by `counters`."""
 
     def __init__(self, policy: BatchPolicy, counters: ClientCounters) -> None:
         self._policy = policy
@@ -51,13 +56,13 @@ class PassQueue:
         return ticket in self._queued
 
     def add(self, ticket: int, operation: Pass, now_s: float) -> None:
-        self._counters.enter(operation.client)
-        self._queued[ticket] = _Queued(operation, now_s - operation.waited_s)
+        queued = self._queued[ticket] = _Queued(operation, now_s - operation.waited_s)
+        self._counters.enter(queued.client)
 
     def remove(self, ticket: int) -> Pass:
-        operation = self._queued.pop(ticket).operation
-        self._counters.leave(operation.client)
-        return operation
+        queued = self._queued.pop(ticket)
+        self._counters.leave(queued.client)
+        return queued.operation
 
     def take(self, now_s: float) -> dict[int, Pass]:
         """The pass that is next, and small ones that fit beside it. They are charged to their clients."""
@@ -73,9 +78,9 @@ class PassQueue:
             if not chosen or (is_alike and positions + each.positions <= self._policy.fast_prefill):
                 chosen[ticket] = each
                 positions += each.positions
-                self._counters.charge(each.client, self._queued[ticket].cost)
+                self._counters.charge(self._queued[ticket].client, self._queued[ticket].cost)
         return chosen
 
-    def _turn(self, ticket: int, now_s: float) -> tuple[int, int]:
+    def _turn(self, ticket: int, now_s: float) -> tuple[int, tuple[int, int]]:
         queued = self._queued[ticket]
-        return queued.rank(self._policy, now_s), self._counters.given[queued.operation.client]
+        return queued.rank(self._policy, now_s), self._counters.given(queued.client)

@@ -7,20 +7,21 @@ Scheduling for LLM Serving with Layered Prefill, 2025).
 
 Before a batch the scheduler waits for clients that decode in step with the others (`core/serving/decode_gather.py`).
 
-Clients share the executor (`core/serving/client_counters.py`). Passes, which train, wait in a queue of their own
-(`core/serving/pass_queue.py`).
+Address groups share the executor, and within them their clients (`core/serving/client_counters.py`). Passes, which
+train, wait in a queue of their own (`core/serving/pass_queue.py`).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
 from itertools import chain, count
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmnode.core.operations import Backward, Evaluate, Forward, Slice
-from llmnode.core.serving.client_counters import ClientCounters
+from llmnode.core.serving.client_counters import Client, ClientCounters, Turns
 from llmnode.core.serving.decode_gather import Rhythm, keep_step
 from llmnode.core.serving.forward_cost import ForwardCost
 from llmnode.core.serving.pass_queue import PassQueue
@@ -29,7 +30,7 @@ from llmnode.core.span import Span
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from llmnode.core.ids import PeerId, SessionId
+    from llmnode.core.ids import SessionId
     from llmnode.core.operations import Control, Open, Pass
     from llmnode.core.policy import BatchPolicy
     from llmnode.core.priority import Priority
@@ -53,7 +54,7 @@ class Batch:
 class _Lane(NamedTuple):
     """Forwards that are served in the order in which they came, except those that their sessions hold back."""
 
-    client: PeerId
+    client: Client
     priority: Priority
     is_decode: bool
 
@@ -95,7 +96,7 @@ class _Queued:
 
 @dataclass(slots=True)
 class _Session:
-    client: PeerId
+    client: Client
     priority: Priority
     span: Span
     rhythm: Rhythm = field(default_factory=Rhythm)
@@ -140,13 +141,15 @@ class Scheduler:
 
     def admit(self, opened: Open) -> None:
         """Operations of its session may be added from now on."""
-        self._sessions[opened.session] = _Session(opened.client, opened.priority, opened.span)
+        client = Client(opened.group, opened.client)
+        self._sessions[opened.session] = _Session(client, opened.priority, opened.span)
+        self._counters.open(client)
 
     def dismiss(self, session: SessionId) -> None:
         """Forget a session that has no operations left and gets no more. An unknown one does nothing."""
         left = self._sessions.pop(session, None)
         if left is not None:
-            self._forget_client(left.client)
+            self._counters.close(left.client)
 
     def knows(self, session: SessionId) -> bool:
         return session in self._sessions
@@ -172,7 +175,7 @@ class Scheduler:
             operation = self._controls.pop(ticket)
         elif ticket in self._passes:
             operation = self._passes.remove(ticket)
-            self._forget_client(operation.client)
+            self._counters.forget(Client(operation.group, operation.client))
         else:
             operation = self._remove_forward(ticket)
         for session in operation.sessions:
@@ -278,28 +281,33 @@ class Scheduler:
         """The rank of a lane that waits."""
         return self._policy.rank(lane.priority, self._since_s[lane], now_s)
 
-    def _forget_client(self, client: PeerId) -> None:
-        """Called when it has one session or pass less."""
-        if all(each.client != client for each in self._sessions.values()):
-            self._counters.forget(client)
-
     def _in_turn(self, ready: Sequence[_Queued], now_s: float) -> Iterator[tuple[int, _Queued]]:
         """The forwards in their order, each with its rank. A lane that has waited for long has a better rank.
 
         To order those after it, each counts as given to its end.
         """
-        given = self._counters.given.copy()
+        turns = Turns(self._counters)
         lanes: dict[_Lane, deque[_Queued]] = {}
         for queued in ready:
             lanes.setdefault(queued.lane, deque()).append(queued)
 
-        while lanes:
-            lane = min(lanes, key=lambda lane: (self._rank(lane, now_s), given[lane.client], lanes[lane][0].ticket))
+        def turn(lane: _Lane) -> tuple[int, tuple[int, int], int, _Lane]:
+            return self._rank(lane, now_s), turns.given(lane.client), lanes[lane][0].ticket, lane
+
+        order = [turn(lane) for lane in lanes]
+        heapify(order)
+        while order:
+            lane = order[0][-1]
+            if order[0] != (now := turn(lane)):  # others of its group had turns meanwhile: it only gets later
+                heapreplace(order, now)
+                continue
             queued = lanes[lane].popleft()
-            if not lanes[lane]:
-                del lanes[lane]
-            given[lane.client] += (queued.left + queued.chunk) * len(queued.span)
-            yield self._rank(lane, now_s), queued
+            turns.charge(lane.client, (queued.left + queued.chunk) * len(queued.span))
+            if lanes[lane]:
+                heapreplace(order, turn(lane))
+            else:
+                heappop(order)
+            yield now[0], queued
 
     def _choose_decodes(self, ready: Sequence[_Queued], now_s: float) -> dict[int, Slice]:
         """Slices of decodes, up to the most positions that a batch takes."""

@@ -65,7 +65,7 @@ def test_every_pass_is_done_once_and_nothing_of_it_is_left(asked: list[tuple[int
         assert len(batch.passes) == 1 or sum(each.positions for each in batch.passes.values()) <= POLICY.fast_prefill
         done += batch.passes
     assert sorted(done) == sorted(tickets)
-    assert not scheduler._counters._queued
+    assert not scheduler._counters._groups._queued
 
 
 @pytest.mark.parametrize("priority", Priority)
