@@ -15,11 +15,16 @@ from llmnode.core.policy import ClientPolicy, LinkPolicy, RoutePolicy
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute, PeerError, single_error
 from llmnode.session.found_precision import find_router
+from llmnode.testing import peer_named
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import RefusalCode
+from llmnode.wire.refusal import refusal_of
 from simulation.world import World, simulated, world
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterable
 
+    from llmnode.core.ids import PeerId
     from llmnode.session.peer_finder import PeerFinder
     from llmnode.session.router import Router
 
@@ -28,9 +33,9 @@ ANY = PrecisionWish()
 
 
 async def start(swarm: World, name: str, dtype: str, span: Span = WHOLE) -> None:
-    """A server that announces its blocks in `dtype`."""
+    """A server of its blocks in `dtype`, which are exact all the same."""
     node = await swarm.start(name, span)
-    node.role.model = replace(swarm.model, precision=PRECISIONS[dtype])
+    node.role.model = node.server.model = replace(swarm.model, precision=PRECISIONS[dtype])
     node.role.announce()
 
 
@@ -52,6 +57,17 @@ async def found(swarm: World, wish: PrecisionWish) -> Router:
     with single_error():
         async with finder_of(swarm) as finder:
             return await find(finder, wish)
+
+
+def lie(swarm: World, name: str, *, refuses: bool) -> None:
+    """From now on this server takes sessions, and refuses each step, or never answers it."""
+
+    def tamper(_peer: PeerId, frame: Frame) -> Iterable[Frame]:
+        if frame.type is not FrameType.RESULT:
+            return [frame]
+        return [refusal_of(frame, RefusalCode.BAD_MESSAGE, "because")] if refuses else []
+
+    swarm.nodes[name].network.tamper = tamper
 
 
 @simulated
@@ -114,3 +130,48 @@ async def test_halves_in_two_precisions_are_told_apart_from_a_whole() -> None:
         await start(swarm, "back", "bfloat16", BACK)
         with pytest.raises(NoRoute, match=r"float32 lacks blocks \[3, 6\); bfloat16 lacks blocks \[0, 3\), and"):
             await found(swarm, ANY)
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+@simulated
+async def test_a_stranger_that_announces_exact_blocks_and_serves_none_does_not_decide(
+    refuses: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world() as swarm:
+        await start(swarm, "honest", "bfloat16")
+        await start(swarm, "liar", "float32")
+        lie(swarm, "liar", refuses=refuses)
+        with caplog.at_level(logging.WARNING, "llmnode"):
+            router = await found(swarm, ANY)
+        assert router.finder.model.precision.name == "bfloat16"
+        assert "and float32, which is announced, did not work: " in caplog.text
+
+
+@simulated
+async def test_many_identities_at_one_address_do_not_outweigh_servers_at_two(caplog: pytest.LogCaptureFixture) -> None:
+    """They serve, and say that they are at many addresses. A client that insists on them gets them."""
+    async with world() as swarm:
+        for name in ("one", "two"):
+            await start(swarm, name, "bfloat16")
+        for number in range(5):
+            swarm.internet.locate(peer_named(f"sybil {number}"), "7.7.7.1")
+            await start(swarm, f"sybil {number}", "float32")
+        with caplog.at_level(logging.WARNING, "llmnode"):
+            router = await found(swarm, ANY)
+        assert router.finder.model.precision.name == "bfloat16"
+        assert "too few servers of float32 answer at different addresses: name it" in caplog.text
+        assert (await found(swarm, wish_named("float32"))).finder.model.precision == EXACT
+
+
+@simulated
+async def test_a_choice_that_turns_out_wrong_is_named_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    async with world() as swarm:
+        for name, dtype in (("honest", "bfloat16"), ("exact", "float32")):
+            await start(swarm, name, dtype)
+        async with finder_of(swarm) as finder:
+            router = await find(finder, ANY)
+            assert router.finder.model.precision == EXACT
+            swarm.nodes["exact"].server.model = swarm.nodes["honest"].server.model
+            with caplog.at_level(logging.WARNING, "llmnode"), pytest.raises(PeerError):
+                await router.try_out()
+        assert "no session in float32" in caplog.text and "also served: bfloat16" in caplog.text

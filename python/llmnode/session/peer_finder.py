@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NAMED = 4
+"""A message names at most this many precisions."""
 MOST_TWINS = 4
 """A spot check connects to this many peers, to find one of another address group."""
 
@@ -66,6 +68,8 @@ class PeerFinder:
         self.policy = policy
         self.rng = rng or random.Random()
         self.run = run
+        self.others: Sequence[str] = ()
+        """The names of other precisions that could have been found instead of that of the model."""
         self._bans = Bans(policy.route.ban_s, policy.route.longest_ban_s)
         self._suspicion = Suspicion(policy.trust)
         self._standing = Standing(policy.standing)
@@ -78,6 +82,12 @@ class PeerFinder:
     def all_have_addresses(self) -> bool:
         """Whether each peer of the model names an address. One without may just have lost its relays."""
         return all(each.addresses for each in self._candidates())
+
+    def advise(self) -> None:
+        """No session could be opened. If the precision was found, that may have been a mistake: say what to do."""
+        if self.others:
+            text = "no session in %s, in which the model was found: connect again, or name the dtype (also served: %s)"
+            log.warning(text, self.model.precision.name, ", ".join(self.others[:NAMED]))
 
     def report(self, error: PeerError) -> None:
         """A peer failed: others are preferred to it for a while. A refusal for full KV only lasts as it says."""

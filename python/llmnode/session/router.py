@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.core.operations import NO_PROMPTS, DeepPrompts
-from llmnode.errors import ConfigError, NoRoute, PeerError, PeerRefused
+from llmnode.errors import ConfigError, NoRoute, PeerError, PeerRefused, single_error
 from llmnode.receipts.book import ReceiptBook
 from llmnode.session.session import open_session, resume_session
 from llmnode.session.spot_checks import SpotChecks
 from llmnode.session.tools import SessionTools
 from llmnode.wire.deep_prompts import are_sound, most_prompts
+from llmnode.wire.payload import Codec
 from llmnode.wire.session_terms import SessionTerms
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from llmnode.session.session import InferenceSession
     from llmnode.swarm.membership import Swarm
     from llmnode.wire.adapter import Adapter
-    from llmnode.wire.payload import Codec
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +113,12 @@ class Router:
                 await self.finder.wait_changed()
             await self.swarm.ask_around()
 
+    async def try_out(self) -> None:
+        """Have one position of zeros computed. Raises PeerError, NoRoute or SessionLost."""
+        with single_error():
+            async with self.open_session(1, Codec.RAW) as session:
+                await session.step(bytes(self.finder.model.row_bytes))
+
     async def _open(
         self, stack: AsyncExitStack, terms: SessionTerms, beside: InferenceSession | None
     ) -> InferenceSession:
@@ -130,6 +136,7 @@ class Router:
             except PeerError as error:
                 pause_s = self._pause_s(error, failed, trio.current_time() - began_s, terms.policy)
                 if pause_s is None:
+                    self.finder.advise()
                     raise
                 log.info("asking again in %.1f s: %s", pause_s, error)
                 failed.clear()  # those that the view still counts on may be back, or have free KV

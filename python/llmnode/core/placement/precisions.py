@@ -1,6 +1,7 @@
 """The precisions in which a swarm serves one model, the best first: a client need not name one.
 
-Exact comes first, then the one with the most throughput: more clients find a place there.
+Exact comes first, then the one with the most throughput: more clients find a place there. One stranger alone does not
+decide: if servers of two address groups have each block in some precision, one that a single group has comes later.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llmnode.core.address_groups import announced_group
 from llmnode.core.model import Precision, PrecisionWish
 from llmnode.core.placement.claims import believed, of_weights
 from llmnode.core.placement.policy import RebalancePolicy
@@ -15,14 +17,17 @@ from llmnode.core.placement.servers import PlacedServer, one_speed, throughput
 from llmnode.core.route import uncovered
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from llmnode.core.announcement import Announcement
+    from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.core.span import Span
 
 NAMED = 4
 """A message tells of at most this many precisions."""
+BACKERS = 2
+"""Servers of this many address groups for each block are enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,8 @@ class ServedPrecision:
     """Blocks that nobody serves in it."""
     tokens_per_s: float
     """The throughput that its servers claim, as far as that is believed; 0 while blocks are missing or unmeasured."""
+    groups: int
+    """Each block has servers of this many address groups, or of more."""
 
     @property
     def is_whole(self) -> bool:
@@ -43,13 +50,18 @@ class ServedPrecision:
 
 
 def served_precisions(
-    model: ModelInfo, announcements: Iterable[Announcement], wish: PrecisionWish
+    model: ModelInfo,
+    announcements: Iterable[Announcement],
+    wish: PrecisionWish,
+    groups: Mapping[PeerId, str] | None = None,
 ) -> list[ServedPrecision]:
     """Every precision that `wish` allows and this version can compute in, in the order in which to try them.
 
-    Those that are served whole come first, then those that lack fewer blocks. Among equals, the one nearest to exact
-    comes first, then those of more throughput. `announcements` are those that count. The precision of `model` does
-    not matter.
+    Those that are served whole come first, then those that lack fewer blocks. One that is
+    served whole by a single address group comes after those of more. Among equals, the one nearest to exact comes first,
+    then those of more throughput. `announcements` are those that count. `groups` are the address groups of the peers
+    that have answered. Without it, each counts for the group of the first address that it announces. The precision of
+    `model` does not matter.
     """
     of_model = [each for each in of_weights(announcements, model) if each.offer.profile.precision.is_known]
     # All together: a claim is limited by what others claim, whatever precision it is for.
@@ -58,23 +70,56 @@ def served_precisions(
     for each in of_model:
         if wish.allows(each.offer.profile.precision):
             by_precision.setdefault(each.offer.profile.precision, []).append(servers[each.peer])
-    found = [_served(model.blocks, precision, own) for precision, own in by_precision.items()]
-    return sorted(found, key=lambda each: _order(each, wish))
+    if groups is None:
+        groups = {each.peer: announced_group(each.addresses[0]) or "" if each.addresses else "" for each in of_model}
+    found = [_served(model.blocks, precision, own, groups) for precision, own in by_precision.items()]
+    backers = min(BACKERS, max((each.groups for each in found if each.is_whole), default=0))
+    return sorted(found, key=lambda each: _order(each, wish, backers))
 
 
-def _order(each: ServedPrecision, wish: PrecisionWish) -> tuple[object, ...]:
+def backing_servers(announcements: Iterable[Announcement], backed: Mapping[PeerId, str]) -> list[Announcement]:
+    """Servers to ask whether they answer: of two address groups for each block, as they say, besides those `backed`.
+
+    `announcements` are of one precision, in the order in which they are preferred.
+    """
+    groups_of: dict[int, set[str]] = {}
+    chosen: list[Announcement] = []
+    announcements = list(announcements)
+    for each in (each for each in announcements if each.peer in backed):
+        for block in range(each.offer.span.start, each.offer.span.end):
+            groups_of.setdefault(block, set()).add(backed[each.peer])
+    for each in (each for each in announcements if each.peer not in backed and each.addresses):
+        group = announced_group(each.addresses[0]) or ""
+        blocks = range(each.offer.span.start, each.offer.span.end)
+        if any(len(had := groups_of.get(block, set())) < BACKERS and group not in had for block in blocks):
+            chosen.append(each)
+            for block in blocks:
+                groups_of.setdefault(block, set()).add(group)
+    return chosen
+
+
+def _order(each: ServedPrecision, wish: PrecisionWish, backers: int) -> tuple[object, ...]:
     return (
         not each.is_whole,
         sum(map(len, each.missing)),
+        each.is_whole and each.groups < backers,
         each.precision != wish.nearest,
         -each.tokens_per_s,
         each.precision.name,
     )
 
 
-def _served(blocks: int, precision: Precision, servers: Sequence[PlacedServer]) -> ServedPrecision:
+def _served(
+    blocks: int, precision: Precision, servers: Sequence[PlacedServer], groups: Mapping[PeerId, str]
+) -> ServedPrecision:
     missing = uncovered(blocks, [each.span for each in servers])
-    return ServedPrecision(precision, len(servers), tuple(missing), throughput(blocks, servers))
+    at_blocks: list[set[str]] = [set() for _ in range(blocks)]
+    for server in servers:
+        if (group := groups.get(server.peer)) is not None:
+            for block in range(server.span.start, min(server.span.end, blocks)):
+                at_blocks[block].add(group)
+    least = min(map(len, at_blocks), default=0)
+    return ServedPrecision(precision, len(servers), tuple(missing), throughput(blocks, servers), least)
 
 
 def _server(announcement: Announcement) -> PlacedServer:
@@ -83,14 +128,24 @@ def _server(announcement: Announcement) -> PlacedServer:
     return PlacedServer(announcement.peer, offer.span, one_speed(speed, len(offer.span)))
 
 
-def describe_choice(chosen: ServedPrecision, all_served: Sequence[ServedPrecision], wish: PrecisionWish) -> str:
-    """One line for the user: which precision was found, and why not one nearer to exact."""
+def describe_choice(
+    chosen: ServedPrecision,
+    all_served: Sequence[ServedPrecision],
+    wish: PrecisionWish,
+    failed: Mapping[Precision, str] | None = None,
+) -> str:
+    """One line for the user: which precision was found, and why not one nearer to exact. `failed` have been tried."""
     text = f"{chosen.precision.name}: {_count(chosen.servers)} the whole model in it"
     if chosen.precision == wish.nearest:
         return text
     exact = next((each for each in all_served if each.precision == wish.nearest), None)
     if exact is None:
         return f"{text}, and nobody serves {wish.nearest.name}"
+    if failed and exact.precision in failed:
+        return f"{text}, and {exact.precision.name}, which is announced, did not work: {failed[exact.precision]}"
+    if exact.is_whole and exact.groups < min(BACKERS, chosen.groups):
+        few = f"too few servers of {exact.precision.name} answer at different addresses"
+        return f"{text}, and {few}: name it as the dtype if you trust them"
     if exact.is_whole:
         return f"{text}, and no way through the servers of {wish.nearest.name} was found"
     return f"{text}, and {wish.nearest.name} lacks blocks {_spans(exact.missing)}"

@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.ids import PeerId
 from llmnode.core.model import ModelInfo, Precision, PrecisionWish, Profile, precision_named, wish_named
 from llmnode.core.placement.claims import of_weights
-from llmnode.core.placement.precisions import describe_choice, describe_gaps, served_precisions
+from llmnode.core.placement.precisions import (
+    backing_servers,
+    describe_choice,
+    describe_gaps,
+    served_precisions,
+)
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
 
@@ -67,6 +74,48 @@ def test_a_boast_does_not_make_a_precision_the_first() -> None:
     """It counts twice the median at most, of the servers of all precisions."""
     crowd = [offer("bfloat16")] * 3
     assert names(*crowd, offer("float16", block_us=1)) == ["bfloat16", "float16"]
+
+
+def at(host: str, each: Offer, name: str = "") -> Announcement:
+    return Announcement(PeerId(name or host), (f"/ip4/{host}/tcp/1/p2p/{host}",), 0, 1, "llmnode", each)
+
+
+def test_what_a_single_address_group_serves_comes_after_what_two_serve() -> None:
+    """Its identities do not count. It counts as before if there is nothing better."""
+    crowd = [at("9.9.9.9", offer("float32", block_us=1), f"sybil {number}") for number in range(9)]
+    alone, other = at("8.8.8.8", offer("bfloat16")), at("8.8.4.4", offer("bfloat16"))
+
+    def order(*announcements: Announcement, groups: dict[PeerId, str] | None = None) -> list[str]:
+        return [each.precision.name for each in served_precisions(MODEL, announcements, ANY, groups)]
+
+    assert order(*crowd, alone) == ["float32", "bfloat16"]
+    assert order(*crowd, alone, other) == ["bfloat16", "float32"]
+    far = at("7.7.7.7", offer("float32"))
+    assert order(*crowd, far, alone, other) == ["float32", "bfloat16"]
+    answering = {each.peer: f"group of {each.peer}" for each in (alone, other)}
+    assert order(*crowd, far, alone, other, groups=answering) == ["bfloat16", "float32"], "where they say they are"
+    half = at("7.7.7.7", offer("float32", FRONT))
+    assert order(*crowd, half, alone, other) == ["bfloat16", "float32"], "each block has to have two"
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 8), st.integers(0, 3), st.booleans()), max_size=12))
+def test_those_that_are_asked_are_of_two_groups_for_each_block_if_there_are_any(
+    servers: list[tuple[int, int, int, bool]],
+) -> None:
+    announced = [
+        at(f"8.8.{group}.8", offer("float32", Span(start, min(8, start + length))), f"peer {number}")
+        for number, (start, length, group, _) in enumerate(servers)
+    ]
+    backed = {
+        each.peer: f"8.8.{group}.0/24" for each, (*_, group, here) in zip(announced, servers, strict=True) if here
+    }
+    chosen = backing_servers(announced, backed)
+    assert not {each.peer for each in chosen} & backed.keys()
+    for block in range(8):
+        there = {group for start, length, group, _ in servers if start <= block < start + length}
+        held = {each.addresses[0].split("/")[2] for each in chosen if each.offer.span.covers(Span(block, block + 1))}
+        here = {group for start, length, group, own in servers if own and start <= block < start + length}
+        assert len(held | {f"8.8.{group}.8" for group in here}) >= min(2, len(there))
 
 
 def test_only_the_same_weights_count_and_only_with_their_number_of_blocks() -> None:
