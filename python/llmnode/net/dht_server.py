@@ -28,7 +28,7 @@ from llmnode.net.circuit_wire import leave, receive, send
 from llmnode.net.dht_stores import kept_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from libp2p.abc import INetStream
     from libp2p.kad_dht.kad_dht import KadDHT
@@ -45,7 +45,9 @@ FAILURES = (PeerError, BaseLibp2pError, StreamError, MultiaddrError, ValueError,
 class DhtServer:
     """Its `take_stream` is the handler of the DHT's streams."""
 
-    def __init__(self, dht: KadDHT, policy: DhtPolicy) -> None:
+    def __init__(self, dht: KadDHT, policy: DhtPolicy, key_of: Callable[[ID], str]) -> None:
+        """`key_of` gives the key of the record that a peer may keep here: its own."""
+        self._key_of = key_of
         self._dht = dht
         self._policy = policy
         self._rates = Rates(policy.requests_burst, policy.requests_per_s)
@@ -143,7 +145,7 @@ class DhtServer:
                 self._add_provider(request, peer)
                 return None  # go-libp2p waits for none, and can crash over one
             case kinds.PUT_VALUE:
-                answer.record.CopyFrom(self._put(request))
+                answer.record.CopyFrom(self._put(request, peer))
             case _:
                 raise RemoteProtocolError("no request of the DHT")
         return answer
@@ -192,9 +194,15 @@ class DhtServer:
                 self._dht.provider_store.add_provider(request.key, PeerInfo(peer, addresses))
             return
 
-    def _put(self, request: Message) -> Record:
-        """Raises RemoteProtocolError, or ValueError for what the validator refuses."""
+    def _put(self, request: Message, peer: ID) -> Record:
+        """Raises RemoteProtocolError, or ValueError for what the validator refuses.
+
+        A peer speaks for itself alone: the record counts for the address group that brings it. Else a stranger could
+        bring those of others, and then fill its share, so that they make way.
+        """
         key, value = request.record.key, request.record.value
+        if key.decode() != self._key_of(peer):
+            raise RemoteProtocolError("the record of another peer")
         if request.key != key or not value or request.record.ByteSize() > self._policy.record_bytes:
             raise RemoteProtocolError("no record that could be kept")
         validator = self._dht.validator

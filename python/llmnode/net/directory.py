@@ -147,7 +147,7 @@ class _Kademlia(KadDHT):
         super().__init__(network.host, mode, validator=validator, strict_validation=True)
         self.values = self.value_store = Values(network.host, policy)
         self.providers = self.provider_store = Providers(network.host, self.peer_routing, policy)
-        self._server = DhtServer(self, policy)
+        self._server = DhtServer(self, policy, lambda peer: _peer_key(PeerId(peer.to_base58())))
 
     async def handle_stream(self, stream: INetStream) -> None:
         await self._server.take_stream(stream)

@@ -22,7 +22,7 @@ from llmnode.core.announcement import Announcement, SignedAnnouncement
 from llmnode.core.budget import Resource
 from llmnode.core.ids import PeerId
 from llmnode.core.policy import DhtPolicy, LinkPolicy
-from llmnode.errors import PeerError
+from llmnode.errors import PeerError, RemoteProtocolError
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer
 from llmnode.net.circuit_wire import receive, send
 from llmnode.net.dht_stores import kept_for
@@ -152,8 +152,8 @@ async def test_many_identities_do_not_hide_a_server_of_the_model() -> None:
         assert len(providers._of_key[key]) <= DhtPolicy().providers_per_key
 
 
-def announced(number: int) -> tuple[bytes, bytes, Record]:
-    """A key, its value, and both as a record, of a peer of its own."""
+def announced(number: int) -> tuple[ID, bytes, Record]:
+    """A peer of its own, its key, and its record."""
     identity = fresh_identity()
     peer = PeerId(ID.from_pubkey(identity.public_key).to_base58())
     now_ms = int(time.time() * 1000)
@@ -161,25 +161,25 @@ def announced(number: int) -> tuple[bytes, bytes, Record]:
     signed = sign_announcement(announcement, identity.private_key.sign).signed
     value = msgpack.packb((signed.body, signed.signature))
     key = _peer_key(peer).encode()
-    return key, value, Record(key=key, value=value)
+    return ID.from_string(peer), key, Record(key=key, value=value)
 
 
 @in_trio
 async def test_a_full_store_answers_at_once_and_keeps_its_size() -> None:
     """With py-libp2p's, every record beyond 50,000 takes a third of a second of the event loop."""
     async with AsyncExitStack() as stack:
-        server, directory = await keeper(stack, value_bytes=1 << 20)
+        _, directory = await keeper(stack, value_bytes=1 << 20)
         values, handler = directory._dht.values, directory._dht._server
-        honest_key, _, honest = announced(0)
+        _, honest_key, honest = announced(0)
         values.put_record(honest_key, honest)
         for number in range(6000):
             with kept_for("8.8.8.0/24"):
                 values.put_record(b"%d" % number, Record(key=b"%d" % number, value=bytes(300)))
         assert values.size_bytes <= 1 << 20
         assert values.has(honest_key), "the group that holds most makes way"
-        times, asking = [], ID.from_string(server.peer)
+        times = []
         for number in range(20):
-            key, _, record = announced(number)
+            asking, key, record = announced(number)
             for request in (
                 Message(type=KINDS.PUT_VALUE, key=key, record=record),
                 Message(type=KINDS.GET_VALUE, key=key),
@@ -195,10 +195,28 @@ async def test_a_full_store_answers_at_once_and_keeps_its_size() -> None:
 
 
 @in_trio
+async def test_a_stranger_cannot_bring_the_record_of_another_peer_and_have_it_make_way() -> None:
+    """It has the newest announcement from the exchange, before its peer has published it."""
+    async with AsyncExitStack() as stack:
+        _, directory = await keeper(stack, value_bytes=1 << 20)
+        values, handler = directory._dht.values, directory._dht._server
+        peer, key, record = announced(0)
+        request = Message(type=KINDS.PUT_VALUE, key=key, record=record)
+        with kept_for("8.8.8.0/24"), pytest.raises(RemoteProtocolError, match="another peer"):
+            handler._answer(request, fresh_id())
+        with kept_for("9.9.9.0/24"):
+            assert handler._answer(request, peer) is not None
+        for number in range(6000):
+            with kept_for("8.8.8.0/24"):
+                values.put_record(b"%d" % number, Record(key=b"%d" % number, value=bytes(300)))
+        assert values.has(key)
+
+
+@in_trio
 async def test_records_are_kept_for_minutes() -> None:
     async with AsyncExitStack() as stack:
         _, directory = await keeper(stack, lifetime_s=0.1)
-        key, _, record = announced(1)
+        _, key, record = announced(1)
         directory._dht.values.put_record(key, record)
         directory._dht.providers.add_provider(b"key", PeerInfo(fresh_id(), [Multiaddr("/ip4/127.0.0.1/tcp/1")]))
         assert directory._dht.values.has(key)
