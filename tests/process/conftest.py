@@ -20,6 +20,8 @@ from llmnode.node.settings import without_settings
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from process.strangers import Served
+
 SERVE = [sys.executable, "-P", "-m", "llmnode.node", "serve", "--json", "--until-stdin-closes"]
 STOP_S = 20
 
@@ -125,3 +127,13 @@ def tokenizer(folder: Any) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder.path, padding_side="left")
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of a small model, which strangers attack, for all tests that leave it as it was."""
+    from process.strangers import serve_to_strangers
+
+    folder, errors = tmp_path_factory.mktemp("model") / "small", tmp_path_factory.mktemp("said") / "stderr"
+    with serve_to_strangers(folder, errors) as served:
+        yield served
