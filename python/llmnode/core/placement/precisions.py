@@ -57,11 +57,11 @@ def served_precisions(
 ) -> list[ServedPrecision]:
     """Every precision that `wish` allows and this version can compute in, in the order in which to try them.
 
-    Those that are served whole come first, then those that lack fewer blocks. One that is
-    served whole by a single address group comes after those of more. Among equals, the one nearest to exact comes first,
-    then those of more throughput. `announcements` are those that count. `groups` are the address groups of the peers
-    that have answered. Without it, each counts for the group of the first address that it announces. The precision of
-    `model` does not matter.
+    Those that are served whole come first, then those that lack fewer blocks. One that a single address group serves
+    comes after those that several serve. Among equals, the one nearest to exact comes first, then those of more
+    throughput. `announcements` are those that count. `groups` are the address groups of the peers that have answered.
+    Without it, each counts for the group of the first address that it announces. The precision of `model` does not
+    matter.
     """
     of_model = [each for each in of_weights(announcements, model) if each.offer.profile.precision.is_known]
     # All together: a claim is limited by what others claim, whatever precision it is for.
