@@ -185,6 +185,18 @@ def test_the_example_of_deep_prompts_learns_a_corpus(nodes: list[Any], tmp_path:
     assert (tmp_path / "model.safetensors").exists()
 
 
+def test_the_example_of_two_personas_teaches_each_its_own_answers(nodes: list[Any], tmp_path: Path) -> None:
+    options = ["--steps", "3", "--batch", "2", "--new-tokens", "2", "--save", str(tmp_path)]
+    command = [sys.executable, str(EXAMPLES / "personas.py"), *options, *(node.address for node in nodes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    scores = re.findall(r"(\w+): (\d+)% of held-out tokens right \(before: (\d+)%\)", done.stdout)
+    assert [name for name, _, _ in scores] == ["pirate", "butler"]
+    for name, after, before in scores:
+        assert int(after) >= 40 > int(before) + 10
+        assert (tmp_path / name / "adapter_model.safetensors").exists()
+
+
 def test_a_file_of_prompts_gives_a_json_line_each(nodes: list[Any], tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("One\n\nTwo\n")
