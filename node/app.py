@@ -20,6 +20,7 @@ from llmnode.core.policy import LinkPolicy, ReachPolicy, RelayPolicy, ServePolic
 from llmnode.core.serving.kv_memory import parse_memory
 from llmnode.core.span import parse_span
 from llmnode.errors import ConfigError, PeerError, single_error
+from llmnode.machine.hardware import hardware
 from llmnode.net.addresses import CIRCUIT, LISTEN_ANY_LOOPBACK
 from llmnode.net.directory import open_directory
 from llmnode.net.host import open_network
@@ -29,11 +30,14 @@ from llmnode.node.listening import check_places
 from llmnode.node.nearby import describe, living_nearby
 from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.links import accept_links, answer_as_relay
+from llmnode.node.serve.network_speed import keep_measuring
 from llmnode.node.serve.placing import choose_blocks, choose_precision
 from llmnode.node.serve.rebalance import rebalance
 from llmnode.node.serve.role import Role
 from llmnode.node.serve.server import Server
 from llmnode.node.serve.server_link import serve_links
+from llmnode.node.serve.speed import measure_compute
+from llmnode.node.serve.speed_cache import SpeedCache
 from llmnode.node.watching import Notice, log_notice, watch
 from llmnode.swarm.former_peers import FormerPeers
 from llmnode.swarm.membership import Swarm
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
     from llmnode.core.peers.nat import Reach
     from llmnode.core.span import Span
     from llmnode.net.host import Libp2pNetwork
+    from llmnode.node.serve.speed_cache import Measure
     from llmnode.ports import WorkerSource
 
 THREAD, PROCESS = "thread", "process"
@@ -107,6 +112,11 @@ class NodeConfig:
     identity: Path | None = None
     make_loader: MakeLoader = SpanLoader
     """Makes the loader of a worker in a thread: benchmarks serve with executors of their own."""
+
+    @property
+    def speed_settings(self) -> str:
+        """The hardware and the settings that decide how fast a span is, beside the span and its precision."""
+        return f"{hardware()}, {self.device}, KV on {self.kv_device}, {self.threads} threads, {self.worker}"
 
     def way_in(self) -> Invite:
         """Raises ConfigError."""
@@ -208,12 +218,13 @@ async def open_node(
                 swarm,
             ),
             _found_by_mdns(config, way_in, network, swarm, report, serves),
-            _source_for(swarm, config, report, report_worker) as (source, model),
+            source_for(swarm, config, report, report_worker) as (source, model),
             open_pool(network) as pushes,
         ):
             span = await choose_blocks(config.blocks, model, source, swarm)
             server = Server(network, model, ServePolicy(), swarm, pushes)
-            role = Role(source, model, span, server, swarm, report_worker=report_worker)
+            measure = measure_for(config)
+            role = Role(source, model, span, server, swarm, report_worker=report_worker, measure=measure)
             node = RunningNode(network, model, swarm, server, role, source, way_in.key is not None)
             async with trio.open_nursery() as nursery:
                 report(f"reading blocks {span} of {model.name}")
@@ -221,6 +232,7 @@ async def open_node(
                 nursery.start_soon(serve_links, server)
                 serves.set()
                 nursery.start_soon(node.follow_addresses, report_addresses)
+                nursery.start_soon(keep_measuring, role, swarm, network)
                 if config.rebalance and ":" not in config.blocks:
                     nursery.start_soon(rebalance, network.peer, role, swarm, report)
                 yield node
@@ -305,7 +317,7 @@ def _found_by_mdns(
 
 
 @asynccontextmanager
-async def _source_for(
+async def source_for(
     swarm: Swarm, config: NodeConfig, report: Callable[[str], None], report_worker: Callable[[str, bool], None]
 ) -> AsyncIterator[tuple[WorkerSource, ModelInfo]]:
     """A source in a precision that suits the swarm, and its model: which precisions there are depends on the model."""
@@ -362,6 +374,12 @@ async def open_source(
         yield source
     finally:
         await source.end()
+
+
+def measure_for(config: NodeConfig) -> Measure:
+    """Measures a worker of this node, unless the speed is known from a former run."""
+    is_real = config.make_loader is SpanLoader
+    return SpeedCache(config.speed_settings).measured_once() if is_real else measure_compute
 
 
 def check(config: NodeConfig) -> None:

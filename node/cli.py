@@ -19,6 +19,7 @@ from llmnode.node.commands import (
     doctor,
     generate,
     invite,
+    plan,
     relay,
     serve,
     speed,
@@ -38,7 +39,7 @@ EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
 
-COMMANDS = (demo, serve, relay, generate, chat, status, speed, doctor, invite, verify, config, bench)
+COMMANDS = (demo, serve, relay, generate, chat, status, speed, plan, doctor, invite, verify, config, bench)
 
 
 def main(argv: Sequence[str] | None = None, make_loader: MakeLoader | None = None) -> int:

@@ -74,6 +74,14 @@ def model_and_way_in(arguments: argparse.Namespace) -> tuple[str | None, Invite]
     return model or found.hub_model, found
 
 
+def swarm_to_join(arguments: argparse.Namespace, named: Invite) -> Invite:
+    """The swarm that was `named`; else, if none was, that of this network. Raises ConfigError if there is none."""
+    if not named.peers:
+        return _nearby(arguments, named)
+    check_peers(named.peers)
+    return named
+
+
 def _entry(arguments: argparse.Namespace, dest: str, invite: str | None) -> Invite:
     """The way in by the `invite` of the option `dest`, or without one. A key of the settings is used if the invite has
     none. If one of the two is on the command line, its key goes before that of the settings.

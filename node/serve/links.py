@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode import _native
 from llmnode.core.budget import Resource
 from llmnode.errors import PeerRefused, PeerUnreachable, RemoteProtocolError
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import RefusalCode
+from llmnode.wire.messages import RefusalCode, check_empty, pack
+from llmnode.wire.probe_messages import Probed
 from llmnode.wire.refusal import refusal_for
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ async def answer_as_relay(swarm: Swarm, conduct: Conduct, link: Link) -> None:
         try:
             if frame.type in (FrameType.DESCRIBE, FrameType.OPEN):
                 raise PeerRefused(RefusalCode.SPAN_NOT_HELD, "this is a relay: it holds no blocks")
-            await answer_about_swarm(swarm, link, frame)
+            await answer_any(swarm, conduct, link, frame)
         except (PeerRefused, RemoteProtocolError) as error:
             await link.send(refusal_for(frame, error))
             if isinstance(error, RemoteProtocolError):
@@ -86,11 +88,26 @@ def _answer_with_view(swarm: Swarm, link: Link, frame: Frame) -> Frame:
         link.scope.release(Resource.MEMORY, answer_bytes)
 
 
-async def answer_about_swarm(swarm: Swarm | None, link: Link, frame: Frame) -> None:
-    """Raises RemoteProtocolError for malformed frames and frames of other types, PeerRefused for unknown types, and
-    without memory.
+def _answer_probe(conduct: Conduct, link: Link, frame: Frame) -> Frame:
+    """The digest of its bytes, which the link has reserved memory for. Raises PeerRefused for too many probes."""
+    check_empty(frame.meta, "PROBE")
+    if len(frame.payload) > conduct.probe_bytes:
+        raise RemoteProtocolError(f"a probe of {len(frame.payload)} bytes, at most {conduct.probe_bytes} allowed")
+    if (wait_s := conduct.take_probe(link)) is not None:
+        raise PeerRefused(RefusalCode.BUSY, "your address sends many probes", retry_after_s=wait_s)
+    digest = _native.blake3_digest(frame.payload)
+    return Frame(FrameType.PROBED, frame.session, frame.epoch, frame.step, meta=pack(Probed(digest)))
+
+
+async def answer_any(swarm: Swarm | None, conduct: Conduct, link: Link, frame: Frame) -> None:
+    """Answer what every node answers, whatever it serves.
+
+    Raises RemoteProtocolError for malformed frames and frames of other types, PeerRefused for unknown types, without
+    memory, and for too many probes.
     """
-    if frame.type is FrameType.VIEW and swarm is not None:
+    if frame.type is FrameType.PROBE:
+        await link.send(_answer_probe(conduct, link, frame))
+    elif frame.type is FrameType.VIEW and swarm is not None:
         await link.send(_answer_with_view(swarm, link, frame))
     elif frame.type is FrameType.NEWS and swarm is not None:
         await swarm.take_news(frame, link)

@@ -7,12 +7,13 @@ lives on under the same identity. Torch-free: workers come from a `WorkerSource`
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import trio
 
 from llmnode.core.announcement import Offer
-from llmnode.core.policy import LifePolicy
+from llmnode.core.policy import LifePolicy, ProbePolicy
 from llmnode.core.serving.node_life import (
     Announce,
     AwaitSessions,
@@ -37,8 +38,9 @@ from llmnode.core.serving.node_life import (
     join,
     transition,
 )
+from llmnode.core.speed import ComputeSpeed, NetworkSpeed, announced_speed, seen
 from llmnode.errors import ConfigError, ModelError, WorkerLost
-from llmnode.node.serve.speed import step_us
+from llmnode.node.serve.speed import measure_compute
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -65,7 +67,7 @@ class Role:
         swarm: Swarm,
         *,
         report_worker: Callable[[str, bool], None] = lambda _line, _serves: None,
-        measure: Callable[[Worker, ModelInfo], Awaitable[int]] = step_us,
+        measure: Callable[[Worker, ModelInfo], Awaitable[ComputeSpeed]] = measure_compute,
     ) -> None:
         """`report_worker` is told in a line when a worker serves that is not the first."""
         self.state: State = Joining(span)
@@ -79,7 +81,14 @@ class Role:
         self._worker: Worker | None = None
         self._served: Span | None = None
         """The span of the worker before."""
-        self._block_us = 0
+        self._measured = ComputeSpeed()
+        """The speed of the worker, before it had sessions."""
+        self._decodes_before = 0
+        """The forwards of decodes that the worker had done by then."""
+        self.learns = True
+        """The times of sessions replace the first measurement. False for a simulated liar."""
+        self.network = NetworkSpeed()
+        """The latest measurement."""
         self._error: Exception | None = None
         """Why blocks could not be loaded, the last time."""
         self._changed = trio.Event()
@@ -94,19 +103,34 @@ class Role:
         """The blocks that the node serves, or that it is loading."""
         return self.state.span
 
+    @property
+    def compute(self) -> ComputeSpeed:
+        """The speed of the worker with its span: as sessions have seen it lately, else as it was measured."""
+        if self._worker is None or not self.learns:
+            return self._measured
+        forwards = self._worker.seen
+        since = replace(forwards, decodes=forwards.decodes - self._decodes_before)
+        return seen(self._measured, since, len(self._worker.span))
+
     def offer(self) -> Offer:
         """The offer that the node announces."""
-        worker = self._worker
+        worker, compute, blocks = self._worker, self.compute, len(self.span)
         return Offer(
             model=self.model.name,
             profile=self.model.profile,
             blocks=self.model.blocks,
             span=self.span,
             state=announced(self.state),
-            block_us=self._block_us,
+            block_us=compute.block_us(blocks),
             kv_tokens=0 if worker is None else worker.kv_tokens,
             kv_tokens_free=0 if worker is None else worker.kv_tokens_free,
+            speed=announced_speed(compute, self.network, blocks, self.model.row_bytes, ProbePolicy().next_peers),
         )
+
+    def note_network(self, network: NetworkSpeed) -> None:
+        """The network was measured (anew): the swarm is told."""
+        self.network = network
+        self.announce()
 
     def announce(self) -> None:
         """Tell the swarm now, and not only when it is time."""
@@ -229,7 +253,7 @@ class Role:
         try:
             worker = await self._source.load(span)
             try:
-                took_us = await self._measure(worker, self.model)
+                measured = await self._measure(worker, self.model)
             except WorkerLost:  # in its first forward, which is when most memory is taken
                 await self._source.wait_lost()
                 self._report(Lost(), scope)
@@ -238,7 +262,7 @@ class Role:
             await self._give_up(error, scope)
             return
         self._source.serves()
-        self._worker, self._block_us = worker, max(1, took_us // len(span))
+        self._worker, self._measured, self._decodes_before = worker, measured, worker.seen.decodes
         self._report(Ready(span), scope)
         if self._served is not None and isinstance(self.state, Online):
             self._report_worker(f"the worker serves blocks {span}{' again' * (span == self._served)}", True)

@@ -19,7 +19,7 @@ from llmnode.node.serve.link_adapters import REQUESTS as ADAPTERS
 from llmnode.node.serve.link_adapters import LinkAdapters
 from llmnode.node.serve.link_pushes import LinkPushes
 from llmnode.node.serve.link_requests import LinkRequests
-from llmnode.node.serve.links import accept_links, answer_about_swarm
+from llmnode.node.serve.links import accept_links, answer_any
 from llmnode.node.serve.opened_terms import OpenedTerms
 from llmnode.node.serve.passes import REQUESTS as PASSES
 from llmnode.node.serve.passes import LinkPasses
@@ -125,7 +125,7 @@ class ServerLink:
                 case FrameType.RESUME:
                     await self._resume(frame)
                 case _:
-                    await answer_about_swarm(self._server.swarm, self._link, frame)
+                    await answer_any(self._server.swarm, self._server.conduct, self._link, frame)
         except (PeerRefused, RemoteProtocolError) as error:
             await self._link.send(refusal_for(frame, error))
             if isinstance(error, RemoteProtocolError):

@@ -12,6 +12,7 @@ import trio
 
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.operations import Close, Forward, Open
+from llmnode.core.speed import ComputeSpeed
 from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +21,12 @@ if TYPE_CHECKING:
     from llmnode.core.model import ModelInfo
     from llmnode.ports import Worker
 
-ANNOUNCED_STEPS = 9
+QUICK_STEPS = 9
+QUICK_SHARED_STEPS = 4
+QUICK_PROMPT = 128
+"""A server measures itself by this little before it serves."""
+PATIENCE_S = 1.5
+"""After this time the rest of it is left out: a slow device shows how slow it is in a few steps."""
 STEPS = 16
 PROMPT = 512
 SESSIONS = 8
@@ -40,19 +46,36 @@ class Speed:
     prompt: int
 
 
-async def step_us(worker: Worker, model: ModelInfo) -> int:
-    """The time of one token through the span: a median, after a first step that warms caches up.
+async def first_step(worker: Worker, model: ModelInfo) -> None:
+    """One decode, if there is KV for it: it takes the memory that later ones take. Raises WorkerLost."""
+    async with _sessions(worker, 1, 1) as sessions:
+        for session in sessions:
+            await worker.do(Forward(session, 0, 1, bytes(model.row_bytes)))
 
-    0 if there is no KV for it.
+
+async def measure_compute(worker: Worker, model: ModelInfo) -> ComputeSpeed:
+    """The rates of a worker as it will serve: its blocks in their precision, its threads, and all else that runs here.
+
+    It takes a few seconds. On a slow device there is no time for some rates: they count as no faster than one decode
+    after the other. Without KV for it, all rates are 0. Raises WorkerLost.
     """
-    async with _sessions(worker, 1, ANNOUNCED_STEPS + 1) as sessions:
+    began_s = trio.current_time()
+    async with _sessions(worker, 1, QUICK_STEPS + 1) as sessions:
         if not sessions:
-            return 0
-        row = bytes(model.row_bytes)
-        times = [
-            (await worker.do(Forward(sessions[0], step, 1, row))).compute_us for step in range(ANNOUNCED_STEPS + 1)
-        ]
-    return int(statistics.median(times[1:]))
+            return ComputeSpeed()
+        times_us: list[int] = []
+        while len(times_us) <= QUICK_STEPS and (len(times_us) < 2 or trio.current_time() < began_s + PATIENCE_S):
+            step = Forward(sessions[0], len(times_us), 1, bytes(model.row_bytes))
+            times_us.append((await worker.do(step)).compute_us)
+    decode = 1e6 / max(1.0, statistics.median(times_us[1:]))  # the first one warms caches up
+    shared = prefill = 0.0
+    count = min(SESSIONS, worker.kv_tokens_free // QUICK_SHARED_STEPS)
+    if count > 1 and trio.current_time() < began_s + PATIENCE_S:
+        shared = await _decode(worker, model, count, QUICK_SHARED_STEPS)
+    prompt = min(QUICK_PROMPT, model.context_tokens, worker.kv_tokens_free)
+    if prompt > 1 and trio.current_time() < began_s + 2 * PATIENCE_S:
+        prefill = await _prefill(worker, model, prompt)
+    return ComputeSpeed(decode, max(decode, shared), max(decode, prefill))
 
 
 async def measure_speed(

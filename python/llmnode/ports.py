@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from llmnode.core.model import ModelInfo
     from llmnode.core.operations import Buffer, Control, Operation, Pass, Slice
     from llmnode.core.span import Span
+    from llmnode.core.speed import ForwardsSeen
     from llmnode.core.traffic import Traffic
     from llmnode.wire.frame import Frame
 
@@ -196,6 +197,10 @@ class Worker(Protocol):
     @property
     def busy_us(self) -> int:
         """The time for which executors have computed since the worker began, in microseconds."""
+
+    @property
+    def seen(self) -> ForwardsSeen:
+        """The times of forwards until now."""
 
     @property
     def pass_s(self) -> float | None:

@@ -56,6 +56,7 @@ BENCHES = {
     "opening": Bench("opening", "the time until a client has its first token from a swarm that is far away"),
     "pipeline": Bench("pipeline.pipeline", "several texts at once through 1 to 4 servers"),
     "placement": Bench("placement.placement", "which blocks servers choose, against Petals' rule, optima and Helix"),
+    "plan": Bench("plan.plan", "forecasts of `llmnode plan` against sessions, over links of several delays and rates"),
     "products": Bench("products", "matrix products of a few rows in several forms"),
     "quality": Bench("quality.quality", "tokens and likelihood under lossy codecs, dtypes and weights"),
     "ragged-attention": Bench("ragged_attention", "attention over sequences of unequal length"),

@@ -118,6 +118,38 @@ def test_the_speed_of_this_machine_is_measured_as_a_server_would_serve() -> None
         assert len(measured[f"{kind}_tokens_per_s"]) == 2
     shown = _run(*LLMNODE, "speed", "--blocks", "1", "--rounds", "1", "--worker", "thread").stdout
     assert "decode, 8 sessions at once" in shown and "prefill of 512 tokens" in shown
+    assert measured["announced_tokens_per_s"] is None, "nobody was named to measure the network against"
+
+
+def test_a_plan_names_the_blocks_that_a_server_would_take_and_what_they_give(
+    nodes: list[Any], peers: list[str]
+) -> None:
+    done = _run(
+        *LLMNODE, "plan", "--blocks", "3", "--threads", "1", "--prompt-tokens", "16", "--json", "--peers", *peers
+    )
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    node, without, with_it = plan["node"], plan["without"], plan["with"]
+    assert (plan["servers"], plan["missing"], len(plan["round_trips_us"])) == (2, [], 2)
+    assert node["blocks"][1] - node["blocks"][0] == 3
+    assert 0 < node["announced_tokens_per_s"] <= node["shared_tokens_per_s"] + 1
+    assert node["upload_bytes_per_s"] > 0 and node["kv_bytes"] > 0 and node["weights_bytes"] > 0
+    assert [hop[1:] for hop in without["session"]["hops"]] == [[0, 12], [12, 30]]
+    assert with_it["tokens_per_s"] >= without["tokens_per_s"] > 0
+    parts = [without["session"][f"{part}_s"] for part in ("compute", "ways", "send", "client")]
+    assert all(part > 0 for part in parts)
+    assert 1 / sum(parts) == pytest.approx(without["session"]["tokens_per_s"])
+
+    said = _run(*LLMNODE, "generate", "--max-new-tokens", "24", "--json", "--peers", *peers).stderr
+    (tokens_per_s,) = re.findall(r"then ([\d.]+) tokens/s", said)
+    assert 0.2 < without["session"]["tokens_per_s"] / float(tokens_per_s) < 5, "the benchmark `plan` is more exact"
+
+
+def test_a_plan_without_a_swarm_says_what_to_name() -> None:
+    done = _run(*LLMNODE, "plan", "--no-mdns")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "no peers are named" in line and "--peers" in line
 
 
 def test_more_kv_than_there_is_memory_for_is_refused_with_numbers() -> None:

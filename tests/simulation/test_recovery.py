@@ -71,7 +71,8 @@ async def test_a_connection_to_who_takes_over_is_ready() -> None:
     for standbys in (True, False):
         async with world() as swarm:
             await swarm.start("contact", Span(0, 1))
-            async with swarm.client(ClientPolicy(route=RoutePolicy(standbys=standbys))) as (router, _):
+            route = RoutePolicy(standbys=standbys, measured_peers=8 * standbys)  # to measure is to connect
+            async with swarm.client(ClientPolicy(route=route)) as (router, _):
                 for name in ("0a", "0b"):
                     await swarm.start(name, ALL_BLOCKS)
                 await trio.sleep(10)

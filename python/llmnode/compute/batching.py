@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from llmnode.core.operations import Buffer, Control, Operation, Pass, Slice
     from llmnode.core.serving.scheduling import Batch
     from llmnode.core.span import Span
+    from llmnode.core.speed import ForwardsSeen
     from llmnode.ports import Held
 
     Run = Callable[[Work], Awaitable[tuple[Done, float, float]]]
@@ -67,6 +68,10 @@ class BatchingWorker:
     @property
     def busy_us(self) -> int:
         return int(1e6 * self._busy_s)
+
+    @property
+    def seen(self) -> ForwardsSeen:
+        return self._scheduler.seen
 
     @property
     def pass_s(self) -> float | None:

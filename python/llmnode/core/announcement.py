@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from llmnode.core.speed import UNMEASURED, AnnouncedSpeed
+
 if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
     from llmnode.core.model import Profile
@@ -52,11 +54,12 @@ class Offer:
     kv_tokens: int
     """Positions that all its sessions together may hold: a longer one will never fit. 0 while it is joining."""
     kv_tokens_free: int
+    speed: AnnouncedSpeed = UNMEASURED
 
     @property
     def speed_tokens_per_s(self) -> float:
-        """Tokens a second through the whole span, one at a time; the rule for placement weighs spans by it."""
-        return 1e6 / (max(1, self.block_us) * len(self.span))
+        """Tokens a second through the whole span, one at a time; 0 while `block_us` is not known."""
+        return 1e6 / (self.block_us * len(self.span)) if self.block_us else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,10 +32,19 @@ Route: TypeAlias = tuple[Hop, ...]
 
 @dataclass(frozen=True, slots=True)
 class HopCost:
-    """The cost of a token at a peer, in seconds: once for going there, and for each block that it computes."""
+    """The cost of a token at a peer, in seconds: once for going there, and for each block that it computes.
+
+    `way_s` is the time of one way between the client and the peer, twice of which is in `hop_s`; 0 if it is not known.
+    Some of it is saved where the way from the hop before is known, and shorter.
+    """
 
     hop_s: float = 0.005
     block_s: float = 0.001
+    way_s: float = 0.0
+
+
+Ways: TypeAlias = "Mapping[tuple[PeerId, PeerId], float]"
+"""The times from one peer to another, in seconds, for the pairs of which they are known."""
 
 
 class NoRoute(SwarmError):
@@ -51,17 +60,21 @@ class NoRoute(SwarmError):
         super().__init__(f"no peer holds blocks {spans}; {fix}")
 
 
-def find_route(blocks: int, held: Iterable[Hop], costs: Mapping[PeerId, HopCost] | None = None) -> Route:
+def find_route(
+    blocks: int, held: Iterable[Hop], costs: Mapping[PeerId, HopCost] | None = None, ways: Ways | None = None
+) -> Route:
     """The fastest way for a token through blocks 0 to `blocks`, over `held`: peers and all that they hold.
 
-    Peers cost the same without `costs`. At equal cost it takes the fewest hops, and the peers that are named first. No
-    peer comes twice. Raises NoRoute with every span that nobody holds.
+    Peers cost the same without `costs`. Between two peers without one of `ways`, a token goes by way of the client. At
+    equal cost it takes the fewest hops, and the peers that are named first. No peer comes twice. Raises NoRoute with
+    every span that nobody holds.
     """
     holders = list(held)
     missing = uncovered(blocks, [hop.span for hop in holders])
     if missing:
         raise NoRoute(missing)
     cost = [(costs or {}).get(hop.peer, HopCost()) for hop in holders]
+    before = _savings(holders, cost, ways or {})
     # The cheapest way through the blocks until now that ends at each holder, and the holder before each block on it.
     best: dict[int, float] = {}
     came_from: list[dict[int, int]] = []
@@ -72,10 +85,13 @@ def find_route(blocks: int, held: Iterable[Hop], costs: Mapping[PeerId, HopCost]
         origin: dict[int, int] = {}
         for index, hop in enumerate(holders):
             if hop.span.start <= block < hop.span.end:
-                fresh = arriving + cost[index].hop_s
+                fresh, came = arriving + cost[index].hop_s, cheapest
+                for former, saved_s in before.get(index, ()):
+                    if (direct := best.get(former, inf) + cost[index].hop_s - saved_s) < fresh:
+                        fresh, came = direct, former
                 stays = best.get(index, inf) <= fresh
                 reached[index] = (best[index] if stays else fresh) + cost[index].block_s
-                origin[index] = index if stays else cheapest
+                origin[index] = index if stays else came
         came_from.append(origin)
         best = reached
     index = min(best, key=lambda index: best[index])
@@ -86,7 +102,26 @@ def find_route(blocks: int, held: Iterable[Hop], costs: Mapping[PeerId, HopCost]
     return _hops([holders[index].peer for index in reversed(taken)])
 
 
-def find_detour(span: Span, held: Iterable[Hop], costs: Mapping[PeerId, HopCost] | None = None) -> Route:
+def _savings(holders: Sequence[Hop], cost: Sequence[HopCost], ways: Ways) -> dict[int, list[tuple[int, float]]]:
+    """For each holder, those before it from which a direct way is shorter than that by way of the client, and by how
+    much.
+    """
+    numbers: dict[PeerId, list[int]] = {}
+    for index, hop in enumerate(holders):
+        numbers.setdefault(hop.peer, []).append(index)
+    savings: dict[int, list[tuple[int, float]]] = {}
+    for (former, peer), way_s in ways.items():
+        for start in numbers.get(former, ()):
+            for end in numbers.get(peer, ()):
+                saved_s = cost[start].way_s + cost[end].way_s - way_s
+                if saved_s > 0 and start != end:
+                    savings.setdefault(end, []).append((start, min(saved_s, cost[end].hop_s)))
+    return savings
+
+
+def find_detour(
+    span: Span, held: Iterable[Hop], costs: Mapping[PeerId, HopCost] | None = None, ways: Ways | None = None
+) -> Route:
     """The same as `find_route`, through the blocks of `span` alone. Raises NoRoute with what of it nobody holds."""
     start = span.start
     inside = [
@@ -95,7 +130,7 @@ def find_detour(span: Span, held: Iterable[Hop], costs: Mapping[PeerId, HopCost]
         if hop.span.start < span.end and start < hop.span.end
     ]
     try:
-        route = find_route(len(span), inside, costs)
+        route = find_route(len(span), inside, costs, ways)
     except NoRoute as error:
         raise NoRoute([_shifted(missing, start) for missing in error.missing]) from None
     return tuple(Hop(hop.peer, _shifted(hop.span, start)) for hop in route)

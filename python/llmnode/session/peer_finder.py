@@ -17,12 +17,15 @@ import trio
 from llmnode.core.address_groups import announced_group
 from llmnode.core.peers.absence import explain_absence
 from llmnode.core.peers.bans import Bans
-from llmnode.core.peers.standing import Candidate, Standing
+from llmnode.core.peers.standing import Standing, candidate_of
 from llmnode.core.peers.suspicion import Suspicion
+from llmnode.core.peers.ways import believed_ways
+from llmnode.core.policy import ProbePolicy
 from llmnode.core.route import Hop, HopCost, Route, find_detour, find_route
 from llmnode.core.view import online
 from llmnode.errors import ConfigError, NoRoute, PeerError, PeerRefused, PeerTimeout, PeerUnreachable
 from llmnode.session.saved import MOST_CONTACTS, pack, write
+from llmnode.swarm.probing import measure_round_trip
 from llmnode.wire.receipt import Convicted
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ClientPolicy
+    from llmnode.core.route import Ways
     from llmnode.core.span import Span
     from llmnode.receipts.book import Run
     from llmnode.session.saved import SavedSession
@@ -74,6 +78,7 @@ class PeerFinder:
         self._suspicion = Suspicion(policy.trust)
         self._standing = Standing(policy.standing)
         self._full_until_s: dict[PeerId, float] = {}  # peers without free KV for a session, by their own estimate
+        self._measuring: set[PeerId] = set()
 
     async def look_up(self) -> None:
         """Ask the directory for peers of the model. The view has them then."""
@@ -137,7 +142,8 @@ class PeerFinder:
             if each.peer not in avoid and (hurry or not self._is_banned(each))
         ]
         try:
-            route = find_detour(span, _held(usable), self._costs(usable, positions, beside=beside))
+            costs = self._costs(usable, positions, beside=beside)
+            route = find_detour(span, _held(usable), costs, self._ways(usable))
         except NoRoute as error:
             raise NoRoute(error.missing, self._hint(error.missing, positions, avoid)) from None
         connections, errors = await self._connect(route, usable)
@@ -229,6 +235,7 @@ class PeerFinder:
             route = self._route(usable, failed, positions)
             connections, errors = await self._connect(route, usable)
             if not errors:
+                self._measure_some([hop.peer for hop in route], usable)
                 return route, connections
             for error in errors:
                 self.report(error)
@@ -239,11 +246,12 @@ class PeerFinder:
         good = [each for each in usable if not self._is_banned(each)]
         explores = self.rng.random() < self.policy.standing.explored_share
         try:
-            return find_route(self.model.blocks, _held(good), self._costs(good, positions, explores=explores))
+            costs = self._costs(good, positions, explores=explores)
+            return find_route(self.model.blocks, _held(good), costs, self._ways(good))
         except NoRoute:
             pass
         try:
-            return find_route(self.model.blocks, _held(usable), self._costs(usable, positions))
+            return find_route(self.model.blocks, _held(usable), self._costs(usable, positions), self._ways(usable))
         except NoRoute as error:
             if failed:
                 raise next(reversed(failed.values())) from error
@@ -294,7 +302,7 @@ class PeerFinder:
         addresses = {each.peer: each.addresses for each in others}
         for hop in route:
             with suppress(NoRoute):
-                for standby in find_detour(hop.span, _held(others), self._costs(others)):
+                for standby in find_detour(hop.span, _held(others), self._costs(others), self._ways(others)):
                     self.pool.warm(addresses[standby.peer])
 
     def _is_banned(self, announcement: Announcement) -> bool:
@@ -312,10 +320,11 @@ class PeerFinder:
 
         Suspected peers, those without KV for `positions`, and those that have a hop `beside` are dearer.
         """
-        default, now_s = HopCost(), trio.current_time()
+        now_s, round_trips_s = trio.current_time(), self.round_trips_s()
         sessions = {each.peer: len(each.sessions) for each in self.pool.living()}
+        row_bytes = self.model.row_bytes
         candidates = [
-            Candidate(each.peer, each.offer.block_us / 1e6 or default.block_s, sessions.get(each.peer, 0))
+            candidate_of(each, row_bytes, round_trips_s.get(each.peer), sessions.get(each.peer, 0))
             for each in announcements
         ]
         believed = self._standing.costs(candidates, now_s, explores=explores)
@@ -325,8 +334,33 @@ class PeerFinder:
             penalty *= self.policy.route.second_hop_cost if each.peer in beside else 1.0
             is_full = each.offer.kv_tokens_free < positions or self._full_until_s.get(each.peer, 0.0) > now_s
             wait_s = self.policy.route.full_cost_s if is_full else 0.0
-            costs[each.peer] = HopCost(penalty * cost.hop_s + wait_s, penalty * cost.block_s)
+            costs[each.peer] = HopCost(penalty * cost.hop_s + wait_s, penalty * cost.block_s, cost.way_s)
         return costs
+
+    def round_trips_s(self) -> dict[PeerId, float]:
+        """The round trip to each server of which we have measured it over a connection that is open."""
+        return {each.peer: each.round_trip_s for each in self.pool.living() if each.round_trip_s is not None}
+
+    def _ways(self, announcements: Sequence[Announcement]) -> Ways:
+        return believed_ways(announcements, self.round_trips_s())
+
+    def _measure_some(self, first: Sequence[PeerId], usable: Sequence[Announcement]) -> None:
+        """Begin to measure the round trips to the peers `first`, and to a few others. Later routes know them."""
+        known = {*self.round_trips_s(), *self._measuring}
+        most = self.policy.route.measured_peers - len(known.difference(first))
+        others = [each for each in usable if each.peer not in first][: max(0, most)]
+        for each in [*(each for each in usable if each.peer in first), *others]:
+            if each.peer not in known and each.addresses:
+                self._measuring.add(each.peer)
+                self.pool.start_soon(partial(self._measure, each))
+
+    async def _measure(self, announcement: Announcement) -> None:
+        try:
+            with trio.move_on_after(self.policy.route.measure_s), suppress(PeerError, ConfigError):
+                connection = await self.pool.connect(announcement.addresses)
+                await measure_round_trip(connection.best, ProbePolicy())
+        finally:
+            self._measuring.discard(announcement.peer)
 
     def _candidates(self, positions: int = 0) -> list[Announcement]:
         """Peers whose KV is large enough for `positions` when all of it is free."""

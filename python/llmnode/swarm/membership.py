@@ -191,6 +191,10 @@ class Swarm:
         for announcement in self.view.of_model(model_digest)[: self._policy.neighbours]:
             await self._try_exchange(announcement.addresses)
 
+    async def connect(self, addresses: Sequence[str]) -> PeerConnection:
+        """Our open connection to the peer at `addresses`, or a new one. Raises as `ConnectionPool.connect`."""
+        return await self._pool.connect(addresses)
+
     async def meet(self, *addresses: str) -> None:
         """Exchange views with the peer at `addresses`. Raises PeerError."""
         await self.exchange(await self._pool.connect(addresses))

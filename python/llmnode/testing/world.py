@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import trio
 
 from llmnode.core.policy import ClientPolicy, LinkPolicy, ServePolicy, SwarmPolicy
+from llmnode.core.speed import ComputeSpeed
 from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.links import accept_links, answer_as_relay
 from llmnode.node.serve.rebalance import rebalance
@@ -286,12 +287,14 @@ class World:
     ) -> None:
         async with self._living(name, contacts, now_ms) as (life, nursery), open_pool(life.network) as pushes:
 
-            async def measure(worker: Worker, _model: ModelInfo) -> int:
-                return self._said_us[name] * len(worker.span)
+            async def measure(worker: Worker, _model: ModelInfo) -> ComputeSpeed:
+                rate = 1e6 / (self._said_us[name] * len(worker.span))
+                return ComputeSpeed(rate, rate, rate)
 
             source = ExactSource(model, KV_TOKENS, FORWARD_S)
             server = Server(life.network, model, self._serve_policy, life.swarm, pushes, on_bug=raise_bug)
             role = Role(source, self.model, span, server, life.swarm, measure=measure)
+            role.learns = False
             node = ServingNode(name, life.network, life.pool, life.swarm, life.scope, source, server, role)
             await nursery.start(role.run)
             self.nodes[name] = node

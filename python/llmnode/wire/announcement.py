@@ -16,6 +16,7 @@ import msgpack
 from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement, SignedBody
 from llmnode.core.ids import PeerId
 from llmnode.core.span import Span
+from llmnode.core.speed import AnnouncedSpeed
 from llmnode.errors import RemoteProtocolError
 from llmnode.wire import version_1
 from llmnode.wire.messages import AnnouncementBody, pack, unpack_signed
@@ -83,6 +84,11 @@ def _fields_of(announcement: Announcement) -> AnnouncementBody:
         block_us=offer.block_us,
         kv_tokens=offer.kv_tokens,
         kv_tokens_free=offer.kv_tokens_free,
+        # A part that is not known is left out.
+        tokens_per_1000_s=offer.speed.tokens_per_1000_s or None,
+        prefill_ns=offer.speed.prefill_ns or None,
+        upload_kb_per_s=offer.speed.upload_kb_per_s or None,
+        round_trips_us=dict(offer.speed.round_trips_us) or None,
     )
 
 
@@ -105,6 +111,12 @@ def unpack_announcement(body: Buffer, signature: Buffer) -> SignedAnnouncement:
         block_us=fields.block_us,
         kv_tokens=fields.kv_tokens,
         kv_tokens_free=fields.kv_tokens_free,
+        speed=AnnouncedSpeed(
+            fields.tokens_per_1000_s or 0,
+            fields.prefill_ns or 0,
+            fields.upload_kb_per_s or 0,
+            tuple((PeerId(peer), us) for peer, us in (fields.round_trips_us or {}).items()),
+        ),
     )
     announcement = Announcement(
         PeerId(fields.peer), tuple(fields.addresses), fields.sequence, fields.expires_ms, fields.software, offer

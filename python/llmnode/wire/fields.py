@@ -54,6 +54,16 @@ class Numbers:
 
 
 @dataclass(frozen=True, slots=True)
+class Counts:
+    """A map of at most `most` names, none longer than `longest` characters, to numbers within bounds."""
+
+    most: int
+    longest: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
 class Named:
     """Bounds of a map of names to values of any kind: its size, and how deep the values may be nested."""
 
@@ -67,6 +77,8 @@ NAME_CHARS = 64
 DEEPEST = 4
 """The values of extensions, and of fields that are ignored, may be nested this deep."""
 MOST_EXTENSIONS = 16
+MOST_ROUND_TRIPS = 16
+"""The most peers to which an announcement has round trips."""
 MOST_SEQUENCES = 32
 """The most sequences of one pass."""
 
@@ -87,6 +99,9 @@ Lengths = Annotated[list[int], Numbers(MOST_SEQUENCES, 1, 2**32 - 1)]
 
 # Optional fields: left out of the map where they are None.
 OptionalDigest = Annotated[bytes | None, Sized(32, 32)]
+OptionalU32 = Annotated[int | None, Between(0, 2**32 - 1)]
+RoundTrips = Annotated[dict[str, int] | None, Counts(MOST_ROUND_TRIPS, 100, 0, 2**32 - 1)]
+"""Microseconds, by peer."""
 OptionalSignature = Annotated[bytes | None, Sized(64, 64)]
 Extensions = Annotated[dict[str, Any] | None, Named(MOST_EXTENSIONS, DEEPEST)]  # Any: each extension has its own values
 ExtensionNames = Annotated[list[str] | None, Texts(MOST_EXTENSIONS, NAME_CHARS)]
@@ -138,6 +153,13 @@ def check_of(hint: Any) -> Callable[[Any], bool]:  # Any: a typing construct
                 type(value) is list
                 and 1 <= len(value) <= bounds.most
                 and all(type(item) is int and bounds.low <= item <= bounds.high for item in value)
+            )
+        case Counts():
+            return lambda value: (
+                type(value) is dict
+                and len(value) <= bounds.most
+                and all(type(name) is str and 1 <= len(name) <= bounds.longest for name in value)
+                and all(type(item) is int and bounds.low <= item <= bounds.high for item in value.values())
             )
         case Named():
             return lambda value: (

@@ -93,6 +93,9 @@ class FrameType(IntEnum):
     """A server would push to the session. `step` is a number of its choice, the same for all that it pushes there."""
     GRANT = 34
     """How much it may push, with the number of its WANT. It comes again when that changes: it is no one answer."""
+    PROBE = 35
+    """Bytes by which a peer measures how fast it sends."""
+    PROBED = 36
 
     @classmethod
     def _missing_(cls, value: object) -> FrameType | None:

@@ -1,5 +1,6 @@
 """The metadata of each frame type, as strict frozen dataclasses. `fields.py` has the types and bounds of their fields;
-`pass_messages.py`, `adapter_messages.py` and `push_messages.py` have those of passes, adapters and pushes.
+`pass_messages.py`, `adapter_messages.py`, `push_messages.py` and `probe_messages.py` have those of passes, adapters,
+pushes and probes.
 
 A message can be read only if every field is there, none is unknown, and each has its type and range: what a peer may
 send is exactly what is declared here. Everything else raises RemoteProtocolError. Optional fields, extensions and
@@ -30,7 +31,9 @@ from llmnode.wire.fields import (
     Name,
     OptionalDigest,
     OptionalSignature,
+    OptionalU32,
     PeerName,
+    RoundTrips,
     SessionName,
     Signature,
     Sized,
@@ -41,6 +44,7 @@ from llmnode.wire.fields import (
     read_map,
 )
 from llmnode.wire.pass_messages import Pass, Passed
+from llmnode.wire.probe_messages import Probed
 from llmnode.wire.push_messages import Pushed, PushLimit
 
 if TYPE_CHECKING:
@@ -261,6 +265,10 @@ class AnnouncementBody:
     kv_tokens: U32
     kv_tokens_free: U32
     adapter: OptionalDigest = None
+    tokens_per_1000_s: OptionalU32 = None
+    prefill_ns: OptionalU32 = None
+    upload_kb_per_s: OptionalU32 = None
+    round_trips_us: RoundTrips = None
     signature_1: OptionalSignature = None
     """The same peer's signature of the form for protocol 1 (`version_1.py`), if that is not this body itself."""
 
@@ -287,6 +295,7 @@ AnyMessage = (
     | AdapterPart
     | Pushed
     | PushLimit
+    | Probed
     | Replay
     | Replayed
     | Neighbours

@@ -36,7 +36,16 @@ ANNOUNCED = (
 STATES = ("joining", "online", "draining", "left")
 GROWN = frozenset((FrameType.DESCRIPTION, FrameType.OPEN, FrameType.NEIGHBOURS))
 """The frames whose metadata may have fields that came later."""
-NEW = frozenset((FrameType.EVALUATE, FrameType.BACKWARD, FrameType.ADAPTER, FrameType.PART, FrameType.WANT))
+NEW = frozenset(
+    (
+        FrameType.EVALUATE,
+        FrameType.BACKWARD,
+        FrameType.ADAPTER,
+        FrameType.PART,
+        FrameType.WANT,
+        FrameType.PROBE,
+    )
+)
 """Questions that such a peer does not know."""
 LATER = frozenset(("adapter", "extensions", "required"))
 

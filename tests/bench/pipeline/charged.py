@@ -31,8 +31,10 @@ COMPANION = 0.14
 class ChargedExecutor:
     """The `Executor` port. It returns the hidden states that it gets. `real` has the weights, and reserves KV."""
 
-    def __init__(self, real: Executor) -> None:
+    def __init__(self, real: Executor, block_s: float = BLOCK_S) -> None:
+        """One text's step through a block takes `block_s`."""
         self.span = real.span
+        self._block_s = block_s
         self._real = real
         self._spans: dict[SessionId, Span] = {}
         self._half_way: dict[SessionId, Buffer] = {}
@@ -53,7 +55,7 @@ class ChargedExecutor:
 
     def forward(self, slices: Sequence[Slice]) -> Sequence[Buffer]:
         together = Counter(len(each.blocks(self._spans[each.session])) for each in slices)
-        time.sleep(sum(BLOCK_S * blocks * (1 + COMPANION * (texts - 1)) for blocks, texts in together.items()))
+        time.sleep(sum(self._block_s * blocks * (1 + COMPANION * (texts - 1)) for blocks, texts in together.items()))
         return [self._passed(each) for each in slices]
 
     def run(self, passes: Sequence[Pass]) -> Sequence[Buffer]:

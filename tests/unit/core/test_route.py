@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from typing import TYPE_CHECKING
 
 import pytest
@@ -220,3 +220,44 @@ def test_no_detour_counts_blocks_from_the_start_of_the_model() -> None:
     with pytest.raises(NoRoute) as caught:
         find_detour(Span(10, 20), [Hop(PeerId("low"), Span(0, 12)), Hop(PeerId("high"), Span(15, 30))])
     assert caught.value.missing == (Span(12, 15),)
+
+
+@given(swarms(), st.data())
+def test_with_ways_between_peers_no_route_is_faster(swarm: tuple[int, list[Hop]], data: st.DataObject) -> None:
+    blocks, held = min(swarm[0], 4), swarm[1][:4]
+    times = st.integers(0, 40).map(float)
+    costs = {
+        each.peer: HopCost(2 * way_s + 1, data.draw(times), way_s) for each in held for way_s in [data.draw(times)]
+    }
+    peers = sorted(costs)
+    pairs = data.draw(st.lists(st.sampled_from([*product(peers, peers)] or [None]), unique=True, max_size=6))
+    ways = {pair: data.draw(times) for pair in pairs if pair is not None and pair[0] != pair[1]}
+    holders = [[each.peer for each in held if each.span.start <= block < each.span.end] for block in range(blocks)]
+
+    def cost_s(peers_of_blocks: Sequence[PeerId]) -> float:
+        total_s, former = 0.0, None
+        for peer in peers_of_blocks:
+            if peer != former:
+                total_s += costs[peer].hop_s
+                if former is not None and (former, peer) in ways:
+                    saved_s = costs[former].way_s + costs[peer].way_s - ways[former, peer]
+                    total_s -= min(max(0.0, saved_s), costs[peer].hop_s)
+            total_s += costs[peer].block_s
+            former = peer
+        return total_s
+
+    if not all(holders):
+        return
+    route = find_route(blocks, held, costs, ways)
+    found = [hop.peer for hop in route for _ in range(len(hop.span))]
+    fastest = min(product(*holders), key=cost_s)
+    comes_twice = len({*fastest}) < 1 + sum(one != other for one, other in pairwise(fastest))
+    assert comes_twice or cost_s(found) == pytest.approx(cost_s(fastest))
+
+
+def test_of_equal_peers_the_one_that_is_near_to_the_hop_before_is_taken() -> None:
+    first, near, far = (PeerId(each) for each in ("first", "near", "far"))
+    held = [Hop(first, Span(0, 2)), Hop(far, Span(2, 4)), Hop(near, Span(2, 4))]
+    costs = {peer: HopCost(0.1, 0.001, 0.05) for peer in (first, near, far)}
+    assert find_route(4, held, costs)[1].peer == far
+    assert find_route(4, held, costs, {(first, near): 0.01, (first, far): 0.04})[1].peer == near

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import trio
 
 from llmnode.compute.thread_worker import ThreadWorker
 from llmnode.core.ids import SessionId
-from llmnode.core.model import ModelInfo
-from llmnode.core.operations import Close, Open
+from llmnode.core.model import ModelInfo, Precision
+from llmnode.core.operations import Close, Forward, Open
 from llmnode.core.span import Span
+from llmnode.core.speed import ComputeSpeed, ForwardsSeen
 from llmnode.errors import ConfigError
-from llmnode.node.serve.speed import PROMPT, SESSIONS, STEPS, measure_speed, step_us
+from llmnode.node.serve.speed import PROMPT, SESSIONS, STEPS, first_step, measure_compute, measure_speed
+from llmnode.node.serve.speed_cache import KEEPS_MS, MOST, SpeedCache
+from llmnode.swarm.membership import wall_clock_ms
 from llmnode.testing.worker import ExactExecutor
 
-MODEL = ModelInfo("exact", b"d" * 32, blocks=4, hidden_size=4, context_tokens=4096, precision="float32")
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from llmnode.ports import Worker
+
+MODEL = ModelInfo("exact", b"d" * 32, blocks=4, hidden_size=4, context_tokens=4096)
 SPAN = Span(0, 4)
 
 
@@ -50,8 +60,65 @@ def test_without_kv_it_says_so_and_a_server_announces_no_speed() -> None:
         assert await worker.do(Open(taken, SPAN, 64))
         with pytest.raises(ConfigError, match="no KV for"):
             await measure_speed(worker, MODEL, 1)
-        assert await step_us(worker, MODEL) == 0
+        assert await measure_compute(worker, MODEL) == ComputeSpeed()
+        await first_step(worker, MODEL)
         await worker.do(Close(taken))
-        assert await step_us(worker, MODEL) > 0
+        speed = await measure_compute(worker, MODEL)
+        assert 0 < speed.decode_tokens_per_s <= min(speed.shared_tokens_per_s, speed.prefill_tokens_per_s)
+        assert worker.kv_tokens_free == 64, "its sessions are closed"
 
     trio.run(main)
+
+
+def test_what_forwards_took_is_known_for_each_block_whatever_spans_sessions_have() -> None:
+    async def main() -> None:
+        worker = worker_with(64)
+        assert worker.seen == ForwardsSeen()
+        for span in (SPAN, Span(1, 2)):
+            session = SessionId(bytes([span.start]) * 16)
+            assert await worker.do(Open(session, span, 8))
+            for step in range(3):
+                await worker.do(Forward(session, step, 1, bytes(MODEL.row_bytes)))
+            await worker.do(Close(session))
+        assert worker.seen.decodes == 6
+        assert worker.seen.decode_s > 0
+
+    trio.run(main)
+
+
+def test_a_speed_is_measured_once_for_each_span_precision_and_setting(tmp_path: Path) -> None:
+    measured: list[Span] = []
+
+    async def measure(worker: Worker, _model: ModelInfo) -> ComputeSpeed:
+        measured.append(worker.span)
+        return ComputeSpeed(1.0 + len(measured), 2.0, 3.0)
+
+    async def main() -> None:
+        cache = SpeedCache("4 threads", tmp_path / "speeds.json")
+        worker = worker_with(64)
+        first = await cache.measured_once(measure)(worker, MODEL)
+        assert await SpeedCache("4 threads", cache.path).measured_once(measure)(worker, MODEL) == first
+        assert len(measured) == 1
+        assert worker.seen.decodes == 1, "a worker whose speed is known does one step all the same"
+        others = [(cache, replace(MODEL, digest=b"e" * 32)), (cache, replace(MODEL, precision=Precision("bfloat16")))]
+        for other, model in [*others, (SpeedCache("1 thread", cache.path), MODEL)]:
+            assert await other.measured_once(measure)(worker, model) != first
+        assert len(measured) == 4
+
+    trio.run(main)
+
+
+def test_old_damaged_and_false_speeds_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, speed = SpeedCache(path=tmp_path / "speeds.json"), ComputeSpeed(1.0, 2.0, 3.0)
+    cache.write("one", speed)
+    assert cache.read("one") == speed
+    text = (tmp_path / "speeds.json").read_text()
+    for damaged in ("", "{}", "[]", text[:-9], text.replace("2.0", "1e99"), text.replace("2.0", '"fast"')):
+        (tmp_path / "speeds.json").write_text(damaged)
+        assert cache.read("one") is None
+    for number in range(MOST + 5):
+        cache.write(f"{number:04}", speed)
+    assert len(json.loads((tmp_path / "speeds.json").read_text())["speeds"]) == MOST
+    later_ms = wall_clock_ms() + KEEPS_MS + 1
+    monkeypatch.setattr("llmnode.node.serve.speed_cache.wall_clock_ms", lambda: later_ms)
+    assert cache.read(f"{MOST:04}") is None

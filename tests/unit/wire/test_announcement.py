@@ -15,6 +15,7 @@ from llmnode.core.ids import PeerId
 from llmnode.core.model import Precision, Profile
 from llmnode.core.policy import SwarmPolicy
 from llmnode.core.span import Span
+from llmnode.core.speed import AnnouncedSpeed
 from llmnode.core.view import online, online_or_draining
 from llmnode.errors import RemoteProtocolError
 from llmnode.wire import version_1
@@ -48,6 +49,26 @@ def signed(peer: str = "peer", sequence: int = NOW_MS, offer: Offer = OFFER) -> 
         PeerId(peer), (f"/ip4/1.2.3.4/tcp/5/p2p/{peer}",), sequence, sequence + 45_000, "llmnode/1", offer
     )
     return sign_announcement(announcement, lambda _body: b"s" * 64)
+
+
+def test_measured_speeds_are_read_by_those_who_know_them_and_cost_older_peers_nothing() -> None:
+    speed = AnnouncedSpeed(1500, 20, 30_000, ((PeerId("near"), 900), (PeerId("far"), 90_000)))
+    measured = signed(offer=replace(OFFER, speed=speed))
+    assert measured.announcement.offer.speed == speed
+    assert measured.in_version_1 is not None
+    old = msgpack.unpackb(measured.in_version_1.body)
+    assert set(old) == set(version_1.ANNOUNCED)
+    assert not {"tokens_per_1000_s", "round_trips_us"} & set(msgpack.unpackb(signed().signed.body)), "not measured"
+
+
+@pytest.mark.parametrize(
+    "round_trips_us",
+    [{f"peer{number}": 1 for number in range(17)}, {"p" * 101: 1}, {"peer": -1}, {"peer": 2**32}, {"peer": True}, [1]],
+)
+def test_round_trips_beyond_their_bounds_are_refused(round_trips_us: object) -> None:
+    body = msgpack.packb(msgpack.unpackb(signed().signed.body) | {"round_trips_us": round_trips_us})
+    with pytest.raises(RemoteProtocolError, match="round_trips_us"):
+        unpack_announcement(body, b"s" * 64)
 
 
 def test_what_is_packed_is_unpacked() -> None:

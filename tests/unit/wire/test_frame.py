@@ -138,6 +138,8 @@ def test_the_number_of_a_frame_type_never_changes() -> None:
         "HELD": 32,
         "WANT": 33,
         "GRANT": 34,
+        "PROBE": 35,
+        "PROBED": 36,
     }
 
 

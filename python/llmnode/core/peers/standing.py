@@ -9,18 +9,21 @@ time is told.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 from llmnode.core.route import HopCost
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
     from llmnode.core.policy import StandingPolicy
 
+SLOW = 2.0
+"""A time that nobody has measured counts as this number of times the usual one."""
 PEERS = 4096
 """A client remembers this many. Those that served it longest ago are forgotten first."""
 
@@ -42,8 +45,23 @@ class Candidate:
 
     peer: PeerId
     said_block_s: float
+    """0 if it says nothing."""
     sessions: int
     """The sessions that this client has there now."""
+    round_trip_s: float | None = None
+    """Measured by this client; None if it has not."""
+    said_upload_s: float = 0.0
+    """The time in which it sends one position's hidden state, by its own measurement; 0 if it says nothing."""
+
+
+def candidate_of(
+    announcement: Announcement, row_bytes: int, round_trip_s: float | None = None, sessions: int = 0
+) -> Candidate:
+    """The peer of an announcement, with what the client has measured. `row_bytes` is the size of a hidden state."""
+    offer = announcement.offer
+    upload_bytes_per_s = offer.speed.upload_bytes_per_s
+    upload_s = row_bytes / upload_bytes_per_s if upload_bytes_per_s else 0.0
+    return Candidate(announcement.peer, offer.block_us / 1e6, sessions, round_trip_s, upload_s)
 
 
 class Standing:
@@ -83,7 +101,7 @@ class Standing:
         self, candidates: Sequence[Candidate], now_s: float, *, explores: bool = False
     ) -> Mapping[PeerId, HopCost]:
         """The cost of a token at each peer. `explores`: fast newcomers are to be believed more than usual."""
-        default, policy = HopCost(), self._policy
+        default, policy, candidates = HopCost(), self._policy, unmeasured_as_slow(candidates)
         costs = {each.peer: self._measured(each) for each in candidates if self.is_proven(each.peer, now_s)}
         proven = set(costs)
         seen_s = [seen for each in candidates if each.peer in proven and (seen := self._seen_block_s(each)) is not None]
@@ -93,15 +111,17 @@ class Standing:
             least_s = median(seen_s or [each.said_block_s for each in candidates] or [0.0]) / policy.believed_times
         for each in candidates:
             if each.peer not in proven:
-                times = self._distrust(each, now_s)
-                costs[each.peer] = HopCost(times * default.hop_s, times * max(each.said_block_s, least_s))
+                times, round_trip_s = self._distrust(each, now_s), each.round_trip_s or 0.0
+                hop_s = max(default.hop_s, round_trip_s + each.said_upload_s)
+                costs[each.peer] = HopCost(times * hop_s, times * max(each.said_block_s, least_s), round_trip_s / 2)
         return costs
 
     def _measured(self, candidate: Candidate) -> HopCost:
         """The time beyond what the peer says is the way there, or a lie: it is paid for at each visit."""
-        default, said_s = HopCost(), candidate.said_block_s
+        default, said_s, round_trip_s = HopCost(), candidate.said_block_s, candidate.round_trip_s or 0.0
         excess = [took_s - blocks * said_s for blocks, took_s in self._known[candidate.peer].short_steps]
-        return HopCost(max(default.hop_s, median(excess)), said_s)
+        way_s = round_trip_s + candidate.said_upload_s  # a hop that is pushed to seems nearer to the client than it is
+        return HopCost(max(default.hop_s, median(excess), way_s), said_s, round_trip_s / 2)
 
     def _seen_block_s(self, candidate: Candidate) -> float | None:
         """The time of a token for each block, with the way there. None if the peer is much slower than it says.
@@ -128,3 +148,28 @@ class Standing:
         if len(self._known) > PEERS:
             del self._known[next(iter(self._known))]
         return known
+
+
+def unmeasured_as_slow(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """The same, and what one of them did not measure, or this client of it, takes `SLOW` times what it usually takes.
+
+    So nobody is preferred for want of a measurement, and one that says that it is very slow changes nothing for others.
+    """
+    block_s = _slow(each.said_block_s for each in candidates) or HopCost().block_s
+    round_trip_s = _slow(each.round_trip_s or 0.0 for each in candidates)
+    upload_s = _slow(each.said_upload_s for each in candidates)
+    return [
+        replace(
+            each,
+            said_block_s=each.said_block_s or block_s,
+            round_trip_s=each.round_trip_s or round_trip_s or None,
+            said_upload_s=each.said_upload_s or upload_s,
+        )
+        for each in candidates
+    ]
+
+
+def _slow(times_s: Iterable[float]) -> float:
+    """0 stands for one that is not known, also as the result."""
+    known = [each for each in times_s if each]
+    return SLOW * median(known) if known else 0.0

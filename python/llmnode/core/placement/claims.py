@@ -11,7 +11,7 @@ from llmnode.core.announcement import PeerState
 from llmnode.core.placement.servers import PlacedServer, one_speed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from llmnode.core.announcement import Announcement, Offer
     from llmnode.core.ids import PeerId
@@ -46,12 +46,30 @@ def counted(
         PeerState.JOINING: policy.joins_within_s,
         PeerState.DRAINING: policy.drains_within_s if draining else 0.0,
     }
-    servers = []
-    for peer, offer, age_s in offers:
-        if age_s < patience_s.get(offer.state, 0.0):
-            speeds = one_speed(offer.speed_tokens_per_s if offer.block_us else 0.0, len(offer.span))
-            servers.append(PlacedServer(peer, offer.span, speeds, online=offer.state is PeerState.ONLINE))
+    counting = [(peer, offer) for peer, offer, age_s in offers if age_s < patience_s.get(offer.state, 0.0)]
+    said = said_speeds([offer for _, offer in counting], policy)
+    servers = [
+        PlacedServer(peer, offer.span, one_speed(speed, len(offer.span)), online=offer.state is PeerState.ONLINE)
+        for (peer, offer), speed in zip(counting, said, strict=True)
+    ]
     return believed(servers, policy)
+
+
+def said_speeds(offers: Sequence[Offer], policy: RebalancePolicy) -> list[float]:
+    """Tokens a second that each of the servers says it puts through its span; 0 if it has measured nothing.
+
+    Beside servers that have measured their network, one that has measured its device alone counts as slow: nobody is to
+    gain by not measuring.
+    """
+    said = [offer.speed.tokens_per_s or offer.speed_tokens_per_s for offer in offers]
+    serving = [speed for offer, speed in zip(offers, said, strict=True) if offer.state is PeerState.ONLINE and speed]
+    if not serving or not any(offer.speed.tokens_per_s for offer in offers):
+        return said
+    slow = statistics.median(serving) / policy.claim_limit
+    return [
+        speed if offer.speed.tokens_per_s or offer.state is not PeerState.ONLINE else min(speed, slow)
+        for offer, speed in zip(offers, said, strict=True)
+    ]
 
 
 def believed(servers: Iterable[PlacedServer], policy: RebalancePolicy) -> list[PlacedServer]:

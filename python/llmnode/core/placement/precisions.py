@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from llmnode.core.address_groups import announced_group
 from llmnode.core.model import Precision, PrecisionWish
-from llmnode.core.placement.claims import believed, of_weights
+from llmnode.core.placement.claims import believed, of_weights, said_speeds
 from llmnode.core.placement.policy import RebalancePolicy
 from llmnode.core.placement.servers import PlacedServer, one_speed, throughput
 from llmnode.core.route import uncovered
@@ -65,7 +65,9 @@ def served_precisions(
     """
     of_model = [each for each in of_weights(announcements, model) if each.offer.profile.precision.is_known]
     # All together: a claim is limited by what others claim, whatever precision it is for.
-    servers = {each.peer: each for each in believed(map(_server, of_model), RebalancePolicy())}
+    policy = RebalancePolicy()
+    said = said_speeds([each.offer for each in of_model], policy)
+    servers = {each.peer: each for each in believed(map(_server, of_model, said), policy)}
     by_precision: dict[Precision, list[PlacedServer]] = {}
     for each in of_model:
         if wish.allows(each.offer.profile.precision):
@@ -122,10 +124,9 @@ def _served(
     return ServedPrecision(precision, len(servers), tuple(missing), throughput(blocks, servers), least)
 
 
-def _server(announcement: Announcement) -> PlacedServer:
-    offer = announcement.offer
-    speed = offer.speed_tokens_per_s if offer.block_us else 0.0  # a server that has not measured counts as slow
-    return PlacedServer(announcement.peer, offer.span, one_speed(speed, len(offer.span)))
+def _server(announcement: Announcement, tokens_per_s: float) -> PlacedServer:
+    span = announcement.offer.span
+    return PlacedServer(announcement.peer, span, one_speed(tokens_per_s, len(span)))
 
 
 def describe_choice(

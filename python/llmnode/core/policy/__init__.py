@@ -28,7 +28,7 @@ from llmnode.core.policy.reaching import (
     RelayPolicy,
 )
 from llmnode.core.policy.serving import AdmissionPolicy, BatchPolicy, LifePolicy, ServePolicy, WorkerPolicy
-from llmnode.core.policy.swarm import DhtPolicy, JoinPolicy, MdnsPolicy, SwarmPolicy
+from llmnode.core.policy.swarm import DhtPolicy, JoinPolicy, MdnsPolicy, ProbePolicy, SwarmPolicy
 
 __all__ = [
     "AdmissionPolicy",
@@ -45,6 +45,7 @@ __all__ = [
     "PackPolicy",
     "PassPolicy",
     "PoolPolicy",
+    "ProbePolicy",
     "PunchPolicy",
     "PushPolicy",
     "ReachPolicy",

@@ -66,6 +66,11 @@ class RoutePolicy:
     """The only servers that the client uses; None for all."""
     blocked: frozenset[PeerId] = frozenset()
     """Servers that the client does not use."""
+    measured_peers: int = 8
+    """The client measures the round trips to at most this number of servers beside those that it uses. All others are
+    taken to be distant."""
+    measure_s: float = 4.0
+    """The time for such a measurement, with the connection."""
     standbys: bool = True
     """The client keeps connections to peers that could take the place of a lost one."""
 

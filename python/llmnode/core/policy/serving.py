@@ -179,6 +179,12 @@ class ServePolicy:
     """A result waits this long for the right to be pushed. Then it goes by way of the client."""
     late_push_bytes: int = 64 << 20
     """A peer is excused this much of pushes that came after its right was over."""
+    probe_bytes: int = 1 << 18
+    """The most bytes of a probe, by which a peer measures how fast it sends to us."""
+    probes_burst: int = 12
+    """An address group may send this many probes at once: four peers that measure for the first time."""
+    probes_per_s: float = 0.1
+    """Then one is allowed this often: 26 kB/s."""
     unasked_burst: int = 64
     """An address group may send this many steps that nobody has asked for over links that ask for grants. A further one
     costs the link."""

@@ -106,6 +106,30 @@ class MdnsPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbePolicy:
+    """How a node measures the way to other peers, see `swarm/probing.py`."""
+
+    round_trips: int = 3
+    """The shortest of this many counts: a longer one met something else."""
+    sizes_bytes: tuple[int, ...] = (1 << 16, 1 << 18, 1 << 18)
+    """The probes that one peer gets, while they take less than `long_s`. The first ones open TCP's window."""
+    long_s: float = 0.25
+    least_s: float = 0.0005
+    """The shortest time that is believed for a probe: clocks and tasks are no finer."""
+    answer_s: float = 4.0
+    """A peer that takes longer has shown nothing."""
+    connect_s: float = 4.0
+    upload_peers: int = 3
+    """A node sends probes to this many peers, of different address groups if there are such."""
+    next_peers: int = 8
+    """A server measures, and announces, round trips to this many peers that may be the next hop."""
+    again_s: float = 300.0
+    """A server measures its network again after this time."""
+    soon_s: float = 5.0
+    """It does so after this time if it has measured nothing yet, or if other peers may be the next hop now."""
+
+
+@dataclass(frozen=True, slots=True)
 class SwarmPolicy:
     """How nodes hear of each other."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from llmnode.core.speed import ForwardsSeen
+
 if TYPE_CHECKING:
     from llmnode.core.policy import BatchPolicy
 
@@ -24,6 +26,13 @@ class ForwardCost:
         """The time of a forward of decodes alone; 0 until there was one."""
         self._position_s = 0.0  # for each position of a prefill and each block
         self._decodes = _Fit()
+        self._in_block = _Fit()
+        self._forwards = 0
+
+    @property
+    def seen(self) -> ForwardsSeen:
+        """The times of the forwards until now, for each block."""
+        return ForwardsSeen(self._forwards, self._in_block.at(1), self._position_s)
 
     @property
     def forward_s(self) -> float:
@@ -42,6 +51,11 @@ class ForwardCost:
         else:
             added_s = max(took_s - through * self.decode_s, took_s / (100 if decodes else 2))
             self._position_s = mixed(self._position_s, added_s / prefill)
+
+    def note_decodes(self, decodes: int, blocks: int, took_s: float) -> None:
+        """That forward had `decodes` alone, and the longest way of one was through this number of `blocks`."""
+        self._forwards += 1
+        self._in_block.note(decodes, took_s / blocks)
 
     def blocks(self, positions: int, of: int, budget: int) -> int:
         """The number of blocks, out of `of`, that there is time for. `budget` is in positions times blocks.
@@ -70,8 +84,12 @@ class _Fit:
     @property
     def start(self) -> float:
         """Its height at 0."""
+        return self.at(0)
+
+    def at(self, x: float) -> float:
+        """Its height at `x`."""
         rise = self._y / (_FIXED_COST_DECODES + self._x) if self._rise is None else self._rise
-        return max(0.0, self._y - rise * self._x)
+        return max(0.0, self._y + rise * (x - self._x))
 
     def note(self, x: float, y: float) -> None:
         self._weight = _FIT_OLD_SHARE * self._weight + 1

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from llmnode.core.operations import Control, Open, Pass
     from llmnode.core.policy import BatchPolicy
     from llmnode.core.priority import Priority
+    from llmnode.core.speed import ForwardsSeen
 
 _MIXED_BATCHES = 16
 """After this many mixed batches in a row, one of decodes alone shows how long those take now."""
@@ -139,6 +140,11 @@ class Scheduler:
             return self._policy.prefill_s
         return (self._policy.stretch - 1) * self._cost.decode_s or None
 
+    @property
+    def seen(self) -> ForwardsSeen:
+        """The times of forwards until now."""
+        return self._cost.seen
+
     def admit(self, opened: Open) -> None:
         """Operations of its session may be added from now on."""
         client = Client(opened.group, opened.client)
@@ -222,6 +228,7 @@ class Scheduler:
         """
         decodes = prefill = 0
         through = 0.0  # the largest share of its session's blocks that a prefill has gone through
+        most_blocks = 0  # that a decode has gone through
         for ticket, computed in batch.slices.items():
             queued = self._forwards[ticket]
             blocks = len(computed.blocks(queued.span))
@@ -231,6 +238,7 @@ class Scheduler:
                 queued.chunk, queued.passed = computed.length, computed.end
             if queued.lane.is_decode:
                 decodes += computed.length
+                most_blocks = max(most_blocks, blocks)
                 self._sessions[computed.session].rhythm.answered_s = now_s
             else:
                 prefill += computed.length * blocks
@@ -242,6 +250,8 @@ class Scheduler:
             self._mixed_batches = self._mixed_batches + 1 if decodes and prefill else 0
             if took_s is not None:
                 self._cost.note(decodes, prefill, through, took_s)
+                if decodes and not prefill:
+                    self._cost.note_decodes(decodes, most_blocks, took_s)
 
     def _add_forward(self, ticket: int, forward: Forward, now_s: float) -> None:
         session = self._sessions[forward.session]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmnode.core.ids import PeerId
-from llmnode.core.peers.standing import PEERS, Candidate, Standing
+from llmnode.core.peers.standing import PEERS, SLOW, Candidate, Standing
 from llmnode.core.policy import StandingPolicy
 from llmnode.core.route import Hop, HopCost, find_route
 from llmnode.core.span import Span
@@ -115,6 +115,28 @@ def test_a_long_prefill_proves_nothing_since_it_does_not_show_the_time_of_a_toke
     standing.note_served(LIAR, BLOCKS, POLICY.short_step, 2.0, 0.0)
     assert standing.is_proven(LIAR, 0.0)
     assert total_s(standing.costs(candidates(LIAR), 0.0)[LIAR]) == pytest.approx(2.0)
+
+
+def test_what_a_peer_did_not_measure_counts_as_slow() -> None:
+    measured = [Candidate(each, HONEST_S, 0, 0.02, 0.001) for each in HONEST]
+    costs = Standing(POLICY).costs([*measured, Candidate(LIAR, 0.0, 0)], 0.0)
+    assert costs[LIAR].block_s == SLOW * HONEST_S
+    assert costs[LIAR].hop_s == pytest.approx(SLOW * (0.02 + 0.001))
+    assert costs[HONEST[0]] == HopCost(0.021, HONEST_S, 0.01)
+
+
+def test_one_peer_that_says_that_it_is_very_slow_makes_nobody_else_dear() -> None:
+    measured = [Candidate(each, HONEST_S, 0, 0.02, 0.001) for each in HONEST]
+    slow = Candidate(LIAR, 100.0, 0, 4.0, 100.0)
+    costs = Standing(POLICY).costs([*measured, slow, Candidate(PeerId("old"), 0.0, 0)], 0.0)
+    assert total_s(costs[PeerId("old")]) < 2.1 * total_s(costs[HONEST[0]])
+
+
+def test_the_round_trip_to_a_peer_that_serves_us_counts_even_if_steps_are_pushed_to_it() -> None:
+    standing = Standing(POLICY)
+    serve(standing, HONEST[0], BLOCKS * HONEST_S)
+    cost = standing.costs([Candidate(HONEST[0], HONEST_S, 0, 0.1)], 0.0)[HONEST[0]]
+    assert cost == HopCost(0.1, HONEST_S, 0.05)
 
 
 def test_proofs_are_forgotten() -> None:

@@ -14,6 +14,7 @@ from llmnode.core.placement.joining import choose_span
 from llmnode.core.placement.policy import RebalancePolicy
 from llmnode.core.placement.servers import PlacedServer, block_speeds
 from llmnode.core.span import Span
+from llmnode.core.speed import AnnouncedSpeed
 from llmnode.errors import ConfigError
 
 BLOCKS = 10
@@ -41,9 +42,11 @@ def test_a_number_of_blocks_that_the_model_does_not_have_is_refused(length: int)
         choose_span(length, [0.0] * BLOCKS)
 
 
-def offered(name: str, span: Span, state: PeerState, block_us: int, age_s: float = 1.0) -> tuple[PeerId, Offer, float]:
-    profile = Profile(b"d" * 32, Precision())
-    offer = Offer("model", profile, BLOCKS, span, state, block_us, kv_tokens=9, kv_tokens_free=9)
+def offered(
+    name: str, span: Span, state: PeerState, block_us: int, age_s: float = 1.0, tokens_per_s: float = 0.0
+) -> tuple[PeerId, Offer, float]:
+    profile, speed = Profile(b"d" * 32, Precision()), AnnouncedSpeed(round(1000 * tokens_per_s))
+    offer = Offer("model", profile, BLOCKS, span, state, block_us, kv_tokens=9, kv_tokens_free=9, speed=speed)
     return PeerId(name), offer, age_s
 
 
@@ -69,6 +72,22 @@ def test_a_speed_counts_for_a_few_medians_at_most() -> None:
 
 def test_a_server_that_did_not_measure_itself_counts_as_slow() -> None:
     assert counted([offered("s", Span(0, 5), PeerState.ONLINE, 0)], POLICY)[0].speed == 0.0
+
+
+def test_one_that_did_not_measure_its_network_counts_as_slow_beside_others_that_did() -> None:
+    span, online = Span(0, 5), PeerState.ONLINE
+    alone = [offered("u", span, online, 100), offered("v", span, online, 200)]
+    assert [each.speed for each in counted(alone, POLICY)] == [2000.0, 1000.0], "nobody has measured it"
+    measured = [offered(f"m{number}", span, online, 100, tokens_per_s=800.0) for number in range(3)]
+    assert [each.speed for each in counted([*alone, *measured], POLICY)] == [400.0, 400.0, 800.0, 800.0, 800.0]
+    slow = offered("w", span, online, 1000)
+    assert counted([*measured, slow], POLICY)[-1].speed == 200.0, "it says itself that it is slower"
+
+
+def test_a_narrow_network_counts_however_fast_the_device_is() -> None:
+    servers = [offered("wide", Span(0, 5), PeerState.ONLINE, 100, tokens_per_s=1500.0)]
+    servers.append(offered("narrow", Span(0, 5), PeerState.ONLINE, 10, tokens_per_s=50.0))
+    assert counted(servers, POLICY)[-1].speed == 50.0
 
 
 @pytest.mark.parametrize("state", [PeerState.DRAINING, PeerState.LEFT, PeerState.UNKNOWN])

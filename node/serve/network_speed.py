@@ -1,0 +1,151 @@
+"""Measures the network of a serving node, against other peers of its swarm: the round trips to those that may be the
+next hop, and how fast a few peers take bytes from it. There is no other service that it asks.
+
+Peers that are measured may be slow on purpose: see `swarm/probing.py` and `core/speed.py: usual_rate`. A node that is
+reached through relays alone sends its probes to those, since everything that it sends to clients goes through them.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import TYPE_CHECKING, NoReturn
+
+import trio
+
+from llmnode.core.policy import ProbePolicy
+from llmnode.core.speed import NetworkSpeed, usual_rate
+from llmnode.core.view import online
+from llmnode.errors import ConfigError, PeerError
+from llmnode.swarm.probing import measure_round_trip, measure_upload
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from llmnode.core.ids import PeerId
+    from llmnode.core.model import ModelInfo
+    from llmnode.core.span import Span
+    from llmnode.node.serve.role import Role
+    from llmnode.ports import Network
+    from llmnode.swarm.membership import Swarm
+    from llmnode.swarm.peer_connection import PeerConnection
+
+log = logging.getLogger(__name__)
+
+CIRCUIT = "/p2p-circuit"
+
+
+async def keep_measuring(
+    role: Role,
+    swarm: Swarm,
+    network: Network,
+    policy: ProbePolicy | None = None,
+    rng: random.Random | None = None,
+) -> NoReturn:
+    """Measure now, and when it is time or other peers may be the next hop, until cancelled. `role` announces it."""
+    policy, rng = policy or ProbePolicy(), rng or random.Random()
+    while True:
+        nexts = next_hops(role.model, role.span, swarm)
+        found = await measure_network(swarm, nexts, relays_of(network.addresses), policy, rng)
+        if found.upload_bytes_per_s or found.round_trips_s:
+            role.note_network(found)
+        await trio.sleep(policy.soon_s)
+        with trio.move_on_after(policy.again_s if role.network.upload_bytes_per_s else policy.soon_s):
+            while next_hops(role.model, role.span, swarm).keys() <= nexts.keys():
+                await swarm.wait_changed()
+
+
+def next_hops(model: ModelInfo, span: Span, swarm: Swarm) -> dict[PeerId, Sequence[str]]:
+    """The addresses of the peers to which a server of `span` may push its results."""
+    return {
+        each.peer: each.addresses
+        for each in online(swarm.view.of_model(model.digest))
+        if each.peer != swarm.peer
+        and each.addresses
+        and each.offer.profile == model.profile
+        and each.offer.span.start <= span.end < each.offer.span.end
+    }
+
+
+def relays_of(addresses: Iterable[str]) -> list[str]:
+    """The relays through which alone a node at `addresses` is reached; none if it is reached directly."""
+    addresses = list(addresses)
+    if not all(CIRCUIT in each for each in addresses):
+        return []
+    return list(dict.fromkeys(each.partition(CIRCUIT)[0] for each in addresses))
+
+
+async def measure_network(
+    swarm: Swarm,
+    nexts: dict[PeerId, Sequence[str]],
+    relays: Sequence[str] = (),
+    policy: ProbePolicy | None = None,
+    rng: random.Random | None = None,
+) -> NetworkSpeed:
+    """The round trips to some of the peers at `nexts`, and the upload: to the `relays` if there are any, else to peers
+    of the swarm. A peer that fails, or takes too long, is left out.
+    """
+    policy, rng = policy or ProbePolicy(), rng or random.Random()
+    chosen = dict(rng.sample(sorted(nexts.items()), min(len(nexts), policy.next_peers)))
+    connections = await _connected(swarm, list(chosen.values()), policy)
+    round_trips_s: dict[PeerId, float] = {}
+    async with trio.open_nursery() as nursery:
+        for each in connections:
+            nursery.start_soon(_note_round_trip, each, round_trips_s, policy)
+    if relays:
+        probed = await _connected(swarm, [[each] for each in relays], policy)
+    else:
+        probed = connections or await _connected(swarm, _others(swarm, policy, rng), policy)
+    return NetworkSpeed(await _upload(probed, policy, rng), round_trips_s)
+
+
+def _others(swarm: Swarm, policy: ProbePolicy, rng: random.Random) -> list[Sequence[str]]:
+    """Addresses of peers that serve anything, and of the user's contacts if there are none."""
+    served = [each for each in online(swarm.view.announcements()) if each.addresses and each.peer != swarm.peer]
+    found: list[Sequence[str]] = [each.addresses for each in served]
+    found = found or [[each] for each in swarm.contacts]
+    return rng.sample(found, min(len(found), policy.upload_peers))
+
+
+async def _connected(swarm: Swarm, peers: Iterable[Sequence[str]], policy: ProbePolicy) -> list[PeerConnection]:
+    """Connections to those of the peers that can be reached in time. All are dialled at once."""
+    connections: list[PeerConnection] = []
+
+    async def connect(addresses: Sequence[str]) -> None:
+        try:
+            with trio.move_on_after(policy.connect_s):
+                connections.append((await swarm.connect(addresses)).best)
+        except (PeerError, ConfigError) as error:
+            log.debug("not measured: %s", error)
+
+    async with trio.open_nursery() as nursery:
+        for addresses in peers:
+            nursery.start_soon(connect, addresses)
+    return connections
+
+
+async def _note_round_trip(connection: PeerConnection, round_trips_s: dict[PeerId, float], policy: ProbePolicy) -> None:
+    try:
+        round_trips_s[connection.peer] = await measure_round_trip(connection, policy)
+    except PeerError as error:
+        log.debug("no round trip: %s", error)
+
+
+async def _upload(connections: Sequence[PeerConnection], policy: ProbePolicy, rng: random.Random) -> float:
+    """One peer after the other, each of another address group if possible: together they would share the line."""
+    by_group: dict[str, list[PeerConnection]] = {}
+    for each in rng.sample(connections, len(connections)):
+        by_group.setdefault(each.source.group, []).append(each)
+    first_of_groups = [each for _, each in sorted(_places(by_group), key=lambda place: place[0])]
+    rates: dict[str, list[float]] = {}
+    for connection in first_of_groups[: policy.upload_peers]:
+        try:
+            rates.setdefault(connection.source.group, []).append(await measure_upload(connection, policy))
+        except PeerError as error:
+            log.debug("no upload: %s", error)
+    return usual_rate(rates)
+
+
+def _places(by_group: dict[str, list[PeerConnection]]) -> list[tuple[int, PeerConnection]]:
+    """Each connection with its place in its group."""
+    return [place for group in by_group.values() for place in enumerate(group)]

@@ -1,0 +1,105 @@
+"""The measured speeds of this machine, on disk: a server that starts again need not measure itself anew.
+
+A speed is kept for one hardware, one version of llmnode, and one span of a model as it is computed. While
+the server runs, the times of sessions replace it (`core/speed.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import trio
+
+from llmnode.core.model import ModelInfo
+from llmnode.core.speed import ComputeSpeed
+from llmnode.core.user_input import read_file
+from llmnode.errors import ConfigError
+from llmnode.machine.cache_folder import cache_folder, write_in_cache
+from llmnode.node.serve.speed import first_step, measure_compute
+from llmnode.ports import Worker
+from llmnode.swarm.membership import software, wall_clock_ms
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+Measure: TypeAlias = Callable[[Worker, ModelInfo], Awaitable[ComputeSpeed]]
+
+FILE = "speeds.json"
+VERSION = 1
+MOST = 256
+"""Speeds that are kept; those that were measured longest ago go first."""
+MOST_BYTES = 1 << 20
+KEEPS_MS = 30 * 86_400_000
+FASTEST = 1e12
+"""No rate in the file is higher."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedCache:
+    """Speeds of one machine. `settings` are its hardware, threads and devices in words."""
+
+    settings: str = ""
+    path: Path | None = None
+
+    def measured_once(self, measure: Measure = measure_compute) -> Measure:
+        """`measure`, unless the speed is known: then the worker does one step."""
+
+        async def measure_or_read(worker: Worker, model: ModelInfo) -> ComputeSpeed:
+            key = self._key(model, worker)
+            if (known := await trio.to_thread.run_sync(self.read, key)) is not None:
+                await first_step(worker, model)
+                return known
+            speed = await measure(worker, model)
+            if speed.decode_tokens_per_s:
+                await trio.to_thread.run_sync(self.write, key, speed)
+            return speed
+
+        return measure_or_read
+
+    def _key(self, model: ModelInfo, worker: Worker) -> str:
+        return self.key(model, f"{worker.span.start}:{worker.span.end}")
+
+    def key(self, model: ModelInfo, span: str) -> str:
+        """The name of a speed in the file, with the digest of `model` and the `span` as START:END."""
+        return "; ".join((software(), model.digest.hex(), model.precision.name, span, self.settings))
+
+    def read(self, key: str) -> ComputeSpeed | None:
+        """None if it is not known, or if it is old. A file that is damaged or not ours alone counts as none."""
+        entry = self._entries().get(key)
+        if entry is None or not 0 <= wall_clock_ms() - entry["measured_ms"] < KEEPS_MS:
+            return None
+        return ComputeSpeed(**entry["speed"])
+
+    def write(self, key: str, speed: ComputeSpeed) -> None:
+        """Keep it for the next run. A file that cannot be written is logged."""
+        try:
+            entries = self._entries() | {key: {"measured_ms": wall_clock_ms(), "speed": asdict(speed)}}
+            latest = sorted(entries, key=lambda each: -entries[each]["measured_ms"])[:MOST]
+            text = json.dumps({"version": VERSION, "speeds": {each: entries[each] for each in latest}})
+            write_in_cache(self.path or cache_folder(FILE), text)
+        except (OSError, ConfigError) as error:
+            log.info("the speed of this machine is not remembered: %s", error)
+
+    def _entries(self) -> dict[str, dict[str, Any]]:  # Any: JSON
+        try:
+            content = json.loads(read_file(self.path or cache_folder(FILE), FILE, MOST_BYTES))
+            if content["version"] != VERSION:
+                return {}
+            return {key: entry for key, entry in content["speeds"].items() if _is_whole(entry)}
+        except (ConfigError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return {}
+
+
+def _is_whole(entry: Any) -> bool:  # Any: JSON
+    match entry:
+        case {"measured_ms": int(), "speed": {**rates}}:
+            return rates.keys() == asdict(ComputeSpeed()).keys() and all(
+                type(rate) is float and 0 < rate < FASTEST for rate in rates.values()
+            )
+    return False

@@ -1,0 +1,146 @@
+"""How fast a server is: what it has measured of itself, and the figure that it announces (Petals, appendix D).
+
+The throughput of a server is the smaller one of two rates in tokens/s: those that its device computes, and those whose
+hidden states its network carries away. A server that did not measure one of them announces none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import median_low
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from llmnode.core.ids import PeerId
+
+U32_MAX = 2**32 - 1
+KB = 1000
+LEAST_FORWARDS = 64
+"""After this many forwards of decodes, what they took replaces what was measured before there were sessions."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeSpeed:
+    """The rates at which a device puts tokens through a whole span, in tokens/s; 0 where one is not known."""
+
+    decode_tokens_per_s: float = 0.0
+    """One session alone, token by token."""
+    shared_tokens_per_s: float = 0.0
+    """The sum of several sessions that decode at once."""
+    prefill_tokens_per_s: float = 0.0
+    """Positions of a prompt."""
+
+    def block_us(self, blocks: int) -> int:
+        """The time of one token through one of the span's `blocks`; 0 if it is not known."""
+        rate = self.decode_tokens_per_s
+        return min(U32_MAX, max(1, round(1e6 / (rate * blocks)))) if rate else 0
+
+    def prefill_ns(self, blocks: int) -> int:
+        """The time of one position of a prompt through one of the span's `blocks`; 0 if it is not known."""
+        rate = self.prefill_tokens_per_s
+        return min(U32_MAX, max(1, round(1e9 / (rate * blocks)))) if rate else 0
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardsSeen:
+    """The times of forwards at one worker, for one block, and 0 until they are known."""
+
+    decodes: int = 0
+    """The forwards of decodes alone until now."""
+    decode_s: float = 0.0
+    """The time of a forward with one decode."""
+    prefill_s: float = 0.0
+    """The time that one position of a prompt adds."""
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkSpeed:
+    """A node's measurements between itself and other peers of the swarm."""
+
+    upload_bytes_per_s: float = 0.0
+    """0 while no peer has taken a probe."""
+    round_trips_s: Mapping[PeerId, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnnouncedSpeed:
+    """The measured part of an offer, in the units of the wire. 0 stands for what is not known."""
+
+    tokens_per_1000_s: int = 0
+    """The throughput: see `throughput`."""
+    prefill_ns: int = 0
+    """The time of one position of a prompt through one block."""
+    upload_kb_per_s: int = 0
+    round_trips_us: tuple[tuple[PeerId, int], ...] = ()
+    """Round trips to peers that may be the next hop."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens_per_1000_s / 1000
+
+    @property
+    def upload_bytes_per_s(self) -> float:
+        return float(KB * self.upload_kb_per_s)
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds for one position and block."""
+        return self.prefill_ns / 1e9
+
+
+UNMEASURED = AnnouncedSpeed()
+
+
+def throughput(compute: ComputeSpeed, network: NetworkSpeed, row_bytes: int) -> float:
+    """Tokens a second that a server puts through its span for many sessions; 0 if one of the two is not measured.
+
+    `row_bytes` is the size of one position's hidden state, which leaves the server for each token.
+    """
+    return min(compute.shared_tokens_per_s, network.upload_bytes_per_s / row_bytes)
+
+
+def announced_speed(
+    compute: ComputeSpeed, network: NetworkSpeed, blocks: int, row_bytes: int, most_peers: int
+) -> AnnouncedSpeed:
+    """The measured part of the offer of a server with `blocks` blocks: of its `compute`, and of its `network`.
+
+    It names the `most_peers` that are nearest. `row_bytes` is as in `throughput`.
+    """
+    nearest = sorted((network.round_trips_s or {}).items(), key=lambda each: (each[1], each[0]))[:most_peers]
+    rate = throughput(compute, network, row_bytes)
+    return AnnouncedSpeed(
+        _whole(1000 * rate),
+        compute.prefill_ns(blocks),
+        _whole(network.upload_bytes_per_s / KB),
+        tuple((peer, _whole(1e6 * round_trip_s)) for peer, round_trip_s in nearest),
+    )
+
+
+def seen(measured: ComputeSpeed, forwards: ForwardsSeen, blocks: int) -> ComputeSpeed:
+    """`measured`, replaced by the times of `forwards` since then, once there were `LEAST_FORWARDS` of them.
+
+    Several sessions at once are taken to be slower or faster by the same factor as one. `blocks` is the span's length.
+    """
+    if forwards.decodes < LEAST_FORWARDS or not forwards.decode_s or not measured.decode_tokens_per_s:
+        return measured
+    decode = 1 / (forwards.decode_s * blocks)
+    prefill = 1 / (forwards.prefill_s * blocks) if forwards.prefill_s else measured.prefill_tokens_per_s
+    shared = measured.shared_tokens_per_s * decode / measured.decode_tokens_per_s
+    return replace(measured, decode_tokens_per_s=decode, shared_tokens_per_s=shared, prefill_tokens_per_s=prefill)
+
+
+def usual_rate(by_group: Mapping[str, Iterable[float]]) -> float:
+    """One rate out of those that peers of several address groups have shown; 0 without any.
+
+    A peer cannot make a rate seem higher than it is, but lower. So the best of each group counts, and of these the
+    median.
+    """
+    best = [max(rates) for rates in by_group.values() if rates]
+    return median_low(best) if best else 0.0
+
+
+def _whole(value: float) -> int:
+    """At least 1 of what is there at all."""
+    return min(U32_MAX, max(1, round(value))) if value > 0 else 0

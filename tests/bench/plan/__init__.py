@@ -1,0 +1,1 @@
+"""Forecasts of `llmnode plan` against what sessions then take."""

@@ -1,0 +1,74 @@
+"""`llmnode serve` for the benchmark `plan`: the blocks of `pipeline.charged`, in a time that the environment gives.
+
+Positions of a prompt take a share of it. So servers are as fast as the benchmark wants, on a machine with fewer cores.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from bench.pipeline.charged import ChargedExecutor
+from llmnode.compute.loading import SpanLoader
+from llmnode.core.policy import BatchPolicy, ProbePolicy
+from llmnode.node.cli import main, run
+from llmnode.ports import Loaded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from llmnode.compute.loading import Wanted
+    from llmnode.core.operations import Buffer, Slice
+    from llmnode.core.span import Span
+    from llmnode.ports import Executor
+
+VARIABLE = "LLMNODE_BENCH_BLOCK_US"
+PROMPT_SHARE = 0.1
+"""A position of a prompt takes this share of a decode."""
+AGAIN_S = 2.0
+"""Servers measure their network again after this time: the benchmark changes it."""
+
+
+class PacedExecutor(ChargedExecutor):
+    """Its prompts take time for each position."""
+
+    def __init__(self, real: Executor, block_s: float) -> None:
+        super().__init__(real, block_s)
+        self._position_s = PROMPT_SHARE * block_s
+
+    def forward(self, slices: Sequence[Slice]) -> Sequence[Buffer]:
+        decodes = [each for each in slices if each.length <= BatchPolicy().decode_positions]
+        prompts = [each for each in slices if each.length > BatchPolicy().decode_positions]
+        time.sleep(
+            sum(self._position_s * each.length * len(each.blocks(self._spans[each.session])) for each in prompts)
+        )
+        computed = iter(super().forward(decodes))
+        return [next(computed) if each in decodes else self._passed(each) for each in slices]
+
+
+class PacedLoader(SpanLoader):
+    """Makes executors of one pace."""
+
+    def __init__(self, wanted: Wanted, report: Callable[[str], None], block_s: float | None = None) -> None:
+        super().__init__(wanted, report)
+        self._block_s = int(os.environ[VARIABLE]) / 1e6 if block_s is None else block_s
+
+    def load(self, span: Span) -> Loaded:
+        loaded = super().load(span)
+        return Loaded(PacedExecutor(loaded.executor, self._block_s), loaded.tensor_bytes)
+
+
+def measure_often() -> None:
+    """Servers of this process measure their network every `AGAIN_S`."""
+    made = ProbePolicy.__init__
+    names = [*ProbePolicy.__dataclass_fields__]
+    defaults = list(made.__defaults__ or ())
+    for name in ("again_s", "soon_s"):
+        defaults[names.index(name)] = AGAIN_S
+    made.__defaults__ = tuple(defaults)
+
+
+if __name__ == "__main__":
+    measure_often()
+    run(lambda: main(make_loader=PacedLoader))

@@ -1,0 +1,266 @@
+"""`tests/bench/run plan`: what `llmnode plan` forecasts, against what sessions and servers then do.
+
+Four real servers and a client. Their blocks compute nothing, and take a time of their own (`paced.py`). A proxy before
+each server gives its links a delay and a rate, which differ from topology to topology. In each, a plan is made as the
+command makes it, out of what servers announce and what this machine measures. Then a client that has settled measures.
+In the end a fifth server joins where the plan said that it would.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pydoc_data.topics import topics
+from typing import TYPE_CHECKING
+
+import trio
+from multiaddr import Multiaddr
+
+from bench.kit.child import TESTS
+from bench.kit.options import add_repeats, add_thin, add_tokens
+from bench.kit.proxy import open_proxies
+from bench.kit.report import Aim, Report, Row, Series, at_most, exactly
+from bench.plan.paced import AGAIN_S, VARIABLE, PacedLoader
+from llmnode.client.connect import aconnect, load_parts
+from llmnode.core.span import Span
+from llmnode.errors import single_error
+from llmnode.models.embedded import open_embedded
+from llmnode.net.invite import Invite
+from llmnode.node.app import THREAD, NodeConfig
+from llmnode.node.plan import make_plan
+from llmnode.node.processes import all_ready, private_swarm
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Sequence
+
+    from bench.kit.options import Options
+    from bench.kit.proxy import Proxies
+    from llmnode.client.connect import Client, ClientParts
+    from llmnode.core.forecast import SessionForecast, SwarmForecast
+    from llmnode.core.ids import PeerId
+    from llmnode.node.plan import Plan
+    from llmnode.node.processes import ServerProcess
+
+SERVERS = ((Span(0, 10), 3000), (Span(10, 20), 2500), (Span(20, 30), 4000), (Span(20, 30), 2500))
+"""The blocks of each, and the microseconds of one."""
+NEWCOMER_US = 3000
+NEWCOMER_BLOCKS = 10
+PROMPT_TOKENS = 96
+SETTLE_S = 4 * AGAIN_S + 4.0
+"""By then servers have measured what has changed, and have told each other."""
+DIRECT_WITHIN_S = 60.0
+TEXTS_PER_HOP = 8
+MOST_MEDIAN, MOST_WORST = 0.10, 0.20
+SPEED, FIRST, ALL = "tokens/s", "first token, s", "many sessions, tokens/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """One way in ms from anywhere to each server, and the rate of each link in one direction in bytes/s."""
+
+    name: str
+    delays_ms: tuple[float, float, float, float]
+    bytes_per_s: float = math.inf
+
+
+TOPOLOGIES = (
+    Topology("one house", (0, 0, 0, 0)),
+    Topology("one city", (4, 4, 4, 4)),
+    Topology("one country", (15, 15, 15, 15)),
+    Topology("two sides of an ocean", (10, 60, 10, 60)),
+    Topology("the faster replica is far", (10, 10, 10, 50)),
+    Topology("all far", (60, 60, 60, 60)),
+    Topology("narrow lines", (10, 10, 10, 10), 400e3),
+)
+THIN = ("one country",)
+
+
+@dataclass(slots=True)
+class _Result:
+    """A forecast and the measurements for it."""
+
+    name: str
+    forecast: SwarmForecast
+    series: Series = field(default_factory=Series)
+    same_route: bool = False
+
+    @property
+    def session(self) -> SessionForecast:
+        assert self.forecast.session is not None, "the swarm serves all blocks"
+        return self.forecast.session
+
+    @property
+    def forecasts(self) -> dict[str, float]:
+        return {
+            SPEED: self.session.tokens_per_s,
+            FIRST: self.session.first_token_s,
+            ALL: self.forecast.tokens_per_s,
+        }
+
+    def error(self, quantity: str) -> float | None:
+        """By which share of the measured value the forecast is wrong. None if it was not measured."""
+        if not self.series.get(quantity):
+            return None
+        measured = self.series.median(quantity)
+        return self.forecasts[quantity] / measured - 1
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_repeats(parser, 3)
+    add_tokens(parser, 24)
+    add_thin(parser)
+
+
+async def run(options: Options) -> Report:
+    parts = load_parts(open_embedded())
+    topologies = [each for each in TOPOLOGIES if not options.thin or each.name in THIN]
+    with single_error():
+        async with AsyncExitStack() as stack:
+            proxies = stack.enter_context(open_proxies(len(SERVERS)))
+            servers = await _start(stack, proxies)
+            rig = _Rig(options, parts, servers, proxies)
+            results = [await rig.measure(each) for each in topologies]
+            if not options.thin:
+                results.append(await rig.measure_newcomer(stack))
+    rows = [row for each in results for row in _rows(each)]
+    conditions = {"tokens": options.tokens, "rounds": options.repeats, "prompt": PROMPT_TOKENS}
+    return Report(rows, list(_aims(results)), conditions)
+
+
+async def _start(stack: AsyncExitStack, proxies: Proxies) -> list[ServerProcess]:
+    servers: list[ServerProcess] = []
+    for index, (span, block_us) in enumerate(SERVERS):
+        host, port = proxies.addresses[index]
+        options = ["--worker", THREAD, *(["--peers", servers[0].address] if servers else [])]
+        started = await stack.enter_async_context(
+            private_swarm(
+                [span],
+                threads=1,
+                announce=[f"/ip4/{host}/tcp/{port}"],
+                program=_program(block_us),
+                options=options,
+            )
+        )
+        await all_ready(started)
+        listening = Multiaddr(started[0].listening)
+        proxies.aim(index, (listening.value_for_protocol("ip4"), int(listening.value_for_protocol("tcp"))))
+        servers += started
+    return servers
+
+
+def _program(block_us: int) -> tuple[str, ...]:
+    run_it = "runpy.run_module('bench.plan.paced', run_name='__main__', alter_sys=True)"
+    setting = f"os.environ[{VARIABLE!r}] = {str(block_us)!r}"
+    return "-c", f"import os, runpy, sys; {setting}; sys.path.insert(0, {str(TESTS)!r}); {run_it}"
+
+
+class _Rig:
+    """The servers, and clients that measure."""
+
+    def __init__(
+        self, options: Options, parts: ClientParts, servers: Sequence[ServerProcess], proxies: Proxies
+    ) -> None:
+        self._options = options
+        self._parts = parts
+        self._peers = [each.address for each in servers]
+        self._proxies = proxies
+        self._prompt = parts.tokenizer.encode(topics["types"])[:PROMPT_TOKENS]
+
+    async def measure(self, topology: Topology) -> _Result:
+        """The swarm as it is."""
+        self._shape(topology)
+        await trio.sleep(SETTLE_S)
+        plan = await self._plan()
+        return await self._compare(topology.name, plan.without)
+
+    async def measure_newcomer(self, stack: AsyncExitStack) -> _Result:
+        """The swarm with one more server, on the client's own machine, where the plan says that it would be."""
+        self._shape(Topology("", (15, 15, 15, 15)))
+        await trio.sleep(SETTLE_S)
+        plan = await self._plan()
+        options = ["--worker", THREAD, "--peers", *self._peers]
+        started = await stack.enter_async_context(
+            private_swarm([plan.node.span], threads=1, program=_program(NEWCOMER_US), options=options)
+        )
+        await all_ready(started)
+        await trio.sleep(SETTLE_S)
+        self._peers.append(started[0].address)
+        return await self._compare("with the newcomer", plan.with_it)
+
+    def _shape(self, topology: Topology) -> None:
+        for index, delay_ms in enumerate(topology.delays_ms):
+            self._proxies.shape(one_way_s=delay_ms / 1e3, bytes_per_s=topology.bytes_per_s, only=index)
+
+    async def _plan(self) -> Plan:
+        loader = partial(PacedLoader, block_s=NEWCOMER_US / 1e6)
+        config = NodeConfig(blocks=str(NEWCOMER_BLOCKS), worker=THREAD, threads=1, make_loader=loader)
+        return await make_plan(config, Invite(tuple(self._peers)), PROMPT_TOKENS)
+
+    async def _compare(self, name: str, forecast: SwarmForecast) -> _Result:
+        result = _Result(name, forecast)
+        async with aconnect(self._peers, parts=self._parts) as client:
+            route = await self._until_settled(client)
+            result.same_route = route == [each.hop.peer for each in result.session.hops]
+            for _ in range(self._options.repeats):
+                generation = await client.generate(self._prompt, self._options.tokens, stop_at_eos=False)
+                steps = [each.total_s for each in generation.timings[1:]]
+                first_s = generation.finish.usage.first_token_s
+                result.series.note({SPEED: 1 / statistics.median(steps), FIRST: first_s})
+            if not self._options.thin:
+                result.series.note({ALL: await self._many(client, len(route))})
+        return result
+
+    async def _until_settled(self, client: Client) -> list[PeerId]:
+        """Until servers push to each other, and the client knows what it has measured. Returns its route."""
+        with trio.fail_after(DIRECT_WITHIN_S):
+            while True:
+                generation = await client.generate(self._prompt[:8], 18, stop_at_eos=False)
+                hops = generation.timings[-1].hops
+                if all(hop.direct for hop in hops[1:]):
+                    break
+        await client.generate(self._prompt[:8], 2, stop_at_eos=False)
+        return [each.peer for each in client.route]
+
+    async def _many(self, client: Client, hops: int) -> float:
+        """The tokens of many texts in a second, while all of them are going."""
+        times_s: list[list[float]] = []
+
+        async def generate() -> None:
+            own: list[float] = []
+            async for _token in client.generate(self._prompt[:8], self._options.tokens, stop_at_eos=False):
+                own.append(trio.current_time())
+            times_s.append(own)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(TEXTS_PER_HOP * hops):
+                nursery.start_soon(generate)
+        since_s, until_s = max(own[0] for own in times_s), min(own[-1] for own in times_s)
+        tokens = sum(since_s < each <= until_s for own in times_s for each in own)
+        return tokens / (until_s - since_s)
+
+
+def _rows(result: _Result) -> Iterator[Row]:
+    for quantity, forecast in result.forecasts.items():
+        error = result.error(quantity)
+        if error is not None:
+            yield {
+                "topology": result.name,
+                "quantity": quantity,
+                "forecast": forecast,
+                "measured": result.series.row()[quantity],
+                "error, %": 100 * error,
+                "same route": str(result.same_route),
+            }
+
+
+def _aims(results: Sequence[_Result]) -> Iterator[Aim]:
+    for quantity in (SPEED, FIRST, ALL):
+        errors = [abs(error) for each in results if (error := each.error(quantity)) is not None]
+        if errors:
+            yield at_most(f"{quantity}: median error", statistics.median(errors), MOST_MEDIAN)
+            yield at_most(f"{quantity}: worst error", max(errors), MOST_WORST)
+    yield exactly("other routes than forecast", sum(not each.same_route for each in results), 0)

@@ -1,0 +1,159 @@
+"""Nodes measure their network against each other: what they announce, and what hostile peers can do about it."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from llmnode.core.policy import ProbePolicy, ServePolicy
+from llmnode.core.span import Span
+from llmnode.errors import PeerError, PeerRefused, PeerTimeout
+from llmnode.node.serve import links
+from llmnode.node.serve.network_speed import keep_measuring, measure_network, next_hops, relays_of
+from llmnode.swarm.probing import measure_round_trip, measure_upload
+from llmnode.testing import Conditions, open_world, simulated
+from llmnode.testing.network import peer_named
+from llmnode.wire.frame import Frame, FrameType
+
+if TYPE_CHECKING:
+    from llmnode.testing import World
+    from llmnode.testing.world import ServingNode
+
+SPANS = [Span(0, 2), Span(2, 4), Span(4, 6)]
+DELAY_S, BYTES_PER_S = 0.02, 1e6
+NARROW = Conditions(delay_s=DELAY_S, bytes_per_s=BYTES_PER_S)
+
+
+async def started(world: World) -> list[ServingNode]:
+    nodes = [await world.start(f"s{number}", span) for number, span in enumerate(SPANS)]
+    await trio.sleep(5)
+    return nodes
+
+
+@simulated
+async def test_a_server_announces_its_round_trips_to_next_hops_and_its_upload() -> None:
+    async with open_world(conditions=NARROW) as world, trio.open_nursery() as nursery:
+        nodes = await started(world)
+        for node in nodes:
+            nursery.start_soon(keep_measuring, node.role, node.swarm, node.network)
+        await trio.sleep(15)
+        announced = {each.peer: each.offer.speed for each in nodes[0].swarm.view.announcements()}
+        for node, following in zip(nodes, [[nodes[1]], [nodes[2]], []], strict=True):
+            speed = announced[node.peer]
+            assert [peer for peer, _ in speed.round_trips_us] == [each.peer for each in following]
+            assert all(2e6 * DELAY_S <= us < 2.2e6 * DELAY_S for _, us in speed.round_trips_us)
+            assert speed.upload_bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.1)
+            assert speed.tokens_per_s > 0
+        nursery.cancel_scope.cancel()
+
+
+@simulated
+async def test_a_server_that_comes_later_is_measured_soon() -> None:
+    async with open_world(conditions=NARROW) as world, trio.open_nursery() as nursery:
+        first = await world.start("s0", SPANS[0])
+        nursery.start_soon(keep_measuring, first.role, first.swarm, first.network)
+        await trio.sleep(60)
+        assert first.role.offer().speed.tokens_per_1000_s == 0, "it is alone, and says that it knows nothing"
+        later = await world.start("s1", SPANS[1])
+        with trio.fail_after(20):
+            while later.peer not in dict(first.role.offer().speed.round_trips_us):  # noqa: ASYNC110
+                await trio.sleep(0.5)
+        nursery.cancel_scope.cancel()
+
+
+@simulated
+async def test_a_peer_that_never_answers_holds_nobody_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_world(conditions=NARROW) as world:
+        nodes = await started(world)
+        monkeypatch.setattr(links, "_answer_probe", lambda *_arguments: Frame(FrameType.HEARTBEAT))
+        policy, began_s = ProbePolicy(), trio.current_time()
+        found = await measure_network(nodes[0].swarm, next_hops(nodes[0].role.model, SPANS[0], nodes[0].swarm))
+        assert found.upload_bytes_per_s == 0.0
+        assert found.round_trips_s is not None and len(found.round_trips_s) == 1
+        assert trio.current_time() - began_s < policy.connect_s + 2 * policy.answer_s
+
+
+@simulated
+async def test_an_answer_without_all_bytes_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that answers at once would make the sender seem fast, and draw sessions to it."""
+
+    def answer_early(conduct: object, link: object, frame: Frame) -> Frame:
+        return whole(conduct, link, Frame(frame.type, step=frame.step, payload=bytes(8)))  # type: ignore[arg-type]
+
+    whole = links._answer_probe
+    async with open_world(conditions=NARROW) as world:
+        nodes = await started(world)
+        monkeypatch.setattr(links, "_answer_probe", answer_early)
+        found = await measure_network(nodes[0].swarm, next_hops(nodes[0].role.model, SPANS[0], nodes[0].swarm))
+        assert found.upload_bytes_per_s == 0.0
+
+
+@simulated
+async def test_a_peer_answers_so_many_probes_of_an_address_and_no_larger_ones() -> None:
+    policy = ServePolicy()
+    async with open_world() as world:
+        (node, *_) = await started(world)
+        relay = await world.start_relay("relay")
+        for target in (world.nodes["s1"].network, relay.network):
+            connection = await node.pool.connect(target.addresses)
+            for _ in range(policy.probes_burst):
+                await connection.ask_peer(FrameType.PROBE, FrameType.PROBED, 5, payload=random.randbytes(100))
+            with pytest.raises(PeerRefused, match="many probes") as refused:
+                await connection.ask_peer(FrameType.PROBE, FrameType.PROBED, 5, payload=b"again")
+            assert refused.value.retry_after_s is not None
+            assert 0 < refused.value.retry_after_s <= 1 / policy.probes_per_s
+            await trio.sleep(1.5 / policy.probes_per_s)
+            await connection.ask_peer(FrameType.PROBE, FrameType.PROBED, 5, payload=b"later")
+            with pytest.raises(PeerRefused, match="at most"):
+                await connection.ask_peer(FrameType.PROBE, FrameType.PROBED, 5, payload=bytes(policy.probe_bytes + 1))
+
+
+@simulated
+async def test_a_frozen_peer_costs_one_deadline() -> None:
+    async with open_world() as world:
+        node, other, _ = await started(world)
+        connection = await node.pool.connect(other.network.addresses)
+        world.freeze("s1")
+        began_s, policy = trio.current_time(), ProbePolicy()
+        with pytest.raises(PeerTimeout):
+            await measure_round_trip(connection, policy)
+        assert connection.round_trip_s is None
+        with pytest.raises(PeerError):  # the link has noticed the silence by then
+            await measure_upload(connection, policy)
+        assert trio.current_time() - began_s <= 2 * policy.answer_s
+
+
+@simulated
+async def test_a_node_behind_a_relay_measures_what_it_sends_to_the_relay() -> None:
+    async with open_world(conditions=NARROW) as world:
+        relay = await world.start_relay("relay")
+        node = await world.start("s0", SPANS[0])
+        (address,) = relay.network.addresses
+        circuit = f"{address}/p2p-circuit/p2p/{node.peer}"
+        assert relays_of([circuit, circuit]) == [address]
+        assert relays_of([circuit, *node.network.addresses]) == [] == relays_of([])
+        found = await measure_network(node.swarm, {}, [address])
+        assert found.upload_bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.1)
+
+
+@simulated
+async def test_a_client_measures_its_servers_and_a_few_others_and_takes_near_ones() -> None:
+    async with open_world(conditions=Conditions(delay_s=0.001)) as world:
+        for number, span in enumerate([*SPANS, *SPANS]):
+            await world.start(f"s{number}", span)
+        for number in range(3):
+            for pair in (
+                (peer_named("client"), peer_named(f"s{number}")),
+                (peer_named(f"s{number}"), peer_named("client")),
+            ):
+                world.internet.set_conditions(*pair, Conditions(delay_s=0.1))
+        await trio.sleep(5)
+        async with world.client() as (router, _peer):
+            await router.find_any()
+            await trio.sleep(5)
+            assert len(router.finder.round_trips_s()) == 6
+            route = await router.find_any()
+            assert {hop.peer for hop in route} == {peer_named(f"s{number}") for number in (3, 4, 5)}

@@ -1,0 +1,33 @@
+"""The ways between servers: what they say of each other, and what a client believes of it."""
+
+from __future__ import annotations
+
+from llmnode.core.announcement import Announcement, Offer, PeerState
+from llmnode.core.ids import PeerId
+from llmnode.core.model import Precision, Profile
+from llmnode.core.peers.ways import believed_ways
+from llmnode.core.span import Span
+from llmnode.core.speed import AnnouncedSpeed
+
+A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
+
+
+def announced(peer: PeerId, **round_trips_ms: int) -> Announcement:
+    speed = AnnouncedSpeed(round_trips_us=tuple((PeerId(each), 1000 * ms) for each, ms in round_trips_ms.items()))
+    offer = Offer("m", Profile(b"d" * 32, Precision()), 9, Span(0, 9), PeerState.ONLINE, 1, 9, 9, speed)
+    return Announcement(peer, (), 1, 2, "llmnode/1", offer)
+
+
+def test_half_a_round_trip_is_a_way_in_both_directions() -> None:
+    ways = believed_ways([announced(A, b=20), announced(B, c=40)], {})
+    assert ways == {(A, B): 0.01, (B, A): 0.01, (B, C): 0.02, (C, B): 0.02}
+
+
+def test_of_two_words_the_longer_counts() -> None:
+    assert believed_ways([announced(A, b=20), announced(B, a=30)], {})[A, B] == 0.015
+
+
+def test_one_that_is_far_from_the_client_is_not_near_to_one_that_is_near() -> None:
+    round_trips_s = {A: 0.01, B: 0.2}
+    assert believed_ways([announced(A, b=0)], round_trips_s)[A, B] == (0.2 - 0.01) / 2
+    assert believed_ways([announced(A, b=400)], round_trips_s)[A, B] == 0.2

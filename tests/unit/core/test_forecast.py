@@ -1,0 +1,81 @@
+"""A forecast adds up what was measured, along the route that a client takes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmnode.core.announcement import Announcement, Offer, PeerState
+from llmnode.core.forecast import ClientPlace, forecast, forecast_session
+from llmnode.core.ids import PeerId
+from llmnode.core.model import ModelInfo
+from llmnode.core.span import Span
+from llmnode.core.speed import AnnouncedSpeed
+from llmnode.errors import NoRoute
+
+BLOCKS, PROMPT = 10, 100
+MODEL = ModelInfo("m", b"d" * 32, BLOCKS, hidden_size=250, context_tokens=4096)
+ROW_BYTES = 1000
+A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
+
+
+def server(
+    peer: PeerId, span: Span, block_us: int = 2000, tokens_per_s: float = 50.0, upload_kb: int = 100, **ways_ms: int
+) -> Announcement:
+    """A position of a prompt takes a tenth of a decode."""
+    round_trips = tuple((PeerId(each), 2000 * ms) for each, ms in ways_ms.items())
+    speed = AnnouncedSpeed(round(1000 * tokens_per_s), 100 * block_us, upload_kb, round_trips)
+    offer = Offer("m", MODEL.profile, BLOCKS, span, PeerState.ONLINE, block_us, 9, 9, speed)
+    return Announcement(peer, (), 1, 2, "llmnode/1", offer)
+
+
+CHAIN = [server(A, Span(0, 4), b=30), server(B, Span(4, 10))]
+HERE = ClientPlace({A: 0.02, B: 0.08}, token_s=0.003, upload_bytes_per_s=1e6)
+
+
+def test_a_step_goes_there_from_hop_to_hop_and_back() -> None:
+    session = forecast_session(MODEL, CHAIN, HERE, PROMPT)
+    first, second = session.hops
+    assert (first.way_s, second.way_s) == (0.01, 0.03)
+    assert (first.compute_s, second.compute_s) == pytest.approx((0.008, 0.012))
+    assert (first.send_s, second.send_s) == pytest.approx((0.001, 0.01)), "of the client, and of the first server"
+    assert session.back_s == pytest.approx(0.04 + 0.01)
+    assert session.step_s == pytest.approx(0.01 + 0.03 + 0.05 + 0.02 + 0.011 + 0.003)
+    assert session.tokens_per_s == pytest.approx(1 / session.step_s)
+    opening, prompt, sending = 2 * 0.08, PROMPT * 10 * 0.0002, PROMPT * 0.011
+    assert session.first_token_s == pytest.approx(opening + prompt + sending + 0.09 + 0.003)
+
+
+def test_without_a_way_between_two_servers_a_step_goes_by_way_of_the_client() -> None:
+    session = forecast_session(MODEL, [server(A, Span(0, 4)), server(B, Span(4, 10))], HERE, PROMPT)
+    assert session.hops[1].way_s == pytest.approx(0.01 + 0.04)
+
+
+def test_a_nearer_client_has_shorter_ways_and_nothing_else_changes() -> None:
+    here, nearer = (forecast_session(MODEL, CHAIN, place, PROMPT) for place in (HERE, HERE.nearer(0.5)))
+    assert nearer.ways_s == pytest.approx(here.ways_s - 0.005 - 0.02)
+    assert (nearer.compute_s, nearer.send_s, nearer.client_s) == (here.compute_s, here.send_s, here.client_s)
+
+
+def test_the_throughput_is_that_of_the_slowest_block_and_a_gap_has_none() -> None:
+    slow = [server(A, Span(0, 4), tokens_per_s=30.0), server(B, Span(4, 10))]
+    assert forecast(MODEL, slow, HERE, PROMPT).tokens_per_s == 30.0
+    assert forecast(MODEL, [*slow, server(C, Span(0, 4), tokens_per_s=25.0)], HERE, PROMPT).tokens_per_s == 50.0
+    gap = forecast(MODEL, CHAIN[:1], HERE, PROMPT)
+    assert (gap.tokens_per_s, gap.session) == (0.0, None)
+    assert forecast(MODEL, [], HERE, PROMPT) == gap
+    with pytest.raises(NoRoute):
+        forecast_session(MODEL, CHAIN[:1], HERE, PROMPT)
+
+
+@given(st.floats(0.001, 1), st.integers(1, 10_000), st.integers(0, 1000), st.integers(1, 2000))
+def test_one_more_server_never_makes_the_forecast_of_the_swarm_worse(
+    round_trip_s: float, block_us: int, upload_kb: int, prompt_tokens: int
+) -> None:
+    more = server(C, Span(4, 10), block_us, upload_kb=upload_kb)
+    place = ClientPlace({**HERE.round_trips_s, C: round_trip_s}, HERE.token_s, HERE.upload_bytes_per_s)
+    before, after = (forecast(MODEL, servers, place, prompt_tokens) for servers in (CHAIN, [*CHAIN, more]))
+    assert after.tokens_per_s >= before.tokens_per_s
+    assert after.session is not None
+    assert after.session.first_token_s > after.session.step_s - after.session.send_s > 0

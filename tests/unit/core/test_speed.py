@@ -1,0 +1,71 @@
+"""The figure that a server announces: the smaller one of what it computes and what its network carries."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmnode.core.ids import PeerId
+from llmnode.core.speed import (
+    LEAST_FORWARDS,
+    ComputeSpeed,
+    ForwardsSeen,
+    NetworkSpeed,
+    announced_speed,
+    seen,
+    throughput,
+    usual_rate,
+)
+
+ROW_BYTES, BLOCKS = 2304, 5
+rates = st.floats(0.01, 1e6)
+
+
+@given(rates, rates)
+def test_the_throughput_is_that_of_the_narrower_one_of_device_and_network(shared: float, rows_per_s: float) -> None:
+    compute, network = ComputeSpeed(1.0, shared, 1.0), NetworkSpeed(rows_per_s * ROW_BYTES)
+    assert throughput(compute, network, ROW_BYTES) == pytest.approx(min(shared, rows_per_s))
+
+
+@pytest.mark.parametrize(
+    ("compute", "network"),
+    [(ComputeSpeed(), NetworkSpeed(1e9)), (ComputeSpeed(9.0, 9.0, 9.0), NetworkSpeed())],
+)
+def test_without_one_of_the_two_no_throughput_is_announced(compute: ComputeSpeed, network: NetworkSpeed) -> None:
+    assert announced_speed(compute, network, BLOCKS, ROW_BYTES, 8).tokens_per_1000_s == 0
+
+
+def test_what_is_announced_is_in_the_units_of_the_wire_and_names_the_nearest() -> None:
+    round_trips = {PeerId(f"peer{ms}"): ms / 1000 for ms in (30, 10, 20)}
+    compute = ComputeSpeed(10.0, 40.0, 100.0)
+    announced = announced_speed(compute, NetworkSpeed(23_040.0, round_trips), BLOCKS, ROW_BYTES, 2)
+    assert announced.tokens_per_s == 10.0
+    assert announced.prefill_ns == round(1e9 / 500)
+    assert announced.upload_bytes_per_s == 23_000
+    assert announced.round_trips_us == (("peer10", 10_000), ("peer20", 20_000))
+    assert compute.block_us(BLOCKS) == 20_000
+
+
+@given(st.floats(1e-9, 1e15), st.floats(1e-9, 1e15))
+def test_whatever_is_measured_fits_a_field_and_is_never_taken_for_nothing(rate: float, bytes_per_s: float) -> None:
+    compute = ComputeSpeed(rate, rate, rate)
+    announced = announced_speed(compute, NetworkSpeed(bytes_per_s), BLOCKS, ROW_BYTES, 8)
+    values = (announced.tokens_per_1000_s, announced.prefill_ns, announced.upload_kb_per_s, compute.block_us(BLOCKS))
+    assert all(1 <= value < 2**32 for value in values)
+
+
+def test_what_sessions_take_replaces_the_first_guess_once_there_were_enough() -> None:
+    guess = ComputeSpeed(10.0, 30.0, 100.0)
+    slower = ForwardsSeen(LEAST_FORWARDS, decode_s=0.2 / BLOCKS, prefill_s=0.02 / BLOCKS)
+    assert seen(guess, ForwardsSeen(LEAST_FORWARDS - 1, 0.2 / BLOCKS, 0.02 / BLOCKS), BLOCKS) == guess
+    now = seen(guess, slower, BLOCKS)
+    assert now.decode_tokens_per_s == pytest.approx(5.0)
+    assert now.shared_tokens_per_s == pytest.approx(15.0), "as much slower as one session is"
+    assert now.prefill_tokens_per_s == pytest.approx(50.0)
+    assert seen(ComputeSpeed(), slower, BLOCKS) == ComputeSpeed(), "nothing was measured"
+
+
+def test_peers_of_one_address_group_cannot_make_a_network_seem_slow() -> None:
+    assert usual_rate({"liars": [1.0] * 100, "one": [50.0], "another": [60.0, 5.0]}) == 50.0
+    assert usual_rate({"one": [], "other": []}) == usual_rate({}) == 0.0
