@@ -31,6 +31,7 @@ _Code: TypeAlias = Literal["linear", "dynamic"]
 
 __all__ = [
     "Connection",
+    "LlamaAdapter",
     "LlamaBlocks",
     "NoiseHandshake",
     "NoiseSession",
@@ -323,15 +324,43 @@ class LlamaBlocks:
     def is_fast() -> bool:
         """Whether this processor has vector instructions that we know. Without, torch is faster."""
 
-    def forward(self, first: int, end: int, pieces: Sequence[tuple[SequenceSlabs, int, int, _Buffer]]) -> list[bytes]:
+    def forward(
+        self,
+        first: int,
+        end: int,
+        pieces: Sequence[tuple[SequenceSlabs, int, int, _Buffer]],
+        adapters: Sequence[LlamaAdapter | None] | None = None,
+    ) -> list[bytes]:
         """Hidden states after the blocks `[first, end)`, of each piece: positions of a sequence that follow each other.
 
         A piece is `(slabs, passed, start, hidden states before those blocks)`: the first `passed` of its slabs are of
-        blocks before. The GIL is released.
+        blocks before. `adapters` has the adapter of each piece; neighbours with the same one are computed together. The
+        GIL is released.
 
         Raises `ValueError` for a piece that does not fit its slabs, that is no whole number of positions, or goes
-        through blocks that are not here; `RuntimeError` if a sequence is given twice.
+        through blocks that are not here, and for adapters that do not fit these blocks or pieces; `RuntimeError` if a
+        sequence is given twice.
         """
+
+_Update: TypeAlias = tuple[int, _Floats, _Floats, float]
+"""To some outputs of a joined product, from the first number on, `scale * b (a x)` is added.
+
+It is `(first, a, b, scale)`. `a` is `(rank, inputs)`, and `b` is `(rank, outputs)`, with outputs a multiple of 16."""
+
+class _Updates(TypedDict):
+    """The updates of the linear layers of one block, which stay where they are."""
+
+    qkv: Sequence[_Update]
+    output: Sequence[_Update]
+    gate_up: Sequence[_Update]
+    down: Sequence[_Update]
+
+@final
+class LlamaAdapter:
+    """Low-rank updates of `LlamaBlocks`: `y = W x` becomes `y = W x + scale * b (a x)`."""
+
+    def __new__(cls, of_blocks: Sequence[_Updates]) -> LlamaAdapter:
+        """One for each block of those that it is for. Sizes are checked in a forward."""
 
 @final
 class SequenceSlabs:

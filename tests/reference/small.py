@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from llmnode.core.ids import AdapterId
+
 BLOCKS = 5
 HIDDEN_SIZE = 64
 VOCABULARY = 211
@@ -192,6 +194,8 @@ class Cut:
 
     ends: Ends
     executors: list[SpanExecutor]
+    adapters: dict[SessionId, AdapterId] = field(default_factory=dict)
+    """Those of sessions that have one."""
     _positions: dict[SessionId, int] = field(default_factory=dict)
 
     def forward(self, chunks: Mapping[SessionId, Sequence[int]]) -> dict[SessionId, torch.Tensor]:
@@ -201,7 +205,8 @@ class Cut:
             if session not in self._positions:
                 self._positions[session] = 0
                 for executor in self.executors:
-                    assert executor.apply(Open(session, executor.span, SESSION_TOKENS))
+                    adapter = self.adapters.get(session)
+                    assert executor.apply(Open(session, executor.span, SESSION_TOKENS, adapter=adapter))
             start = self._positions[session]
             pieces.append(Slice(session, start, len(tokens), to_bytes(self.ends.embed(list(tokens), start))))
             self._positions[session] += len(tokens)

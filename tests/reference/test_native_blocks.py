@@ -50,9 +50,11 @@ def counted(model: Cut, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         native = executor.model.native
         assert native is not None
 
-        def forward(first: int, end: int, pieces: Any, blocks: LlamaBlocks = native.blocks) -> list[bytes]:
+        def forward(
+            first: int, end: int, pieces: Any, adapters: Any, blocks: LlamaBlocks = native.blocks
+        ) -> list[bytes]:
             taken.append(len(pieces))
-            return blocks.forward(first, end, pieces)
+            return blocks.forward(first, end, pieces, adapters)
 
         counting = NativeBlocks(cast("LlamaBlocks", SimpleNamespace(forward=forward)), native.no_kv)
         monkeypatch.setattr(executor.model, "native", counting)

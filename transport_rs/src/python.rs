@@ -50,6 +50,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(blocks::widen, module)?)?;
     module.add_function(wrap_pyfunction!(blocks::pack_q8, module)?)?;
     module.add_class::<blocks::Product>()?;
+    module.add_class::<blocks::LlamaAdapter>()?;
     module.add_class::<blocks::LlamaBlocks>()?;
     module.add_class::<blocks::SequenceSlabs>()?;
     module.add_class::<transport::NoiseHandshake>()?;

@@ -116,8 +116,7 @@ class SpanExecutor:
         together: dict[tuple[Span, bool], list[int]] = {}
         for index in sorted(range(len(slices)), key=lambda index: self._adapter_of(slices[index]) or b""):
             each = slices[index]
-            # Rust knows neither adapters nor prompts.
-            in_rust = few and self._adapter_of(each) is None and not self._is_prompted(each)
+            in_rust = few and not self._is_prompted(each)  # Rust knows no prompts
             together.setdefault((each.blocks(self._sequences[each.session].span), in_rust), []).append(index)
         computed: dict[int, Buffer] = {}
         for (span, _), indices in together.items():
@@ -234,12 +233,12 @@ class SpanExecutor:
 
     def _run(self, span: Span, slices: Sequence[Slice]) -> Sequence[Buffer]:
         """Run the slices through the blocks of `span`, which are all those of their sessions, or some."""
-        native = self.model.native
-        rows = self._adapters.rows(((self._adapter_of(each), each.length) for each in slices), together=True)
-        prompts = self._prompts_in(slices)
-        if native is not None and not rows and not prompts and are_few([each.length for each in slices]):
+        native, prompts = self.model.native, self._prompts_in(slices)
+        if native is not None and not prompts and are_few([each.length for each in slices]):
             few = [(self._slabs(each.session, native.no_kv), each.first, each.start, each.hidden) for each in slices]
-            return native.blocks.forward(span.start - self.span.start, span.end - self.span.start, few)
+            adapters = [self._adapters.in_rust(self._adapter_of(each)) for each in slices]
+            return native.blocks.forward(span.start - self.span.start, span.end - self.span.start, few, adapters)
+        rows = self._adapters.rows(((self._adapter_of(each), each.length) for each in slices), together=True)
         row = torch.cat([from_bytes(each.hidden, self._hidden_size) for each in slices])
         with adapted(rows):
             if not prompts:

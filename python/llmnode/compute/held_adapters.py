@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 from llmnode.compute.adapted import AdaptedRows, adapt
 from llmnode.errors import AdapterError, LocalProtocolError
 from llmnode.models.lora import read_part, values_of
+from llmnode.models.native import native_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     import torch
 
+    from llmnode._native import LlamaAdapter
     from llmnode.core.ids import AdapterId
     from llmnode.core.operations import Adopt
     from llmnode.models.fused import FusedSpan
@@ -29,6 +31,8 @@ class HeldAdapters:
         self._device = device
         self._targets: Mapping[int, Mapping[str, Target]] | None = None
         self._held: dict[AdapterId, dict[int, Part]] = {}
+        self._in_rust: dict[AdapterId, LlamaAdapter] = {}
+        """Those that were used there, over the same memory."""
 
     def adopt(self, operation: Adopt) -> None:
         """Raises AdapterError if the part does not fit the block, or has another size than it says."""
@@ -40,9 +44,19 @@ class HeldAdapters:
         if (values := values_of(part)) != operation.values:
             raise AdapterError(f"a part of {values} numbers that was said to have {operation.values}")
         self._held.setdefault(operation.adapter, {})[operation.block] = part
+        self._in_rust.pop(operation.adapter, None)
 
     def forget(self, adapter: AdapterId) -> None:
         self._held.pop(adapter, None)
+        self._in_rust.pop(adapter, None)
+
+    def in_rust(self, adapter: AdapterId | None) -> LlamaAdapter | None:
+        """The adapter for the model's blocks in Rust, if there is one."""
+        if adapter is None:
+            return None
+        if (found := self._in_rust.get(adapter)) is None:
+            found = self._in_rust[adapter] = native_adapter(self._of(adapter), self._targets or {})
+        return found
 
     def rows(self, lengths: Iterable[tuple[AdapterId | None, int]], *, together: bool) -> Sequence[AdaptedRows]:
         """The rows that have an adapter, where the rows of each length, one after another, have the one beside it.

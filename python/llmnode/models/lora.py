@@ -99,7 +99,8 @@ def read_part(packed: Buffer, targets: Mapping[str, Target], device: torch.devic
         a, b, scale = found
         if a is not None and b is not None and scale is not None:
             _check(name, target, a, b, scale)
-            part[name] = Lora(a.float().to(device), b.float().to(device), scale.item())
+            by_rank = b.float().t().contiguous().t()  # as blocks in Rust read it, and to torch it is the same
+            part[name] = Lora(a.float().to(device), by_rank.to(device), scale.item())
         elif any(each is not None for each in found):
             raise AdapterError(f"{name}: it needs {_A}, {_B} and {_SCALE}")
     if tensors:

@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from llmnode._native import LlamaBlocks
+from llmnode._native import LlamaAdapter, LlamaBlocks
 from llmnode.models.layers import ACTIVATIONS, Norm
 from llmnode.models.weights.packed_linear import HalfLinear, Q4Linear, Q8Linear
 from llmnode.models.weights.quantized import Int8Linear
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from llmnode._native import _LlamaBlock, _Weight
+    from llmnode._native import _LlamaBlock, _Update, _Updates, _Weight
     from llmnode.models.blueprint import Blueprint
     from llmnode.models.layers import Rotary
+    from llmnode.models.lora import Part, Target
     from llmnode.models.weights.packed_linear import Narrow
 
     _Linear = torch.nn.Linear | Narrow | Int8Linear
@@ -33,6 +34,7 @@ LANES = 16
 """Sizes are multiples of it."""
 MOST_POSITIONS = 128
 """For more of one sequence BLAS is as fast, which lays weights out anew first."""
+_LAYERS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +92,25 @@ def native_blocks(blocks: torch.nn.ModuleList, rotary: Rotary) -> NativeBlocks |
     return NativeBlocks(native, torch.empty(1, kv_heads, 0, attention.head_dim))
 
 
+def native_adapter(parts: Mapping[int, Part], targets: Mapping[int, Mapping[str, Target]]) -> LlamaAdapter:
+    """An adapter for `native_blocks`, over the memory of its `parts`, which are by block.
+
+    `targets` are the layers of all blocks that are in Rust, in order.
+    """
+    return LlamaAdapter([_updates(parts.get(block, {}), of_block) for block, of_block in targets.items()])
+
+
+def _updates(part: Part, targets: Mapping[str, Target]) -> _Updates:
+    found: dict[str, list[_Update]] = {layer: [] for layer in _LAYERS}
+    for name, lora in part.items():
+        target = targets[name]
+        found[target.module].append((target.first, _array(lora.a), _array(lora.b.t()), lora.scale))
+    qkv, output, gate_up, down = (found[layer] for layer in _LAYERS)
+    return {"qkv": qkv, "output": output, "gate_up": gate_up, "down": down}
+
+
 def _is_known(block: Any) -> bool:  # Any: a module has the attributes of its block
-    names = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
-    linears = [block.get_submodule(name) for name in names]
+    linears = [block.get_submodule(name) for name in _LAYERS]
     kinds = (torch.nn.Linear, HalfLinear, Q4Linear, Q8Linear, Int8Linear)
     are_linear = all(type(each) in kinds for each in linears)
     narrow = {each.weight for each in linears if isinstance(each, (HalfLinear, Int8Linear))}

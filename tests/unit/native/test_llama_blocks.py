@@ -8,6 +8,8 @@ import pytest
 from llmnode import _native
 from unit.blocks_of_ones import llama, llama_block, slabs
 
+NO_UPDATES: Any = {"qkv": [], "output": [], "gate_up": [], "down": []}
+
 Buffer: TypeAlias = Any  # whatever has, or lacks, the buffer protocol: before Python 3.12 that has no type
 
 
@@ -88,3 +90,45 @@ def test_forwards_that_do_not_fit_are_refused() -> None:
         whole.flags.writeable = False
         with pytest.raises(BufferError, match="read-only"):
             _native.SequenceSlabs([(whole, np.zeros((1, 4, 16), np.float32))], 4)
+
+
+def ones(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
+def test_an_adapter_of_ones_adds_up_in_the_pieces_that_have_it() -> None:
+    """A state of ones gives 16 to each of three ranks, so the values of attention get 2 * 3 * 16 more."""
+    blocks, state = llama(llama_block()), ones(16).tobytes()
+    adapter = _native.LlamaAdapter([{**NO_UPDATES, "qkv": [(32, ones(3, 16), ones(3, 16), 2.0)]}])
+    plain, with_it = blocks.forward(0, 1, [(slabs(), 0, 0, state), (slabs(), 0, 0, state)], [None, adapter])
+    assert blocks.forward(0, 1, [(slabs(), 0, 0, state)]) == [plain]
+    gated = 16 * 16 * 16  # of a state that is normed to ones again
+    np.testing.assert_allclose(np.frombuffer(with_it, np.float32), 1 + 16 * (16 + 2 * 3 * 16) + gated, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("updates", "error"),
+    [
+        ([], ValueError),
+        ([NO_UPDATES, NO_UPDATES], ValueError),
+        ([{**NO_UPDATES, "qkv": [(33, ones(3, 16), ones(3, 16), 2.0)]}], ValueError),
+        ([{**NO_UPDATES, "down": [(0, ones(3, 15), ones(3, 16), 2.0)]}], ValueError),
+        ([{**NO_UPDATES, "down": [(0, ones(0, 16), ones(0, 16), 2.0)]}], ValueError),
+        ([{**NO_UPDATES, "output": [(0, ones(3, 16), ones(3, 8), 2.0)]}], ValueError),
+        ([{"qkv": []}], KeyError),
+        ([{**NO_UPDATES, "down": [(-1, ones(3, 16), ones(3, 16), 2.0)]}], TypeError),
+        ([{**NO_UPDATES, "down": [(0, np.ones((3, 16)), ones(3, 16), 2.0)]}], TypeError),
+        ([{**NO_UPDATES, "down": [(0, ones(16, 3).T, ones(3, 16), 2.0)]}], TypeError),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(updates: Any, error: type[Exception]) -> None:
+    state = ones(16).tobytes()
+    with pytest.raises(error):
+        llama(llama_block()).forward(0, 1, [(slabs(), 0, 0, state)], [_native.LlamaAdapter(updates)])
+
+
+def test_adapters_of_another_number_of_pieces_are_refused() -> None:
+    adapter, state = _native.LlamaAdapter([NO_UPDATES]), ones(16).tobytes()
+    for adapters in ([], [adapter, None]):
+        with pytest.raises(ValueError, match="another number"):
+            llama(llama_block()).forward(0, 1, [(slabs(), 0, 0, state)], adapters)

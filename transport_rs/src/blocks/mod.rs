@@ -11,9 +11,11 @@ use std::ops::Range;
 
 use rayon::ThreadPool;
 
-use crate::simd::Isa;
+use crate::simd::{Aligned, Isa};
+use adapters::{AdaptedRows, OfLayer, adapted_rows};
 use products::{Products, add};
 
+mod adapters;
 mod attention;
 mod cache;
 pub(crate) mod groups;
@@ -22,6 +24,7 @@ mod rounded;
 pub(crate) mod scalar;
 mod shape;
 
+pub use adapters::{Update, Updates};
 pub use cache::{Cache, Kept};
 pub use groups::{GROUP, Q4, Q8, pack, pack_q8};
 pub use products::{multiply, widen};
@@ -66,12 +69,13 @@ pub fn forward(
         }
         rows.extend((piece.start..end).map(|position| Row { piece: number, position }));
     }
+    let adapted = adapted_rows(pieces, shape, blocks.len())?;
     if rows.is_empty() {
         return Ok(());
     }
     let turns = shape.turns(&rows);
     let runs = runs(&rows);
-    let forward = Forward { products: Products::new(isa, pool), shape, rows, runs, turns };
+    let forward = Forward { products: Products::new(isa, pool), shape, rows, adapted, runs, turns };
     let mut run = || {
         for (number, block) in blocks.iter().enumerate() {
             forward.through(number, block, pieces, hidden);
@@ -102,6 +106,7 @@ struct Forward<'a> {
     products: Products,
     shape: &'a Shape,
     rows: Vec<Row>,
+    adapted: Vec<AdaptedRows<'a>>,
     runs: Vec<Range<usize>>,
     turns: Vec<f32>,
 }
@@ -120,24 +125,30 @@ fn runs(rows: &[Row]) -> Vec<Range<usize>> {
 
 impl Forward<'_> {
     fn through(&self, number: usize, block: &Block<'_>, pieces: &mut [Piece<'_>], hidden: &mut [f32]) {
-        let joined = self.product(&self.normed(hidden, block.attended_norm), block.qkv, self.shape.joined());
+        let normed = self.normed(hidden, block.attended_norm);
+        let joined = self.product(&normed, block.qkv, self.shape.joined(), (number, |updates| &updates.qkv));
         let queries = self.kept(number, block, joined, pieces);
         let attended = self.attended(number, block, &queries, pieces);
-        add(hidden, &self.product(&attended, block.output, self.shape.hidden));
+        add(hidden, &self.product(&attended, block.output, self.shape.hidden, (number, |updates| &updates.output)));
 
-        let mut gates = self.product(&self.normed(hidden, block.fed_norm), block.gate_up, 2 * self.shape.inner);
+        let normed = self.normed(hidden, block.fed_norm);
+        let gate_up = (number, (|updates| &updates.gate_up) as OfLayer);
+        let mut gates = self.product(&normed, block.gate_up, 2 * self.shape.inner, gate_up);
         let mut fed = Vec::with_capacity(gates.len() / 2);
         for gates in gates.chunks_exact_mut(2 * self.shape.inner) {
             let (gates, up) = gates.split_at_mut(self.shape.inner);
             self.products.isa.gated(gates, up);
             fed.extend_from_slice(gates);
         }
-        add(hidden, &self.product(&fed, block.down, self.shape.hidden));
+        add(hidden, &self.product(&fed, block.down, self.shape.hidden, (number, |updates| &updates.down)));
     }
 
-    /// `(rows, inputs)` to `(rows, outputs)`.
-    fn product(&self, values: &[f32], linear: Linear<'_>, outputs: usize) -> Vec<f32> {
-        self.products.product(values, self.rows.len(), linear, outputs)
+    /// `(rows, inputs)` to `(rows, outputs)`, with what the adapters of the rows add in this layer of a block.
+    fn product(&self, values: &[f32], linear: Linear<'_>, outputs: usize, layer: (usize, OfLayer)) -> Vec<f32> {
+        let (count, values) = (self.rows.len(), Aligned::of(values));
+        let mut out = self.products.product(&values, count, linear, outputs);
+        adapters::update(self.products, &self.adapted, layer, (&values, values.len() / count), (&mut out, outputs));
+        out
     }
 
     fn normed(&self, hidden: &[f32], weight: &[f32]) -> Vec<f32> {

@@ -26,9 +26,9 @@ impl Products {
     }
 
     /// `(rows, inputs)` to `(rows, outputs)`.
-    pub(super) fn product(&self, values: &[f32], count: usize, linear: Linear<'_>, outputs: usize) -> Vec<f32> {
+    pub(super) fn product(&self, values: &Aligned, count: usize, linear: Linear<'_>, outputs: usize) -> Vec<f32> {
         let inputs = values.len() / count;
-        let values = &*Aligned::of(values);
+        let values = &**values;
         let mut parts = vec![0.0; outputs * count]; // (rows, outputs) each
         let part = match linear.weight {
             Weight::Floats(weights) => self.dots(Isa::dots, weights, values, inputs, &mut parts),
@@ -90,12 +90,27 @@ impl Products {
         values: usize,
         make: impl Fn(&T) -> R + Sync + Send,
     ) -> Vec<R> {
-        let parts = (values / VALUES_OF_PART).min(self.threads * PARTS_OF_THREAD);
-        if self.threads == 1 || parts < 2 {
-            items.iter().map(make).collect()
-        } else {
-            items.par_iter().with_min_len(items.len().div_ceil(parts)).map(make).collect()
+        match self.parts(values) {
+            None => items.iter().map(make).collect(),
+            Some(parts) => items.par_iter().with_min_len(items.len().div_ceil(parts)).map(make).collect(),
         }
+    }
+
+    /// Likewise, for items that are changed.
+    pub(super) fn each_mut<T: Send>(&self, items: &mut [T], values: usize, change: impl Fn(&mut T) + Sync + Send) {
+        match self.parts(values) {
+            None => items.iter_mut().for_each(change),
+            Some(parts) => {
+                let least = items.len().div_ceil(parts);
+                items.par_iter_mut().with_min_len(least).for_each(change);
+            }
+        }
+    }
+
+    /// The number of parts to cut work on `values` values into; `None` if several threads do not pay.
+    fn parts(&self, values: usize) -> Option<usize> {
+        let parts = (values / VALUES_OF_PART).min(self.threads * PARTS_OF_THREAD);
+        (self.threads > 1 && parts > 1).then_some(parts)
     }
 
     /// Fills `out`, whose units take `values` values to read each: `fill` gets parts of it, and the number of the first
@@ -139,7 +154,7 @@ pub fn multiply(
     if values.is_empty() {
         return Ok(Vec::new());
     }
-    let run = || Products::new(isa, pool).product(values, values.len() / inputs, linear, outputs);
+    let run = || Products::new(isa, pool).product(&Aligned::of(values), values.len() / inputs, linear, outputs);
     Ok(match pool {
         Some(pool) => pool.install(run),
         None => run(),

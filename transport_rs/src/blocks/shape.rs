@@ -3,6 +3,7 @@
 use std::error::Error;
 use std::fmt;
 
+use super::adapters::Updates;
 use super::cache::Cache;
 use super::groups::{Q4, Q8};
 use super::rounded;
@@ -115,6 +116,8 @@ pub struct Block<'a> {
 /// Positions of one sequence that follow each other.
 #[derive(Debug)]
 pub struct Piece<'a> {
+    /// The updates of each block, if it has an adapter. Neighbours that share them are computed together.
+    pub adapter: Option<&'a [Updates<'a>]>,
     /// The first one's place in the sequence. The caches hold the positions before it.
     pub start: usize,
     /// The number of positions.
@@ -176,6 +179,16 @@ impl Shape {
     pub(super) fn joined(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
+
+    /// The linear layers of a block: the name, inputs and outputs of each.
+    pub(super) fn layers(&self) -> [(&'static str, usize, usize); 4] {
+        [
+            ("qkv", self.hidden, self.joined()),
+            ("output", self.heads * self.head_dim, self.hidden),
+            ("gate_up", self.hidden, 2 * self.inner),
+            ("down", self.inner, self.hidden),
+        ]
+    }
 }
 
 impl Block<'_> {
@@ -183,14 +196,8 @@ impl Block<'_> {
     ///
     /// [`BlockError::Length`] with the first part that does not fit `shape`.
     pub fn check(&self, shape: &Shape) -> Result<(), BlockError> {
-        let attended = shape.heads * shape.head_dim;
-        let linears = [
-            ("qkv", self.qkv, shape.hidden, shape.joined()),
-            ("output", self.output, attended, shape.hidden),
-            ("gate_up", self.gate_up, shape.hidden, 2 * shape.inner),
-            ("down", self.down, shape.inner, shape.hidden),
-        ];
-        for (name, linear, inputs, outputs) in linears {
+        let linears = [self.qkv, self.output, self.gate_up, self.down];
+        for ((name, inputs, outputs), linear) in shape.layers().into_iter().zip(linears) {
             linear.check(name, outputs, inputs)?;
         }
         if self.window == Some(0) {

@@ -1,5 +1,6 @@
 //! Blocks of the Llama kind as a Python class. The interface for Python is in `_native.pyi`.
 
+use std::iter;
 use std::ops::Range;
 
 use pyo3::buffer::PyBuffer;
@@ -210,14 +211,21 @@ impl LlamaBlocks {
         Isa::best() != Isa::SCALAR
     }
 
-    /// Each piece: slabs of the sequence, how many of their blocks are before, its first position, hidden states.
+    /// Each piece: slabs of the sequence, how many of their blocks are before, its first position, hidden states. Each
+    /// has its place in `adapters`, if any has one.
+    #[pyo3(signature = (first, end, pieces, adapters = None))]
     fn forward<'py>(
         &self,
         py: Python<'py>,
         first: usize,
         end: usize,
         pieces: Vec<(Bound<'py, SequenceSlabs>, usize, usize, ByteView)>,
+        adapters: Option<Vec<Option<Bound<'py, LlamaAdapter>>>>,
     ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        let adapters = adapters.unwrap_or_else(|| vec![None; pieces.len()]);
+        if adapters.len() != pieces.len() {
+            return Err(PyValueError::new_err("adapters of another number of pieces"));
+        }
         let row_bytes = self.shape.hidden * size_of::<f32>();
         let mut slabs = pieces.iter().map(|(slabs, ..)| slabs.try_borrow_mut()).collect::<Result<Vec<_>, _>>()?;
         let of_pieces = self.blocks.get(first..end).ok_or_else(no_such_blocks)?;
@@ -231,9 +239,17 @@ impl LlamaBlocks {
             hidden.extend(floats.iter().map(|bytes| f32::from_ne_bytes(*bytes)));
             lengths.push(data.bytes().len() / row_bytes);
         }
-        let views = slabs.iter_mut().zip(&pieces).zip(lengths).map(|((slabs, (_, passed, start, _)), length)| {
+        let runs = adapters.chunk_by(|one, other| match (one, other) {
+            (Some(one), Some(other)) => one.is(other),
+            (one, other) => one.is_none() && other.is_none(),
+        });
+        let runs = runs.map(|run| Ok((run.len(), updates_of(run.first(), self.blocks.len(), first..end)?)));
+        let runs = runs.collect::<PyResult<Vec<_>>>()?;
+        let of_adapters = runs.iter().flat_map(|(pieces, updates)| iter::repeat_n(updates.as_deref(), *pieces));
+        let views = slabs.iter_mut().zip(&pieces).zip(lengths).zip(of_adapters);
+        let views = views.map(|(((slabs, (_, passed, start, _)), length), adapter)| {
             let caches = slabs.caches(*passed, of_pieces.len());
-            Piece { start: *start, length, caches }
+            Piece { adapter, start: *start, length, caches }
         });
         let mut views: Vec<_> = views.collect();
         py.detach(|| {
@@ -251,6 +267,63 @@ impl LlamaBlocks {
             })
         });
         outputs.collect()
+    }
+}
+
+/// What an adapter adds to the linear layers of all blocks, held in place.
+#[pyclass(module = "llmnode._native", frozen)]
+pub(super) struct LlamaAdapter {
+    of_blocks: Vec<Updates>,
+}
+
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct Updates {
+    qkv: Vec<Update>,
+    output: Vec<Update>,
+    gate_up: Vec<Update>,
+    down: Vec<Update>,
+}
+
+/// The first output, both matrices and the scale.
+type Update = (usize, View<f32>, View<f32>, f32);
+
+#[pymethods]
+impl LlamaAdapter {
+    #[new]
+    fn new(of_blocks: Vec<Updates>) -> Self {
+        Self { of_blocks }
+    }
+}
+
+impl Updates {
+    fn view(&self) -> blocks::Updates<'_> {
+        let [qkv, output, gate_up, down] = [&self.qkv, &self.output, &self.gate_up, &self.down].map(|updates| {
+            let views = updates.iter().map(|(first, a, b, scale)| blocks::Update {
+                first: *first,
+                a: a.values(),
+                b: b.values(),
+                scale: *scale,
+            });
+            views.collect()
+        });
+        blocks::Updates { qkv, output, gate_up, down }
+    }
+}
+
+/// The updates of some blocks out of `count`, if there is an adapter.
+fn updates_of<'a>(
+    adapter: Option<&'a Option<Bound<'_, LlamaAdapter>>>,
+    count: usize,
+    blocks: Range<usize>,
+) -> PyResult<Option<Vec<blocks::Updates<'a>>>> {
+    let Some(Some(adapter)) = adapter else {
+        return Ok(None);
+    };
+    let of_blocks = &adapter.get().of_blocks;
+    match of_blocks.get(blocks) {
+        Some(some) if of_blocks.len() == count => Ok(Some(some.iter().map(Updates::view).collect())),
+        _ => Err(BlockError::Length("an adapter").into()),
     }
 }
 

@@ -1,6 +1,8 @@
 //! The inputs of the block tests: blocks of every kind, weights in each form, and sequences.
 
-use llmnode_transport::blocks::{Block, Cache, GROUP, Half, Kept, Linear, Piece, Q4, Q8, Shape, Weight, forward};
+use llmnode_transport::blocks::{
+    Block, Cache, GROUP, Half, Kept, Linear, Piece, Q4, Q8, Shape, Updates, Weight, forward,
+};
 use llmnode_transport::codec::Isa;
 use llmnode_transport::codec::numbers::f32_to_f16;
 use proptest::prelude::*;
@@ -221,7 +223,7 @@ impl Sequence {
             };
             Cache { kept, capacity: CAPACITY }
         });
-        Piece { start, length, caches: caches.collect() }
+        Piece { adapter: None, start, length, caches: caches.collect() }
     }
 }
 
@@ -232,12 +234,20 @@ pub fn run(
     blocks: &[Block<'_>],
     pieces: Vec<(&mut Sequence, &[f32])>,
 ) -> Vec<f32> {
+    let pieces = pieces.into_iter().map(|(sequence, states)| (sequence, states, None));
+    run_adapted(isa, threads, kind, blocks, pieces.collect())
+}
+
+/// A sequence, the states of its next positions, and its adapter.
+pub type Adapted<'a> = (&'a mut Sequence, &'a [f32], Option<&'a [Updates<'a>]>);
+
+pub fn run_adapted(isa: Isa, threads: usize, kind: &Kind, blocks: &[Block<'_>], pieces: Vec<Adapted<'_>>) -> Vec<f32> {
     let pool = (threads > 1).then(|| ThreadPoolBuilder::new().num_threads(threads).build().unwrap());
     let mut hidden = Vec::new();
     let mut views = Vec::new();
-    for (sequence, states) in pieces {
+    for (sequence, states, adapter) in pieces {
         hidden.extend_from_slice(states);
-        views.push(sequence.piece(states.len() / kind.shape.hidden));
+        views.push(Piece { adapter, ..sequence.piece(states.len() / kind.shape.hidden) });
     }
     forward(isa, pool.as_ref(), &kind.shape, blocks, &mut views, &mut hidden).unwrap();
     hidden

@@ -11,6 +11,7 @@ use proptest::prelude::*;
 use rayon::ThreadPoolBuilder;
 use slowly::slowly;
 
+mod adapters;
 mod kinds;
 mod slowly;
 
