@@ -51,7 +51,7 @@ def counted(model: Cut, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         assert native is not None
 
         def forward(
-            first: int, end: int, pieces: Any, adapters: Any, blocks: LlamaBlocks = native.blocks
+            first: int, end: int, pieces: Any, adapters: Any = None, blocks: LlamaBlocks = native.blocks
         ) -> list[bytes]:
             taken.append(len(pieces))
             return blocks.forward(first, end, pieces, adapters)

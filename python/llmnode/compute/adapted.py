@@ -106,7 +106,7 @@ class _Adapted:
 
 
 class _Update(NamedTuple):
-    """What an adapter adds to `outputs` outputs from `first` on, for the rows [`start`, `end`)."""
+    """An adapter adds this to `outputs` outputs from `first` on, for the rows [`start`, `end`)."""
 
     start: int
     end: int

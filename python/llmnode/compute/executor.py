@@ -236,8 +236,9 @@ class SpanExecutor:
         native, prompts = self.model.native, self._prompts_in(slices)
         if native is not None and not prompts and are_few([each.length for each in slices]):
             few = [(self._slabs(each.session, native.no_kv), each.first, each.start, each.hidden) for each in slices]
+            blocks = span.start - self.span.start, span.end - self.span.start
             adapters = [self._adapters.in_rust(self._adapter_of(each)) for each in slices]
-            return native.blocks.forward(span.start - self.span.start, span.end - self.span.start, few, adapters)
+            return native.blocks.forward(*blocks, few, *([adapters] if any(adapters) else []))
         rows = self._adapters.rows(((self._adapter_of(each), each.length) for each in slices), together=True)
         row = torch.cat([from_bytes(each.hidden, self._hidden_size) for each in slices])
         with adapted(rows):

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from llmnode._native import LlamaAdapter, LlamaBlocks
+from llmnode import _native
+from llmnode._native import LlamaBlocks
 from llmnode.models.layers import ACTIVATIONS, Norm
 from llmnode.models.weights.packed_linear import HalfLinear, Q4Linear, Q8Linear
 from llmnode.models.weights.quantized import Int8Linear
@@ -92,12 +93,12 @@ def native_blocks(blocks: torch.nn.ModuleList, rotary: Rotary) -> NativeBlocks |
     return NativeBlocks(native, torch.empty(1, kv_heads, 0, attention.head_dim))
 
 
-def native_adapter(parts: Mapping[int, Part], targets: Mapping[int, Mapping[str, Target]]) -> LlamaAdapter:
+def native_adapter(parts: Mapping[int, Part], targets: Mapping[int, Mapping[str, Target]]) -> _native.LlamaAdapter:
     """An adapter for `native_blocks`, over the memory of its `parts`, which are by block.
 
     `targets` are the layers of all blocks that are in Rust, in order.
     """
-    return LlamaAdapter([_updates(parts.get(block, {}), of_block) for block, of_block in targets.items()])
+    return _native.LlamaAdapter([_updates(parts.get(block, {}), of_block) for block, of_block in targets.items()])
 
 
 def _updates(part: Part, targets: Mapping[str, Target]) -> _Updates:

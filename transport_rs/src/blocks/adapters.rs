@@ -28,13 +28,13 @@ pub struct Update<'a> {
 /// The updates of one block, by its linear layers.
 #[derive(Clone, Debug, Default)]
 pub struct Updates<'a> {
-    /// Of queries, keys and values.
+    /// Those of queries, keys and values.
     pub qkv: Vec<Update<'a>>,
-    /// Of the output of attention.
+    /// Those of the output of attention.
     pub output: Vec<Update<'a>>,
-    /// Of gate and up.
+    /// Those of gate and up.
     pub gate_up: Vec<Update<'a>>,
-    /// Of the product that leads back.
+    /// Those of the product that leads back.
     pub down: Vec<Update<'a>>,
 }
 

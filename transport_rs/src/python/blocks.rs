@@ -270,7 +270,7 @@ impl LlamaBlocks {
     }
 }
 
-/// What an adapter adds to the linear layers of all blocks, held in place.
+/// The updates of an adapter for the linear layers of all blocks, held in place.
 #[pyclass(module = "llmnode._native", frozen)]
 pub(super) struct LlamaAdapter {
     of_blocks: Vec<Updates>,
