@@ -288,7 +288,7 @@ class World:
         async with self._living(name, contacts, now_ms) as (life, nursery), open_pool(life.network) as pushes:
 
             async def measure(worker: Worker, _model: ModelInfo) -> ComputeSpeed:
-                rate = 1e6 / (self._said_us[name] * len(worker.span))
+                rate = 1e6 / (max(1, self._said_us[name]) * len(worker.span))
                 return ComputeSpeed(rate, rate, rate)
 
             source = ExactSource(model, KV_TOKENS, FORWARD_S)

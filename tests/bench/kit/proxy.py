@@ -115,11 +115,12 @@ async def _take_in(
 
 
 class ShapingProxy:
-    """One port, and its connections. `target` is set before the first dial."""
+    """One port, and its connections. They wait until it is aimed: servers may dial it as soon as it is announced."""
 
     def __init__(self) -> None:
         self.shape = Shape()
-        self.target: Address | None = None
+        self._target: Address | None = None
+        self._aimed = trio.Event()
         self._connections: set[trio.CancelScope] = set()
 
     async def run(self, task_status: trio.TaskStatus[int]) -> None:
@@ -128,6 +129,11 @@ class ShapingProxy:
         async with trio.open_nursery() as nursery:
             task_status.started(listener.socket.getsockname()[1])
             await trio.serve_listeners(self._serve, [listener], handler_nursery=nursery)
+
+    def aim(self, target: Address) -> None:
+        """From now on connections go there."""
+        self._target = target
+        self._aimed.set()
 
     def reset(self) -> int:
         """Break every connection, so that both ends notice. Returns their number."""
@@ -142,8 +148,9 @@ class ShapingProxy:
                 await self.shape.until_open()
                 if math.isfinite(self.shape.bytes_per_s):
                     near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NARROW_BUFFER_BYTES)
-                assert self.target is not None
-                far = await trio.open_tcp_stream(*self.target)
+                await self._aimed.wait()
+                assert self._target is not None
+                far = await trio.open_tcp_stream(*self._target)
                 with _broken_unless_ended(far) as far_end:
                     near_end.whole = far_end.whole = await join(near, far, self.shape)
             except OSError:  # no server listens there
@@ -263,7 +270,7 @@ async def _main(count: int) -> None:
 
 def _obey(proxy: ShapingProxy, order: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
     if "target" in order:
-        proxy.target = tuple(order["target"])
+        proxy.aim(tuple(order["target"]))
     proxy.shape.one_way_s = order.get("one_way_s", proxy.shape.one_way_s)
     proxy.shape.bytes_per_s = order.get("bytes_per_s", proxy.shape.bytes_per_s)
     if "cut" in order:

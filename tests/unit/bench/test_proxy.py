@@ -149,7 +149,7 @@ async def proxied() -> AsyncIterator[tuple[ShapingProxy, trio.SocketStream, trio
     """A proxy, and the two ends of a connection through it."""
     proxy = ShapingProxy()
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    proxy.target = listener.socket.getsockname()
+    proxy.aim(listener.socket.getsockname())
     async with listener, trio.open_nursery() as nursery:
         port = await nursery.start(proxy.run)
         near = await trio.open_tcp_stream("127.0.0.1", port)
@@ -205,7 +205,7 @@ async def test_a_peer_that_breaks_off_is_seen_as_such_at_the_other_end() -> None
 @in_trio
 async def test_nobody_behind_the_proxy_is_a_broken_connection() -> None:
     async with proxied() as (proxy, near, _far):
-        proxy.target = ("127.0.0.1", 1)
+        proxy.aim(("127.0.0.1", 1))
         async with await trio.open_tcp_stream(*near.socket.getpeername()) as refused:
             with pytest.raises(trio.BrokenResourceError):
                 await refused.receive_some()
