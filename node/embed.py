@@ -55,9 +55,11 @@ class Node:
     def change_span(self, start: int, end: int, drain_s: float | None = None) -> None:
         """Serve blocks `start` up to, not including, `end` instead; returns when they are served.
 
-        Sessions have `drain_s` to end, ten seconds if it is None; then they go on at other servers. Raises ConfigError
-        for blocks that do not fit or that the model does not have; the node serves its former ones then. A trio
-        program awaits `running.change_span` instead.
+        If memory allows it, the node serves its former blocks until then, and afterwards goes on with the sessions that
+        it has. Else these end first. They have `drain_s` for it; if that is None, a minute in the first case and ten
+        seconds in the second. Then they go on at other servers. Raises ConfigError for blocks that do not fit or that
+        the model does not have; the node serves its former ones then. A trio program awaits `running.change_span`
+        instead.
         """
         if not 0 <= start < end:
             raise ConfigError(f"blocks {start}:{end} are no range: give the first block, and the one after the last")

@@ -38,11 +38,11 @@ class Readout:
 
 
 def introspect(node: RunningNode) -> Readout:
-    served = node.server.served
+    held = [each.worker for each in (node.server.served, node.server.former) if each is not None]
     opened = node.network.count_open()
     return Readout(
         sessions=len(node.server.sessions),
-        kv_tokens_reserved=0 if served is None else served.worker.kv_tokens - served.worker.kv_tokens_free,
+        kv_tokens_reserved=sum(worker.kv_tokens - worker.kv_tokens_free for worker in held),
         links=opened.links,
         relayed=opened.relayed,
         connections=opened.connections,

@@ -45,10 +45,10 @@ class LinkPasses:
         requests: LinkRequests,
         client: Client,
         served_for: Callable[[Pass], ServedSpan],
-        count: Callable[[int], None],
+        count: Callable[[ServedSpan, int], None],
     ) -> None:
         """`served_for` gives the blocks for a pass of `client`, or raises PeerRefused. `count` is told of passes that
-        begin and end, as 1 and -1.
+        begin and end there, as 1 and -1.
         """
         self._requests = requests
         self._client = client
@@ -82,7 +82,7 @@ class LinkPasses:
 
             def end() -> None:
                 parts.release()
-                self._count(-1)
+                self._count(served, -1)
 
             self._requests.begin(
                 frame,
@@ -92,7 +92,7 @@ class LinkPasses:
                 min(deadline_s(request) or inf, served.policy.longest_pass_s),
             )
             refused.pop_all()
-        self._count(1)
+        self._count(served, 1)
         served.tally.positions += positions
 
     def cancel(self, frame: Frame) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from llmnode.core.announcement import PeerState
 from llmnode.core.model import AUTO
-from llmnode.core.placement.claims import counted, of_weights
+from llmnode.core.placement.claims import before_moves, counted, of_weights
 from llmnode.core.placement.joining import choose_span
 from llmnode.core.placement.policy import RebalancePolicy
 from llmnode.core.placement.precisions import served_precisions
@@ -45,11 +45,17 @@ async def choose_precision(wish: PrecisionWish, model: ModelInfo, swarm: Swarm) 
     return model.precision
 
 
-async def servers_of(model: ModelInfo, swarm: Swarm, *, draining: bool = False) -> list[PlacedServer]:
-    """The servers of the model in this node's view, as far as placement believes them: see `counted`."""
+async def servers_of(
+    model: ModelInfo, swarm: Swarm, *, draining: bool = False, wanted: Span | None = None
+) -> list[PlacedServer]:
+    """The servers of the model in this node's view, as far as placement believes them: see `counted`.
+
+    For a node that moves to `wanted`, they are those of `before_moves`.
+    """
     if not swarm.view.of_model(model.digest):
         await swarm.look_up(model.digest)
     of_model = of_weights(swarm.view.of_model(model.digest), model)
     of_profile = [each for each in of_model if each.offer.profile == model.profile]
     offers = [(each.peer, each.offer, swarm.state_age_s(each.peer)) for each in of_profile]
+    offers = offers if wanted is None else before_moves(offers, swarm.peer, wanted)
     return counted(offers, RebalancePolicy(), draining=draining)

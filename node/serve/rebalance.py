@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.core.placement.rebalancing import Rebalancer
-from llmnode.core.serving.node_life import Online
+from llmnode.core.serving.node_life import Moving, Online
 from llmnode.errors import ConfigError, ModelError, PeerError, PeerRefused, WorkerLost
 from llmnode.node.serve.placing import servers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from llmnode.core.ids import PeerId
     from llmnode.core.placement.policy import RebalancePolicy
+    from llmnode.core.placement.rebalancing import Decision
     from llmnode.node.serve.role import Role
     from llmnode.swarm.membership import Swarm
 
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 ANSWERS_WITHIN_S = 5.0
 """A server that a node relies on answers within this time, or is taken for absent."""
+LOOKS_EVERY_S = 5.0
+"""While a node loads other blocks, it checks this often whether it is still to move."""
 
 
 async def rebalance(
@@ -43,21 +46,57 @@ async def rebalance(
             continue  # while there is a gap, the pause is shorter
         servers = await servers_of(model, swarm, draining=True)
         decision = rebalancer.decide(servers, trio.current_time())
-        absent = await _absent(await _absent(decision.confirm, swarm), swarm)  # once may be chance
-        for peer in absent:
-            rebalancer.note_absent(peer, trio.current_time())
-        if decision.span is None or absent or not isinstance(role.state, Online):
+        if not await _are_there(decision.confirm, rebalancer, swarm) or decision.span is None:
             continue
         servers = await servers_of(model, swarm, draining=True)  # others may be about to leave by now
-        if rebalancer.decide(servers, trio.current_time()).span != decision.span:
+        is_same = rebalancer.decide(servers, trio.current_time()).span == decision.span
+        if not is_same or not isinstance(role.state, Online):
             continue
         rebalancer.note_move(trio.current_time())
         report(f"moving from blocks {role.span} to {decision.span}, where the swarm needs this node more")
+        await _move(decision, rebalancer, role, swarm, report)
+
+
+async def _move(
+    decision: Decision, rebalancer: Rebalancer, role: Role, swarm: Swarm, report: Callable[[str], None]
+) -> None:
+    """Move, unless it turns out on the way that the swarm needs the node where it is."""
+    wanted = decision.span
+    assert wanted is not None
+
+    async def holders() -> Sequence[PeerId] | None:
+        servers = await servers_of(role.model, swarm, draining=True, wanted=wanted)
+        return rebalancer.confirm(servers, wanted, trio.current_time())
+
+    async def confirm() -> bool:
+        asked = await holders()
+        return asked is not None and await _are_there(asked, rebalancer, swarm) and await holders() is not None
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_watch, holders, role)
         try:
-            await role.change_span(decision.span, 0.0 if decision.at_once else None)
+            if not await role.change_span(wanted, in_haste=decision.at_once, confirm=confirm):
+                report(f"staying with blocks {role.span}: the swarm does not need this node elsewhere any more")
         except (ConfigError, ModelError, WorkerLost) as error:
-            log.warning("no move span=%s: %s", decision.span, error)
-            rebalancer.note_failed(decision.span, trio.current_time())
+            log.warning("no move span=%s: %s", wanted, error)
+            rebalancer.note_failed(wanted, trio.current_time())
+        nursery.cancel_scope.cancel()
+
+
+async def _watch(holders: Callable[[], Awaitable[Sequence[PeerId] | None]], role: Role) -> None:
+    """Have the node stay when the reason for its move is gone while it still loads, until cancelled."""
+    while True:
+        await trio.sleep(LOOKS_EVERY_S)
+        if isinstance(role.state, Moving) and await holders() is None:
+            role.stay()
+
+
+async def _are_there(peers: Sequence[PeerId], rebalancer: Rebalancer, swarm: Swarm) -> bool:
+    """Whether all of the peers answer. Those that do not are noted."""
+    absent = await _absent(await _absent(peers, swarm), swarm)  # once may be chance
+    for peer in absent:
+        rebalancer.note_absent(peer, trio.current_time())
+    return not absent
 
 
 async def _sees_new_gap(rebalancer: Rebalancer, role: Role, swarm: Swarm) -> bool:

@@ -1,7 +1,8 @@
 """A node's role in its swarm: it carries out the decisions of `core/serving/node_life.py`.
 
-A node makes a worker for its span, and makes another one if that is lost. For another span it drops the worker, and
-lives on under the same identity. Torch-free: workers come from a `WorkerSource`.
+A node makes a worker for its span, and makes another one if that is lost. For another span it makes a second worker
+beside the first, or drops the first, and lives on under the same identity. Torch-free: workers come from a
+`WorkerSource`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import trio
 from llmnode.core.announcement import Offer
 from llmnode.core.policy import LifePolicy, ProbePolicy
 from llmnode.core.serving.node_life import (
+    AbandonLoad,
     Announce,
     AwaitSessions,
     Drained,
@@ -23,19 +25,26 @@ from llmnode.core.serving.node_life import (
     EndSessions,
     GaveUp,
     Joining,
+    LeaveFormer,
     LeaveWanted,
     Left,
     Load,
+    LoadBeside,
     Lost,
+    Moving,
+    NoSpace,
     Online,
     Ready,
     RefuseSessions,
     SayFarewell,
+    Settling,
+    SpanUnwanted,
     SpanWanted,
     Stopped,
     TakeSessions,
     announced,
     join,
+    moves_to,
     transition,
 )
 from llmnode.core.speed import ComputeSpeed, NetworkSpeed, announced_speed, seen
@@ -79,6 +88,8 @@ class Role:
         self._measure = measure
         self._policy = LifePolicy()
         self._worker: Worker | None = None
+        self._former: Worker | None = None
+        """The worker before, of another span."""
         self._served: Span | None = None
         """The span of the worker before."""
         self._measured = ComputeSpeed()
@@ -94,7 +105,9 @@ class Role:
         self._changed = trio.Event()
         self._has_left = trio.Event()
         self._one_change = trio.Lock()
-        self._life_of_worker = self._wait_for_sessions = trio.CancelScope()
+        self._confirm: Callable[[], Awaitable[bool]] = _at_once
+        self._life_of_worker = self._load_of_second = trio.CancelScope()
+        self._wait_for_sessions = self._life_of_former = trio.CancelScope()
         self._report_sessions: Callable[[int], None] = lambda _sessions: None
         self._nursery: trio.Nursery | None = None
 
@@ -125,6 +138,7 @@ class Role:
             kv_tokens=0 if worker is None else worker.kv_tokens,
             kv_tokens_free=0 if worker is None else worker.kv_tokens_free,
             speed=announced_speed(compute, self.network, blocks, self.model.row_bytes, ProbePolicy().next_peers),
+            moves_to=moves_to(self.state),
         )
 
     def note_network(self, network: NetworkSpeed) -> None:
@@ -138,36 +152,54 @@ class Role:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled. It has started once the node is online. Raises why the blocks cannot be loaded."""
-        try:
-            async with trio.open_nursery() as self._nursery:
+        async with trio.open_nursery() as self._nursery:
+            try:
                 self._nursery.start_soon(self._swarm.announce, self.offer)
                 self.state, actions = join(self.span)
                 self._do(actions)
                 await self._until(Online)
                 task_status.started()
                 await trio.sleep_forever()
-        finally:
-            self._source.kill()  # sessions need not wait for what it computes: they end too
+            finally:
+                self._source.kill()  # neither a load nor sessions need to wait for what it computes: they end too
 
-    async def change_span(self, span: Span, patience_s: float | None = None) -> None:
-        """Serve the blocks of `span` from now on; returns when the node is online with them.
+    async def change_span(
+        self,
+        span: Span,
+        patience_s: float | None = None,
+        *,
+        in_haste: bool = False,
+        confirm: Callable[[], Awaitable[bool]] | None = None,
+    ) -> bool:
+        """Serve the blocks of `span` from now on; returns when the node is online with them, or stays where it is.
 
-        Sessions have `patience_s` to end, or the policy's time; then they go on at other peers, as after a lost worker.
-        Raises ConfigError or ModelError if the blocks cannot be loaded. The node serves its former ones again then.
+        Where memory allows it, the blocks are loaded while the node serves its former ones. `confirm` is asked then:
+        if it says no, or `stay` is called before, the node stays, and the result is False. Where it does not, sessions
+        have `patience_s` to end first, or the policy's time, and none if it is `in_haste`. Afterwards they go on at
+        other peers, as after a lost worker.
+
+        Raises ConfigError, ModelError or WorkerLost if the blocks cannot be loaded. The node serves its former ones
+        then.
         """
         if span.end > self.model.blocks:
             raise ConfigError(f"cannot serve blocks {span}: {self.model.name} has {self.model.blocks} blocks")
         async with self._one_change:
             await self._until(Online, Draining, Left)
             self._check_stays()
-            self._error = None
-            self._happen(SpanWanted(span, patience_s))
-            while not isinstance(self.state, (Online, Left)):
+            self._error, self._confirm = None, confirm or _at_once
+            self._happen(SpanWanted(span, patience_s, in_haste))
+            while not isinstance(self.state, (Online, Settling, Left)):
                 self._check_stays()
                 await self._changed.wait()
             if self._error is not None:
                 raise self._error
             self._check_stays()
+            return self.state.span == span
+
+    def stay(self) -> None:
+        """Load no blocks beside those that are served: the node goes on with its span. Does nothing at other times."""
+        if isinstance(self.state, Moving):
+            self._happen(SpanUnwanted())
 
     async def drain(self, patience_s: float, report: Callable[[int], None] = lambda _sessions: None) -> None:
         """Take no new sessions, say so, wait at most `patience_s` until those that there are have ended, and leave.
@@ -216,11 +248,21 @@ class Role:
                 case RefuseSessions():
                     self._server.refuse_sessions()
                 case EndSessions():
+                    self._life_of_former.cancel()
                     self._server.end_worker(self.span)
                     self._worker = None
+                case LoadBeside(span):
+                    self._load_of_second = scope = trio.CancelScope()
+                    self._nursery.start_soon(self._load_beside, span, scope)
+                case AbandonLoad():
+                    self._load_of_second.cancel()
                 case AwaitSessions():
                     self._wait_for_sessions.cancel()  # this drain takes the place of the one before
+                    self._life_of_former.cancel()
                     slow.append(action)
+                case LeaveFormer(until_s):
+                    self._life_of_former = scope = trio.CancelScope()
+                    self._nursery.start_soon(self._leave_former, until_s, scope)
                 case DropWorker():
                     self._life_of_worker.cancel()  # it is not lost
                     slow.append(action)
@@ -238,7 +280,8 @@ class Role:
                     with trio.CancelScope() as self._life_of_worker:
                         await self._load(span, self._life_of_worker)
                 case AwaitSessions(until_s):
-                    await self._await_sessions(until_s)
+                    with trio.CancelScope() as self._wait_for_sessions:
+                        await self._await_sessions(until_s, self._wait_for_sessions)
                 case SayFarewell():
                     await self._swarm.leave(self.offer())
                     self._has_left.set()
@@ -268,6 +311,8 @@ class Role:
             self._report_worker(f"the worker serves blocks {span}{' again' * (span == self._served)}", True)
         self._served = span
         await self._source.wait_lost()
+        if isinstance(self.state, Moving):
+            self._error = WorkerLost(f"the worker was lost while it loaded blocks {self.state.then}")
         self._report(Lost(), scope)
 
     async def _give_up(self, error: Exception, scope: trio.CancelScope) -> None:
@@ -278,9 +323,62 @@ class Role:
             raise error
         log.info("blocks were not loaded: %s", error)
 
-    async def _await_sessions(self, until_s: float) -> None:
-        with trio.CancelScope() as scope:
-            self._wait_for_sessions = scope
+    async def _load_beside(self, span: Span, scope: trio.CancelScope) -> None:
+        """A second worker for `span`, to serve with once that is confirmed."""
+        scope.deadline = trio.current_time() + self._policy.load_beside_s
+        with scope:
+            try:
+                worker = await self._source.load_beside(span)
+                if worker is None:
+                    self._report(NoSpace(), scope)
+                else:
+                    await self._move_to(worker, scope)
+            except (ConfigError, ModelError) as error:
+                self._error = error
+                self._report(GaveUp(), scope)
+            except WorkerLost as error:  # both are, and `_load` hears of it
+                self._error = error
+        if scope.cancelled_caught and isinstance(self.state, Moving):
+            self._error = ConfigError(f"blocks {span} were not loaded within {self._policy.load_beside_s:g} s")
+            self._happen(GaveUp())
+
+    async def _move_to(self, worker: Worker, scope: trio.CancelScope) -> None:
+        """Serve with the second worker, if that is confirmed."""
+        is_wanted = False
+        try:
+            measured = await self._measure(worker, self.model)
+            is_wanted = await self._confirm()
+            await trio.lowlevel.checkpoint_if_cancelled()
+        finally:
+            if not is_wanted or scope.cancel_called:
+                with trio.CancelScope(shield=True):
+                    await self._source.drop_one(worker)
+        if not is_wanted:
+            self._report(SpanUnwanted(), scope)
+            return
+        self._former, self._worker = self._worker, worker
+        self._measured, self._decodes_before = measured, worker.seen.decodes
+        self._report(Ready(worker.span), scope)
+        self._served = worker.span
+        self._report_worker(f"the worker serves blocks {worker.span}", True)
+
+    async def _leave_former(self, until_s: float, scope: trio.CancelScope) -> None:
+        former, held = self._former, self._server.former
+        assert former is not None, "it settles"
+        with scope:
             with trio.move_on_at(until_s):
-                await self._server.drain(self._report_sessions)
-            self._report(Drained(self._server.awaited), scope)
+                await self._server.drain(held=held)
+            left = self._server.awaited(held)
+            self._server.end_former()
+            with trio.CancelScope(shield=True):
+                await self._source.drop_one(former)
+            self._report(Drained(left), scope)
+
+    async def _await_sessions(self, until_s: float, scope: trio.CancelScope) -> None:
+        with trio.move_on_at(until_s):
+            await self._server.drain(self._report_sessions)
+        self._report(Drained(self._server.awaited()), scope)
+
+
+async def _at_once() -> bool:
+    return True

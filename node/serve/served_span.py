@@ -34,7 +34,7 @@ class ServeStats:
     """For how long workers that are gone have run their executors."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ServedSpan:
     """One worker, from when its blocks are loaded until it is lost or dropped.
 
@@ -52,6 +52,8 @@ class ServedSpan:
     desk: PushDesk
     tally: ServeStats
     work_turns: WorkTurns
+    passes: int = 0
+    """The passes that are under way."""
 
     def use(self, adapter: bytes | None, span: Span) -> AdapterInUse | None:
         """The adapter that a client names for the blocks of `span`, for its session or pass to release.

@@ -64,6 +64,8 @@ class Server:
     """The passes that are under way."""
     served: ServedSpan | None = None
     """None while no blocks are loaded: at first, after a worker was lost, and between two spans."""
+    former: ServedSpan | None = None
+    """The span before, while it goes on with the sessions and passes that it had."""
     span: Span | None = None
     """The blocks that are served, or that are being loaded."""
     work_turns: WorkTurns = field(default_factory=WorkTurns)
@@ -80,18 +82,21 @@ class Server:
         """Drop adapters that nothing used for a while, until cancelled."""
         while True:
             await trio.sleep(self.policy.adapter_idle_s / 2)
-            if self.served is not None:
-                await self.served.adapters.drop_idle()
+            for held in self._held():
+                await held.adapters.drop_idle()
 
     def serve(self, worker: Worker) -> None:
-        """Open sessions with this worker from now on."""
-        assert self.served is None, "the former worker is ended first"
+        """Open sessions with this worker from now on. Those of a worker that serves go on there, until `end_former`."""
+        assert self.former is None, "there are two workers at most"
+        if self.served is not None:
+            self.former, self.served = self.served, None
+            self.former.admission.close(f"this server holds blocks {worker.span} now")
         admission = Admission(worker, self.policy.admission)
         adapters = AdapterStore(worker, self.model, self.policy, self.network.budget)
-        self.network.budget.process.set_limit(Resource.LOGS, worker.kv_tokens * self.model.row_bytes)
         shared = self.network, self.next_hops, self.desk, self.tally, self.work_turns
         self.served = ServedSpan(worker, admission, adapters, self.model, self.policy, *shared)
         self.span, self.is_draining = worker.span, False
+        self._limit_logs()
 
     def refuse_sessions(self) -> None:
         """Open no sessions any more. Those that are open go on."""
@@ -100,28 +105,48 @@ class Server:
             self.served.admission.close(DRAINING)
 
     def end_worker(self, then: Span) -> None:
-        """The worker is lost, or about to be dropped: no session has any KV. The blocks of `then` are loaded next.
+        """The workers are lost, or about to be dropped: no session has any KV. The blocks of `then` are loaded next.
 
         Each session is there until its client hears of it at its next step, and for what it has logged.
         """
         self.span = then
-        if self.served is not None:
-            self.tally.former_busy_us += self.served.worker.busy_us
-            self.served.admission.close(f"this server is loading blocks {then}")
-            self.served.adapters.close()
-            self.served = None
+        for held in self._held():
+            self._end(held, f"this server is loading blocks {then}")
+        self.served = self.former = None
 
-    @property
-    def awaited(self) -> int:
-        """The sessions and passes whose clients are here. Other sessions wait for their clients to come back."""
-        return sum(session.link is not None for session in self.sessions.values()) + self.passes
+    def end_former(self) -> None:
+        """The former worker is about to be dropped: sessions that it still has, have no KV any more."""
+        if self.former is not None:
+            self._end(self.former, f"this server holds blocks {self.span} now")
+            self.former = None
+            self._limit_logs()
 
-    async def drain(self, report: Callable[[int], None] = lambda _left: None) -> None:
-        """Wait until the sessions and passes whose clients are here have ended.
+    def _end(self, held: ServedSpan, why: str) -> None:
+        self.tally.former_busy_us += held.worker.busy_us
+        held.admission.close(why)
+        held.adapters.close()
+
+    def _held(self) -> list[ServedSpan]:
+        return [each for each in (self.served, self.former) if each is not None]
+
+    def _limit_logs(self) -> None:
+        kv_tokens = sum(each.worker.kv_tokens for each in self._held())
+        self.network.budget.process.set_limit(Resource.LOGS, kv_tokens * self.model.row_bytes)
+
+    def awaited(self, held: ServedSpan | None = None) -> int:
+        """The sessions and passes whose clients are here: of one span, or of all that there were.
+
+        Other sessions wait for their clients to come back.
+        """
+        sessions = [each for each in self.sessions.values() if each.link is not None and held in (None, each.served)]
+        return len(sessions) + (self.passes if held is None else held.passes)
+
+    async def drain(self, report: Callable[[int], None] = lambda _left: None, held: ServedSpan | None = None) -> None:
+        """Wait until the sessions and passes whose clients are here have ended: see `awaited`.
 
         `report` is told how many are left, at first and whenever one has ended; never 0.
         """
-        while left := self.awaited:
+        while left := self.awaited(held):
             report(left)
             await self.session_ended.wait()
 
@@ -141,9 +166,10 @@ class Server:
             session.leave_link()
         self.note_end()
 
-    def count_passes(self, more: int) -> None:
-        """This number of passes have begun, or ended if it is negative."""
+    def count_passes(self, held: ServedSpan, more: int) -> None:
+        """This number of passes have begun there, or ended if it is negative."""
         self.passes += more
+        held.passes += more
         if more < 0:
             self.note_end()
 
@@ -194,7 +220,7 @@ class Server:
             steps_given_directly=self.tally.given_directly,
             results_pushed=self.tally.pushed,
             positions=self.tally.positions,
-            busy_us=self.tally.former_busy_us + (0 if worker is None else worker.busy_us),
+            busy_us=self.tally.former_busy_us + sum(each.worker.busy_us for each in self._held()),
             **asdict(self.network.traffic),
         )
 

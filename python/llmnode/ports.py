@@ -174,6 +174,12 @@ class Loader(Protocol):
     def load(self, span: Span) -> Loaded:
         """Load a span. Raises ConfigError or ModelError."""
 
+    def load_beside(self, span: Span, held: Executor, kv_tokens: int) -> Loaded | None:
+        """Load a span while another thread uses `held`, with KV for `kv_tokens` positions as that has.
+
+        Blocks that both have are in memory once. None if there is no memory for both. Raises as `load`.
+        """
+
 
 class Worker(Protocol):
     """Runs one executor apart from the event loop, and shares it among sessions.
@@ -215,7 +221,7 @@ class Worker(Protocol):
 
 
 class WorkerSource(Protocol):
-    """Makes workers for spans of one model, one at a time, for as long as a node lives."""
+    """Makes workers for spans of one model, for as long as a node lives: one, or two while it changes its span."""
 
     @property
     def tensor_bytes(self) -> int:
@@ -230,14 +236,26 @@ class WorkerSource(Protocol):
     async def load(self, span: Span) -> Worker:
         """A fresh worker. The one before it is lost or dropped by then. Raises as `open_model`."""
 
+    async def load_beside(self, span: Span) -> Worker | None:
+        """A second worker, while the first one goes on. None if there is no memory for both.
+
+        If it is cancelled or raises, there is one worker as before. Raises as `load`; WorkerLost if both are lost.
+        """
+
+    async def drop_one(self, worker: Worker) -> None:
+        """End one of two workers: from then on its calls raise WorkerLost. Frees the memory that it alone held."""
+
     def serves(self) -> None:
         """The worker has done a first forward. If it is lost now, its successor may well serve too."""
 
     async def wait_lost(self) -> None:
-        """Wait until the worker is lost, and report it. Raises WorkerLost if another one would be lost too."""
+        """Wait until the worker is lost, and report it. Two are lost together.
+
+        Raises WorkerLost if another one would be lost too.
+        """
 
     async def drop(self) -> None:
-        """End the worker, and free all its memory. From then on its calls raise WorkerLost."""
+        """End all workers, and free all their memory. From then on their calls raise WorkerLost."""
 
     def kill(self) -> None:
         """The node ends: calls that wait for the worker fail at once, as far as a forward can be interrupted."""

@@ -11,7 +11,7 @@ import trio
 
 from llmnode.core.announcement import PeerState
 from llmnode.core.span import Span
-from llmnode.errors import ConfigError
+from llmnode.errors import ConfigError, WorkerLost
 from llmnode.testing import seeds
 from llmnode.testing.faults import Cast, FaultPlan, Odds
 from simulation.world import SPANS, Dialogue, World, kv_is_free, pairs_of_servers, simulated, wander
@@ -122,7 +122,7 @@ async def test_a_node_may_be_stopped_in_the_middle_of_anything_and_what_comes_la
             await trio.sleep(5)
 
 
-async def change_until_left(node: ServingNode, patience_s: float) -> None:
+async def change_until_left(node: ServingNode, patience_s: float | None) -> None:
     with pytest.raises(ConfigError, match="is leaving the swarm"):
         await node.role.change_span(SPANS[0], patience_s)
 
@@ -142,8 +142,9 @@ async def change_spans(swarm: World, rng: random.Random) -> None:
     while True:
         await trio.sleep(rng.uniform(0, 3))
         if (node := swarm.nodes.get(f"{rng.randrange(3)}b")) is not None:
-            node.source.load_s = rng.choice([0.0, 1.0])
-            with trio.move_on_after(20), suppress(ConfigError):  # it may be told to leave meanwhile
+            node.source.load_s, node.source.holds_two = rng.choice([0.0, 1.0]), rng.random() < 0.5
+            # It may be told to leave meanwhile, or lose its worker.
+            with trio.move_on_after(20), suppress(ConfigError, WorkerLost):
                 await node.role.change_span(rng.choice([*SPANS, Span(0, 4), Span(1, 6)]), rng.choice([0.0, 0.5, 2.0]))
 
 
@@ -181,3 +182,104 @@ async def test_and_while_anything_else_goes_wrong(seed: int) -> None:
                     await trio.sleep(rng.choice([0, 0.5, 1]))
             nursery.cancel_scope.cancel()
         await kv_is_free(swarm)
+
+
+@asynccontextmanager
+async def served_by_two() -> AsyncIterator[tuple[World, Dialogue, ServingNode]]:
+    """The same, and there is memory for two workers."""
+    async with served() as (swarm, dialogue, node):
+        node.source.holds_two = True
+        yield swarm, dialogue, node
+
+
+@simulated
+async def test_where_memory_allows_a_node_serves_its_former_span_until_the_new_one_is_ready() -> None:
+    async with served_by_two() as (swarm, dialogue, node), trio.open_nursery() as nursery:
+        node.source.load_s = 20.0
+        nursery.start_soon(node.role.change_span, SPANS[0])
+        for _ in range(9):
+            await trio.sleep(2)
+            await dialogue.step(1)
+        client = swarm.clients["client"]
+        (said,) = (each.offer for each in client.view.announcements() if each.peer == node.peer)
+        assert (said.state, said.span, said.moves_to) == (PeerState.ONLINE, SPANS[1], SPANS[0])
+        swarm.kill(next(name for name in ("1a", "1b") if name != node.name))
+        async with swarm.session() as (other, _):
+            assert other.route[1].peer == node.peer, "it takes sessions"
+            await Dialogue(other, random.Random(2)).step(4)
+        await trio.sleep(5)
+        assert (node.state, node.role.span) == (PeerState.ONLINE, SPANS[0])
+        assert node.server.former is not None
+        for _ in range(3):
+            await dialogue.step(1)
+        assert not dialogue.session.recoveries, "its session goes on there"
+        await dialogue.session.close()
+        await trio.sleep(1)
+        assert node.server.former is None, "it does not wait when nobody is left"
+
+
+@simulated
+async def test_sessions_of_the_former_span_go_on_elsewhere_when_their_time_is_over() -> None:
+    async with served_by_two() as (_, dialogue, node):
+        await node.role.change_span(SPANS[0], 10.0)
+        await dialogue.step(1)
+        assert not dialogue.session.recoveries
+        await trio.sleep(11)
+        began_s = trio.current_time()
+        await dialogue.step(1)
+        assert trio.current_time() - began_s < 1.0
+        (recovery,) = dialogue.session.recoveries
+        assert (recovery.lost, recovery.span) == (node.peer, SPANS[1])
+        assert node.server.former is None
+
+
+@simulated
+async def test_a_second_span_that_cannot_be_loaded_or_is_not_confirmed_costs_no_session_anything() -> None:
+    async with served_by_two() as (_, dialogue, node):
+
+        async def no() -> bool:
+            return False
+
+        node.source.too_large = {SPANS[0]}
+        with pytest.raises(ConfigError, match="do not fit, as told"):
+            await node.role.change_span(SPANS[0])
+        assert not await node.role.change_span(SPANS[2], confirm=no)
+        async with trio.open_nursery() as nursery:
+            node.source.load_s = 20.0
+            nursery.start_soon(node.role.change_span, SPANS[2])
+            await trio.sleep(1)
+            node.role.stay()
+        assert (node.state, node.role.span, node.worker.span) == (PeerState.ONLINE, SPANS[1], SPANS[1])
+        await dialogue.step(1)
+        assert not dialogue.session.recoveries
+        node.source.load_s = 0.0
+        assert await node.role.change_span(SPANS[2], 0.0)
+
+
+@simulated
+async def test_a_node_that_loses_its_worker_while_it_moves_serves_its_former_span_again() -> None:
+    async with served_by_two() as (_, dialogue, node):
+        node.source.load_s = 5.0
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lost_while_it_moves, node)
+            await trio.sleep(1)
+            node.source.lose()
+        assert (node.state, node.role.span) == (PeerState.ONLINE, SPANS[1])
+        await dialogue.step(1)
+
+
+async def lost_while_it_moves(node: ServingNode) -> None:
+    with pytest.raises(WorkerLost, match="lost while it loaded blocks"):
+        await node.role.change_span(SPANS[0])
+
+
+@simulated
+async def test_a_node_may_be_stopped_while_it_loads_beside_what_it_serves() -> None:
+    for holds_a_lock in (False, True):
+        async with served_by_two() as (swarm, _, node):
+            node.source.load_s, node.source.gate = 1.0, trio.Event() if holds_a_lock else None
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(change_until_left, node, None)
+                await trio.sleep(0.5)
+                await swarm.drain(node.name, 0.0)
+            assert node.state is PeerState.LEFT

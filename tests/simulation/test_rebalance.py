@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from llmnode.core.announcement import PeerState
+from llmnode.core.serving.node_life import TAKES_SESSIONS, Moving
 from llmnode.testing import seeds
 from simulation.world import SPANS, Dialogue, World, kv_is_free, simulated, world
 
@@ -21,13 +22,36 @@ if TYPE_CHECKING:
 PAIRS = sorted(2 * SPANS)
 
 
+class Lines(list[str]):
+    """That nodes report."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changed = trio.Event()
+
+    def append(self, line: str) -> None:
+        super().append(line)
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def until(self, number: int) -> None:
+        while len(self) < number:
+            await self._changed.wait()
+
+
 @asynccontextmanager
-async def rebalancing(served: Sequence[Span], seed: int = 0) -> AsyncIterator[tuple[World, list[str]]]:
-    """Nodes s0, s1 ... that serve these spans, and rebalance. There is a line for each move."""
-    lines: list[str] = []
+async def rebalancing(
+    served: Sequence[Span], seed: int = 0, *, load_s: float | None = None
+) -> AsyncIterator[tuple[World, Lines]]:
+    """Nodes s0, s1 ... that serve these spans, and rebalance. There is a line for each move.
+
+    With `load_s` a load takes this long, and a node has memory for two workers.
+    """
+    lines = Lines()
     async with world(seed) as swarm:
         for number, span in enumerate(served):
-            await swarm.start(f"s{number}", span, report_move=lines.append)
+            source = (await swarm.start(f"s{number}", span, report_move=lines.append)).source
+            source.holds_two, source.load_s = load_s is not None, load_s or 0.0
         await trio.sleep(5)
         yield swarm, lines
         await kv_is_free(swarm)
@@ -67,10 +91,11 @@ async def test_a_node_moves_to_blocks_that_nobody_serves_any_more(seed: int) -> 
         assert len(lines) == 1, "nobody moves back"
 
 
+@pytest.mark.parametrize("load_s", [None, 20.0])
 @pytest.mark.parametrize("seed", seeds(3))
 @simulated
-async def test_sessions_are_right_to_the_bit_while_nodes_move_to_slow_blocks(seed: int) -> None:
-    async with rebalancing([SPANS[0]] * 4 + SPANS[1:], seed) as (swarm, lines):
+async def test_sessions_are_right_to_the_bit_while_nodes_move_to_slow_blocks(seed: int, load_s: float | None) -> None:
+    async with rebalancing([SPANS[0]] * 4 + SPANS[1:], seed, load_s=load_s) as (swarm, lines):
         for number in range(12):
             await use(swarm, 100 * seed + number)
             await trio.sleep(30)
@@ -90,3 +115,48 @@ async def test_the_last_server_of_a_block_stays_where_it_is() -> None:
         lines.clear()
         await trio.sleep(300)
         assert len(lines) <= 1, lines
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+@simulated
+async def test_a_node_stays_if_the_blocks_are_served_again_before_it_has_loaded_them(seed: int) -> None:
+    async with rebalancing(PAIRS, seed, load_s=60.0) as (swarm, lines):
+        swarm.kill("s2")
+        swarm.kill("s3")
+        await lines.until(1)
+        await swarm.start("s2", SPANS[1])
+        await trio.sleep(20)
+        assert len(lines) == 2
+        assert lines[1].startswith("staying with blocks")
+        await use(swarm, seed)
+        await trio.sleep(60)
+        assert spans(swarm) == [SPANS[0], SPANS[0], SPANS[1], SPANS[2], SPANS[2]]
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+@simulated
+async def test_a_node_does_not_leave_if_the_other_server_of_its_blocks_is_gone_by_the_time_it_has_loaded(
+    seed: int,
+) -> None:
+    async with rebalancing([SPANS[0]] * 2 + SPANS[1:], seed, load_s=60.0) as (swarm, lines):
+        swarm.kill("s2")
+        await lines.until(1)
+        await trio.sleep(55)
+        mover = next(name for name, node in swarm.nodes.items() if isinstance(node.role.state, Moving))
+        swarm.kill("s0" if mover == "s1" else "s1")
+        await trio.sleep(20)
+        assert swarm.nodes[mover].role.span == SPANS[0], "it is the last one there"
+        assert lines[-1].startswith("staying with blocks")
+
+
+@pytest.mark.parametrize("load_s", [None, 0.0, 3.0, 30.0])
+@pytest.mark.parametrize("seed", seeds(2))
+@simulated
+async def test_no_move_leaves_a_block_to_nobody(seed: int, load_s: float | None) -> None:
+    rng = random.Random(seed)
+    served = [*SPANS, *(rng.choice(SPANS[:2]) for _ in range(6))]
+    async with rebalancing(served, seed, load_s=load_s) as (swarm, _):
+        for _ in range(200):
+            await trio.sleep(1)
+            states = [node.role.state for node in swarm.nodes.values()]
+            assert {each.span for each in states if isinstance(each, TAKES_SESSIONS)} >= set(SPANS)

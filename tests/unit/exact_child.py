@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llmnode.compute.loading import Wanted
     from llmnode.core.model import ModelInfo
     from llmnode.core.operations import Buffer, Slice
+    from llmnode.ports import Executor
 
 SEIZE, FAIL, STUMBLE, DIE, HANG = 249, 250, 251, 252, 253
 """Never let another thread run, raise what torch raises, raise what nobody foresaw, be killed, never answer."""
@@ -31,6 +32,9 @@ SHORT = "short"
 """Be short of memory, in every process after a first that has loaded; `SHORT:FILE`, until there is FILE."""
 TOO_LARGE = "too large"
 """`TOO_LARGE:FILE`: crash while loading, if there is no FILE yet; else do not fit."""
+ALONE, SHORT_BESIDE, ENDLESS, FAILS = "alone", "short beside", "endless", "fails"
+"""Beside another executor: have no memory for it, run out of it, load for ever and say so again and again, raise what
+torch raises."""
 LONG_S = 0.5
 TOKENS_BESIDE_PID = 100_000
 """KV tokens of a process that takes a share of the memory: these and its process id, which a test can tell apart."""
@@ -87,6 +91,21 @@ class TroubledLoader:
         kv_tokens = self._wanted.kv_tokens if self._wanted.kv_memory is None else TOKENS_BESIDE_PID + os.getpid()
         executor: Any = TroubledExecutor(span, EXACT_ROW, kv_tokens)
         return Loaded(executor, tensor_bytes=12)
+
+    def load_beside(self, span: Span, held: Executor, kv_tokens: int) -> Loaded | None:
+        assert isinstance(held, TroubledExecutor)
+        if self._wanted.model == ALONE:
+            return None
+        while self._wanted.model == ENDLESS:
+            self._report("loading beside")
+            time.sleep(0.001)
+        if self._wanted.model == SHORT_BESIDE:
+            raise MemoryError("as told")
+        if self._wanted.model == FAILS:
+            raise RuntimeError("as told")
+        self._report("loading beside")
+        executor: Any = TroubledExecutor(span, EXACT_ROW, kv_tokens)
+        return Loaded(executor, tensor_bytes=24)
 
     def _is_short(self) -> bool:
         kind, _, file = (self._wanted.model or "").partition(":")

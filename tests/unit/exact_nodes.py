@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from llmnode.core.model import ModelInfo
     from llmnode.core.span import Span
     from llmnode.node.app import RunningNode
+    from llmnode.ports import Executor
 
 KV_TOKENS = 400
 
@@ -40,6 +41,9 @@ class ExactLoader:
     def load(self, span: Span) -> Loaded:
         executor: Any = ExactExecutor(span, EXACT_MODEL.row_bytes, KV_TOKENS)
         return Loaded(executor, tensor_bytes=12)
+
+    def load_beside(self, span: Span, _held: Executor, _kv_tokens: int) -> Loaded:
+        return self.load(span)
 
 
 def exact_node(**config: Any) -> AbstractAsyncContextManager[RunningNode]:  # Any: NodeConfig's own fields

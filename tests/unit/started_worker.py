@@ -30,6 +30,17 @@ DEADLINE_S = 60.0
 class Told:
     lines: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    changed: trio.Event = field(default_factory=trio.Event, compare=False)
+
+    def hear(self, line: str) -> None:
+        self.lines.append(line)
+        self.changed.set()
+        self.changed = trio.Event()
+
+    async def until(self, line: str, times: int) -> None:
+        """Until the line has come this many times."""
+        while self.lines.count(line) < times:
+            await self.changed.wait()
 
 
 @asynccontextmanager
@@ -39,7 +50,7 @@ async def open_loader(
     told = told or Told()
     loader = ProcessLoader(
         Wanted(model, kv_tokens=10 * LENGTH, kv_memory=kv_memory),
-        told.lines.append,
+        told.hear,
         told.lost.append,
         CHILD,
         WorkerPolicy(pause_s=0.0, **policy),  # type: ignore[arg-type]

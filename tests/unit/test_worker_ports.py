@@ -5,10 +5,12 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 import trio
 
 from llmnode.compute.loading import Wanted
+from llmnode.compute.process_loader import ProcessLoader
 from llmnode.compute.thread_worker import ThreadLoader
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.operations import Close, Fork, Forward, Open, Truncate
@@ -131,3 +133,61 @@ async def test_a_dropped_worker_is_lost_and_the_next_one_is_empty(twin: str) -> 
         assert worker.kv_tokens_free == worker.kv_tokens
         await source.drop()
         await source.end()
+
+
+@on_twins("process", "thread", "memory")
+async def test_a_second_worker_computes_beside_the_first_and_either_may_be_dropped(twin: str) -> None:
+    async with sources(twin) as source:
+        await source.open_model()
+        if isinstance(source, ExactSource):
+            source.holds_two = True
+        first = await source.load(SPAN)
+        assert await first.do(opening(SESSIONS[0]))
+        for others_end in (False, True):
+            second = await source.load_beside(SPAN)
+            assert second is not None
+            assert second.kv_tokens == first.kv_tokens
+            assert await second.do(opening(SESSIONS[1]))
+
+            async def use(worker: Worker, session: SessionId, start: int) -> None:
+                for position in range(start, start + 4):
+                    computed = await worker.do(forward(worker, session, position, 1))
+                    assert bytes(computed.hidden) == expected(worker, position, 1)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(use, first, SESSIONS[0], 4 * others_end)
+                nursery.start_soon(use, second, SESSIONS[1], 0)
+            left, dropped = (second, first) if others_end else (first, second)
+            await source.drop_one(dropped)
+            with pytest.raises(WorkerLost):
+                await dropped.do(forward(dropped, SESSIONS[0 if others_end else 1], 8, 1))
+            assert dropped.kv_tokens_free == 0 or twin == "memory"
+        assert left is second
+        await use(second, SESSIONS[1], 4)
+        await source.drop()
+        with pytest.raises(WorkerLost):
+            await second.do(forward(second, SESSIONS[1], 8, 1))
+
+
+@on_twins("process", "memory")
+async def test_two_workers_are_lost_together(twin: str) -> None:
+    async with sources(twin) as source:
+        await source.open_model()
+        first = await source.load(SPAN)
+        if isinstance(source, ExactSource):
+            assert await source.load_beside(SPAN) is None
+            source.holds_two = True
+        second = await source.load_beside(SPAN)
+        assert second is not None
+        if isinstance(source, ExactSource):
+            source.lose()
+        else:
+            assert isinstance(source, ProcessLoader)
+            psutil.Process(source.pid).kill()
+        await source.wait_lost()
+        for worker in (first, second):
+            with pytest.raises(WorkerLost):
+                await worker.do(opening(SESSIONS[0]))
+        await source.drop_one(first)
+        assert (await source.load(SPAN)).kv_tokens == second.kv_tokens
+        await source.drop()

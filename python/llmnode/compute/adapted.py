@@ -63,6 +63,8 @@ def adapt(model: SpanModel | FusedSpan) -> Mapping[int, Mapping[str, Target]]:
         targets[index] = of_block = targets_of(block)
         for path in {target.module for target in of_block.values()}:
             module = block.get_submodule(path)
+            if isinstance(module.forward, _Adapted):
+                continue  # another executor has the block too
             own = {name: target for name, target in of_block.items() if target.module == path}
             module.forward = _Adapted(module.forward, index, own)
     if isinstance(model, FusedSpan):

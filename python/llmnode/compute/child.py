@@ -1,6 +1,7 @@
-"""A worker's own process: `python -m llmnode.compute.child SOCKET REQUESTS RESULTS`; `worker_process.py` starts it.
+"""A worker's own process: `python -m llmnode.compute.child SOCKET LOADS REQUESTS RESULTS`, by `worker_process.py`.
 
-It does what the node asks over the socket, one thing after another, and ends with the node, however that ends.
+It does what the node asks over the first socket, one thing after another, and ends with the node, however that ends.
+A thread does the loads that it asks for over the second one while an executor works.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from llmnode.compute.shared import SharedMemory
 from llmnode.compute.work import do
 from llmnode.compute.worker_messages import (
     ANSWER,
+    DROP,
     FAILED,
     FITTING_BLOCKS,
     HELLO,
@@ -40,13 +42,14 @@ from llmnode.core.span import Span
 from llmnode.core.texts.log_lines import log_to
 from llmnode.core.texts.visible import VisibleStream
 from llmnode.errors import LlmnodeError
+from llmnode.machine.startup import free_dropped
 from llmnode.models.sources.online import keep_libraries_offline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from llmnode.compute.work import Done
-    from llmnode.ports import Executor, Loader
+    from llmnode.ports import Executor, Loaded, Loader
 
     MakeLoader = Callable[[Wanted, Callable[[str], None]], Loader]
 
@@ -62,9 +65,10 @@ def serve_node(make_loader: MakeLoader) -> NoReturn:
     _end_with_node()
     sys.stderr = VisibleStream(sys.stderr)
     log_to(logging.StreamHandler(), logging.WARNING, "llmnode: %(message)s")
-    node, requests, results = map(int, sys.argv[1:])
-    _Child(socket.socket(fileno=node), SharedMemory(requests), SharedMemory(results), make_loader).run()
-    sys.exit()
+    node, loads, requests, results = map(int, sys.argv[1:])
+    sockets = socket.socket(fileno=node), socket.socket(fileno=loads)
+    _Child(*sockets, SharedMemory(requests), SharedMemory(results), make_loader).run()
+    os._exit(0)  # a load that nobody waits for is not waited for
 
 
 def _end_with_node() -> None:
@@ -92,28 +96,75 @@ def _wait_for_end() -> NoReturn:
 
 class _Child:
     def __init__(
-        self, node: socket.socket, requests: SharedMemory, results: SharedMemory, make_loader: MakeLoader
+        self,
+        node: socket.socket,
+        loads: socket.socket,
+        requests: SharedMemory,
+        results: SharedMemory,
+        make_loader: MakeLoader,
     ) -> None:
-        self._node = node
+        self._node, self._loads = node, loads
         self._requests = requests
         self._results = results
         self._make_loader = make_loader
         self._loader: Loader | None = None
-        self._executor: Executor | None = None
+        self._executors: dict[int, Executor] = {}
+        self._unwanted: set[int] = set()
+        """The numbers of executors that were dropped, some of them before they were loaded."""
+        self._loading = threading.local()
+        """Its `number` is that of the load, in the thread of `_load_beside`."""
+        self._one_change = threading.Lock()
+        """To what is held, and what is unwanted."""
 
     def run(self) -> None:
         self._send(HELLO)
-        for word, *arguments in self._messages():
+        threading.Thread(target=self._load_beside, daemon=True).start()
+        for word, *arguments in _messages(self._node):
             if word == WORK:
                 self._work(*arguments)
             else:
                 self._send(*self._answer(word, arguments))
 
-    def _messages(self) -> Iterator[Message]:
-        messages = Messages()
-        while data := self._node.recv(RECEIVE_BYTES):
-            messages.feed(data)
-            yield from messages
+    def _load_beside(self) -> None:
+        """The life of the thread that loads while another executor works."""
+        for _word, number, beside, start, end, kv_tokens in _messages(self._loads):
+            self._loading.number = number
+            try:
+                held = self._executors[beside]
+                assert self._loader is not None, "the model is opened first"
+                loaded = self._loader.load_beside(Span(start, end), held, kv_tokens)
+                del held
+                answer = [ANSWER, number, None if loaded is None else self._hold(number, loaded)]
+                del loaded
+            except Exception as error:  # noqa: BLE001  it is raised in the node
+                if not isinstance(error, _Unwanted):
+                    _log_if_unforeseen(error)
+                answer = [FAILED, number, *pack_error(error)]
+            self._loads.sendall(pack_message(*answer))
+
+    def _hold(self, number: int, loaded: Loaded) -> Message:
+        with self._one_change:
+            if number not in self._unwanted:
+                self._executors[number] = loaded.executor
+        return [loaded.tensor_bytes, loaded.executor.kv_tokens_free()]
+
+    def _drop(self, number: int) -> None:
+        with self._one_change:
+            self._unwanted.add(number)
+            held = self._executors.pop(number, None)
+        if held is not None:
+            del held
+            free_dropped()
+
+    def _say(self, line: str) -> None:
+        """From whichever thread loads."""
+        number = getattr(self._loading, "number", None)
+        if number is None:
+            self._send(SAID, line)
+        elif number in self._unwanted:
+            raise _Unwanted
+        else:
+            self._loads.sendall(pack_message(SAID, number, line))
 
     def _send(self, *message: Any) -> None:  # Any: what msgpack can hold
         self._node.sendall(pack_message(*message))
@@ -127,26 +178,38 @@ class _Child:
 
     def _ask(self, word: str, *arguments: Any) -> Any:  # Any: as each question has them
         if word == OPEN_MODEL:
-            self._loader = self._make_loader(Wanted(**arguments[0]), lambda line: self._send(SAID, line))
+            self._loader = self._make_loader(Wanted(**arguments[0]), self._say)
             return asdict(self._loader.open_model())
+        if word == DROP:
+            return self._drop(*arguments)
         assert self._loader is not None, "the model is opened first"
         if word == FITTING_BLOCKS:
             return self._loader.fitting_blocks()
         assert word == LOAD
-        loaded = self._loader.load(Span(*arguments))
-        self._executor = loaded.executor
-        return [loaded.tensor_bytes, loaded.executor.kv_tokens_free()]
+        number, start, end = arguments
+        return self._hold(number, self._loader.load(Span(start, end)))
 
     def _work(self, *message: Any) -> None:  # Any: what `put_work` gives, and the sizes of what goes and comes
-        *packed, asked_bytes, given_bytes = message
-        assert self._executor is not None, "blocks are loaded first"
+        number, *packed, asked_bytes, given_bytes = message
+        executor = self._executors[number]
         work = take_work(packed, self._requests.view(asked_bytes))
         began_s = time.perf_counter()
-        done = do(self._executor, work)
+        done = do(executor, work)
         took_s = time.perf_counter() - began_s
         _log_unforeseen(done)
         answer = put_done(done, self._results.view(given_bytes))
-        self._send(ANSWER, [*answer, took_s, self._executor.kv_tokens_free()])
+        self._send(ANSWER, [*answer, took_s, executor.kv_tokens_free()])
+
+
+class _Unwanted(Exception):
+    """Nobody waits for what is being loaded."""
+
+
+def _messages(node: socket.socket) -> Iterator[Message]:
+    messages = Messages()
+    while data := node.recv(RECEIVE_BYTES):
+        messages.feed(data)
+        yield from messages
 
 
 def _log_unforeseen(done: Done) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from llmnode.core.span import Span
     from llmnode.models.size import ModelSize, Place
     from llmnode.models.sources.folder import ModelFolder
+    from llmnode.ports import Executor
 
 USUAL_KV_TOKENS = 32_768
 """The default. If it does not fit, fewer in steps of `_KV_STEP`."""
@@ -97,19 +98,47 @@ class SpanLoader:
         with collection_paused():
             import torch
 
-            from llmnode.compute.kv import KVForm
-            from llmnode.compute.load_executor import load_executor
-
-            wanted, folder, dtype = self._wanted, self._opened, getattr(torch, self._wanted.dtype)
-            kv_tokens = self._check_memory(span)
-            kv = KVForm(wanted.kv_dtype, None if wanted.kv_device is None else torch.device(wanted.kv_device))
+            wanted, kv_tokens = self._wanted, self._check_memory(span)
             try:
-                executor = load_executor(folder, span, kv_tokens, dtype, wanted.device, wanted.quant, kv, self._report)
+                return self._load(span, kv_tokens)
             except torch.OutOfMemoryError as error:
+                name = self._opened.name
                 raise ConfigError(
-                    f"blocks {span} of {folder.name} with KV for {kv_tokens} positions do not fit on {wanted.device}: "
+                    f"blocks {span} of {name} with KV for {kv_tokens} positions do not fit on {wanted.device}: "
                     f"serve fewer --blocks, lower --kv-tokens or --kv-memory, end other programs ({error})"
                 ) from error
+
+    def load_beside(self, span: Span, held: Executor, kv_tokens: int) -> Loaded | None:
+        """See `ModelSize.fits_beside`. On a GPU there is never memory for both: its graphs are recorded while nothing
+        else is allocated. Nor is there for blocks of transformers in 16 bits, which sets the dtype of the whole process
+        while it makes them.
+        """
+        from llmnode.compute.executor import SpanExecutor
+        from llmnode.models.draw_blueprint import blueprint_of
+        from llmnode.models.load import sharing_blocks
+        from llmnode.models.size import find_places
+
+        wanted = self._wanted
+        if wanted.device != "cpu" or (wanted.dtype != "float32" and blueprint_of(self._opened) is None):
+            return None
+        assert isinstance(held, SpanExecutor)
+        with collection_paused():
+            (place,) = find_places(wanted.device)
+            if not self._size().fits_beside(place.free_bytes, span, held.span, kv_tokens):
+                return None
+            with sharing_blocks(held.model):
+                return self._load(span, kv_tokens)
+
+    def _load(self, span: Span, kv_tokens: int) -> Loaded:
+        import torch
+
+        from llmnode.compute.kv import KVForm
+        from llmnode.compute.load_executor import load_executor
+
+        wanted, dtype = self._wanted, getattr(torch, self._wanted.dtype)
+        kv = KVForm(wanted.kv_dtype, None if wanted.kv_device is None else torch.device(wanted.kv_device))
+        placed = dtype, wanted.device, wanted.quant, kv
+        executor = load_executor(self._opened, span, kv_tokens, *placed, self._report)
         return Loaded(executor, executor.tensor_bytes)
 
     def _check_memory(self, span: Span) -> int:

@@ -1,4 +1,4 @@
-"""Workers in processes of their own, which may crash: the sessions are lost then, and another process is started.
+"""Workers in a process of their own, which may crash: the sessions are lost then, and another process is started.
 
 The node decides when: it waits until the worker is lost, tells its sessions and the swarm, and loads the span again.
 """
@@ -13,7 +13,7 @@ import trio
 
 from llmnode.compute.batching import BatchingWorker
 from llmnode.compute.worker_messages import FITTING_BLOCKS, LOAD, OPEN_MODEL
-from llmnode.compute.worker_process import COMMAND, start_process
+from llmnode.compute.worker_process import COMMAND, HeldSpan, start_process
 from llmnode.core.model import ModelInfo
 from llmnode.core.policy import WorkerPolicy
 from llmnode.core.serving.restarts import Restarts
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from llmnode.compute.loading import Wanted
     from llmnode.compute.worker_process import WorkerProcess
     from llmnode.core.span import Span
+    from llmnode.ports import Worker
 
 T = TypeVar("T")
 
@@ -51,7 +52,9 @@ class ProcessLoader:
         self._policy = policy or WorkerPolicy()
         self._process: WorkerProcess | None = None
         self._model: ModelInfo | None = None
-        self._worker: BatchingWorker | None = None
+        self._workers: dict[BatchingWorker, HeldSpan] = {}
+        self._number = 0
+        """That of the executor that was loaded last."""
         self._restarts = Restarts()
         self._served_since_s: float | None = None
 
@@ -79,24 +82,65 @@ class ProcessLoader:
 
     async def load(self, span: Span) -> BatchingWorker:
         """A fresh worker, in the process that there is, or in another if that was lost."""
-        assert self._worker is None, "the worker before is lost or dropped first"
+        assert not self._workers, "the worker before is lost or dropped first"
 
         async def load(process: WorkerProcess) -> BatchingWorker:
+            self._number += 1
             try:
-                loaded = await process.ask(LOAD, span.start, span.end, report=self._report)
+                loaded = await process.ask(LOAD, self._number, span.start, span.end, report=self._report)
             except ConfigError as error:
                 if not self._asked.is_announced:
                     raise
                 # The lost process had the memory. It may not be free yet, or other programs have it for a while.
                 raise WorkerLost(f"the worker process did not load its blocks again: {error}") from error
-            self.tensor_bytes, kv_tokens_free = loaded
-            assert self._model is not None
-            process.holds(span, kv_tokens_free, self._model.row_bytes)
-            self._asked = replace(self._wanted, kv_tokens=kv_tokens_free, kv_memory=None, is_announced=True)
-            self._worker = BatchingWorker(process, process.run, time.perf_counter)
-            return self._worker
+            worker = self._has(process, span, loaded)
+            self._note_announced(worker)
+            return worker
 
         return await self._persist(load)
+
+    async def load_beside(self, span: Span) -> BatchingWorker | None:
+        """In the process that there is, in which the blocks of both are in memory once."""
+        ((worker, held),) = self._workers.items()
+        process = self._process
+        assert process is not None
+        self._number += 1
+        number, is_of_use = self._number, False
+        try:
+            arguments = number, held.number, span.start, span.end, worker.kv_tokens
+            loaded = await process.load_beside(*arguments, report=self._report)
+            is_of_use = loaded is not None
+            return None if loaded is None else self._has(process, span, loaded)
+        except MemoryError:
+            return None
+        except RuntimeError as error:  # torch's own: the blocks that are served are not to end for it
+            raise ModelError(f"blocks {span} cannot be loaded: {error}") from error
+        finally:
+            if not is_of_use:
+                with trio.CancelScope(shield=True):
+                    await process.drop(number)
+
+    def _has(self, process: WorkerProcess, span: Span, loaded: tuple[int, int]) -> BatchingWorker:
+        self.tensor_bytes, kv_tokens_free = loaded
+        assert self._model is not None
+        held = HeldSpan(process, self._number, span, kv_tokens_free, self._model.row_bytes)
+        worker = BatchingWorker(held, held.run, time.perf_counter)
+        self._workers[worker] = held
+        return worker
+
+    def _note_announced(self, worker: BatchingWorker) -> None:
+        """This worker is the only one: the next process is to have KV for the same number of positions."""
+        self._asked = replace(self._wanted, kv_tokens=worker.kv_tokens, kv_memory=None, is_announced=True)
+
+    async def drop_one(self, worker: Worker) -> None:
+        """The process goes on with the other worker."""
+        assert isinstance(worker, BatchingWorker)
+        if (held := self._workers.pop(worker, None)) is None or self._process is None:
+            return  # it was lost
+        held.is_dropped = True
+        await self._process.drop(held.number)
+        for left in self._workers:
+            self._note_announced(left)
 
     def serves(self) -> None:
         """It serves now. If it is lost after this, another process has a good chance."""
@@ -118,7 +162,7 @@ class ProcessLoader:
             self._process.kill("was ended with its node")
 
     async def end(self) -> None:
-        self._worker = None
+        self._workers = {}
         if self._process is not None:
             await self._process.end()
             self._process = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from functools import partial
@@ -12,7 +11,8 @@ import trio
 
 from llmnode.compute.batching import BatchingWorker
 from llmnode.compute.work import do, failed
-from llmnode.errors import WorkerLost
+from llmnode.errors import ModelError, WorkerLost
+from llmnode.machine.startup import free_dropped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import BatchPolicy
     from llmnode.core.span import Span
-    from llmnode.ports import Executor, Loader
+    from llmnode.ports import Executor, Loaded, Loader, Worker
 
 T = TypeVar("T")
 
@@ -43,10 +43,13 @@ class ThreadLoader:
     def __init__(self, loader: Loader) -> None:
         self.tensor_bytes = 0
         self._loader = loader
-        self._worker: ThreadWorker | None = None
+        self._one_load = trio.CapacityLimiter(1)
+        """Also while nobody waits for it any more."""
+        self._thread = ComputeThread()
+        self._workers: dict[ThreadWorker, Executor] = {}
 
     async def open_model(self) -> ModelInfo:
-        model = await trio.to_thread.run_sync(self._loader.open_model, abandon_on_cancel=True)
+        model = await trio.to_thread.run_sync(self._loader.open_model, abandon_on_cancel=True, limiter=self._one_load)
         # The compute thread must not keep the event loop from its heartbeats for longer than this.
         sys.setswitchinterval(0.0005)
         return model
@@ -55,11 +58,29 @@ class ThreadLoader:
         return await trio.to_thread.run_sync(self._loader.fitting_blocks)
 
     async def load(self, span: Span) -> ThreadWorker:
-        assert self._worker is None, "the worker before is dropped first"
-        loaded = await trio.to_thread.run_sync(self._loader.load, span, abandon_on_cancel=True)
+        assert not self._workers, "the worker before is dropped first"
+        loaded = await self._loaded(partial(self._loader.load, span))
+        assert loaded is not None
+        return self._has(loaded)
+
+    async def load_beside(self, span: Span) -> ThreadWorker | None:
+        ((worker, held),) = self._workers.items()
+        try:
+            loaded = await self._loaded(partial(self._loader.load_beside, span, held, worker.kv_tokens))
+        except MemoryError:
+            return None
+        except RuntimeError as error:  # torch's own: the blocks that are served are not to end for it
+            raise ModelError(f"blocks {span} cannot be loaded: {error}") from error
+        return None if loaded is None else self._has(loaded)
+
+    async def _loaded(self, load: Callable[[], Loaded | None]) -> Loaded | None:
+        return await trio.to_thread.run_sync(load, abandon_on_cancel=True, limiter=self._one_load)
+
+    def _has(self, loaded: Loaded) -> ThreadWorker:
         self.tensor_bytes = loaded.tensor_bytes
-        self._worker = ThreadWorker(loaded.executor)
-        return self._worker
+        worker = ThreadWorker(loaded.executor, thread=self._thread)
+        self._workers[worker] = loaded.executor
+        return worker
 
     def serves(self) -> None:
         """Nobody needs to know."""
@@ -67,12 +88,17 @@ class ThreadLoader:
     async def wait_lost(self) -> None:
         await trio.sleep_forever()
 
-    async def drop(self) -> None:
+    async def drop_one(self, worker: Worker) -> None:
         """A forward that runs is waited for."""
-        if self._worker is not None:
-            worker, self._worker = self._worker, None
-            await worker.drop()
-            await trio.to_thread.run_sync(_give_back)
+        assert isinstance(worker, ThreadWorker)
+        self._workers.pop(worker, None)
+        await worker.drop()
+        await trio.to_thread.run_sync(free_dropped)
+
+    async def drop(self) -> None:
+        """Likewise."""
+        for worker in [*self._workers]:
+            await self.drop_one(worker)
 
     def kill(self) -> None:
         """A forward that runs has to be waited for."""
@@ -84,8 +110,11 @@ class ThreadLoader:
 class ThreadWorker(BatchingWorker):
     """The `Worker` port: an executor in a thread of this process, one hop to it and back for each batch."""
 
-    def __init__(self, executor: Executor, policy: BatchPolicy | None = None) -> None:
-        self._thread = _ExecutorThread(executor)
+    def __init__(
+        self, executor: Executor, policy: BatchPolicy | None = None, *, thread: ComputeThread | None = None
+    ) -> None:
+        """`thread` is one that workers share: they compute in turn."""
+        self._thread = _ExecutorThread(executor, thread or ComputeThread())
         super().__init__(self._thread, self._thread.run, time.perf_counter, policy)
 
     async def drop(self) -> None:
@@ -96,10 +125,10 @@ class ThreadWorker(BatchingWorker):
 class _ExecutorThread:
     """The thread of an executor. It is the `Held` port of the executor until that is dropped."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, thread: ComputeThread) -> None:
         self.span = executor.span
         self._executor: Executor | None = executor
-        self._thread = ComputeThread()
+        self._thread = thread
 
     def kv_tokens_free(self) -> int:
         return 0 if self._executor is None else self._executor.kv_tokens_free()
@@ -121,14 +150,3 @@ class _ExecutorThread:
             self._executor = None
 
         await self._thread.run(drop)
-
-
-def _give_back() -> None:
-    """Give the executor's memory back to the system, and to the GPU."""
-    gc.collect()
-    if (torch := sys.modules.get("torch")) is not None:
-        from llmnode.machine.malloc import give_back
-
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        give_back()

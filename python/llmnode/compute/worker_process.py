@@ -1,4 +1,7 @@
-"""One life of a worker's own process, as the node sees it: it does one thing at a time, and may be lost."""
+"""One life of a worker's own process, as the node sees it. It may be lost.
+
+It does one thing at a time, but for one load beside the executor that it has. Then it has two, which take turns.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,24 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import trio
 
+from llmnode.compute.conversation import Conversation, Ended
 from llmnode.compute.shared import SharedMemory, make_shared_memory
 from llmnode.compute.work import Done, Work, failed
 from llmnode.compute.worker_messages import (
     ANSWER,
+    DROP,
     FAILED,
     HELLO,
+    LOAD_BESIDE,
     SAID,
     WORK,
     Message,
-    Messages,
     input_bytes,
     output_bytes,
     pack_message,
@@ -42,30 +46,27 @@ if TYPE_CHECKING:
     from llmnode.core.span import Span
 
 COMMAND = (sys.executable, "-P", "-m", "llmnode.compute.child")
-RECEIVE_BYTES = 1 << 16
 
 
 class WorkerProcess:
-    """One life of a worker's process, and the `Held` port of its span. Made by `start_process`. Always `end` it."""
+    """One life of a worker's process. Made by `start_process`. Always `end` it."""
 
     def __init__(
         self,
         process: trio.Process,
-        node: socket.socket,
+        talks: tuple[Conversation, Conversation],
         memory: tuple[SharedMemory, SharedMemory],
         policy: WorkerPolicy,
     ) -> None:
-        """`memory` is for requests and results."""
+        """`talks` are about work and about loads beside it, and `memory` is for requests and results."""
         self._process = process
-        self._socket = node
+        self._talk, self._loads = talks
         self._requests, self._results = memory
         self._policy = policy
-        self._messages = Messages()
         self._why = ""
         """It was ended, if by us."""
-        self._span: Span | None = None
-        self._kv_tokens_free = 0
-        self._row_bytes = 0
+        self._turn = trio.Semaphore(1)
+        """To have it do something: its executors come one after the other."""
 
     @property
     def pid(self) -> int:
@@ -75,22 +76,10 @@ class WorkerProcess:
     def has_ended(self) -> bool:
         return bool(self._why) or self._process.poll() is not None
 
-    @property
-    def span(self) -> Span:
-        assert self._span is not None, "blocks are loaded first"
-        return self._span
-
-    def kv_tokens_free(self) -> int:
-        return 0 if self.has_ended else self._kv_tokens_free
-
-    def holds(self, span: Span, kv_tokens_free: int, row_bytes: int) -> None:
-        """Record what it has loaded. `row_bytes` is the size of a position's hidden state."""
-        self._span, self._kv_tokens_free, self._row_bytes = span, kv_tokens_free, row_bytes
-
     async def say_hello(self) -> None:
         """Until it has started. Raises WorkerLost."""
         with trio.move_on_after(self._policy.hello_s):
-            (word,) = await self._receive()
+            (word,) = await self._receive(self._talk)
             assert word == HELLO
             return
         self.kill(f"has not started in {self._policy.hello_s:g} s")
@@ -101,12 +90,12 @@ class WorkerProcess:
 
         `report` gets each line of the process, and a line from time to time while it works.
         """
-        await self._send(pack_message(word, *arguments))
+        await self._send(self._talk, pack_message(word, *arguments))
         began_s = trio.current_time()
         progress = Progress(self._effort(), began_s)
         while True:
             with trio.move_on_after(self._policy.look_s):
-                word, *rest = await self._receive()
+                word, *rest = await self._receive(self._talk)
                 if word == ANSWER:
                     return rest[0]
                 if word == FAILED:
@@ -125,31 +114,74 @@ class WorkerProcess:
                 f"{effort.memory_bytes >> 20} MiB"
             )
 
-    def run(self, work: Work) -> Awaitable[tuple[Done, float, float]]:
-        """Have a batch done, which begins now.
+    async def load_beside(self, number: int, *arguments: Any, report: Callable[[str], None]) -> Any:
+        """Ask for a load, of that `number`, while work goes on. Raises as `ask`. `arguments` are those of LOAD_BESIDE.
+
+        If it is cancelled, `drop` the number.
+        """
+        await self._send(self._loads, pack_message(LOAD_BESIDE, number, *arguments))
+        while True:
+            word, of, *rest = await self._receive(self._loads)
+            if of != number:
+                continue  # of a load that nobody waits for any more
+            if word == ANSWER:
+                return rest[0]
+            if word == FAILED:
+                raise unpack_error(rest)
+            assert word == SAID
+            report(*rest)
+
+    async def drop(self, number: int) -> None:
+        """Drop an executor, between two batches, or have a load given up. Does nothing once the process is lost."""
+        await self._turn.acquire()
+        try:
+            await self._send(self._talk, pack_message(DROP, number))
+            await self._receive(self._talk)
+        except WorkerLost:
+            return
+        finally:
+            self._turn.release()
+
+    def run(self, held: HeldSpan, work: Work) -> Awaitable[tuple[Done, float, float]]:
+        """Have a batch done, which begins now unless another executor of the process works.
 
         Its begin and end are by `time.perf_counter`, without the time of the way back. The awaitable raises nothing: if
         the process is lost, all of the batch has failed.
         """
+        try:
+            self._turn.acquire_nowait()
+        except trio.WouldBlock:
+            return self._run_in_turn(held, work)
+        return self._run(held, work)
+
+    async def _run_in_turn(self, held: HeldSpan, work: Work) -> tuple[Done, float, float]:
+        await self._turn.acquire()
+        return await self._run(held, work)
+
+    def _run(self, held: HeldSpan, work: Work) -> Awaitable[tuple[Done, float, float]]:
         asked_bytes = input_bytes(work)
-        given_bytes = output_bytes(work, self._row_bytes)
+        given_bytes = output_bytes(work, held.row_bytes)
         if self.has_ended:
-            return self._finish(work, memoryview(b""), given_bytes)
+            return self._finish(held, work, memoryview(b""), given_bytes)
         try:
             self._requests.grow(asked_bytes)
             self._results.grow(given_bytes)
-            message = pack_message(WORK, *put_work(work, self._requests.view(asked_bytes)), asked_bytes, given_bytes)
+            put = put_work(work, self._requests.view(asked_bytes))
+            message = pack_message(WORK, held.number, *put, asked_bytes, given_bytes)
         except (OSError, MemoryError) as error:
+            self._turn.release()
             return _failed(work, MemoryError(f"no memory to hand work over in: {error}"))
-        return self._finish(work, self._send_some(message), given_bytes)
+        return self._finish(held, work, self._talk.send_some(message), given_bytes)
 
-    async def _finish(self, work: Work, unsent: memoryview, given_bytes: int) -> tuple[Done, float, float]:
+    async def _finish(
+        self, held: HeldSpan, work: Work, unsent: memoryview, given_bytes: int
+    ) -> tuple[Done, float, float]:
         try:
             with trio.move_on_after(self._policy.answer_s):
                 if self.has_ended:
                     raise await self._lost()
-                await self._send(unsent)
-                _word, (*given, took_s, self._kv_tokens_free) = await self._receive()
+                await self._send(self._talk, unsent)
+                _word, (*given, took_s, held.free) = await self._receive(self._talk)
                 done = take_done(given, self._results.view(given_bytes))
                 ended_s = time.perf_counter()
                 return done, ended_s - took_s, ended_s
@@ -157,6 +189,8 @@ class WorkerProcess:
             lost = await self._lost()
         except WorkerLost as error:
             lost = error
+        finally:
+            self._turn.release()
         return await _failed(work, lost)
 
     async def wait_lost(self) -> WorkerLost:
@@ -176,8 +210,8 @@ class WorkerProcess:
             await self._process.wait()
             assert self._process.stdin is not None
             await self._process.stdin.aclose()
-        trio.lowlevel.notify_closing(self._socket)
-        self._socket.close()
+        for talk in (self._talk, self._loads):
+            talk.close()
         self._requests.close()
         self._results.close()
 
@@ -189,41 +223,18 @@ class WorkerProcess:
         except psutil.Error:  # it has just ended
             return Effort(0.0, 0)
 
-    def _send_some(self, message: bytes) -> memoryview:
-        """Send the bytes that the socket takes now, usually all. Returns the rest, even if the process is lost.
+    async def _send(self, talk: Conversation, message: bytes | memoryview) -> None:
+        try:
+            await talk.send(message)
+        except Ended:
+            raise await self._lost() from None
 
-        These are plain calls: with trio's own streams a decode's way there and back takes 1.5 times the time.
-        """
-        left = memoryview(message)
-        with suppress(OSError):
-            left = left[self._socket.send(left) :]
-        return left
-
-    async def _send(self, message: bytes | memoryview) -> None:
-        left = memoryview(message)
-        while left:
-            try:
-                left = left[self._socket.send(left) :]
-            except BlockingIOError:
-                await trio.lowlevel.wait_writable(self._socket)
-            except OSError:
-                raise await self._lost() from None
-
-    async def _receive(self) -> Message:
+    async def _receive(self, talk: Conversation) -> Message:
         """The next message. Raises WorkerLost."""
-        while True:
-            for message in self._messages:
-                return message
-            try:
-                await trio.lowlevel.wait_readable(self._socket)
-                data = self._socket.recv(RECEIVE_BYTES)
-            except BlockingIOError:
-                continue
-            except (OSError, trio.ClosedResourceError):
-                data = b""
-            if not data:
-                raise await self._lost()
-            self._messages.feed(data)
+        try:
+            return await talk.receive()
+        except Ended:
+            raise await self._lost() from None
 
     async def _lost(self) -> WorkerLost:
         """The process has ended or is about to. The error explains its exit status."""
@@ -236,6 +247,26 @@ class WorkerProcess:
         return WorkerLost(f"the worker process {self._why or _how_it_ended(self._process.returncode)}")
 
 
+class HeldSpan:
+    """The `Held` port of one executor in the process."""
+
+    def __init__(self, process: WorkerProcess, number: int, span: Span, kv_tokens_free: int, row_bytes: int) -> None:
+        """`row_bytes` is the size of a position's hidden state."""
+        self.number, self.span, self.row_bytes = number, span, row_bytes
+        self.free = kv_tokens_free
+        self.is_dropped = False
+        self._process = process
+
+    def kv_tokens_free(self) -> int:
+        return 0 if self._process.has_ended or self.is_dropped else self.free
+
+    def run(self, work: Work) -> Awaitable[tuple[Done, float, float]]:
+        """Have a batch done: see `WorkerProcess.run`."""
+        if self.is_dropped:
+            return _failed(work, WorkerLost("this server serves other blocks now"))
+        return self._process.run(self, work)
+
+
 def can_start() -> bool:
     """Whether `sys.executable` is a Python: in a program that embeds one, or was frozen, it is that program."""
     is_python = Path(sys.executable or "").name.startswith(("python", "pypy"))
@@ -244,18 +275,18 @@ def can_start() -> bool:
 
 async def start_process(command: Sequence[str], policy: WorkerPolicy) -> WorkerProcess:
     """It has yet to `say_hello`. Raises WorkerLost if the system has no memory for one more process."""
-    ours, theirs = socket.socketpair()
+    (ours, theirs), (our_loads, their_loads) = socket.socketpair(), socket.socketpair()
     memory = make_shared_memory(), make_shared_memory()
     try:
-        process = await _open(command, theirs, memory)
+        process = await _open(command, theirs.fileno(), their_loads.fileno(), *(each.file for each in memory))
     except OSError as error:
-        for each in (ours, *memory):
+        for each in (ours, our_loads, *memory):
             each.close()
         raise WorkerLost(f"a worker process cannot be started: {error}") from error
     finally:
         theirs.close()
-    ours.setblocking(False)
-    return WorkerProcess(process, ours, memory, policy)
+        their_loads.close()
+    return WorkerProcess(process, (Conversation(ours), Conversation(our_loads)), memory, policy)
 
 
 async def _failed(work: Work, error: Exception) -> tuple[Done, float, float]:
@@ -263,10 +294,7 @@ async def _failed(work: Work, error: Exception) -> tuple[Done, float, float]:
     return failed(work, error), now_s, now_s
 
 
-async def _open(
-    command: Sequence[str], theirs: socket.socket, memory: tuple[SharedMemory, SharedMemory]
-) -> trio.Process:
-    files = (theirs.fileno(), *(each.file for each in memory))
+async def _open(command: Sequence[str], *files: int) -> trio.Process:
     return await trio.lowlevel.open_process(
         [*command, *map(str, files)],
         stdin=subprocess.PIPE,  # it ends when this does

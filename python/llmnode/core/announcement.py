@@ -55,6 +55,8 @@ class Offer:
     """Positions that all its sessions together may hold: a longer one will never fit. 0 while it is joining."""
     kv_tokens_free: int
     speed: AnnouncedSpeed = UNMEASURED
+    moves_to: Span | None = None
+    """The blocks that the peer is going to serve instead: it loads them already, or once its sessions have ended."""
 
     @property
     def speed_tokens_per_s(self) -> float:

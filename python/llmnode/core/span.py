@@ -28,6 +28,10 @@ class Span:
     def covers(self, other: Span) -> bool:
         return self.start <= other.start and other.end <= self.end
 
+    def meets(self, other: Span) -> bool:
+        """Whether some block is in both."""
+        return self.start < other.end and other.start < self.end
+
 
 def parse_span(text: str, blocks: int | None = None) -> Span:
     """Read `"0:10"` as blocks 0 to 9, of a model with `blocks` blocks if that is known already.

@@ -17,7 +17,7 @@ from llmnode.core.rates import Rates
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from llmnode.core.announcement import Announcement, SignedAnnouncement
+    from llmnode.core.announcement import Announcement, Offer, SignedAnnouncement
     from llmnode.core.ids import PeerId
     from llmnode.core.policy import SwarmPolicy
 
@@ -94,7 +94,7 @@ class View:
             return False
         before = self._newest.get(announcement.peer)
         offer, peer = announcement.offer, announcement.peer
-        same_state = before is not None and before.announcement.offer.state is offer.state
+        same_state = before is not None and _stage(before.announcement.offer) == _stage(offer)
         self._newest[peer] = _Entry(
             signed,
             expires_ms=min(announcement.expires_ms, now_ms + int(1000 * self._policy.lifetime_s)),
@@ -194,4 +194,9 @@ def is_news(before: Announcement, announcement: Announcement) -> bool:
 def _essence(announcement: Announcement) -> tuple[object, ...]:
     """Whether others must hear of it at once; the rest may wait for the next exchange."""
     offer = announcement.offer
-    return announcement.addresses, offer.profile, offer.span, offer.state
+    return announcement.addresses, offer.profile, offer.span, _stage(offer)
+
+
+def _stage(offer: Offer) -> tuple[object, ...]:
+    """Where the peer is in its life."""
+    return offer.state, offer.moves_to

@@ -8,7 +8,10 @@ Llama kind are those of `fused.py` instead, made as `blueprint.py` says.
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -39,7 +42,7 @@ from llmnode.models.weights.read_block import block_dtypes, read_block, read_par
 from llmnode.models.weights.read_progress import Reading, say_nothing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from llmnode.models.blueprint import Blueprint
     from llmnode.models.sources.folder import ModelFolder
@@ -148,6 +151,22 @@ class Ends:
         return scores
 
 
+_shared_blocks: ContextVar[Mapping[int, torch.nn.Module]] = ContextVar("_shared_blocks", default=MappingProxyType({}))
+
+
+@contextmanager
+def sharing_blocks(model: SpanModel | FusedSpan) -> Iterator[None]:
+    """In this context `load_span` takes blocks that `model` has from there. It must load in the same way as `model` was
+    loaded, which may be in use meanwhile.
+    """
+    numbers = range(model.span.start, model.span.end)
+    token = _shared_blocks.set(dict(zip(numbers, model.blocks, strict=True)))
+    try:
+        yield
+    finally:
+        _shared_blocks.reset(token)
+
+
 def load_span(
     folder: ModelFolder,
     span: Span,
@@ -159,7 +178,7 @@ def load_span(
     in_rust: bool = False,
     report: Callable[[str], None] = say_nothing,
 ) -> SpanModel | FusedSpan:
-    """Read the tensors of the blocks of `span`, and of no other.
+    """Read the tensors of the blocks of `span`, and of no other: not of those that are shared, see `sharing_blocks`.
 
     `attention` names an attention function registered with transformers, or one of `ATTENTIONS`. Blocks are read,
     fused, quantized and moved to torch's `device` one by one: never more than one is there twice. `report` is told in a
@@ -169,8 +188,8 @@ def load_span(
     Raises ModelError for an unsupported model or an incomplete folder.
     """
     if (blueprint := blueprint_of(folder)) is not None:
-        held = _Held(dtype, device, quant)
-        return _load_fused(folder, blueprint, span, held, attention, report, in_rust=in_rust)
+        form = _Form(dtype, device, quant, attention, in_rust)
+        return _load_fused(folder, blueprint, span, form, report)
     family = family_of(folder.config)
     model = without_weights(folder, family, attention, dtype)
     decoder = model.get_submodule(family.decoder)
@@ -178,7 +197,11 @@ def load_span(
     if quant != "none":
         check_quantizable(blocks)
     reading, kept = Reading(span, quant, report), KeptBlocks(folder, span, dtype, quant, device)
+    shared = _shared_blocks.get()
     for block in reading.blocks():
+        if block in shared:
+            blocks[block] = shared[block]
+            continue
         if not kept.fill(block, blocks[block]):
             _load(folder, model, _of_blocks(model, family, Span(block, block + 1)), dtype)
             if quant != "none":
@@ -192,35 +215,37 @@ def load_span(
     check_transparent(folder, decoder, dtype)
     setattr(decoder, family.blocks, blocks[span.start : span.end])
     decoder.requires_grad_(False).to(device)
-    use_fastest(decoder)
+    use_fastest(torch.nn.ModuleList(blocks[each] for each in range(span.start, span.end) if each not in shared))
     return SpanModel(decoder, family, span, dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """The form in which the weights of blocks are held, and where."""
+class _Form:
+    """The form in which blocks are held, and where, and how they compute: see `load_span`."""
 
     dtype: torch.dtype
     device: str
     quant: str
+    attention: str
+    in_rust: bool
 
 
 def _load_fused(
     folder: ModelFolder,
     blueprint: Blueprint,
     span: Span,
-    held: _Held,
-    attention: str,
+    form: _Form,
     report: Callable[[str], None],
-    *,
-    in_rust: bool,
 ) -> FusedSpan:
     """The same as `load_span`, without transformers."""
-    dtype, device, quant = held.dtype, held.device, held.quant
-    blocks = torch.nn.ModuleList()
-    is_narrow = in_rust and takes_narrow(blueprint, dtype, device, quant)
+    dtype, device, quant, shared = form.dtype, form.device, form.quant, _shared_blocks.get()
+    blocks, fresh = torch.nn.ModuleList(), torch.nn.ModuleList()
+    is_narrow = form.in_rust and takes_narrow(blueprint, dtype, device, quant)
     reading, kept = Reading(span, quant, report), KeptBlocks(folder, span, dtype, quant, device)
     for index in reading.blocks():
+        if index in shared:
+            blocks.append(shared[index])
+            continue
         block = _joined_block(blueprint, index, dtype)
         if not kept.fill(index, block):
             block = _load_block(folder, blueprint, index, dtype, is_narrow=is_narrow)
@@ -229,11 +254,12 @@ def _load_fused(
                     quantize_block(block, quant, device)
                 kept.keep(index, block)
         blocks.append(block.requires_grad_(False).to(device))
+        fresh.append(block)
     rotary = Rotary(blueprint.frequencies, blueprint.rotary_scaling)
-    native = native_blocks(blocks, rotary) if in_rust else None
+    native = native_blocks(blocks, rotary) if form.in_rust else None
     if native is None:
-        use_fastest(blocks)
-    return FusedSpan(blocks, rotary.to(device), span, dtype, attention, native)
+        use_fastest(fresh)
+    return FusedSpan(blocks, rotary.to(device), span, dtype, form.attention, native)
 
 
 def _joined_block(blueprint: Blueprint, index: int, dtype: torch.dtype) -> Any:  # Any: as transformers types one

@@ -97,6 +97,19 @@ class ModelSize:
         """Whether there is so much as a server of `span` takes, with all its KV in use."""
         return self._short_place(places, span, kv_tokens) is None
 
+    def fits_beside(self, free_bytes: int, span: Span, held: Span, kv_tokens: int) -> bool:
+        """Whether a server of `held` has memory for `span` too, with blocks of both once, and KV of both all in use.
+
+        `free_bytes` are those of the CPU beside the weights of `held`. Both together take no more than a server's share
+        of that and of these weights: what `fitting_blocks` would give a server alone. No KV is taken to be in use yet.
+        """
+        held_bytes = sum(self.each_block_bytes[held.start : held.end])
+        fresh_bytes = sum(
+            self.each_block_bytes[block] for block in range(span.start, span.end) if not held.start <= block < held.end
+        )
+        kv_bytes = sum(sum(self._taken(0, len(each), kv_tokens).values()) for each in (span, held))
+        return held_bytes + fresh_bytes + kv_bytes <= int(MEMORY_SHARE * (free_bytes + held_bytes))
+
     def check_memory(self, places: Sequence[Place], span: Span, kv_tokens: int, name: str) -> None:
         """Raises ConfigError, with the numbers, unless it `fits`. `name` is the model's."""
         if (short := self._short_place(places, span, kv_tokens)) is None:

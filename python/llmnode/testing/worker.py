@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from llmnode.core.operations import Buffer, Control, Operation, Pass, Slice
     from llmnode.core.policy import BatchPolicy
     from llmnode.core.priority import Priority
+    from llmnode.ports import Worker
 
 Result = TypeVar("Result")
 
@@ -111,10 +112,12 @@ class ExactWorker(BatchingWorker):
 class ExactSource:
     """The `WorkerSource` port over `ExactWorker`s, which are lost as they are told.
 
-    A load takes `load_s`, and waits for `gate` if that is set. The spans of `too_large` do not fit.
+    A load takes `load_s`, and waits for `gate` if that is set. The spans of `too_large` do not fit, and two workers
+    only if it `holds_two`.
     """
 
     tensor_bytes = 0
+    holds_two = False
 
     def __init__(self, model: ModelInfo, kv_tokens: int, forward_s: float) -> None:
         self.worker: ExactWorker | None = None
@@ -125,7 +128,8 @@ class ExactSource:
         self._model = model
         self._kv_tokens = kv_tokens
         self._forward_s = forward_s
-        self._has_worker = False
+        self._workers: list[ExactWorker] = []
+        self._lost = trio.Event()
 
     async def open_model(self) -> ModelInfo:
         return self._model
@@ -134,33 +138,53 @@ class ExactSource:
         return self._model.blocks
 
     async def load(self, span: Span) -> ExactWorker:
-        assert not self._has_worker, "there is never memory for two"
+        assert not self._workers, "the one before is lost or dropped"
+        return self._has(await self._loaded(span))
+
+    async def load_beside(self, span: Span) -> ExactWorker | None:
+        (beside,) = self._workers
+        if not self.holds_two:
+            return None
+        worker = await self._loaded(span)
+        if beside.lost.is_set():
+            raise WorkerLost("as told")
+        return self._has(worker)
+
+    async def _loaded(self, span: Span) -> ExactWorker:
         await trio.sleep(self.load_s)
         if self.gate is not None:
             await self.gate.wait()
         if span in self.too_large:
             raise ConfigError("the blocks do not fit, as told")
-        self.worker = ExactWorker(span, self._model.row_bytes, self._kv_tokens, forward_s=self._forward_s)
-        self._has_worker = True
-        return self.worker
+        return ExactWorker(span, self._model.row_bytes, self._kv_tokens, forward_s=self._forward_s)
+
+    def _has(self, worker: ExactWorker) -> ExactWorker:
+        self.worker = worker
+        self._workers.append(worker)
+        return worker
 
     def serves(self) -> None:
         """Nothing depends on it."""
 
     def lose(self) -> None:
-        """The worker ends, as by SIGKILL."""
-        assert self.worker is not None
-        self.worker.lose()
+        """The workers end, as by SIGKILL of the process that has them."""
+        for worker in self._workers:
+            worker.lose()
+            self._lost.set()
 
     async def wait_lost(self) -> None:
-        assert self.worker is not None
-        await self.worker.lost.wait()
-        self._has_worker = False
+        await self._lost.wait()
+        self._workers, self._lost = [], trio.Event()
+
+    async def drop_one(self, worker: Worker) -> None:
+        assert isinstance(worker, ExactWorker)
+        worker.lose()
+        self._workers = [each for each in self._workers if each is not worker]
+        self.worker = next(iter(self._workers), self.worker)
 
     async def drop(self) -> None:
-        if self.worker is not None:
-            self.worker.lose()
-        self._has_worker = False
+        self.lose()
+        self._workers, self._lost = [], trio.Event()
 
     def kill(self) -> None:
         """A simulated node that ends takes its forwards with it."""

@@ -89,6 +89,8 @@ def _fields_of(announcement: Announcement) -> AnnouncementBody:
         prefill_ns=offer.speed.prefill_ns or None,
         upload_kb_per_s=offer.speed.upload_kb_per_s or None,
         round_trips_us=dict(offer.speed.round_trips_us) or None,
+        next_start=None if offer.moves_to is None else offer.moves_to.start,
+        next_end=None if offer.moves_to is None else offer.moves_to.end,
     )
 
 
@@ -100,6 +102,11 @@ def unpack_announcement(body: Buffer, signature: Buffer) -> SignedAnnouncement:
     fields, ignored = unpack_signed(AnnouncementBody, body)
     if not fields.span_start < fields.span_end <= fields.blocks:
         raise RemoteProtocolError("AnnouncementBody: announces a span that its model does not have")
+    moves_to = None
+    if fields.next_start is not None and fields.next_end is not None:
+        if not fields.next_start < fields.next_end <= fields.blocks:
+            raise RemoteProtocolError("AnnouncementBody: moves to a span that its model does not have")
+        moves_to = Span(fields.next_start, fields.next_end)
     if any(not address.endswith(f"/p2p/{fields.peer}") for address in fields.addresses):
         raise RemoteProtocolError("AnnouncementBody.addresses: of another peer")
     offer = Offer(
@@ -117,6 +124,7 @@ def unpack_announcement(body: Buffer, signature: Buffer) -> SignedAnnouncement:
             fields.upload_kb_per_s or 0,
             tuple((PeerId(peer), us) for peer, us in (fields.round_trips_us or {}).items()),
         ),
+        moves_to=moves_to,
     )
     announcement = Announcement(
         PeerId(fields.peer), tuple(fields.addresses), fields.sequence, fields.expires_ms, fields.software, offer

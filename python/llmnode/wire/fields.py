@@ -103,6 +103,7 @@ OptionalU32 = Annotated[int | None, Between(0, 2**32 - 1)]
 RoundTrips = Annotated[dict[str, int] | None, Counts(MOST_ROUND_TRIPS, 100, 0, 2**32 - 1)]
 """Microseconds, by peer."""
 OptionalSignature = Annotated[bytes | None, Sized(64, 64)]
+OptionalCount = Annotated[int | None, Between(1, 2**32 - 1)]
 Extensions = Annotated[dict[str, Any] | None, Named(MOST_EXTENSIONS, DEEPEST)]  # Any: each extension has its own values
 ExtensionNames = Annotated[list[str] | None, Texts(MOST_EXTENSIONS, NAME_CHARS)]
 

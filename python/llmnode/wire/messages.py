@@ -29,6 +29,7 @@ from llmnode.wire.fields import (
     Microseconds,
     Milliseconds,
     Name,
+    OptionalCount,
     OptionalDigest,
     OptionalSignature,
     OptionalU32,
@@ -271,6 +272,9 @@ class AnnouncementBody:
     round_trips_us: RoundTrips = None
     signature_1: OptionalSignature = None
     """The same peer's signature of the form for protocol 1 (`version_1.py`), if that is not this body itself."""
+    next_start: OptionalU32 = None
+    next_end: OptionalCount = None
+    """The span that the peer is going to serve instead, if both are there."""
 
 
 Extended: TypeAlias = Description | OpenRequest | Neighbours | Pass

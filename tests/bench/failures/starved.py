@@ -66,6 +66,9 @@ class StarvedLoader(SpanLoader):
         loaded = super().load(span)
         return Loaded(StarvedExecutor(loaded.executor, self.shortage), loaded.tensor_bytes)
 
+    def load_beside(self, _span: Span, _held: Executor, _kv_tokens: int) -> None:
+        """There is never memory for two."""
+
 
 if __name__ == "__main__":
     signal.signal(SIGNAL, StarvedLoader.shortage.toggle)

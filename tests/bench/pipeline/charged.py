@@ -35,22 +35,22 @@ class ChargedExecutor:
         """One text's step through a block takes `block_s`."""
         self.span = real.span
         self._block_s = block_s
-        self._real = real
+        self.real = real
         self._spans: dict[SessionId, Span] = {}
         self._half_way: dict[SessionId, Buffer] = {}
 
     def kv_tokens_free(self) -> int:
-        return self._real.kv_tokens_free()
+        return self.real.kv_tokens_free()
 
     def apply(self, operation: Control) -> bool:
         match operation:
             case Open(session, span):
                 self._spans[session] = span
-                return self._real.apply(operation)
+                return self.real.apply(operation)
             case Close(session):
                 self._spans.pop(session, None)
                 self._half_way.pop(session, None)
-                return self._real.apply(operation)
+                return self.real.apply(operation)
         return True  # there are no keys and values to change
 
     def forward(self, slices: Sequence[Slice]) -> Sequence[Buffer]:
@@ -59,7 +59,7 @@ class ChargedExecutor:
         return [self._passed(each) for each in slices]
 
     def run(self, passes: Sequence[Pass]) -> Sequence[Buffer]:
-        return self._real.run(passes)
+        return self.real.run(passes)
 
     def _passed(self, each: Slice) -> Buffer:
         hidden = self._half_way.pop(each.session) if each.first else each.hidden
@@ -73,6 +73,11 @@ class ChargedLoader(SpanLoader):
     def load(self, span: Span) -> Loaded:
         loaded = super().load(span)
         return Loaded(ChargedExecutor(loaded.executor), loaded.tensor_bytes)
+
+    def load_beside(self, span: Span, held: Executor, kv_tokens: int) -> Loaded | None:
+        assert isinstance(held, ChargedExecutor)
+        loaded = super().load_beside(span, held.real, kv_tokens)
+        return loaded and Loaded(ChargedExecutor(loaded.executor), loaded.tensor_bytes)
 
 
 if __name__ == "__main__":

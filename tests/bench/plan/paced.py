@@ -58,6 +58,11 @@ class PacedLoader(SpanLoader):
         loaded = super().load(span)
         return Loaded(PacedExecutor(loaded.executor, self._block_s), loaded.tensor_bytes)
 
+    def load_beside(self, span: Span, held: Executor, kv_tokens: int) -> Loaded | None:
+        assert isinstance(held, PacedExecutor)
+        loaded = super().load_beside(span, held.real, kv_tokens)
+        return loaded and Loaded(PacedExecutor(loaded.executor, self._block_s), loaded.tensor_bytes)
+
 
 def measure_often() -> None:
     """Servers of this process measure their network every `AGAIN_S`."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from llmnode.compute.loading import Wanted
     from llmnode.core.operations import Buffer, Control, Pass, Slice
+    from llmnode.ports import Executor
 
 HIDDEN_SIZE = 576
 """The size of SmolLM2-135M."""
@@ -53,6 +54,9 @@ class EchoLoader:
 
     def load(self, span: Span) -> Loaded:
         return Loaded(EchoExecutor(), tensor_bytes=0)
+
+    def load_beside(self, span: Span, _held: Executor, _kv_tokens: int) -> Loaded:
+        return self.load(span)
 
 
 if __name__ == "__main__":

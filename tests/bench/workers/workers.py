@@ -24,7 +24,7 @@ from llmnode.compute.batching import BatchingWorker
 from llmnode.compute.loading import Wanted
 from llmnode.compute.thread_worker import ThreadWorker
 from llmnode.compute.worker_messages import LOAD, OPEN_MODEL
-from llmnode.compute.worker_process import start_process
+from llmnode.compute.worker_process import HeldSpan, start_process
 from llmnode.core import operations
 from llmnode.core.ids import SESSION_ID_BYTES, PeerId, SessionId, Step
 from llmnode.core.policy import BatchPolicy, LinkPolicy, WorkerPolicy
@@ -119,9 +119,9 @@ async def _open_echoes() -> AsyncIterator[dict[str, BatchingWorker]]:
     try:
         await process.say_hello()
         await process.ask(OPEN_MODEL, asdict(Wanted()), report=print)
-        _, kv_tokens_free = await process.ask(LOAD, 0, ECHO.blocks, report=print)
-        process.holds(Span(0, ECHO.blocks), kv_tokens_free, ECHO.row_bytes)
-        own = BatchingWorker(process, process.run, time.perf_counter, whole)
+        _, kv_tokens_free = await process.ask(LOAD, 1, 0, ECHO.blocks, report=print)
+        held = HeldSpan(process, 1, Span(0, ECHO.blocks), kv_tokens_free, ECHO.row_bytes)
+        own = BatchingWorker(held, held.run, time.perf_counter, whole)
         yield {THREAD: ThreadWorker(EchoExecutor(), whole), PROCESS: own}
     finally:
         await process.end()

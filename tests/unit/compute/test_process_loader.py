@@ -13,9 +13,23 @@ from llmnode.compute.loading import Wanted
 from llmnode.compute.process_loader import ProcessLoader
 from llmnode.compute.worker_process import can_start
 from llmnode.core.policy import WorkerPolicy
-from llmnode.errors import ConfigError, WorkerLost
+from llmnode.core.span import Span
+from llmnode.errors import ConfigError, ModelError, WorkerLost
 from llmnode.testing.exact_blocks import EXACT_MODEL
-from unit.exact_child import ABORT, LONG, LONG_S, SHORT, STUCK, TOKENS_BESIDE_PID, TOO_LARGE, UNKNOWN
+from unit.exact_child import (
+    ABORT,
+    ALONE,
+    ENDLESS,
+    FAILS,
+    LONG,
+    LONG_S,
+    SHORT,
+    SHORT_BESIDE,
+    STUCK,
+    TOKENS_BESIDE_PID,
+    TOO_LARGE,
+    UNKNOWN,
+)
 from unit.started_worker import LENGTH, SPAN, Told, open_loader
 
 if TYPE_CHECKING:
@@ -33,6 +47,61 @@ def test_it_says_what_it_opens_and_holds() -> None:
             assert worker.kv_tokens_free == 10 * LENGTH
             assert loader.tensor_bytes == 12
         assert told == Told(["opening", "loading"])
+
+    trio.run(main)
+
+
+def test_what_is_loaded_beside_shares_the_process_and_has_kv_for_as_many_positions() -> None:
+    async def main() -> None:
+        told = Told()
+        async with open_loader(told, kv_memory="20%") as loader:
+            await loader.open_model()
+            first, pid = await loader.load(SPAN), loader.pid
+            second = await loader.load_beside(Span(0, 2))
+            assert second is not None
+            assert (second.span, second.kv_tokens, loader.pid) == (Span(0, 2), first.kv_tokens, pid)
+            assert loader.tensor_bytes == 24
+        assert told == Told(["opening", "loading", "loading beside"])
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("model", [ALONE, SHORT_BESIDE])
+def test_without_memory_for_two_there_is_no_second_worker_and_the_first_goes_on(model: str) -> None:
+    async def main() -> None:
+        async with open_loader(model=model) as loader:
+            await loader.open_model()
+            worker = await loader.load(SPAN)
+            assert await loader.load_beside(Span(0, 2)) is None
+            assert worker.kv_tokens_free == 10 * LENGTH
+
+    trio.run(main)
+
+
+def test_a_load_beside_that_fails_as_torch_does_costs_only_itself() -> None:
+    async def main() -> None:
+        async with open_loader(model=FAILS) as loader:
+            await loader.open_model()
+            worker = await loader.load(SPAN)
+            with pytest.raises(ModelError, match=r"blocks \[0, 2\) cannot be loaded: as told"):
+                await loader.load_beside(Span(0, 2))
+            assert worker.kv_tokens_free == 10 * LENGTH
+
+    trio.run(main)
+
+
+def test_a_load_beside_that_nobody_waits_for_any_more_is_given_up_and_another_one_can_be_asked_for() -> None:
+    async def main() -> None:
+        told = Told()
+        async with open_loader(told, ENDLESS) as loader:
+            await loader.open_model()
+            worker = await loader.load(SPAN)
+            for number in range(1, 3):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(loader.load_beside, Span(0, 2))
+                    await told.until("loading beside", 10 * number)
+                    nursery.cancel_scope.cancel()
+            assert worker.kv_tokens_free == 10 * LENGTH
 
     trio.run(main)
 

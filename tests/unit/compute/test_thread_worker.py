@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from llmnode.compute.work import Done, Work
     from llmnode.core.model import ModelInfo
+    from llmnode.ports import Executor
 
 SPAN = Span(0, 2)
 ROW = 2
@@ -169,6 +170,9 @@ class ExactLoader:
         self.made.append(weakref.ref(executor))
         return Loaded(executor, tensor_bytes=12)
 
+    def load_beside(self, span: Span, _held: Executor, _kv_tokens: int) -> Loaded:
+        return self.load(span)
+
 
 def test_of_a_worker_that_is_dropped_nothing_is_left_though_sessions_hold_it_and_another_serves_other_blocks() -> None:
     async def main() -> None:
@@ -190,6 +194,23 @@ def test_of_a_worker_that_is_dropped_nothing_is_left_though_sessions_hold_it_and
         assert (await other.do(piece(0, 0))).hidden == exact_output(bytes(ROW), Span(2, 4))
         with pytest.raises(WorkerLost):
             await worker.do(piece(1, 0))
+
+    trio.run(main)
+
+
+def test_of_two_workers_one_is_dropped_with_its_memory_and_the_other_goes_on() -> None:
+    async def main() -> None:
+        loader = ExactLoader()
+        source = ThreadLoader(loader)
+        first = await source.load(SPAN)
+        second = await source.load_beside(Span(2, 4))
+        assert second is not None
+        assert await second.do(Open(name(0), Span(2, 4), 10, PeerId("client")))
+        await source.drop_one(first)
+        assert [made() is None for made in loader.made] == [True, False]
+        assert (await second.do(piece(0, 0))).hidden == exact_output(bytes(ROW), Span(2, 4))
+        await source.drop()
+        assert loader.made[1]() is None
 
     trio.run(main)
 

@@ -71,6 +71,18 @@ def test_round_trips_beyond_their_bounds_are_refused(round_trips_us: object) -> 
         unpack_announcement(body, b"s" * 64)
 
 
+def test_where_a_peer_moves_to_is_announced_and_must_be_in_its_model() -> None:
+    moving = signed("one", offer=replace(OFFER, moves_to=Span(7, 11)))
+    assert unpack_announcement(moving.signed.body, moving.signed.signature).announcement.offer.moves_to == Span(7, 11)
+    body = msgpack.unpackb(moving.signed.body)
+    for start, end in ((11, 11), (7, 31), (11, 7)):
+        false = msgpack.packb({**body, "next_start": start, "next_end": end})
+        with pytest.raises(RemoteProtocolError, match="moves to a span that its model does not have"):
+            unpack_announcement(false, moving.signed.signature)
+    half = msgpack.packb({name: value for name, value in body.items() if name != "next_end"})
+    assert unpack_announcement(half, moving.signed.signature).announcement.offer.moves_to is None
+
+
 def test_what_is_packed_is_unpacked() -> None:
     one, other = signed("one"), signed("other", offer=replace(OFFER, state=PeerState.JOINING, block_us=0))
     assert unpack_announcement(one.signed.body, one.signed.signature) == one

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.core.placement.policy import RebalancePolicy
+    from llmnode.core.span import Span
 
 
 def of_weights(announcements: Iterable[Announcement], model: ModelInfo) -> list[Announcement]:
@@ -37,15 +38,18 @@ def counted(
 ) -> list[PlacedServer]:
     """The servers that count, at the speeds that are believed. With each offer comes the age of its state in seconds.
 
-    A peer that joins counts for `joins_within_s`. With `draining`, one that drains counts for `drains_within_s`: it may
-    be moving, and says so when it has drained. No server is taken to hold another number of blocks than it does. The
-    offers are of one model and profile.
+    A peer that joins counts for `joins_within_s`, and so does one that moves, where it moves to. With `draining`, one
+    that drains counts for `drains_within_s`: it may be about to move, without a word of it. No server is taken to hold
+    another number of blocks than it does. The offers are of one model and profile.
     """
     patience_s = {
         PeerState.ONLINE: math.inf,
         PeerState.JOINING: policy.joins_within_s,
         PeerState.DRAINING: policy.drains_within_s if draining else 0.0,
     }
+    offers = [
+        (peer, _as_it_moves(offer) if age_s < policy.joins_within_s else offer, age_s) for peer, offer, age_s in offers
+    ]
     counting = [(peer, offer) for peer, offer, age_s in offers if age_s < patience_s.get(offer.state, 0.0)]
     said = said_speeds([offer for _, offer in counting], policy)
     servers = [
@@ -53,6 +57,33 @@ def counted(
         for (peer, offer), speed in zip(counting, said, strict=True)
     ]
     return believed(servers, policy)
+
+
+def _as_it_moves(offer: Offer) -> Offer:
+    """A peer that moves is like one that joins."""
+    if offer.moves_to is None or offer.state not in (PeerState.ONLINE, PeerState.DRAINING):
+        return offer
+    return replace(offer, span=offer.moves_to, state=PeerState.JOINING, moves_to=None)
+
+
+def before_moves(
+    offers: Sequence[tuple[PeerId, Offer, float]], me: PeerId, wanted: Span
+) -> list[tuple[PeerId, Offer, float]]:
+    """The offers that count when `me`, which has begun to move to `wanted`, is about to leave its blocks.
+
+    It counts where it still is. So does each other peer that moves to some of the same blocks, or away from some of
+    the same, if its id is a later one. So of two nodes that would leave a block to each other, or close the same gap,
+    the later one stays.
+    """
+    mine = next((offer.span for peer, offer, _ in offers if peer == me), wanted)
+
+    def stays(peer: PeerId, offer: Offer) -> bool:
+        meets = offer.moves_to is not None and (offer.moves_to.meets(wanted) or offer.span.meets(mine))
+        return peer == me or (peer > me and meets)
+
+    return [
+        (peer, replace(offer, moves_to=None) if stays(peer, offer) else offer, age_s) for peer, offer, age_s in offers
+    ]
 
 
 def said_speeds(offers: Sequence[Offer], policy: RebalancePolicy) -> list[float]:

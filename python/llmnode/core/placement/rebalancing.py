@@ -109,6 +109,28 @@ class Rebalancer:
         holders = _holders(mine, wanted, servers, self._policy.confirm)
         return Decision() if holders is None else Decision(wanted, holders, at_once=gap)
 
+    def confirm(self, servers: Sequence[PlacedServer], wanted: Span, now_s: float) -> Sequence[PeerId] | None:
+        """Whether the node, which has begun to move to `wanted`, is still to leave its blocks: the peers to ask before.
+
+        None if the plan moves it no more, or elsewhere, or if nobody else serves some of its blocks. `servers` are
+        those of `before_moves`: the node itself is where it still serves.
+        """
+        servers = self._present(servers)
+        mine = next((server for server in servers if server.peer == self._me), None)
+        if mine is None:
+            return None
+        speeds = block_speeds(self._blocks, servers)
+        if any(speeds[block] <= 0.0 for block in range(wanted.start, wanted.end)):
+            planned: Span | None = wanted  # to close a gap is worth it, whatever else the plan has
+        elif self._by_paper:
+            planned = self._paper(servers)
+        else:
+            moves = self._plan(self._as_they_move(servers, now_s)).moves
+            planned = next((move.span for move in moves if move.peer == self._me), None)
+        if planned is None or not planned.meets(wanted):
+            return None
+        return _holders(mine, wanted, servers, self._policy.confirm)
+
     def _present(self, servers: Sequence[PlacedServer]) -> Sequence[PlacedServer]:
         return [server for server in servers if server.peer not in self._absent] if self._absent else servers
 

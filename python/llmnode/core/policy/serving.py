@@ -84,6 +84,11 @@ class LifePolicy:
 
     drain_s: float = 10.0
     """Sessions have this long to end before the blocks are dropped: as at `llmnode serve --drain-s`."""
+    settle_s: float = 60.0
+    """They have this long if the new blocks are served already: it costs memory alone, and a session that ends in time
+    need not be replayed elsewhere."""
+    load_beside_s: float = 3600.0
+    """Blocks that are not loaded beside others within this time are given up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The life of a serving node, as a state machine: what it is, what may happen to it, and what it has to do then.
 
-A node joins with a span, is online, and drains. After that it joins with another span, or leaves. Nothing here knows a
-worker, a swarm or a clock: `llmnode.node.serve.role` reports events and carries the actions out.
+A node joins with a span, is online, and drains. After that it joins with another span, or leaves. Where memory allows
+two workers, it goes to another span without a pause: it moves, and then settles. Nothing here knows a worker, a swarm
+or a clock: `llmnode.node.serve.role` reports events and carries the actions out.
 """
 
 from __future__ import annotations
@@ -36,6 +37,26 @@ class Online:
 
 
 @dataclass(frozen=True, slots=True)
+class Moving:
+    """The node serves `span`, takes sessions, and loads the blocks of `then` beside it."""
+
+    span: Span
+    then: Span
+    patience_s: float | None = None
+    """The time that its sessions have to end; None is the policy's own."""
+    in_haste: bool = False
+    """If there is no memory for both, sessions have no time to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settling:
+    """The node serves `span`, takes sessions, and goes on with those of its former span, at most until `until_s`."""
+
+    span: Span
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Draining:
     """The node takes no new sessions, and waits for those that it has, at most until `until_s`."""
 
@@ -52,7 +73,9 @@ class Left:
     span: Span
 
 
-State = Joining | Online | Draining | Left
+State = Joining | Online | Moving | Settling | Draining | Left
+TAKES_SESSIONS = (Online, Moving, Settling)
+"""The states in which a node is announced as online."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +97,24 @@ class GaveUp:
 
 @dataclass(frozen=True, slots=True)
 class SpanWanted:
-    """The node is to serve `span`. Its sessions have `patience_s` to end; None is the policy's own patience."""
+    """The node is to serve `span`. Its sessions have `patience_s` to end; None is the policy's own patience.
+
+    If it is `in_haste`, they have no time to end where that would put off the load.
+    """
 
     span: Span
     patience_s: float | None = None
+    in_haste: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NoSpace:
+    """There is no memory for two workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpanUnwanted:
+    """The node is to stay with the span that it serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +126,7 @@ class LeaveWanted:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """The time for sessions is over, or all but `sessions` of them have ended."""
+    """The time for sessions is over, or all but `sessions` of them have ended. If it settles: of the former span."""
 
     sessions: int = 0
 
@@ -99,7 +136,7 @@ class Stopped:
     """The program that runs the node ends it now."""
 
 
-Event = Ready | Lost | GaveUp | SpanWanted | LeaveWanted | Drained | Stopped
+Event = Ready | Lost | GaveUp | SpanWanted | NoSpace | SpanUnwanted | LeaveWanted | Drained | Stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +152,20 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadBeside:
+    """Make a second worker for `span`, while the first one serves. The answer is `Ready`, `GaveUp` or `NoSpace`."""
+
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonLoad:
+    """The second worker is of no use any more, whether it is loaded or not."""
+
+
+@dataclass(frozen=True, slots=True)
 class TakeSessions:
-    """Open new sessions with the worker that was loaded."""
+    """Open new sessions with the worker that was loaded, and with no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +186,15 @@ class AwaitSessions:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaveFormer:
+    """Wait until no session of the former worker is left, at most until `until_s`. Then end that worker, and give back
+    the memory that it alone held. The answer is `Drained`.
+    """
+
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class DropWorker:
     """End the worker, and give back all memory that it held."""
 
@@ -146,7 +204,19 @@ class SayFarewell:
     """Tell the neighbours that the node has left."""
 
 
-Action = Announce | Load | TakeSessions | RefuseSessions | EndSessions | AwaitSessions | DropWorker | SayFarewell
+Action = (
+    Announce
+    | Load
+    | LoadBeside
+    | AbandonLoad
+    | TakeSessions
+    | RefuseSessions
+    | EndSessions
+    | AwaitSessions
+    | LeaveFormer
+    | DropWorker
+    | SayFarewell
+)
 
 
 def join(span: Span) -> tuple[Joining, Sequence[Action]]:
@@ -159,7 +229,7 @@ def announced(state: State) -> PeerState:
     match state:
         case Joining():
             return PeerState.JOINING
-        case Online():
+        case Online() | Moving() | Settling():
             return PeerState.ONLINE
         case Draining():
             return PeerState.DRAINING
@@ -167,10 +237,20 @@ def announced(state: State) -> PeerState:
             return PeerState.LEFT
 
 
+def moves_to(state: State) -> Span | None:
+    """The span that the node is going to serve instead; None if it stays, or has it already."""
+    return state.then if isinstance(state, (Moving, Draining)) else None
+
+
 def transition(state: State, event: Event, now: float, policy: LifePolicy) -> tuple[State, Sequence[Action]]:
     """The state after `event`, and what to do, in order. Raises LocalProtocolError for an event that is impossible."""
     match state, event:
-        case Joining() | Online() | Draining(), Stopped():
+        case Left(), _:
+            pass
+        case Moving(span), Stopped() | LeaveWanted():
+            state, actions = transition(Online(span), event, now, policy)
+            return state, [AbandonLoad(), *actions]
+        case _, Stopped():
             return Left(state.span), [RefuseSessions(), SayFarewell()]
         case Joining(span), Ready(loaded) if loaded == span:
             return Online(span), [TakeSessions(), Announce()]
@@ -178,12 +258,12 @@ def transition(state: State, event: Event, now: float, policy: LifePolicy) -> tu
             return state, [Load(span)]
         case Joining(span, former), GaveUp():
             return (Left(span), [SayFarewell()]) if former is None else _join_instead(former, None)
-        case Online(span), Lost():
+        case Online(span) | Settling(span), Lost():
             return Joining(span), [EndSessions(), Announce(), Load(span)]
-        case Online(span), SpanWanted(wanted, patience_s):
-            until_s = now + (policy.drain_s if patience_s is None else patience_s)
-            return (state, []) if wanted == span else _drain(span, until_s, wanted)
-        case Joining(span) | Online(span), LeaveWanted(patience_s):
+        case Online(span), SpanWanted(wanted, patience_s, in_haste):
+            moving = Moving(span, wanted, patience_s, in_haste)
+            return (state, []) if wanted == span else (moving, [Announce(), LoadBeside(wanted)])
+        case Joining(span) | Online(span) | Settling(span), LeaveWanted(patience_s):
             return _drain(span, now + patience_s, None)
         case Draining(span, until_s, then), LeaveWanted(patience_s):
             asked_s = now + patience_s
@@ -194,7 +274,33 @@ def transition(state: State, event: Event, now: float, policy: LifePolicy) -> tu
             return state, []  # the load had begun before the node was told to leave
         case Draining(span, until_s, then), Drained(sessions) if not sessions or now >= until_s:
             return (Left(span), [SayFarewell()]) if then is None else _join_instead(then, span)
-    raise LocalProtocolError(f"a node that is {state} cannot have {event}")
+        case Moving() | Settling(), _:
+            return _on_the_way(state, event, now, policy)
+    raise _impossible(state, event)
+
+
+def _on_the_way(
+    state: Moving | Settling, event: Event, now: float, policy: LifePolicy
+) -> tuple[State, Sequence[Action]]:
+    """From one span to another while sessions go on."""
+    match state, event:
+        case Moving(span), Lost():
+            return Joining(span), [AbandonLoad(), EndSessions(), Announce(), Load(span)]
+        case Moving(span, then, patience_s, in_haste), NoSpace():
+            until_s = now + (0.0 if in_haste else policy.drain_s if patience_s is None else patience_s)
+            return _drain(span, until_s, then)
+        case Moving(span), GaveUp() | SpanUnwanted():
+            return Online(span), [AbandonLoad(), Announce()]
+        case Moving(_, then, patience_s), Ready(loaded) if loaded == then:
+            until_s = now + (policy.settle_s if patience_s is None else patience_s)
+            return Settling(then, until_s), [TakeSessions(), Announce(), LeaveFormer(until_s)]
+        case Settling(span, until_s), Drained(sessions) if not sessions or now >= until_s:
+            return Online(span), []
+    raise _impossible(state, event)
+
+
+def _impossible(state: State, event: Event) -> LocalProtocolError:
+    return LocalProtocolError(f"a node that is {state} cannot have {event}")
 
 
 def _drain(span: Span, until_s: float, then: Span | None) -> tuple[Draining, Sequence[Action]]:

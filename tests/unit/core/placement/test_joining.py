@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from llmnode.core.announcement import Offer, PeerState
 from llmnode.core.ids import PeerId
 from llmnode.core.model import Precision, Profile
-from llmnode.core.placement.claims import counted
+from llmnode.core.placement.claims import before_moves, counted
 from llmnode.core.placement.joining import choose_span
 from llmnode.core.placement.policy import RebalancePolicy
 from llmnode.core.placement.servers import PlacedServer, block_speeds
@@ -93,3 +95,23 @@ def test_a_narrow_network_counts_however_fast_the_device_is() -> None:
 @pytest.mark.parametrize("state", [PeerState.DRAINING, PeerState.LEFT, PeerState.UNKNOWN])
 def test_one_that_will_not_serve_does_not_count(state: PeerState) -> None:
     assert counted([offered("s", Span(0, 5), state, 100)], POLICY) == []
+
+
+def test_one_that_moves_counts_where_it_moves_to_but_not_for_ever() -> None:
+    peer, offer, _ = offered("m", Span(0, 5), PeerState.ONLINE, 100)
+    for state in (PeerState.ONLINE, PeerState.DRAINING):
+        moving = replace(offer, state=state, moves_to=Span(4, 9))
+        (server,) = counted([(peer, moving, 1.0)], POLICY)
+        assert (server.span, server.online) == (Span(4, 9), False)
+    (server,) = counted([(peer, replace(offer, moves_to=Span(4, 9)), POLICY.joins_within_s)], POLICY)
+    assert (server.span, server.online) == (Span(0, 5), True)
+
+
+def test_of_two_that_move_in_each_others_way_the_later_one_counts_the_earlier_one_as_gone() -> None:
+    (a, first, age_s), (b, second, _) = (offered(each, Span(0, 5), PeerState.ONLINE, 100) for each in "ab")
+    first, second = replace(first, moves_to=Span(5, 10)), replace(second, moves_to=Span(5, 10))
+    offers = [(a, first, age_s), (b, second, age_s)]
+    assert [each.moves_to for _, each, _ in before_moves(offers, a, Span(5, 10))] == [None, None]
+    assert [each.moves_to for _, each, _ in before_moves(offers, b, Span(5, 10))] == [Span(5, 10), None]
+    apart = [(a, replace(first, span=Span(20, 25)), age_s), (b, replace(second, moves_to=Span(30, 35)), age_s)]
+    assert [each.moves_to for _, each, _ in before_moves(apart, a, Span(5, 10))] == [None, Span(30, 35)]
