@@ -17,6 +17,7 @@ from llmnode.testing.hostile import (
     HostilePlan,
     HostileRole,
     KvHog,
+    ViewStuffer,
     check_dials,
     check_memory,
     check_no_wrong_ban,
@@ -65,6 +66,25 @@ async def test_a_session_opens_in_time_while_one_address_group_holds_all_kv(uses
 @simulated
 async def test_honest_sessions_end_well_beside_several_roles(seed: int) -> None:
     await survive(HostilePlan.draw(seed), seed)
+
+
+@pytest.mark.parametrize("hosts", [1, 8])
+@simulated
+async def test_a_client_tries_few_of_the_peers_that_strangers_invent(hosts: int) -> None:
+    """Each invented one says that it has all blocks, and is faster than any server."""
+    plan = HostilePlan((ViewStuffer(8, hosts, sybils=60),))
+    async with open_world(7, conditions=Conditions(delay_s=0.02)) as world:
+        for name in HONEST:
+            await world.start(name, SPANS[int(name[0])])
+        await trio.sleep(1)
+        async with plan.upon(world), world.client() as client:
+            finder = client.router.finder
+            await check_sessions_end_well(client, 1, 7)
+            await trio.sleep(5)
+            assert len(finder.swarm.view.of_model(world.model.digest)) > 100
+            await check_sessions_end_well(client, 10, 7, 5)
+            assert len(finder.banned) <= 24, "the inventions were tried one after the other"  # type: ignore[attr-defined]
+        check_no_wrong_ban(finder, [peer_named(name) for name in HONEST])  # type: ignore[arg-type]
 
 
 @simulated

@@ -154,6 +154,6 @@ async def test_a_client_measures_its_servers_and_a_few_others_and_takes_near_one
         async with world.client() as (router, _peer):
             await router.find_any()
             await trio.sleep(5)
-            assert len(router.finder.round_trips_s()) == 6
+            assert len(router.finder.reaching.round_trips_s()) == 6
             route = await router.find_any()
             assert {hop.peer for hop in route} == {peer_named(f"s{number}") for number in (3, 4, 5)}

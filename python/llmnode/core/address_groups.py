@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 
 
 def address_groups(address: str) -> tuple[str, str]:
@@ -23,6 +24,7 @@ def address_groups(address: str) -> tuple[str, str]:
     return (_network(ip, 48), _network(ip, 56)) if ip.is_global else (_network(ip, 64), _network(ip, 64))
 
 
+@lru_cache(maxsize=4096)
 def announced_group(address: str) -> str | None:
     """The group of the first IP address in a multiaddr: that of the peer, or of its relay. None without one."""
     parts = address.split("/")

@@ -13,7 +13,7 @@ from llmnode.core.errors import SwarmError
 from llmnode.core.span import Span
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from llmnode.core.ids import PeerId
 
@@ -69,12 +69,13 @@ def find_route(
     equal cost it takes the fewest hops, and the peers that are named first. No peer comes twice. Raises NoRoute with
     every span that nobody holds.
     """
-    holders = list(held)
+    known, default, ways = costs or {}, HopCost(), ways or {}
+    holders = _best(held, known, default, {peer for pair in ways for peer in pair})
     missing = uncovered(blocks, [hop.span for hop in holders])
     if missing:
         raise NoRoute(missing)
-    cost = [(costs or {}).get(hop.peer, HopCost()) for hop in holders]
-    before = _savings(holders, cost, ways or {})
+    cost = [known.get(hop.peer, default) for hop in holders]
+    before = _savings(holders, cost, ways)
     # The cheapest way through the blocks until now that ends at each holder, and the holder before each block on it.
     best: dict[int, float] = {}
     came_from: list[dict[int, int]] = []
@@ -134,6 +135,27 @@ def find_detour(
     except NoRoute as error:
         raise NoRoute([_shifted(missing, start) for missing in error.missing]) from None
     return tuple(Hop(hop.peer, _shifted(hop.span, start)) for hop in route)
+
+
+def _best(
+    held: Iterable[Hop], costs: Mapping[PeerId, HopCost], default: HopCost, kept: Collection[PeerId]
+) -> list[Hop]:
+    """Without those that another one of the same span is never slower than. Of equal ones the first stays.
+
+    The peers `kept` stay too: they have ways to others.
+    """
+    of_span: dict[tuple[int, int], list[tuple[float, float, int, Hop]]] = {}
+    for number, hop in enumerate(held):
+        cost = costs.get(hop.peer, default)
+        of_span.setdefault((hop.span.start, hop.span.end), []).append((cost.hop_s, cost.block_s, number, hop))
+    best: list[tuple[int, Hop]] = []
+    for same in of_span.values():
+        least_s = inf
+        for _, block_s, number, hop in sorted(same):
+            if block_s < least_s or hop.peer in kept:
+                least_s = min(least_s, block_s)
+                best.append((number, hop))
+    return [hop for _, hop in sorted(best, key=lambda each: each[0])]
 
 
 def _shifted(span: Span, by: int) -> Span:

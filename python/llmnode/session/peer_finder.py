@@ -9,7 +9,6 @@ import logging
 import random
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -20,12 +19,11 @@ from llmnode.core.peers.bans import Bans
 from llmnode.core.peers.standing import Standing, candidate_of
 from llmnode.core.peers.suspicion import Suspicion
 from llmnode.core.peers.ways import believed_ways
-from llmnode.core.policy import ProbePolicy
 from llmnode.core.route import Hop, HopCost, Route, find_detour, find_route
 from llmnode.core.view import online
-from llmnode.errors import ConfigError, NoRoute, PeerError, PeerRefused, PeerTimeout, PeerUnreachable
+from llmnode.errors import ConfigError, NoRoute, PeerError, PeerRefused, PeerUnreachable
+from llmnode.session.reaching import Reaching
 from llmnode.session.saved import MOST_CONTACTS, pack, write
-from llmnode.swarm.probing import measure_round_trip
 from llmnode.wire.receipt import Convicted
 
 if TYPE_CHECKING:
@@ -74,11 +72,11 @@ class PeerFinder:
         self.run = run
         self.others: Sequence[str] = ()
         """The names of other precisions that could have been found instead of that of the model."""
+        self.reaching = Reaching(pool, policy.route)
         self._bans = Bans(policy.route.ban_s, policy.route.longest_ban_s)
         self._suspicion = Suspicion(policy.trust)
         self._standing = Standing(policy.standing)
         self._full_until_s: dict[PeerId, float] = {}  # peers without free KV for a session, by their own estimate
-        self._measuring: set[PeerId] = set()
 
     async def look_up(self) -> None:
         """Ask the directory for peers of the model. The view has them then."""
@@ -146,7 +144,7 @@ class PeerFinder:
             route = find_detour(span, _held(usable), costs, self._ways(usable))
         except NoRoute as error:
             raise NoRoute(error.missing, self._hint(error.missing, positions, avoid)) from None
-        connections, errors = await self._connect(route, usable)
+        connections, errors = await self.reaching.connect(route, usable)
         if errors:
             raise errors[0]
         self.warm_standbys(route)
@@ -178,11 +176,17 @@ class PeerFinder:
         ]
         if not twins:
             raise NoRoute([span])
-        twins.sort(key=lambda each: any(announced_group(address) in groups for address in each.addresses))
+        costs = self._costs(twins)
+        twins.sort(
+            key=lambda each: (
+                any(announced_group(address) in groups for address in each.addresses),
+                costs[each.peer].hop_s,
+            )
+        )
         found: list[tuple[Hop, PeerConnection]] = []
         for twin in twins[:MOST_TWINS]:
             hop = Hop(twin.peer, span)
-            connections, errors = await self._connect([hop], twins)
+            connections, errors = await self.reaching.connect([hop], twins)
             if errors and not found:
                 raise errors[0]
             found += [(hop, connection) for connection in connections.values()]
@@ -233,13 +237,14 @@ class PeerFinder:
         while True:
             usable = [each for each in self._candidates(positions) if each.peer not in failed]
             route = self._route(usable, failed, positions)
-            connections, errors = await self._connect(route, usable)
+            connections, errors = await self.reaching.connect(route, usable)
             if not errors:
-                self._measure_some([hop.peer for hop in route], usable)
+                self.reaching.measure_some([hop.peer for hop in route], usable)
                 return route, connections
             for error in errors:
                 self.report(error)
                 failed[error.peer or route[0].peer] = error
+            self.reaching.warm_some([each for each in usable if each.peer not in failed and not self._is_banned(each)])
 
     def _route(self, usable: Sequence[Announcement], failed: dict[PeerId, PeerError], positions: int) -> Route:
         """A route over peers that are not banned, or else over all of `usable`."""
@@ -257,52 +262,17 @@ class PeerFinder:
                 raise next(reversed(failed.values())) from error
             raise NoRoute(error.missing, self._hint(error.missing, positions)) from None
 
-    async def _connect(
-        self, route: Sequence[Hop], usable: Sequence[Announcement]
-    ) -> tuple[Mapping[PeerId, PeerConnection], Sequence[PeerError]]:
-        """Connect to all hops at once, until one cannot be reached, and for a moment more. Returns the failures too.
-
-        A dial that is under way then goes on: its peer may be wanted again.
-        """
-        addresses = {each.peer: each.addresses for each in usable}
-        connections: dict[PeerId, PeerConnection] = {}
-        errors: list[PeerError] = []
-        first, last = trio.Event(), trio.Event()  # to be decided
-
-        async def connect(hop: Hop) -> None:
-            try:
-                with trio.fail_after(self.policy.route.connect_timeout_s):
-                    connections[hop.peer] = await self.pool.connect(addresses[hop.peer])
-            except PeerError as error:
-                errors.append(error.blame(hop.peer, hop.span))
-            except trio.TooSlowError:
-                what = f"no connection in {self.policy.route.connect_timeout_s:g} s"
-                errors.append(PeerTimeout(what, peer=hop.peer, span=hop.span))
-            except ConfigError as error:  # the peer announced it, not the user
-                what = f"announces no usable address: {error}"
-                errors.append(PeerUnreachable(what, peer=hop.peer, span=hop.span))
-            if len(connections) + len(errors) == len(route):
-                last.set()
-            if errors or last.is_set():
-                first.set()
-
-        for hop in route:
-            self.pool.start_soon(partial(connect, hop))
-        await first.wait()
-        with trio.move_on_after(self.policy.route.connect_moment_s):
-            await last.wait()
-        return connections, errors
-
     def warm_standbys(self, route: Route) -> None:
         """Connect to the peers that would take the place of each hop."""
         if not self.policy.route.standbys:
             return
         peers = {hop.peer for hop in route}
         others = [each for each in self._candidates() if each.peer not in peers and not self._is_banned(each)]
-        addresses = {each.peer: each.addresses for each in others}
+        addresses, held = {each.peer: each.addresses for each in others}, _held(others)
+        costs, ways = self._costs(others), self._ways(others)
         for hop in route:
             with suppress(NoRoute):
-                for standby in find_detour(hop.span, _held(others), self._costs(others), self._ways(others)):
+                for standby in find_detour(hop.span, held, costs, ways):
                     self.pool.warm(addresses[standby.peer])
 
     def _is_banned(self, announcement: Announcement) -> bool:
@@ -318,9 +288,10 @@ class PeerFinder:
     ) -> dict[PeerId, HopCost]:
         """Costs by what peers say of themselves, as far as it is believed, and by what we have seen of them.
 
-        Suspected peers, those without KV for `positions`, and those that have a hop `beside` are dearer.
+        Suspected peers, those without KV for `positions`, those that have a hop `beside`, and those that were never
+        reached where others could not be are dearer.
         """
-        now_s, round_trips_s = trio.current_time(), self.round_trips_s()
+        now_s, round_trips_s = trio.current_time(), self.reaching.round_trips_s()
         sessions = {each.peer: len(each.sessions) for each in self.pool.living()}
         row_bytes = self.model.row_bytes
         candidates = [
@@ -334,33 +305,13 @@ class PeerFinder:
             penalty *= self.policy.route.second_hop_cost if each.peer in beside else 1.0
             is_full = each.offer.kv_tokens_free < positions or self._full_until_s.get(each.peer, 0.0) > now_s
             wait_s = self.policy.route.full_cost_s if is_full else 0.0
+            if each.peer not in sessions and not self._standing.is_proven(each.peer, now_s):
+                wait_s += self.reaching.doubt_s(each)
             costs[each.peer] = HopCost(penalty * cost.hop_s + wait_s, penalty * cost.block_s, cost.way_s)
         return costs
 
-    def round_trips_s(self) -> dict[PeerId, float]:
-        """The round trip to each server of which we have measured it over a connection that is open."""
-        return {each.peer: each.round_trip_s for each in self.pool.living() if each.round_trip_s is not None}
-
     def _ways(self, announcements: Sequence[Announcement]) -> Ways:
-        return believed_ways(announcements, self.round_trips_s())
-
-    def _measure_some(self, first: Sequence[PeerId], usable: Sequence[Announcement]) -> None:
-        """Begin to measure the round trips to the peers `first`, and to a few others. Later routes know them."""
-        known = {*self.round_trips_s(), *self._measuring}
-        most = self.policy.route.measured_peers - len(known.difference(first))
-        others = [each for each in usable if each.peer not in first][: max(0, most)]
-        for each in [*(each for each in usable if each.peer in first), *others]:
-            if each.peer not in known and each.addresses:
-                self._measuring.add(each.peer)
-                self.pool.start_soon(partial(self._measure, each))
-
-    async def _measure(self, announcement: Announcement) -> None:
-        try:
-            with trio.move_on_after(self.policy.route.measure_s), suppress(PeerError, ConfigError):
-                connection = await self.pool.connect(announcement.addresses)
-                await measure_round_trip(connection.best, ProbePolicy())
-        finally:
-            self._measuring.discard(announcement.peer)
+        return believed_ways(announcements, self.reaching.round_trips_s())
 
     def _candidates(self, positions: int = 0) -> list[Announcement]:
         """Peers whose KV is large enough for `positions` when all of it is free."""

@@ -7,8 +7,9 @@ differs from those of two others is distrusted. That proves nothing to anybody e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from llmnode.core.fading import FadingCounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -16,32 +17,20 @@ if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
     from llmnode.core.policy import TrustPolicy
 
-_FORGOTTEN = 1 / 16
-"""Breaks. Suspicion below it is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Level:
-    breaks: float
-    """The breaks that are not forgotten, at `at_s`."""
-    at_s: float
-
 
 class Suspicion:
     """An honest peer is suspected only while it stands beside a liar; a liar is suspected beside any peer."""
 
     def __init__(self, policy: TrustPolicy) -> None:
         self._policy = policy
-        self._levels: dict[PeerId, _Level] = {}
+        self._breaks = FadingCounts(policy.suspicion_half_life_s, policy.most_suspicion)
         self._convicted_until_s: dict[PeerId, float] = {}
         self._distrusted_until_s: dict[PeerId, float] = {}
 
     def suspect(self, peers: Iterable[PeerId], now_s: float) -> None:
         """One break that each of `peers` may have caused."""
-        self._forget(now_s)
         for peer in peers:
-            breaks = min(self._breaks(peer, now_s) + 1, self._policy.most_suspicion)
-            self._levels[peer] = _Level(breaks, now_s)
+            self._breaks.add(peer, now_s)
 
     def convict(self, peer: PeerId, now_s: float) -> None:
         """`peer` is proved a liar: it must not be used for a long time, even if there is nobody else."""
@@ -62,17 +51,9 @@ class Suspicion:
 
     def penalty(self, peer: PeerId, now_s: float) -> float:
         """The factor for a peer's cost on a route: 1 without suspicion, more with it."""
-        return 1 + self._policy.suspicion_cost * self._breaks(peer, now_s)
-
-    def _breaks(self, peer: PeerId, now_s: float) -> float:
-        level = self._levels.get(peer)
-        if level is None:
-            return 0.0
-        breaks = level.breaks * 0.5 ** ((now_s - level.at_s) / self._policy.suspicion_half_life_s)
-        return float(breaks) if breaks >= _FORGOTTEN else 0.0
+        return 1 + self._policy.suspicion_cost * self._breaks.of(peer, now_s)
 
     def _forget(self, now_s: float) -> None:
-        self._levels = {peer: level for peer, level in self._levels.items() if self._breaks(peer, now_s)}
         self._convicted_until_s = _still(self._convicted_until_s, now_s)
         self._distrusted_until_s = _still(self._distrusted_until_s, now_s)
 

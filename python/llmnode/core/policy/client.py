@@ -52,6 +52,19 @@ class RoutePolicy:
     full_cost_s: float = 4.0
     """This is added to the cost of a peer that has no KV memory for the session: the wait for admission
     (`AdmissionPolicy`)."""
+    unreached_of_group: float = 1.5
+    """After this number of peers of an address group that could not be reached, others there that the client has not
+    reached cost more."""
+    unreached_of_all: float = 4.0
+    """The same for all address groups together: strangers may announce any address."""
+    unreached_cost_s: float = 1.0
+    """Each further failure adds this to their cost. So a known way is taken, and without one they are all tried."""
+    most_unreached: float = 16.0
+    """More failures do not count."""
+    unreached_half_life_s: float = 60.0
+    """Half of the failures are forgotten in this time."""
+    tries_beside: int = 8
+    """When a peer of a new route cannot be reached, the client dials this many others at the same time."""
     second_hop_cost: float = 4.0
     """A peer that has a hop of the session already counts this many times as slow for another one: it would hold KV for
     the session twice."""

@@ -103,5 +103,5 @@ def test_of_peers_that_came_and_went_nothing_is_kept() -> None:
     for number in range(1000):
         suspicion.suspect([PeerId(f"passer-by {number}")], 600.0 * number)
         suspicion.convict(PeerId(f"passer-by {number}"), 600.0 * number)
-    assert len(suspicion._levels) <= 3
+    assert len(suspicion._breaks._counts) <= 3
     assert len(suspicion._convicted_until_s) <= 6

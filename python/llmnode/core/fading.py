@@ -1,0 +1,40 @@
+"""Counts by key that halve with time. The time is told."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from math import inf
+from typing import TYPE_CHECKING
+
+from llmnode.core.rates import KEYS
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+_FORGOTTEN = 1 / 16
+"""A count below it is none."""
+
+
+class FadingCounts:
+    """A count halves in `half_life_s`, and is never above `most`. The latest `KEYS` keys are remembered.
+
+    Counts that have faded are forgotten.
+    """
+
+    def __init__(self, half_life_s: float, most: float = inf) -> None:
+        self._half_life_s = half_life_s
+        self._most = most
+        self._counts: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()  # and when each was counted
+
+    def add(self, key: Hashable, now_s: float) -> None:
+        """One more."""
+        self._counts[key] = min(self._most, self.of(key, now_s) + 1), now_s
+        self._counts.move_to_end(key)
+        while len(self._counts) > KEYS or not self.of(next(iter(self._counts)), now_s):
+            self._counts.popitem(last=False)
+
+    def of(self, key: Hashable, now_s: float) -> float:
+        """What is left of the count of `key`."""
+        count, at_s = self._counts.get(key, (0.0, now_s))
+        left = count * 0.5 ** ((now_s - at_s) / self._half_life_s)
+        return float(left) if left >= _FORGOTTEN else 0.0

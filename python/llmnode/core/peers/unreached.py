@@ -1,0 +1,38 @@
+"""Where peers could not be reached that strangers announce. Knows no clock: the time is told.
+
+A stranger can announce any number of fast peers that do not exist, at any addresses. A client would try one after the
+other, for every session. So after some failures, peers that it has not reached cost more: those of an address group
+where several failed, and in the end all of them. Peers that it is connected to, and those that have served it, are not
+concerned. Failures are forgotten, so that newcomers have their turn again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llmnode.core.fading import FadingCounts
+
+if TYPE_CHECKING:
+    from llmnode.core.policy import RoutePolicy
+
+_ALL = "all groups"
+
+
+class Unreached:
+    """For one client."""
+
+    def __init__(self, policy: RoutePolicy) -> None:
+        self._policy = policy
+        self._failures = FadingCounts(policy.unreached_half_life_s, policy.most_unreached)
+
+    def note(self, group: str | None, now_s: float) -> None:
+        """A peer that is announced in this address group could not be reached; None if it names no IP address."""
+        self._failures.add(group, now_s)
+        self._failures.add(_ALL, now_s)
+
+    def cost_s(self, group: str | None, now_s: float) -> float:
+        """What a peer of this group that was never reached costs more, in seconds a token."""
+        policy, of = self._policy, self._failures.of
+        above = max(0.0, of(group, now_s) - policy.unreached_of_group)
+        above += max(0.0, of(_ALL, now_s) - policy.unreached_of_all)
+        return policy.unreached_cost_s * above

@@ -1,0 +1,119 @@
+"""Connections to the servers of a client's routes: which can be reached, and how far away they are.
+
+What strangers announce may not exist, so failures are counted (`core/peers/unreached.py`).
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.address_groups import announced_group
+from llmnode.core.peers.unreached import Unreached
+from llmnode.core.policy import ProbePolicy
+from llmnode.errors import ConfigError, PeerError, PeerTimeout, PeerUnreachable
+from llmnode.swarm.probing import measure_round_trip
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from llmnode.core.announcement import Announcement
+    from llmnode.core.ids import PeerId
+    from llmnode.core.policy import RoutePolicy
+    from llmnode.core.route import Hop
+    from llmnode.swarm.peer_connection import PeerConnection
+    from llmnode.swarm.pool import ConnectionPool
+
+
+class Reaching:
+    """For one client."""
+
+    def __init__(self, pool: ConnectionPool, policy: RoutePolicy) -> None:
+        self._pool = pool
+        self._policy = policy
+        self._unreached = Unreached(policy)
+        self._measuring: set[PeerId] = set()
+
+    def round_trips_s(self) -> dict[PeerId, float]:
+        """The round trip to each server of which we have measured it over a connection that is open."""
+        return {each.peer: each.round_trip_s for each in self._pool.living() if each.round_trip_s is not None}
+
+    def doubt_s(self, announcement: Announcement) -> float:
+        """The cost of a server that was never reached, in seconds a token, since others like it could not be."""
+        return self._unreached.cost_s(_group(announcement), trio.current_time())
+
+    async def connect(
+        self, route: Sequence[Hop], usable: Sequence[Announcement]
+    ) -> tuple[Mapping[PeerId, PeerConnection], Sequence[PeerError]]:
+        """Connect to all hops at once, until one cannot be reached, and for a moment more. Returns the failures too.
+
+        A dial that is under way then goes on: its peer may be wanted again.
+        """
+        announced = {each.peer: each for each in usable}
+        connections: dict[PeerId, PeerConnection] = {}
+        errors: list[PeerError] = []
+        first, last = trio.Event(), trio.Event()  # to be decided
+
+        async def connect(hop: Hop) -> None:
+            try:
+                connections[hop.peer] = await self._connect(announced[hop.peer], self._policy.connect_timeout_s)
+            except PeerError as error:
+                errors.append(error.blame(hop.peer, hop.span))
+            if len(connections) + len(errors) == len(route):
+                last.set()
+            if errors or last.is_set():
+                first.set()
+
+        for hop in route:
+            self._pool.start_soon(partial(connect, hop))
+        await first.wait()
+        with trio.move_on_after(self._policy.connect_moment_s):
+            await last.wait()
+        return connections, errors
+
+    def warm_some(self, usable: Sequence[Announcement]) -> None:
+        """Connect to a few others, each of another address group: a stranger's inventions are not met one by one."""
+        living = {each.peer for each in self._pool.living()}
+        others = sorted((each for each in usable if each.peer not in living and each.addresses), key=self.doubt_s)
+        by_group = {_group(each): each for each in reversed(others)}
+        for each in list(reversed(by_group.values()))[: self._policy.tries_beside]:
+            self._pool.warm(each.addresses)
+
+    def measure_some(self, first: Collection[PeerId], usable: Sequence[Announcement]) -> None:
+        """Begin to measure the round trips to the peers `first`, and to a few others. Later routes know them."""
+        known = {*self.round_trips_s(), *self._measuring}
+        most = max(0, self._policy.measured_peers - len(known.difference(first)))
+        others = [each for each in usable if each.peer not in first][:most]
+        for each in [*(each for each in usable if each.peer in first), *others]:
+            if each.peer not in known and each.addresses and (each.peer in first or not self.doubt_s(each)):
+                self._measuring.add(each.peer)
+                self._pool.start_soon(partial(self._measure, each))
+
+    async def _measure(self, announcement: Announcement) -> None:
+        try:
+            with suppress(PeerError), trio.move_on_after(self._policy.measure_s):
+                connection = await self._connect(announcement, self._policy.measure_s)
+                await measure_round_trip(connection.best, ProbePolicy())
+        finally:
+            self._measuring.discard(announcement.peer)
+
+    async def _connect(self, announcement: Announcement, timeout_s: float) -> PeerConnection:
+        """Raises PeerError, and counts that the peer could not be reached."""
+        try:
+            with trio.fail_after(timeout_s):
+                return await self._pool.connect(announcement.addresses)
+        except (PeerError, ConfigError, trio.TooSlowError) as error:
+            self._unreached.note(_group(announcement), trio.current_time())
+            if isinstance(error, PeerError):
+                raise
+            if isinstance(error, ConfigError):  # the peer announced it, not the user
+                raise PeerUnreachable(f"announces no usable address: {error}") from error
+            raise PeerTimeout(f"no connection in {timeout_s:g} s") from error
+
+
+def _group(announcement: Announcement) -> str | None:
+    """The address group of the peer, or of its relay; None if it names no IP address."""
+    return next((group for each in announcement.addresses if (group := announced_group(each))), None)
