@@ -53,6 +53,7 @@ RULES = (
         r"(?i)\b(peer|server|client|node|relay|hop|process|child|worker|session)s? who\b",
         "a machine is 'which'",
     ),
+    _rule("metaphor", r"(?i)\brooms?\b", "say memory, KV, disk space or limit"),
     _rule("who", r"(?i)(?<![\w-])(who|whom|whoever)\b(?!.*\?)", "name the peer, client or node"),
 )
 

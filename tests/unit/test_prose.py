@@ -23,6 +23,7 @@ BAD = [
     ("After so many tries it ends.", "no number"),
     ("The server who answers first wins.", "machine"),
     ("It is given to who asks.", "who"),
+    ("The server has room for it.", "metaphor"),
     (" ".join(["word"] * 46) + ".", "long"),
 ]
 

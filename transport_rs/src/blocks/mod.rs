@@ -63,9 +63,9 @@ pub fn forward(
     }
     let mut rows = Vec::new();
     for (number, piece) in pieces.iter().enumerate() {
-        let end = piece.start.checked_add(piece.length).ok_or(BlockError::Room)?;
+        let end = piece.start.checked_add(piece.length).ok_or(BlockError::CacheFull)?;
         if piece.caches.len() != blocks.len() || !piece.caches.iter().all(|cache| cache.fits(end, shape)) {
-            return Err(BlockError::Room);
+            return Err(BlockError::CacheFull);
         }
         rows.extend((piece.start..end).map(|position| Row { piece: number, position }));
     }

@@ -137,7 +137,7 @@ pub enum BlockError {
     /// A window in which a position does not see itself.
     Window,
     /// A piece that does not fit its caches.
-    Room,
+    CacheFull,
 }
 
 impl fmt::Display for BlockError {
@@ -151,7 +151,7 @@ impl fmt::Display for BlockError {
             }
             Self::Length(what) => write!(f, "{what}: not as many values as the shape says"),
             Self::Window => f.write_str("a window of no position"),
-            Self::Room => f.write_str("a piece that its cache has no room for"),
+            Self::CacheFull => f.write_str("a piece that does not fit into its cache"),
         }
     }
 }

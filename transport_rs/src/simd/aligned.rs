@@ -6,16 +6,16 @@ use super::LANES;
 
 /// Elsewhere each vector would lie in two lines, and reading it would take twice the time.
 pub(crate) struct Aligned {
-    room: Vec<f32>,
+    buffer: Vec<f32>,
     start: usize,
     length: usize,
 }
 
 impl Aligned {
     pub(crate) fn zeros(length: usize) -> Self {
-        let room = vec![0.0_f32; length + LANES - 1];
-        let start = room.as_ptr().align_offset(LANES * size_of::<f32>()).min(LANES - 1);
-        Self { room, start, length }
+        let buffer = vec![0.0_f32; length + LANES - 1];
+        let start = buffer.as_ptr().align_offset(LANES * size_of::<f32>()).min(LANES - 1);
+        Self { buffer, start, length }
     }
 
     pub(crate) fn of(values: &[f32]) -> Self {
@@ -29,12 +29,12 @@ impl Deref for Aligned {
     type Target = [f32];
 
     fn deref(&self) -> &[f32] {
-        self.room.get(self.start..self.start + self.length).unwrap_or_default()
+        self.buffer.get(self.start..self.start + self.length).unwrap_or_default()
     }
 }
 
 impl DerefMut for Aligned {
     fn deref_mut(&mut self) -> &mut [f32] {
-        self.room.get_mut(self.start..self.start + self.length).unwrap_or_default()
+        self.buffer.get_mut(self.start..self.start + self.length).unwrap_or_default()
     }
 }

@@ -280,7 +280,7 @@ fn sums_of(lanes: [Sixteen; 4]) -> [f32; 4] {
     let of_each = _mm256_shuffle_ps::<0b00_00_10_00>(ones, ones);
     let [ab, cd] = [_mm256_castps256_ps128(of_each), _mm256_extractf128_ps::<1>(of_each)];
     let mut sums = [0.0; 4];
-    // SAFETY: there is room for 4 values; no alignment is asked for.
+    // SAFETY: 4 values fit there; no alignment is asked for.
     unsafe { _mm_storeu_ps(sums.as_mut_ptr(), _mm_movelh_ps(ab, cd)) };
     sums
 }

@@ -310,7 +310,7 @@ fn sums_of([a, b, c, d]: [Sixteen; 4]) -> [f32; 4] {
     let ones = _mm512_add_ps(twos, _mm512_permute_ps::<0b00_00_00_01>(twos));
     let of_each = _mm512_maskz_compress_ps(0b0001_0001_0001_0001, ones);
     let mut sums = [0.0; 4];
-    // SAFETY: there is room for 4 values; no alignment is asked for.
+    // SAFETY: 4 values fit there; no alignment is asked for.
     unsafe { _mm_storeu_ps(sums.as_mut_ptr(), _mm512_castps512_ps128(of_each)) };
     sums
 }

@@ -12,7 +12,7 @@ use crate::blocks::groups::{Q4, Q8};
 use crate::blocks::scalar as blocks;
 use crate::codec::{DecodeRun, EncodeRun, Format, NotFinite, scalar};
 
-/// The encoder prefetches values this far ahead: a short block's second pass leaves the processor no room to look that
+/// The encoder prefetches values this far ahead: a short block's second pass leaves the processor no time to look that
 /// far by itself.
 const PREFETCH_BYTES: usize = 2048;
 

@@ -308,7 +308,7 @@ fn sums_of(lanes: [Sixteen; 4]) -> [f32; 4] {
         vadd_f32(vget_low_f32(four), vget_high_f32(four))
     });
     let mut sums = [0.0; 4];
-    // SAFETY: there is room for 4 values.
+    // SAFETY: 4 values fit there.
     unsafe { vst1q_f32(sums.as_mut_ptr(), vcombine_f32(vpadd_f32(a, b), vpadd_f32(c, d))) };
     sums
 }

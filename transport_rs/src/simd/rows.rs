@@ -65,7 +65,7 @@ macro_rules! row_kernels {
         pub(super) fn q4_floats(weights: Q4<'_>, out: &mut [f32]) {
             let groups = weights.codes.as_chunks::<GROUP_BYTES>().0.iter().zip(weights.levels);
             for ((codes, levels), out) in groups.zip(out.as_chunks_mut::<GROUP>().0) {
-                // SAFETY: there are 16 bytes of codes, and room for 32 values.
+                // SAFETY: there are 16 bytes of codes, and 32 values fit.
                 unsafe {
                     let [low, high] = widen_q4(codes.as_ptr(), levels);
                     store(out.as_mut_ptr(), low);
@@ -79,7 +79,7 @@ macro_rules! row_kernels {
         pub(super) fn q8_floats(weights: Q8<'_>, out: &mut [f32]) {
             let groups = weights.codes.as_chunks::<GROUP>().0.iter().zip(weights.steps);
             for ((codes, step), out) in groups.zip(out.as_chunks_mut::<GROUP>().0) {
-                // SAFETY: there are 32 bytes of codes, and room for 32 values.
+                // SAFETY: there are 32 bytes of codes, and 32 values fit.
                 unsafe {
                     let [low, high] = widen_q8(codes.as_ptr(), *step);
                     store(out.as_mut_ptr(), low);

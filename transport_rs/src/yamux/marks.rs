@@ -37,13 +37,13 @@ pub(super) struct Marks {
 
 impl Marks {
     /// How much more may be sent, if what comes after it is not to wait for long.
-    pub fn room_bytes(&self, round_trip_s: Option<f64>) -> usize {
+    pub fn sendable_bytes(&self, round_trip_s: Option<f64>) -> usize {
         let Some(round_trip_s) = round_trip_s else { return usize::MAX };
         let most = LEAST_BYTES.max(ROUND_TRIPS * round_trip_s * self.bytes_per_s);
         let under_way = if self.waiting.is_empty() { 0.0 } else { self.sent - self.passed };
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "it saturates, at both ends")]
-        let room = (most - under_way) as usize;
-        room
+        let left = (most - under_way) as usize;
+        left
     }
 
     /// Counts bytes that are sent now. Returns the number of the ping that is to follow, if a mark is due.
@@ -89,7 +89,7 @@ mod tests {
         let mut answers: VecDeque<(f64, u32)> = VecDeque::new();
         let (mut now_s, mut through_s, mut sent, mut most) = (0.0, 0.0_f64, 0.0, 0.0_f64);
         while now_s < seconds {
-            if marks.room_bytes(Some(round_trip_s)) >= PART as usize {
+            if marks.sendable_bytes(Some(round_trip_s)) >= PART as usize {
                 through_s = through_s.max(now_s) + f64::from(PART) / bytes_per_s;
                 sent += f64::from(PART);
                 if let Some(number) = marks.send(PART, now_s) {
@@ -118,7 +118,7 @@ mod tests {
     fn who_answers_no_pings_is_not_waited_for_and_has_us_keep_little() {
         let mut marks = Marks::default();
         for _ in 0..3 * MARKS_MAX {
-            assert_eq!(marks.room_bytes(None), usize::MAX);
+            assert_eq!(marks.sendable_bytes(None), usize::MAX);
             marks.send(PART, 1.0);
         }
         assert_eq!(marks.waiting.len(), MARKS_MAX);

@@ -170,7 +170,7 @@ impl Yamux {
             return Err(OpenError::GoingAway);
         }
         let ours = self.streams.len() - self.streams_inbound;
-        if ours >= self.limits.streams_outbound || self.room_bytes() == 0 {
+        if ours >= self.limits.streams_outbound || self.free_bytes() == 0 {
             return Err(OpenError::TryLater);
         }
         let stream = self.next_stream;
@@ -184,12 +184,12 @@ impl Yamux {
     /// If `gently`, no more than the other side takes in soon: what is written next is not to wait for long. The stream
     /// is writable again when some of it has been. None if the stream is gone or its end was sent.
     pub fn write(&mut self, stream: u32, bytes: &[u8], gently: bool) -> Option<usize> {
-        let mut room = self.room_bytes();
+        let mut most = self.free_bytes();
         if gently {
-            room = room.min(self.marks.room_bytes(self.round_trip.shortest_s()));
+            most = most.min(self.marks.sendable_bytes(self.round_trip.shortest_s()));
         }
         let state = self.streams.get_mut(&stream).filter(|state| !state.local_closed)?;
-        let len_bytes = bytes.len().min(room).min(state.send_credit as usize);
+        let len_bytes = bytes.len().min(most).min(state.send_credit as usize);
         let (now, _) = bytes.split_at_checked(len_bytes)?;
         state.send_credit -= u32::try_from(len_bytes).ok()?;
         for part in now.chunks(DATA_BYTES_MAX) {
@@ -216,9 +216,9 @@ impl Yamux {
             return if state.remote_closed && state.buffered_bytes() == 0 { ReadResult::End } else { ReadResult::Wait };
         }
         let before = state.grown_bytes();
-        let room = self.limits.grown_windows_bytes.saturating_sub(self.grown_bytes);
+        let growth_left = self.limits.grown_windows_bytes.saturating_sub(self.grown_bytes);
         let within_s = self.round_trip.shortest_s().map_or(GROW_WITHIN_S, |rtt_s| GROW_WITHIN_ROUND_TRIPS * rtt_s);
-        let update = state.window_update(now_s, within_s, self.limits.window_bytes.min(window_bytes), room);
+        let update = state.window_update(now_s, within_s, self.limits.window_bytes.min(window_bytes), growth_left);
         self.grown_bytes += state.grown_bytes() - before;
         if update > 0 {
             self.push(Kind::WindowUpdate, 0, stream, update);
@@ -290,7 +290,7 @@ impl Yamux {
         true
     }
 
-    fn room_bytes(&self) -> usize {
+    fn free_bytes(&self) -> usize {
         self.limits.out_data_bytes.saturating_sub(self.out.len())
     }
 

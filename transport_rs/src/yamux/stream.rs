@@ -77,9 +77,9 @@ impl Stream {
 
     /// The credit to give back now, or 0: at most two updates a window, however small the reads are.
     ///
-    /// A window grows to four times its size, while `room` lasts, if half of it was used in less than `within_s`. The
+    /// A window grows to four times its size, while `growth_left` lasts, if half of it was used in less than `within_s`. The
     /// first update always grows it: a stream with that much data then ramps up a round trip sooner.
-    pub fn window_update(&mut self, now_s: f64, within_s: f64, window_max: u32, room: u64) -> u32 {
+    pub fn window_update(&mut self, now_s: f64, within_s: f64, window_max: u32, growth_left: u64) -> u32 {
         let unread = u32::try_from(self.inbox.len()).unwrap_or(u32::MAX);
         let mut update = self.window.saturating_sub(self.credit.saturating_add(unread));
         if self.remote_closed || update < self.window / 2 {
@@ -87,7 +87,7 @@ impl Stream {
         }
         if self.updated_at_s.is_none_or(|before_s| now_s - before_s < within_s) {
             let more = self.window.saturating_mul(3).min(window_max.saturating_sub(self.window));
-            let more = more.min(u32::try_from(room).unwrap_or(u32::MAX));
+            let more = more.min(u32::try_from(growth_left).unwrap_or(u32::MAX));
             self.window += more;
             update += more;
         }

@@ -216,8 +216,8 @@ fn refuse(kind: &Kind) {
         result
     };
     assert_eq!(of(&kind.shape, block, 0, 2, 32), Ok(()));
-    assert_eq!(of(&kind.shape, block, CAPACITY - 1, 2, 32), Err(BlockError::Room));
-    assert_eq!(of(&kind.shape, block, usize::MAX, 2, 32), Err(BlockError::Room));
+    assert_eq!(of(&kind.shape, block, CAPACITY - 1, 2, 32), Err(BlockError::CacheFull));
+    assert_eq!(of(&kind.shape, block, usize::MAX, 2, 32), Err(BlockError::CacheFull));
     assert_eq!(of(&kind.shape, block, 0, 2, 31), Err(BlockError::Length("hidden states")));
     assert_eq!(of(&Shape { head_dim: 8, ..kind.shape.clone() }, block, 0, 1, 16), Err(BlockError::Shape));
     assert_eq!(of(&Shape { kv_heads: 0, ..kind.shape.clone() }, block, 0, 1, 16), Err(BlockError::Shape));
@@ -253,10 +253,10 @@ fn refuse(kind: &Kind) {
         &mut [Sequence::new(1, kind).piece(1)],
         &mut [0.5; 16],
     );
-    assert_eq!(missing, Err(BlockError::Room));
+    assert_eq!(missing, Err(BlockError::CacheFull));
     let mut short = Sequence::new(1, kind);
     short.slabs[0].floats.pop();
     let short = forward(Isa::best(), None, &kind.shape, &[block], &mut [short.piece(1)], &mut [0.5; 16]);
-    assert_eq!(short, Err(BlockError::Room));
+    assert_eq!(short, Err(BlockError::CacheFull));
     assert_eq!(forward(Isa::best(), None, &kind.shape, &[block], &mut [], &mut []), Ok(()));
 }
