@@ -34,7 +34,7 @@ class FadingCounts:
             self._counts.popitem(last=False)
 
     def of(self, key: Hashable, now_s: float) -> float:
-        """What is left of the count of `key`."""
+        """The part of the count of `key` that is left."""
         count, at_s = self._counts.get(key, (0.0, now_s))
         left = count * 0.5 ** ((now_s - at_s) / self._half_life_s)
         return float(left) if left >= _FORGOTTEN else 0.0

@@ -140,7 +140,7 @@ def find_detour(
 def _best(
     held: Iterable[Hop], costs: Mapping[PeerId, HopCost], default: HopCost, kept: Collection[PeerId]
 ) -> list[Hop]:
-    """Without those that another one of the same span is never slower than. Of equal ones the first stays.
+    """Without those that another one of the same span is never slower than. The first of equal ones stays.
 
     The peers `kept` stay too: they have ways to others.
     """

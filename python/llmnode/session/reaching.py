@@ -1,6 +1,6 @@
 """Connections to the servers of a client's routes: which can be reached, and how far away they are.
 
-What strangers announce may not exist, so failures are counted (`core/peers/unreached.py`).
+A stranger can announce peers that do not exist, so failures are counted (`core/peers/unreached.py`).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Unreached:
         self._failures.add(_ALL, now_s)
 
     def cost_s(self, group: str | None, now_s: float) -> float:
-        """What a peer of this group that was never reached costs more, in seconds a token."""
+        """The extra cost of a peer of this group that was never reached, in seconds a token."""
         policy, of = self._policy, self._failures.of
         above = max(0.0, of(group, now_s) - policy.unreached_of_group)
         above += max(0.0, of(_ALL, now_s) - policy.unreached_of_all)
