@@ -179,6 +179,21 @@ def test_forwarding_compares_direct_with_relayed_steps_over_links_of_a_known_del
     assert {"at 20 ms: waiting over relayed", "at 20 ms: step over compute and 4 ways of TCP"} <= aims.keys()
 
 
+def test_plan_forecasts_the_route_that_a_session_takes() -> None:
+    command = [*BENCH, "plan", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    rows = {row["quantity"]: row for row in report["rows"]}
+    assert rows.keys() == {"tokens/s", "first token, s", "servers compute, ms", "the rest of a token, ms"}
+    # Four ways of 15 ms; three servers whose ten blocks take 3 ms and 2.5 ms, twice.
+    assert rows["the rest of a token, ms"]["forecast"] >= 60
+    assert rows["servers compute, ms"]["forecast"] >= 80
+    assert all(0.3 < row["forecast"] / row["measured"]["median"] < 3 for row in rows.values())
+    *_errors, routes = report["aims"]
+    assert routes["holds"]
+
+
 def test_workers_compares_a_thread_with_a_process_alone_and_under_load() -> None:
     command = [*BENCH, "workers", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)

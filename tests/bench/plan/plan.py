@@ -56,6 +56,8 @@ DIRECT_WITHIN_S = 60.0
 TEXTS_PER_HOP = 8
 MOST_MEDIAN, MOST_WORST = 0.10, 0.20
 SPEED, FIRST, ALL = "tokens/s", "first token, s", "many sessions, tokens/s"
+COMPUTE, REST = "servers compute, ms", "the rest of a token, ms"
+"""The parts of a token's time: not aims, but they say where an error comes from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,8 @@ class _Result:
             SPEED: self.session.tokens_per_s,
             FIRST: self.session.first_token_s,
             ALL: self.forecast.tokens_per_s,
+            COMPUTE: 1e3 * self.session.compute_s,
+            REST: 1e3 * (self.session.step_s - self.session.compute_s),
         }
 
     def error(self, quantity: str) -> float | None:
@@ -132,23 +136,25 @@ async def run(options: Options) -> Report:
 
 
 async def _start(stack: AsyncExitStack, proxies: Proxies) -> list[ServerProcess]:
+    """The first one alone: the others join at its address."""
+    (first,) = await _start_some(stack, proxies, range(1), [])
+    return [first, *await _start_some(stack, proxies, range(1, len(SERVERS)), ["--peers", first.address])]
+
+
+async def _start_some(
+    stack: AsyncExitStack, proxies: Proxies, indexes: Sequence[int], options: Sequence[str]
+) -> list[ServerProcess]:
     servers: list[ServerProcess] = []
-    for index, (span, block_us) in enumerate(SERVERS):
+    for index in indexes:
+        span, block_us = SERVERS[index]
         host, port = proxies.addresses[index]
-        options = ["--worker", THREAD, *(["--peers", servers[0].address] if servers else [])]
-        started = await stack.enter_async_context(
-            private_swarm(
-                [span],
-                threads=1,
-                announce=[f"/ip4/{host}/tcp/{port}"],
-                program=_program(block_us),
-                options=options,
-            )
-        )
-        await all_ready(started)
-        listening = Multiaddr(started[0].listening)
+        announce, given = [f"/ip4/{host}/tcp/{port}"], ["--worker", THREAD, *options]
+        swarm = private_swarm([span], threads=1, announce=announce, program=_program(block_us), options=given)
+        servers += await stack.enter_async_context(swarm)
+    await all_ready(servers)
+    for index, server in zip(indexes, servers, strict=True):
+        listening = Multiaddr(server.listening)
         proxies.aim(index, (listening.value_for_protocol("ip4"), int(listening.value_for_protocol("tcp"))))
-        servers += started
     return servers
 
 
@@ -207,9 +213,11 @@ class _Rig:
             result.same_route = route == [each.hop.peer for each in result.session.hops]
             for _ in range(self._options.repeats):
                 generation = await client.generate(self._prompt, self._options.tokens, stop_at_eos=False)
-                steps = [each.total_s for each in generation.timings[1:]]
-                first_s = generation.finish.usage.first_token_s
-                result.series.note({SPEED: 1 / statistics.median(steps), FIRST: first_s})
+                timings = generation.timings[1:]
+                step_s = statistics.median(each.total_s for each in timings)
+                compute_s = statistics.median(sum(hop.compute_us for hop in each.hops) / 1e6 for each in timings)
+                parts = {COMPUTE: 1e3 * compute_s, REST: 1e3 * (step_s - compute_s)}
+                result.series.note({SPEED: 1 / step_s, FIRST: generation.finish.usage.first_token_s, **parts})
             if not self._options.thin:
                 result.series.note({ALL: await self._many(client, len(route))})
         return result
