@@ -42,7 +42,7 @@ async def test_a_session_takes_what_was_forecast_over_the_route_that_was_forecas
             await trio.sleep(10)
             finder = router.finder
             servers = online(finder.swarm.view.of_model(finder.model.digest))
-            session_forecast = forecast_session(finder.model, servers, ClientPlace(finder.round_trips_s()), 1)
+            session_forecast = forecast_session(finder.model, servers, ClientPlace(finder.reaching.round_trips_s()), 1)
             async with router.open_session(64, Codec.RAW) as session:
                 assert list(session.route) == [each.hop for each in session_forecast.hops]
                 dialogue, times_s = Dialogue(session, random.Random(seed)), []

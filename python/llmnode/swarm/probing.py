@@ -7,6 +7,7 @@ be nearer or faster than it is: it answers a probe with a digest of all of its b
 from __future__ import annotations
 
 import secrets
+import statistics
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 
 
 async def measure_round_trip(connection: PeerConnection, policy: ProbePolicy) -> float:
-    """The shortest of a few round trips, in seconds; `connection` remembers it. Raises PeerError."""
+    """The median of a few round trips, in seconds; `connection` remembers it. Raises PeerError."""
     times = []
     for _ in range(policy.round_trips):
         began_s = trio.current_time()
         with suppress(PeerRefused):  # a relay has nothing to describe, and says so
             await connection.describe(policy.answer_s)
         times.append(trio.current_time() - began_s)
-    connection.round_trip_s = min(times)
+    connection.round_trip_s = statistics.median(times)
     return connection.round_trip_s
 
 

@@ -109,8 +109,8 @@ class MdnsPolicy:
 class ProbePolicy:
     """How a node measures the way to other peers, see `swarm/probing.py`."""
 
-    round_trips: int = 3
-    """The shortest of this many counts: a longer one met something else."""
+    round_trips: int = 5
+    """The median of this number of round trips counts: both ends are as busy as they usually are."""
     sizes_bytes: tuple[int, ...] = (1 << 16, 1 << 18, 1 << 18)
     """The probes that one peer gets, while they take less than `long_s`. The first ones open TCP's window."""
     long_s: float = 0.25
