@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -36,16 +37,16 @@ SESSIONS = [SessionId(bytes([number] * 16)) for number in range(1, 4)]
 
 
 @asynccontextmanager
-async def networks(twin: str) -> AsyncIterator[Callable[[], Awaitable[Any]]]:
+async def networks(twin: str, policy: LinkPolicy = POLICY) -> AsyncIterator[Callable[[], Awaitable[Any]]]:
     """A function that opens networks, which last as long as the context."""
     async with AsyncExitStack() as stack:
         if twin == "real":
 
             async def opened() -> Network:
-                return await stack.enter_async_context(open_network([LISTEN_ANY_LOOPBACK], POLICY))
+                return await stack.enter_async_context(open_network([LISTEN_ANY_LOOPBACK], policy))
 
         else:
-            internet = await stack.enter_async_context(open_internet(policy=POLICY))
+            internet = await stack.enter_async_context(open_internet(policy=policy))
             numbers = count()
 
             async def opened() -> Network:
@@ -55,9 +56,9 @@ async def networks(twin: str) -> AsyncIterator[Callable[[], Awaitable[Any]]]:
 
 
 @asynccontextmanager
-async def linked(twin: str) -> AsyncIterator[tuple[Link, Link]]:
+async def linked(twin: str, policy: LinkPolicy = POLICY) -> AsyncIterator[tuple[Link, Link]]:
     """Both ends of a link: the one that dialled, and the one that accepted."""
-    async with networks(twin) as opened:
+    async with networks(twin, policy) as opened:
         one, other = await opened(), await opened()
         one.vouch(other.addresses)
         near = await one.dial(other.addresses[0])
@@ -165,7 +166,7 @@ async def test_an_accepted_link_ends_with_its_context(twin: str) -> None:
 
 @on_twins("real", "memory")
 async def test_a_link_ends_if_more_comes_than_may_wait_and_nobody_takes_it(twin: str) -> None:
-    async with linked(twin) as (near, far):
+    async with linked(twin, replace(POLICY, write_timeout_s=1.0)) as (near, far):
         with suppress(PeerUnreachable):
             for number in count():
                 await near.send(step(number))

@@ -248,7 +248,7 @@ async def test_a_frame_that_keeps_its_pace_may_take_as_long_as_it_needs() -> Non
 @in_trio
 async def test_a_reader_that_stops_is_left_and_holds_no_more_than_its_share() -> None:
     small = BudgetPolicy(memory_bytes=32 * MIB)
-    async with crowd(small, LinkPolicy(pace_grace_s=0.5, heartbeat_s=0.1)) as (server, strangers):
+    async with crowd(small, LinkPolicy(pace_grace_s=0.5, heartbeat_s=0.1, silence_s=1.5)) as (server, strangers):
         await strangers.link("127.0.0.2")
         (link,) = server._links
         result = Frame(FrameType.RESULT, session_id(), length=1, payload=bytes(2 * MIB))

@@ -285,8 +285,10 @@ async def test_results_that_are_asked_for_again_and_not_read_stay_within_the_sha
             await answer_to(link, step_frame(each, 0, 0, length=16))
         (near,) = swarm.network._links
 
+        reads_again = trio.Event()
+
         async def stall(_data: bytes) -> None:
-            await trio.sleep_forever()
+            await reads_again.wait()
 
         near._stream.write = stall  # type: ignore[method-assign]
         near._stream.write_at_once = lambda _data: 0  # type: ignore[method-assign]
@@ -301,6 +303,7 @@ async def test_results_that_are_asked_for_again_and_not_read_stay_within_the_sha
                     await trio.lowlevel.checkpoint()
                     most = max(most, *(each.held[Resource.MEMORY] for each in process.within(Kind.PEER)))
         assert 0 < most <= share
+        reads_again.set()
 
 
 async def until(is_so: Any) -> None:
