@@ -66,7 +66,7 @@ async def bytes_ahead_of_a_small_message(bytes_per_s: float) -> int:
     async with attacked() as (ours, attacker), trio.open_nursery() as nursery:
         far = socket_of(attacker.raw)
         assert far is not None
-        far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
         for size_bytes, seconds in ((1, 0.0), (10 * bytes_per_s, 10.0)):
             ours.sender._drain.note(int(size_bytes), trio.current_time() - 10 + seconds, is_full=True)
         bulk, small = await ours.open_stream(), await ours.open_stream()
