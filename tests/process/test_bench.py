@@ -211,7 +211,7 @@ def test_workers_compares_a_thread_with_a_process_alone_and_under_load() -> None
 
 def test_a_pipeline_of_three_nodes_is_faster_than_one_and_no_faster_than_its_stages_can_be(tmp_path: Path) -> None:
     drawn = tmp_path / "pipeline.svg"
-    options = ["--thin", "--repeats", "3", "--tokens", "6", "--plot", str(drawn), "--json"]
+    options = ["--thin", "--repeats", "2", "--tokens", "6", "--plot", str(drawn), "--json"]
     done = subprocess.run(
         [*LLMNODE, "bench", "pipeline", *options], capture_output=True, text=True, timeout=400, check=False
     )
