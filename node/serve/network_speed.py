@@ -8,6 +8,7 @@ reached through relays alone sends its probes to those, since everything that it
 from __future__ import annotations
 
 import logging
+import math
 import random
 from typing import TYPE_CHECKING, NoReturn
 
@@ -42,17 +43,35 @@ async def keep_measuring(
     policy: ProbePolicy | None = None,
     rng: random.Random | None = None,
 ) -> NoReturn:
-    """Measure now, and when it is time or other peers may be the next hop, until cancelled. `role` announces it."""
+    """Measure now, when it is time, and when other peers may be the next hop, until cancelled. `role` announces it.
+
+    Others cause round trips at most by announcing more peers, and no probes. After probes that nobody took, the pause
+    doubles.
+    """
     policy, rng = policy or ProbePolicy(), rng or random.Random()
+    probes_at_s, pause_s = -math.inf, policy.soon_s
     while True:
-        nexts = next_hops(role.model, role.span, swarm)
-        found = await measure_network(swarm, nexts, relays_of(network.addresses), policy, rng)
-        if found.upload_bytes_per_s or found.round_trips_s:
-            role.note_network(found)
+        nexts, others = next_hops(role.model, role.span, swarm), others_than(swarm)
+        probes = trio.current_time() >= probes_at_s and bool(others or nexts or swarm.contacts)
+        found = await measure_network(swarm, nexts, relays_of(network.addresses), policy, rng, probes=probes)
+        if probes:
+            pause_s = policy.again_s if found.upload_bytes_per_s else min(2 * pause_s, policy.again_s)
+            probes_at_s = trio.current_time() + pause_s
+        upload_bytes_per_s = found.upload_bytes_per_s or role.network.upload_bytes_per_s
+        if upload_bytes_per_s or found.round_trips_s:
+            role.note_network(NetworkSpeed(upload_bytes_per_s, found.round_trips_s))
         await trio.sleep(policy.soon_s)
-        with trio.move_on_after(policy.again_s if role.network.upload_bytes_per_s else policy.soon_s):
-            while next_hops(role.model, role.span, swarm).keys() <= nexts.keys():
+        with trio.move_on_at(max(probes_at_s, trio.current_time() + policy.soon_s)):
+            while next_hops(role.model, role.span, swarm).keys() <= nexts.keys() and bool(others_than(swarm)) <= bool(
+                others
+            ):
                 await swarm.wait_changed()
+
+
+def others_than(swarm: Swarm) -> list[Sequence[str]]:
+    """The addresses of the peers that serve anything, but our own."""
+    served = online(swarm.view.announcements())
+    return [each.addresses for each in served if each.addresses and each.peer != swarm.peer]
 
 
 def next_hops(model: ModelInfo, span: Span, swarm: Swarm) -> dict[PeerId, Sequence[str]]:
@@ -81,9 +100,12 @@ async def measure_network(
     relays: Sequence[str] = (),
     policy: ProbePolicy | None = None,
     rng: random.Random | None = None,
+    *,
+    probes: bool = True,
 ) -> NetworkSpeed:
-    """The round trips to some of the peers at `nexts`, and the upload: to the `relays` if there are any, else to peers
-    of the swarm. A peer that fails, or takes too long, is left out.
+    """The round trips to some of the peers at `nexts`, and with `probes` the upload: to the `relays` if there are any,
+    else to peers of the `swarm`. A peer that fails, or takes too long, is left out. `policy` has the limits, and `rng`
+    chooses the peers.
     """
     policy, rng = policy or ProbePolicy(), rng or random.Random()
     chosen = dict(rng.sample(sorted(nexts.items()), min(len(nexts), policy.next_peers)))
@@ -92,6 +114,8 @@ async def measure_network(
     async with trio.open_nursery() as nursery:
         for each in connections:
             nursery.start_soon(_note_round_trip, each, round_trips_s, policy)
+    if not probes:
+        return NetworkSpeed(0.0, round_trips_s)
     if relays:
         probed = await _connected(swarm, [[each] for each in relays], policy)
     else:
@@ -101,9 +125,7 @@ async def measure_network(
 
 def _others(swarm: Swarm, policy: ProbePolicy, rng: random.Random) -> list[Sequence[str]]:
     """Addresses of peers that serve anything, and of the user's contacts if there are none."""
-    served = [each for each in online(swarm.view.announcements()) if each.addresses and each.peer != swarm.peer]
-    found: list[Sequence[str]] = [each.addresses for each in served]
-    found = found or [[each] for each in swarm.contacts]
+    found = others_than(swarm) or [[each] for each in swarm.contacts]
     return rng.sample(found, min(len(found), policy.upload_peers))
 
 

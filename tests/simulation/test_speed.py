@@ -19,6 +19,8 @@ from llmnode.testing.network import peer_named
 from llmnode.wire.frame import Frame, FrameType
 
 if TYPE_CHECKING:
+    from llmnode.node.serve.conduct import Conduct
+    from llmnode.ports import Link
     from llmnode.testing import World
     from llmnode.testing.world import ServingNode
 
@@ -61,6 +63,29 @@ async def test_a_server_that_comes_later_is_measured_soon() -> None:
         with trio.fail_after(20):
             while later.peer not in dict(first.role.offer().speed.round_trips_us):  # noqa: ASYNC110
                 await trio.sleep(0.5)
+        nursery.cancel_scope.cancel()
+
+
+@simulated
+async def test_peers_that_are_announced_all_the_time_cause_no_more_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    probes: list[int] = []
+    answer = links._answer_probe
+
+    def counted(conduct: Conduct, link: Link, frame: Frame) -> Frame:
+        probes.append(len(frame.payload))
+        return answer(conduct, link, frame)
+
+    monkeypatch.setattr(links, "_answer_probe", counted)
+    async with open_world(conditions=NARROW) as world, trio.open_nursery() as nursery:
+        first = await world.start("s0", SPANS[0])
+        nursery.start_soon(keep_measuring, first.role, first.swarm, first.network)
+        policy, most = ProbePolicy(), 12
+        for number in range(most):
+            await world.start(f"t{number}", SPANS[1])
+            await trio.sleep(2 * policy.soon_s)
+        assert len(first.role.offer().speed.round_trips_us) == policy.next_peers
+        assert most * 2 * policy.soon_s < policy.again_s
+        assert 1 <= len(probes) <= policy.upload_peers * len(policy.sizes_bytes)
         nursery.cancel_scope.cancel()
 
 
