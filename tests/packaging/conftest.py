@@ -3,17 +3,22 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from bench.kit.compiled_packages import UNOPTIMIZED, compiled_packages
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
-def unoptimized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target folder of builds without optimization, which compile their dependencies once for all of them."""
-    return tmp_path_factory.mktemp("target")
+def unoptimized(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The target folder of builds with `UNOPTIMIZED`, which compile their dependencies once on a machine."""
+    target = tmp_path_factory.mktemp("unoptimized") / "target"
+    with compiled_packages("unoptimized", target, ROOT / "Cargo.lock", UNOPTIMIZED):
+        yield target
 
 
 @pytest.fixture(scope="session")

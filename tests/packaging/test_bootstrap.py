@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.kit.compiled_packages import UNOPTIMIZED
 from bootstrap.environment import Setup
 from bootstrap.messages import explain
 from bootstrap.setup import mend_package_link
@@ -19,9 +20,6 @@ from bootstrap.tools import Tools, running
 ROOT = Path(__file__).parents[2]
 EXTENSION_STEP = "llmnode and its Rust extension"
 POSIX_TOOLS = ("cksum", "env", "find", "readlink", "sh", "sort", "xargs")
-UNOPTIMIZED = {"CARGO_PROFILE_RELEASE_OPT_LEVEL": "0", "CARGO_PROFILE_RELEASE_LTO": "off"}
-"""Nothing here is timed, and optimizing is most of a build. All other tests use an environment that is built as users
-build it."""
 
 pytestmark = pytest.mark.packaging
 

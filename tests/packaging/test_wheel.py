@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.kit.compiled_packages import UNOPTIMIZED
+
 ROOT = Path(__file__).parents[2]
 EXPECTED = {
     "llmnode/__init__.py",
@@ -22,10 +24,6 @@ EXPECTED = {
 }
 
 pytestmark = [pytest.mark.packaging, pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-# Only names are looked at in what is built, and optimizing is most of a build.
-UNOPTIMIZED = {"CARGO_PROFILE_RELEASE_OPT_LEVEL": "0", "CARGO_PROFILE_RELEASE_LTO": "off"}
 
 
 def run(*command: str | Path, cwd: Path, **changes: str) -> str:
