@@ -226,8 +226,9 @@ async def aconnect(
     how hidden states cross the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Only servers that
     compute in `dtype` are used: "float32" is exact, "float32+int8" has quantized weights, "float32+kv-int8" has
     quantized KV. "auto" is "float32" where the swarm serves the whole model in it, else the one of the most throughput,
-    which a logged warning names. `client.model.precision` is the one that was found. `policy` and `link_policy` are the
-    limits and deadlines of sessions and of links.
+    which a logged warning names. One that servers at a single address have comes after those of several.
+    `client.model.precision` is the one that was found. `policy` and `link_policy` are the limits and deadlines of
+    sessions and of links.
 
     Raises ConfigError (an address, a name, an invite and a key), PeerError (no peer can be reached) or NoRoute (blocks
     that nobody holds).

@@ -1,0 +1,262 @@
+"""The lies of strangers (`SECURITY.md`) to one real server and to its clients, each in several variations."""
+
+from __future__ import annotations
+
+import re
+import sys
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import trio
+from libp2p.identity.identify.identify import ID as IDENTIFY
+from libp2p.identity.identify.pb.identify_pb2 import Identify
+from libp2p.identity.identify_push.identify_push import ID_PUSH
+from libp2p.utils.varint import encode_uvarint
+from multiaddr import Multiaddr
+
+from llmnode import _native
+from llmnode.client.connect import ClientParts, aconnect
+from llmnode.client.ends import SharedEnds
+from llmnode.client.generate import next_token
+from llmnode.core.announcement import Announcement, Offer, PeerState
+from llmnode.core.ids import PeerId
+from llmnode.core.policy import ClientPolicy, RoutePolicy, SwarmPolicy
+from llmnode.core.span import Span
+from llmnode.errors import PeerError, PeerUnreachable
+from llmnode.models.load import load_ends
+from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer
+from llmnode.swarm.membership import wall_clock_ms
+from llmnode.wire.announcement import pack_news, pack_sequences, sign_announcement, unpack_news
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import Clock, Opened, Result, pack
+from llmnode.wire.refusal import refusal_of
+from process.small_server import expected_tokens
+from process.strangers import ANSWER_S, KV_TOKENS, Served, answer, identity, stranger
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from libp2p.abc import INetStream
+
+    from llmnode.ports import Link
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
+
+PROMPT, NEW_TOKENS = [2, 7, 1, 8], 3
+POLICY = SwarmPolicy()
+EVIL = "\x1b]0;OWNED\x07\x1b[31m\x9b2J\u202e\u2066\nllmnode: ready\r\n2026-01-01 WARNING\x08\u200b\U000e0041"
+"""A title, a colour, a cleared screen, text from right to left, two lines that seem ours, and what is invisible."""
+
+
+async def peers_known(link: Link) -> dict[PeerId, tuple[str, ...]]:
+    """The peers that the server tells of, with their addresses."""
+    await link.send(Frame(FrameType.VIEW, meta=pack(Clock(wall_clock_ms())), payload=pack_sequences({})))
+    while (frame := await answer(link)).type is not FrameType.NEWS:
+        pass
+    told = unpack_news(frame.payload, POLICY).announcements
+    return {each.announcement.peer: each.announcement.addresses for each in told}
+
+
+# Addresses
+
+
+def test_nobody_can_have_a_server_announce_an_address_by_saying_that_it_is_seen_there(served: Served) -> None:
+    """Peers at four addresses say so when they are asked, and push it unasked: public, private and local addresses."""
+    claims = ["/ip4/203.0.113.9/tcp/443", "/ip4/10.0.0.1/tcp/80", "/ip4/127.0.8.1/tcp/22", "/ip6/2001:db8::1/tcp/22"]
+    server = parse_peer(served.address).peer_id
+    asked = 0
+
+    async def lie(network: Any, claim: str) -> None:
+        said = Identify(agent_version=EVIL, observed_addr=Multiaddr(claim).to_bytes())
+        said.public_key = network.host.get_public_key().serialize()
+        said.listen_addrs.append(Multiaddr("/ip4/127.0.8.1/tcp/22").to_bytes())
+        said.protocols.append(str(ID_PUSH))
+        packed = said.SerializeToString()
+
+        async def tell(stream: INetStream) -> None:
+            nonlocal asked
+            asked += 1
+            await stream.write(encode_uvarint(len(packed)) + packed)
+            await stream.close()
+
+        network.host.set_stream_handler(IDENTIFY, tell)
+        for _ in range(2):
+            stream = await network.host.new_stream(server, [ID_PUSH])
+            await stream.write(encode_uvarint(len(packed)) + packed)
+            await stream.close()
+
+    async def check() -> None:
+        async with AsyncExitStack() as stack:
+            for number in range(2 * len(claims)):
+                network = await stack.enter_async_context(stranger(served, f"127.0.{20 + number}.1"))
+                await lie(network, claims[number % len(claims)])
+            link = await network.dial(served.address)
+            known = await peers_known(link)
+            assert known[PeerId(server.to_base58())] == (served.address,)
+
+    trio.run(check)
+
+
+# Numbers
+
+
+def with_last(value: float) -> Callable[[Frame], Frame]:
+    """The answer to a step whose output is its input but for the last number."""
+
+    def output(frame: Frame) -> bytes:
+        numbers = np.frombuffer(frame.payload, "<f4").copy()
+        numbers[-1] = value
+        return numbers.tobytes()
+
+    return lambda frame: result(frame, output(frame))
+
+
+def result(frame: Frame, output: bytes) -> Frame:
+    digests = _native.blake3_digest(frame.payload), _native.blake3_digest(output)
+    meta = pack(Result(1, 1, *digests, bytes(64), pushed=False, shown_input=b"", shown_signature=b""))
+    return Frame(FrameType.RESULT, frame.session, frame.epoch, frame.step, frame.start, frame.length, meta, output)
+
+
+LIES: dict[str, Callable[[Frame], Frame]] = {
+    "one NaN": with_last(float("nan")),
+    "one infinity": with_last(float("-inf")),
+    "too large for a norm": with_last(3e38),
+    "a number short": lambda frame: result(frame, bytes(frame.payload[4:])),
+    "a refusal": lambda frame: refusal_of(frame, "bad-message", EVIL),
+}
+
+
+@asynccontextmanager
+async def liar(served: Served, host: str, lie: Callable[[Frame], Frame]) -> AsyncIterator[PeerId]:
+    """A server that says that it is the fastest, takes every session, and answers steps as `lie` says."""
+
+    async def serve(network: Any, task_status: trio.TaskStatus[None]) -> None:
+        with suppress(PeerError):
+            async with network.accept() as link:
+                task_status.started()
+                while True:
+                    frame = await link.receive()
+                    header = frame.session, frame.epoch, frame.step
+                    match frame.type:
+                        case FrameType.OPEN:
+                            await link.send(Frame(FrameType.OPENED, *header, meta=pack(Opened(bytes(16)))))
+                        case FrameType.NEIGHBOURS:
+                            await link.send(Frame(FrameType.FORWARDED, *header))
+                        case FrameType.TRUNCATE:
+                            await link.send(Frame(FrameType.TRUNCATED, *header))
+                        case FrameType.STEP:
+                            await link.send(lie(frame))
+
+    async def serve_all(network: Any) -> None:
+        async with trio.open_nursery() as links:
+            while True:
+                await links.start(serve, network)
+
+    async with stranger(served, host, [f"/ip4/{host}/tcp/0"]) as network, trio.open_nursery() as nursery:
+        nursery.start_soon(serve_all, network)
+        link = await network.dial(served.address)
+        await link.send(served.news((network.peer, network.addresses[0], network.sign)))
+        while network.peer not in await peers_known(link):
+            pass
+        yield network.peer
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_a_server_that_answers_with_no_numbers_costs_an_honest_session_little(served: Served, what: str) -> None:
+    nobody = SimpleNamespace(token=lambda *_: None)
+    parts = ClientParts(served.folder.info, load_ends(served.folder), nobody, None)  # type: ignore[arg-type]
+
+    async def check() -> None:
+        asked = 0
+
+        def lie(frame: Frame) -> Frame:
+            nonlocal asked
+            asked += 1
+            return LIES[what](frame)
+
+        async with liar(served, f"127.0.{60 + [*LIES].index(what)}.1", lie) as peer:
+            honest = PeerId(parse_peer(served.address).peer_id.to_base58())
+            policy = ClientPolicy(route=RoutePolicy(allowed=frozenset({peer, honest})))
+            connecting = aconnect([served.address], parts=parts, dtype="float32", policy=policy)
+            async with connecting as client:
+                client.router.finder.report(PeerUnreachable("as if it were", peer=honest))  # the liar comes first
+                tokens: list[int] = []
+                with trio.fail_after(ANSWER_S):
+                    async with client.inference_session(16) as session:
+                        while len(tokens) < NEW_TOKENS:
+                            choice, _ = await next_token(session, SharedEnds(parts.ends), tokens[-1:] or PROMPT)
+                            tokens.append(choice.id)
+            assert tokens == expected_tokens(served.model, PROMPT, NEW_TOKENS)
+            assert asked
+
+    trio.run(check)
+
+
+# Texts
+
+
+def test_names_that_strangers_choose_steer_no_terminal_and_begin_no_line(served: Served) -> None:
+    """The names of a model and of a program, in the tables of `llmnode status` and in a server's log."""
+
+    async def check() -> str:
+        async with stranger(served, "127.0.70.1", [LISTEN_ANY_LOOPBACK]) as network:
+            link = await network.dial(served.address)
+            model, now_ms = served.folder.info, wall_clock_ms()
+            profile = replace(model.profile, model_digest=bytes(range(32)))
+            offer = Offer(EVIL, profile, 5, Span(0, 5), PeerState.ONLINE, 1, KV_TOKENS, KV_TOKENS)
+            announcement = Announcement(network.peer, (), now_ms, now_ms + 40_000, EVIL, offer)
+            signed = sign_announcement(announcement, network.sign).signed
+            told = Frame(FrameType.NEWS, meta=pack(Clock(now_ms)), payload=pack_news([signed], [], POLICY))
+            await link.send(told)
+            while network.peer not in await peers_known(link):
+                pass
+            status = [sys.executable, "-P", "-m", "llmnode.node", "status", "--peers", served.address]
+            shown = await trio.run_process(status, capture_stdout=True, capture_stderr=True, check=False)
+            return (shown.stdout + shown.stderr).decode()
+
+    screen = trio.run(check)
+    assert "OWNED" in screen, "it is shown"
+    for text in (screen, served.server.errors.read_text()):
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\u200b\U000e0041]", text)
+        assert not re.search(r"^(2026-01-01|llmnode: ready$)", text, re.MULTILINE)
+
+
+# Peers, at the end: they stay in the view for 45 s
+
+
+def test_thousands_of_invented_peers_put_no_honest_one_out_of_the_view(served: Served) -> None:
+    """First over one link, and then from eight addresses."""
+    honest = [identity() for _ in range(20)]
+    crowds = [[identity() for _ in range(64)] for _ in range(80)]
+
+    async def check() -> None:
+        async with AsyncExitStack() as stack:
+            teller = await (await stack.enter_async_context(stranger(served, "127.0.40.1"))).dial(served.address)
+            await teller.send(served.news(*[(peer, f"{place(9)}/p2p/{peer}", sign) for peer, sign in honest]))
+            links = []
+            for number in range(8):
+                network = await stack.enter_async_context(stranger(served, f"127.0.{41 + number}.1"))
+                links.append(await network.dial(served.address))
+            for part, crowd in enumerate(crowds):
+                await trio.sleep(0)  # else our links are silent for too long on a busy machine
+                told = served.news(*[(peer, f"{place(9)}/p2p/{peer}", sign) for peer, sign in crowd])
+                await links[0 if part < 40 else part % len(links)].send(told)
+            for link in links:
+                await link.send(Frame(FrameType.DESCRIBE))
+                while (await answer(link)).type is not FrameType.DESCRIPTION:
+                    pass
+            known = await peers_known(teller)
+            assert {peer for peer, _ in honest} <= known.keys()
+            assert PeerId(parse_peer(served.address).peer_id.to_base58()) in known
+            assert 0.9 * POLICY.view_peers < len(known) <= POLICY.view_peers
+
+    trio.run(check)
+
+
+def place(port: int) -> str:
+    return f"/ip4/127.0.0.1/tcp/{port}"
