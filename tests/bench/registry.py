@@ -66,6 +66,7 @@ BENCHES = {
     "swarm": Bench("swarm", "generation through 1, 2 and 3 servers against transformers in one process"),
     "table1": Bench("table1.table1", "the Petals paper's table of speeds when stages fail"),
     "token-loop": Bench("token_loop", "the client's token loop against transformers' generate, through a swarm"),
+    "training": Bench("training.training", "clients that train LoRA through two servers, against one process"),
     "transformers-tests": Bench("transformers_tests", "transformers' own tests of generate, against a swarm"),
     "transport": Bench("transport.transport", "our Noise and yamux against go-libp2p, py-libp2p and bare TCP"),
     "workers": Bench("workers.workers", "a hop with its blocks in a thread, and in a process of their own"),

@@ -125,6 +125,27 @@ def test_a_forward_of_a_batch_is_compared_with_one_process_and_is_exact() -> Non
     assert report["environment"]["positions"] == 4 * 128
 
 
+def test_training_through_servers_learns_as_one_process_does_and_leaves_nothing() -> None:
+    command = [*BENCH, "training", "--thin", "--repeats", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    one, alone, both, decodes, beside, small, large, memory = report["rows"]
+    assert one["of one process"]["median"] > 0
+    assert alone["of one client"]["median"] == 1 and both["of one client"]["median"] > 0
+    assert decodes["p95, of alone"]["median"] > 0 and beside["speed, of alone"]["median"] > 0
+    for row, values in ((small, 460_800), (large, 4_884_480)):  # numbers of the adapter, in 32 bits
+        mib = 4 * values / 2**20
+        assert mib < row["a version, MiB"] < 1.05 * mib + 0.3
+        assert row["received, MiB"] > mib, "its gradients, and those for hidden states"
+        assert 0 < row["sent, MiB"] < 0.9, "64 hidden states, six times: a version that is known is not sent again"
+    assert memory["MiB"]["median"] > 0
+    aims = {aim["name"]: aim for aim in report["aims"]}
+    assert aims["losses, off from one process"]["holds"]
+    for name in ("sessions", "kv_tokens_reserved"):
+        assert aims[f"{name} when the clients have gone"]["value"] == 0
+
+
 def test_table1_is_exact_whatever_fails_and_counts_what_was_drawn() -> None:
     done = subprocess.run(
         [*BENCH, "table1", "--thin", "--repeats", "1", "--json"],

@@ -1,0 +1,1 @@
+"""LoRA that clients train through servers."""
