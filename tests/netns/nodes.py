@@ -17,12 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from process.other_policies import with_policies
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from netns.internet import Internet, Place
 
 LLMNODE = [sys.executable, "-P", "-m", "llmnode.node"]
+GIVES_UP_SOONER = with_policies({"ReachPolicy.dial_s": 2.0})
+"""`llmnode` that dials back for 2 s, not 5. To the dials of strangers a NAT answers nothing."""
 CLIENT = [sys.executable, "-P", str(Path(__file__).with_name("client.py"))]
 PORT = 4001
 PROMPT = "The first ten prime numbers are"
@@ -122,11 +126,11 @@ def children() -> Iterator[Callable[..., Child]]:
 
 
 def relay_command(place: Place) -> list[str]:
-    return [*LLMNODE, "relay", "--json", "--until-stdin-closes", "--listen", f"/ip4/{place.inside}/tcp/{PORT}"]
+    return [*GIVES_UP_SOONER, "relay", "--json", "--until-stdin-closes", "--listen", f"/ip4/{place.inside}/tcp/{PORT}"]
 
 
 def serve_command(place: Place, blocks: str, *options: str) -> list[str]:
-    command = [*LLMNODE, "serve", "--json", "--until-stdin-closes", "--threads", "1", "--blocks", blocks]
+    command = [*GIVES_UP_SOONER, "serve", "--json", "--until-stdin-closes", "--threads", "1", "--blocks", blocks]
     return [*command, "--listen", f"/ip4/{place.inside}/tcp/{PORT}", *options]
 
 
