@@ -137,12 +137,19 @@ class Held(Protocol):
 
     def kv_tokens_free(self) -> int: ...
 
+    @property
+    def kv_page(self) -> int:
+        """KV is reserved in multiples of this many positions."""
+
 
 class Executor(Held, Protocol):
     """Computes a span for any number of sessions. It blocks. One thread at a time may use it."""
 
     def apply(self, operation: Control) -> bool:
-        """Do an operation. False if it is an `Open`, and there is no KV for it. On an error no session is changed."""
+        """Do an operation. False if it is an `Open` or a `Resize`, and there is no KV for it.
+
+        On an error no session is changed.
+        """
 
     def forward(self, slices: Sequence[Slice]) -> Sequence[Buffer]:
         """Run every slice, and append it to its session's KV. On an error no session is changed.
@@ -199,6 +206,10 @@ class Worker(Protocol):
 
     @property
     def kv_tokens_free(self) -> int: ...
+
+    @property
+    def kv_page(self) -> int:
+        """KV is reserved in multiples of this many positions."""
 
     @property
     def busy_us(self) -> int:

@@ -84,6 +84,26 @@ def test_only_what_is_looked_at_is_read(form: KVForm) -> None:
     assert all(torch.equal(one[:, :, 13:], other) for one, other in zip(all_seen, seen, strict=True))
 
 
+@pytest.mark.parametrize("is_lazy", [True, False], ids=["on a CPU", "on another device"])
+@pytest.mark.parametrize("form", [KVForm(), *OTHER_KV], ids=str)
+def test_memory_that_is_given_back_and_comes_later_changes_nothing(
+    form: KVForm, is_lazy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_lazy:
+        monkeypatch.setattr(SequenceKV, "_slab_positions", lambda _self, _like, capacity: capacity)
+    keys, values = torch.randn(2, 1, 3, 20, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    expected = SequenceKV(20, form).extend(0, 0, keys, values)
+    resized = SequenceKV(20, form)
+    for start, end in ((0, 4), (4, 11), (11, 20)):
+        resized.resize(end)
+        assert resized.capacity == end
+        seen = resized.extend(0, start, keys[:, :, start:end], values[:, :, start:end])
+        resized.length = end
+        resized.resize(20)
+        resized.resize(end)
+        assert all(torch.equal(one[:, :, :end], other) for one, other in zip(expected, seen, strict=True))
+
+
 @pytest.mark.parametrize("case", OF_EACH_KIND)
 @torch.inference_mode()
 def test_tokens_do_not_depend_on_chunks_company_and_history(case: str, tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ from llmnode.compute.load_executor import load_executor
 from llmnode.compute.own_attention import replace_own_attention
 from llmnode.compute.paged_executor import PagedExecutor
 from llmnode.compute.pages import PagePool, lay_out
-from llmnode.core.operations import Close, Fork, Open, Slice, Truncate
+from llmnode.core.operations import Close, Fork, Open, Resize, Slice, Truncate
 from llmnode.core.span import Span
+from llmnode.errors import LocalProtocolError
 from llmnode.models.load import load_span
 from llmnode.models.tensors import from_bytes, to_bytes
 from reference.paged import PAGE, AsInCapture, cut_paged, load_paged, record_by_tracing, varlen_attn, without_numbers
@@ -182,6 +183,29 @@ def test_a_fork_has_pages_of_its_own(tmp_path: Path) -> None:
     executor.apply(Fork(session(1), session(0), 3, 19))
     _forward(executor, 0, 21, -rows[:4])
     assert (_forward(executor, 1, 19, rows[19:]) - expected[19:]).abs().max() < 1e-4
+
+
+@torch.inference_mode()
+def test_a_sequence_that_gives_pages_back_and_gets_others_later_computes_the_same(tmp_path: Path) -> None:
+    executor = load_paged(_llama(tmp_path), Span(0, BLOCKS))
+    rows = torch.randn(25, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
+    expected = _chunks(executor, rows, (5, 14, 6))
+    in_all = executor.kv_tokens_free()
+    assert executor.apply(Open(session(0), executor.span, 40))
+    assert executor.apply(Resize(session(0), 5))
+    made = [_forward(executor, 0, 0, rows[:5])]
+    for start, end in ((5, 19), (19, 25)):
+        assert executor.apply(Open(session(start), executor.span, PAGE)), "others take pages between"
+        assert executor.apply(Resize(session(0), end))
+        made.append(_forward(executor, 0, start, rows[start:end]))
+    assert (torch.cat(made) - expected).abs().max() < 1e-4
+    assert in_all - executor.kv_tokens_free() == (4 + 2) * PAGE
+    assert not executor.apply(Resize(session(0), in_all))
+    with pytest.raises(LocalProtocolError, match="cannot keep 25"):
+        executor.apply(Resize(session(0), 24))
+    for name in (0, 5, 19):
+        executor.apply(Close(session(name)))
+    assert executor.kv_tokens_free() == in_all
 
 
 @torch.inference_mode()

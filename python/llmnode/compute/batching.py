@@ -66,6 +66,10 @@ class BatchingWorker:
         return self._held.kv_tokens_free()
 
     @property
+    def kv_page(self) -> int:
+        return self._held.kv_page
+
+    @property
     def busy_us(self) -> int:
         return int(1e6 * self._busy_s)
 

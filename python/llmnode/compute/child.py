@@ -146,7 +146,7 @@ class _Child:
         with self._one_change:
             if number not in self._unwanted:
                 self._executors[number] = loaded.executor
-        return [loaded.tensor_bytes, loaded.executor.kv_tokens_free()]
+        return [loaded.tensor_bytes, loaded.executor.kv_tokens_free(), loaded.executor.kv_page]
 
     def _drop(self, number: int) -> None:
         with self._one_change:

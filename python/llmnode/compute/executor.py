@@ -15,8 +15,9 @@ from llmnode.compute.deep_prompts import PromptedSequences, prompted, read_promp
 from llmnode.compute.gradients import gradients_of, outputs_of
 from llmnode.compute.held_adapters import HeldAdapters
 from llmnode.compute.kv import KVForm, SequenceKV
+from llmnode.compute.pages import in_pages
 from llmnode.core.ids import AdapterId, SessionId
-from llmnode.core.operations import Adopt, Backward, Close, Forget, Fork, Open, Slice, Truncate
+from llmnode.core.operations import Adopt, Backward, Close, Forget, Fork, Open, Resize, Slice, Truncate
 from llmnode.core.span import Span
 from llmnode.errors import LocalProtocolError
 from llmnode.machine.malloc import give_back
@@ -66,6 +67,7 @@ class SpanExecutor:
         self.model = model
         self._device = torch.device(device)
         self._hidden_size = hidden_size
+        self.kv_page = 1
         self._kv_tokens_free = kv_tokens
         self._kv = kv or KVForm()
         self._sequences: dict[SessionId, _Sequence] = {}
@@ -83,6 +85,8 @@ class SpanExecutor:
         match operation:
             case Open():
                 return self._open(operation)
+            case Resize(session, positions):
+                return self._resize(session, positions)
             case Truncate(session, length):
                 self._truncate(session, length)
             case Fork():
@@ -100,13 +104,26 @@ class SpanExecutor:
     def _open(self, opened: Open) -> bool:
         if opened.session in self._sequences:
             raise LocalProtocolError("this session is open already")
-        if opened.max_length > self._kv_tokens_free:
+        if in_pages(opened.max_length, self.kv_page) * self.kv_page > self._kv_tokens_free:
             return False
         give_back()
         kv = self._take_kv(opened.session, opened.max_length)
         self._kv_tokens_free -= kv.capacity
         prompts = read_prompts(opened.prompts, self._hidden_size, torch.device("cpu")) if opened.prompts else None
         self._sequences[opened.session] = _Sequence(kv, opened.span, opened.adapter, prompts)
+        return True
+
+    @torch.inference_mode()
+    def _resize(self, session: SessionId, positions: int) -> bool:
+        kv = self._sequences[session].kv
+        if positions < kv.length:
+            raise LocalProtocolError(f"KV for {positions} positions cannot keep {kv.length}")
+        more = in_pages(positions, self.kv_page) * self.kv_page - kv.capacity
+        if more > self._kv_tokens_free:
+            return False
+        if more:
+            kv.resize(positions)
+            self._kv_tokens_free -= more
         return True
 
     @torch.inference_mode()
@@ -285,5 +302,5 @@ class SpanExecutor:
             assert isinstance(sequence.kv, SequenceKV), "blocks are in Rust over slabs alone"
             pairs = sequence.kv.slabs(range(sequence.span.start, sequence.span.end), no_kv)
             arrays = [(first.numpy(), second.numpy()) for first, second in pairs]
-            sequence.slabs = SequenceSlabs(arrays, sequence.kv.capacity)
+            sequence.slabs = SequenceSlabs(arrays, sequence.kv.most)
         return sequence.slabs

@@ -39,6 +39,9 @@ class NoKV:
     def extend(self, _layer: int, _start: int, keys: torch.Tensor, values: torch.Tensor, _seen_from: int = 0) -> KVPair:
         return keys, values
 
+    def resize(self, _capacity: int) -> None:
+        """It needs no memory."""
+
     def copy(self, _other: Self, _start: int, _end: int) -> None:
         """There is nothing to copy."""
 

@@ -45,15 +45,19 @@ class KV(Protocol):
         They are of the dtype and on the device of `keys`.
         """
 
+    def resize(self, capacity: int) -> None:
+        """Have memory for this many positions, no fewer than were ever written."""
+
     def copy(self, other: Self, start: int, end: int) -> None:
         """Have the positions [start, end) be those of `other`, in all blocks, and be the last ones."""
 
 
 @dataclass(slots=True)
 class SequenceKV:
-    """The `KV` protocol in slabs of `capacity` positions.
+    """The `KV` protocol in slabs. It has memory for `capacity` positions, and never for more than at first.
 
-    A slab is reserved address space; the system backs it with memory as positions are written. A session for 8192
+    A slab beside blocks on a CPU is reserved address space for `most` positions; the system backs it with memory as
+    positions are written. Elsewhere it has `capacity` positions, and another slab replaces it. A session for 8192
     positions that had used 20 took twice their size, since each head has pages of its own (`tests/bench/run memory`).
     Smaller pages of ours would save only that, and attention would have to gather them at every step.
     """
@@ -61,7 +65,17 @@ class SequenceKV:
     capacity: int
     form: KVForm = KVForm()
     length: int = 0
+    most: int = field(init=False)
     _blocks: dict[int, _Plain | _Rounded] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.most = self.capacity
+
+    def resize(self, capacity: int) -> None:
+        for block in self._blocks.values():
+            for slab in block.slabs:  # one at a time is there twice
+                slab.resize(self._slab_positions(block.like, capacity), self.length)
+        self.capacity = capacity
 
     def extend(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor, seen_from: int = 0) -> KVPair:
         block = self._block(layer, keys)
@@ -86,8 +100,14 @@ class SequenceKV:
     def _block(self, layer: int, like: torch.Tensor) -> _Plain | _Rounded:
         block = self._blocks.get(layer)
         if block is None:
-            block = self._blocks[layer] = BLOCKS[self.form.dtype](like, self.capacity, self.form.device)
+            positions = self._slab_positions(like, self.capacity)
+            block = self._blocks[layer] = BLOCKS[self.form.dtype](like, positions, self.form.device)
         return block
+
+    def _slab_positions(self, like: torch.Tensor, capacity: int) -> int:
+        """The positions of a slab, where the sequence has KV for `capacity`."""
+        is_lazy = self.form.device is None and like.device.type == "cpu"
+        return self.most if is_lazy else capacity
 
 
 class _Plain:
@@ -145,6 +165,14 @@ class _Beside:
         here = device.type == "cpu"
         self.states = reserve(shape, dtype) if here else torch.empty(shape, dtype=dtype, device=device)
 
+    def resize(self, capacity: int, filled: int) -> None:
+        """Have memory for `capacity` positions, and keep the first `filled` ones."""
+        rows, heads, positions, width = self.states.shape
+        if capacity != positions:
+            resized = self.states.new_empty((rows, heads, capacity, width))
+            resized[:, :, :filled] = self.states[:, :, :filled]
+            self.states = resized
+
     def write(self, start: int, new: torch.Tensor) -> None:
         self.states.narrow(2, start, new.shape[2]).copy_(new)
 
@@ -165,8 +193,20 @@ class _Elsewhere:
         rows, heads, capacity, width = shape
         pinned = blocks.type == "cuda" and device.type == "cpu"
         self._blocks = blocks
+        self._pinned = pinned
         self._positions = torch.empty((capacity, rows, heads, width), dtype=dtype, device=device, pin_memory=pinned)
         self.states = self._positions.permute(1, 2, 0, 3)
+
+    def resize(self, capacity: int, filled: int) -> None:
+        """Wait for all copies that are under way, and then do the same as `_Beside.resize`."""
+        former = self._positions
+        if capacity != len(former):
+            if self._pinned:
+                torch.cuda.synchronize(self._blocks)
+            shape = capacity, *former.shape[1:]
+            self._positions = torch.empty(shape, dtype=former.dtype, device=former.device, pin_memory=self._pinned)
+            self._positions[:filled] = former[:filled]
+            self.states = self._positions.permute(1, 2, 0, 3)
 
     def write(self, start: int, new: torch.Tensor) -> None:
         positions = new.permute(2, 0, 1, 3).contiguous()

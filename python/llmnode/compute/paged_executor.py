@@ -31,6 +31,7 @@ class PagedExecutor(SpanExecutor):
         """`record` records steps. A way that does not work on this device is left out, and logged."""
         super().__init__(model, hidden_size, pool.tokens, str(pool.device))
         self._pool = pool
+        self.kv_page = pool.page
         self._paged: dict[SessionId, PagedKV] = {}
         self._forwards = RecordedForwards(model, pool, record)
         with torch.inference_mode():

@@ -53,12 +53,19 @@ class PagePool:
 
     def take(self, tokens: int) -> PagedKV:
         """Pages for a sequence. The caller knows that there are enough."""
-        kv = PagedKV(self, self._free[-in_pages(tokens, self.page) :])
-        del self._free[-len(kv.pages) :]
-        return kv
+        return PagedKV(self, self.take_pages(in_pages(tokens, self.page)))
+
+    def take_pages(self, count: int) -> list[int]:
+        """At least one page."""
+        pages = self._free[-count:]
+        del self._free[-count:]
+        return pages
+
+    def give_pages_back(self, pages: Sequence[int]) -> None:
+        self._free += pages
 
     def give_back(self, kv: PagedKV) -> None:
-        self._free += kv.pages
+        self.give_pages_back(kv.pages)
 
     def states(self, layer: int, like: torch.Tensor) -> KVPair:
         """Keys and values of a block, (pages, positions, heads, head_dim); `like` is (1, heads, any, head_dim)."""
@@ -84,6 +91,17 @@ class PagedKV:
         self.length = 0
         self._pool = pool
         self._table = torch.tensor(pages, device=pool.device)
+
+    def resize(self, capacity: int) -> None:
+        """The caller knows that there are enough pages."""
+        pages = in_pages(capacity, self.page)
+        if pages > len(self.pages):
+            self.pages += self._pool.take_pages(pages - len(self.pages))
+        elif pages < len(self.pages):
+            self._pool.give_pages_back(self.pages[pages:])
+            del self.pages[pages:]
+        self.capacity = pages * self.page
+        self._table = torch.tensor(self.pages, device=self._pool.device)
 
     def slots(self, start: int, end: int) -> list[int]:
         """The places of the positions in the pool, counted in positions."""

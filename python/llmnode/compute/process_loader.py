@@ -120,10 +120,10 @@ class ProcessLoader:
                 with trio.CancelScope(shield=True):
                     await process.drop(number)
 
-    def _has(self, process: WorkerProcess, span: Span, loaded: tuple[int, int]) -> BatchingWorker:
-        self.tensor_bytes, kv_tokens_free = loaded
+    def _has(self, process: WorkerProcess, span: Span, loaded: tuple[int, int, int]) -> BatchingWorker:
+        self.tensor_bytes, kv_tokens_free, kv_page = loaded
         assert self._model is not None
-        held = HeldSpan(process, self._number, span, kv_tokens_free, self._model.row_bytes)
+        held = HeldSpan(process, self._number, span, kv_tokens_free, kv_page, self._model.row_bytes)
         worker = BatchingWorker(held, held.run, time.perf_counter)
         self._workers[worker] = held
         return worker

@@ -126,7 +126,7 @@ class _ExecutorThread:
     """The thread of an executor. It is the `Held` port of the executor until that is dropped."""
 
     def __init__(self, executor: Executor, thread: ComputeThread) -> None:
-        self.span = executor.span
+        self.span, self.kv_page = executor.span, executor.kv_page
         self._executor: Executor | None = executor
         self._thread = thread
 

@@ -250,10 +250,12 @@ class WorkerProcess:
 class HeldSpan:
     """The `Held` port of one executor in the process."""
 
-    def __init__(self, process: WorkerProcess, number: int, span: Span, kv_tokens_free: int, row_bytes: int) -> None:
+    def __init__(
+        self, process: WorkerProcess, number: int, span: Span, kv_tokens_free: int, kv_page: int, row_bytes: int
+    ) -> None:
         """`row_bytes` is the size of a position's hidden state."""
         self.number, self.span, self.row_bytes = number, span, row_bytes
-        self.free = kv_tokens_free
+        self.free, self.kv_page = kv_tokens_free, kv_page
         self.is_dropped = False
         self._process = process
 

@@ -101,6 +101,17 @@ class Open(SessionOperation[bool]):
 
 
 @dataclass(frozen=True, slots=True)
+class Resize(SessionOperation[bool]):
+    """Have KV for this number of `positions` in all, at most `Open.max_length`. False if there is no room for it.
+
+    They are no fewer than have ever been computed: positions that were cut off may have memory still.
+    """
+
+    session: SessionId
+    positions: int
+
+
+@dataclass(frozen=True, slots=True)
 class Computed:
     """The result of a `Forward`, `Evaluate` or `Backward`: numbers of the same shape, and where the time went."""
 
@@ -181,7 +192,7 @@ class Forget(Operation[bool]):
     adapter: AdapterId
 
 
-Control: TypeAlias = Open | Truncate | Fork | Close | Adopt | Forget
+Control: TypeAlias = Open | Resize | Truncate | Fork | Close | Adopt | Forget
 """The operations that take no time: an executor does each whole, before the slices of its batch."""
 
 

@@ -11,7 +11,7 @@ from llmnode.compute.batching import BatchingWorker
 from llmnode.compute.work import do, failed
 from llmnode.core.ids import SESSION_ID_BYTES, AdapterId, SessionId
 from llmnode.core.model import FP32_BYTES, ModelInfo
-from llmnode.core.operations import Adopt, Backward, Close, Forget, Fork, Open, Truncate
+from llmnode.core.operations import Adopt, Backward, Close, Forget, Fork, Open, Resize, Truncate
 from llmnode.core.span import Span
 from llmnode.errors import AdapterError, ConfigError, WorkerLost
 from llmnode.testing.exact_blocks import (
@@ -214,6 +214,7 @@ class ExactExecutor:
         self.forks: list[tuple[int, int]] = []
         self.forward_began = trio.Event()
         self._row_bytes = row_bytes
+        self.kv_page = 1
         self._kv_tokens = kv_tokens
         self._reserved: dict[SessionId, int] = {}
         self._spans: dict[SessionId, Span] = {}
@@ -235,6 +236,8 @@ class ExactExecutor:
         match operation:
             case Open():
                 return self._open(operation)
+            case Resize(session, positions):
+                return self._resize(session, positions)
             case Truncate(session, length):
                 self._half_way.pop(session, None)
                 self._kept[session] = self._kept[session][: length * self._row_bytes]
@@ -271,6 +274,7 @@ class ExactExecutor:
             assert each.first == passed
             assert len(came_in) == each.length * self._row_bytes
             assert bool(each.hidden) == (not each.first)
+            assert each.start + each.length <= self._reserved[each.session], "positions without KV"
         self.batches.append([each.session for each in slices])
         return [self._output(each) for each in slices]
 
@@ -330,6 +334,14 @@ class ExactExecutor:
         self._kept[session] = b""
         return True
 
+    def _resize(self, session: SessionId, positions: int) -> bool:
+        assert positions * self._row_bytes >= len(self._kept[session]), "positions without KV"
+        if positions - self._reserved[session] > self.kv_tokens_free():
+            self.refused += 1
+            return False
+        self._reserved[session] = positions
+        return True
+
     def _fork(self, fork: Fork) -> None:
         self._fail_if_told()
         self.forks.append((fork.shared, fork.length))
@@ -340,6 +352,7 @@ class ExactExecutor:
         edge, end = fork.shared * self._row_bytes, fork.length * self._row_bytes
         assert edge <= len(own)
         assert end <= len(other)
+        assert fork.length <= self._reserved[fork.session], "positions without KV"
         self._kept[fork.session] = own[:edge] + other[edge:end]
 
     def occupy(self, kv_tokens: int) -> None:

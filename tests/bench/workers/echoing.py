@@ -26,6 +26,7 @@ class EchoExecutor:
     """The `Executor` port without blocks and KV."""
 
     span = Span(0, ECHO.blocks)
+    kv_page = 1
 
     def kv_tokens_free(self) -> int:
         return KV_TOKENS

@@ -34,6 +34,7 @@ from llmnode.core.operations import (
     Fork,
     Open,
     Pass,
+    Resize,
     Slice,
     Truncate,
 )
@@ -51,6 +52,7 @@ NUMBERS = st.binary(max_size=200)
 PROMPTS = st.just(NO_PROMPTS) | st.builds(DeepPrompts, COUNTS, COUNTS, COUNTS, NUMBERS)
 CONTROLS = st.one_of(
     st.builds(Open, SESSIONS, SPANS, COUNTS, *ACCOUNTS, st.none() | ADAPTERS, PROMPTS, st.text(max_size=9)),
+    st.builds(Resize, SESSIONS, COUNTS),
     st.builds(Truncate, SESSIONS, COUNTS),
     st.builds(Fork, SESSIONS, SESSIONS, COUNTS, COUNTS),
     st.builds(Close, SESSIONS),
@@ -97,12 +99,13 @@ def test_work_arrives_as_it_was(work: Work, cut: int) -> None:
 
 def test_every_operation_crosses() -> None:
     """`CONTROLS` and `PASSES` above have each, so that a new one cannot be forgotten here."""
-    assert set(get_args(Control)) == {Open, Truncate, Fork, Close, Adopt, Forget}
+    assert set(get_args(Control)) == {Open, Resize, Truncate, Fork, Close, Adopt, Forget}
     assert set(get_args(Pass)) == {Evaluate, Backward}
 
 
 GOOD: dict[type[object], list[object]] = {
     Open: [bytes(16), [0, 3], 100, "client", 1, None, [1, 1, 2, 16], "group"],
+    Resize: [bytes(16), 5],
     Truncate: [bytes(16), 5],
     Fork: [bytes(16), bytes(16), 0, 5],
     Close: [bytes(16)],
