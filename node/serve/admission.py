@@ -1,23 +1,23 @@
 """Gives sessions KV in the order of `core/serving/admission_queue.py`, and refuses those that would wait too long.
 
-Sessions that have to go for others are told so, and end.
+Sessions that have to go for others, or find no KV to grow, are told so, and end.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.operations import Close, Open
+from llmnode.core.operations import Close, Open, Resize
 from llmnode.core.serving.admission_queue import AdmissionQueue
 from llmnode.errors import PeerRefused, WorkerLost
 from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from llmnode.core.ids import SessionId
     from llmnode.core.policy import AdmissionPolicy
@@ -27,12 +27,15 @@ if TYPE_CHECKING:
     Evict = Callable[[PeerRefused], None]
     """Ends a session, and says why. It returns at once."""
 
-MOVED = "this session was not in use, and others wait for its KV: go on elsewhere, or here, by a replay"
+MOVED = "others need the KV of this session: go on elsewhere, or here, by a replay"
+FULL = "others than sessions have the KV that this session needs: go on elsewhere, or here, by a replay"
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
     claim: KvClaim
+    grows: bool = False
+    """It has come in."""
     has_kv: bool = False
     makes_way: bool = False
     over: trio.Event = field(default_factory=trio.Event)
@@ -48,7 +51,7 @@ class Admission:
     def __init__(self, worker: Worker, policy: AdmissionPolicy) -> None:
         self._worker = worker
         self._policy = policy
-        self._queue = AdmissionQueue(worker.kv_tokens, policy)
+        self._queue = AdmissionQueue(worker.kv_tokens, policy, worker.kv_page)
         self._waiting: dict[SessionId, _Waiting] = {}
         self._evict: dict[SessionId, tuple[KvClaim, Evict]] = {}
         self._looked_s = -inf
@@ -57,7 +60,8 @@ class Admission:
     async def enter(self, opening: Open, claim: KvClaim, evict: Evict) -> None:
         """Do `opening`, when it is the session's turn. Raises PeerRefused. `leave` is due in any case.
 
-        From then on, `evict` may be called once, if the session has to go for others.
+        There is KV for the first positions then. From then on, `evict` may be called once, if the session has to go for
+        others.
         """
         self._check(claim)
         session = opening.session
@@ -76,12 +80,46 @@ class Admission:
         if not waiting.has_kv:
             why = "others come first" if waiting.makes_way else f"not free within {self._policy.wait_s:g} s"
             raise self._refusal(claim, why)
+        first = min(self._queue.held(session), opening.max_length)
         try:
-            is_open = await self._worker.do(opening)
+            is_open = await self._worker.do(replace(opening, positions=first))
         except WorkerLost as error:
             raise PeerRefused(RefusalCode.BUSY, str(error)) from error
         if not is_open:
             raise self._refusal(claim, "taken by others than sessions")
+
+    def held(self, session: SessionId) -> int:
+        """The positions that a session has KV for."""
+        return self._queue.held(session)
+
+    async def reserve(self, session: SessionId, positions: int) -> None:
+        """See to it that a session that has come in has KV for `positions`. Others may have to go for more than it has.
+
+        If it has to go itself, its `evict` is called, and has to cancel this. Raises WorkerLost.
+        """
+        if positions <= self._queue.held(session):
+            return
+        if session not in self._evict:  # it was told to go
+            await trio.sleep_forever()
+        claim, evict = self._evict[session]
+        waiting = self._waiting[session] = _Waiting(claim, grows=True)
+        self._queue.grow(session, positions)
+        try:
+            self._admit()
+            if not waiting.over.is_set():
+                now_s = trio.current_time()
+                self._move(self._queue.choose_leaving(session, now_s), now_s)
+            await waiting.over.wait()  # no longer than it takes those that go
+        finally:
+            del self._waiting[session]
+            if not waiting.has_kv:
+                self._queue.give_up(session)
+        if not await self._worker.do(Resize(session, min(self._queue.held(session), claim.positions))):
+            self._queue.end(session)
+            if self._evict.pop(session, None) is not None:
+                retry_after_s = self._retry_after_s(claim, positions)
+                evict(PeerRefused(RefusalCode.UNKNOWN_SESSION, FULL, retry_after_s=retry_after_s))
+            await trio.sleep_forever()
 
     def use(self, session: SessionId, *, ends: bool = False) -> None:
         """A step of the session begins, or a step or replay ends. Other frames do not count."""
@@ -89,17 +127,19 @@ class Admission:
 
     async def leave(self, session: SessionId) -> None:
         """Free its KV, if it has any, and let others in."""
+        self._evict.pop(session, None)
+        self._queue.end(session)
         try:
             await self._worker.do(Close(session))
         finally:
-            self._evict.pop(session, None)
             self._forget(session)
 
     def close(self, reason: str) -> None:
         """Let nobody in any more, nor wait. They are told the reason."""
         self._closed_because = reason
         for waiting in self._waiting.values():
-            waiting.end()
+            if not waiting.grows:
+                waiting.end()
 
     async def _wait(self, waiting: _Waiting) -> None:
         self._admit()
@@ -114,12 +154,21 @@ class Admission:
         if now_s < self._looked_s + self._policy.look_every_s / 2:
             return
         self._looked_s = now_s
-        moved = [self._evict.pop(session) for session in self._queue.choose_moves(now_s)]
-        if moved:  # working it out takes long with thousands of sessions, so the largest claim is that of all
-            largest = max((claim for claim, _ in moved), key=lambda claim: claim.positions)
-            retry_after_s = self._queue.retry_after_s(largest, now_s)
-            for _, evict in moved:
-                evict(PeerRefused(RefusalCode.UNKNOWN_SESSION, MOVED, retry_after_s=retry_after_s))
+        self._move(self._queue.choose_moves(now_s), now_s)
+
+    def _move(self, sessions: Sequence[SessionId], now_s: float) -> None:
+        if not sessions:
+            return
+        # Working it out takes long with thousands of sessions, so the time of the largest is that of all.
+        moved = [self._evict.pop(session) for session in sessions]
+        largest = max(sessions, key=self._queue.held)
+        retry_after_s = self._retry_after_s(moved[sessions.index(largest)][0], self._queue.held(largest))
+        for _, evict in moved:
+            evict(PeerRefused(RefusalCode.UNKNOWN_SESSION, MOVED, retry_after_s=retry_after_s))
+
+    def _retry_after_s(self, claim: KvClaim, positions: int) -> float:
+        """When a session with this number of positions may come back."""
+        return self._queue.retry_after_s(replace(claim, at_once=positions), trio.current_time())
 
     def _forget(self, session: SessionId) -> None:
         self._queue.remove(session, trio.current_time())
@@ -147,6 +196,6 @@ class Admission:
             raise PeerRefused(RefusalCode.BUSY, self._closed_because)
 
     def _refusal(self, claim: KvClaim, why: str) -> PeerRefused:
-        reason = f"{claim.positions} positions asked for, {self._worker.kv_tokens_free} free: {why}"
+        reason = f"{self._queue.first(claim)} positions asked for, {self._worker.kv_tokens_free} free: {why}"
         retry_after_s = self._queue.retry_after_s(claim, trio.current_time())
         return PeerRefused(RefusalCode.NO_ROOM, reason, retry_after_s=retry_after_s)

@@ -24,6 +24,8 @@ class OpenedTerms:
     profile: Profile
     priority: Priority
     keep_outputs: bool
+    at_once: int = 0
+    """The positions that come as soon as the session is open."""
     prompts: DeepPrompts = NO_PROMPTS
     prompts_digest: bytes = b""
     """Made once, and compared in the place of megabytes of prompts."""

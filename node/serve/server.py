@@ -226,5 +226,5 @@ class Server:
 
 
 def _positions(sessions: Iterable[ServerSession]) -> int:
-    """That they have KV for."""
-    return sum(each.stage.max_length for each in sessions)
+    """The positions that they have KV for."""
+    return sum(each.served.admission.held(each.stage.session) for each in sessions)

@@ -29,6 +29,7 @@ from llmnode.wire import version_1
 from llmnode.wire.deep_prompts import prompts_of_session
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Lease, Leased, OpenRequest, RefusalCode, check_empty, pack, unpack
+from llmnode.wire.open_extensions import positions_at_once
 from llmnode.wire.payload import Codec, HiddenForm
 from llmnode.wire.profile import profile_of
 from llmnode.wire.refusal import refusal_for
@@ -139,7 +140,8 @@ class ServerLink:
         # A priority of a newer client keeps no session out, and gains it nothing either.
         sessions, priority = self._server.sessions, PRIORITIES.get(request.priority, max(Priority))
         prompts = prompts_of_session(frame, request, form.hidden_size, self._server.policy.session_prompt_bytes)
-        terms = OpenedTerms(span, form, profile_of(request), priority, request.keep_outputs)
+        at_once = positions_at_once(request)
+        terms = OpenedTerms(span, form, profile_of(request), priority, request.keep_outputs, at_once)
         session = ServerSession(stage, terms, self._link, served, sessions)
         try:
             session.inbox.memory.hold_prompts(2 * prompts.size_bytes)  # here, and at the worker

@@ -181,7 +181,7 @@ class ServerSession:
         try:
             terms, stage = self.terms, self.stage
             adapter = None if self._adapter is None else self._adapter.digest
-            claim = KvClaim(self.client, self._group, terms.priority, stage.max_length)
+            claim = KvClaim(self.client, self._group, terms.priority, stage.max_length, terms.at_once)
             account = stage.max_length, self.client, terms.priority
             opening = Open(stage.session, self._span, *account, adapter, terms.prompts, self._group)
             await self.served.admission.enter(opening, claim, self.evict)
@@ -256,6 +256,7 @@ class ServerSession:
             self._form.check_values(frame)
             self.served.admission.use(frame.session)
             try:
+                await self.served.admission.reserve(frame.session, frame.start + frame.length)
                 await self._receiver.prepare(frame.epoch, self._form.bytes_of(frame.length) + PUSHED_BYTES)
                 await self._memory.begin_work(self._form.work_bytes(frame.length))
                 self._memory.log(self._logged_bytes + self._form.bytes_of(frame.length))
@@ -323,6 +324,7 @@ class ServerSession:
             return
         if isinstance(operation, operations.Fork) and source.served is not self.served:
             raise WorkerLost("the session to be copied has lost its worker")
+        await self.served.admission.reserve(frame.session, frame.start)
         try:
             await self._worker.do(operation)
         except (RuntimeError, MemoryError) as error:

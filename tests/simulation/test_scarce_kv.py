@@ -227,7 +227,8 @@ def let_it_be(_refusal: PeerRefused) -> None:
 async def test_who_has_stopped_waiting_is_let_in_no_more_though_it_has_not_left_yet(why: str) -> None:
     worker = ExactWorker(ALL_BLOCKS, ROW, KV_TOKENS)
     admission, whole, other = Admission(worker, AdmissionPolicy()), SessionId(b"w" * 16), SessionId(b"o" * 16)
-    await admission.enter(Open(whole, ALL_BLOCKS, KV_TOKENS), claim_of("client", KV_TOKENS), let_it_be)
+    claim = replace(claim_of("client", KV_TOKENS), at_once=KV_TOKENS)
+    await admission.enter(Open(whole, ALL_BLOCKS, KV_TOKENS), claim, let_it_be)
 
     async def wait_in_vain() -> None:
         with suppress(PeerRefused):

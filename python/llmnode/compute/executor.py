@@ -104,10 +104,11 @@ class SpanExecutor:
     def _open(self, opened: Open) -> bool:
         if opened.session in self._sequences:
             raise LocalProtocolError("this session is open already")
-        if in_pages(opened.max_length, self.kv_page) * self.kv_page > self._kv_tokens_free:
+        first = opened.first_positions
+        if in_pages(first, self.kv_page) * self.kv_page > self._kv_tokens_free:
             return False
         give_back()
-        kv = self._take_kv(opened.session, opened.max_length)
+        kv = self._take_kv(opened.session, first, opened.max_length)
         self._kv_tokens_free -= kv.capacity
         prompts = read_prompts(opened.prompts, self._hidden_size, torch.device("cpu")) if opened.prompts else None
         self._sequences[opened.session] = _Sequence(kv, opened.span, opened.adapter, prompts)
@@ -216,8 +217,9 @@ class SpanExecutor:
             self._give_kv_back(session)
             give_back()
 
-    def _take_kv(self, _session: SessionId, tokens: int) -> KV:
-        return SequenceKV(tokens, self._kv)
+    def _take_kv(self, _session: SessionId, tokens: int, most: int) -> KV:
+        """KV for this number of tokens at first, and for `most` of them later."""
+        return SequenceKV(tokens, self._kv, most=most)
 
     def _give_kv_back(self, session: SessionId) -> None:
         """It is used no more."""

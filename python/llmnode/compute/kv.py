@@ -54,7 +54,7 @@ class KV(Protocol):
 
 @dataclass(slots=True)
 class SequenceKV:
-    """The `KV` protocol in slabs. It has memory for `capacity` positions, and never for more than at first.
+    """The `KV` protocol in slabs. It has memory for `capacity` positions, and never for more than `most`.
 
     A slab beside blocks on a CPU is reserved address space for `most` positions; the system backs it with memory as
     positions are written. Elsewhere it has `capacity` positions, and another slab replaces it. A session for 8192
@@ -65,11 +65,12 @@ class SequenceKV:
     capacity: int
     form: KVForm = KVForm()
     length: int = 0
-    most: int = field(init=False)
+    most: int = 0
+    """The most positions that it may ever have memory for; `capacity` if that is more."""
     _blocks: dict[int, _Plain | _Rounded] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.most = self.capacity
+        self.most = max(self.most, self.capacity)
 
     def resize(self, capacity: int) -> None:
         for block in self._blocks.values():

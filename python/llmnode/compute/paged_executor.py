@@ -37,7 +37,7 @@ class PagedExecutor(SpanExecutor):
         with torch.inference_mode():
             use_what_works(self._forwards, pool, model.span, hidden_size)
 
-    def _take_kv(self, session: SessionId, tokens: int) -> PagedKV:
+    def _take_kv(self, session: SessionId, tokens: int, _most: int) -> PagedKV:
         self._paged[session] = self._pool.take(tokens)
         return self._paged[session]
 

@@ -84,7 +84,7 @@ NO_PROMPTS = DeepPrompts(0, 0, 0, b"")
 
 @dataclass(frozen=True, slots=True)
 class Open(SessionOperation[bool]):
-    """Reserve KV for `max_length` positions in the blocks of `span`. False if they do not fit."""
+    """Reserve KV in the blocks of `span` for `positions`, or for all of `max_length`. False if they do not fit."""
 
     session: SessionId
     span: Span
@@ -98,11 +98,17 @@ class Open(SessionOperation[bool]):
     """One row, for the blocks of `span`."""
     group: str = ""
     """The client's address group: clients of one group share what a single client of another one gets."""
+    positions: int | None = None
+    """KV for them is enough at first: it grows with `Resize`."""
+
+    @property
+    def first_positions(self) -> int:
+        return self.max_length if self.positions is None else self.positions
 
 
 @dataclass(frozen=True, slots=True)
 class Resize(SessionOperation[bool]):
-    """Have KV for this number of `positions` in all, at most `Open.max_length`. False if there is no room for it.
+    """Have KV for this number of `positions` in all, at most `Open.max_length`. False if there is no memory for it.
 
     They are no fewer than have ever been computed: positions that were cut off may have memory still.
     """

@@ -13,7 +13,11 @@ from llmnode.wire.chunk_path import ALL_WOULD_REFUSE
 from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
+    import random
+
     from llmnode.core.ids import PeerId
+    from llmnode.core.policy import RoutePolicy
+    from llmnode.core.route import Hop
     from llmnode.core.span import Span
     from llmnode.session.peer_finder import PeerFinder
 
@@ -26,8 +30,28 @@ FAILED_COMPUTATIONS = 8
 QUICK_S = 1.0
 """A replay or a pass that fails sooner costs a search nothing."""
 
+MOST_DOUBLINGS = 2
+"""The longest pause for want of KV doubles this many times."""
+
 AGREEING_GROUPS = 2
 """A session ends if peers of this many address groups blame it: identities are free, and one peer may lie."""
+
+
+class LetGo(PeerRefused):
+    """No peer has failed: the session has freed its KV at `hop`, since it or another row waited for KV."""
+
+    def __init__(self, hop: Hop) -> None:
+        why = "its KV was freed while this generation waited for KV"
+        super().__init__(RefusalCode.UNKNOWN_SESSION, why, peer=hop.peer, span=hop.span)
+
+
+def wants_kv(failure: PeerError) -> bool:
+    """Whether the peer has no KV for the session now, and may have some later."""
+    if isinstance(failure, LetGo):
+        return True
+    if not isinstance(failure, PeerRefused) or failure.retry_after_s is None:
+        return False
+    return failure.code in {RefusalCode.NO_ROOM, RefusalCode.UNKNOWN_SESSION}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +96,28 @@ class StepFailures:
     """The replays or passes that a peer began, and did not end."""
     retry_in_s: float = 0.0
     """The shortest wait for free KV that a peer named since every peer was asked; 0 if none did."""
+    wants_kv: bool = False
+    """A peer has refused for want of KV since every peer was asked."""
+    waits_for_kv: int = 0
+    """The pauses that were made for want of KV."""
 
-    def begin_search(self, now_s: float) -> None:
-        """A hop is lost, and others are to be found. After too many searches there is no time for another one."""
+    def begin_search(self, now_s: float, least_s: float = 0.0) -> None:
+        """A hop is lost, and others are to be found, for `least_s` at least.
+
+        After too many searches there is no time for another one.
+        """
         self.searches += 1
         has_time = self.searches <= self.policy.replacements
-        self.deadline_s = now_s + self.policy.timeout_s if has_time else -math.inf
+        self.deadline_s = now_s + max(least_s, self.policy.timeout_s) if has_time else -math.inf
+
+    def pause_s(self, policy: RoutePolicy, rng: random.Random) -> float:
+        """The pause before all peers are asked again. For want of KV it grows, and clients come apart."""
+        pause_s = max(policy.retry_s, self.retry_in_s)
+        if not self.wants_kv:
+            return min(pause_s, policy.longest_pause_s)
+        longest_s = policy.longest_pause_s * (1 << min(self.waits_for_kv, MOST_DOUBLINGS))
+        self.waits_for_kv += 1
+        return min(pause_s, longest_s) * rng.uniform(1, 1.5)
 
     def add_try(self, took_s: float, *, failed: bool) -> None:
         """A replay or a pass has taken this long. It has a limit of its own, so its time does not count as a search.
@@ -97,7 +137,7 @@ class StepFailures:
     def ask_all_again(self) -> None:
         self.failed = set(self.silent) if self.failed - self.silent else set()
         self.cut_off.clear()
-        self.retry_in_s = 0.0
+        self.retry_in_s, self.wants_kv = 0.0, False
 
     def check_agreement(self) -> None:
         """To be called when there is no other peer to ask. Raises SessionLost if all of them blame the session.
@@ -110,7 +150,9 @@ class StepFailures:
             raise SessionLost(self.causes) from self.causes[-1]
 
     def note_lost(self, failure: PeerError, finder: PeerFinder) -> None:
-        """A hop of the session failed."""
+        """A hop of the session failed, unless it was let go."""
+        if isinstance(failure, LetGo):
+            return
         self.note(failure, finder)
         was_moved = isinstance(failure, PeerRefused) and failure.code == RefusalCode.UNKNOWN_SESSION
         if (was_moved or isinstance(failure, PeerUnreachable)) and failure.peer in self.failed:
@@ -120,6 +162,7 @@ class StepFailures:
     def note(self, error: PeerError, finder: PeerFinder) -> None:
         """A peer failed."""
         finder.report(error)
+        self.wants_kv = self.wants_kv or wants_kv(error)
         self.causes = [*self.causes[: CAUSES_KEPT - 1], error]
         if isinstance(error, PeerRefused):
             if error.retry_after_s is not None:

@@ -167,7 +167,7 @@ class SessionHop(HopState):
         """Be the copy that `request` asks for. A new hop opens first. An error is kept as `failure`, and not raised."""
         with suppress(PeerError):
             if not self.is_open:
-                await self.carry_out(self.open(opened))
+                await self.carry_out(self.open(opened, request.frame.start))
             await self.carry_out(request)
 
     def expect(self, chunk: Chunk) -> Expected:

@@ -14,6 +14,7 @@ import trio
 from llmnode.core.ids import Step
 from llmnode.errors import ConfigError, PeerUnreachable, SessionClosed, single_error
 from llmnode.session.chunk_run import run_chunks
+from llmnode.session.failures import LetGo
 from llmnode.session.hop import SessionHop
 from llmnode.session.relay_gate import RelayGate
 from llmnode.wire.payload import payload_bytes
@@ -49,6 +50,8 @@ class SessionHops:
         self.state: SessionState[SessionHop] = SessionState(terms)
         self.ended: LlmnodeError | None = None
         """Why nothing more can be done with the session."""
+        self.is_busy = False
+        """A step or the like is under way."""
         self._gate = RelayGate(terms.policy.relayed)
 
     @property
@@ -174,6 +177,19 @@ class SessionHops:
         self.state.commit(result)
         if self.tools.finder is not None:
             self.tools.finder.note_served(result)
+
+    async def let_go(self) -> None:
+        """Free the KV of all hops, which are lost then. Nothing may be under way at them.
+
+        A spot check goes on, and what servers were asked to keep for another process stays.
+        """
+        checks = self.tools.spot_checks
+        if (checks is not None and checks.is_busy) or any(hop.is_leased for hop in self.hops):
+            return
+        held = [hop for hop in self.hops if hop.failure is None]
+        for hop in held:
+            hop.failure = LetGo(hop.hop)
+        await self.abandon(held)
 
     async def abandon(self, hops: Sequence[SessionHop]) -> None:
         with trio.move_on_after(self.terms.policy.open_timeout_s, shield=True):

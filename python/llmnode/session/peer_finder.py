@@ -288,12 +288,12 @@ class PeerFinder:
     ) -> dict[PeerId, HopCost]:
         """Costs by what peers say of themselves, as far as it is believed, and by what we have seen of them.
 
-        Suspected peers, those without KV for `positions`, those that have a hop `beside`, and those that were never
-        reached where others could not be are dearer.
+        Suspected peers, those without KV for the first `positions`, those that have a hop `beside`, and those that were
+        never reached where others could not be are dearer.
         """
         now_s, round_trips_s = trio.current_time(), self.reaching.round_trips_s()
         sessions = {each.peer: len(each.sessions) for each in self.pool.living()}
-        row_bytes = self.model.row_bytes
+        row_bytes, first = self.model.row_bytes, min(positions, self.policy.route.first_positions)
         candidates = [
             candidate_of(each, row_bytes, round_trips_s.get(each.peer), sessions.get(each.peer, 0))
             for each in announcements
@@ -303,7 +303,7 @@ class PeerFinder:
         for each in announcements:
             penalty, cost = self._suspicion.penalty(each.peer, now_s), believed[each.peer]
             penalty *= self.policy.route.second_hop_cost if each.peer in beside else 1.0
-            is_full = each.offer.kv_tokens_free < positions or self._full_until_s.get(each.peer, 0.0) > now_s
+            is_full = each.offer.kv_tokens_free < first or self._full_until_s.get(each.peer, 0.0) > now_s
             wait_s = self.policy.route.full_cost_s if is_full else 0.0
             if each.peer not in sessions and not self._standing.is_proven(each.peer, now_s):
                 wait_s += self.reaching.doubt_s(each)

@@ -175,7 +175,7 @@ class Recomputer:
         """From position 0 on, as it has no KV of this session."""
         sample, made = exhibit.sample, PayloadLog(self._form)
         try:
-            await hop.carry_out(hop.open(Epoch(0)))
+            await hop.carry_out(hop.open(Epoch(0), sample.end))
             for step, (start, length) in enumerate(self._pieces(sample.end)):
                 chunk = Chunk(Epoch(0), Step(step), start, length)
                 result = await run_chunk([hop], chunk, exhibit.given.read(start, length), self._alone.policy)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.errors import IntegrityError, NoRoute, PeerError, SessionLost
-from llmnode.session.failures import Recovery
+from llmnode.session.failures import LetGo, Recovery, wants_kv
 from llmnode.session.hops import signed_receipt
 from llmnode.wire.chunk_path import HopsDisagree
 
@@ -23,16 +23,18 @@ if TYPE_CHECKING:
     from llmnode.session.hop import SessionHop
     from llmnode.session.hops import SessionHops
     from llmnode.session.peer_finder import PeerFinder
+    from llmnode.session.rows import Rows
 
 log = logging.getLogger(__name__)
 
 
 class Recoverer:
-    """Recovers the hops of one session. Without `finder` no peer can be replaced."""
+    """Recovers the hops of one session, which is one of `rows`. Without `finder` no peer can be replaced."""
 
-    def __init__(self, hops: SessionHops) -> None:
+    def __init__(self, hops: SessionHops, rows: Rows) -> None:
         self.recoveries: list[Recovery] = []
         self._hops = hops
+        self._rows = rows
         self._state = hops.state
         self._finder = hops.tools.finder
 
@@ -70,21 +72,25 @@ class Recoverer:
             self._finder.suspect(error.suspects)
 
     async def _replace(self, lost: SessionHop, finder: PeerFinder, failures: StepFailures) -> None:
-        """Put others in the place of `lost`. Returns early if the hop before fails, which is then lost too."""
+        """Put others in the place of `lost`. Returns early if the hop before fails, which is then lost too.
+
+        While no peer has KV for them, neither this session nor another row that is not in use holds any.
+        """
         hops, policy = self._hops, self._hops.terms.policy
         began_s = trio.current_time()
-        failures.begin_search(began_s)
         before = self._state.before(lost)
         assert lost.failure is not None
+        if not (isinstance(lost.failure, LetGo) and failures.searches):  # else the search goes on
+            failures.begin_search(began_s, policy.recovery.kv_patience_s if wants_kv(lost.failure) else 0.0)
         lost.inputs.truncate(self._state.position)
         failures.note_lost(lost.failure, finder)
         await hops.abandon([lost])  # if it lives it may be asked to take its own place, and has no KV for both
-        beside = {each.hop.peer for each in hops.hops if each.failure is None}
         missing: NoRoute | None = None
         hurry = False
         while hops.ended is None and trio.current_time() < failures.deadline_s:
             try:
                 avoided = failures.avoided(hurry=hurry)
+                beside = {each.hop.peer for each in hops.hops if each.failure is None}
                 found = await finder.find(lost.hop.span, hops.terms.max_length, avoided, hurry=hurry, beside=beside)
                 others = await hops.rebuild(lost, *found, failures)
             except NoRoute as absence:
@@ -92,10 +98,15 @@ class Recoverer:
                 if hurry:  # every peer has been asked
                     failures.check_agreement()
                     log.warning("%s; trying again for %.0f s", missing, failures.deadline_s - trio.current_time())
-                    pause_s = min(max(policy.route.retry_s, failures.retry_in_s), policy.route.longest_pause_s)
+                    if failures.wants_kv:
+                        await hops.let_go()
+                        await self._rows.let_go()
+                    pause_s = failures.pause_s(policy.route, finder.rng)
                     with trio.move_on_at(min(trio.current_time() + pause_s, failures.deadline_s)):
                         await finder.wait_changed()
                     failures.ask_all_again()  # they may be back, or have free KV, by now
+                    if before is not None and before.failure is not None:
+                        return
                 hurry = not hurry
             except PeerError as failure:
                 if before is not None and before.failure is not None:
@@ -111,7 +122,7 @@ class Recoverer:
                 self._note(lost, others, trio.current_time() - began_s)
                 return
         hops.check_open()
-        raise missing or NoRoute([lost.hop.span], hint=str(failures.causes[-1]))
+        raise (None if failures.waits_for_kv else missing) or NoRoute([lost.hop.span], hint=str(failures.causes[-1]))
 
     def _note(self, lost: SessionHop, hops: Sequence[SessionHop], stall_s: float) -> None:
         others = tuple(each.hop.peer for each in hops)

@@ -12,6 +12,8 @@ import trio
 from llmnode.core.operations import NO_PROMPTS, DeepPrompts
 from llmnode.errors import ConfigError, NoRoute, PeerError, PeerRefused, single_error
 from llmnode.receipts.book import ReceiptBook
+from llmnode.session.failures import wants_kv
+from llmnode.session.rows import Rows
 from llmnode.session.session import open_session, resume_session
 from llmnode.session.spot_checks import SpotChecks
 from llmnode.session.tools import SessionTools
@@ -122,11 +124,14 @@ class Router:
     async def _open(
         self, stack: AsyncExitStack, terms: SessionTerms, beside: InferenceSession | None
     ) -> InferenceSession:
-        failed: dict[PeerId, PeerError] = {}
         began_s = trio.current_time()
-        if beside is not None:
+        rows = Rows() if beside is None else beside.rows
+        known = self.swarm.view.of_model(self.finder.model.digest)
+        too_small = rows.too_small(known, terms.max_length)
+        failed = dict(too_small)
+        if beside is not None and not any(hop.peer in failed for hop in beside.route):
             try:
-                opening = open_session(beside.route, beside.connections, terms, self._tools(terms))
+                opening = open_session(beside.route, beside.connections, terms, self._tools(terms), rows)
                 return await stack.enter_async_context(opening)
             except PeerError as error:
                 self._blame(error, beside.route, failed)
@@ -139,11 +144,14 @@ class Router:
                     self.finder.advise()
                     raise
                 log.info("asking again in %.1f s: %s", pause_s, error)
-                failed.clear()  # those that the view still counts on may be back, or have free KV
+                if any(map(wants_kv, failed.values())):
+                    await rows.let_go()
+                failed = dict(too_small)  # those that the view still counts on may be back, or have free KV
                 await trio.sleep(pause_s)
                 continue
             try:
-                session = await stack.enter_async_context(open_session(route, connections, terms, self._tools(terms)))
+                opening = open_session(route, connections, terms, self._tools(terms), rows)
+                session = await stack.enter_async_context(opening)
             except PeerError as error:
                 self._blame(error, route, failed)
             else:

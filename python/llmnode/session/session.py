@@ -33,6 +33,7 @@ from llmnode.session.chunk_run import run_chunk, run_chunks
 from llmnode.session.failures import StepFailures
 from llmnode.session.hops import SessionHops
 from llmnode.session.recovery import Recoverer
+from llmnode.session.rows import Rows
 from llmnode.session.tools import SessionTools
 from llmnode.wire.payload import decode_hidden
 
@@ -60,7 +61,8 @@ class InferenceSession:
     Made by `open_session`. Not for several tasks at once, except that any may close it.
     """
 
-    def __init__(self, terms: SessionTerms, tools: SessionTools) -> None:
+    def __init__(self, terms: SessionTerms, tools: SessionTools, rows: Rows | None = None) -> None:
+        """`rows` are the sessions that were opened beside each other, if this is one of them."""
         self.timings: Sequence[HopTiming] = ()
         """Where the time of the latest step went, one per hop."""
         self.receipts = tools.book
@@ -70,7 +72,9 @@ class InferenceSession:
         self._finder = tools.finder
         self._hops = SessionHops(terms, tools)
         self._state = self._hops.state
-        self._recoverer = Recoverer(self._hops)
+        self.rows = rows or Rows()
+        """The sessions that were opened beside each other, and this one."""
+        self._recoverer = Recoverer(self._hops, self.rows)
         self._is_exported = False
 
     @property
@@ -104,6 +108,7 @@ class InferenceSession:
         Raises the PeerError of the first hop that does not open.
         """
         await self._hops.open(route, connections)
+        self.rows.add(self._hops)
 
     async def take_over(self, saved: SavedSession, connections: Mapping[PeerId, PeerConnection]) -> None:
         """Instead of `open`: go on where `saved` stands, with the hops that are still there, and others for the rest.
@@ -199,6 +204,7 @@ class InferenceSession:
 
     async def close(self) -> None:
         """Tell every hop to free its KV; or, if the session was exported, to keep it for as long as was promised."""
+        self.rows.remove(self._hops)
         self._hops.ended = self._hops.ended or SessionClosed("closed")
         if self.spot_checks is not None:
             await self.spot_checks.close()
@@ -208,6 +214,7 @@ class InferenceSession:
     @contextmanager
     def _ends_if_cancelled(self) -> Iterator[None]:
         """Some hops may have done their part and others not: a later step would take a late answer for its own."""
+        self._hops.is_busy = True
         try:
             yield
         except SessionLost as error:
@@ -218,6 +225,8 @@ class InferenceSession:
         except BaseException:  # a group, if it was cancelled while several hops were busy
             self._hops.ended = SessionClosed("it was cancelled on the way through its hops")
             raise
+        finally:
+            self._hops.is_busy = False
 
     # The way through the hops
 
@@ -312,12 +321,13 @@ async def open_session(
     connections: Mapping[PeerId, PeerConnection],
     terms: SessionTerms,
     tools: SessionTools | None = None,
+    rows: Rows | None = None,
 ) -> AsyncIterator[InferenceSession]:
-    """Open a session at every hop of `route`; it is closed with the context.
+    """Open a session at every hop of `route`, as one of the `rows`; it is closed with the context.
 
     Raises the PeerError of the first hop that does not open.
     """
-    session = InferenceSession(terms, tools or SessionTools())
+    session = InferenceSession(terms, tools or SessionTools(), rows)
     async with _closed_at_last(session, terms.policy):
         await session.open(route, connections)
         yield session

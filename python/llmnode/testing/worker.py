@@ -324,10 +324,10 @@ class ExactExecutor:
         session = opened.session
         assert self.span.covers(opened.span)
         assert session not in self._reserved
-        if opened.max_length > self.kv_tokens_free():
+        if opened.first_positions > self.kv_tokens_free():
             self.refused += 1
             return False
-        self._reserved[session] = opened.max_length
+        self._reserved[session] = opened.first_positions
         self._spans[session] = opened.span
         self._adapter_of[session] = opened.adapter
         self._prompts[session] = exact_prompts(opened.prompts, 1)[0]

@@ -14,7 +14,6 @@ from llmnode.core.peers.peer_speed import PeerSpeed
 from llmnode.errors import PeerError, PeerRefused, RemoteProtocolError
 from llmnode.wire import deep_prompts
 from llmnode.wire.chunk import Hidden
-from llmnode.wire.deep_prompts import prompts_extension
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.log import PayloadLog
 from llmnode.wire.messages import (
@@ -33,6 +32,7 @@ from llmnode.wire.messages import (
     pack,
     unpack,
 )
+from llmnode.wire.open_extensions import open_extensions
 from llmnode.wire.profile import profile_fields
 from llmnode.wire.push_state import PushState
 
@@ -95,7 +95,8 @@ class HopState:
 
     # Requests
 
-    def open(self, epoch: Epoch) -> Request:
+    def open(self, epoch: Epoch, at_once: int = 0) -> Request:
+        """`at_once` is the number of positions that come as soon as it is open."""
         terms, span, prompts = self.terms, self.hop.span, self._prompts
         message = OpenRequest(
             **profile_fields(terms.model.profile),
@@ -105,7 +106,7 @@ class HopState:
             codec=terms.codec,
             priority=terms.policy.priority.word,
             keep_outputs=self.keeps_outputs,
-            extensions=prompts_extension(prompts) or None,
+            extensions=open_extensions(prompts, at_once),
             required=[PROMPTS] if prompts else None,
         )
         frame = Frame(FrameType.OPEN, self.session, epoch, meta=pack(message), payload=prompts.values)

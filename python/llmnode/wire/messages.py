@@ -113,7 +113,7 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class OpenRequest:
-    """Ask for a session over a part of the server's span, with KV for `max_length` positions.
+    """Ask for a session over a part of the server's span, which may use KV for `max_length` positions.
 
     Its hidden states cross the wire in `codec` (`payload.Codec`). `priority` is the purpose that the client names
     (`core.priority`); a server that does not know it takes the lowest that it knows. With `keep_outputs` the server
@@ -281,9 +281,10 @@ Extended: TypeAlias = Description | OpenRequest | Neighbours | Pass
 """The messages that have extensions."""
 DEADLINE_MS = "deadline_ms"
 PROMPTS = "prompts"
+POSITIONS = "positions"
 EXTENSIONS: Mapping[type[Any], Set[str]] = {
     **{kind: frozenset() for kind in get_args(Extended)},
-    OpenRequest: {PROMPTS},
+    OpenRequest: {PROMPTS, POSITIONS},
     Pass: {DEADLINE_MS, PROMPTS},
 }
 """The names that are known here. Others are ignored, unless the message requires them."""

@@ -122,7 +122,7 @@ class SessionState(Generic[HopT]):
         With nothing `before`, no hop is told neighbours. `quiet`: nobody wants the results of the last hop.
         """
         if not before:
-            return [(hop, [hop.open(self.epoch)]) for hop in hops]
+            return [(hop, [hop.open(self.epoch, self.position)]) for hop in hops]
         return self._set_neighbours([*before, *hops, None], hops, now_s, quiet=quiet)
 
     def _set_neighbours(
@@ -144,7 +144,7 @@ class SessionState(Generic[HopT]):
         for before, hop, after in zip(chain, chain[1:], chain[2:], strict=False):
             if hop is None or (only_revoked and not _is_revoked(before, hop)):
                 continue
-            requests = [hop.open(self.epoch)] if hop in opening else []
+            requests = [hop.open(self.epoch, self.position)] if hop in opening else []
             is_quiet = quiet and after is None
             place = (before, after) if pushes else (None, None)
             if (request := hop.set_neighbours(*place, self.epoch, step, now_s, quiet=is_quiet)) is not None:

@@ -51,7 +51,9 @@ ADAPTERS = st.binary(min_size=32, max_size=32)
 NUMBERS = st.binary(max_size=200)
 PROMPTS = st.just(NO_PROMPTS) | st.builds(DeepPrompts, COUNTS, COUNTS, COUNTS, NUMBERS)
 CONTROLS = st.one_of(
-    st.builds(Open, SESSIONS, SPANS, COUNTS, *ACCOUNTS, st.none() | ADAPTERS, PROMPTS, st.text(max_size=9)),
+    st.builds(
+        Open, SESSIONS, SPANS, COUNTS, *ACCOUNTS, st.none() | ADAPTERS, PROMPTS, st.text(max_size=9), st.none() | COUNTS
+    ),
     st.builds(Resize, SESSIONS, COUNTS),
     st.builds(Truncate, SESSIONS, COUNTS),
     st.builds(Fork, SESSIONS, SESSIONS, COUNTS, COUNTS),
@@ -104,7 +106,7 @@ def test_every_operation_crosses() -> None:
 
 
 GOOD: dict[type[object], list[object]] = {
-    Open: [bytes(16), [0, 3], 100, "client", 1, None, [1, 1, 2, 16], "group"],
+    Open: [bytes(16), [0, 3], 100, "client", 1, None, [1, 1, 2, 16], "group", None],
     Resize: [bytes(16), 5],
     Truncate: [bytes(16), 5],
     Fork: [bytes(16), bytes(16), 0, 5],

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from llmnode.core.ids import PeerId
-from llmnode.core.policy import RecoveryPolicy
+from llmnode.core.policy import RecoveryPolicy, RoutePolicy
+from llmnode.core.route import Hop
+from llmnode.core.span import Span
 from llmnode.errors import PeerError, PeerRefused, PeerTimeout, PeerUnreachable, SessionLost
-from llmnode.session.failures import FAILED_COMPUTATIONS, QUICK_S, StepFailures
+from llmnode.session.failures import FAILED_COMPUTATIONS, QUICK_S, LetGo, StepFailures, wants_kv
 from llmnode.wire.messages import RefusalCode
 
 SILENT, FULL, HONEST = PeerId("silent"), PeerId("full"), PeerId("honest")
@@ -120,3 +124,41 @@ def test_a_step_replaces_a_limited_number_of_hops_before_it_gets_on() -> None:
     failures.begin_search(5.0)
     failures.add_try(100.0, failed=False)
     assert failures.deadline_s < 5.0
+
+
+def test_the_pauses_for_want_of_kv_grow_and_clients_come_apart() -> None:
+    route, rng = RoutePolicy(), random.Random(0)
+    failures = StepFailures(POLICY)
+    assert failures.pause_s(route, rng) == route.retry_s
+    pauses_s = []
+    for _ in range(4):
+        error = PeerRefused(RefusalCode.NO_ROOM, "full", retry_after_s=60.0, peer=LIARS[0])
+        failures.note(error, Reports())  # type: ignore[arg-type]
+        pauses_s.append(failures.pause_s(route, rng) / route.longest_pause_s)
+        failures.ask_all_again()
+        assert failures.pause_s(route, rng) == route.retry_s
+    for pause_s, times in zip(pauses_s, (1, 2, 4, 4), strict=True):
+        assert times < pause_s < 1.5 * times
+    assert pauses_s[2] != pauses_s[3]
+
+
+@pytest.mark.parametrize(
+    ("failure", "is_for_kv"),
+    [
+        (PeerRefused(RefusalCode.NO_ROOM, "full", retry_after_s=1.0), True),
+        (PeerRefused(RefusalCode.UNKNOWN_SESSION, "moved", retry_after_s=1.0), True),
+        (PeerRefused(RefusalCode.UNKNOWN_SESSION, "idle"), False),
+        (PeerRefused(RefusalCode.NO_ROOM, "too long"), False),
+        (PeerRefused(RefusalCode.BUSY, "no memory", retry_after_s=1.0), False),
+        (LetGo(Hop(LIARS[0], Span(0, 1))), True),
+        (PeerUnreachable("gone"), False),
+    ],
+)
+def test_a_session_waits_for_kv_if_a_peer_may_have_some_later(failure: PeerError, is_for_kv: bool) -> None:
+    assert wants_kv(failure) == is_for_kv
+
+
+def test_kv_that_was_let_go_is_nobodys_failure() -> None:
+    failures = StepFailures(POLICY)
+    failures.note_lost(LetGo(Hop(LIARS[0], Span(0, 1))), Reports())  # type: ignore[arg-type]
+    assert not failures.failed and not failures.causes and not failures.verdicts

@@ -52,6 +52,9 @@ class RoutePolicy:
     full_cost_s: float = 4.0
     """This is added to the cost of a peer that has no KV memory for the session: the wait for admission
     (`AdmissionPolicy`)."""
+    first_positions: int = 256
+    """Servers let a session in that has KV for this many positions, or for its greatest length
+    (`AdmissionPolicy.first_positions`)."""
     unreached_of_group: float = 1.5
     """After this number of peers of an address group that could not be reached, others there that the client has not
     reached cost more."""
@@ -120,6 +123,8 @@ class RecoveryPolicy:
     timeout_s: float = 30.0
     """A session that lost a peer looks this long for a replacement: a server may be starting again. The time of replays
     does not count."""
+    kv_patience_s: float = 300.0
+    """It looks this long if others needed its KV, and no peer has any for it: a user's answer has begun."""
     replay_positions_per_s: float = 16.0
     """A replay may take a second for this many positions, and `ClientPolicy.step_timeout_s` more. Each of its chunks
     has the deadline of a step too."""

@@ -107,8 +107,12 @@ class AdmissionPolicy:
     ageing_s: float = 1.0
     """Each time a session has waited this long, it counts as one priority higher."""
     first_positions: int = 256
-    """A peer that holds nothing may have others moved for a session of this many positions, however small its share
-    is. Else many identities in one address group would keep another peer of this group out."""
+    """A session comes in with KV for its replay and this many positions, and grows in pieces of this many. A peer that
+    holds nothing may have others moved for this many, however small its share is. Else many identities in one address
+    group would keep another peer of this group out."""
+    growth_share: float = 1 / 32
+    """Newcomers leave this share of the KV free for sessions that may grow, as vLLM does (1 / 100 there, where a
+    session that has left comes back sooner)."""
     idle_s: float = 10.0
     """A session that was not used for this long may be moved for others, if its holder has more than its share. Its
     client replays it elsewhere. A user who reads an answer may take longer, and a client that generates does not."""

@@ -4,18 +4,23 @@ wait. Knows no clock: it is told the time.
 Among the waiting sessions, higher priorities come first, then the address groups and the peers that hold the least,
 then the oldest. A session that fits does not wait for one that does not fit. But after some times of being passed
 over, memory is kept free until the large one fits. `kv_shares.py` chooses the sessions that leave.
+
+A session comes in with KV for its first positions, and grows in pieces. Growth comes before newcomers, which leave some
+memory free for it. `kv_growth.py` chooses the sessions that leave for growth.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
+from dataclasses import replace
 from functools import cached_property
 from math import ceil, inf
 from typing import TYPE_CHECKING
 
 from llmnode.core.ids import NO_SESSION
 from llmnode.core.rates import Rates
+from llmnode.core.serving.kv_growth import choose_leaving
 from llmnode.core.serving.kv_shares import KvLease, KvShares
 
 if TYPE_CHECKING:
@@ -34,12 +39,17 @@ class _Standing:
         self.waiting = [each for each in leases if not each.is_inside]
         self.inside = [each for each in leases if each.is_inside and not each.is_leaving]
         """Those that have KV, and do not leave."""
+        self.growing = [each for each in self.inside if each.growing]
         self.free = positions - sum(each.positions for each in leases)
-        self.coming = positions - sum(each.positions for each in self.inside)
-        """The positions that are free, and those of sessions that leave."""
+        self.lacking = sum(each.growing for each in self.growing)
+        later = sum(each.later for each in self.inside)
+        self.kept = self.lacking + min(later, int(policy.growth_share * positions))
+        """The positions that newcomers leave for sessions that grow."""
+        self.coming = positions - sum(each.positions for each in self.inside) - self.kept
+        """The positions for newcomers that are free, and those of sessions that leave."""
         self.since_s = sum(each.since_s for each in self.inside)
-        self.least = min((each.claim.positions for each in self.waiting), default=inf)
-        """The positions of the smallest claim that waits."""
+        self.least = min((each.needed for each in self.waiting), default=inf)
+        """The fewest positions that a session waits for."""
 
     @cached_property
     def shares(self) -> KvShares:
@@ -50,13 +60,15 @@ class _Standing:
 
 
 class AdmissionQueue:
-    """A server's KV memory of `positions`. A session is queued with `add`, comes in with `admit`, may have to
-    leave by `choose_moves`, and goes with `remove`.
+    """A server's KV memory of `positions`. A session is queued with `add`, comes in with `admit`, grows with `grow` and
+    `admit`, may have to leave by `choose_moves` and `choose_leaving`, and goes with `remove`.
     """
 
-    def __init__(self, positions: int, policy: AdmissionPolicy) -> None:
+    def __init__(self, positions: int, policy: AdmissionPolicy, page: int = 1) -> None:
+        """KV is given in multiples of `page` positions."""
         self.positions = positions
         self._policy = policy
+        self._page = page
         self._leases: dict[SessionId, KvLease] = {}
         self._stays_s: deque[float] = deque(maxlen=policy.stays_kept)
         self._known: _Standing | None = None
@@ -92,9 +104,61 @@ class AdmissionQueue:
 
     def add(self, session: SessionId, claim: KvClaim, now_s: float) -> None:
         """Queue it. With a claim to more positions than there are, it would wait for ever."""
-        assert claim.positions <= self.positions
-        self._leases[session] = KvLease(session, claim, now_s)
+        self._leases[session] = self._newcomer(session, claim, now_s)
         self._known = None
+
+    def _newcomer(self, session: SessionId, claim: KvClaim, now_s: float) -> KvLease:
+        claim = replace(claim, positions=self.in_pages(claim.positions))
+        return KvLease(session, claim, now_s, later=claim.positions - self.first(claim))
+
+    def first(self, claim: KvClaim) -> int:
+        """The positions that such a session comes in with."""
+        return self.in_pages(min(claim.positions, claim.at_once + self._policy.first_positions))
+
+    def in_pages(self, positions: int) -> int:
+        """The positions of whole pages for that many."""
+        return ceil(positions / self._page) * self._page
+
+    def held(self, session: SessionId) -> int:
+        """The positions that a session has KV for. An unknown one has none."""
+        lease = self._leases.get(session)
+        return 0 if lease is None else lease.positions
+
+    def grow(self, session: SessionId, positions: int) -> None:
+        """A session that has come in needs KV for `positions` in all. It gets it with `admit`, and a piece with it if
+        that is free.
+        """
+        lease, piece = self._leases[session], self._policy.first_positions
+        least = self.in_pages(positions) - lease.positions
+        wanted = min(lease.later, self.in_pages(ceil(positions / piece) * piece) - lease.positions)
+        assert 0 < least <= lease.later, "it has that, or has claimed less"
+        lease.growing = wanted if wanted <= self.free - self._standing.lacking else least
+        lease.later -= lease.growing
+        self._known = None
+
+    def give_up(self, session: SessionId) -> None:
+        """It grows no more than it has. An unknown one does nothing."""
+        if (lease := self._leases.get(session)) is not None:
+            lease.later, lease.growing = lease.later + lease.growing, 0
+            self._known = None
+
+    def choose_leaving(self, session: SessionId, now_s: float) -> Sequence[SessionId]:
+        """The sessions that have to leave since this one grows, each once; perhaps it alone. They hold their KV until
+        they are removed.
+        """
+        standing, lease = self._standing, self._leases[session]
+        missing = sum(each.positions + each.growing for each in standing.inside) - self.positions
+        chosen = choose_leaving(standing.shares, lease, missing, now_s) if missing > 0 else ()
+        for each in chosen:
+            each.is_leaving = True
+            self._known = None
+        return [each.session for each in chosen]
+
+    def end(self, session: SessionId) -> None:
+        """It leaves of itself, and holds its KV until it is removed. An unknown one does nothing."""
+        if (lease := self._leases.get(session)) is not None:
+            lease.is_leaving = True
+            self._known = None
 
     def use(self, session: SessionId, now_s: float, *, ends: bool) -> None:
         """It begins to be used, or ends to be. An unknown one does nothing."""
@@ -102,8 +166,13 @@ class AdmissionQueue:
             lease.used_s = now_s if ends else inf
 
     def admit(self, now_s: float) -> Sequence[SessionId]:
-        """Those that come in now, in order."""
+        """Those that come in or grow now, in order."""
         admitted: list[SessionId] = []
+        for growing in self._standing.growing:
+            if growing.growing <= self.free:
+                growing.growing = 0
+                self._known = None
+                admitted.append(growing.session)
         while (lease := self._next(now_s)) is not None:
             lease.is_inside, lease.since_s, lease.used_s = True, now_s, now_s
             self._known = None
@@ -118,7 +187,7 @@ class AdmissionQueue:
         failed: dict[tuple[str, PeerId], int] = {}
         tried: list[int] = []
         for number, lease in enumerate(self._in_order(now_s)):
-            positions = lease.claim.positions
+            positions = lease.needed
             if positions > coming:
                 is_due = number >= self._first_tried and len(tried) < self._policy.tried_per_look
                 if not is_due or positions >= failed.get(lease.peer, inf):
@@ -151,10 +220,10 @@ class AdmissionQueue:
         That is when sessions have ended, if they stay as long as they have till now, or when some may be moved.
         """
         policy, standing = self._policy, self._standing
-        asking = KvLease(NO_SESSION, claim, now_s)
+        asking = self._newcomer(NO_SESSION, claim, now_s)
         turn = self._turn(asking, now_s)
-        before = sum(each.claim.positions for each in standing.waiting if self._turn(each, now_s) <= turn)
-        missing, held = claim.positions + before - standing.coming, self.positions - standing.free
+        before = sum(each.needed for each in standing.waiting if self._turn(each, now_s) <= turn)
+        missing, held = asking.needed + before - standing.coming, self.positions - standing.free
         # Those that are still here count too, or only short ones would: the likeliest mean of an exponential stay.
         here_s = len(standing.inside) * now_s - standing.since_s
         stay_s = (sum(self._stays_s) + here_s) / max(1, len(self._stays_s))
@@ -181,11 +250,12 @@ class AdmissionQueue:
 
     def _next(self, now_s: float) -> KvLease | None:
         """The next session that comes in. Those before it have been passed over once more."""
-        if self._standing.least > self.free:
+        free = self.free - self._standing.kept
+        if self._standing.least > free:
             return None
         passed: list[KvLease] = []
         for lease in self._in_order(now_s):
-            if lease.claim.positions <= self.free:
+            if lease.needed <= free:
                 for other in passed:
                     other.passed_over += 1
                 return lease

@@ -24,18 +24,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KvClaim:
-    """A session's claim to KV for this number of positions."""
+    """A session's claim to KV: it may have this number of positions, of which `at_once` come as soon as it is open."""
 
     client: PeerId
     group: str
     """The client's address group."""
     priority: Priority
     positions: int
+    at_once: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class KvLease:
-    """The KV of one session, which has it if it `is_inside`, and else waits for it."""
+    """The KV of one session, which has some if it `is_inside`, and else waits for its first."""
 
     session: SessionId
     claim: KvClaim
@@ -46,11 +47,20 @@ class KvLease:
     """When it was used last; infinite while it is in use."""
     is_leaving: bool = False
     passed_over: int = 0
+    later: int = 0
+    """The positions of its claim that it does not need yet."""
+    growing: int = 0
+    """The positions that it needs beside those that it has, if it `is_inside`."""
 
     @property
     def positions(self) -> int:
         """The positions that it has KV for."""
-        return self.claim.positions if self.is_inside else 0
+        return self.claim.positions - self.later - self.growing if self.is_inside else 0
+
+    @property
+    def needed(self) -> int:
+        """The positions that it needs now, and has not."""
+        return self.growing if self.is_inside else self.claim.positions - self.later
 
     @property
     def group(self) -> str:
@@ -94,14 +104,29 @@ class KvShares:
         for each in self._leases:
             self.of_group[each.group] += each.positions
             self.of_peer[each.peer] += each.positions
-            wanted[each.group] += each.claim.positions
-            wanted_within[each.group][each.peer] += each.claim.positions
+            wanted[each.group] += each.positions + each.needed
+            wanted_within[each.group][each.peer] += each.positions + each.needed
         self.share = fair_share(wanted.values(), total)
         """The share of a group."""
         self._within = {
             group: fair_share(peers.values(), int(min(self.share, wanted[group])))
             for group, peers in wanted_within.items()
         }
+
+    @property
+    def inside(self) -> list[KvLease]:
+        """Those that have KV, and do not leave."""
+        return [each for each in self._leases if each.is_inside]
+
+    def is_entitled(self, lease: KvLease) -> tuple[bool, bool]:
+        """Whether its group, and its peer within the group, stay within their shares with what the lease needs.
+
+        A peer that has nothing may always have `first_positions`.
+        """
+        return (
+            self._is_within(self.of_group[lease.group], lease.needed, self.share),
+            self._is_within(self.of_peer[lease.peer], lease.needed, self.share_within(lease.group)),
+        )
 
     def share_within(self, group: str) -> float:
         """The share of a peer of this group."""
@@ -112,10 +137,10 @@ class KvShares:
         of_peers: defaultdict[tuple[str, PeerId], list[KvLease]] = defaultdict(list)
         for each in self._leases:
             is_above = each.is_inside and self.of_peer[each.peer] > self.share_within(each.group)
-            if is_above and (self._is_idle(each, now_s) or now_s >= each.since_s + self._policy.keeps_s):
+            if is_above and (self.is_idle(each, now_s) or now_s >= each.since_s + self._policy.keeps_s):
                 of_peers[each.peer].append(each)
         for own in of_peers.values():
-            own.sort(key=lambda each: (self._is_idle(each, now_s), -each.used_s))
+            own.sort(key=lambda each: (self.is_idle(each, now_s), -each.used_s))
         return of_peers
 
     def choose_moves(
@@ -128,13 +153,11 @@ class KvShares:
         """The leases that go, so that `lease`, which waits, gets `wanted` more than is free.
 
         There are none if that is not possible, or if it is not fair: with it, its peer would have more than its share,
-        or its group would have it from another group. A peer that has nothing may always have `first_positions`.
-        `movable` are those of now, if the caller has them.
+        or its group would have it from another group. `movable` are those of now, if the caller has them.
         """
-        positions = lease.claim.positions
-        if not self._is_within(self.of_peer[lease.peer], positions, self.share_within(lease.group)):
+        of_all, of_peer = self.is_entitled(lease)
+        if not of_peer:
             return []
-        of_all = self._is_within(self.of_group[lease.group], positions, self.share)
         held = _Held(Counter(self.of_group), Counter(self.of_peer))
         # Within a peer the order never changes, and one that does not give way now does not later, when less is held.
         of_peers = {
@@ -168,18 +191,19 @@ class KvShares:
         """The session with the highest rank gives way to `lease` first. None if it does not give way."""
         of_peer = held.of_peer[each.peer]
         above = of_peer - self.share_within(each.group)
-        left, gets = of_peer - each.positions, held.of_peer[lease.peer] + lease.claim.positions
+        left, gets = of_peer - each.positions, held.of_peer[lease.peer] + lease.needed
         if each.group != lease.group:
             above = min(above, held.of_group[each.group] - self.share)
-            left, gets = held.of_group[each.group] - each.positions, held.of_group[lease.group] + lease.claim.positions
+            left, gets = held.of_group[each.group] - each.positions, held.of_group[lease.group] + lease.needed
         if above <= 0:
             return None
-        is_idle = self._is_idle(each, now_s)
+        is_idle = self.is_idle(each, now_s)
         if not is_idle and (left < gets or now_s < each.since_s + self._policy.keeps_s):
             return None
         return is_idle, held.of_group[each.group], of_peer, -each.used_s
 
-    def _is_idle(self, each: KvLease, now_s: float) -> bool:
+    def is_idle(self, each: KvLease, now_s: float) -> bool:
+        """Whether it was not used for `AdmissionPolicy.idle_s`."""
         return now_s >= each.used_s + self._policy.idle_s
 
     def _is_within(self, held: int, wanted: int, share: float) -> bool:

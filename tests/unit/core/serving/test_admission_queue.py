@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
@@ -277,7 +277,7 @@ def test_each_that_waits_has_its_look_though_those_before_it_wait_in_vain() -> N
     policy = AdmissionPolicy(tried_per_look=4, first_positions=1)
     queue, now_s = a_full_server(100, policy), 1000.0
     for number in range(30):
-        queue.add(name(1000 + number), claim(90, client=1000 + number), now_s)
+        queue.add(name(1000 + number), replace(claim(90, client=1000 + number), at_once=90), now_s)
     queue.add(name(2000), claim(1, client=2000), now_s)
     moved: list[SessionId] = []
     for _ in range(30 // policy.tried_per_look + 1):

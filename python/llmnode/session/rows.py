@@ -1,0 +1,59 @@
+"""Sessions that wait for each other, as the rows of a generation do. While one waits for KV, the others hold none.
+
+Otherwise the rows of two generations could hold what those of the other one wait for, at one server or at several.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.errors import PeerRefused
+from llmnode.wire.messages import RefusalCode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from llmnode.core.announcement import Announcement
+    from llmnode.core.ids import PeerId
+    from llmnode.errors import PeerError
+    from llmnode.session.hops import SessionHops
+
+
+class Rows:
+    """The sessions of one client that were opened beside each other."""
+
+    def __init__(self) -> None:
+        self._rows: list[SessionHops] = []
+
+    def add(self, row: SessionHops) -> None:
+        self._rows.append(row)
+
+    def remove(self, row: SessionHops) -> None:
+        """One that is not there changes nothing."""
+        self._rows = [each for each in self._rows if each is not row]
+
+    def too_small(self, announcements: Iterable[Announcement], length: int) -> dict[PeerId, PeerError]:
+        """The peers that will never have KV for one more row of this greatest length, each with a refusal.
+
+        The rows wait for each other, so all those at a peer have to fit.
+        """
+        wanted: Counter[PeerId] = Counter()
+        for row in self._rows:
+            for peer in {hop.hop.peer for hop in row.hops}:
+                wanted[peer] += row.terms.max_length
+        refused: dict[PeerId, PeerError] = {}
+        for each in announcements:
+            if each.peer in wanted and (positions := wanted[each.peer] + length) > each.offer.kv_tokens:
+                why = f"{positions} positions in all, and this server has {each.offer.kv_tokens}"
+                refused[each.peer] = PeerRefused(RefusalCode.NO_ROOM, why, peer=each.peer, span=each.offer.span)
+        return refused
+
+    async def let_go(self) -> None:
+        """Have the rows that are not in use free their KV: one waits for some. They are replayed when they go on."""
+        async with trio.open_nursery() as nursery:
+            for row in self._rows:
+                if not row.is_busy:
+                    nursery.start_soon(row.let_go)

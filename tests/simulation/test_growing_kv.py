@@ -1,0 +1,149 @@
+"""Sessions get KV as they use it. One that finds none to grow has others leave, or leaves and comes back by a replay.
+
+No session fails for want of KV, and none waits for ever. The arithmetic is exact, as in `test_chaos.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from llmnode.core.policy import AdmissionPolicy, RecoveryPolicy
+from llmnode.errors import PeerRefused
+from llmnode.testing import Conditions, check_kv_is_free, open_world, seeds, simulate
+from llmnode.testing.world import GENEROUS
+from llmnode.wire.payload import Codec
+from simulation.scarce import PATIENT
+from simulation.test_noticing import HALVES
+from simulation.world import ALL_BLOCKS, DELAY_S, KV_TOKENS, Dialogue, simulated
+
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
+    from llmnode.core.span import Span
+    from llmnode.testing import World
+    from llmnode.testing.world import SimulatedClient
+
+PIECE = 8
+GROWING = replace(GENEROUS, admission=AdmissionPolicy(first_positions=PIECE))
+WAITING = replace(PATIENT, recovery=RecoveryPolicy(timeout_s=600))
+"""The time that a step may take, for want of KV."""
+LONG_S = 1200.0
+"""All sessions end within this time."""
+PLACES: dict[str, list[Span]] = {"one": [ALL_BLOCKS], "two": [ALL_BLOCKS, ALL_BLOCKS], "a route of two": list(HALVES)}
+HALF = KV_TOKENS // 2
+
+
+def scarce(seed: int = 0) -> AbstractAsyncContextManager[World]:
+    return open_world(seed, conditions=Conditions(delay_s=DELAY_S), serve_policy=GROWING)
+
+
+@simulated
+async def test_sessions_hold_what_they_use_and_a_piece_so_that_more_are_open_than_could_all_be_full() -> None:
+    async with scarce() as swarm, AsyncExitStack() as stack:
+        node = await swarm.start("0", ALL_BLOCKS)
+        client = await stack.enter_async_context(swarm.client(PATIENT))
+        dialogues: list[Dialogue] = []
+        for number in range(8):
+            session = await stack.enter_async_context(client.router.open_session(HALF, Codec.RAW))
+            assert node.worker.kv_tokens_free == KV_TOKENS - 24 * number - PIECE
+            dialogues.append(Dialogue(session, random.Random(number)))
+            await dialogues[-1].step(20)
+            await dialogues[-1].step(1)
+            await dialogues[-1].go_back(10)
+            assert node.worker.kv_tokens_free == KV_TOKENS - 24 * (number + 1)
+        copy = await stack.enter_async_context(client.router.open_session(HALF, Codec.RAW))
+        await dialogues[0].session.fork([copy])
+        assert node.worker.reserved == 8 * 24 + 16
+        assert not any(each.session.recoveries for each in dialogues)
+        for each in dialogues:
+            await each.session.close()
+        await copy.close()
+        await check_kv_is_free(swarm)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("seed", seeds(3))
+def test_sessions_that_use_more_than_there_is_all_end(seed: int, place: str) -> None:
+    simulate(partial(outgrow, seed, place), seed=seed)
+
+
+async def outgrow(seed: int, place: str) -> None:
+    """Eight clients want 1600 positions in the end, with pauses now and then, and a server has 400."""
+    rng, done = random.Random(seed), list[int]()
+    async with scarce(seed) as swarm, AsyncExitStack() as stack:
+        for number, span in enumerate(PLACES[place]):
+            await swarm.start(f"{number}", span)
+        await trio.sleep(1)
+
+        async def use(client: SimulatedClient, number: int) -> None:
+            await trio.sleep(rng.uniform(0, 3))
+            async with client.router.open_session(HALF, Codec.RAW) as session:
+                dialogue = Dialogue(session, random.Random(number), policy=WAITING)
+                while session.position < HALF:
+                    await dialogue.step(min(rng.randint(1, 40), HALF - session.position))
+                    await trio.sleep(rng.choice((0, 0.5, 2, 8)))
+                done.append(number)
+
+        clients = [await stack.enter_async_context(swarm.client(PATIENT, name=f"c{each}")) for each in range(8)]
+        with trio.fail_after(LONG_S):
+            async with trio.open_nursery() as nursery:
+                for number, client in enumerate(clients):
+                    nursery.start_soon(use, client, number)
+        assert sorted(done) == list(range(8))
+        assert not any(client.router.finder.banned for client in clients)
+        await check_kv_is_free(swarm)
+
+
+@simulated
+async def test_a_client_that_opens_many_long_sessions_holds_no_more_than_it_uses() -> None:
+    """Another client comes in at once, and gets its half whatever the first one does then."""
+    async with scarce() as swarm, AsyncExitStack() as stack:
+        node = await swarm.start("0", ALL_BLOCKS)
+        hog, honest = [await stack.enter_async_context(swarm.client(PATIENT, name=each)) for each in ("hog", "honest")]
+        dialogues: list[Dialogue] = []
+        for number in range(12):
+            session = await stack.enter_async_context(hog.router.open_session(HALF, Codec.RAW))
+            dialogues.append(Dialogue(session, random.Random(number), policy=WAITING))
+            await dialogues[-1].step(1)
+        assert node.worker.reserved == 12 * PIECE
+        async with trio.open_nursery() as nursery:
+            for each in dialogues:
+                nursery.start_soon(use_up, each)
+            with trio.fail_after(1):
+                own = await stack.enter_async_context(honest.router.open_session(HALF, Codec.RAW))
+            dialogue = Dialogue(own, random.Random(0))
+            while own.position < HALF:
+                await dialogue.step(1)
+            assert not own.recoveries
+            nursery.cancel_scope.cancel()
+
+
+async def use_up(dialogue: Dialogue) -> None:
+    while dialogue.session.position < HALF:
+        await dialogue.step(1)
+
+
+@simulated
+async def test_rows_that_could_never_be_there_together_are_refused_before_any_work() -> None:
+    """They wait for each other, so all have to fit. Another server may have the rest."""
+    async with scarce() as swarm, AsyncExitStack() as stack:
+        node = await swarm.start("0", ALL_BLOCKS)
+        client = await stack.enter_async_context(swarm.client(PATIENT))
+        first, second = [client.router.open_session(HALF, Codec.RAW) for _ in range(2)]
+        row = await stack.enter_async_context(first)
+        await stack.enter_async_context(client.router.open_session(HALF, Codec.RAW, row))
+        await stack.enter_async_context(second)  # no row of these
+        with trio.fail_after(0), pytest.raises(PeerRefused, match="600 positions in all, and this server has 400"):
+            async with client.router.open_session(HALF, Codec.RAW, row):
+                pass
+        twin = await swarm.start("1", ALL_BLOCKS)
+        await trio.sleep(20)
+        other = await stack.enter_async_context(client.router.open_session(HALF, Codec.RAW, row))
+        assert other.route[0].peer == twin.peer != node.peer
