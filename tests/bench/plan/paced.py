@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from bench.pipeline.charged import ChargedExecutor
 from llmnode.compute.loading import SpanLoader
-from llmnode.core.policy import BatchPolicy, ProbePolicy
+from llmnode.core.policy import BatchPolicy, ProbePolicy, ServePolicy
 from llmnode.node.cli import main, run
 from llmnode.ports import Loaded
 
@@ -65,13 +65,17 @@ class PacedLoader(SpanLoader):
 
 
 def measure_often() -> None:
-    """Servers of this process measure their network every `AGAIN_S`."""
-    made = ProbePolicy.__init__
-    names = [*ProbePolicy.__dataclass_fields__]
-    defaults = list(made.__defaults__ or ())
-    for name in ("again_s", "soon_s"):
-        defaults[names.index(name)] = AGAIN_S
-    made.__defaults__ = tuple(defaults)
+    """Servers of this process measure their network every `AGAIN_S`, and answer all probes of the others."""
+    _set(ProbePolicy, again_s=AGAIN_S, soon_s=AGAIN_S)
+    _set(ServePolicy, probes_burst=1000, probes_per_s=100.0)
+
+
+def _set(policy: type[ProbePolicy | ServePolicy], **values: float) -> None:
+    names, defaults = [*policy.__dataclass_fields__], list(policy.__init__.__defaults__ or ())
+    assert len(names) == len(defaults)
+    for name, value in values.items():
+        defaults[names.index(name)] = value
+    policy.__init__.__defaults__ = tuple(defaults)
 
 
 if __name__ == "__main__":

@@ -225,6 +225,8 @@ class _Rig:
     async def _until_settled(self, client: Client) -> list[PeerId]:
         """Until servers push to each other, and the client knows what it has measured. Returns its route."""
         with trio.fail_after(DIRECT_WITHIN_S):
+            while len(client.router.finder.reaching.round_trips_s()) < len(self._peers):  # noqa: ASYNC110 - begun as it connected
+                await trio.sleep(0.1)
             while True:
                 generation = await client.generate(self._prompt[:8], 18, stop_at_eos=False)
                 hops = generation.timings[-1].hops
